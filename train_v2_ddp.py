@@ -445,13 +445,6 @@ def read_data(args, tokenizer, ids, codec_dir, work_dir, world):
         drop=args.drop_bad, list_in=None if dry else args.output_dir)
 
 
-def check_float8(args, device):
-    """UserError where --float8 cannot run."""
-    if args.float8:
-        from common import float8
-        float8.check_device(device, True)
-
-
 # ------------------------------------------------------------------------------------------------
 # Main
 
@@ -477,7 +470,7 @@ def train(args):
     # a run ends at the first mistake, a dry run names them all
     *_, (model, parts), table, speaker = collect(
         dry, lambda: run.check_folders(args), lambda: distributed.check_bf16(device, args.bf16),
-        lambda: check_float8(args, device),
+        lambda: run.check_float8(args, device),
         lambda: empty_trained_model(module, folder, config_dict, args),
         lambda: read_data(args, tokenizer, ids, codec_dir, work_dir, world),
         lambda: load_prompts(args, tokenizer, ids, config, codec_dir, world))
@@ -496,7 +489,7 @@ def train(args):
         model, parts = empty_trained_model(module, folder, config_dict, args)
     identity = run_identity(folder, table, train_ids, args) if main_rank else None
     validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
-    resume, meta = checkpoint.find_resume(args.output_dir, args.resume, identity, world)
+    resume, meta = run.find_resume(args.output_dir, args.resume, identity, world)
 
     # -- order, number of steps: every rank knows them without asking; so all agree ---------------
     accumulation, at = args.gradient_accumulation_steps, run.position(meta)

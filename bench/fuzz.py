@@ -30,10 +30,10 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from bench import measure
-from common import checkpoint, json_files, metrics, report, run
+from common import json_files, metrics, report, resume, run
 from common.flags import UserError
 from common.text import HIDDEN, error_text
-from distill import chat, held_out, journal, teacher
+from distill import chat, held_out, journal, teacher_server
 from speech.data.rows import read_samples
 from speech.model.labels import conversation_pieces
 
@@ -132,11 +132,6 @@ def truth(folder, data):
     held_out.read_truth(folder / "truth.jsonl", [0, 1], ["en", "de"])
 
 
-def rejected(folder, data):
-    (folder / "labels.rejected.jsonl").write_bytes(data)
-    held_out.rejected_ids(folder / "labels.jsonl", {0}, 15)
-
-
 def journals(folder, data):
     (folder / "shard-0-of-1.jsonl").write_bytes(data)
     journal.read_journals(folder, HEADER)
@@ -150,10 +145,10 @@ def plans(folder, data):
 def server(folder, data):
     """What a server answers; ask_server tries again after these errors."""
     try:
-        answer = teacher.read_answer(json_files.loads(data))
+        answer = teacher_server.read_answer(json_files.loads(data))
         json.dumps(answer.text, ensure_ascii=False).encode()
-    except teacher.MALFORMED as error:
-        check_said(error_text(teacher.explain(error)))
+    except teacher_server.MALFORMED as error:
+        check_said(error_text(teacher_server.explain(error)))
 
 
 def manifest(folder, data):
@@ -161,7 +156,7 @@ def manifest(folder, data):
     (folder / "checkpoint-3" / "manifest.json").write_bytes(data)
     (folder / "checkpoint-3" / "trainer_state" / "state.json").write_text("{}")
     said = []
-    checkpoint.newest_whole(folder, said.append)
+    resume.newest_whole(folder, said.append)
     for line in said:
         check_said(error_text(line), folder / "checkpoint-3")
     report.read_checkpoints(folder)
@@ -176,7 +171,7 @@ def state(folder, data):
     (folder / "checkpoint-3" / "manifest.json").write_text(json.dumps({"step": 3, "files": files}))
     (folder / "metrics.jsonl").write_text('{"step": 3, "train/loss": 1.0}\n')
     report.page([report.read_run(folder)], [], [])
-    resume, meta = checkpoint.find_resume(folder, "auto", {"seed": 1})
+    resume, meta = run.find_resume(folder, "auto", {"seed": 1})
     assert resume is None or run.position(meta)["step"] == meta["step"]
 
 
@@ -251,7 +246,6 @@ FORMATS = {
     "metadata": (metadata, [META], ("object",)), "chats": (chats, [CHAT], ("lines",)),
     "gsm8k": (block_problems("gsm8k"), [GSM8K], ("list", "lines")), "hdp": (block_problems("hdp"), [HDP], ("list",)),
     "truth": (truth, [{"id": 0, "label": "en"}, {"id": 1, "label": None}], ("lines",)),
-    "rejected": (rejected, [{"id": 4, "text": "?", "why": "", "answers": []}], ("lines",)),
     "journals": (journals, [{"header": HEADER}, RECORD], ("lines",)), "plans": (plans, [PLANNED], ("lines",)),
     "server": (server, [ANSWER], ("object",)), "manifest": (manifest, [MANIFEST], ("object",)),
     "state": (state, [STATE], ("object",)), "metrics": (log, [ROW, ROW | {"step": 4}], ("lines",)),

@@ -39,7 +39,7 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import measure
-from common import checkpoint, metrics
+from common import checkpoint, metrics, resume
 from tests.helpers import chats
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -441,7 +441,7 @@ def differences(ours, theirs):
     """In what two output folders of finished runs differ, in words: last checkpoint, log."""
     found, folders = [], [checkpoint.checkpoints(folder)[-1][1] for folder in (ours, theirs)]
     for path in ours.glob("checkpoint-*"):
-        if wrong := checkpoint.damage(path):
+        if wrong := resume.damage(path):
             found.append(f"{path} is damaged: {wrong}")
     if folders[0].name != folders[1].name or names(folders[0]) != names(folders[1]):
         return [*found, f"{folders[0]} and {folders[1]} hold different files"]

@@ -6,8 +6,6 @@ and SHA-256 of every file. The folder is built under a .tmp name, synced to disk
 kill at any instant leaves the last whole one untouched. Ranks that have a share write it from
 copies on the CPU and tell rank 0, which completes the folder.
 """
-import contextlib
-import errno
 import hashlib
 import io
 import json
@@ -15,21 +13,17 @@ import os
 import random
 import re
 import shutil
-import stat
 import tempfile
 import threading
 import time
 import uuid
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 
 from common import distributed, json_files, run_lock, tensor_files
 from common.distributed import UserError, World, naming
-from common.text import NAME, printable
 
 MANIFEST = "manifest.json"         # proves by sizes and checksums that all is there
 STATE_DIR = "trainer_state"        # apart, so that from_pretrained and PEFT see only their own
@@ -40,12 +34,6 @@ ALONE = World()                    # for scripts of one process
 TEMPORARY = r"\..+\.tmp-[0-9a-f]{32}"       # write_atomically's files
 UNFINISHED = r"checkpoint-\d+\.tmp-([0-9a-f]{8}|deleted-\d+)"     # Writer.building, delete
 TABLE = r"table-[0-9a-f]{8}"                # new_table
-
-# of state.json. A checksum says nothing of what was written by hand, so types are checked, too
-STATE = {"step": int, "epoch": int, "first": int, "identity": dict, "skipped": int, "args": dict,
-         "unlogged": list, "validation": object, "best_step": (int, type(None)),
-         "best_loss": (float, int, type(None))}
-
 
 # --------------------------------------------------------------------------------------------------
 # Files and folders
@@ -64,16 +52,6 @@ def sha256_file(path):
     """Hex SHA-256 of a file's bytes."""
     with naming(path), open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def is_file(path):
-    """Path.is_file, but PermissionError where this user may not know."""
-    try:
-        return stat.S_ISREG(os.stat(path).st_mode)
-    except PermissionError:
-        raise
-    except (OSError, ValueError):       # gone, or no name at all
-        return False
 
 
 def remove_named(folder, *patterns, keep=None):
@@ -160,53 +138,6 @@ def own_output(output_dir):
         raise UserError(f"--output_dir {output_dir}: cannot be written ({error.strerror})")
 
 
-@contextlib.contextmanager
-def new_folder(output_dir, size=0, flag="--output_dir"):
-    """A folder to fill; it gets the name output_dir once all is on disk. size: its bytes, about.
-
-    Raises UserError: for a folder that is there and not empty, or that another process is making,
-    or for a full disk.
-    """
-    final = Path(os.path.abspath(output_dir))
-    if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise UserError(f"{flag} {output_dir}: is there already and not empty; give another name "
-                        "or move it away")
-    # beside the final one, so that both are on one disk and a renaming is enough
-    building = final.with_name(f".{final.name}.new-{uuid.uuid4().hex}")
-    try:
-        remove_unfinished(final, flag)
-        building.mkdir(parents=True)
-        with run_lock.acquire(building, flag) as lock:
-            # before hours of work, not after
-            free = shutil.disk_usage(building).free
-            if free < size:
-                raise UserError(f"{flag} {output_dir}: {size / 1e9:.1f} GB are to be written, "
-                                f"{free / 1e9:.1f} GB are free there")
-            yield building
-            for path in [*building.iterdir(), building]:
-                fsync_path(path)
-            # still locked, or another process may take it for what a kill has left
-            os.rename(building, final)
-        (final / lock.path.name).unlink()
-        fsync_path(final.parent)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{flag} {output_dir}: cannot be written ({error})")
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-
-
-def remove_unfinished(final, flag):
-    """Delete what killed processes have left of new_folder(final); UserError where one lives."""
-    # escaped: a folder may be called x[1] or *
-    name = rf"\.{re.escape(final.name)}\.new-[0-9a-f]{{32}}"
-    for earlier in final.parent.iterdir() if final.parent.exists() else ():
-        if re.fullmatch(name, earlier.name) and earlier.is_dir():
-            # gone since it was listed: its process has ended well
-            with contextlib.suppress(FileNotFoundError), run_lock.acquire(earlier, flag):
-                shutil.rmtree(earlier)
-                print(f"removed {earlier}, which a killed process has left", flush=True)
-
-
 # --------------------------------------------------------------------------------------------------
 # Random states
 
@@ -223,19 +154,6 @@ def rng_state(device):
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
-
-
-def set_rng_state(data, device):
-    """Put back what rng_state returned (bytes)."""
-    state = torch.load(io.BytesIO(data), weights_only=True)
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy(), *rest))
-    torch.set_rng_state(state["torch"])
-    # a run may go on without the GPU that it was saved with, and the other way round
-    if "cuda" in state and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -427,10 +345,7 @@ def checkpoints(output_dir):
 
 
 def rotate(output_dir, newest, keep, best_step=None):
-    """Delete the oldest checkpoints beyond `keep` (0 = keep all), never the best one.
-
-    newest: the step just saved.
-    """
+    """Delete the oldest checkpoints up to step `newest` beyond `keep` (0 = all), never the best."""
     if keep > 0:
         # later ones, passed over as damaged, do not count: with them a new one would be the oldest
         found = [found for found in checkpoints(output_dir) if found[0] <= newest]
@@ -440,10 +355,7 @@ def rotate(output_dir, newest, keep, best_step=None):
 
 
 def delete(path):
-    """Delete a checkpoint folder.
-
-    What cannot be deleted (NFS keeps files that somebody has open) is left to the next save.
-    """
+    """Delete a checkpoint folder; what is open somewhere on NFS goes with a later save."""
     # it loses its name first, so that a kill leaves no half of one under it
     doomed = path.with_name(f"{path.name}.tmp-deleted-{time.time_ns()}")
     os.rename(path, doomed)
@@ -451,134 +363,7 @@ def delete(path):
 
 
 # --------------------------------------------------------------------------------------------------
-# Damage
-
-
-class Damaged(Exception):
-    """A checkpoint is not as it was written; str() says how."""
-
-
-def read_json(path, kinds):
-    """A JSON object from a file, or None where it is not one, or lacks a key of {key: type} kinds,
-    or has something else or a negative count there.
-    """
-    try:
-        found = json_files.loads(path.read_bytes())
-    except ValueError:      # is not JSON
-        return None
-    if not isinstance(found, dict) or not kinds.keys() <= found.keys():
-        return None
-    for key, kind in kinds.items():
-        value = found[key]
-        # to Python true is an int
-        if isinstance(value, bool) or not isinstance(value, kind):
-            return None
-        if isinstance(value, int) and value < 0:
-            return None
-    return found
-
-
-def damage(path, world=ALONE):
-    """What is wrong with a checkpoint folder, in words, or "" when every file has its size and
-    checksum.
-
-    The manifest must list state.json, and that one must say where the run stood. Raises OSError
-    where that cannot be known: what this user may not read, say, is not damaged. world: collective;
-    each rank reads a share of the files.
-    """
-    path = Path(path)
-    wrong, files = distributed.rank0_first(world, told, listed, path)
-    if not wrong:
-        # by size, so that the ranks have about the same to read
-        ordered = sorted(files, key=lambda name: (-files[name]["bytes"], name))
-        share = {name: files[name] for name in ordered[world.rank::world.size]}
-        found = distributed.gather_objects(world, told(compare, path, share))
-        wrong = next((why for why, _ in found if why), "")
-    return wrong or distributed.rank0_first(world, told, check_state, path)[0]
-
-
-def told(look, path, *more):
-    """(what is wrong with a checkpoint, or "", what look(path, *more) returns). Raises OSError."""
-    try:
-        return "", look(path, *more)
-    except Damaged as why:
-        return str(why), None
-    except OSError as error:
-        # a disk that fails has damaged the file; any other reason says nothing about what is in it
-        if error.errno != errno.EIO:
-            raise
-        return f"{error.filename or path} cannot be read ({error.strerror})", None
-
-
-def listed(path):
-    """{name: {"bytes", "sha256"}} of a checkpoint's manifest. Raises Damaged."""
-    if not is_file(path / MANIFEST):
-        raise Damaged(f"no {MANIFEST}")     # a folder that somebody has made or copied in part
-    files = (read_json(path / MANIFEST, {"files": dict}) or {}).get("files")
-    facts = {"bytes": int, "sha256": str}
-    if files is None:
-        raise Damaged(f"unreadable {MANIFEST}")
-    for entry in files.values():
-        if not isinstance(entry, dict) or any(
-                type(entry.get(key)) is not kind for key, kind in facts.items()):
-            raise Damaged(f"unreadable {MANIFEST}")
-    # an empty list would prove any folder whole
-    if f"{STATE_DIR}/state.json" not in files:
-        raise Damaged(f"{MANIFEST} does not list {STATE_DIR}/state.json")
-    return files
-
-
-def compare(path, files):
-    """Raise Damaged unless a checkpoint has these files of its manifest, each with its size and
-    checksum.
-    """
-    for name, facts in files.items():
-        file, name = path / name, printable(name, NAME)
-        if not is_file(file):
-            raise Damaged(f"{name} is missing")
-        # first, as it costs nothing
-        size = file.stat().st_size
-        if size != facts["bytes"]:
-            raise Damaged(f"{name} has {size} bytes instead of {facts['bytes']}")
-        if sha256_file(file) != facts["sha256"]:
-            raise Damaged(f"{name} has another checksum than when it was written")
-
-
-def check_state(path):
-    """Raise Damaged unless a checkpoint's state.json says where the run stood."""
-    # its checksum was right, but a program of another version may have written it
-    state = read_json(path / STATE_DIR / "state.json", STATE)
-    if state is None or not all(isinstance(value, (int, float)) for value in state["unlogged"]):
-        raise Damaged(f"{STATE_DIR}/state.json does not say where the run stood")
-
-
-def newest_whole(output_dir, report=print):
-    """Path of the newest undamaged checkpoint, or None; damaged ones are reported, passed over."""
-    for _, path in reversed(checkpoints(output_dir)):
-        wrong = damage(path)
-        if not wrong:
-            return path
-        report(f"checkpoint {path} is damaged ({wrong}); trying the one before")
-    return None
-
-
-# --------------------------------------------------------------------------------------------------
 # Resuming
-
-
-def last_args(output_dir, resume):
-    """Flags of the run that --resume goes on with, as its newest checkpoint has them, or None.
-
-    find_resume proves it later.
-    """
-    folders = [Path(resume)]
-    if resume == "auto":        # the newest that can be read
-        folders = [path for _, path in reversed(checkpoints(output_dir))]
-    # nothing is hashed: all checkpoints of a run have the flags that matter in common
-    for file in (folder / STATE_DIR / "state.json" for folder in folders):
-        if is_file(file) and (state := read_json(file, STATE)):
-            return state["args"]
-    return None
 
 
 def load_meta(path):
@@ -586,59 +371,8 @@ def load_meta(path):
     return json_files.read_object(Path(path) / STATE_DIR / "state.json")
 
 
-def load_optimizer(path, tensors, world=None):
-    """Fill tensors (optim.state_tensors, plain or sharded) from a checkpoint folder; UserError if
-    they differ.
-
-    world: as in tensor_files.read_once.
-    """
-    files = tensor_files.files_in(Path(path) / STATE_DIR, "optimizer")
-    found = {name: [part] for name, part in tensor_files.open_tensors(files).items()}
-    # a step count is 0-d, which was written as one row
-    wanted = {name: tensor.shape or (1,) for name, tensor in tensors.items()}
-    if problem := tensor_files.compare(wanted, found):
-        raise UserError(f"{path}: its optimizer state does not fit this run: {problem}")
-    for name, tensor in tensors.items():        # one by one: together they fill the memory again
-        read = partial(tensor_files.read_into, tensor, found[name])
-        tensor_files.read_once(world, tensor, read)
-
-
-def load_rng(path, rank, device):
-    """Put back the random states of this rank; a rank that the saved run did not have keeps its
-    own.
-    """
-    # weights_only: a checkpoint from somebody else must not run code
-    states = torch.load(Path(path) / STATE_DIR / "rng.pt", weights_only=True)
-    if rank < len(states):
-        set_rng_state(states[rank], device)
-
-
-def find_resume(output_dir, resume, identity, world=ALONE):
-    """(checkpoint folder or None, its meta or None) for --resume auto | none | FOLDER. Collective.
-
-    identity: {name: value} that the checkpoint's meta must share, on rank 0. Raises UserError when
-    nothing usable is there, or it is another run's.
-    """
-    folders = distributed.rank0_first(world, to_try, output_dir, resume)
-    for path in folders:
-        wrong = damage(path, world)
-        if not wrong:
-            meta = distributed.rank0_first(world, fitting_meta, path, output_dir, resume, identity)
-            return path, meta
-        # one that was named is not replaced by another in silence
-        if resume != "auto":
-            raise UserError(f"--resume {path}: {wrong}")
-        if world.is_main:
-            print(f"checkpoint {path} is damaged ({wrong}); trying the one before")
-    # to begin anew would throw away what may still be mended
-    if folders:
-        raise UserError(f"{output_dir}: every checkpoint is damaged; to start anew, give another "
-                        "--output_dir or move them away")
-    return None, None
-
-
 def to_try(output_dir, resume):
-    """Folders of find_resume, in this order. Raises UserError."""
+    """Checkpoints of --resume auto | none | FOLDER, in the order to be tried. Raises UserError."""
     found = [path for _, path in reversed(checkpoints(output_dir))]
     # a new run's checkpoints among old ones: nobody could tell which --resume auto takes
     if resume == "none" and found:
@@ -649,22 +383,3 @@ def to_try(output_dir, resume):
     if not Path(resume).exists():
         raise UserError(f"--resume {resume}: no such folder")
     return [Path(resume)]
-
-
-def fitting_meta(path, output_dir, resume, identity):
-    """state.json of a whole checkpoint that find_resume has found. Raises UserError where it does
-    not fit the run.
-    """
-    meta = load_meta(path)
-    later = [str(p) for step, p in checkpoints(output_dir) if step > meta["step"]]
-    # or the next --resume auto would take up the abandoned ones
-    if later and resume != "auto":
-        raise UserError(f"--resume {path}: later checkpoints stand in --output_dir "
-                        f"({', '.join(later)}); move them away or give another --output_dir")
-    # what decides the order of the data, or which weights there are; other flags may change
-    for name, value in identity.items():
-        before = meta["identity"].get(name)
-        if before != value:
-            raise UserError(f"{path}: was made with another {name} ({before}, this run {value}); "
-                            "give the same flags or another --output_dir")
-    return meta

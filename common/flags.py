@@ -17,14 +17,14 @@ import time
 from pathlib import Path
 
 from common import lifetime
-from common.json_files import read_text
-from common.text import UserError, counted, error_text, print_error, without_secrets
+from common.text import UserError, counted, error_text, need, print_error, without_secrets
 
 TRACKERS = ("tensorboard", "wandb", "trackio")                  # of --report_to
 MODES = ("all", "selective")                                    # of --gradient_checkpointing
 PARALLEL = ("ddp", "fsdp", "hsdp")
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 CONFIG = "run.yaml"     # in OUTPUT_DIR
+CONFIG_FLAG = re.compile("--config(=|$)")
 OVERRIDE = re.compile(r"\+{0,2}[a-z]\w*(\.[a-z]\w*)+=[^/]*$")   # trainer.precision=bf16, as Hydra
 GIVE_WAY_S = 5      # seconds other ranks leave rank 0 to say what is wrong, before torchrun ends it
 
@@ -54,8 +54,7 @@ WITHOUT_EFFECT = {
 def need_package(name, purpose, install=None):
     """UserError that says how to install a package that is missing. purpose: what needs it."""
     if importlib.util.find_spec(name) is None:
-        raise UserError(
-            f"{purpose}: the package {name} is missing: pip install {install or name}")
+        raise UserError(f"{purpose}: the package {name} is missing: pip install {install or name}")
 
 
 def usable_cpus():
@@ -107,8 +106,7 @@ class Parser(argparse.ArgumentParser):
         formatter.add_usage(self.usage, self._actions, ())
         formatter.add_text(self.description)
         for group in self._action_groups:
-            named = [action for action in group._group_actions
-                     if action.help != argparse.SUPPRESS]
+            named = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
             shown = [action for action in named if self.everything or action.dest in self.usual]
             hidden += len(named) - len(shown)
             formatter.start_section(group.title)
@@ -136,10 +134,11 @@ def accept_old(parser):
 
 def spellings(parser):
     """Every flag, in all its spellings, of a parser and its subcommands."""
-    below = [command for action in parser._actions
-             if isinstance(action, argparse._SubParsersAction)
-             for command in action.choices.values()]
-    return {*parser._option_string_actions}.union(*map(spellings, below))
+    found = {*parser._option_string_actions}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found = found.union(*map(spellings, action.choices.values()))
+    return found
 
 
 def nearest(name, known):
@@ -180,8 +179,11 @@ def parse(parser, check=None, argv=None):
     try:
         allocator_setting()
         check_names(parser, words)      # before argparse complains of what is missing
-        if "--config" in parser._option_string_actions:
-            words = config_words(parser, words) + words     # what stands later counts
+        if "--config" in parser._option_string_actions and any(map(CONFIG_FLAG.match, words)):
+            from common import config_file
+            known = spellings(parser)
+            # what stands later counts
+            words = config_file.words_of(parser, words, known, nearest, boolean) + words
         args = parser.parse_args(words, Args())
         args.given = stored(args)
         actions = (parser._option_string_actions.get(word.split("=")[0]) for word in words)
@@ -222,50 +224,6 @@ def allocator_setting():
             notice(f"{name}={value} is read as {os.environ[name]}")
 
 
-def config_words(parser, words):
-    """The words of a command line for the YAML file that --config names there, if it does.
-
-    Values are taken as they are written, so on, 5e-5 and 007 stay what they are; an empty one or
-    null gives no flag. Raises UserError.
-    """
-    files = [words[i + 1] for i, word in enumerate(words[:-1]) if word == "--config"]
-    files += [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
-    if not files:
-        return []
-    need(len(files) == 1, "--config is given twice")
-    import yaml  # comes with transformers
-
-    file, found, made = files[0], set(), []
-    try:
-        tree = yaml.compose(read_text(file, "--config "), Loader=yaml.BaseLoader)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"--config {file}: is not YAML ({' '.join(str(error).split())})")
-    need(tree is None or isinstance(tree, yaml.MappingNode),
-         f"--config {file}: must be lines of flag: value")
-    for key, value in tree.value if tree else ():
-        where, name = f"--config {file} line {key.start_mark.line + 1}", str(key.value)
-        action = parser._option_string_actions.get(f"--{name}")
-        if action is None or action.dest in ("config", "help"):
-            known = {flag.removeprefix("--") for flag in spellings(parser)}
-            near = nearest(name, known - {"config", "help", "-h"})
-            raise UserError(f"{where}: {name}: no such flag; the nearest one is {near}")
-        need(action.dest not in found, f"{where}: {name} is there twice")
-        found.add(action.dest)
-        items = value.value if isinstance(value, yaml.SequenceNode) else [value]
-        need(all(isinstance(item, yaml.ScalarNode) for item in items),
-             f"{where}: {name} takes a value or a list")
-        if isinstance(value, yaml.SequenceNode):
-            need(action.nargs not in (None, 0, "?"), f"{where}: {name} takes one value, not a list")
-            made += [f"--{name}", *(item.value for item in items)]
-        elif value.style is None and value.value in ("", "~", "null"):
-            continue
-        elif isinstance(action, argparse.BooleanOptionalAction):
-            made.append(f"--{name}" if boolean(value.value) else f"--no-{name}")
-        else:       # one word: the value may begin with a dash
-            made.append(f"--{name}={value.value}")
-    return made
-
-
 def write_config(path, given, script):
     """Write the flags `given` as the YAML file that --config of the script takes."""
     lines = [f"# {Path(script).name} --config {CONFIG} repeats this run; flags after it count more"]
@@ -294,12 +252,11 @@ def switch(group, *names, help):
 
 def recomputation(text):
     """Value of --gradient_checkpointing: a mode, or true or false -> mode or None."""
-    if text in MODES:
-        return text
-    try:
-        return "all" if boolean(text) else None
-    except argparse.ArgumentTypeError:
+    if text.lower() not in (*MODES, *TRUE, *FALSE):
         raise argparse.ArgumentTypeError(f"{text!r} is neither {', '.join(MODES)}, true nor false")
+    if text.lower() in MODES:
+        return text.lower()
+    return "all" if boolean(text) else None
 
 
 def sharding_way(text):
@@ -313,19 +270,9 @@ def sharding_way(text):
     return text
 
 
-def scheduler(text):
-    """Value of --lr_scheduler; warm-up is a flag of its own here."""
-    return "constant" if text == "constant_with_warmup" else text
-
-
-def lora_targets(text):
-    """Value of --lora_target_modules; ALL, as ms-swift has it, is all-linear."""
-    return "all-linear" if text.lower() == "all" else text
-
-
-def resumption(text):
-    """Value of --resume: auto, none or a folder; true and false as in Hugging Face's scripts."""
-    return {"true": "auto", "false": "none"}.get(text.lower(), text)
+def alias(**names):
+    """type= of a flag some of whose values have other names elsewhere: {theirs: ours}."""
+    return lambda text: names.get(text.lower(), text)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -355,7 +302,8 @@ def lora(group, rank, alpha, dropout, targets, targets_help):
     add("--lora_alpha", type=int, default=alpha,
         help="adapter scale: the update is multiplied by alpha / rank")
     add("--lora_dropout", type=float, default=dropout, help="dropout on adapter inputs, 0 to 1")
-    add("--lora_target_modules", type=lora_targets, default=targets, help=targets_help)
+    # ALL, as ms-swift has it
+    add("--lora_target_modules", type=alias(all="all-linear"), default=targets, help=targets_help)
     switch(group, "--use_rslora",
            help="PEFT's rsLoRA: the update is multiplied by alpha / sqrt(rank) instead")
     switch(group, "--use_dora",
@@ -383,8 +331,9 @@ def optimisation(parser, learning_rate, learning_rate_help, lr_scheduler, min_lr
     g = parser.add_argument_group("optimisation")
     add = g.add_argument
     add("--learning_rate", type=float, default=learning_rate, help=learning_rate_help)
-    add("--lr_scheduler", type=scheduler, choices=("cosine", "linear", "constant"),
-        default=lr_scheduler, help="after warm-up")
+    # warm-up is a flag of its own here
+    add("--lr_scheduler", type=alias(constant_with_warmup="constant"), default=lr_scheduler,
+        choices=("cosine", "linear", "constant"), help="after warm-up")
     add("--min_lr_ratio", type=float, default=min_lr_ratio,
         help="final rate as a share of the peak")
     add("--weight_decay", type=float, default=weight_decay, help=f"AdamW decay of {decayed}")
@@ -405,9 +354,8 @@ def speed(parser, parallel, bf16_help):
            help="choose what no flag names by the memory plan, and print why: "
                 "batches, --gradient_checkpointing, --parallel; a resumed run keeps its choice")
     add("--parallel", type=sharding_way, choices=PARALLEL, default=parallel,
-        help="a whole model on every GPU; weights, gradients, optimizer sharded over "
-             "all GPUs (FSDP2), or over those of a node, with a copy on every node "
-             f"(HSDP){unless_given}")
+        help="a whole model on every GPU; weights, gradients, optimizer sharded over all GPUs "
+             f"(FSDP2), or over those of a node, with a copy on every node (HSDP){unless_given}")
     add("--shard_size", type=int, default=0,
         help="hsdp: GPUs that weights are sharded over, 0 = a node's")
     add("--reduce_dtype", choices=("fp32", "bf16"), default="fp32",
@@ -455,17 +403,15 @@ def logging(parser, logging_steps, save_total_limit, eval_steps="a fifth of the 
         help=f"one or more of {', '.join(TRACKERS)}, or none, beside metrics.jsonl")
     add("--wandb_project", default="flat-trainers", help="project at W&B and trackio")
     add("--eval_steps", type=int,
-        help="optimizer steps between validations, 0 = at the end (default: "
-             f"{eval_steps})")
+        help=f"optimizer steps between validations, 0 = at the end (default: {eval_steps})")
     add("--save_steps", type=int,
-        help="optimizer steps between checkpoints, 0 = at the end (default: "
-             f"{save_steps})")
+        help=f"optimizer steps between checkpoints, 0 = at the end (default: {save_steps})")
     add("--save_minutes", type=float,
         help="save as well when the last checkpoint is so many minutes old, 0 = never "
              "(default: 30 without --save_steps, never with it)")
     add("--save_total_limit", type=int, default=save_total_limit,
         help="newest checkpoints kept besides the best, 0 = all")
-    add("--resume", type=resumption, default="auto",
+    add("--resume", type=alias(true="auto", false="none"), default="auto",
         help="auto (newest whole checkpoint in OUTPUT_DIR), none, or a folder")
     return g
 
@@ -480,41 +426,36 @@ def notice(text):
 # Checks; all raise UserError
 
 
-def need(good, message):
-    """UserError(message) unless good."""
-    if not good:
-        raise UserError(message)
-
-
 def values(args, names):
     """(name, value) of the flags among names that the script has and that are set."""
     found = [(name, getattr(args, name, None)) for name in names]
     return [(name, value) for name, value in found if value is not None]
 
 
-def at_least_one(args, *names):
+def check_values(args, names, good, words):
+    """UserError for a flag among names whose value is not good(value). words: what it must do."""
     for name, value in values(args, names):
-        need(value >= 1, f"--{name} is {value}; it must be at least 1")
+        need(good(value), f"--{name} is {value}; it must {words}")
+
+
+def at_least_one(args, *names):
+    check_values(args, names, lambda value: value >= 1, "be at least 1")
 
 
 def zero_or_more(args, *names):
-    for name, value in values(args, names):
-        need(0 <= value < math.inf, f"--{name} is {value}; it must be 0 or more and finite")
+    check_values(args, names, lambda value: 0 <= value < math.inf, "be 0 or more and finite")
 
 
 def below_one(args, *names):
-    for name, value in values(args, names):
-        need(0 <= value < 1, f"--{name} is {value}; it must be at least 0 and below 1")
+    check_values(args, names, lambda value: 0 <= value < 1, "be at least 0 and below 1")
 
 
 def share(args, *names):
-    for name, value in values(args, names):
-        need(0 <= value <= 1, f"--{name} is {value}; it must lie between 0 and 1")
+    check_values(args, names, lambda value: 0 <= value <= 1, "lie between 0 and 1")
 
 
 def above_zero(args, *names):
-    for name, value in values(args, names):
-        need(0 < value < math.inf, f"--{name} is {value}; it must be above 0 and finite")
+    check_values(args, names, lambda value: 0 < value < math.inf, "be above 0 and finite")
 
 
 def check_shared(args):
@@ -530,14 +471,14 @@ def check_shared(args):
     below_one(args, "lora_dropout", "dropout", "validation_split", "adam_beta2")
     share(args, "min_lr_ratio", "warmup_ratio")
     above_zero(args, "gpu_memory", "host_memory")
-    need(args.seed < 2**62, f"--seed is {args.seed}; it must be below 2**62")
-    for name, _ in values(args, ("gpu_memory", "host_memory")):
-        auto = name == "gpu_memory" and getattr(args, "auto", False)
-        need(args.dry_run is not None or auto, f"--{name} needs --dry_run")
+    check_values(args, ("seed",), lambda seed: seed < 2**62, "be below 2**62")
+    need(args.dry_run is not None or args.auto or not args.gpu_memory,
+         "--gpu_memory needs --dry_run")
+    need(args.dry_run is not None or not args.host_memory, "--host_memory needs --dry_run")
     need(not (args.compile and args.gradient_checkpointing == "selective"),
          "--gradient_checkpointing selective does not go with --compile: inside a compiled layer "
          "nothing can be picked out; drop one of the two")
-    names = list(dict.fromkeys(name for word in args.report_to for name in word.split(",") if name))
+    names = list(dict.fromkeys(words_of(args.report_to)))
     need("none" not in names or names == ["none"], "--report_to none goes with no other")
     args.report_to = [name for name in names if name != "none"]
     for name in args.report_to:
@@ -545,6 +486,11 @@ def check_shared(args):
              f"--report_to {name}: no such one; there are {', '.join(TRACKERS)} and none")
         need(importlib.util.find_spec(name),
              f"--report_to {name}: pip install {name}, or --report_to none")
+
+
+def words_of(values):
+    """The names in a list of values, several of which a comma may join."""
+    return [name for value in values or () for name in value.split(",") if name]
 
 
 def named(args):
@@ -571,7 +517,7 @@ def check_loading(args, parser):
 
 def check_bad_samples(args, checks):
     """Make args.drop_bad the tuple of checks whose samples are dropped."""
-    names = [name for word in args.drop_bad or () for name in word.split(",") if name]
+    names = words_of(args.drop_bad)
     for name in names:
         need(name in checks, f"--drop_bad {name}: no such check; there are {', '.join(checks)}")
     if args.drop_bad == []:

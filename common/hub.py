@@ -144,3 +144,31 @@ def fetched(path, folder):
     finally:
         _fetched.pop(path, None)
         shutil.rmtree(place, ignore_errors=True)
+
+
+def table_rows(path, size=1024):
+    """Yield the rows of a parquet file, or of an arrow file as datasets' save_to_disk writes it, as
+    dicts without fields of null; UserError. size: rows of a parquet file read together.
+    """
+    path = Path(path)
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(f"{path}: pip install pyarrow to read it, or give JSONL")
+
+    def without_null(value):
+        if isinstance(value, dict):
+            return {name: without_null(part) for name, part in value.items() if part is not None}
+        return [without_null(part) for part in value] if isinstance(value, list) else value
+    try:
+        if path.suffix == ".parquet":
+            opened = pyarrow.parquet.ParquetFile(path)
+        else:
+            opened = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path)))
+        with opened as file:
+            for batch in file.iter_batches(batch_size=size) if path.suffix == ".parquet" else file:
+                yield from map(without_null, batch.to_pylist())
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: cannot be read as {path.suffix[1:]} "
+                        f"({str(error).splitlines()[0]})")

@@ -4,8 +4,7 @@ Memory of one GPU, for W weight values of which T are trained, sharded over N GP
 
     weights      stored dtype x W / N
     gradients    4 T / N, and under FSDP2 4 T whole between the micro-steps of a step
-    optimizer    8 T / N (Adam, fp32)
-    average      4 T / N, where there is one
+    optimizer    8 T / N (Adam, fp32); average, where there is one, 4 T / N
     copies       FSDP2 gathers the root unit, a layer at work, the next one and a buffer
     activations  no formula: step_bytes runs the step on tensors that have shapes but no memory, and
                  counts what is alive: logits, casts of weights, gradients as they come included
@@ -35,7 +34,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common import checkpoint, document_attention, fused, recomputation, tensor_files
+from common import checkpoint, document_attention, fused, recomputation, resume, tensor_files
 from common.distributed import UserError, rank0_first
 from common.flags import local_ranks, named, need
 from common.packing import pack_order
@@ -77,9 +76,7 @@ class Setup:
 
     @property
     def fresh(self):
-        """Whether gradients come while activations go; else they stand, in DDP's buckets or from
-        the micro-step before.
-        """
+        """Whether gradients come while activations go; else they stand all the time."""
         return self.accumulation == 1 and (self.fsdp or self.ranks == 1)
 
 
@@ -106,8 +103,7 @@ class Step(NamedTuple):
 class LiveBytes(TorchDispatchMode):
     """Bytes of the tensors that operators make in this context: now, and most in each stage."""
 
-    def __init__(self, known):
-        """known: tensors that do not count."""
+    def __init__(self, known):      # tensors that do not count
         super().__init__()
         self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
         self.now, self.stage = 0, STAGES[0]
@@ -142,11 +138,10 @@ class LiveBytes(TorchDispatchMode):
 
 
 class Kept(torch.autograd.Function):
-    """A GPU's kernel without its work; its backward pass needs its inputs and a number a row."""
+    """A kernel of the GPU without its work: keeps inputs, a number a row, attention its output."""
 
     @staticmethod
     def forward(ctx, x, *others):
-        """x (..., D) -> like x. Attention, whose others have as many axes, keeps that as well."""
         out = torch.empty_like(x)
         ctx.given = 1 + len(others)
         ctx.save_for_backward(x, *others, x.new_empty(x.shape[:-1], dtype=torch.float32),
@@ -159,10 +154,7 @@ class Kept(torch.autograd.Function):
 
 
 def varlen(q, k, v, *_):
-    """torch's attention of packed documents, which works without memory.
-
-    q (S, heads, D), k, v (S, kv_heads, D).
-    """
+    """torch's attention of packed documents: q (S, heads, D), k, v (S, kv_heads, D)."""
     grouped = {"enable_gqa": True} if document_attention.VARLEN_GQA else {}
     if not grouped:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
@@ -187,22 +179,18 @@ def gpu_kernels(live):
 @contextlib.contextmanager
 def swapped(*changes):
     """Within this context attributes have other values. changes: (owner, name, value)."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-    try:
-        for change in changes:
-            setattr(*change)
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in changes:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
         yield
-    finally:
-        for change in before:
-            setattr(*change)
 
 
 @functools.cache
 def step_bytes(step, setup, pack, train=True, gpu=True):
     """{stage of STAGES: most bytes of tensors} that a micro-step makes of one pack, or, without
-    `train`, a validation batch. gpu=False: with the kernels of the CPU.
-
-    All layers but the last are alike: of many, 2 and then 4 are run.
+    `train`, a validation batch. gpu=False: with the kernels of the CPU. Of many layers, all of
+    which but the last are alike, 2 and then 4 are run.
     """
     count = len(step.layers(step.model))
     if count <= 4:
@@ -225,27 +213,25 @@ def run_layers(step, setup, pack, count, train, gpu):
     with FakeTensorMode(allow_non_fake_inputs=True):
         give_shapes(model, torch.bfloat16 if setup.bf16 and setup.fsdp else None)
         trained = [p for p in model.parameters() if p.requires_grad] if train else []
-        standing = [] if setup.fresh or setup.fsdp else [torch.empty_like(p) for p in trained]
-        for parameter, gradient in zip(trained, standing):
-            parameter.grad = gradient
+        for parameter in [] if setup.fresh or setup.fsdp else trained:
+            parameter.grad = torch.empty_like(parameter)
+        standing = [p.grad for p in trained if p.grad is not None]
         live = LiveBytes([*model.parameters(), *model.buffers(), *standing])
         if train:
             follow(live, layers)
         if setup.fsdp:
             reduce_gradients(live, trained, layers, setup)
         with live, swapped(*(*gpu_kernels(live), *step.kernels) if gpu else ()):
-            with torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16), \
-                    torch.set_grad_enabled(train):
-                loss = step.loss(model, *pack)
+            with torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16):
+                with torch.set_grad_enabled(train):
+                    loss = step.loss(model, *pack)
             if train:
                 loss.backward()
     return dict(live.peaks)
 
 
 def give_shapes(model, dtype):
-    """Replace a module's tensors by new ones of their shapes; parameters by such of a dtype, or
-    None: of their own.
-    """
+    """Give a module new tensors of the same shapes; parameters of a dtype, or of their own."""
     made = {}
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -261,11 +247,9 @@ def give_shapes(model, dtype):
 def follow(live, layers):
     """Change the stage where gradients come to the last layer, and where they leave the first."""
     def enter(stage, tensors):
-        def begin(_):
-            live.stage = stage
         tensor = next(leaf for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
         if tensor.requires_grad:
-            tensor.register_hook(begin)
+            tensor.register_hook(lambda _: setattr(live, "stage", stage))
     layers[-1].register_forward_hook(lambda _, given, out: enter(STAGES[1], out))
     layers[0].register_forward_pre_hook(
         lambda _, given, named: enter(STAGES[2], (given, named)), with_kwargs=True)
@@ -277,23 +261,22 @@ def reduce_gradients(live, trained, layers, setup):
     With accumulation there are no shards yet, with offload they are on the host: counted elsewhere.
     """
     unit_of = {p: number for number, layer in enumerate(layers) for p in layer.parameters()}
-    missing, waiting = Counter(unit_of.get(p) for p in trained), {}
+    wanted, waiting = Counter(unit_of.get(p) for p in trained), {}
     reducing, shards = [], []
 
     def arrived(parameter):
         unit = unit_of.get(parameter)
         waiting.setdefault(unit, []).append(parameter.grad)
         parameter.grad = None
-        missing[unit] -= 1
-        if missing[unit] == 0:
-            if unit is None:
-                live.stage = STAGES[3]
-            values = sum(gradient.numel() for gradient in waiting.pop(unit))
-            reducing.clear()
-            of_each = parameter.element_size() + 4
-            reducing.append(torch.empty(values * of_each, dtype=torch.uint8))
-            if setup.fresh and not setup.offload:
-                shards.append(torch.empty(-(-values // setup.shards)))
+        if len(waiting[unit]) < wanted[unit]:
+            return
+        if unit is None:
+            live.stage = STAGES[3]
+        values = sum(gradient.numel() for gradient in waiting.pop(unit))
+        reducing.clear()
+        reducing.append(torch.empty(values * (parameter.element_size() + 4), dtype=torch.uint8))
+        if setup.fresh and not setup.offload:
+            shards.append(torch.empty(-(-values // setup.shards)))
     for parameter in trained:
         parameter.register_post_accumulate_grad_hook(arrived)
 
@@ -319,12 +302,10 @@ def memory(step, setup, pack, held_out=None):
         return sum(p.numel() for p in module.parameters())
     model, layers = step.model, [values_of(layer) for layer in step.layers(step.model)]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    parts = {"weights": sum(p.nbytes for p in model.parameters()), "gradients": 4 * trained,
+    state = {"weights": sum(p.nbytes for p in model.parameters()), "gradients": 4 * trained,
              "optimizer": 8 * trained, "average": 4 * trained * step.average}
-    parts = {name: of / setup.shards for name, of in parts.items()}
-    host = sum(parts.values()) if setup.offload else 0
-    if setup.offload:
-        parts = dict.fromkeys(parts, 0)
+    host = sum(state.values()) / setup.shards if setup.offload else 0
+    parts = {name: 0 if setup.offload else of / setup.shards for name, of in state.items()}
     if setup.fsdp and setup.accumulation > 1:
         parts["gradients"] += 4 * trained
     parts["fixed"] = FIXED + FIXED_NCCL * (setup.ranks > 1 or setup.fsdp)
@@ -362,10 +343,9 @@ def memory_text(setup, found, pack):
 
 def gpu_memory(gib=None):
     """Bytes of one GPU: --gpu_memory, or what the GPU here has, or 80 GiB."""
-    if gib:
-        return gib * GIB
-    there = torch.cuda.is_available()
-    return torch.cuda.get_device_properties(0).total_memory if there else 80 * GIB
+    if not gib and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory
+    return (gib or 80) * GIB
 
 
 def refuse(what, helps):
@@ -378,20 +358,21 @@ def check_memory(found, limit, setup):
     """Raise UserError when a Memory leaves no margin below a limit in bytes."""
     if found.peak <= USABLE * limit:
         return
-    smaller = "max_tokens_per_batch" if setup.budget else "per_device_train_batch_size"
-    activations = {"--gradient_checkpointing": not setup.recompute,
-                   "--gradient_checkpointing all": setup.recompute == "selective",
-                   f"a smaller --{smaller}": setup.budget or setup.batch_size > 1}
-    alone = found.peak - found.parts["activations"]         # what no pack changes
+    # what no pack changes is too much already?
+    smaller = found.peak - found.parts["activations"] <= USABLE * limit
+    samples = "max_tokens_per_batch" if setup.budget else "per_device_train_batch_size"
     refuse(f"memory: about {size(found.peak)} needed on each GPU, which has {size(limit)}, "
-           f"{MARGIN}", (activations if alone <= USABLE * limit else {}) | {
-               "--bf16": not setup.bf16,
-               "--parallel fsdp": not setup.fsdp and setup.ranks > 1,
-               "--gradient_accumulation_steps 1": setup.fsdp and setup.accumulation > 1,
-               "--reshard_after_forward": setup.fsdp and setup.reshard is False,
-               "--cpu_offload": setup.fsdp and setup.offload is False,
-               "--parallel fsdp --cpu_offload": not setup.fsdp and setup.offload is False,
-               "--use_lora": setup.adapters is False})
+           f"{MARGIN}",
+           {"--gradient_checkpointing": smaller and not setup.recompute,
+            "--gradient_checkpointing all": smaller and setup.recompute == "selective",
+            f"a smaller --{samples}": smaller and (setup.budget or setup.batch_size > 1),
+            "--bf16": not setup.bf16,
+            "--parallel fsdp": not setup.fsdp and setup.ranks > 1,
+            "--gradient_accumulation_steps 1": setup.fsdp and setup.accumulation > 1,
+            "--reshard_after_forward": setup.fsdp and setup.reshard is False,
+            "--cpu_offload": setup.fsdp and setup.offload is False,
+            "--parallel fsdp --cpu_offload": not setup.fsdp and setup.offload is False,
+            "--use_lora": setup.adapters is False})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -401,8 +382,7 @@ def check_memory(found, limit, setup):
 def host_memory(meminfo="/proc/meminfo"):
     """Bytes of host memory that are free here, or what Slurm gives the job, if that is less."""
     free = 1024 * int(re.search(r"MemAvailable: +(\d+) kB", Path(meminfo).read_text())[1])
-    given = 2**20 * int(os.environ.get("SLURM_MEM_PER_NODE", 0))    # 0: all that the node has
-    return min(free, given or free)
+    return min(free, 2**20 * int(os.environ.get("SLURM_MEM_PER_NODE", 0)) or free)  # 0: all of it
 
 
 def checkpoint_bytes(model, trained_only, average=False):
@@ -417,29 +397,27 @@ def staged_bytes(setup, weights, moments):
 
     Under DDP rank 0 copies all that is saved, else each writer its own, but rank 0 all adapters.
     """
-    writers = tensor_files.writers(setup.ranks)
-    here = sum(rank < local_ranks(setup.ranks) for rank in writers) / len(writers)
-    here = here if setup.fsdp else 1
+    writers, here = tensor_files.writers(setup.ranks), 1
+    if setup.fsdp:
+        here = sum(rank < local_ranks(setup.ranks) for rank in writers) / len(writers)
     return weights * (1 if setup.adapters else here) + moments * here
 
 
 def check_host(needed, limit, setup):
     """Raise UserError when a node needs more host memory than a limit, both in bytes."""
+    helps = {"a node or Slurm job with more (--host_memory GIB plans for another machine)": True,
+             "no --cpu_offload": setup.offload, "more nodes": setup.fsdp,
+             "--parallel fsdp on several nodes": not setup.fsdp,
+             "--use_lora": setup.adapters is False}
     if needed > limit:
         refuse(f"host memory: about {size(needed)} needed by the {local_ranks(setup.ranks)} ranks "
-               f"of a node, which has {size(limit)}",
-               {"a node or Slurm job with more (--host_memory GIB plans for another machine)": True,
-                "no --cpu_offload": setup.offload, "more nodes": setup.fsdp,
-                "--parallel fsdp on several nodes": not setup.fsdp,
-                "--use_lora": setup.adapters is False})
+               f"of a node, which has {size(limit)}", helps)
 
 
 def existing_folder(path):
     """The folder itself, or the nearest one above it that exists."""
     path = Path(path).absolute()
-    while not path.exists():
-        path = path.parent
-    return path
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def check_writable(path, flag):
@@ -458,9 +436,8 @@ def free_disk(path):
 
 def check_disk(path, needed, what):
     """Raise UserError when the disk of `path` has fewer than `needed` bytes free."""
-    free = free_disk(path)
-    if needed > free:
-        raise UserError(f"{path}: {what} need {size(needed)}, its disk has {size(free)} free")
+    need(needed <= free_disk(path), f"{path}: {what} need {size(needed)}, its disk has "
+                                    f"{size(free_disk(path))} free")
 
 
 def folder_bytes(path):
@@ -472,13 +449,12 @@ def checkpoints_at_once(args, steps, validates):
     """Most checkpoints that stand on disk together in a run of `steps` steps, with the one being
     written. --save_minutes may save at any step; without --save_total_limit that is not counted.
     """
-    limit, intervals = args.save_total_limit, [args.save_steps]
-    if validates:
-        intervals.append(args.eval_steps)
+    limit = args.save_total_limit
+    intervals = [args.save_steps, args.eval_steps if validates else 0]
     saves = 1 + sum(steps // interval for interval in intervals if interval)
-    if limit and args.save_minutes:
-        saves = steps + 1
-    return min(saves, limit + 1 + validates) if limit else saves
+    if not limit:
+        return saves
+    return min(steps + 1 if args.save_minutes else saves, limit + 1 + validates)
 
 
 def print_room(args, setup, found, pack, saved, steps, validates):
@@ -486,16 +462,15 @@ def print_room(args, setup, found, pack, saved, steps, validates):
 
     found: Memory; pack: how large the worst one is. saved: of checkpoint_bytes. steps: to go.
     """
-    local, one = local_ranks(setup.ranks), sum(saved)
+    local, one, limit = local_ranks(setup.ranks), sum(saved), gpu_memory(args.gpu_memory)
     offloaded, staged = found.host * local, staged_bytes(setup, *saved)
-    limit = gpu_memory(args.gpu_memory)
     host_limit = args.host_memory * GIB if args.host_memory else host_memory()
     most = checkpoints_at_once(args, max(0, steps), validates)
     have = sum(folder_bytes(path) for _, path in checkpoint.checkpoints(args.output_dir))
     print(f"memory     estimate for one GPU; it has {size(limit)}, {MARGIN}{INDENT}"
           f"{memory_text(setup, found, pack)}\n"
-          f"host       {size(offloaded + staged)} for the {counted(local, 'rank')} of a "
-          f"node: {size(offloaded)} offloaded, {size(staged)} copied by a save; it has "
+          f"host       {size(offloaded + staged)} for the {counted(local, 'rank')} of a node: "
+          f"{size(offloaded)} offloaded, {size(staged)} copied by a save; it has "
           f"{size(host_limit)}\n"
           f"disk       {size(one)} a checkpoint, at most {most} at once: {size(one * most)}; "
           f"{size(free_disk(args.output_dir))} free for --output_dir")
@@ -511,10 +486,10 @@ def print_room(args, setup, found, pack, saved, steps, validates):
 def head_text(setup, model):
     """What runs where, and the model."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    precision = "bf16" if setup.bf16 else "fp32"
-    return (f"plan       {counted(setup.ranks, 'GPU')}, {setup.parallel}, {precision}\n"
-            f"model      {sum(n for n, _ in sizes) / 1e6:,.1f} M parameters, "
-            f"{sum(n for n, trained in sizes if trained) / 1e6:,.3f} M trainable "
+    every, trained = sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
+    return (f"plan       {counted(setup.ranks, 'GPU')}, {setup.parallel}, "
+            f"{'bf16' if setup.bf16 else 'fp32'}\n"
+            f"model      {every / 1e6:,.1f} M parameters, {trained / 1e6:,.3f} M trainable "
             f"({'LoRA' if setup.adapters else 'full'}); the weight files have them all")
 
 
@@ -530,9 +505,8 @@ def epoch_sums(order, epochs, values):
 def packs_text(setup, order, lengths, about):
     """How long samples are, how many packs an epoch has, how full and how even they are.
 
-    lengths: (n,) tokens of the samples. about: what an average pack holds. Every `ranks` packs run
-    side by side. One of fewer tokens than the budget is filled up to it; packs of one empty slot
-    fill the last step.
+    lengths: (n,) tokens of the samples. about: what an average pack holds. One of fewer tokens than
+    the budget is filled up to it; packs of one empty slot fill the last step.
     """
     low, middle, high = np.quantile(lengths, (0.05, 0.5, 0.95)).round().astype(int)
     tokens, per_step = epoch_sums(order, [0], lengths), setup.ranks * setup.accumulation
@@ -570,7 +544,7 @@ def ways(args, setup):
         modes = [setup.recompute]
     group = setup.shard_size or local_ranks(setup.ranks)
     nodes = setup.ranks > group and setup.ranks % group == 0    # sharding inside each comes first
-    kinds = ["ddp", "hsdp", "fsdp"] if nodes else ["ddp", "fsdp"]
+    kinds = ["ddp", *(["hsdp"] if nodes else []), "fsdp"]
     if "parallel" in named(args) or setup.ranks == 1 or getattr(args, "float8", False):
         kinds = [setup.parallel]
     return [replace(setup, recompute=mode, parallel=kind) for mode in modes for kind in kinds]
@@ -579,8 +553,8 @@ def ways(args, setup):
 def by_tokens(args, setup, lengths, order_of):
     """Setups with packs of tokens, the fastest first; at last with the state on the host.
 
-    lengths: (n,) tokens of the samples. order_of(budget): PackOrder. A step has --global_batch_size
-    samples, or an epoch at least EPOCH_STEPS steps.
+    lengths: (n,) tokens of the samples. order_of(budget): PackOrder. A step has the samples of
+    --global_batch_size, or an epoch at least EPOCH_STEPS steps.
     """
     samples, counted = args.global_batch_size, "gradient_accumulation_steps" in named(args)
     step = samples * lengths.mean() if samples else lengths.sum() / EPOCH_STEPS
@@ -603,24 +577,6 @@ def by_tokens(args, setup, lengths, order_of):
         yield way
 
 
-def by_rows(args, setup, rows, row_tokens):
-    """Setups with micro-steps of rows of one length, the fastest first: as few as fit.
-
-    rows: of an optimizer step, of all ranks; row_tokens: that a row is computed on.
-    """
-    splits, flags = [], {"per_device_train_batch_size", "problems_per_batch",
-                         "gradient_accumulation_steps"}
-    if named(args) & flags:
-        splits = [(setup.batch_size, setup.accumulation)]
-    while not named(args) & flags:
-        accumulation = 2 ** len(splits)
-        splits.append((max(1, round(rows / setup.ranks / accumulation)), accumulation))
-        if splits[-1][0] == 1 or splits[-1][0] * row_tokens <= LARGE:
-            break
-    return [replace(way, batch_size=batch_size, accumulation=accumulation)
-            for way in ways(args, setup) for batch_size, accumulation in splits]
-
-
 def choose_packs(args, world, ranks, lengths, memory_of):
     """decide() with packs of tokens. lengths: (n,) of the samples. memory_of(setup, PackOrder)."""
     @functools.cache
@@ -637,42 +593,40 @@ def decide(args, world, setups, memory_of, samples_of):
     """Set the flags FLAGS that are open, the same on every rank -> whether any has changed.
 
     setups: the fastest first. memory_of(setup): Memory; samples_of(setup): of an average micro-step
-    of a rank. Raises UserError when none fits; a dry run goes on with the last one, and finds that
-    later.
+    of a rank. UserError when none fits; a dry run takes the last one, and finds that later.
     """
-    before = {flag: getattr(args, flag) for flag in FLAGS if hasattr(args, flag)}
     chosen, lines = rank0_first(world, choice, args, iter(setups), memory_of, samples_of)
+    changed = any(getattr(args, flag, value) != value for flag, value in chosen.items())
     for flag, value in chosen.items():
         setattr(args, flag, value)
     if world.is_main:
         print(f"auto       {INDENT.join(lines)}")
-    return any(getattr(args, flag) != value for flag, value in before.items())
+    return changed
 
 
 def choice(args, setups, memory_of, samples_of):
     """({flag: value}, lines of text) of decide."""
-    if earlier := checkpoint.last_args(args.output_dir, args.resume):
+    if earlier := resume.last_args(args.output_dir, args.resume):
         return earlier_choice(args, next(setups).ranks, earlier)
     limit, lines = gpu_memory(args.gpu_memory), []
     for setup in setups:
         found = memory_of(setup)
         fits = found.peak <= USABLE * limit
         pack = f"{setup.budget:,} tokens" if setup.budget else f"batches of {setup.batch_size:,}"
-        where = ", offloaded" if setup.offload else ""
-        lines.append(f"{setup.parallel:<5}{pack:>15}  {MODES[setup.recompute] + where:<28} "
-                     f"{found.peak / GIB:8.2f} GiB  {'taken' if fits else 'too much'}")
+        how = MODES[setup.recompute] + (", offloaded" if setup.offload else "")
+        lines.append(f"{setup.parallel:<5}{pack:>15}  {how:<28} {found.peak / GIB:8.2f} GiB  "
+                     f"{'taken' if fits else 'too much'}")
         if fits:
             break
     if args.dry_run is None:
         check_memory(found, limit, setup)
     packs = setup.ranks * setup.accumulation
-    lines = [f"{'the first' if fits else 'none'} that fits one GPU's {size(limit)}, {MARGIN}, from "
-             "the fastest on:", *lines,
-             f"a step: {counted(setup.ranks, 'rank')} x "
-             f"{counted(setup.accumulation, 'micro-step')}, about "
-             f"{packs * samples_of(setup):,.0f} samples"]
     chosen = {flag: getattr(setup, field) for flag, field in FLAGS.items() if hasattr(args, flag)}
-    return chosen | {"packs_per_step": packs}, lines
+    return chosen | {"packs_per_step": packs}, [
+        f"{'the first' if fits else 'none'} that fits one GPU's {size(limit)}, {MARGIN}, from the "
+        "fastest on:", *lines,
+        f"a step: {counted(setup.ranks, 'rank')} x {counted(setup.accumulation, 'micro-step')}, "
+        f"about {packs * samples_of(setup):,.0f} samples"]
 
 
 def earlier_choice(args, ranks, earlier):

@@ -103,6 +103,13 @@ def check_folders(args):
                     for flag, path in folders.items() if path))
 
 
+def check_float8(args, device):
+    """UserError where --float8 cannot run."""
+    if args.float8:
+        from common import float8
+        float8.check_device(device, True)
+
+
 def steps_text(total, per_epoch, ranks, accumulation, about):
     """The length of the run in optimizer steps."""
     packs = counted(ranks * accumulation, "pack")
@@ -123,6 +130,19 @@ def sharding(args, size):
     return {"bf16": args.bf16, "reshard_after_forward": getattr(args, "reshard_after_forward", True),
             "cpu_offload": getattr(args, "cpu_offload", False), "size": group if args.parallel == "hsdp" else 0,
             "reduce": args.reduce_dtype}
+
+
+def find_resume(output_dir, resume, identity, world=checkpoint.ALONE):
+    """(checkpoint folder or None, its meta or None) for --resume auto | none | FOLDER. Collective.
+
+    identity: {name: value} that the checkpoint's meta must share, on rank 0. Raises UserError when
+    nothing usable is there, or it is another run's.
+    """
+    tried = distributed.rank0_first(world, checkpoint.to_try, output_dir, resume)
+    if not tried:
+        return None, None
+    from common.resume import whole_one
+    return whole_one(tried, output_dir, resume, identity, world)
 
 
 def position(meta):
@@ -166,7 +186,7 @@ class TrainState:
     """Where a run stands: position, best validation loss, sums of the log line, writer, log, clock."""
 
     def __init__(self, world, watch, args, order, total_steps, found, facts):
-        """order: packing.PackOrder. found: of checkpoint.find_resume. facts: Facts."""
+        """order: packing.PackOrder. found: of find_resume. facts: Facts."""
         self.world, self.watch, self.args = world, watch, args
         self.order, self.total_steps = order, total_steps
         self.name, self.validation = facts.name, facts.validation
@@ -211,17 +231,20 @@ class TrainState:
         """
         args, world = self.args, self.world
         if self.resume:
+            from common import resume
             moments = optim.state_tensors(optimizer, model.named_parameters())
-            checkpoint.load_optimizer(self.resume, moments, world)
-            checkpoint.load_rng(self.resume, world.rank, world.device)
+            folder = Path(self.resume) / checkpoint.STATE_DIR
+            resume.load_tensors(folder, "optimizer", moments, world)
+            resume.load_rng(self.resume, world.rank, world.device)
         # its later lines are dropped, so not before the checkpoint has proven to fit
         if world.is_main:
             board = Path(args.logging_dir) / Path(args.output_dir).resolve().name
             checkpoint.write_atomically(
                 Path(args.output_dir) / flags.CONFIG,
                 lambda path: flags.write_config(path, args.given, sys.argv[0]))
-            self.log = metrics.MetricsLog(args.output_dir, board, args.report_to, flags.stored(args),
-                                          self.step, args.wandb_project, self.eval_due)
+            self.log = metrics.MetricsLog(args.output_dir, board, args.report_to,
+                                          flags.stored(args), self.step, args.wandb_project,
+                                          self.eval_due)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -374,7 +397,7 @@ class TrainState:
         return True
 
     def to_save(self, identity, **more):
-        """state.json of a checkpoint made now. Collective. identity: checkpoint.find_resume's; more:
+        """state.json of a checkpoint made now. Collective. identity: find_resume's; more:
         the script's.
         """
         self.watch.moved(f"saving at step {self.step}", self.args.wait_timeout)

@@ -28,6 +28,12 @@ class UserError(Exception):
     status = 1      # the process ends with
 
 
+def need(good, message):
+    """UserError(message) unless good."""
+    if not good:
+        raise UserError(message)
+
+
 SECRETS = re.compile(r"(?<=://)[^/?#\s]*@|(?<=[?&])[\w-]*(?:key|token|secret|password)[\w-]*=[^&#\s]*", re.IGNORECASE)
 
 

@@ -76,8 +76,7 @@ def accuracy(world, model, how, asked, tokens):
 
 @torch.no_grad()
 def whole_model(model):
-    """The model itself, or a copy that is not sharded, whose passes need no other rank.
-    Collective.
+    """The model itself, or a copy that is not sharded, whose passes need no other rank. Collective.
     """
     distributed.reshard(model)
     parameters = dict(model.named_parameters())
@@ -94,9 +93,7 @@ def whole_model(model):
 
 
 def write(output_dir, step, answers):
-    """OUTPUT_DIR/answers/step-N.json for the report: answers of accuracy(), with growth [[part,
-    text so far], ...].
-    """
+    """OUTPUT_DIR/answers/step-N.json for the report, of answers of accuracy()."""
     folder = Path(output_dir) / FOLDER
     checkpoint.prepare_output(folder)
     text = json.dumps({"step": step, "answers": answers}, indent=1, ensure_ascii=False)

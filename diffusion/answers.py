@@ -33,17 +33,14 @@ def question_state(problem, tokens, layout):
     ids = tokens.encode(text)
     if len(ids) > layout.question_budget:
         raise UserError(f"{problem.name}: its question has {len(ids)} tokens, more than "
-                        f"--question_budget "
-                        f"{layout.question_budget}")
+                        f"--question_budget {layout.question_budget}")
     at = np.arange(len(ids))
     block = at // layout.block_size if layout.flat else np.zeros(len(at), np.int64)
     return np.stack([ids, at, block]), ([tokens.plan], layout.start(PLAN))
 
 
 def text_state(name, text, tokens, layout):
-    """question_state of a gsm8k prompt as it stands. name: for the UserError of one that leaves
-    no room.
-    """
+    """question_state of a gsm8k prompt as it stands. UserError, with `name`, without room."""
     head = np.array(head_of(tokens.encode(text), tokens, layout))
     if len(head) >= layout.max_length:
         raise UserError(f"{name}: its question has {len(head)} tokens, no room in --max_length "
@@ -62,9 +59,7 @@ def room(first_position, region, layout):
 
 
 def finish_region(ids, pinned, end):
-    """Generated ids -> (list in which only end tokens follow the first generated one, whether
-    there was one).
-    """
+    """Generated ids -> (the same, only end tokens behind the first end token, was there one)."""
     for i in range(pinned, len(ids)):
         if ids[i] == end:
             return [*ids[:i], *[end] * (len(ids) - i)], True
@@ -72,9 +67,7 @@ def finish_region(ids, pinned, end):
 
 
 def execution_state(context, plan, tokens, layout):
-    """question_state for the second region: the context with the finished plan (ids from
-    finish_region) behind it.
-    """
+    """question_state of the second region: the context with the finished plan's ids behind it."""
     at = np.arange(len(plan))
     block = context[2].max(initial=-1) + 1 + at // layout.region_block(PLAN)
     return (np.concatenate([context, [plan, layout.start(PLAN) + at, block]], axis=1),
@@ -82,9 +75,7 @@ def execution_state(context, plan, tokens, layout):
 
 
 def region_text(ids, pinned, tokens):
-    """Text of a region up to its end token, without the pinned ids; hdp's <|answer|> becomes
-    GSM8K's ####.
-    """
+    """A region's text up to its end, without pinned ids; hdp's <|answer|> becomes GSM8K's ####."""
     body = list(ids[pinned:])
     if tokens.end in body:
         body = body[:body.index(tokens.end)]

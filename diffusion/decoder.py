@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-from common import fused, json_files, low_rank, recomputation, tensor_files
+from common import fused, json_files, low_rank, tensor_files
 from common.distributed import UserError
 from diffusion import dit
 
@@ -171,7 +171,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config, backend="sdpa", recompute=None):
         super().__init__()
-        self.config, self.backend, self.call = config, backend, recomputation.caller(recompute)
+        self.config, self.backend, self.call = config, backend, dit.caller(recompute)
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
             "layers": nn.ModuleList([Layer(config) for _ in range(config.layers)]),
@@ -181,8 +181,11 @@ class Decoder(nn.Module):
         self._masks = None, None        # layout, its masks: rows of one layout share them
         self.register_parameter("mask_row", None)
         if config.lora:
-            self.adapted = [adapt(self, config.lora)]     # in a list, torch does not register it again
-            recomputation.leave_products(self, recompute)
+            # in a list, torch does not register it again
+            self.adapted = [adapt(self, config.lora)]
+            if recompute:
+                from common import recomputation
+                recomputation.leave_products(self, recompute)
 
     def tie(self):
         """Make the head the embedding, where it is; again when weights were moved or made anew."""

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from common import fused, recomputation
+from common import fused
 from diffusion.choices import SIZES
 
 HEAD_ROWS = 8192        # logits of so many rows at a time; of more, they are computed again in the backward pass
@@ -285,13 +285,21 @@ class Layer(nn.Module):
         return F.dropout(x, self.dropout, self.training)
 
 
+def caller(recompute):
+    """A function of (layer, its arguments) that calls it. recompute: of flags.MODES, or None."""
+    if not recompute:
+        return lambda layer, *given: layer(*given)
+    from common import recomputation
+    return recomputation.caller(recompute)
+
+
 class DiT(nn.Module):
     """The whole network. forward is what training wraps; extend and logits are what the sampler calls."""
 
     def __init__(self, config, backend="sdpa", recompute=None):
         """backend: "flex" (on a CPU forward only) or "sdpa". recompute: of flags.MODES, or None."""
         super().__init__()
-        self.config, self.backend, self.call = config, backend, recomputation.caller(recompute)
+        self.config, self.backend, self.call = config, backend, caller(recompute)
         size, cond = config.hidden_size, config.cond_size
         self.embed = nn.Embedding(config.vocab_size, size)
         self.condition_in, self.condition_out = nn.Linear(FREQUENCIES, cond), nn.Linear(cond, cond)

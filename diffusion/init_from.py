@@ -32,9 +32,7 @@ class Start(NamedTuple):
 
 
 def find(name):
-    """The file or folder of --init_from, a checkpoint of ours found in an OUTPUT_DIR, or
-    downloaded. UserError.
-    """
+    """File or folder of --init_from, found in an OUTPUT_DIR of ours, or downloaded. UserError."""
     path = Path(name)
     if path.is_file():
         return path
@@ -173,9 +171,8 @@ def with_lora(config, path, bf16, name, adapters):
 
 
 def fill(model, given, seed, resumed):
-    """Put a Start's weights into a network and begin its adapters. resumed: a checkpoint
-    follows, which has all that is trained; of adapters that is not the language model below
-    them.
+    """Put a Start's weights into a network and begin its adapters. resumed: a checkpoint follows,
+    which has all that is trained; of adapters that is not the language model below them.
     """
     lora = getattr(model.config, "lora", None)
     if lora or not resumed:
@@ -216,9 +213,7 @@ def check_size(path, tensors, head_size, config):
 
 
 def fit_vocabulary(tensors, markers, tokens, size, seed):
-    """(tensors of `size` rows for `tokens`, names of markers that are new). markers: {name: row}
-    of the tensors.
-    """
+    """(tensors of `size` rows for `tokens`, names of new markers). markers: {name: row there}."""
     count, generator = len(plain(tokens)), torch.Generator().manual_seed(seed)
     new = [name for name in tokens.markers if name not in markers]
 

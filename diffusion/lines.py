@@ -45,12 +45,11 @@ def loss_report(numbers, regions):
 def console_line(step, total_steps, v):
     """One aligned line of at most 160 characters; metrics.jsonl has all numbers."""
     mfu = f" | mfu {v['train/mfu'] * 100:4.1f}%" if "train/mfu" in v else ""
-    return (f"step {step:>6}/{total_steps} | loss {v['train/loss']:7.4f} | "
-            f"masked {v['train/masked'] * 100:4.1f}% ce {v['train/masked_loss']:7.4f} | "
-            f"lr {v['train/learning_rate']:.2e} | grad_norm {v['train/grad_norm']:7.3f} | "
+    return (f"step {step:>6}/{total_steps} | loss {v['train/loss']:7.4f} | masked "
+            f"{v['train/masked'] * 100:4.1f}% ce {v['train/masked_loss']:7.4f} | lr "
+            f"{v['train/learning_rate']:.2e} | grad_norm {v['train/grad_norm']:7.3f} | "
             f"{v['train/throughput']:>9,.0f} tok/s | wait {v['train/data_wait_seconds']:4.1f} "
-            f"s{mfu} | "
-            f"eta {metrics.duration((total_steps - step) * v['train/step_seconds'])}")
+            f"s{mfu} | eta {metrics.duration((total_steps - step) * v['train/step_seconds'])}")
 
 
 def eval_line(step, v, regions):
@@ -62,15 +61,12 @@ def eval_line(step, v, regions):
         parts += (f" | right {v['eval/accuracy']:.1%}, by the last number "
                   f"{v['eval/accuracy_flexible']:.1%}")
     return (f"eval   step {step:>6} | nll <= {v['eval/nll']:.4f}{error} nats/token | "
-            f"{v['eval/bits_per_token']:.4f} "
-            f"bits/token | perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} "
-            f"| {parts}")
+            f"{v['eval/bits_per_token']:.4f} bits/token | perplexity <= "
+            f"{v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} | {parts}")
 
 
 def log_validation(args, state, values, answers, regions):
-    """Log and print a validation, on rank 0; answers go to a file for the report. state:
-    run.TrainState.
-    """
+    """Log and print a validation, on rank 0; answers go to a file for the report."""
     state.log.write(state.step, values)
     if answers:
         from diffusion import accuracy
@@ -79,9 +75,7 @@ def log_validation(args, state, values, answers, regions):
 
 
 def print_start(args, job, device, ranks, shards):
-    """What is about to run, before the first step. job: the trainer's Job. shards: GPUs that the
-    state is sharded over.
-    """
+    """What is about to run. job: the trainer's Job. shards: GPUs that the state is sharded over."""
     rows, eval_rows, table = job.rows, job.eval_rows, job.table
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     with torch.device("meta"):
@@ -100,9 +94,7 @@ def print_start(args, job, device, ranks, shards):
           f"model      {job.name}, {size:,} parameters{kind}; weights, gradients, optimizer and "
           f"average {gib(state)} a GPU\n"
           f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; tokens "
-          f"mean "
-          f"{lengths.mean():.0f} max {lengths.max()}\n"
+          f"mean {lengths.mean():.0f} max {lengths.max()}\n"
           f"rows       {len(rows)} of {rows.length} clean and {rows.noisy_length} noisy tokens, "
-          f"{table['clean'].sum() / (len(rows) * rows.length) * 100:.1f}% of the clean ones "
-          f"filled, "
-          f"{table['samples'].mean():.2f} problems each")
+          f"{table['clean'].sum() / (len(rows) * rows.length) * 100:.1f}% of the clean ones filled"
+          f", {table['samples'].mean():.2f} problems each")

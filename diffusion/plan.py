@@ -5,6 +5,7 @@ import numpy as np
 import torch
 
 from common import plan
+from common.flags import named
 from diffusion import dit, noise, weights
 
 
@@ -45,12 +46,29 @@ def memory(args, step, setup, rows, eval_rows, targets):
     return plan.memory(step, setup, pack, held_out if eval_rows else None)
 
 
+def by_rows(args, setup, rows, row_tokens):
+    """Setups with micro-steps of rows of one length, the fastest first: as few as fit.
+
+    rows: of an optimizer step, of all ranks; row_tokens: that a row is computed on.
+    """
+    splits, accumulation = [], 1
+    if named(args) & {"per_device_train_batch_size", "problems_per_batch",
+                      "gradient_accumulation_steps"}:
+        splits, accumulation = [(setup.batch_size, setup.accumulation)], 0
+    while accumulation:
+        each = max(1, round(rows / setup.ranks / accumulation))
+        splits.append((each, accumulation))
+        accumulation = 0 if each == 1 or each * row_tokens <= plan.LARGE else 2 * accumulation
+    return [replace(way, batch_size=each, accumulation=accumulation)
+            for way in plan.ways(args, setup) for each, accumulation in splits]
+
+
 def choose(args, world, ranks, config, rows, eval_rows, table):
     """--auto: set the flags that are open. table: blocks.row_table of rows."""
     problems, most = table["samples"].mean(), np.sort(table["targets"])[::-1].cumsum()
     step = step_of(config, args.attn_backend)
-    setups = plan.by_rows(args, setup_of(args, ranks), args.global_batch_size / problems,
-                          rows.length + rows.noisy_length)
+    setups = by_rows(args, setup_of(args, ranks), args.global_batch_size / problems,
+                     rows.length + rows.noisy_length)
 
     def memory_of(setup):
         targets = most[min(setup.batch_size, len(most)) - 1]

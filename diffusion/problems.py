@@ -84,15 +84,17 @@ def parse_problem(name, entry, system, strip_calculator):
 
 
 def read_entries(path, split):
-    """Yield (name, JSON value) of the problems of a file, folder or hub dataset; UserError when it cannot be read."""
+    """Yield (name, JSON value) of the problems of a file, folder or hub dataset. UserError."""
     file = Path(path)
     if not file.exists() and ("/" not in str(path) or not HUB_NAME.fullmatch(str(path))):
         raise UserError(f"{path}: no such file or folder")
     if not file.is_file():
+        from common import hub
         from diffusion import folders
         file = folders.find_split(file if file.exists() else folders.download(path), split)
         if isinstance(file, list):      # parquet or arrow
-            for i, entry in enumerate(folders.arrow_entries(file)):
+            rows = (row for one in file for row in hub.table_rows(one))
+            for i, entry in enumerate(rows):
                 yield f"{file[0].parent} {split} sample {i}", entry
             return
     text = json_files.read_text(file)
@@ -103,7 +105,8 @@ def read_entries(path, split):
             label = entry.get("id") if isinstance(entry, dict) else None
             yield f"{file} sample {i}" + (f" ({printable(label, NAME)})" if label else ""), entry
         return
-    for number, line in enumerate(text.split("\n"), 1):     # splitlines() would also cut at characters inside strings
+    # splitlines() would also cut at characters inside strings
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield f"{file} line {number}", json_files.parse(line, file, number)
 
@@ -165,21 +168,27 @@ def load_tokenizer(name, system, end_token=""):
     such as gpt2. end_token: of gsm8k's answers; "": <|endoftext|>. Raises UserError.
     """
     path = Path(name)
-    hint = "give a folder with tokenizer.json or with GPT-2's encoder.json and vocab.bpe, or gpt2 when online"
+    hint = "give a folder with tokenizer.json or with GPT-2's encoder.json and vocab.bpe, or " \
+           "gpt2 when online"
     try:
         if path.is_dir():
             tokenizer = tokenizer_from_folder(path)
         else:
-            tokenizer = Tokenizer.from_file(str(path if path.exists() else download_tokenizer(name, hint)))
+            if not path.exists():
+                from diffusion import folders
+                path = folders.download_tokenizer(name, HUB_NAME.fullmatch(str(name)), hint)
+            tokenizer = Tokenizer.from_file(str(path))
     except UserError:
         raise
     except Exception as error:      # the tokenizers library raises bare Exceptions
-        raise UserError(f"--tokenizer {name}: is not a tokenizer ({str(error).partition(chr(10))[0]:.120}); {hint}")
+        why = str(error).partition("\n")[0]
+        raise UserError(f"--tokenizer {name}: is not a tokenizer ({why:.120}); {hint}")
     end_token = end_token or END
     end = tokenizer.token_to_id(end_token)
     if end is None and system == "gsm8k":
-        raise UserError(f"--tokenizer {name}: has no token {end_token} to end answers with; give one "
-                        "that it has (--end_token '</s>'), or --chat where it has a chat template")
+        raise UserError(f"--tokenizer {name}: has no token {end_token} to end answers with; give "
+                        "one that it has (--end_token '</s>'), or --chat where it has a chat "
+                        "template")
     # a question begins with <|endoftext|>, or with what this tokenizer puts before every text
     begins = [tokenizer.token_to_id(END), *tokenizer.encode("").ids, end]
     begin = next((number for number in begins if number is not None), -1)
@@ -188,23 +197,12 @@ def load_tokenizer(name, system, end_token=""):
     tokenizer.add_special_tokens([*([] if end is None else [end_token]), *MARKERS[system]])
     used, size = set(tokenizer.get_vocab().values()), tokenizer.get_vocab_size()
     if used != set(range(size)):        # the model's embedding has a row for each of 0 to size - 1
-        raise UserError(f"--tokenizer {name}: its {size} tokens have ids up to {max(used)}, with gaps; {hint}")
+        raise UserError(f"--tokenizer {name}: its {size} tokens have ids up to {max(used)}, with "
+                        f"gaps; {hint}")
     ids = {m: tokenizer.token_to_id(m) for m in MARKERS[system]}
     last = ids.get("<|pad|>", end)
-    return Tokens(tokenizer, size, begin if system == "gsm8k" else -1, last, last, ids.get("<|plan|>", -1),
-                  ids.get("<|execution|>", -1), ids.get("<|answer|>", -1), ids["<|mask|>"])
-
-
-def download_tokenizer(name, hint):
-    """tokenizer.json of a hub model, downloaded or from the cache."""
-    from huggingface_hub import hf_hub_download
-    if not HUB_NAME.fullmatch(str(name)):
-        raise UserError(f"--tokenizer {name}: no such file or folder; {hint}")
-    try:
-        return hf_hub_download(str(name), "tokenizer.json")
-    except Exception as error:      # a dozen kinds: no network, no such name, not allowed
-        raise UserError(f"--tokenizer {name}: no such file or folder, and nothing that could be downloaded "
-                        f"({type(error).__name__}); {hint}")
+    markers = [ids.get(f"<|{name}|>", -1) for name in ("plan", "execution", "answer", "mask")]
+    return Tokens(tokenizer, size, begin if system == "gsm8k" else -1, last, last, *markers)
 
 
 def tokenizer_from_folder(folder):

@@ -112,9 +112,7 @@ from diffusion.sampler import Sampling
 
 
 def read_questions(path):
-    """List of Problems without answers: JSONL or JSON objects with "question", or a text file
-    with one in each line.
-    """
+    """Problems without answers: JSONL or JSON objects with "question", or a text of lines."""
     text, found, wrong = json_files.read_text(Path(path)), [], []
     if text.lstrip()[:1] in ("{", "["):
         entries = [(name, entry.get("question") if isinstance(entry, dict) else None)
@@ -136,9 +134,7 @@ def read_questions(path):
 
 
 def usable_states(problems, solver, drop_too_long):
-    """[question_state or None] of all problems: None where the question is too long and that is
-    allowed.
-    """
+    """[question_state] of all problems, None where a question is too long and that is allowed."""
     states, wrong = [], []
     for problem in problems:
         try:
@@ -153,8 +149,7 @@ def usable_states(problems, solver, drop_too_long):
 
 
 def answer_all(solver, problems, args):
-    """(list of dicts, one per problem, in order; seconds the model took). args: the script's
-    flags.
+    """(list of dicts, one per problem, in order; seconds the model took). args: the script's flags.
     """
     states = usable_states(problems, solver, args.drop_too_long)
     empty = {"text": "", "forwards": 0, "tokens": 0, "ended": False}
@@ -182,9 +177,7 @@ def answer_all(solver, problems, args):
 
 
 def answer_aloud(solver, question, seed):
-    """Answer one question and print it block by block as it is written. Raises UserError when it
-    cannot be asked.
-    """
+    """Answer one question and print it block by block as it is written. Raises UserError."""
     state = question_state(Problem("the question", question, "", ""), solver.tokens, solver.layout)
     began, printed = time.monotonic(), {}
 
@@ -202,9 +195,7 @@ def answer_aloud(solver, question, seed):
 
 
 def converse(answer):
-    """Read questions from the terminal and answer(question) each, until an empty line or the end
-    of the input.
-    """
+    """answer(question) each question of the terminal, until an empty line or the input's end."""
     while question := input("question   " if sys.stdin.isatty() else "").strip():
         try:
             answer(question)
@@ -233,17 +224,14 @@ def print_answer(answer):
         word = "right by the last number" if answer["flexible"] else "wrong"
         word = "right" if answer["strict"] else word
         scored = f": {word}, the answer is {answer['answer']}"
-    print(f"-- {answer['name']}{scored}\n"
-          f"   question  {printable(answer['question'], LINE)}")
+    print(f"-- {answer['name']}{scored}\n   question  {printable(answer['question'], LINE)}")
     for part in ("plan", "text"):
         if part in answer:
             print(f"   {part:<9} {answer[part]!r}")
 
 
 def print_summary(total, output, least=0.0):
-    """The last lines. total: of summarise; output: the file that holds the answers; least: share
-    to be right.
-    """
+    """The last lines. total: of summarise; output: file of the answers; least: share of right."""
     if total["too_long"]:
         print(f"too long   {total['too_long']} questions do not fit and count as wrong")
     found = []
@@ -251,8 +239,7 @@ def print_summary(total, output, least=0.0):
         rates = [f"{rule} {total[rule]:.2%} +- {total[f'{rule}_stderr']:.2%}"
                  for rule in ("strict", "flexible")]
         print(f"accuracy   {', '.join(rates)} of {total['problems']} problems; "
-              f"{total['ended']:.1%} ended by "
-              "themselves")
+              f"{total['ended']:.1%} ended by themselves")
         failed = []
         if total["strict"] < least:
             failed = [f"FAILED: not {metrics.percent(least)} of the answers are right"]

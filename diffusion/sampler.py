@@ -98,9 +98,7 @@ def unmask(model, hidden, tokens, masked, how, generator):
 
 
 def keep(rows, tensors, past):
-    """(tensors, past) with these rows of the batch alone. rows: list of row numbers; past:
-    [(keys, values)].
-    """
+    """(tensors, past [(keys, values)]) with these rows of the batch alone, a list of numbers."""
     rows = torch.tensor(rows, dtype=torch.int64, device=tensors[0].device)
     return [t[rows] for t in tensors], [(k[rows], v[rows]) for k, v in past]
 

@@ -28,31 +28,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import flags, run_lock
 from common.flags import need
 from common.text import counted
-from diffusion.choices import (
-    CHECKS,
-    EXECUTION,
-    FULL,
-    PLAN,
-    PRESETS,
-    SCHEDULES,
-    SIZES,
-    SYSTEMS,
-    Layout,
-    bound_range,
-    check_range,
-)
+from diffusion import choices
+from diffusion.choices import Layout, bound_range, check_range
 
 # --------------------------------------------------------------------------------------------------
 # Flags
 
 
+# steps between validations and checkpoints, by default
+OFTEN = {"eval_steps": 500, "save_steps": 2000}
+
+
 def default_workers():
     """Loader processes of this rank: its share of the CPUs it may use, 1 to 16."""
     return min(16, max(1, flags.usable_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
-# steps between validations and checkpoints, by default
-OFTEN = {"eval_steps": 500, "save_steps": 2000}
 
 
 def build_parser():
@@ -61,127 +50,118 @@ def build_parser():
                            "eval_accuracy warmup_steps")
     flags.before_the_run(p)
     g = p.add_argument_group("data")
-    g.add_argument("--system", choices=SYSTEMS, default="gsm8k",
-                   help="gsm8k: question, answer; hdp: question, plan, execution")
-    g.add_argument("--train_data_file",
-                   help="JSONL or JSON file, dataset folder (its train split) or hub name")
-    g.add_argument("--eval_data_file",
-                   help="the same (test split) for validation; else --validation_split is held out")
-    g.add_argument("--validation_split", type=float, default=0.05,
-                   help="share of problems held out, 0 = no validation")
-    g.add_argument("--tokenizer",
-                   help="tokenizer.json, folder with it or with GPT-2's files, hub name (default: "
-                        "that of --init_from where it has one, the demo's own with --demo, else "
-                        "gpt2)")
+    add = g.add_argument
+    add("--system", choices=choices.SYSTEMS, default="gsm8k",
+        help="gsm8k: question, answer; hdp: question, plan, execution")
+    add("--train_data_file",
+        help="JSONL or JSON file, dataset folder (its train split) or hub name")
+    add("--eval_data_file",
+        help="the same (test split) for validation; else --validation_split is held out")
+    add("--validation_split", type=float, default=0.05,
+        help="share of problems held out, 0 = no validation")
+    add("--tokenizer",
+        help="tokenizer.json, folder with it or with GPT-2's files, hub name (default: that of "
+             "--init_from where it has one, the demo's own with --demo, else gpt2)")
     flags.switch(g, "--chat",
                  help="gsm8k: questions in the tokenizer's chat template, answers end as its turns")
-    g.add_argument("--end_token", default="", metavar="TOKEN",
-                   help="gsm8k: token that ends an answer where there is no <|endoftext|>")
-    g.add_argument("--demo", nargs="?", type=int, const=2000, metavar="PROBLEMS",
-                   help="make so many arithmetic problems and a small tokenizer in OUTPUT_DIR/demo "
-                        "and train on them; the flag alone: 2000")
-    g.add_argument("--hdp_layout", choices=("hierarchical", "flat"), default="hierarchical",
-                   help="hdp: flat is the source's padded form, for comparison")
-    g.add_argument("--block_size", type=int, default=16,
-                   help="tokens of a block; 1 is autoregressive")
-    g.add_argument("--plan_block_size", type=int, default=0,
-                   help="hdp: tokens of a plan block, 0 = --block_size")
-    g.add_argument("--execution_block_size", type=int, default=0,
-                   help="hdp: of an execution block, 0 = --block_size")
-    g.add_argument("--max_length", type=int, default=512, help="gsm8k: tokens a problem may have")
-    g.add_argument("--question_budget", type=int, default=128,
-                   help="hdp: tokens a question may have")
-    g.add_argument("--plan_budget", type=int, default=128,
-                   help="hdp: tokens a plan may have, markers included")
-    g.add_argument("--execution_budget", type=int, default=256,
-                   help="hdp: tokens an execution may have, with answer")
-    flags.bad_samples(g, CHECKS)
+    add("--end_token", default="", metavar="TOKEN",
+        help="gsm8k: token that ends an answer where there is no <|endoftext|>")
+    add("--demo", nargs="?", type=int, const=2000, metavar="PROBLEMS",
+        help="make so many arithmetic problems and a small tokenizer in OUTPUT_DIR/demo "
+             "and train on them; the flag alone: 2000")
+    add("--hdp_layout", choices=("hierarchical", "flat"), default="hierarchical",
+        help="hdp: flat is the source's padded form, for comparison")
+    add("--block_size", type=int, default=16, help="tokens of a block; 1 is autoregressive")
+    add("--plan_block_size", type=int, default=0,
+        help="hdp: tokens of a plan block, 0 = --block_size")
+    add("--execution_block_size", type=int, default=0,
+        help="hdp: of an execution block, 0 = --block_size")
+    add("--max_length", type=int, default=512, help="gsm8k: tokens a problem may have")
+    add("--question_budget", type=int, default=128, help="hdp: tokens a question may have")
+    add("--plan_budget", type=int, default=128,
+        help="hdp: tokens a plan may have, markers included")
+    add("--execution_budget", type=int, default=256,
+        help="hdp: tokens an execution may have, with answer")
+    flags.bad_samples(g, choices.CHECKS)
     flags.switch(g, "--strip_calculator", help="remove GSM8K's <<48/2=24>> marks")
     flags.switch(g, "--loss_on_question", help="noise and train the question, too")
-    g.add_argument("--pack", action=argparse.BooleanOptionalAction, default=True,
-                   help="several problems in a row instead of padding; same loss")
-    g.add_argument("--row_length", type=int, default=0,
-                   help="clean tokens of a row, 0 = the longest problem allowed")
+    add("--pack", action=argparse.BooleanOptionalAction, default=True,
+        help="several problems in a row instead of padding; same loss")
+    add("--row_length", type=int, default=0,
+        help="clean tokens of a row, 0 = the longest problem allowed")
     flags.loading(g, num_workers=default_workers())
 
     g = p.add_argument_group("model and noise")
-    g.add_argument("--model_size", choices=tuple(SIZES), default="small",
-                   help="nano is for demos and tests")
-    g.add_argument("--init_from", metavar="WEIGHTS",
-                   help="start from published BD3-LM or MDLM weights (hub name "
-                        "kuleshov-group/bd3lm-owt-block_size16, folder, Lightning .ckpt), a "
-                        "checkpoint or export of ours, whatever its block size, whose prompt form "
-                        "is kept, or a causal language model shaped like Llama or Qwen3 (folder, "
-                        "hub name Qwen/Qwen3-0.6B)")
-    g.add_argument("--init_ema", action=argparse.BooleanOptionalAction, default=True,
-                   help="of --init_from take the averaged weights; no-: the last ones")
-    g.add_argument("--dropout", type=float, default=0.1,
-                   help="on the output of attention and MLP, 0 to 1")
-    g.add_argument("--noise_schedule", choices=SCHEDULES, default="loglinear",
-                   help="masked share as t grows")
-    g.add_argument("--t_range", type=float, nargs=2, metavar=("LOW", "HIGH"),
-                   help="noise levels trained on; a clipped range also clips the masked share of "
-                        f"every block (default: {FULL[0]:g} to 1; 1 where all blocks are single "
-                        "tokens: autoregressive)")
-    g.add_argument("--clip_search_widths", type=float, nargs="*", default=(), metavar="WIDTH",
-                   help="after each validation train on the range of such a width whose loss "
-                        "varies least")
-    g.add_argument("--clip_search_batches", type=int, default=4,
-                   help="validation batches that search may use")
-    g.add_argument("--loss_weighting", choices=("elbo", "ce"), default="elbo",
-                   help="the bound's weights, or all 1")
+    add = g.add_argument
+    add("--model_size", choices=tuple(choices.SIZES), default="small",
+        help="nano is for demos and tests")
+    add("--init_from", metavar="WEIGHTS",
+        help="start from published BD3-LM or MDLM weights (hub name "
+             "kuleshov-group/bd3lm-owt-block_size16, folder, Lightning .ckpt), a checkpoint or "
+             "export of ours, whatever its block size, whose prompt form is kept, or a causal "
+             "language model shaped like Llama or Qwen3 (folder, hub name Qwen/Qwen3-0.6B)")
+    add("--init_ema", action=argparse.BooleanOptionalAction, default=True,
+        help="of --init_from take the averaged weights; no-: the last ones")
+    add("--dropout", type=float, default=0.1, help="on the output of attention and MLP, 0 to 1")
+    add("--noise_schedule", choices=choices.SCHEDULES, default="loglinear",
+        help="masked share as t grows")
+    add("--t_range", type=float, nargs=2, metavar=("LOW", "HIGH"),
+        help="noise levels trained on; a clipped range also clips the masked share of every block "
+             f"(default: {choices.FULL[0]:g} to 1; 1 where all blocks are single tokens: "
+             "autoregressive)")
+    add("--clip_search_widths", type=float, nargs="*", default=(), metavar="WIDTH",
+        help="after each validation train on the range of such a width whose loss varies least")
+    add("--clip_search_batches", type=int, default=4, help="validation batches that search may use")
+    add("--loss_weighting", choices=("elbo", "ce"), default="elbo",
+        help="the bound's weights, or all 1")
     flags.switch(g, "--official_t_order", help="strata of t in order of blocks, not permuted")
-    g.add_argument("--ema_decay", type=float, default=0.9999,
-                   help="of the averaged weights, after its warm-up")
+    add("--ema_decay", type=float, default=0.9999,
+        help="of the averaged weights, after its warm-up")
     flags.lora(g, rank=32, alpha=32, dropout=0.0, targets="all-linear",
                targets_help="all-linear or name endings; the mask's row is trained as well")
 
-    g = p.add_argument_group("batch and length of the run")
-    g.add_argument("--batch_preset", choices=tuple(PRESETS),
-                   help="defaults of the next two, and of rate, warm-up and steps (default: "
-                        "recommended; finetune with --init_from): "
-                   + "; ".join(f"{name} {problems} x {steps}, {lr:g}"
-                               for name, (problems, steps, lr, _, _) in PRESETS.items()))
-    g.add_argument("--per_device_train_batch_size", type=int,
-                   help="rows per micro-step and rank (default: as many as hold "
-                        "--problems_per_batch on average)")
-    g.add_argument("--problems_per_batch", type=int,
-                   help="problems per micro-step and rank (default: preset's)")
-    g.add_argument("--gradient_accumulation_steps", type=int,
-                   help="micro-steps per optimizer step (default: preset's)")
-    g.add_argument("--global_batch_size", type=int, default=0,
-                   help="with --auto: problems per optimizer step, of all ranks (default: the two "
-                        "numbers of the preset multiplied)")
-    g.add_argument("--per_device_eval_batch_size", type=int, default=32,
-                   help="rows per validation batch")
-    g.add_argument("--max_steps", type=int, help="optimizer steps (default: preset's)")
+    add = p.add_argument_group("batch and length of the run").add_argument
+    add("--batch_preset", choices=tuple(choices.PRESETS),
+        help="defaults of the next two, and of rate, warm-up and steps (default: "
+             "recommended; finetune with --init_from): "
+        + "; ".join(f"{name} {problems} x {steps}, {lr:g}"
+                    for name, (problems, steps, lr, _, _) in choices.PRESETS.items()))
+    add("--per_device_train_batch_size", type=int,
+        help="rows per micro-step and rank (default: as many as hold "
+             "--problems_per_batch on average)")
+    add("--problems_per_batch", type=int,
+        help="problems per micro-step and rank (default: preset's)")
+    add("--gradient_accumulation_steps", type=int,
+        help="micro-steps per optimizer step (default: preset's)")
+    add("--global_batch_size", type=int, default=0,
+        help="with --auto: problems per optimizer step, of all ranks (default: the two "
+             "numbers of the preset multiplied)")
+    add("--per_device_eval_batch_size", type=int, default=32, help="rows per validation batch")
+    add("--max_steps", type=int, help="optimizer steps (default: preset's)")
 
-    g = flags.optimisation(p, learning_rate=None,
-                           learning_rate_help="peak learning rate (default: preset's; 10 times "
-                                              "that with --use_lora)",
-                           lr_scheduler="constant", min_lr_ratio=0.0, weight_decay=0.0,
-                           adam_beta2=0.999, decayed="matrices, not of the embedding")
-    g.add_argument("--warmup_steps", type=int,
-                   help="optimizer steps of linear warm-up (default: preset's)")
-    g.add_argument("--scale_lr_from_batch", type=int, default=0, metavar="N",
-                   help="multiply the rate by sqrt(problems per optimizer step / N), 0 = off")
+    add = flags.optimisation(
+        p, learning_rate=None, lr_scheduler="constant", min_lr_ratio=0.0, weight_decay=0.0,
+        learning_rate_help="peak learning rate (default: preset's; 10 times that with --use_lora)",
+        adam_beta2=0.999, decayed="matrices, not of the embedding").add_argument
+    add("--warmup_steps", type=int, help="optimizer steps of linear warm-up (default: preset's)")
+    add("--scale_lr_from_batch", type=int, default=0, metavar="N",
+        help="multiply the rate by sqrt(problems per optimizer step / N), 0 = off")
 
-    g = flags.speed(p, parallel="ddp", bf16_help="bfloat16 compute, float32 weights")
-    g.add_argument("--attn_backend", choices=("flex", "sdpa"),
-                   help="block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU); flex "
-                        "is dense in rows of fewer than 128 noisy copies")
+    add = flags.speed(p, parallel="ddp", bf16_help="bfloat16 compute, float32 weights").add_argument
+    add("--attn_backend", choices=("flex", "sdpa"),
+        help="block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU); flex "
+             "is dense in rows of fewer than 128 noisy copies")
 
-    g = flags.logging(p, logging_steps=50, save_total_limit=3, **OFTEN)
-    g.add_argument("--eval_repeats", type=int, default=4,
-                   help="draws of the noise in a validation, for its error bar")
-    g.add_argument("--eval_accuracy", type=int, default=0, metavar="PROBLEMS",
-                   help="answer so many held-out problems in every validation, 0 = none")
-    g.add_argument("--best_by", choices=("bound", "accuracy"), default="bound",
-                   help="what makes a checkpoint the best one; accuracy: strict, of "
-                        "--eval_accuracy, the better bound of equal ones")
-    g.add_argument("--early_stop_patience", type=int, default=10,
-                   help="stop after so many validations without a better bound or accuracy, "
-                        "0 = never")
+    add = flags.logging(p, logging_steps=50, save_total_limit=3, **OFTEN).add_argument
+    add("--eval_repeats", type=int, default=4,
+        help="draws of the noise in a validation, for its error bar")
+    add("--eval_accuracy", type=int, default=0, metavar="PROBLEMS",
+        help="answer so many held-out problems in every validation, 0 = none")
+    add("--best_by", choices=("bound", "accuracy"), default="bound",
+        help="what makes a checkpoint the best one; accuracy: strict, of "
+             "--eval_accuracy, the better bound of equal ones")
+    add("--early_stop_patience", type=int, default=10,
+        help="stop after so many validations without a better bound or accuracy, 0 = never")
     return flags.accept_old(p)
 
 
@@ -199,7 +179,7 @@ def check_flags(args, world_size):
              "max_steps")
     args.batch_preset = args.batch_preset or ("finetune" if args.init_from else "recommended")
     # problems become rows when the data is known
-    for flag, value in zip(names, PRESETS[args.batch_preset]):
+    for flag, value in zip(names, choices.PRESETS[args.batch_preset]):
         if getattr(args, flag) is None:
             setattr(args, flag, value * 10 if flag == "learning_rate" and args.use_lora else value)
     need(args.auto or not args.global_batch_size,
@@ -210,7 +190,7 @@ def check_flags(args, world_size):
     if not args.global_batch_size:
         args.global_batch_size = args.problems_per_batch * args.gradient_accumulation_steps
     flags.check_shared(args)
-    flags.check_bad_samples(args, CHECKS)
+    flags.check_bad_samples(args, choices.CHECKS)
     flags.check_loading(args, build_parser())
     flags.check_parallel(args, world_size)
     if args.dry_run is None:        # long before the imports are done
@@ -246,7 +226,7 @@ def check_flags(args, world_size):
     layout.check()
     args.t_range = tuple(args.t_range or bound_range(layout))
     args.row_length = args.row_length or layout.longest
-    for size in {layout.region_block(PLAN), layout.region_block(EXECUTION)}:
+    for size in {layout.region_block(choices.PLAN), layout.region_block(choices.EXECUTION)}:
         check_range(args.t_range, size)
 
 
@@ -379,10 +359,11 @@ def build_network(args, world, ranks, job, resume):
         from diffusion import init_from
         init_from.fill(model, job.given, args.seed, bool(resume))
     if resume:
-        weights.load_weights(weights.trained(model), resume, "model", world)
+        from common.resume import load_tensors
+        load_tensors(resume, "model", weights.trained(model), world)
     average = weights.Average(model, args.ema_decay)
     if resume:
-        weights.load_weights(average.shadow, resume, "ema", world)
+        load_tensors(resume, "ema", average.shadow, world)
     model.train()
     return Network(model, model if sharding else distributed.wrap_ddp(model, world), average)
 
@@ -491,7 +472,7 @@ def train(args):
     batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     rows, table, regions = job.rows, job.table, elbo.REGIONS[args.system]
     identity, validation = identity_of(args, job), validation_of(args, job)
-    resume, meta = checkpoint.find_resume(args.output_dir, args.resume, identity, world)
+    resume, meta = run.find_resume(args.output_dir, args.resume, identity, world)
 
     # -- order, number of steps: known to every rank without asking, so that collectives match -----
     order = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, seed=args.seed)
@@ -532,7 +513,8 @@ def train(args):
     packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, at["epoch"],
                        at["first"])
     batches = loading.ahead(blocks.make_loader(
-        rows, packs, batch_rows, rows.noisy_length, num_workers=args.num_workers, prefetch_factor=4))
+        rows, packs, batch_rows, rows.noisy_length, num_workers=args.num_workers,
+        prefetch_factor=4))
 
     # -- loop: validation and checkpoint of the steps so far, then the next step -------------------
     stopping, saving = False, eval_due      # saved again, so that it is not validated twice
@@ -628,8 +610,7 @@ def train(args):
             state.begin_line()
     early = ""
     if enough and state.step < total_steps:
-        what = "bound or accuracy" if job.asked else "bound"
-        early = f" (no better {what} in {stale} validations)"
+        early = f" (no better bound{' or accuracy' if job.asked else ''} in {stale} validations)"
     best_words = {"bound": "bound {:.4f} nats/token", "accuracy": "{:.2%} wrong"}[args.best_by]
     state.finish(stopping, early, best_words)
 

@@ -1,12 +1,11 @@
 """Weights of block diffusion: their exponential moving average, finding and loading a checkpoint."""
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from common import checkpoint, json_files, tensor_files
+from common import checkpoint, json_files
 from common.distributed import UserError
 from diffusion import dit
 
@@ -59,11 +58,12 @@ def module_of(config):
 
 
 def load_checkpoint(folder, ema=True, backend="sdpa"):
-    """(network on the CPU in eval mode, config.json as a dict) of a checkpoint folder; ema: the averaged weights.
+    """(network on the CPU in eval mode, config.json as a dict) of a checkpoint folder. UserError.
 
-    Adapters are merged into their language model, which is read from where it was in training. Raises UserError when
-    the folder holds no such model.
+    ema: the averaged weights. Adapters are merged into their language model, which is read from
+    where it was in training.
     """
+    from common import resume
     folder = Path(folder)
     try:
         config = json_files.read_object(folder / "config.json")
@@ -75,38 +75,27 @@ def load_checkpoint(folder, ema=True, backend="sdpa"):
         model = kind.Model(kind.Config(**settings), backend)
     except (UserError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: no checkpoint of train_bd3lm.py (config.json: {error})")
-    load_weights(trained(model), folder, "ema" if ema else "model")
+    resume.load_tensors(folder, "ema" if ema else "model", trained(model))
     if settings.get("lora"):
         kind.read_base(model)
         model = kind.merged(model)
     return model.eval(), config
 
 
-def load_weights(tensors, folder, stem, world=None):
-    """Fill {name: tensor}, plain or sharded, from <stem>.safetensors (one file or several) of a checkpoint folder.
-
-    world: as in tensor_files.read_once.
-    """
-    parts = {name: [part] for name, part in
-             tensor_files.open_tensors(tensor_files.files_in(folder, stem)).items()}
-    if problem := tensor_files.compare({name: t.shape or (1,) for name, t in tensors.items()}, parts):
-        raise UserError(f"{folder}: its {stem} weights do not fit this model: {problem}")
-    for name, tensor in tensors.items():
-        tensor_files.read_once(world, tensor.detach(), partial(tensor_files.read_into, tensor.detach(), parts[name]))
-
-
 def find_checkpoint(name, pick, flag="--checkpoint"):
-    """The checkpoint folder that a flag's value and `pick`, "best" or "newest", mean; UserError when none is whole."""
+    """The checkpoint folder that a flag's value and `pick`, "best" or "newest", mean. UserError."""
+    from common import resume
     folder = Path(name)
     if not folder.is_dir():
         raise UserError(f"{flag} {name}: no such folder")
     if checkpoint.checkpoints(folder):
-        folder = checkpoint.newest_whole(folder)
+        folder = resume.newest_whole(folder)
         if folder is None:
             raise UserError(f"{flag} {name}: every checkpoint in it is damaged")
-        best = checkpoint.load_meta(folder)["best_step"]
-        if pick == "best" and best is not None and not checkpoint.damage(folder.parent / f"checkpoint-{best}"):
-            folder = folder.parent / f"checkpoint-{best}"
-    elif wrong := checkpoint.damage(folder):
-        raise UserError(f"{flag} {name}: is no checkpoint, and holds none ({wrong})")
+        number = checkpoint.load_meta(folder)["best_step"]
+        best = folder.with_name(f"checkpoint-{number}")
+        if pick == "best" and number is not None and not resume.damage(best):
+            folder = best
+    elif wrong := resume.damage(folder):
+        raise UserError(f"{flag} {name}: is not a checkpoint, and holds none ({wrong})")
     return folder

@@ -34,15 +34,6 @@ KEYS = {"assistant": {"tool_calls", "weight"}, "tool": {"tool_call_id", "name"}}
 # Files -> conversations
 
 
-def read_chats(path, problems):
-    """Yield (line number, group key or None, messages) of a JSONL file, as read_records does.
-
-    group key: the record's integer "id", if it has one.
-    """
-    for number, record in read_records(path, problems):
-        yield number, group_key(record), record["messages"]
-
-
 def group_key(record):
     """The record's integer "id", or None for one of another kind. ValueError for a number that no group can have."""
     key = record.get("id")
@@ -136,15 +127,15 @@ def files_of(path):
 
 
 def lines_of(path, size):
-    """Yield the lines of a file, or rows of a parquet or arrow file as dicts; UserError. size: rows read together."""
+    """Yield a file's lines, or rows of a table as dicts; UserError. size: rows at a time."""
     try:
         with json_files.open_file(path) as file:
             kind = Path(path).suffix
             if kind not in (".parquet", ".arrow"):
                 yield from json_files.lines(file, path)
                 return
-        from distill.forms import table_rows
-        yield from table_rows(path, kind, size)
+        from common.hub import table_rows
+        yield from table_rows(path, size)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})")
 

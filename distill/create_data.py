@@ -258,16 +258,19 @@ def draw_seed(seed, number, attempt):
     return int(digest(f"{seed}/{number}/{attempt}")[:8], 16) >> 1
 
 
-def label_lines(answers, draw, parser, asked, todo, journal, *, seed, max_retries, constrain, answered=False):
-    """Ask until every line of `todo` has a label or no attempts left; note each in the journal as it is finished.
+def label_lines(args, answers, draw, parser, asked, todo, journal, answered=False):
+    """Ask until every line of `todo` has a label or no attempts left; note each in the journal when
+    it is finished.
 
-    answers: what teacher.py opened, with the Sampling `draw`. asked(number): the messages that a line's teacher gets.
-    constrain: the attempts that are held to the parser's form: never, last or always. answered: whether the teacher has
-    answered any line before. Raises UserError when it refuses, or leaves unanswered, one line after the other.
+    args: its seed, max_retries and constrain, the attempts that are held to the parser's form.
+    answers: of open_teacher, with the Sampling `draw`. asked(number): the messages that a line's
+    teacher gets. answered: whether the teacher has answered any line before. Raises UserError when
+    it refuses, or leaves unanswered, one line after the other.
     """
     tries = {number: [] for number in todo}         # line: [(Answer, Found, constrained)]
     waiting, start, logged = deque(todo), time.monotonic(), time.monotonic()
-    random.Random(seed).shuffle(waiting)            # lines that a server refuses may stand together
+    # lines that a server refuses may stand together
+    random.Random(args.seed).shuffle(waiting)
     count, held = {"lines": 0, "labelled": 0, "answers": 0, "in": 0, "out": 0}, []
     began = time.time()
 
@@ -276,9 +279,11 @@ def label_lines(answers, draw, parser, asked, todo, journal, *, seed, max_retrie
         for _ in range(min(n, len(waiting))):
             number = waiting.popleft()
             attempt = len(tries[number])
-            forced = constrain == "always" or (constrain == "last" and attempt == max_retries)
-            requests.append(teacher.Request(number, asked(number), draw_seed(seed, number, attempt),
-                                            parser.constraint() if forced else None))
+            forced = args.constrain == "always" or (
+                args.constrain == "last" and attempt == args.max_retries)
+            requests.append(teacher.Request(
+                number, asked(number), draw_seed(args.seed, number, attempt),
+                parser.constraint() if forced else None))
         return requests
 
     def note(records):
@@ -297,7 +302,7 @@ def label_lines(answers, draw, parser, asked, todo, journal, *, seed, max_retrie
             count["in"] += answer.prompt_tokens
             count["out"] += answer.completion_tokens
             unanswered = answer.finish_reason in UNANSWERED
-            if found.label is None and len(mine) <= max_retries and not unanswered \
+            if found.label is None and len(mine) <= args.max_retries and not unanswered \
                     and answer.finish_reason != "too_long":
                 waiting.append(request.id)
             else:
@@ -315,8 +320,9 @@ def label_lines(answers, draw, parser, asked, todo, journal, *, seed, max_retrie
                 logged = time.monotonic()
                 print(log_line(count, len(todo), logged - start))
         if held and (len(held) >= REFUSED_IN_A_ROW or not answered):
-            raise UserError(f"the server answers none of {len(held)} lines, the last being line {held[-1]['id'] + 1}: "
-                            f"{held[-1]['answers'][-1]['text']}; what is finished is kept, the same command goes on")
+            raise UserError(f"the server answers none of {len(held)} lines, the last being line "
+                            f"{held[-1]['id'] + 1}: {held[-1]['answers'][-1]['text']}; what is "
+                            "finished is kept, the same command goes on")
         note(held)
     finally:
         journal.sync()          # what was finished when a signal or an error came
@@ -375,6 +381,22 @@ def report(output_file, stats):
         print(f"notice     {stats['rejected']:,} lines without a label ({why}): {rejected_path(output_file)}")
 
 
+def open_teacher(args, engine, draw):
+    """`answers` of teacher.py by the engine of this name. draw: Sampling."""
+    if engine == "openai":
+        from distill.teacher_server import open_server
+        return open_server(args.model_name, draw, args.base_url, args.concurrency,
+                           args.request_timeout, args.server_patience)
+    if engine == "transformers":
+        from distill.teacher_transformers import open_transformers
+        return open_transformers(args.model_name, draw, args.max_model_len, args.batch_size,
+                                 args.chunk_size)
+    from distill.teacher_vllm import open_vllm
+    own = {name: getattr(args, name) for name in ENGINE_FLAGS["vllm"]}
+    return open_vllm(args.model_name, draw, max_model_len=args.max_model_len, seed=args.seed,
+                     chunk_size=args.chunk_size, **own)
+
+
 def leave_on_signals():
     """A signal ends this process as an exception would: finished lines are noted, the engine ends its children.
 
@@ -392,6 +414,28 @@ def leave_on_signals():
         signal.signal(number, leave)
 
 
+def prepare(args, engine):
+    """(parser, conversations, prompt, header of the journals). Raises UserError."""
+    labels = tuple(args.labels.split(",")) if args.labels else None
+    parser = make_parser(args.parser, args.pattern, labels)
+    if args.constrain != "never":
+        parser.constraint()
+    lines, notices = read_input(args.input_file)
+    prompt = teacher.read_prompt(args.prompt_file, args.prompt_role)
+    for number, messages in enumerate(lines, 1):
+        try:
+            teacher.with_prompt(prompt, messages)
+        except ValueError as error:
+            raise UserError(f"--input_file {args.input_file}: line {number} {error}")
+    if prompt.after.strip():
+        notices = [*notices, f"{len(prompt.after):,} characters of the prompt stand behind "
+                             f"{teacher.PLACE}: they cannot be cached"]
+    for notice in notices:
+        print(f"notice     {notice}")
+    settings = {name: getattr(args, name) for name in LABEL_FLAGS}
+    return parser, lines, prompt, describe(lines, prompt, args.model_name, engine, settings)
+
+
 def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
@@ -399,63 +443,44 @@ def main(argv=None):
         leave_on_signals()
         engine = teacher.pick_engine(args.engine, args.base_url)
         shard, shards = shard_of(args.shard)
-        parser = make_parser(args.parser, args.pattern, tuple(args.labels.split(",")) if args.labels else None)
-        if args.constrain != "never":
-            parser.constraint()
-        (lines, notices), prompt = read_input(args.input_file), teacher.read_prompt(args.prompt_file, args.prompt_role)
-        for number, messages in enumerate(lines, 1):
-            try:
-                teacher.with_prompt(prompt, messages)
-            except ValueError as error:
-                raise UserError(f"--input_file {args.input_file}: line {number} {error}")
-        header = describe(lines, prompt, args.model_name, engine, {name: getattr(args, name) for name in LABEL_FLAGS})
+        parser, lines, prompt, header = prepare(args, engine)
 
         work, output = Path(args.output_file + ".work"), Path(args.output_file)
-        if output.exists() and not work.is_dir():
-            raise UserError(f"--output_file {output}: is there already, without {work.name} to go on from; give "
-                            "another name, or move it away")
-        checkpoint.prepare_output(output.resolve().parent if args.dry_run else work, "--output_file")
+        need(not output.exists() or work.is_dir(),
+             f"--output_file {output}: is there already, without {work.name} to go on from; give "
+             "another name, or move it away")
+        checkpoint.prepare_output(output.resolve().parent if args.dry_run else work,
+                                  "--output_file")
         records = read_journals(work, header, parser.labels)
         todo = [number for number in range(shard, len(lines), shards) if number not in records]
         print(f"teacher    {args.model_name} ({engine})\n"
               f"lines      {len(lines):,}, {len(records):,} of them finished, {len(todo):,} to do"
               + (f" here (shard {args.shard})" if shards > 1 else ""))
-        for notice in notices:
-            print(f"notice     {notice}")
-        if prompt.after.strip():
-            print(f"notice     {len(prompt.after):,} characters of the prompt stand behind {teacher.PLACE}: they "
-                  "cannot be cached")
         if args.dry_run:
             return
         if todo:
             journal = Journal(work, shard, shards, header)
-            draw = teacher.Sampling(args.max_tokens, args.temperature, args.top_p, args.top_k, args.logprobs,
-                                    args.thinking)
-            if engine == "openai":
-                answers = teacher.open_server(args.model_name, draw, args.base_url, args.concurrency,
-                                              args.request_timeout, args.server_patience)
-            elif engine == "transformers":
-                answers = teacher.open_transformers(args.model_name, draw, args.max_model_len, args.batch_size,
-                                                    args.chunk_size)
-            else:
-                own = {name: getattr(args, name) for name in ENGINE_FLAGS["vllm"]}
-                answers = teacher.open_vllm(args.model_name, draw, max_model_len=args.max_model_len, seed=args.seed,
-                                            chunk_size=args.chunk_size, **own)
-            label_lines(answers, draw, parser, lambda number: teacher.with_prompt(prompt, lines[number]), todo, journal,
-                        seed=args.seed, max_retries=args.max_retries, constrain=args.constrain, answered=any(
-                            row["answers"][-1]["finish_reason"] not in UNANSWERED for row in records.values()))
+            draw = teacher.Sampling(args.max_tokens, args.temperature, args.top_p, args.top_k,
+                                    args.logprobs, args.thinking)
+            answered = any(row["answers"][-1]["finish_reason"] not in UNANSWERED
+                           for row in records.values())
+            label_lines(args, open_teacher(args, engine, draw), draw, parser,
+                        lambda number: teacher.with_prompt(prompt, lines[number]), todo, journal,
+                        answered)
         records = read_journals(work, header, parser.labels)
         if left := len(lines) - len(records):
             print(f"done       {len(todo):,} lines; {left:,} of other shards are not finished yet")
             return
-        write_results(output, lines, records, first_id(lines), args.keep_reasoning, pack=args.parser == "whole")
+        write_results(output, lines, records, first_id(lines), args.keep_reasoning,
+                      pack=args.parser == "whole")
         stats = statistics(records)
+        text = json.dumps({"made_with": header, **stats}, indent=1)
         checkpoint.write_atomically(output.with_suffix(".stats.json"),
-                                    lambda path: path.write_text(json.dumps({"made_with": header, **stats}, indent=1)))
+                                    lambda path: path.write_text(text))
         report(output, stats)
         print(f"done       {output}")
-        if not stats["labelled"]:
-            raise UserError(f"no line has a label; see the raw answers in {rejected_path(output)}")
+        need(stats["labelled"],
+             f"no line has a label; see the raw answers in {rejected_path(output)}")
 
 
 if __name__ == "__main__":

@@ -176,11 +176,9 @@ def judge(answers, likely, rule, questions):
 def table_lines(columns):
     """The columns as text, a line each."""
     measures = list(next(iter(columns.values())))
-    rows = [["", *measures], *([name, *("-" if row[m] is None else f"{row[m]:.4g}" for m in measures)]
-                               for name, row in columns.items())]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths)))
-            for row in rows]
+    rows = [[name, *("-" if row[m] is None else f"{row[m]:.4g}" for m in measures)]
+            for name, row in columns.items()]
+    return scores.aligned([["", *measures], *rows])
 
 
 def check_closed(name, ways, least):
@@ -287,11 +285,13 @@ def latency(without, behind):
 
 
 def write_results(args, lines, questions, answers, columns, ways):
-    """evaluation.json and evaluation.txt; prints the latter. Raises UserError for less than --min_closed."""
+    """evaluation.json and evaluation.txt; prints the latter. UserError for less than --min_closed.
+    """
     without, behind = (columns[name] for name in TIMED)
     saved = {what: None if None in (behind[name], without[name]) else behind[name] - without[name]
              for what, name in (("tokens saved", "tokens in"), ("seconds saved", "seconds alone"))}
-    figures = {f"{name}: {measure}": value for name, row in columns.items() for measure, value in row.items()}
+    figures = {f"{name}: {measure}": value for name, row in columns.items()
+               for measure, value in row.items()}
     figures |= {f"{'' if name == 'student' else name + ' '}closed: {measure}": value
                 for name, way in ways.items() for measure, value in way.items()} | saved
     rows = [{"id": number, "question": text, "held out": label,
@@ -303,11 +303,10 @@ def write_results(args, lines, questions, answers, columns, ways):
         clauses.append(f"following: {', '.join(rates)}")
     if args.control:
         clauses += control_clauses(ways[CONTROL], args.min_closed or HALF)
-    notes = [*([f"left out   {len(lines.rejected)} held-out questions to which the data has no whole answer"]
-               if lines.rejected else []), f"saved      {saved['tokens saved']:.1f} tokens of prompt a request",
+    notes = [f"saved      {saved['tokens saved']:.1f} tokens of prompt a request",
              *latency(without, behind), metrics.verdict_line(clauses)]
-    report = {"name": str(args.output_dir), "metrics": figures, "settings": flags.stored(args), "data": lines.about,
-              "verdict": "; ".join(clauses), "samples": rows}
+    report = {"name": str(args.output_dir), "metrics": figures, "settings": flags.stored(args),
+              "data": lines.about, "verdict": "; ".join(clauses), "samples": rows}
     shown = [*table_lines(columns), *notes]
     scores.write(args.output_dir, report, shown)
     print(*shown, sep="\n")

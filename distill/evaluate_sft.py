@@ -30,8 +30,6 @@ from distill.labels import PARSERS, Parser, make_parser, read_label
 from distill.teacher import PLACE, evaluated, read_prompt, with_prompt
 
 MANY = 60                   # different labels; beyond them this is no classification
-CONFUSED = 10               # pairs of labels, with EXAMPLES texts each
-EXAMPLES = 3
 BASE = ("base", "base + prompt")        # columns of the model before training
 ENGINE_FLAGS = {"transformers": ("dtype", "device", "batch_size"), "server": ("base_url", "model_name", "concurrency"),
                 "vllm": ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager")}
@@ -40,77 +38,88 @@ ENGINE_FLAGS = {"transformers": ("dtype", "device", "batch_size"), "server": ("b
 def build_parser():
     p = flags.Parser("Judge a student by lines it has not seen.")
     g = p.add_argument_group("models")
-    g.add_argument("--checkpoint", action="append", required=True, metavar="FOLDER",
-                   help="of train_sft.py, adapter or whole model; several are compared")
-    g.add_argument("--base", action=argparse.BooleanOptionalAction, default=True,
-                   help="ask the base model, before training, as well")
-    g.add_argument("--enable_thinking", choices=tuple(THINKING),
-                   help="as the student was trained; only for a checkpoint that does not say it")
+    add = g.add_argument
+    add("--checkpoint", action="append", required=True, metavar="FOLDER",
+        help="of train_sft.py, adapter or whole model; several are compared")
+    add("--base", action=argparse.BooleanOptionalAction, default=True,
+        help="ask the base model, before training, as well")
+    add("--enable_thinking", choices=tuple(THINKING),
+        help="as the student was trained; only for a checkpoint that does not say it")
     g = p.add_argument_group("data")
-    g.add_argument("--data_file", metavar="LABELS",
-                   help="with --eval_data_file: all that the student has seen (default: what the run's flags say)")
-    g.add_argument("--eval_data_file", metavar="LABELS",
-                   help="judge by these lines instead of those that the run held out")
-    g.add_argument("--group_size", type=int, metavar="N",
-                   help="ids of one group: with --eval_data_file no group may be in both files, 0 = not looked at "
-                        f"(default: the run's, or {GROUP} for a checkpoint that does not say it)")
+    add = g.add_argument
+    add("--data_file", metavar="LABELS",
+        help="with --eval_data_file: all that the student has seen (default: what the run's flags "
+             "say)")
+    add("--eval_data_file", metavar="LABELS",
+        help="judge by these lines instead of those that the run held out")
+    add("--group_size", type=int, metavar="N",
+        help="ids of one group: with --eval_data_file no group may be in both files, 0 = not "
+             f"looked at (default: the run's, or {GROUP} for a checkpoint that does not say it)")
     flags.switch(g, "--drop_leaked",
                  help="leave out lines whose text was trained as well, instead of stopping")
-    g.add_argument("--limit", type=int, default=0, help="judge by so many of the lines, drawn by --seed; 0 = all")
-    g.add_argument("--seed", type=int, default=0, help="of the draw of --limit")
-    g.add_argument("--truth_file", help='JSONL {"id": line, "label": label or null}, or a label a line')
-    g.add_argument("--prompt_file", help=f"the teacher's prompt with {PLACE} once: the base is asked with it as well")
-    g.add_argument("--min_agreement", type=float, default=0.0,
-                   help="share, 0 to 1: exit status 1 when the first checkpoint agrees less with the teacher")
-    g.add_argument("--min_gain", type=float, default=0.0,
-                   help="share, 0 to 1: exit status 1 when its agreement is not so much above the base model's, with "
-                        "or without --prompt_file")
+    add("--truth_file", help='JSONL {"id": line, "label": label or null}, or a label a line')
+    add("--prompt_file",
+        help=f"the teacher's prompt with {PLACE} once: the base is asked with it as well")
+    add("--min_agreement", type=float, default=0.0,
+        help="share, 0 to 1: exit status 1 when the first checkpoint agrees less with the teacher")
+    add("--min_gain", type=float, default=0.0,
+        help="share, 0 to 1: exit status 1 when its agreement is not so much above the base "
+             "model's, with or without --prompt_file")
     g = p.add_argument_group("answers")
-    g.add_argument("--parser", choices=PARSERS, default="language",
-                   help="what a label is: the language line, --pattern, or the whole answer")
-    g.add_argument("--pattern", help="--parser regex: form of the label's line, the label in its one group")
-    g.add_argument("--labels", help="allowed labels, comma between them; default: those of the lines, or the 13 codes")
-    g.add_argument("--prompt_max_new_tokens", type=int, default=256,
-                   help="tokens an answer behind --prompt_file may have: its label comes last")
-    g.add_argument("--engine", choices=tuple(ENGINE_FLAGS), default="transformers",
-                   help="what generates; server: one with OpenAI's /chat/completions that has the models")
+    add = g.add_argument
+    add("--parser", choices=PARSERS, default="language",
+        help="what a label is: the language line, --pattern, or the whole answer")
+    add("--pattern", help="--parser regex: form of the label's line, the label in its one group")
+    add("--labels",
+        help="allowed labels, comma between them; default: those of the lines, or the 13 codes")
+    add("--prompt_max_new_tokens", type=int, default=256,
+        help="tokens an answer behind --prompt_file may have: its label comes last")
+    add("--engine", choices=tuple(ENGINE_FLAGS), default="transformers",
+        help="what generates; server: one with OpenAI's /chat/completions that has the models")
     evaluated(g, max_new_tokens=10)
     g = p.add_argument_group("engine server")
-    g.add_argument("--base_url", help="of the server, e.g. http://localhost:8000/v1; key in OPENAI_API_KEY")
-    g.add_argument("--model_name", nargs="+", metavar="NAME",
-                   help="the server's names: of the base, unless --no-base, then of each --checkpoint")
-    g.add_argument("--concurrency", type=int, default=64, help="requests under way at once")
+    add = g.add_argument
+    add("--base_url", help="of the server, e.g. http://localhost:8000/v1; key in OPENAI_API_KEY")
+    add("--model_name", nargs="+", metavar="NAME",
+        help="the server's names: of the base, unless --no-base, then of each --checkpoint")
+    add("--concurrency", type=int, default=64, help="requests under way at once")
     g = p.add_argument_group("engine vllm")
-    g.add_argument("--tensor_parallel_size", type=int, default=1, help="GPUs that share each layer")
-    g.add_argument("--gpu_memory_utilization", type=float, default=0.9, help="share of each GPU's memory, 0 to 1")
-    g.add_argument("--max_model_len", type=int, default=0, help="tokens of prompt and answer; 0: the model's own limit")
+    add = g.add_argument
+    add("--tensor_parallel_size", type=int, default=1, help="GPUs that share each layer")
+    add("--gpu_memory_utilization", type=float, default=0.9,
+        help="share of each GPU's memory, 0 to 1")
+    add("--max_model_len", type=int, default=0,
+        help="tokens of prompt and answer; 0: the model's own limit")
     flags.switch(g, "--enforce_eager", help="no compilation, no CUDA graphs: starts sooner")
     return p
 
 
 def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later."""
-    flags.at_least_one(args, "max_new_tokens", "prompt_max_new_tokens", "batch_size", "tensor_parallel_size",
-                       "concurrency")
-    flags.zero_or_more(args, "limit", "seed", "max_model_len", "group_size")
+    flags.at_least_one(args, "max_new_tokens", "prompt_max_new_tokens", "batch_size",
+                       "tensor_parallel_size", "concurrency")
+    flags.zero_or_more(args, "max_model_len", "group_size")
     flags.share(args, "min_agreement", "min_gain")
-    need(args.base or not args.min_gain, "--min_gain compares with the base model: drop it, or --no-base")
-    need(0 < args.gpu_memory_utilization <= 1,
-         f"--gpu_memory_utilization is {args.gpu_memory_utilization}; it must be more than 0, at most 1")
-    need(args.base or not args.prompt_file, "--prompt_file is for the base model: drop it, or --no-base")
+    need(args.base or not args.min_gain,
+         "--min_gain compares with the base model: drop it, or --no-base")
+    need(0 < args.gpu_memory_utilization <= 1, f"--gpu_memory_utilization is "
+         f"{args.gpu_memory_utilization}; it must be more than 0, at most 1")
+    need(args.base or not args.prompt_file,
+         "--prompt_file is for the base model: drop it, or --no-base")
     need(len({Path(name).resolve() for name in args.checkpoint}) == len(args.checkpoint),
          "the same --checkpoint is given twice")
-    defaults = build_parser()
-    need(args.prompt_file or args.prompt_max_new_tokens == defaults.get_default("prompt_max_new_tokens"),
+    default = build_parser().get_default
+    need(args.prompt_file or args.prompt_max_new_tokens == default("prompt_max_new_tokens"),
          "--prompt_max_new_tokens needs --prompt_file")
     for engine, names in ENGINE_FLAGS.items():
         for flag in names if engine != args.engine else ():
-            need(getattr(args, flag) == defaults.get_default(flag), f"--{flag} is not for the engine {args.engine}")
+            need(getattr(args, flag) == default(flag),
+                 f"--{flag} is not for the engine {args.engine}")
     need(args.engine != "server" or args.base_url, "--engine server needs --base_url")
     wanted = len(args.checkpoint) + args.base
     need(args.engine != "server" or len(args.model_name or ()) == wanted,
-         f"--model_name: give {wanted} names that the server knows: of the base, unless --no-base, then of each "
-         "--checkpoint")
+         f"--model_name: give {wanted} names that the server knows: of the base, unless "
+         "--no-base, then of each --checkpoint")
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
@@ -123,11 +132,10 @@ import tempfile
 from collections import Counter
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from common import checkpoint, distributed, metrics
-from distill import chat, held_out, scores, student, teacher, weights
+from distill import chat, held_out, scores, student, weights
 
 
 def pick_labels(parser, lines):
@@ -172,13 +180,16 @@ class Model(NamedTuple):
 
 
 def open_engine(args, model, lines, draw, scratch):
-    """`answers` of teacher.py for a Model by --engine. draw: Sampling. scratch: an empty folder for vLLM."""
+    """`answers` of teacher.py for a Model by --engine. scratch: an empty folder for vLLM."""
     if args.engine == "server":
-        return teacher.open_server(model.served, draw, args.base_url, args.concurrency)
+        from distill.teacher_server import open_server
+        return open_server(model.served, draw, args.base_url, args.concurrency)
     if args.engine == "vllm":
-        folder = student.vllm_folder(model.folder, model.adapter, model.tokenizer, lines.ends, scratch)
-        options = {name: getattr(args, name) for name in (*ENGINE_FLAGS["vllm"], "seed")}
-        return teacher.open_vllm(folder, draw, **options)
+        from distill.teacher_vllm import open_vllm
+        folder = student.vllm_folder(model.folder, model.adapter, model.tokenizer, lines.ends,
+                                     scratch)
+        options = {name: getattr(args, name) for name in ENGINE_FLAGS["vllm"]}
+        return open_vllm(folder, draw, **options)
     dtype, device = getattr(torch, args.dtype), torch.device(args.device)
     net = student.load_model(model.folder, model.adapter, dtype, device)
     return student.open_transformers(net, model.tokenizer, lines.ends, draw, args.batch_size)
@@ -214,20 +225,14 @@ def judge(parser, lines, truth, answers, speed):
     given = [f.label for f in found]
     reasons = Counter(why_not(a, f) for a, f in zip(answers, found) if f.label is None)
     system = {"parsed": scores.proportion(sum(label is not None for label in given), len(given)),
-              "no_label": dict(reasons.most_common()), "agreement": scores.score(lines.labels, given, labels),
+              "no_label": dict(reasons.most_common()),
+              "agreement": scores.score(lines.labels, given, labels),
               "accuracy": against_truth(labels, lines, truth, given), "speed": speed}
     if truth:
-        known = [i for i, number in enumerate(lines.ids) if truth[number] not in (None, lines.labels[i])]
+        known = [i for i, number in enumerate(lines.ids)
+                 if truth[number] not in (None, lines.labels[i])]
         system["right_where_teacher_is_wrong"] = scores.proportion(
             sum(given[i] == truth[lines.ids[i]] for i in known), len(known))
-    wanted = [truth[number] for number in lines.ids] if truth else lines.labels
-    texts = texts_of(lines)
-    matrix = np.array(system["accuracy" if truth else "agreement"]["confusion"])
-    system["most_confused"] = [
-        {"wanted": w, "given": g, "lines": n,
-         "examples": [{"id": lines.ids[i], "text": texts[i]} for i in range(len(given))
-                      if (wanted[i], given[i]) == (w, g)][:EXAMPLES]}
-        for w, g, n in scores.most_confused(matrix, labels, CONFUSED)]
     return system, found
 
 
@@ -239,19 +244,15 @@ def against_truth(labels, lines, truth, given):
     return scores.score([truth[lines.ids[i]] for i in known], [given[i] for i in known], labels)
 
 
-def texts_of(lines):
-    """The user's last message of each line."""
-    return [chat.question(messages) for messages in lines.chats]
-
-
 def sample_rows(lines, truth, columns):
-    """[{"id", "text", "truth", "teacher", NAME, "NAME raw", "NAME ended", "NAME why"}] of every line, NAME a column."""
+    """[{"id", "text", "truth", "teacher", and of each column its answer, raw, ended and why}]."""
     rows = []
-    for i, (number, text) in enumerate(zip(lines.ids, texts_of(lines))):
-        row = {"id": number, "text": text, "truth": truth[number] if truth else None, "teacher": lines.labels[i]}
+    for i, (number, messages) in enumerate(zip(lines.ids, lines.chats)):
+        row = {"id": number, "text": chat.question(messages),
+               "truth": truth[number] if truth else None, "teacher": lines.labels[i]}
         for name, (answers, found) in columns.items():
-            row |= {name: found[i].label, f"{name} raw": answers[i].text, f"{name} ended": answers[i].finish_reason,
-                    f"{name} why": found[i].why}
+            row |= {name: found[i].label, f"{name} raw": answers[i].text,
+                    f"{name} ended": answers[i].finish_reason, f"{name} why": found[i].why}
         rows.append(row)
     return rows
 
@@ -291,13 +292,6 @@ def student_names(checkpoints):
     parts = [Path(name).absolute().parts for name in checkpoints]
     return next(names for n in range(1, 1 + max(map(len, parts)))
                 if len(set(names := ["/".join(part[-n:]) for part in parts])) == len(parts))
-
-
-def draw_lines(lines, limit, seed):
-    """Keep `limit` of the lines, drawn by a seed, in their order."""
-    kept = sorted(np.random.default_rng(seed).permutation(len(lines.ids))[:limit].tolist())
-    for name in ("ids", "chats", "labels"):
-        setattr(lines, name, [getattr(lines, name)[i] for i in kept])
 
 
 def check_single(lines, flag):
@@ -351,20 +345,20 @@ def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     with distributed.one_clear_error():
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # on an exit vLLM ends its own processes
+        # on an exit vLLM ends its own processes
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         if args.engine == "transformers":
             args.device, args.dtype = student.pick_device(args.device, args.dtype)
         # everything is read and checked before the first question
-        parser = make_parser(args.parser, args.pattern, tuple(args.labels.split(",")) if args.labels else None)
+        labels = tuple(args.labels.split(",")) if args.labels else None
+        parser = make_parser(args.parser, args.pattern, labels)
         prompt = read_prompt(args.prompt_file) if args.prompt_file else None
         models, run, meta = open_students(args)
-        lines = held_out.read_lines(args.checkpoint[0], run, meta, models[args.base].tokenizer, args.eval_data_file,
-                                    args.group_size, args.drop_leaked)
+        lines = held_out.read_lines(args.checkpoint[0], run, meta, models[args.base].tokenizer,
+                                    args.eval_data_file, args.group_size, args.drop_leaked)
         labels = pick_labels(parser, lines)
         parser = dataclasses.replace(parser, labels=labels)
         truth = held_out.read_truth(args.truth_file, lines.ids, labels) if args.truth_file else None
-        if args.limit:
-            draw_lines(lines, args.limit, args.seed)
         if prompt:
             check_single(lines, "--prompt_file")
         checkpoint.own_output(args.output_dir)
@@ -377,30 +371,27 @@ def main(argv=None):
 
 
 def report(args, lines, truth, labels, systems, columns):
-    """Write evaluation.json and evaluation.txt, print its tables; UserError for a checkpoint that did not learn."""
+    """Write evaluation.json and evaluation.txt, print its tables. Raises UserError for a
+    checkpoint that did not learn.
+    """
     known_teacher = against_truth(labels, lines, truth, lines.labels)
     figures = {f"{name}: {key}": system[key]["share"] for name, system in systems.items()
                for key in ("agreement", "accuracy", "parsed") if system[key]}
     if known_teacher:
         figures["teacher: accuracy"] = known_teacher["share"]
-    rejected = {"rejected_lines": len(lines.rejected),
-                "rejected_lines_with_truth": sum(bool((truth or {}).get(i)) for i in lines.rejected)}
-    found = {"name": str(args.output_dir), "metrics": figures, "labels": labels, "teacher": known_teacher,
-             "systems": systems, "data": lines.about | {"evaluated_lines": len(lines.ids)} | rejected,
+    found = {"name": str(args.output_dir), "metrics": figures, "labels": labels,
+             "teacher": known_teacher, "systems": systems, "data": lines.about,
              "settings": flags.stored(args), "samples": sample_rows(lines, truth, columns)}
     how = f"batches of {args.batch_size}" if args.engine == "transformers" else args.engine
     table, notes = scores.side_by_side(systems, known_teacher, how), scores.make_notes(found)
     name = student_names(args.checkpoint)[0]
     notes.append(metrics.verdict_line(clauses(name, systems, len(lines.ids))))
-    scores.write(args.output_dir, found, [*table, *notes, *scores.detail_lines(systems, labels, truth)])
+    scores.write(args.output_dir, found, [*table, *notes, *scores.detail_lines(systems, labels)])
     print(*table, *notes, sep="\n")
-    first = systems[name]
-    if first["most_confused"]:
-        print(f"most confused by {args.checkpoint[0]}: {'truth' if truth else 'teacher'} -> answer, lines, one of them")
-        print(*scores.confused_lines(first["most_confused"][:5]), sep="\n")
     print(f"done       {args.output_dir}/evaluation.json, evaluation.txt")
-    check_learned(args.checkpoint[0], first["agreement"], [system["agreement"] for name, system in systems.items()
-                                                           if name in BASE], args.min_agreement, args.min_gain)
+    bases = [systems[column]["agreement"] for column in BASE if column in systems]
+    check_learned(args.checkpoint[0], systems[name]["agreement"], bases, args.min_agreement,
+                  args.min_gain)
 
 
 if __name__ == "__main__":

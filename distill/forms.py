@@ -31,24 +31,6 @@ def find_files(name):
     return [name]
 
 
-def table_rows(path, kind, size):
-    """Yield the rows of a parquet or arrow file as dicts without fields of null; UserError. size: of lines_of."""
-    import pyarrow
-    import pyarrow.parquet
-
-    def without_null(value):
-        if isinstance(value, dict):
-            return {name: without_null(part) for name, part in value.items() if part is not None}
-        return [without_null(part) for part in value] if isinstance(value, list) else value
-    try:
-        whole = kind == ".parquet"
-        with pyarrow.parquet.ParquetFile(path) if whole else pyarrow.ipc.open_stream(pyarrow.memory_map(path)) as file:
-            for batch in file.iter_batches(batch_size=size) if whole else file:
-                yield from map(without_null, batch.to_pylist())
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: cannot be read as {kind[1:]} ({str(error).splitlines()[0]})")
-
-
 def of_sharegpt(record):
     """The record with "messages" made of ShareGPT's "conversations" and "system", where it has those; else itself.
 

@@ -8,14 +8,24 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 
 class Draw(LogitsProcessor):
-    """Adds Gumbel noise of each row's own generator: the largest value is then a draw from the softmax."""
+    """Leaves the one token of each row that is drawn from its softmax, by a generator of the row.
+
+    A row takes one number a token, on the CPU: its draws depend neither on the rows beside it nor
+    on the device. The token is where the running sum of the probabilities passes that number.
+    """
 
     def __init__(self, seeds):
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def __call__(self, input_ids, scores):
-        noise = torch.stack([torch.rand(scores.shape[1], generator=one) for one in self.generators])
-        return scores.float() - torch.log(-torch.log(noise.clamp(1e-20, 1 - 1e-7))).to(scores.device)
+        """scores (B, V) -> (B, V), 0 at the token drawn and -inf elsewhere."""
+        numbers = torch.stack([torch.rand(1, generator=one, dtype=torch.float64)
+                               for one in self.generators]).to(scores.device)
+        # float64: the smallest probabilities would vanish in a float32 sum of a whole vocabulary
+        sums = scores.double().softmax(-1).cumsum(-1)
+        drawn = torch.searchsorted(sums, numbers * sums[:, -1:], right=True)
+        drawn.clamp_(max=scores.shape[1] - 1)       # scores of nan are found by the loss
+        return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)
 
 
 @torch.no_grad()

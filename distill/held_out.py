@@ -16,7 +16,6 @@ from common.json_files import read_text
 from distill import chat, weights
 from distill.choices import GROUP, LINES, THINKING
 from distill.dataset import HELD_OUT, key_groups, question_hash
-from distill.journal import rejected_path
 
 HOLD_OUT = "--validation_split 0.1 --group_size 15"
 # flags of a run, by which it read its data; the values are for a checkpoint that does not say
@@ -34,7 +33,6 @@ class Lines:
     labels: list                    # the teacher's
     about: dict                     # JSON-able: how many there are, where from
     ends: list                      # ids that answers end with
-    rejected: list                  # ids of lines in held-out groups that have no teacher label
     notes: list
 
 
@@ -107,15 +105,17 @@ def run_flags(name, meta, eval_data_file=None, data_file=None, enable_thinking=N
 def read_lines(name, run, meta, tokenizer, eval_data_file=None, group_size=None, drop_leaked=False):
     """Lines that a run held out, or those of eval_data_file. Raises UserError.
 
-    name: the checkpoint. run: of run_flags. meta: its state, None where it has none. group_size: with
-    eval_data_file, ids of a group that must not be in both files; 0: not compared; None: the run's.
+    name: the checkpoint. run: of run_flags. meta: its state, None where it has none. group_size:
+    with eval_data_file, ids of a group that must not be in both files; 0: not compared; None: the
+    run's.
     """
     if eval_data_file:
         size = run.group_size if group_size is None else group_size
         path, rows, trained, notes = other_lines(eval_data_file, run.train_data_file, size)
     else:
         if group_size not in (None, run.group_size):
-            raise UserError(f"--group_size {group_size}: the run held out groups of {run.group_size}")
+            raise UserError(f"--group_size {group_size}: the run held out groups of "
+                            f"{run.group_size}")
         path, rows, trained = held_out_lines(name, meta)
         notes = []
     kept = without_leaks(path, rows, drop_leaked)
@@ -127,11 +127,8 @@ def read_lines(name, run, meta, tokenizer, eval_data_file=None, group_size=None,
              "leaked_lines_left_out": len(rows) - len(kept), "enable_thinking": run.enable_thinking,
              "split": "--eval_data_file" if eval_data_file else "held out by the run",
              "group_size": None if eval_data_file else run.group_size}
-    source = eval_data_file or run.eval_data_file
-    groups = None if source else {int(key_groups(i, run.group_size)) for i in ids}
-    rejected = rejected_ids(source or run.train_data_file, groups, run.group_size)
-    return Lines(str(path), ids, [messages[:-1] for messages in chats], list(map(label_of, chats)), about,
-                 sorted(encoder.ends), rejected, notes)
+    return Lines(str(path), ids, [messages[:-1] for messages in chats],
+                 list(map(label_of, chats)), about, sorted(encoder.ends), notes)
 
 
 def held_out_lines(name, meta):
@@ -201,15 +198,6 @@ def without_leaks(path, rows, drop):
 def label_of(messages):
     """The last answer, without thoughts."""
     return messages[-1]["content"].split("</think>")[-1].strip()
-
-
-def rejected_ids(path, groups, group_size):
-    """Ids in create_data.py's file of rejected lines beside `path`; groups: only of these, None for all."""
-    path = rejected_path(path)
-    if not path.is_file():
-        return []
-    ids = [row["id"] for _, row in json_lines(path, "id")]
-    return sorted(i for i in ids if groups is None or int(key_groups(i, group_size)) in groups)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

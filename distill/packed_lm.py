@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import distributed, fused, recomputation
+from common import distributed, fused
 from common.distributed import UserError
 from common.document_attention import ATTENTION
 from distill import weights
@@ -116,13 +116,12 @@ class PackedLM(nn.Module):
         self.net, self.share = net, share
         self.prompted, self.lora = prompted, hasattr(net, "peft_config")
         self.sums = 6 if share else 3       # how many of Sums forward gives
-        self._native = [net.get_base_model() if self.lora else net]     # in a list, torch does not register it again
-        recomputation.leave_products(net, recompute)
+        # in a list, torch does not register it again
+        self._native = [net.get_base_model() if self.lora else net]
         fused.use(self.native)
-        if recompute:       # as transformers' own switch, whose name depends on the version
-            for layer in weights.decoder_layers(self.native):
-                layer.gradient_checkpointing = True
-                layer._gradient_checkpointing_func = recomputation.caller(recompute)
+        if recompute:
+            from common import recomputation
+            recomputation.set_mode(net, weights.decoder_layers(self.native), recompute)
         rows = logits // self.native.get_output_embeddings().out_features
         self.chunk = max(128, rows // 128 * 128)        # products of whole tiles
 

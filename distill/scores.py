@@ -2,7 +2,7 @@
 
 wanted: the right label of each line. given: the label in the answer, or None where the answer holds none; None is never
 right and has the last column of the confusion matrix. systems: {column: {"parsed", "agreement", "accuracy",
-"no_label", "most_confused", "speed", ...}} as evaluate_sft.judge returns them.
+"no_label", "speed", ...}} as evaluate_sft.judge returns them.
 """
 import json
 import math
@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from common import checkpoint
-from common.text import NAME, printable
 
 WORD = re.compile(r"\w+|[^\w\s]")
 Z95 = 1.959963984540054     # of a normal distribution 95 % lie within so many standard deviations
@@ -70,13 +69,6 @@ def macro_f1(found):
     """Mean f1 of the labels that are wanted at all, each with the same weight; None without any. found: by_label's."""
     values = [row["f1"] for row in found.values() if row["support"]]
     return math.fsum(values) / len(values) if values else None
-
-
-def most_confused(matrix, labels, limit):
-    """[(wanted, given, count)] of what went wrong most often, most first; given None: the answer held no label."""
-    columns = [*labels, None]
-    pairs = [(labels[i], columns[j], int(matrix[i, j])) for i, j in zip(*np.nonzero(matrix)) if i != j]
-    return sorted(pairs, key=lambda pair: -pair[2])[:limit]         # equal counts stay in the order of the labels
 
 
 def score(wanted, given, labels):
@@ -144,7 +136,15 @@ def cell(value):
 
 def number(value, digits):
     """A number as text, "-" for None."""
-    return "-" if value is None else f"{value:.{digits}f}"
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def aligned(rows):
+    """Rows of texts -> lines, the first column on the left, the others on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return [first.ljust(widths[0]) + "".join(f"  {text:>{width}}"
+                                             for text, width in zip(more, widths[1:]))
+            for first, *more in rows]
 
 
 def side_by_side(systems, teacher, batch):
@@ -155,59 +155,49 @@ def side_by_side(systems, teacher, batch):
     rows = [["", *["teacher"] * bool(teacher), *systems],
             row("agreement with the teacher", "", lambda s: cell(s["agreement"]))]
     if teacher:
+        wrong = "right_where_teacher_is_wrong"
         rows += [row("accuracy against the truth", cell(teacher), lambda s: cell(s["accuracy"])),
-                 row("right where the teacher is wrong", "", lambda s: cell(s["right_where_teacher_is_wrong"]))]
+                 row("right where the teacher is wrong", "", lambda s: cell(s[wrong]))]
     key = "accuracy" if teacher else "agreement"
     rows += [row(f"macro F1 of the {key}", number(teacher["macro_f1"], 3) if teacher else "",
                  lambda s: number(s[key]["macro_f1"], 3)),
              row("answers with a label", "", lambda s: cell(s["parsed"])),
-             row("tokens in, per line", "", lambda s: f"{s['speed']['tokens_in']:,.1f}"),
-             row("tokens out, per line", "", lambda s: f"{s['speed']['tokens_out']:,.1f}"),
-             row("seconds per line, one at a time", "", lambda s: number(s["speed"]["seconds_per_line_alone"], 4)),
-             row(f"lines per second, {batch}", "", lambda s: f"{s['speed']['lines_per_second']:,.1f}")]
-    widths = [max(len(line[i]) for line in rows) for i in range(len(rows[0]))]
-    return [f"{line[0]:<{widths[0]}}" + "".join(f"  {text:>{width}}" for text, width in zip(line[1:], widths[1:]))
-            for line in rows]
+             *(row(what, "", lambda s, name=name, digits=digits: number(s["speed"][name], digits))
+               for what, name, digits in (
+                   ("tokens in, per line", "tokens_in", 1),
+                   ("tokens out, per line", "tokens_out", 1),
+                   ("seconds per line, one at a time", "seconds_per_line_alone", 4),
+                   (f"lines per second, {batch}", "lines_per_second", 1)))]
+    return aligned(rows)
 
 
 def make_notes(report):
     """Lines that explain the table. report: the contents of evaluation.json."""
     data, notes = report["data"], []
     if data["leaked_lines_left_out"]:
-        notes.append(f"{data['leaked_lines_left_out']:,} lines left out: their text was trained as well")
-    if data["evaluated_lines"] < data["held_out_lines"] - data["leaked_lines_left_out"]:
-        notes.append(f"{data['evaluated_lines']:,} of the lines were drawn by --seed {report['settings']['seed']}")
-    if data["rejected_lines"]:
-        known = f"; the truth is known for {data['rejected_lines_with_truth']:,} of them" if report["teacher"] else ""
-        notes.append(f"{data['rejected_lines']:,} further lines have no teacher label and are in no number{known}")
-    if report["teacher"] and report["teacher"]["n"] < data["evaluated_lines"]:
+        notes.append(f"{data['leaked_lines_left_out']:,} lines left out: their text was trained as "
+                     "well")
+    if report["teacher"] and report["teacher"]["n"] < len(report["samples"]):
         notes.append(f"accuracy is over the {report['teacher']['n']:,} lines whose truth is known")
     for name, system in report["systems"].items():
         if system["no_label"]:
+            reasons = [f"{n:,} {why}" for why, n in list(system["no_label"].items())[:4]]
             notes.append(f"{name}: no label in {sum(system['no_label'].values()):,} answers: "
-                         + ", ".join(f"{n:,} {why}" for why, n in list(system["no_label"].items())[:4]))
+                         + ", ".join(reasons))
     notes.append("in brackets: 95 % Wilson interval of the share, lines taken as independent")
     return [f"note       {note}" for note in notes]
 
 
-def confused_lines(rows):
-    """Lines on the most confused labels, a text each."""
-    return [f"{printable(row['wanted'], NAME):>8} -> {printable(row['given'] or 'none', NAME):<8} {row['lines']:>5,}   "
-            f"{printable(' '.join(row['examples'][0]['text'].split())[:80])}" for row in rows]
-
-
-def detail_lines(systems, labels, truth):
+def detail_lines(systems, labels):
     """Lines of all tables of every column."""
     lines = []
     for name, system in systems.items():
         for key, what in (("agreement", "teacher"), ("accuracy", "truth")):
             if system[key]:
-                lines += ["", f"{name} against the {what}: {system[key]['right']:,} of {system[key]['n']:,}", "",
+                right, n = system[key]["right"], system[key]["n"]
+                lines += ["", f"{name} against the {what}: {right:,} of {n:,}", "",
                           *label_lines(system[key]["labels"]), "",
                           *confusion_lines(system[key]["confusion"], labels, f"{what} \\ {name}")]
-        if system["most_confused"]:
-            lines += ["", f"{name}: most confused ({'truth' if truth else 'teacher'} -> answer, lines, one of them)",
-                      *confused_lines(system["most_confused"])]
         if system["no_label"]:
             lines += ["", f"{name}: answers without a label",
                       *(f"{n:>8,}   {why}" for why, n in system["no_label"].items())]

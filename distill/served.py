@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common import adapters, checkpoint, distributed, tensor_files
 from common.distributed import UserError
-from distill.teacher import MALFORMED, NOT_SET, TRANSIENT, Refused, Server, explain
+from distill.teacher_server import MALFORMED, NOT_SET, TRANSIENT, Refused, Server, explain
 
 UNDER_WAY = 64          # requests of a rank at once
 # the draw is from the softmax, whatever the model's generation_config says

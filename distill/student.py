@@ -93,9 +93,10 @@ def ask_all(answers, draw, chats, max_new_tokens, timed=True):
 
 
 def open_transformers(model, tokenizer, ends, draw, batch_size):
-    """`answers` of teacher.py by a model of load_model. ends: ids that answers end with. draw: Sampling."""
+    """`answers` of teacher.py by a model of load_model. ends: ids that answers end with."""
+    from distill.teacher_transformers import answers_of
     native = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return teacher.answers_of(native, tokenizer, draw, end_ids(native, ends), batch_size=batch_size)
+    return answers_of(native, tokenizer, draw, end_ids(native, ends), batch_size=batch_size)
 
 
 def vllm_folder(folder, adapter, tokenizer, ends, scratch):

@@ -408,15 +408,8 @@ def read_inputs(args, world):
     *_, (model, parts), (table, ends, train_ids, eval_ids) = collect(
         dry, lambda: run.check_folders(args),
         lambda: distributed.check_bf16(world.device, args.bf16),
-        lambda: check_float8(args, world.device), lambda: empty_model(folder, args), read_data)
+        lambda: run.check_float8(args, world.device), lambda: empty_model(folder, args), read_data)
     return Inputs(folder, tokenizer, model, parts, table, ends, train_ids, eval_ids, prompt)
-
-
-def check_float8(args, device):
-    """UserError where --float8 cannot run."""
-    if args.float8:
-        from common import float8
-        float8.check_device(device, True)
 
 
 def open_sampler(args, world):
@@ -454,17 +447,17 @@ def train(args):
     # a checkpoint of a run with another identity is refused; only rank 0 reads the files for it
     identity = run_identity(args, inputs.folder, table, train_ids) if world.is_main else None
     validation = table.fingerprint(eval_ids)        # losses on other data do not compare
-    resume, meta = checkpoint.find_resume(args.output_dir, args.resume, identity, world)
+    resume, meta = run.find_resume(args.output_dir, args.resume, identity, world)
 
-    # -- order, number of steps: known to every rank, so all make the same number of collectives -----
+    # -- order, number of steps: known to every rank, so all make the same number of collectives ---
     accumulation, at = args.gradient_accumulation_steps, run.position(meta)
     order = pack_order(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
                        samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
     packs_per_step = ranks * accumulation
     # static shapes, unless each sample stands there twice
     pad_to = 0 if args.prompt_file else args.max_tokens_per_batch
-    lengths = run_length(order.packs_per_epoch, packs_per_step, args.num_train_epochs, args.max_steps, at)
-    steps_per_epoch, total_steps = lengths
+    steps_per_epoch, total_steps = run_length(
+        order.packs_per_epoch, packs_per_step, args.num_train_epochs, args.max_steps, at)
     warmup = round(args.warmup_ratio * total_steps)
     often = run.intervals(args, total_steps, meta, len(eval_ids) > 0)
     if dry:
@@ -476,16 +469,17 @@ def train(args):
         plan.print_plan(args, ranks, model, table, (train_ids, eval_ids), order, lines,
                         total_steps - at["step"])
         return print("dry run ok")
-    held_out = distributed.rank0_first(world, write_held_out, args.output_dir, table, train_ids, eval_ids,
-                                       inputs.prompt)
+    held_out = distributed.rank0_first(world, write_held_out, args.output_dir, table, train_ids,
+                                       eval_ids, inputs.prompt)
 
-    # -- model, optimizer, resume --------------------------------------------------------------------
+    # -- model, optimizer, resume ------------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)
     if resume and not args.use_lora:
         # a full checkpoint replaces the base; adapters are loaded on top of it
         model, parts = empty_model(resume, args)
     wrapped = load_model(args, world, model, parts, resume, run.sharding(args, ranks))
-    new_ends = weights.stop_at(model.native, inputs.ends)   # generate stops where trained answers end
+    # generate stops where trained answers end
+    new_ends = weights.stop_at(model.native, inputs.ends)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
                                   (0.9, args.adam_beta2), packed_lm.decays)
@@ -495,7 +489,8 @@ def train(args):
     state.restore(model, optimizer)
     epochs = sys.maxsize if args.max_steps else args.num_train_epochs
     packs = ([int(train_ids[i]) for i in pack] for pack in
-             rank_packs(order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
+             rank_packs(order, world.rank, world.size, accumulation, epochs, at["epoch"],
+                        at["first"]))
     loader = make_loader(table, packs, num_workers=args.num_workers, pad_id=inputs.ends[0],
                          prefetch_factor=4, pad_to=pad_to)
     batches = loading.ahead(loader, device)
@@ -509,7 +504,7 @@ def train(args):
             run.start_text(state.step, resume)])
         note_ends(args, inputs.tokenizer, new_ends)
 
-    # -- loop: validate and save what the steps so far have made, then take the next step -------------
+    # -- loop: validate and save what the steps so far have made, then take the next step ----------
     stopping, saving = False, False
     state.eval_due = state.eval_due and bool(len(eval_ids))     # one that a signal has broken off
     while True:
@@ -518,7 +513,7 @@ def train(args):
             if state.eval_due and not stopping:
                 watch.moved(f"validation at step {state.step}", args.wait_timeout)
                 values = evaluate(args, world, model, table, eval_ids, state.writer.check)
-                if values is None:              # asked to stop meanwhile: the next start validates first
+                if values is None:      # asked to stop meanwhile: the next start validates first
                     stopping = True
                 else:
                     state.eval_due = False
@@ -534,8 +529,8 @@ def train(args):
         if state.step >= total_steps or stopping:
             break
 
-        # samples of this step on all ranks, from the order that every rank knows: nobody has to ask how many
-        # targets the loss is divided by
+        # samples of this step on all ranks, from the order that every rank knows: nobody has to ask
+        # how many targets the loss is divided by
         window = train_ids[state.window()]
         work = step_work(table, window, matrix_weights, model.native.config, args.use_lora)
         drawn = None
@@ -543,16 +538,16 @@ def train(args):
             from distill import rollouts
             # before the first loss: all are divided by the tokens of all answers of the step
             given = [state.next(batches) for _ in range(accumulation)]
-            drawn, work["targets"] = rollouts.own_answers(args, world, model, table, given, inputs.ends,
-                                                          state.step, sampler)
+            drawn, work["targets"] = rollouts.own_answers(args, world, model, table, given,
+                                                          inputs.ends, state.step, sampler)
 
-        # -- forward, loss, backward -----------------------------------------------------------------
+        # -- forward, loss, backward ---------------------------------------------------------------
         sums = torch.zeros_like(state.sums)
         for micro in range(accumulation):
             batch = drawn[micro] if drawn else state.next(batches)
             mine = list(batch.samples)
-            # a batch that is not the plan's would divide the loss by another count than the other ranks'
-            assert drawn or batch.counts["targets"] == table.targets[mine].sum(), "not the planned batch"
+            # else the loss would be divided by another count than the other ranks'
+            assert drawn or batch.counts["targets"] == table.targets[mine].sum(), "not the plan's"
             assert pad_to in (0, len(batch.input_ids)), "the pack is not filled to its budget"
             # one pass, whose gradients ranks sum in the last micro-step; more by --replay_every
             for summed in state.passes(wrapped, trainable, micro):
@@ -567,14 +562,17 @@ def train(args):
                 state.note_loss(found.loss, mine)
             sums += found.stacked()
 
-        # -- step: clipped, skipped on every rank where the gradient is not finite ---------------------
-        factor = optim.lr_factor(state.step, total_steps, warmup, args.lr_scheduler, args.min_lr_ratio)
+        # -- step: clipped, skipped on every rank where the gradient is not finite -----------------
+        factor = optim.lr_factor(state.step, total_steps, warmup, args.lr_scheduler,
+                                 args.min_lr_ratio)
         state.update(optimizer, trainable, args.learning_rate * factor, sums)
-        # what comes now is the same on every rank; a request to stop counts one step late, so no step waits
-        state.eval_due, saving = bool(len(eval_ids) and state.due(args.eval_steps)), state.save_due()
+        # what comes now is the same on every rank; a request to stop counts one step late, so no
+        # step waits
+        state.eval_due = bool(len(eval_ids) and state.due(args.eval_steps))
+        saving = state.save_due()
         stopping = state.stop_asked(state.eval_due or saving) and (state.eval_due or not state.last)
 
-        # -- log -------------------------------------------------------------------------------------
+        # -- log -----------------------------------------------------------------------------------
         empty = max(0, state.at["first"] - order.packs_per_epoch)   # packs of one token of padding
         state.count(packs_per_step * pad_to or work["tokens"] + empty, work)
         if state.due(args.logging_steps):

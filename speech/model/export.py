@@ -10,8 +10,8 @@ import math
 import torch
 
 from common import tensor_files
-from common.checkpoint import new_folder
 from common.distributed import UserError
+from common.new_folder import new_folder
 from speech.data import text_normalization
 from speech.model import versions, weights
 

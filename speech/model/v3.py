@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import checkpoint, fused, json_files, recomputation, tensor_files
+from common import fused, json_files, recomputation, tensor_files
 from common.distributed import UserError
 from common.document_attention import ATTENTION
+from common.new_folder import new_folder
 from speech.model import weights  # first: it explains a torchaudio that breaks every transformers import
 from speech.model.labels import IGNORE
 from speech.model.labels_v3 import (  # noqa: F401  (offered here, too)
@@ -375,7 +376,7 @@ def unpack_codec(folder, config_dict, into):
             raise UserError(f"{into}: is not the codec inside {folder}; delete that folder, or give another "
                             "--output_dir")
         return into
-    with checkpoint.new_folder(into) as building:
+    with new_folder(into) as building:
         config.save_pretrained(building)
         values = {name: parts[name][:].float().contiguous() for name in wanted}
         tensor_files.save(values, building / "model.safetensors")

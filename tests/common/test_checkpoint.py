@@ -1,4 +1,4 @@
-"""checkpoint.damage: what is no whole checkpoint, whatever its files hold; a kill before every change that a save makes
+"""resume.damage: what is no whole checkpoint, whatever its files hold; a kill before every change that a save makes
 to the disk. Kills and resumes of whole runs: test_recovery.py.
 """
 import hashlib
@@ -11,8 +11,9 @@ import sys
 
 import pytest
 
-from common import checkpoint
+from common import checkpoint, resume, run
 from common.distributed import World
+from common.new_folder import new_folder
 
 STATE = {"step": 4, "epoch": 0, "first": 8, "identity": {}, "validation": None, "best_step": None, "best_loss": None,
          "skipped": 0, "unlogged": [], "args": {}}
@@ -32,7 +33,7 @@ def make(folder, state=None, manifest=None):
 
 
 def test_a_whole_one(tmp_path):
-    assert checkpoint.damage(make(tmp_path / "checkpoint-4")) == ""
+    assert resume.damage(make(tmp_path / "checkpoint-4")) == ""
 
 
 LEFT = ["checkpoint-6.tmp-0123abcd", "checkpoint-4.tmp-deleted-1764000000000", "table-0123abcd",
@@ -64,7 +65,7 @@ def test_a_new_folder_deletes_none_of_other_names(tmp_path, name, capsys):
     left = tmp_path / f".{name}.new-{'c' * 32}"
     for folder in [*theirs, left]:
         folder.mkdir()
-    with checkpoint.new_folder(tmp_path / name) as building:
+    with new_folder(tmp_path / name) as building:
         assert re.fullmatch(rf"\.{re.escape(name)}\.new-[0-9a-f]{{32}}", building.name)
     assert all(folder.exists() for folder in theirs) and not left.exists()
     assert f"removed {left}" in capsys.readouterr().out
@@ -77,7 +78,7 @@ def test_a_new_folder_deletes_none_of_other_names(tmp_path, name, capsys):
     (b'{"files": {"model.safetensors": {"bytes": "7", "sha256": "x"}}}', "unreadable"),
 ])
 def test_manifests_that_prove_nothing(tmp_path, manifest, why):
-    assert why in checkpoint.damage(make(tmp_path / "checkpoint-4", manifest=manifest))
+    assert why in resume.damage(make(tmp_path / "checkpoint-4", manifest=manifest))
 
 
 @pytest.mark.parametrize("state", [b"{}", b"[]", b"\xff", b"[" * 100_000, b'{"step": "4"}',
@@ -92,7 +93,7 @@ def test_states_without_a_position(tmp_path, state, capsys):
     """Checksums right: somebody wrote them so. The checkpoint before is taken, with one line and no traceback."""
     make(tmp_path / "checkpoint-2")
     make(tmp_path / "checkpoint-4", state=state)
-    path, meta = checkpoint.find_resume(tmp_path, "auto", {})
+    path, meta = run.find_resume(tmp_path, "auto", {})
     assert path.name == "checkpoint-2" and meta["first"] == 8
     said = capsys.readouterr().out
     assert said.count("\n") == 1 and "checkpoint-4 is damaged" in said and "does not say where the run stood" in said
@@ -160,9 +161,9 @@ def test_a_kill_before_any_change_of_the_disk_costs_nothing(tmp_path, again):
         out = tmp_path / f"out{changes}"
         shutil.copytree(first, out, ignore=shutil.ignore_patterns("run.lock"))
         came = killed(out, 3, changes)
-        whole = checkpoint.newest_whole(out, report=lambda text: None)
+        whole = resume.newest_whole(out, report=lambda text: None)
         seen.add(whole.name)
-        assert whole.name in ("checkpoint-2", "checkpoint-3") and not checkpoint.damage(out / "checkpoint-1")
+        assert whole.name in ("checkpoint-2", "checkpoint-3") and not resume.damage(out / "checkpoint-1")
         save(out, 4)
         names = {path.name for path in out.iterdir() if path.name != "run.lock"}
         kept = {name for name in names if ".passed-over-" in name}

@@ -147,8 +147,8 @@ def test_several_processes_make_the_chats_of_one(tmp_path, policy, small_chunks)
         assert (again, its_ends) == (found, ends)
         assert {name: many[name] == one[name] for name in one} == dict.fromkeys(many, True)
     table, encoder = chat_table.ChatTable(tmp_path / "table"), chat.Encoder(chats.tokenizer())
-    every = [(line, *encoder.encode([messages])[0], source, key) for source, path in enumerate(paths)
-             for line, key, messages in chat.read_chats(path, [])]
+    every = [(line, *encoder.encode([record["messages"]])[0], source, chat.group_key(record))
+             for source, path in enumerate(paths) for line, record in chat.read_records(path, [])]
     every = [(line, *part, source, key) for line, ids, mask, source, key in every
              if (part := chat.cut(ids, mask, 60, policy))]
     for i, (line, ids, mask, source, key) in enumerate(every):

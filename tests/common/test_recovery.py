@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
-from common import checkpoint, metrics
+from common import checkpoint, metrics, resume
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT, trainer_command
 
@@ -329,7 +329,7 @@ def assert_same_end(output_dir, reference):
 def assert_all_whole(output_dir):
     """Every folder that bears a checkpoint's name has every file as its manifest says, and a manifest of all files."""
     for _, path in checkpoint.checkpoints(output_dir):
-        assert not checkpoint.damage(path), f"{path}: {checkpoint.damage(path)}"
+        assert not resume.damage(path), f"{path}: {resume.damage(path)}"
         listed = set(json.loads((path / "manifest.json").read_text())["files"]) | {"manifest.json"}
         assert listed == {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
-from common import checkpoint, fused, tensor_files
+from common import fused, resume, tensor_files
 from common.distributed import UserError
 from diffusion import blocks, decoder, dit, export_bd3lm, init_from, sample_bd3lm, sampler, train_bd3lm, weights
 from diffusion.answers import question_state
@@ -225,7 +225,7 @@ def test_it_trains_resumes_and_answers(pool, demo, models, tmp_path, capsys, kin
     assert bounds[0] == pytest.approx(bounds[1], rel=1e-3) and sorted(bounds[0]) == [0, 2, 4]
     assert bounds[0][4] < bounds[0][0] - (0.5 if kind == "all" else 0.1)
     assert "resumed from" in runs["fsdp"].output and "language model" not in runs["fsdp"].output
-    folder = checkpoint.newest_whole(tmp_path / "fsdp")
+    folder = resume.newest_whole(tmp_path / "fsdp")
     model, about = weights.load_checkpoint(folder)
     assert isinstance(model, decoder.Decoder) and model.lm_head.weight is model.embed.weight
     if kind == "lora":
@@ -268,7 +268,7 @@ def check_adapters(folder, merged, about, base):
     assert all(tensor.any() for name, tensor in averaged.items() if "lora_B" in name)
     assert (averaged["mask_row"] - table[:mask].mean(0)).norm() > 0.1
     apart = decoder.Decoder(decoder.Config(**about["model"])).eval()
-    weights.load_weights(weights.trained(apart), folder, "ema")
+    resume.load_tensors(folder, "ema", weights.trained(apart))
     decoder.read_base(apart)
     assert torch.equal(apart.embed.weight[:mask], table[:mask])
     assert torch.equal(merged.embed.weight[:mask], table[:mask])

@@ -157,7 +157,7 @@ def test_what_is_not_there_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     for path, message in [("none.jsonl", "^none.jsonl: no such file or folder$"),
                           (tmp_path, r"has no test.jsonl, test.json, test-\*.parquet"),
-                          ("no/dataset", r"^no/dataset: no such file or folder, and no dataset that could be downl")]:
+                          ("no/dataset", r"^no/dataset: no such file or folder here, and ")]:
         with pytest.raises(UserError, match=message):
             read_problems(path, "test", "gsm8k")
     (tmp_path / "test.jsonl").write_bytes(b'{"question": "\xff"}')

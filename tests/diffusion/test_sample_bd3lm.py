@@ -379,11 +379,11 @@ def test_the_best_or_the_newest_whole_checkpoint_is_found(trained, tmp_path, cap
     (tmp_path / "checkpoint-12" / "ema.safetensors").write_bytes(b"half")
     assert found("--pick", "newest") == "checkpoint-5"
     assert "checkpoint-12 is damaged (ema.safetensors has 4 bytes" in capsys.readouterr().out
-    assert "is no checkpoint, and holds none (ema.safetensors has 4 bytes" in refusal(
+    assert "is not a checkpoint, and holds none (ema.safetensors has 4 bytes" in refusal(
         capsys, tmp_path / "checkpoint-12", file)
     shutil.rmtree(tmp_path / "checkpoint-5")
     assert "every checkpoint in it is damaged" in refusal(capsys, tmp_path, file)
-    assert "is no checkpoint, and holds none (no manifest.json" in refusal(capsys, file.parent, file)
+    assert "is not a checkpoint, and holds none (no manifest.json" in refusal(capsys, file.parent, file)
 
 
 def test_answers_stand_beside_the_checkpoint_by_default(trained):

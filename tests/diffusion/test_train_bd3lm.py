@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common import checkpoint, distributed, plan
+from common import checkpoint, distributed, plan, resume
 from common.distributed import UserError
 from diffusion import blocks, demo_problems, dit, elbo, noise, problems, sampler, train_bd3lm, weights
 from diffusion.answers import execution_state, finish_region, question_state, region_text, room
@@ -232,7 +232,7 @@ def test_a_signal_saves_and_leaves_the_marker(pool, demo, tmp_path):
     statuses, printed = pool.run(2, f"{__name__}.interrupted", flags, str(output / "metrics.jsonl"), 3)
     assert statuses == [0, 0], printed
     (step, folder), = checkpoint.checkpoints(output)
-    assert 3 <= step < 100_000 and checkpoint.damage(folder) == ""
+    assert 3 <= step < 100_000 and resume.damage(folder) == ""
     assert "SIGTERM" in (output / "requeue").read_text() and f"at step {step} of 100000; saved" in printed
 
 

@@ -41,7 +41,7 @@ def test_a_folder_without_such_a_model_is_named(tmp_path):
     raw = {name: p.detach() for name, p in model.named_parameters()}
     (tmp_path / "config.json").write_text(json.dumps({"model": dataclasses.asdict(model.config)}))
     save_file(raw, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="ema weights do not fit this model: .*missing keys"):
+    with pytest.raises(UserError, match="ema tensors do not fit this run: .*missing keys"):
         weights.load_checkpoint(tmp_path)
     save_file({name: 2 * tensor for name, tensor in raw.items()}, tmp_path / "ema.safetensors")
     for ema, factor in ((False, 1), (True, 2)):

@@ -65,7 +65,6 @@ def made(tmp_path_factory):
     ends = {"eos_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>")}       # not what answers end with
     (folder / "lora-base" / "generation_config.json").write_text(json.dumps(ends))
     write(folder / "labels.jsonl", [record(i) for i in range(N) if i not in REJECTED])
-    write(folder / "labels.rejected.jsonl", [{"id": i, "text": "?", "why": "is empty"} for i in REJECTED])
     write(folder / "truth.jsonl", [{"id": i, "label": truth_of(i)} for i in reversed(range(N))])
     (folder / "prompt.txt").write_text(PROMPT)
     return folder
@@ -139,7 +138,7 @@ def test_what_an_answer_counts_as(text, ended, label, why):
 
 def test_answers_without_a_label_are_wrong_in_both_and_counted_apart():
     lines = held_out.Lines("x", [4, 7, 9, 11], [chats.ask(text, "")[:1] for text in "wxyz"],
-                           ["de", "de", "en", "fr"], {}, [], [], [])
+                           ["de", "de", "en", "fr"], {}, [], [])
     answers = [teacher.Answer("de", "stop"), teacher.Answer("de", "length"), teacher.Answer("Bonjour", "stop"),
                teacher.Answer("en", "stop")]
     truth = {4: "en", 7: "de", 9: "en", 11: None, 12: "fr"}
@@ -150,8 +149,6 @@ def test_answers_without_a_label_are_wrong_in_both_and_counted_apart():
     assert (system["accuracy"]["right"], system["accuracy"]["n"]) == (0, 3), "the truth of one line is not known"
     assert system["agreement"]["confusion"] == [[1, 0, 0, 1], [0, 0, 0, 1], [0, 1, 0, 0]]
     assert system["right_where_teacher_is_wrong"]["n"] == 1
-    assert system["most_confused"][0] == {"wanted": "de", "given": None, "lines": 1,
-                                          "examples": [{"id": 7, "text": "x"}]}
 
 
 @pytest.mark.parametrize("before, prompted, after, wrong", [
@@ -223,8 +220,6 @@ def test_the_lines_are_those_that_the_run_held_out(made, full, whole):
     trained = everyone - set(ids)
     assert set(ids) < everyone and not {i // GROUP for i in ids} & {i // GROUP for i in trained}
     assert found["data"]["training_lines"] == len(trained) and ids == sorted(ids)
-    assert found["data"]["rejected_lines"] == sum(i // GROUP in {i // GROUP for i in ids} for i in REJECTED) > 0
-    assert found["data"]["rejected_lines_with_truth"] == found["data"]["rejected_lines"]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(full), AutoTokenizer.from_pretrained(full)
     loss, n = 0.0, 0
     for i in ids:
@@ -304,14 +299,12 @@ def test_an_adapter_answers_as_peft_does(made, lora, tmp_path):
     assert found["data"]["enable_thinking"] == "false"
 
 
-def test_several_checkpoints_and_a_draw(made, full, tmp_path):
+def test_several_checkpoints(made, full, tmp_path):
     shutil.copytree(full, tmp_path / "other" / full.name)
-    found = evaluate(made, tmp_path, full, "--checkpoint", tmp_path / "other" / full.name, "--limit", 7, "--seed", 5)
+    found = evaluate(made, tmp_path, full, "--checkpoint", tmp_path / "other" / full.name)
     names = [f"full/{full.name}", f"other/{full.name}"]
-    assert list(found["systems"]) == ["base", *names] and len(found["samples"]) == 7
+    assert list(found["systems"]) == ["base", *names]
     assert found["systems"][names[0]]["agreement"] == found["systems"][names[1]]["agreement"]
-    again = evaluate(made, tmp_path, full, "--limit", 7, "--seed", 6, "--no-base")
-    assert {row["id"] for row in again["samples"]} != {row["id"] for row in found["samples"]}
 
 
 def test_answers_cut_off_count_as_none(made, full, tmp_path, capsys):
@@ -466,7 +459,7 @@ SEEN = ("--data_file", "labels.jsonl")
     ("", ["--labels", "en,de"], "is labelled 'fr', which is not one of en, de; see --parser and --labels"),
     ("", ["--parser", "regex"], "--parser regex needs --pattern"),
     ("", ["--prompt_max_new_tokens", "9"], "--prompt_max_new_tokens needs --prompt_file"),
-    ("", ["--batch_size", "0"], "--batch_size is 0"), ("", ["--limit", "-1"], "--limit is -1"),
+    ("", ["--batch_size", "0"], "--batch_size is 0"),
     ("", ["--min_agreement", "95"], "--min_agreement is 95.0; it must lie between 0 and 1"),
     ("", ["--min_gain", "-0.1"], "--min_gain is -0.1; it must lie between 0 and 1"),
     ("", ["--min_gain", "0.1", "--no-base"], "--min_gain compares with the base model"),

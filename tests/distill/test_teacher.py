@@ -1,5 +1,7 @@
 """Answers of the engine transformers against generate and softmax; the others are asked in test_create_data.py."""
 import http.server
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -7,8 +9,10 @@ import torch
 from transformers import GenerationConfig
 
 from common.flags import UserError
-from distill import teacher
+from distill import teacher, teacher_server, teacher_transformers
+from distill.generate import Draw
 from tests.helpers import tiny_teacher
+from tests.helpers.trainer import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -18,9 +22,16 @@ def tiny_chat(tmp_path_factory):
     return folder, *tiny_teacher.save(folder)
 
 
+def test_an_engine_is_imported_where_it_is_used():
+    loaded = ("import sys; from distill import create_data, evaluate_sft; "
+              "print([name for name in sys.modules if name.startswith('distill.teacher_')])")
+    assert subprocess.check_output([sys.executable, "-c", loaded], cwd=ROOT, text=True) == "[]\n"
+
+
 def ask_tiny(folder, batch_size=16, max_tokens=12, **sampling):
     """answers(requests) of the model in a folder."""
-    answers = teacher.open_transformers(str(folder), teacher.Sampling(max_tokens, **sampling), batch_size=batch_size)
+    draw = teacher.Sampling(max_tokens, **sampling)
+    answers = teacher_transformers.open_transformers(str(folder), draw, batch_size=batch_size)
     return lambda requests: answers(teacher.taker(requests))
 
 
@@ -75,6 +86,17 @@ def test_transformers_draws_depend_on_the_seed_alone(tiny_chat):
     assert narrow == greedy
 
 
+def test_a_draw_takes_one_number_of_its_row():
+    """The token is where the running sum of the probabilities passes it; vocabularies are large."""
+    draw, shares = Draw([7, 8]), torch.tensor([0.0, 0.5, 0.25, 0.25])
+    found = [draw(None, shares.log().expand(2, 4)).argmax(-1).tolist() for _ in range(40)]
+    for row, seed in enumerate((7, 8)):
+        numbers = torch.rand(40, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        wanted = [1 if number < 0.5 else 2 + (number >= 0.75) for number in numbers.tolist()]
+        assert [tokens[row] for tokens in found] == wanted
+    assert draw(None, torch.full((2, 4), torch.nan)).shape == (2, 4), "the loss finds them"
+
+
 def test_transformers_draws_from_the_softmax(tiny_chat):
     """1,500 first tokens against the probabilities at this temperature."""
     folder, model, tokenizer = tiny_chat
@@ -127,7 +149,7 @@ def test_a_key_follows_no_redirection(monkeypatch, status):
         threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{first.server_port}/v1"
     with pytest.raises(UserError, match=rf"HTTP {status} redirects to localhost:{second.server_port}, which is not"):
-        teacher.open_server("m", teacher.Sampling(1), url)
+        teacher_server.open_server("m", teacher.Sampling(1), url)
     assert seen == [(first.server_port, "Bearer sk-secret")]
     for server in (first, second):
         server.shutdown()
@@ -135,9 +157,9 @@ def test_a_key_follows_no_redirection(monkeypatch, status):
 
 @pytest.mark.parametrize("url, key, said", [
     ("http://anna:pa/ss@h/v1", "", "a name or password in it holds /"), ("http://h/v1", "sk-se\ncret", "OPENAI_API_KEY"),
-    ("http://[::1/v1", "", "is no address")])
+    ("http://[::1/v1", "", "is not an address")])
 def test_an_address_or_key_that_is_none_is_not_printed(monkeypatch, url, key, said):
     monkeypatch.setenv("OPENAI_API_KEY", key)
     with pytest.raises(UserError) as error:
-        teacher.Server(url, 1.0)
+        teacher_server.Server(url, 1.0)
     assert said in str(error.value) and "pa/ss" not in str(error.value) and "cret" not in str(error.value)

@@ -1,6 +1,6 @@
 """What vLLM's server answers of its completions and adapters, by transformers and PEFT: prompts and answers as ids.
 
-An answer is drawn from the softmax by Gumbel noise of the request's seed, so it is that of the trainer's own draw.
+An answer is drawn from the softmax by numbers of the request's seed, as the trainer's own draw (generate.Draw).
 """
 import json
 import threading
@@ -20,13 +20,13 @@ class LoraServer:
     @torch.no_grad()
     def complete(self, body):
         """[ids] behind body["prompt"], one token after the other, each by a whole forward pass."""
-        ids, noise = list(body["prompt"]), torch.Generator().manual_seed(body["seed"])
+        ids, numbers = list(body["prompt"]), torch.Generator().manual_seed(body["seed"])
         assert [body[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")] == [
             1, 1, 0, 0, 1]
         while len(ids) < len(body["prompt"]) + body["max_tokens"]:
             scores = self.models[body["model"]](torch.tensor([ids])).logits[0, -1]
-            drawn = torch.rand(len(scores), generator=noise).clamp(1e-20, 1 - 1e-7)
-            ids.append(int((scores - torch.log(-torch.log(drawn))).argmax()))
+            number = torch.rand(1, generator=numbers, dtype=torch.float64)
+            ids.append(int((scores.double().softmax(-1).cumsum(-1) <= number).sum()))
             if ids[-1] in body["stop_token_ids"]:
                 break
         return ids[len(body["prompt"]):]

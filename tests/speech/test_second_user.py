@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common import checkpoint
+from common import resume, run
 from tests.common.test_checkpoint import make
 from tests.helpers import second_user
 from tests.helpers.trainer import ROOT, Run, Tiny, trainer_arguments
@@ -65,12 +65,12 @@ def test_checkpoints_that_may_not_be_read_are_not_called_damaged(open_to_all, ca
     for step in (2, 4):
         make(open_to_all / f"checkpoint-{step}")
     newest = open_to_all / "checkpoint-4"
-    assert second_user.ask(checkpoint.newest_whole, open_to_all) == newest
+    assert second_user.ask(resume.newest_whole, open_to_all) == newest
     for closed, mode in ((newest / "manifest.json", 0o600), (newest / "trainer_state" / "state.json", 0o600),
                          (newest, 0o700), (open_to_all, 0o711)):
         before = stat.S_IMODE(closed.stat().st_mode)
         closed.chmod(mode)
-        answer = second_user.ask(checkpoint.find_resume, open_to_all, "auto", {})
+        answer = second_user.ask(run.find_resume, open_to_all, "auto", {})
         assert isinstance(answer, PermissionError) and str(closed) in answer.filename, answer
         closed.chmod(before)
     assert "damaged" not in capfd.readouterr().out

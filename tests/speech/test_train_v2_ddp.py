@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import train_v2_ddp
-from common import checkpoint, recomputation
+from common import checkpoint, recomputation, resume
 from common.distributed import World
 from common.optim import lr_factor
 from speech.data.dataset import Table
@@ -501,12 +501,12 @@ def test_rotation_spares_the_new_checkpoint_beside_a_damaged_newer_one(tmp_path)
     save(8)
     (tmp_path / "checkpoint-8" / "weights").write_text("?")
     save(4)
-    assert checkpoint.newest_whole(tmp_path, report=lambda text: None) == tmp_path / "checkpoint-4"
+    assert resume.newest_whole(tmp_path, report=lambda text: None) == tmp_path / "checkpoint-4"
     save(6)
     assert steps_of(tmp_path) == [6, 8]
     save(8)
     assert steps_of(tmp_path) == [8]
-    assert not checkpoint.damage(tmp_path / "checkpoint-8")
+    assert not resume.damage(tmp_path / "checkpoint-8")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,59 @@
+"""A folder that a script fills and that appears whole, or not at all."""
+import contextlib
+import os
+import re
+import shutil
+import uuid
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from common import checkpoint, run_lock
+from common.distributed import UserError
+
+
+@contextlib.contextmanager
+def new_folder(output_dir, size=0, flag="--output_dir"):
+    """A folder to fill; it gets the name output_dir once all is on disk. size: its bytes, about.
+
+    Raises UserError: for a folder that is there and not empty, or that another process is making,
+    or for a full disk.
+    """
+    final = Path(os.path.abspath(output_dir))
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise UserError(f"{flag} {output_dir}: is there already and not empty; give another name "
+                        "or move it away")
+    # beside the final one, so that both are on one disk and a renaming is enough
+    building = final.with_name(f".{final.name}.new-{uuid.uuid4().hex}")
+    try:
+        remove_unfinished(final, flag)
+        building.mkdir(parents=True)
+        with run_lock.acquire(building, flag) as lock:
+            # before hours of work, not after
+            free = shutil.disk_usage(building).free
+            if free < size:
+                raise UserError(f"{flag} {output_dir}: {size / 1e9:.1f} GB are to be written, "
+                                f"{free / 1e9:.1f} GB are free there")
+            yield building
+            for path in [*building.iterdir(), building]:
+                checkpoint.fsync_path(path)
+            # still locked, or another process may take it for what a kill has left
+            os.rename(building, final)
+        (final / lock.path.name).unlink()
+        checkpoint.fsync_path(final.parent)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{flag} {output_dir}: cannot be written ({error})")
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def remove_unfinished(final, flag):
+    """Delete what killed processes have left of new_folder(final); UserError where one lives."""
+    # escaped: a folder may be called x[1] or *
+    name = rf"\.{re.escape(final.name)}\.new-[0-9a-f]{{32}}"
+    for earlier in final.parent.iterdir() if final.parent.exists() else ():
+        if re.fullmatch(name, earlier.name) and earlier.is_dir():
+            # gone since it was listed: its process has ended well
+            with contextlib.suppress(FileNotFoundError), run_lock.acquire(earlier, flag):
+                shutil.rmtree(earlier)
+                print(f"removed {earlier}, which a killed process has left", flush=True)
