@@ -20,7 +20,7 @@ from common import fused, json_files, low_rank, tensor_files
 from common.distributed import UserError
 from diffusion import dit
 
-SHAPES = ("llama", "mistral", "qwen2", "qwen3")     # values of model_type that are this network
+SHAPES = ("llama", "mistral", "qwen2", "qwen3", "sdar")     # values of model_type that are this network
 
 
 @dataclass
@@ -65,8 +65,8 @@ def config_of(folder, vocab_size, mask_id, dropout):
         max(vocab_size, given["vocab_size"]), mask_id, given["hidden_size"], given["num_hidden_layers"], heads,
         given.get("num_key_value_heads") or heads, given.get("head_dim") or given["hidden_size"] // heads,
         given["intermediate_size"], float(rope.get("rope_theta") or given.get("rope_theta") or dit.THETA),
-        given.get("rms_norm_eps", 1e-6), bool(given.get("tie_word_embeddings", False)), kind == "qwen3",
-        kind == "qwen2", dropout)
+        given.get("rms_norm_eps", 1e-6), bool(given.get("tie_word_embeddings", False)),
+        kind in ("qwen3", "sdar"), kind == "qwen2", dropout)
 
 
 def weight_files(folder):

@@ -1,6 +1,7 @@
 """Write a checkpoint of train_bd3lm.py as others read it: BD3-LM's published layout, or a transformers language model.
 
     python diffusion/export_bd3lm.py --checkpoint out --output_dir exported
+    python diffusion/export_bd3lm.py --checkpoint out --output_dir served --format sdar     # of Qwen3, for servers
 
 The folder holds config.json, model.safetensors and tokenizer.json; weights are the averaged ones, as in published
 files.
@@ -12,6 +13,10 @@ ids of twice model_length, [noisy | clean].
 What was converted from a language model goes out as that model's own class, float32, adapters merged, with a row for
 the mask, its chat template, and the form it was trained on; --init_from takes it back bit for bit and goes on in that
 form. Its README.md says how it must be sampled: not by generate().
+
+With --format sdar a converted Qwen3 goes out as an SDAR model (github.com/JetAstra/SDAR), which it is: config.json,
+the mask's name in the tokenizer, and a head of its own are SDAR's. Servers know the mask by its id, 151669: that is
+where training puts it for a Qwen3 tokenizer without a mask. --init_from takes such folders, and SDAR's own.
 """
 import sys
 from pathlib import Path
@@ -26,6 +31,8 @@ def build_parser():
     p = flags.Parser("Write a checkpoint in the layout of the published BD3-LM models, or as a language model.")
     checkpoint_flags(p)
     p.add_argument("--output_dir", required=True, help="folder to write, new or empty")
+    p.add_argument("--format", choices=("usual", "sdar"), default="usual",
+                   help="of a converted Qwen3: sdar, which servers of SDAR read")
     return p
 
 
@@ -38,7 +45,7 @@ from common import checkpoint, distributed, tensor_files
 from common.distributed import UserError
 from diffusion import decoder, init_from, official, weights
 from diffusion.blocks import Layout
-from diffusion.problems import END, load_tokenizer
+from diffusion.problems import END, SDAR_MASK, load_tokenizer
 
 SAMPLING = """# A language model converted to block diffusion
 
@@ -66,6 +73,47 @@ def language_config(model, source, layout):
     return json.dumps(source, indent=2) + "\n"
 
 
+SDAR_MASK_ID = 151669       # the first behind Qwen3's tokens; SGLang knows SDAR's mask by this number
+SDAR_CODE = "JetLM/SDAR-1.7B-Chat"      # where transformers finds the classes
+
+
+def sdar_state(model):
+    """{name: tensor} of a converted Qwen3 as an SDAR model, with a head. Raises UserError."""
+    config = model.config
+    if not config.qk_norm or config.qkv_bias:
+        raise UserError("--format sdar: SDAR is Qwen3; this model is of another kind: leave --format out, or "
+                        "start from a Qwen3 model (--init_from)")
+    if config.mask_id != SDAR_MASK_ID:
+        raise UserError(f"--format sdar: the mask has id {config.mask_id}, and servers look for "
+                        f"{SDAR_MASK_ID}: train with Qwen3's own tokenizer (151,669 tokens) and --system gsm8k, "
+                        "or leave --format out")
+    return dict(model.named_parameters()) | {"lm_head.weight": model.lm_head.weight.clone()}
+
+
+def sdar_config(text, model, layout):
+    """Text of an SDAR model's config.json. text: of language_config."""
+    kinds = {"AutoConfig": "configuration_sdar.SDARConfig", "AutoModel": "modeling_sdar.SDARModel",
+             "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM"}
+    return json.dumps(json.loads(text) | {
+        "model_type": "sdar", "architectures": ["SDARForCausalLM"], "tie_word_embeddings": False,
+        "block_size": layout.block_size, "mask_token_id": model.config.mask_id,
+        "auto_map": {kind: f"{SDAR_CODE}--{name}" for kind, name in kinds.items()}}, indent=2) + "\n"
+
+
+def name_mask(folder, mask):
+    """Give the mask of a tokenizer folder SDAR's name. mask: its id."""
+    path = folder / "tokenizer.json"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    for token in found["added_tokens"]:
+        if token["id"] == mask:
+            token["content"] = SDAR_MASK
+    path.write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8")
+    path = folder / "tokenizer_config.json"
+    if path.exists():
+        found = json.loads(path.read_text(encoding="utf-8")) | {"mask_token": SDAR_MASK}
+        path.write_text(json.dumps(found, indent=2), encoding="utf-8")
+
+
 def note(config, layout):
     """Text of README.md of an exported language model: how to sample it."""
     prompt = layout.prompt or "Question: {question}\nAnswer: "
@@ -73,12 +121,18 @@ def note(config, layout):
                            prompt=prompt, end=layout.end_token or END)
 
 
-def export(folder, ema, output):
-    """Write the checkpoint `folder` to the folder `output`. Raises UserError."""
+def export(folder, ema, output, layout_of="usual"):
+    """Write the checkpoint `folder` to the folder `output`. layout_of: --format. Raises UserError."""
     model, about = weights.load_checkpoint(folder, ema)
     layout = Layout(**about["layout"])
-    converted = weights.module_of(model.config) is decoder
-    if converted:
+    tokens = load_tokenizer(folder, layout.system, layout.end_token)
+    converted, sdar = weights.module_of(model.config) is decoder, layout_of == "sdar"
+    if sdar and not converted:
+        raise UserError("--format sdar: this is a network of BD3-LM's own, SDAR is Qwen3; leave it out")
+    if sdar:
+        state = sdar_state(model)
+        text = sdar_config(language_config(model, about["source"], layout), model, layout)
+    elif converted:
         state, text = dict(model.named_parameters()), language_config(model, about["source"], layout)
     else:
         t_range = checkpoint.load_meta(folder)["t_range"]
@@ -91,9 +145,11 @@ def export(folder, ema, output):
     if any(output.iterdir()):
         raise UserError(f"--output_dir {output}: is not empty; give another folder")
     tensor_files.save({name: tensor.contiguous() for name, tensor in state.items()}, output / "model.safetensors")
-    load_tokenizer(folder, layout.system, layout.end_token).save(output)
+    tokens.save(output)
     for name, held in init_from.chat_files(folder).items():
         (output / name).write_bytes(held)
+    if sdar:
+        name_mask(output, tokens.mask)
     if converted:
         (output / "README.md").write_text(note(model.config, layout), encoding="utf-8")
     checkpoint.write_atomically(output / "config.json", lambda path: path.write_text(text))     # last: now it is whole
@@ -104,7 +160,7 @@ def main(argv=None):
     args = ARGS or flags.parse(build_parser(), None, argv)
     with distributed.one_clear_error():
         folder = weights.find_checkpoint(args.checkpoint, args.pick)
-        state = export(folder, args.ema, Path(args.output_dir))
+        state = export(folder, args.ema, Path(args.output_dir), args.format)
         print(f"{args.output_dir}: {len(state)} tensors, {'averaged' if args.ema else 'last'} weights of {folder}")
 
 

@@ -15,7 +15,7 @@ from common import checkpoint, json_files, tensor_files
 from common.distributed import UserError
 from diffusion import decoder, dit, official, weights
 from diffusion.choices import SIZES
-from diffusion.problems import MARKERS, load_tokenizer, tokenizer_from_folder
+from diffusion.problems import MARKERS, SDAR_MASK, load_tokenizer, tokenizer_from_folder
 
 # parameters with a row for each token
 ROWS = ("embed.weight", "head.weight", "head.bias", "model.embed_tokens.weight", "lm_head.weight")
@@ -126,7 +126,7 @@ def read(path, config, tokens, ema=True, seed=0):
     elif is_causal(path):
         which, tensors, head_size = "causal", decoder.read_folder(path, config), config.head_size
         source, own = json_files.read_object(path / "config.json"), vocabulary(path)
-        markers = {name: own.pop(name) for name in MARKERS["hdp"] if name in own}
+        markers = {name: own.pop(name) for name in (*MARKERS["hdp"], SDAR_MASK) if name in own}
     else:
         tensors, head_size, note = official.read(path, ema)
         # behind GPT-2's own tokens

@@ -18,6 +18,7 @@ from common.text import NAME, printable
 
 END = "<|endoftext|>"
 MARKERS = {"gsm8k": ("<|mask|>",), "hdp": ("<|pad|>", "<|plan|>", "<|execution|>", "<|answer|>", "<|mask|>")}
+SDAR_MASK = "<|MASK|>"      # the mask of SDAR's tokenizers (github.com/JetAstra/SDAR), which they hold already
 NUMBER = re.compile(r"(?:(?<![\d)])-)?\d[\d,]*(?:\.\d+)?")       # the minus of 5-3 is no sign
 HUB_NAME = re.compile(r"(?!.*\.jsonl?$)\w[\w.-]*(/[\w.-]+)?")      # openai/gsm8k, gpt2
 CALCULATOR = re.compile(r"<<[^<>]*>>")
@@ -143,7 +144,7 @@ class Tokens:
     @functools.cached_property
     def markers(self):
         """{name: id} of the special tokens that follow the tokenizer's own."""
-        found = {name: self.tokenizer.token_to_id(name) for name in MARKERS["hdp"]}
+        found = {name: self.tokenizer.token_to_id(name) for name in (*MARKERS["hdp"], SDAR_MASK)}
         return {name: number for name, number in found.items() if number is not None}
 
     def encode(self, text):
@@ -194,15 +195,19 @@ def load_tokenizer(name, system, end_token=""):
     begin = next((number for number in begins if number is not None), -1)
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    tokenizer.add_special_tokens([*([] if end is None else [end_token]), *MARKERS[system]])
+    markers = MARKERS[system]
+    if tokenizer.token_to_id(SDAR_MASK) is not None:
+        markers = (*markers[:-1], SDAR_MASK)
+    tokenizer.add_special_tokens([*([] if end is None else [end_token]), *markers])
     used, size = set(tokenizer.get_vocab().values()), tokenizer.get_vocab_size()
     if used != set(range(size)):        # the model's embedding has a row for each of 0 to size - 1
         raise UserError(f"--tokenizer {name}: its {size} tokens have ids up to {max(used)}, with "
                         f"gaps; {hint}")
-    ids = {m: tokenizer.token_to_id(m) for m in MARKERS[system]}
+    ids = {m: tokenizer.token_to_id(m) for m in markers}
     last = ids.get("<|pad|>", end)
-    markers = [ids.get(f"<|{name}|>", -1) for name in ("plan", "execution", "answer", "mask")]
-    return Tokens(tokenizer, size, begin if system == "gsm8k" else -1, last, last, *markers)
+    regions = [ids.get(f"<|{name}|>", -1) for name in ("plan", "execution", "answer")]
+    begin = begin if system == "gsm8k" else -1
+    return Tokens(tokenizer, size, begin, last, last, *regions, ids[markers[-1]])
 
 
 def tokenizer_from_folder(folder):

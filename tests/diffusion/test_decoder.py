@@ -8,7 +8,14 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from common import fused, resume, tensor_files
 from common.distributed import UserError
@@ -318,3 +325,88 @@ def test_work_is_counted_like_a_plain_sum():
     assert not decoder.decays("model.embed_tokens.weight", named["model.embed_tokens.weight"])
     assert not decoder.decays("model.norm.weight", named["model.norm.weight"])
     assert decoder.decays("lm_head.weight", named["lm_head.weight"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# SDAR
+
+
+@pytest.fixture(scope="module")
+def sdar(demo, tmp_path_factory):
+    """(OUTPUT_DIR of a run from a Qwen3 with as many tokens as the real one, its export as SDAR)."""
+    base, out = tmp_path_factory.mktemp("qwen3"), tmp_path_factory.mktemp("sdar")
+    tokenizer = Tokenizer.from_file(str(demo / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens([f"<{i}>" for i in range(export_bd3lm.SDAR_MASK_ID - tokenizer.get_vocab_size())])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=CHAT).save_pretrained(base)
+    shape = SHAPE | {"hidden_size": 16, "num_hidden_layers": 2, "initializer_range": 0.5}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(Qwen3Config(head_dim=8, tie_word_embeddings=True, vocab_size=151936,
+                                                 **shape)).save_pretrained(base)
+    train_bd3lm.main(["--init_from", str(base), "--chat", "--train_data_file", str(demo / "train.jsonl"),
+                      "--block_size", "4", "--max_length", "96", "--max_steps", "1", "--num_workers", "0",
+                      "--problems_per_batch", "4", "--output_dir", str(out / "run"), "--report_to", "none",
+                      "--eval_steps", "0", "--logging_dir", str(out / "logs")])
+    export_bd3lm.main(["--checkpoint", str(out / "run"), "--output_dir", str(out / "sdar"), "--format", "sdar"])
+    return out / "run", out / "sdar"
+
+
+def greedy_blocks(model, ids, block, blocks, mask):
+    """SDAR's loop with transformers' Qwen3 under a dense mask: one token a pass, the surest first."""
+    length = (len(ids) + blocks * block) // block * block
+    tokens = torch.full((1, length), mask)
+    tokens[0, :len(ids)] = torch.tensor(ids)
+    at = torch.arange(length) // block
+    bias = torch.zeros(length, length).masked_fill(at[:, None] < at, torch.finfo(torch.float32).min)[None, None]
+    for first in range(len(ids) // block * block, length, block):
+        places = slice(first, first + block)
+        seen = bias[:, :, :first + block, :first + block]
+        while (tokens[0, places] == mask).any():
+            logits = model(input_ids=tokens[:, :first + block], attention_mask=seen, use_cache=False).logits
+            sure, best = logits[0, places].double().softmax(-1).max(-1)
+            place = sure.masked_fill(tokens[0, places] != mask, -1).argmax()
+            tokens[0, first + place] = best[place]
+    return tokens[0].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [4, 16])
+@torch.no_grad()
+def test_sdar_goes_out_and_in_and_answers_the_same(sdar, block):
+    """20 prompts of random words, token by token; our network is read from the exported folder."""
+    _, folder = sdar
+    config = json.loads((folder / "config.json").read_text())
+    theirs = Qwen3ForCausalLM(Qwen3Config(**{k: v for k, v in config.items() if k not in ("model_type", "auto_map")}))
+    state = load_file(folder / "model.safetensors")
+    assert not theirs.load_state_dict(state).missing_keys and "lm_head.weight" in state
+    tokens = load_tokenizer(folder, "gsm8k", "<|im_end|>")
+    ours = decoder.Decoder(init_from.config_for(folder, "small", tokens, 0.0)).eval()
+    given = init_from.read(folder, ours.config, tokens)
+    assert tokens.mask == export_bd3lm.SDAR_MASK_ID and "new rows" not in given.words
+    ours.load_state_dict(given.tensors)
+    draw, how = np.random.default_rng(0), sampler.Sampling("top_k", temperature=0)
+    for length in range(3, 23):
+        ids = draw.integers(ROWS, size=length).tolist()
+        whole = length // block * block
+        context = np.array([ids[:whole], range(whole), [i // block for i in range(whole)]], np.int64)
+        made = sampler.generate(ours, [(context, (ids[whole:], whole))], [2], block, -1, how)[0]
+        wanted = greedy_blocks(theirs.eval(), ids, block, 2, tokens.mask)
+        assert ids[:whole] + made.ids == wanted[:whole + 2 * block]
+
+
+@pytest.mark.slow
+def test_sdars_files_are_named_as_servers_want_them(sdar, models, tmp_path):
+    run, folder = sdar
+    config = json.loads((folder / "config.json").read_text())
+    wanted = {"model_type": "sdar", "architectures": ["SDARForCausalLM"], "block_size": 4, "mask_token_id": 151669,
+              "tie_word_embeddings": False, "vocab_size": 151936}
+    assert wanted.items() <= config.items()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert tokenizer.convert_tokens_to_ids("<|MASK|>") == 151669 == tokenizer.mask_token_id
+    assert "<|im_start|>" in tokenizer.apply_chat_template([{"role": "user", "content": "1"}], tokenize=False)
+    other = weights.load_checkpoint(resume.newest_whole(run))[0]
+    other.config.mask_id = 5
+    with pytest.raises(UserError, match="the mask has id 5, and servers look for 151669"):
+        export_bd3lm.sdar_state(other)
+    with pytest.raises(UserError, match="SDAR is Qwen3"):
+        export_bd3lm.sdar_state(opened(models["llama"])[0])
