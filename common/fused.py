@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._triton import has_triton
 
-from common import flags, low_rank, text
+from common import flags, text
 
 SWIGLU = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"     # of transformers' MLPs
 ROTARY = "apply_rotary_pos_emb"         # of transformers' modules
@@ -74,6 +74,14 @@ def rms_norm(x, weight, eps):
     """x (..., H) divided by its root mean square, times weight (H,); like x. Mean and quotient are fp32."""
     with torch.autocast(x.device.type, enabled=False):      # which would make it fp32
         return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)
+
+
+def outputs(x, *layers):
+    """[layer(x)] of linear layers; those under adapters are computed together."""
+    if hasattr(layers[0], "adds_in_place"):
+        from common import low_rank
+        return low_rank.outputs(x, *layers)
+    return [layer(x) for layer in layers]
 
 
 def swiglu_kernel(gate, up):
@@ -216,7 +224,7 @@ def use(model):
             module.__class__ = _with(kind, lambda norm, x: rms_norm(x, norm.weight, norm.variance_epsilon))
         elif _is_plain_mlp(kind) and _is_silu(module.act_fn):
             module.__class__ = _with(kind, lambda mlp, x: mlp.down_proj(
-                swiglu(*low_rank.outputs(x, mlp.gate_proj, mlp.up_proj))))
+                swiglu(*outputs(x, mlp.gate_proj, mlp.up_proj))))
         plain = getattr(place, ROTARY, None)
         if plain and not hasattr(plain, "plain") and _is_plain_rotary(plain):
             setattr(place, ROTARY, _rotary(plain))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-from common import fused, json_files, low_rank, tensor_files
+from common import fused, json_files, tensor_files
 from common.distributed import UserError
 from diffusion import dit
 
@@ -122,7 +122,7 @@ class Attention(nn.Module):
 
     def forward(self, x, cos, sin, queries, mask, clean_mask, past):
         """As dit.Layer: (attended (B, S or queries, H), keys and values of x (B, kv_heads, S, D))."""
-        q, k, v = (out.unflatten(-1, (-1, self.head_size)) for out in low_rank.outputs(
+        q, k, v = (out.unflatten(-1, (-1, self.head_size)) for out in fused.outputs(
             x, self.q_proj, self.k_proj, self.v_proj))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -144,7 +144,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.mlp_size, config.hidden_size, bias=False)
 
     def forward(self, x):
-        gate, up = low_rank.outputs(x, self.gate_proj, self.up_proj)
+        gate, up = fused.outputs(x, self.gate_proj, self.up_proj)
         return self.down_proj(fused.swiglu(gate, up) if fused.wanted(x) else F.silu(gate) * up)
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
-from common import fused, low_rank, recomputation
+from common import fused, recomputation
 from common.distributed import UserError
 from speech.model import weights  # first: explains a torchaudio that breaks transformers
 from speech.model.labels import IGNORE, token_ids  # noqa: F401  (of module())
@@ -174,7 +174,7 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
         normed = torch.cat([self.input_layernorm(text), self.audio_input_layernorm(audio)])
         # before q, k, v, which together are wider
         normed = Permute.apply(normed, p.seq_index, p.order)
-        q, k, v = (out.view(rows, -1, attn.head_dim) for out in low_rank.outputs(
+        q, k, v = (out.view(rows, -1, attn.head_dim) for out in fused.outputs(
             normed, attn.q_proj, attn.k_proj, attn.v_proj))
         # looked up there: fused.use changes it
         q, k = modeling.apply_rotary_pos_emb(q, k, p.cos, p.sin)
