@@ -5,7 +5,7 @@ A run whose cache has all clips imports neither the decoder nor the codec (speec
 import contextlib
 from pathlib import Path
 
-from common import checkpoint, hub, run_lock
+from common import checkpoint, run_lock
 from common.distributed import UserError, all_ranks_ok, gather_objects, problem_text, rank0_first
 from common.watchdog import Stopped, stop_requested
 from speech.data.code_cache import codec_fingerprint, locate, look_up, set_aside, shard_names
@@ -40,9 +40,6 @@ def ensure_codes(world, clips, codec_dir, cache_dir, num_codebooks, num_proc, wa
             if index.damaged:
                 print(f"data       damaged shards of the code cache, now set aside: {len(index.damaged)}; clips to "
                       f"encode: {len(unknown)}", flush=True)
-            if index.unchecked:
-                print(f"notice     {index.unchecked} of {len(index.shards)} shards of the code cache are of an earlier "
-                      "version and have no checksums: they are used unchecked", flush=True)
             if not len(unknown):
                 return folder, []
             from speech.data.encode import share_work
@@ -70,6 +67,7 @@ def own_cache(folder, wait_s):
     def waiting():
         if stop_requested():
             raise Stopped("")
+    from common import hub
     folder.mkdir(parents=True, exist_ok=True)
     lock = run_lock.acquire(folder, "--code_cache", wait_s=wait_s, waiting=waiting)
     checkpoint.remove_named(folder, checkpoint.TEMPORARY, hub.COPIES)

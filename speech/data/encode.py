@@ -362,16 +362,17 @@ def measure(part, rate):
 
 
 def measures_of(folder, shards, where):
-    """(n, 5) float32 of MEASURES of clips whose codes lie at `where`, of locate; NaN where older code wrote them."""
+    """(n, 5) float32 of MEASURES of clips whose codes lie at `where`, of locate; NaN where the sound
+    was not at hand.
+    """
     found = np.full((len(where), len(MEASURES)), np.nan, np.float32)
     for number, name in enumerate(shards):
         mine = np.flatnonzero(where[:, 0] == number)
         if len(mine):
             with safe_open(os.path.join(folder, name), "np") as f:
-                if "measures" in f.keys():
-                    lengths = f.get_tensor("lengths").astype(np.int64)
-                    starts = np.cumsum(lengths) - lengths
-                    found[mine] = f.get_tensor("measures")[np.searchsorted(starts, where[mine, 1])]
+                lengths, measures = f.get_tensor("lengths").astype(np.int64), f.get_tensor("measures")
+            starts = np.cumsum(lengths) - lengths
+            found[mine] = measures[np.searchsorted(starts, where[mine, 1])]
     return found
 
 

@@ -45,8 +45,8 @@ def look_into(folder):
     for name, kind in (("table", str), ("tokenizer", str), ("codec", str), ("reading", dict)):
         need(isinstance(about.get(name), kind), f"{PREPARED} has no {name!r}")
     need((Path(folder) / about["table"]).is_dir(), f"{about['table']} is not there")
-    need(isinstance(about.get("files", {}), dict), f"{PREPARED} has no list 'files'")
-    for name, size in about.get("files", {}).items():       # folders of earlier versions do not say
+    need(isinstance(about.get("files"), dict), f"{PREPARED} has no list 'files'")
+    for name, size in about["files"].items():
         path = Path(folder) / name
         need(path.is_file(), f"{name} is not there")
         need(path.stat().st_size == size, f"{name} has {path.stat().st_size} bytes, not {size}")
