@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import checkpoint, fused, json_files, recomputation, tensor_files
+from common import checkpoint, fused, json_files, tensor_files
 from common.distributed import UserError
 from common.document_attention import ATTENTION
 from speech.model import weights  # first: it explains a torchaudio that breaks every transformers import
@@ -199,11 +199,10 @@ class PackedHiggs3(nn.Module):
         self.net = net
         # in a list, where torch does not look for modules: else its parameters would be registered twice
         self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
-        recomputation.leave_products(net, recompute)
         fused.use(self.base_model)
-        for layer in self.base_model.body.layers if recompute else ():      # transformers' own switch
-            layer.gradient_checkpointing = True
-            layer._gradient_checkpointing_func = recomputation.caller(recompute)
+        if recompute:
+            from common import recomputation
+            recomputation.set_mode(self, layers(self.base_model), recompute)
 
     @property
     def base_model(self):
