@@ -21,8 +21,8 @@ import sys
 from common import flags, run_lock
 from common.flags import need
 from common.text import counted
-from speech import data_flags
-from speech.choices import CHECKS, LORA_TARGETS, check_judges, judges
+from speech import choices
+from speech.choices import CHECKS, LORA_TARGETS
 
 # --------------------------------------------------------------------------------------------------
 # Flags
@@ -45,7 +45,7 @@ def build_parser():
     flags.switch(g, "--freeze_llm", help="full fine-tuning of the audio embedding and head only")
 
     g = p.add_argument_group("data")
-    data_flags.add(g)
+    choices.data(g)
     g.add_argument("--validation_split", type=float, help="share of samples held out, by seeded shuffle "
                    "(default: 0.005, but of few samples 5 %%, up to 16)")
     g.add_argument("--code_cache", help="folder of encoded audio, shareable between runs (default: OUTPUT_DIR/codes)")
@@ -91,7 +91,7 @@ def build_parser():
     g.add_argument("--sample_seconds", type=float, default=10.0, help="seconds of speech a sample prompt may give")
     g.add_argument("--sample_time_limit", type=float, default=120.0,
                    help="seconds that generating all of them may take at one validation")
-    judges(p.add_argument_group("what judges the sample prompts, on rank 0"))
+    choices.judges(p.add_argument_group("what judges the sample prompts, on rank 0"))
     return flags.accept_old(p)
 
 
@@ -105,8 +105,8 @@ def check_flags(args, world_size):
         run_lock.check_free(args.output_dir)
     flags.check_parallel(args, world_size)
     flags.check_sharding(args)
-    data_flags.check(args)
-    for path, _ in data_flags.sources(args)[0] if args.code_cache else ():
+    choices.check_data(args)
+    for path, _ in choices.sources(args)[0] if args.code_cache else ():
         need(not os.path.exists(os.path.join(path, "prepared.json")),
              f"--code_cache: {path} has its codes already; drop the flag")
     need(not (args.disable_eval and (args.eval_data_file or args.eval_data_dir)),
@@ -117,7 +117,7 @@ def check_flags(args, world_size):
     for flag in ("sample_seconds", "sample_time_limit"):
         need(args.sample_prompts or getattr(args, flag) == {"sample_seconds": 10, "sample_time_limit": 120}[flag],
              f"--{flag} needs --sample_prompts")
-    check_judges(args, bool(args.sample_prompts))
+    choices.check_judges(args, bool(args.sample_prompts))
     need(not args.sample_prompts or args.sample_time_limit < args.wait_timeout,
          f"--sample_time_limit {args.sample_time_limit:g} must be below --wait_timeout {args.wait_timeout}")
     flags.check_lora(args, build_parser())
@@ -165,8 +165,9 @@ from common.watchdog import stop_requested
 from data import make_loader, prepare_table
 from speech.data import text_normalization
 from speech.data.code_cache import FRAME_RATE
+from speech.data.codes import Encoding
 from speech.data.dataset import data_facts, samples_line, split_samples, usable_samples
-from speech.data.rows import Reading
+from speech.data.rows import Reading, Sources
 from speech.model import versions, weights
 from speech.model.loss import Sums, decays, flops_per_pack, total_loss
 
@@ -350,23 +351,7 @@ def load_prompts(args, tokenizer, ids, config, codec_dir, world):
     if not args.sample_prompts:
         return None
     from speech.voice import sample_prompts
-    judging = {name: getattr(args, name) for name in sample_prompts.JUDGING}
-    normalize = args.normalize_text == "on"
-    prompts, settings = distributed.rank0_first(
-        world, sample_prompts.load, args.sample_prompts, normalize, args.sample_seconds, judging,
-        (tokenizer, ids, config, codec_dir, world.device))
-    return sample_prompts.Speaker(prompts, settings, ids, codec_dir, world.device, args.output_dir,
-                                  judging, args.seed, args.sample_time_limit)
-
-
-def speak(world, model, speaker, state, args):
-    """{eval/...: float} of the sample prompts. Rank 0 speaks, the others wait."""
-    model.eval()
-    with distributed.gathered(model), autocast(args.bf16, world.device):
-        values = distributed.rank0_first(world, lambda: speaker.speak_all(
-            model.base_model, state.step, state.log, stop_requested))
-    model.train()
-    return values
+    return sample_prompts.load(args, tokenizer, ids, config, codec_dir, world)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -436,13 +421,12 @@ def code_cache(args):
 
 def read_data(args, tokenizer, ids, codec_dir, work_dir, world):
     """The Table of the user's files, made in work_dir. A dry run encodes nothing."""
-    dry = args.dry_run is not None
-    train, held_out = data_flags.sources(args)
-    return prepare_table(
-        world, tokenizer, ids, codec_dir, train=train, held_out=held_out, output_dir=work_dir,
-        cache_dir=code_cache(args), reading=Reading(**data_flags.reading(args)),
-        processes=args.preprocess_num_proc, wait_limit_s=args.wait_timeout, encode=not dry,
-        drop=args.drop_bad, list_in=None if dry else args.output_dir)
+    sources = Sources(*choices.sources(args), Reading(**choices.reading(args)),
+                      args.preprocess_num_proc, args.drop_bad)
+    encoding = Encoding(codec_dir, code_cache(args), ids.num_codebooks, args.preprocess_num_proc,
+                        args.wait_timeout)
+    return prepare_table(world, tokenizer, ids, sources, encoding, work_dir,
+                         dry=args.dry_run is not None)
 
 
 def check_float8(args, device):
@@ -576,7 +560,7 @@ def train(args):
                         tqdm.write(eval_line(state.step, values))
                     if speaker:
                         watch.moved(f"sample prompts at step {state.step}", args.wait_timeout)
-                        values |= speak(world, model, speaker, state, args)
+                        values |= speaker.speak(world, model, state, args.bf16)
                     if values and main_rank:
                         state.log.write(state.step, values)
                     better = state.better(values.get("eval/loss", math.nan))

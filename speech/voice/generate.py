@@ -5,6 +5,7 @@ after the last <|audio_out_bos|>, so the model hears what it was trained on. Gen
 it needs beyond its defaults: the end-of-stream id, repetition-aware sampling, room for the delay pattern, and a time
 limit.
 """
+import contextlib
 import io
 import json
 import re
@@ -20,6 +21,7 @@ from common.checkpoint import write_atomically
 from common.distributed import UserError
 from common.flags import need
 from common.json_files import read_text
+from speech.data.builder import TableBuilder
 from speech.data.code_cache import FRAME_RATE, SAMPLE_RATE
 from speech.data.conversations import (
     DEFAULT_SYSTEM,
@@ -27,11 +29,14 @@ from speech.data.conversations import (
     BadSample,
     Clip,
     Paths,
-    canonical_prompt,
-    spoken_text,
+    Sample,
+    Turn,
+    canonical_turns,
+    mark_trained,
+    normalise_requests,
     system_parts,
+    trimmed,
 )
-from speech.data.dataset import TableBuilder
 from speech.data.decode import decode_audio, filled
 from speech.data.encode import encode_clip
 from speech.data.rows import read_samples
@@ -75,12 +80,50 @@ def read_prompts(path, normalize):
         return list_prompts(path, normalize)
     if path.suffix.lower() not in (".json", ".jsonl"):
         return text_prompts(read_lines(path), normalize)
-    samples = list(read_samples(path, problems, prompts=True, normalize=normalize))
+    samples = list(read_samples(path, problems, canonical_prompt, normalize=normalize))
     if problems:
         raise UserError(distributed.problem_text(problems))
     if not samples:
         raise UserError(f"{path}: holds no prompts")
     return samples
+
+
+def canonical_prompt(name, entry, paths, normalize=False):
+    """One raw sample -> Sample to be spoken: its last turn is the assistant's and ends with the clip
+    to generate.
+
+    The sample may hold that clip already, as training data does; else it is Clip(""). normalize:
+    the text to speak, and those before it that training on this sample would normalise. Raises
+    BadSample.
+    """
+    turns, rewritten, recognised = canonical_turns(entry, paths)
+    asked = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=0)
+    spoken = [i for i, turn in enumerate(turns)
+              if i > asked and turn.role == "assistant" and turn.clips]
+    if spoken:
+        turns, answer = turns[:spoken[-1] + 1], turns[spoken[-1]]
+        last = max(i for i, part in enumerate(answer.parts) if isinstance(part, Clip))
+        answer.parts = answer.parts[:last + 1]
+    else:
+        turns.append(Turn("assistant", [Clip("")], None))
+    sample = Sample(name, [trimmed(t) for t in turns], str(entry.get("speaker") or ""), recognised)
+    if not spoken_text(sample):
+        raise BadSample("has no text to speak: no user text stands before the clip to generate")
+    if normalize:
+        if entry.get("start_index") is not None:
+            # the prompt may lack the clip that would be trained
+            with contextlib.suppress(BadSample):
+                mark_trained(turns, entry["start_index"], rewritten, len(entry["messages"]))
+        turns[-1].trained = True
+        normalise_requests(turns)
+    return sample
+
+
+def spoken_text(sample):
+    """The text of a canonical_prompt that is to be heard."""
+    before, answer = sample.turns[-2:]
+    asked = before.text if before.role == "user" else ""
+    return (answer.text or asked).strip()
 
 
 def read_lines(path):

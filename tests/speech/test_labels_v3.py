@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from data import SpeechSamples, collate
+from speech.data.builder import TableBuilder
 from speech.data.conversations import BadSample, Clip, Sample, Turn
-from speech.data.dataset import TableBuilder
 from speech.demo import make_tiny
 from speech.model import labels_v3, v3
 from speech.model.labels import IGNORE
