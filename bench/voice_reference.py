@@ -36,7 +36,7 @@ def parse(argv=None):
 
 def cloned(clips, voice, text, reference):
     """ChatML sample: speak digits `text` in the voice that says digits `reference` before it."""
-    from speech.demo import make_voice
+    from bench import make_voice
     before, after = (make_voice.sample(said, audio_url=str(clips / voice / f"{said}.wav"))["messages"]
                      for said in (reference, text))
     return {"messages": [*before, *after[1:]]}
@@ -44,7 +44,7 @@ def cloned(clips, voice, text, reference):
 
 def make_samples(clips, flite):
     """Speaks the clips; [sample] to train on, in random order."""
-    from speech.demo import make_voice, voice_codec
+    from bench import make_voice, voice_codec
     texts = json.loads((VOICE / "texts.json").read_text())
     draw, samples = random.Random(0), []
     for voice in voice_codec.VOICES:
@@ -90,8 +90,9 @@ def likeness(wave, reference):
 
 def judge(out_dir, steps):
     """{reference voice: {"wer", "shuffled_wer", "stop_rate", "nearest": {voice: share of clips}}}."""
+    from bench import make_voice, voice_codec
     from bench.voice_curve import say
-    from speech.demo import judge_demo, make_voice, voice_codec
+    from speech.demo import judge_demo
     held = json.loads((VOICE / "texts.json").read_text())["held_out"]
     texts, clips = [make_voice.spoken(text) for text in held], out_dir / "clips"
     voices = (*voice_codec.VOICES, *voice_codec.OTHERS)

@@ -27,7 +27,7 @@ def build_parser():
     p.usage = "%(prog)s BEFORE AFTER [--flag value ...]"
     p.add_argument("before", metavar="BEFORE", help="what the base spoke")
     p.add_argument("after", metavar="AFTER", help="what the adapter spoke")
-    p.add_argument("--voice_dir", default="launch/voice", help="what make_voice.py made")
+    p.add_argument("--voice_dir", default="launch/voice", help="both voices, as launch/voice has them")
     p.add_argument("--max_wer", type=float, default=0.2, help="share of words mistaken")
     p.add_argument("--max_original_wer", type=float, default=0.04, help="share mistaken in the recordings")
     p.add_argument("--min_shuffled_wer", type=float, default=0.7, help="share mistaken against other texts")
@@ -81,7 +81,7 @@ def read_spoken(folder):
 
 
 def read_originals(path):
-    """{text: wave} of a ChatML file that make_voice.py wrote."""
+    """{text: wave} of a ChatML file of launch/voice."""
     found, files = {}, {}       # read whole: a seek in ogg decodes all before
     for sample in json.loads(Path(path).read_text()):
         _, user, assistant = sample["messages"]
