@@ -111,6 +111,21 @@ def read_texts(texts, prompts, normalize, *, reference_audio, reference_text, sy
     return generate.text_prompts(lines, normalize, reference_audio, reference_text, system, scene)
 
 
+def setting_to_speak(wanted, model, adapter=None):
+    """(whether to normalise, a line that says so and why).
+
+    wanted: --normalize_text, or None for what the checkpoint was trained with. model, adapter: folders.
+    """
+    folder = adapter or model
+    saved = text_normalization.saved_setting(folder)
+    if wanted:
+        other = f"; {folder} was trained with {saved}" if saved and saved != wanted else ""
+        return wanted == "on", f"--normalize_text {wanted}{other}"
+    if saved:
+        return saved == "on", f"--normalize_text {saved}, as {folder} was trained"
+    return True, f"--normalize_text on, as in boson-ai's inference: {folder} is not a checkpoint of this trainer"
+
+
 def earlier_results(output_dir, overwrite):
     """Make the output folder, this run's from here on; files of an earlier run in it, which only --overwrite allows.
     Raises UserError.
@@ -214,7 +229,7 @@ def main(argv=None):
                                                            args.output_dir)
         module = versions.module(config_dict)
         wanted = args.normalize_text or ("off" if versions.is_third(config_dict["model_type"]) else None)
-        normalize, why = text_normalization.setting_to_speak(wanted, folder, args.adapter)
+        normalize, why = setting_to_speak(wanted, folder, args.adapter)
         samples = read_texts(args.text, args.prompts, normalize, reference_audio=args.reference_audio,
                              reference_text=args.reference_text, system=args.system_prompt,
                              scene=args.scene)

@@ -146,16 +146,6 @@ def reset_buffers(model, device):
         raise UserError(f"this version of transformers has buffers that weights.py does not know: {sorted(unknown)}")
 
 
-def load_model(folder, config, dtype):
-    """Whole native model with its text head on the CPU. config: the folder's config.json dict. Raises UserError."""
-    model, parts = empty_model(native_config(config), dtype, folder), weight_parts(folder, config)
-    check_weights(model, parts, folder)
-    model.to_empty(device="cpu")
-    reset_buffers(model, "cpu")
-    load_weights(dict(model.named_parameters()), parts)
-    return model.eval()
-
-
 def load_tokenizer(folder):
     """Tokenizer of a model folder; raises UserError when there is none."""
     try:
@@ -181,16 +171,32 @@ def save_config(model, tokenizer, folder, source, codec=None):
         made = dict.fromkeys(EXTRA_FILES, f"{source} has none; made for the released codec "
                              f"(24 kHz, 960 samples a frame), named {codec or HUB_CODEC}")
     if codec or made:
-        path = folder / "processor_config.json"
-        config = json.loads(path.read_text()) | {"audio_tokenizer": {
-            "audio_tokenizer_class": "HiggsAudioV2TokenizerModel", "audio_tokenizer_name_or_path": codec or HUB_CODEC}}
-        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        name_codec(folder, codec or HUB_CODEC)
     return made
 
 
+def name_codec(folder, codec):
+    """Write into a folder's processor files which codec is theirs: a folder or hub name."""
+    # by hand: a processor can only name a codec that is loaded, and loading one takes torchaudio
+    path = folder / "processor_config.json"
+    config = json.loads(path.read_text()) | {"audio_tokenizer": {
+        "audio_tokenizer_class": "HiggsAudioV2TokenizerModel",
+        "audio_tokenizer_name_or_path": codec}}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
 def save_processor(folder, tokenizer):
-    """Processor files for a base without any, as 2025-format ones are; the codec's name is still to be put in."""
-    extractor = DacFeatureExtractor(feature_size=1, sampling_rate=24000, hop_length=960)    # the released codec's
+    """Processor files for a base without any, as 2025-format ones are; the codec's name is still to
+    be put in.
+    """
+    extractor = feature_extractor()
     extractor.save_pretrained(folder)
     template = Path(__file__).with_name("chat_template.jinja").read_text()
-    HiggsAudioV2Processor(extractor, tokenizer, audio_tokenizer=None, chat_template=template).save_pretrained(folder)
+    processor = HiggsAudioV2Processor(extractor, tokenizer, audio_tokenizer=None,
+                                      chat_template=template)
+    processor.save_pretrained(folder)
+
+
+def feature_extractor():
+    """That of the released codec: takes (n,) mono float32 at 24 kHz, by default pads to frames."""
+    return DacFeatureExtractor(feature_size=1, sampling_rate=24000, hop_length=960)
