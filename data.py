@@ -17,8 +17,7 @@ from common import checkpoint, distributed
 from common.problems import Problems
 from common.watchdog import init_loader
 from speech.data.builder import TableBuilder
-from speech.data.codes import ensure_codes
-from speech.data.dataset import Table, is_prepared, keep_prepared
+from speech.data.dataset import Table, ensure_codes, is_prepared, keep_prepared
 from speech.data.rows import read_all
 from speech.model.labels import IGNORE, PackedBatch, audio_targets
 
@@ -29,7 +28,7 @@ def prepare_table(world, tokenizer, ids, sources, encoding, output_dir, dry=Fals
     """All between the user's files and training, on every rank: read, encode what is new, write and
     map the table. Folders of prepare_tts.py are only mapped.
 
-    ids: TokenIds. sources: rows.Sources. encoding: codes.Encoding. output_dir: where the table is
+    ids: TokenIds. sources: rows.Sources. encoding: dataset.Encoding. output_dir: where the table is
     written, and the list of samples that cannot be used. dry: clips that the cache lacks get the
     number of their frames from their headers, and no codes; nothing is listed. Returns the Table.
     """

@@ -165,8 +165,7 @@ from common.watchdog import stop_requested
 from data import make_loader, prepare_table
 from speech.data import text_normalization
 from speech.data.code_cache import FRAME_RATE
-from speech.data.codes import Encoding
-from speech.data.dataset import data_facts, samples_line, split_samples, usable_samples
+from speech.data.dataset import Encoding, data_facts, samples_line, split_samples, usable_samples
 from speech.data.rows import Reading, Sources
 from speech.model import versions, weights
 from speech.model.loss import Sums, decays, flops_per_pack, total_loss

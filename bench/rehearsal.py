@@ -32,7 +32,7 @@ from diffusion import choices, demo_problems, dit, noise, train_bd3lm
 from distill import train_sft
 from distill import weights as chat_weights
 from speech import choices as speech_choices
-from speech.data.codes import Encoding
+from speech.data.dataset import Encoding
 from speech.data.rows import Reading, Sources
 from speech.demo import make_tiny
 from speech.model import v3, versions

@@ -94,7 +94,7 @@ from common.problems import LIST, Problems
 from speech.data import checks, prepared
 from speech.data.builder import TableBuilder
 from speech.data.code_cache import FRAME_RATE
-from speech.data.codes import Encoding, ensure_codes
+from speech.data.dataset import Encoding, ensure_codes
 from speech.data.encode import measures_of
 from speech.data.rows import Reading, Sources, read_all
 from speech.model import versions
@@ -104,7 +104,7 @@ from speech.voice import transcripts
 def prepare(world, tokenizer, ids, sources, encoding, output_dir, limits, recogniser=None):
     """Make the prepared folder, on every rank; returns its report on rank 0.
 
-    sources: rows.Sources. encoding: codes.Encoding. limits: checks.Limits. recogniser: of
+    sources: rows.Sources. encoding: dataset.Encoding. limits: checks.Limits. recogniser: of
     transcripts.hear, or None. Raises UserError with all errors in the data, unless they are dropped.
     """
     out, start = Path(output_dir), time.monotonic()

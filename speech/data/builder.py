@@ -256,7 +256,7 @@ class TableBuilder:
         """Make the table in `folder`; ends the builder. sources: of read_all. left_out: (n,) bool,
         of samples not used.
 
-        cache_folder: absolute, or relative to `folder`. shards, where: of speech.data.codes'
+        cache_folder: absolute, or relative to `folder`. shards, where: of speech.data.dataset's
         ensure_codes; where is (n_clips, 4) int64, in the order of `clips`. Samples with a clip of 0
         frames, which has no codes, are not `audible`, nor are those left out.
         """

@@ -19,7 +19,6 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from common import json_files
-from common.checkpoint import move_aside
 from common.distributed import UserError
 from common.indexing import parallel_map_ordered
 from speech.data.conversations import file_of
@@ -268,16 +267,6 @@ def look_up(folder, clips, processes=0):
     return index, found, unknown
 
 
-def set_aside(folder, damaged):
-    """Rename shards, {name: what is wrong}, so that nobody takes them for codes. UserError where that is impossible."""
-    for name, why in damaged.items():
-        try:
-            move_aside(Path(folder) / name, f"is damaged ({why})")
-        except OSError as error:
-            raise UserError(f"{folder}/{name} is damaged ({why}) and cannot be set aside ({error.strerror}); give "
-                            "another --code_cache")
-
-
 class CodeReader:
     """Reads clips' codes from the shards; one per process, opened lazily so that it can be sent to loader workers."""
 
@@ -302,16 +291,3 @@ class CodeReader:
 
     def __getstate__(self):
         return {**self.__dict__, "open_shards": {}}
-
-
-def locate(folder, clips, processes, bad):
-    """Shard names and (n, 4) positions of clips, which are all cached but those in bad, {number: why}: 0 frames.
-
-    Others that are not cached are added to bad.
-    """
-    index = CacheIndex(folder)
-    found, unknown = index.find_clips(clips, processes)
-    for i in unknown[:, 0].tolist():
-        bad.setdefault(i, f"{clips[i].path}: changed while it was being read, or is a copy of one that cannot be used")
-    found[unknown[:, 0], 2] = 0
-    return index.shards, found

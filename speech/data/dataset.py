@@ -1,5 +1,5 @@
 """The table of tokenised samples on disk: all ranks and loader workers map one, so memory does not
-grow with their number.
+grow with their number. And the codes of its clips, looked up in the cache, encoded where they lack.
 
 Which of its samples are trained, which held out, and which are short enough to be used. What makes
 it: speech/data/builder.py.
@@ -7,18 +7,66 @@ it: speech/data/builder.py.
 import hashlib
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from common.distributed import UserError
+from common.distributed import UserError, rank0_first
 from common.problems import problem, settle
 from common.text import counted, printable
-from speech.data.code_cache import FRAME_RATE, CodeReader
+from speech.data.code_cache import FRAME_RATE, CodeReader, codec_fingerprint, look_up
 from speech.data.rows import file_of
 
 SHARE = 0.005           # of the samples, for validation, where --validation_split says nothing
 PREPARED = "prepared.json"      # of a folder of prepare_tts.py: written last, once it is finished
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How clips become codes, and where these lie.
+
+    codec_dir: native codec folder. cache_dir: of encoded audio. processes: that decode, on this
+    node. wait_limit_s: seconds to wait for another run that fills the cache, and for a rank that
+    encodes.
+    """
+    codec_dir: Path
+    cache_dir: Path
+    num_codebooks: int
+    processes: int = 0
+    wait_limit_s: float = 6 * 3600
+
+    def folder(self):
+        """The part of the cache that is of this codec. Raises UserError."""
+        return Path(self.cache_dir) / codec_fingerprint(self.codec_dir)
+
+
+def ensure_codes(world, clips, how, bad=None):
+    """Encode what is missing, all ranks together. Called by every rank; `clips` (unique Clips)
+    matters on rank 0 only.
+
+    Returns on rank 0 (folder, shard names, (n, 4) int64 of CacheIndex.find_files in the order of
+    clips), else None. A cache that has all clips is only read. Damaged shards are set aside, and
+    their clips encoded again. how: Encoding. bad: a dict that on rank 0 takes {number of a clip that
+    cannot be decoded or encoded: file and reason}, whose row says 0 frames; None: UserError with
+    all.
+    """
+    known = None        # on rank 0
+
+    def is_complete():
+        nonlocal known
+        folder = how.folder()
+        index, found, unknown = look_up(folder, clips, how.processes)
+        known = folder, index, found, unknown
+        return not len(unknown) and not index.damaged
+
+    if not rank0_first(world, is_complete):
+        from speech.data.fill_cache import fill_cache
+        return fill_cache(world, clips, how, known, bad)
+    if not world.is_main:
+        return None
+    folder, index, found, _ = known
+    return folder, index.shards, found
 
 
 def is_prepared(path):

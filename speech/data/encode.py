@@ -173,7 +173,7 @@ class _Decode(Dataset):
 def encode_share(world, work, folder, how):
     """Decode and encode this rank's share of `work`, writing shards. Ends together on all ranks.
 
-    how: codes.Encoding. Returns (problem lines that end the run, {clip number: file and reason} of
+    how: dataset.Encoding. Returns (problem lines that end the run, {clip number: file and reason} of
     clips that cannot be used). The same content under two paths is encoded by whichever rank claims
     it first.
     """

@@ -27,7 +27,7 @@ def hear(world, clips, numbers, folder, settings, how):
     on the others.
 
     Called by every rank; clips (a sequence) and numbers (those to hear, an array) matter on rank 0.
-    settings: keywords of scores.load_judges. how: codes.Encoding, for its processes and time limit.
+    settings: keywords of scores.load_judges. how: dataset.Encoding, for its processes and time limit.
     Raises UserError; Stopped when asked to stop.
     """
     # the limit changes nothing that is heard

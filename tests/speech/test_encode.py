@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 
 from common.distributed import UserError, World
 from speech.data.code_cache import CodeReader, codec_fingerprint
-from speech.data.codes import Encoding, ensure_codes
 from speech.data.conversations import Clip
+from speech.data.dataset import Encoding, ensure_codes
 from speech.data.decode import codec_frames, decode_audio, decode_file, header_frames
 from speech.data.encode import codec_config, encode_clip, plan_codes
 from speech.data.rows import read_samples
@@ -395,7 +395,7 @@ import json, os, sys, time, torch
 sys.path.insert(0, {root!r})
 import transformers.models.higgs_audio_v2_tokenizer
 from common.distributed import World
-from speech.data import codes, encode
+from speech.data import dataset, encode
 from speech.data.conversations import Clip
 encode.SHARD_CLIPS = {shard_clips}
 open(sys.argv[1], "w").close()
@@ -403,8 +403,8 @@ while not os.path.exists({go!r}):
     time.sleep(0.005)
 real = encode.encode_clip
 encode.encode_clip = lambda *given: (time.sleep({pause}), real(*given))[1]
-codes.ensure_codes(World(device=torch.device("cpu")), [Clip(p) for p in {paths!r}],
-                   codes.Encoding({codec!r}, {cache!r}, 8))
+dataset.ensure_codes(World(device=torch.device("cpu")), [Clip(p) for p in {paths!r}],
+                   dataset.Encoding({codec!r}, {cache!r}, 8))
 """
 
 

@@ -18,9 +18,8 @@ from speech import prepare_tts
 from speech.choices import CHECKS, SOUND_ERRORS
 from speech.data import checks
 from speech.data.code_cache import file_key
-from speech.data.codes import Encoding
 from speech.data.conversations import Clip
-from speech.data.dataset import Table, split_samples, usable_samples, weighted
+from speech.data.dataset import Encoding, Table, split_samples, usable_samples, weighted
 from speech.data.rows import Reading, Sources
 
 WORLD = World(device=torch.device("cpu"))
