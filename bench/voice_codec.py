@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from common.checkpoint import new_folder, write_atomically
 from speech.data.code_cache import SAMPLE_RATE
 from speech.demo import make_tiny
-from speech.model import weights
+from speech.model import layout_2025
 
 from transformers import (  # isort: skip      # after make_tiny, which explains a broken torchaudio
     DacConfig,
@@ -296,7 +296,7 @@ def save_codec(codec, folder):
     """The codec's folder, whole or not at all: float16 values, to be loaded as float32."""
     with new_folder(folder) as building:
         codec.save_pretrained(building)
-        weights.feature_extractor().save_pretrained(building)
+        layout_2025.feature_extractor().save_pretrained(building)
         path = building / "model.safetensors"
         save_file({name: t.half() for name, t in load_file(path).items()}, path, {"format": "pt"})
 

@@ -17,6 +17,12 @@ from speech.data.sidecar import read_text
 SPOKEN_BY = re.compile(r"^\s*Speaker\s+(\d+)\s*:\s*", re.IGNORECASE | re.MULTILINE)     # as VibeVoice writes it
 CANDIDATES = 64             # clips of a speaker among which references are chosen
 GOOD_SECONDS = (3, 15)      # of a reference, where the data say how long clips are
+NOTES = {       # of samples that are used all the same
+    "no_second_clip": "their speakers have no other clip for reference; trained without one",
+    "unused_reference": "their task type uses no reference clips; --task_type "
+                        "zero_shot_voice_cloning trains with them",
+    "no_reference_text": "what their reference clips say is not known (ref_text); trained without "
+                         "them"}
 
 
 def task_of(row, reading):

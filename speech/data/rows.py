@@ -27,10 +27,6 @@ from speech.data.text_normalization import RECOGNISED
 
 CHUNK = 2048    # entries of a file that are tokenised together
 LOOK = 20       # entries that are looked at to find out the format
-NOTES = {       # of samples that are used all the same
-    "no_second_clip": "their speakers have no other clip for reference; trained without one",
-    "unused_reference": "their task type uses no reference clips; --task_type zero_shot_voice_cloning trains with them",
-    "no_reference_text": "what their reference clips say is not known (ref_text); trained without them"}
 
 
 @dataclass(frozen=True)
@@ -277,6 +273,7 @@ def print_source(path, source, kept, refused, shown, notes):
     for text in shown[:1]:
         print(f"           first: {printable(text)}", flush=True)
     for check, n in sorted(notes.items()):
+        from speech.data.prompts import NOTES
         print(f"           {counted(n, 'sample')} with {check}: {NOTES[check]}", flush=True)
 
 

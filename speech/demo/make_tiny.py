@@ -51,7 +51,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from common import tensor_files
-from speech.model import v3, weights  # first: weights explains a broken torchaudio
+from speech.model import layout_2025, v3  # first: v3 explains a broken torchaudio
 
 from transformers import (  # isort: skip
     GenerationConfig,
@@ -200,8 +200,8 @@ def make_model(out_dir, tokenizer, seed=0, **config_overrides):
     model.generation_config = GenerationConfig(**special, **sampling, **repetition)
     model.save_pretrained(Path(out_dir) / "model")
     tensor_files.allow_others(Path(out_dir) / "model")
-    weights.save_processor(Path(out_dir) / "model", tokenizer)
-    weights.name_codec(Path(out_dir) / "model", str((Path(out_dir) / "codec").resolve()))
+    layout_2025.save_processor(Path(out_dir) / "model", tokenizer)
+    layout_2025.name_codec(Path(out_dir) / "model", str((Path(out_dir) / "codec").resolve()))
     return model
 
 
@@ -232,7 +232,7 @@ def make_codec(out_dir, seed=0):
     folder = Path(out_dir) / "codec"
     codec.save_pretrained(folder)
     tensor_files.allow_others(folder)
-    weights.feature_extractor().save_pretrained(folder)
+    layout_2025.feature_extractor().save_pretrained(folder)
     return codec
 
 

@@ -4,7 +4,6 @@ A model starts empty on torch's meta device and takes its weights from the files
 more than it trains. Native checkpoints and the original 2025 format are read; missing, unexpected or misshapen weights
 stop the run.
 """
-import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -25,11 +24,9 @@ except (ImportError, OSError, RuntimeError) as broken:
 
 from transformers import (
     AutoTokenizer,
-    DacFeatureExtractor,
     GenerationConfig,
     HiggsAudioV2Config,
     HiggsAudioV2ForConditionalGeneration,
-    HiggsAudioV2Processor,
     logging,
 )
 
@@ -167,36 +164,11 @@ def save_config(model, tokenizer, folder, source, codec=None):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     if not (source / "processor_config.json").is_file():
-        save_processor(folder, tokenizer)
+        from speech.model import layout_2025
+        layout_2025.save_processor(folder, tokenizer)
         made = dict.fromkeys(EXTRA_FILES, f"{source} has none; made for the released codec "
                              f"(24 kHz, 960 samples a frame), named {codec or HUB_CODEC}")
     if codec or made:
-        name_codec(folder, codec or HUB_CODEC)
+        from speech.model import layout_2025
+        layout_2025.name_codec(folder, codec or HUB_CODEC)
     return made
-
-
-def name_codec(folder, codec):
-    """Write into a folder's processor files which codec is theirs: a folder or hub name."""
-    # by hand: a processor can only name a codec that is loaded, and loading one takes torchaudio
-    path = folder / "processor_config.json"
-    config = json.loads(path.read_text()) | {"audio_tokenizer": {
-        "audio_tokenizer_class": "HiggsAudioV2TokenizerModel",
-        "audio_tokenizer_name_or_path": codec}}
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def save_processor(folder, tokenizer):
-    """Processor files for a base without any, as 2025-format ones are; the codec's name is still to
-    be put in.
-    """
-    extractor = feature_extractor()
-    extractor.save_pretrained(folder)
-    template = Path(__file__).with_name("chat_template.jinja").read_text()
-    processor = HiggsAudioV2Processor(extractor, tokenizer, audio_tokenizer=None,
-                                      chat_template=template)
-    processor.save_pretrained(folder)
-
-
-def feature_extractor():
-    """That of the released codec: takes (n,) mono float32 at 24 kHz, by default pads to frames."""
-    return DacFeatureExtractor(feature_size=1, sampling_rate=24000, hop_length=960)
