@@ -83,9 +83,6 @@ def build_parser():
     flags.switch(g, "--enable_strategic_logging", help="now and then print one sample as trained")
     g.add_argument("--strategic_logging_steps", type=int, default=100, help="optimizer steps between printed samples")
     flags.switch(g, "--disable_eval", help="no validation, no hold-out")
-    g.add_argument("--eval_ranks", choices=("rank0", "all"),
-                   help="who validates: rank 0 while the others wait, or all ranks a share; same number (default: "
-                        "rank0, with --parallel fsdp and hsdp all)")
     g.add_argument("--sample_prompts", metavar="FILE",
                    help="prompts spoken at every validation: one text a line, or ChatML .json/.jsonl")
     g.add_argument("--sample_seconds", type=float, default=10.0, help="seconds of speech a sample prompt may give")
@@ -124,11 +121,6 @@ def check_flags(args, world_size):
     flags.check_loading(args, build_parser())
     need(args.use_lora or not args.train_audio_table, "--train_audio_table needs --use_lora; without it all is trained")
     need(not (args.use_lora and args.freeze_llm), "--use_lora freezes the whole base already: drop --freeze_llm")
-    need(args.parallel == "ddp" or args.eval_ranks != "rank0",
-         f"--eval_ranks rank0 with --parallel {args.parallel}: every forward there needs all ranks; drop it")
-    need(not (args.auto and args.eval_ranks == "rank0") or "parallel" in flags.named(args),
-         "--eval_ranks rank0 with --auto needs --parallel ddp: every forward of fsdp needs all ranks")
-    args.eval_ranks = args.eval_ranks or ("rank0" if args.parallel == "ddp" and not args.auto else "all")
     if not flags.counts_samples(args):
         need(not args.group_by_length, "--group_by_length does nothing with packs of tokens: they are equal")
         need(args.auto or not args.global_batch_size, "--global_batch_size counts samples: with packs of tokens it "
@@ -303,40 +295,29 @@ def autocast(bf16, device):
 
 @torch.no_grad()
 def evaluate(module, world, model, table, ids, held_out, writer, args):
-    """Exact target-weighted validation losses {eval/...: float}, by rank 0 or by all ranks.
+    """Exact target-weighted validation losses {eval/...: float}; each rank takes a share.
 
     Now and then calls writer.check(), which may raise, and looks for a request to stop: then it
     returns None, on all ranks.
     """
     order = PackOrder(table.lengths[held_out], samples_per_pack=args.per_device_eval_batch_size,
                       shuffle=False)
-
-    def share(rank, size):
-        mine = rank_packs(order, rank, size, 1, epochs=1)
-        packs = [[int(held_out[i]) for i in pack] for pack in mine]
-        sums = torch.zeros(Sums.size(ids.num_codebooks), dtype=torch.float64, device=world.device)
-        loader = make_loader(table, ids, packs, num_workers=min(1, args.num_workers),
-                             prefetch_factor=2)
-        for i, batch in enumerate(loading.each(loader)):
-            if i % 16 == 0:     # often enough for a prompt stop, seldom enough to cost nothing
-                writer.check()
-                stop = bool(stop_requested())
-                if stop if size == 1 else distributed.any_rank(world, stop).item():
-                    return None
-            with autocast(args.bf16, world.device):
-                losses = model(batch.to(world.device))
-            sums += sums_of(losses, batch).flat()
-        return sums.tolist()
-
+    mine = rank_packs(order, world.rank, world.size, 1, epochs=1)
+    packs = [[int(held_out[i]) for i in pack] for pack in mine]
+    loader = make_loader(table, ids, packs, num_workers=min(1, args.num_workers), prefetch_factor=2)
+    sums = torch.zeros(Sums.size(ids.num_codebooks), dtype=torch.float64, device=world.device)
     model.eval()
-    if args.eval_ranks == "rank0":
-        sums = distributed.rank0_first(world, share, 0, 1)
-    elif (sums := share(world.rank, world.size)) is not None:
-        sums = torch.tensor(sums, dtype=torch.float64, device=world.device)
-        sums = distributed.all_sum(world, sums).tolist()
+    for i, batch in enumerate(loading.each(loader)):
+        if i % 16 == 0:     # often enough for a prompt stop, seldom enough to cost nothing
+            writer.check()
+            if distributed.any_rank(world, bool(stop_requested())).item():
+                model.train()
+                return None
+        with autocast(args.bf16, world.device):
+            losses = model(batch.to(world.device))
+        sums += sums_of(losses, batch).flat()
     model.train()
-    if sums is None:
-        return None
+    sums = distributed.all_sum(world, sums).tolist()
     return module.loss_report(sums, args.audio_loss_reduction, args.text_loss_weight, "eval")
 
 
