@@ -23,7 +23,6 @@ from speech.model.labels_v3 import (  # noqa: F401  (offered here, too)
     Ids,
     delay,
     label_mask,
-    prompt,
     undelay,
 )
 from speech.model.loss import Sums, decays, flops_per_pack, named, total_loss  # noqa: F401  (of module(), too)
@@ -461,10 +460,10 @@ def step(logits, state, sampling, generator=None):
 
 
 @torch.no_grad()
-def forced_logits(model, prompt, ref_rows, rows):      # noqa: F811
+def forced_logits(model, prompt, ref_rows, rows):
     """float32 (T + 7, 8, 1026) logits of every row, each from the prompt and the true rows before it.
 
-    prompt: (input_ids, is_audio) of prompt(). ref_rows: (R, 8) or None. rows: (T + 7, 8) of delay().
+    prompt: (input_ids, is_audio). ref_rows: (R, 8) or None. rows: (T + 7, 8) of delay().
     """
     input_ids, is_audio = (torch.as_tensor(values).to(model.audio_embedding.weight.device) for values in prompt)
     rows = torch.as_tensor(rows).to(input_ids.device)
