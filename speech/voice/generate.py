@@ -144,13 +144,25 @@ def text_prompts(named_texts, normalize, reference_audio=None, reference_text=No
     if reference_audio:
         reference = [{"role": "user", "content": reference_text},
                      {"role": "assistant", "content": {"type": "audio", "audio_url": reference_audio}}]
-    paths, samples, problems = Paths(Path.cwd()), [], []
-    for name, text in named_texts:
+    def messages(text):
+        said, heard_in = system, scene
+        if not system:
+            said, heard_in = system_parts(text, scene, references=bool(reference))
+        content = said + ("\n\n" + SCENE.format(heard_in) if heard_in else "")
+        return [{"role": "system", "content": content}, *reference, {"role": "user", "content": text}]
+
+    return prompts_of(named_texts, messages, Path.cwd(), normalize)
+
+
+def prompts_of(named, messages, base, normalize):
+    """Samples of [(name, line)]. messages(line): ChatML's, may raise BadSample. base: folder of the
+    audio files. Raises UserError with all that cannot be used.
+    """
+    paths, samples, problems = Paths(base), [], []
+    for name, line in named:
         try:
-            said, heard_in = (system, scene) if system else system_parts(text, scene, references=bool(reference))
-            content = said + ("\n\n" + SCENE.format(heard_in) if heard_in else "")
-            messages = [{"role": "system", "content": content}, *reference, {"role": "user", "content": text}]
-            samples.append(canonical_prompt(name, {"messages": messages}, paths, normalize))
+            entry = {"messages": messages(line)}
+            samples.append(canonical_prompt(name, entry, paths, normalize))
         except BadSample as error:
             problems.append(f"{name}: {error}")
     if problems:
@@ -162,22 +174,21 @@ def list_prompts(path, normalize):
     """Samples of a meta.lst of BytedanceSpeech/seed-tts-eval: `name|text of the voice|voice.wav|text[|truth.wav]` a
     line; paths are relative to the list. normalize: of read_prompts. Raises UserError.
     """
-    paths, samples, problems = Paths(path.parent), [], []
-    for where, line in read_lines(path):
-        name, *fields = line.split("|")
-        try:
-            if len(fields) not in (3, 4):
-                raise BadSample(f"{len(fields) + 1} fields between |, not 4 or 5 as in Seed-TTS-eval's meta.lst")
-            said, voice, text, *truth = fields
-            clip = {"type": "audio", "audio_url": voice}
-            messages = [{"role": "system", "content": DEFAULT_SYSTEM}, {"role": "user", "content": said},
-                        {"role": "assistant", "content": clip}, {"role": "user", "content": text}]
-            messages += [{"role": "assistant", "content": clip | {"audio_url": url}} for url in truth]
-            samples.append(canonical_prompt(name, {"messages": messages}, paths, normalize))
-        except BadSample as error:
-            problems.append(f"{where}: {error}")
-    if problems:
-        raise UserError(distributed.problem_text(problems))
+    def messages(line):
+        _, *fields = line.split("|")
+        if len(fields) not in (3, 4):
+            raise BadSample(f"{len(fields) + 1} fields between |, not 4 or 5 as in Seed-TTS-eval's "
+                            "meta.lst")
+        said, voice, text, *truth = fields
+        clip = {"type": "audio", "audio_url": voice}
+        answers = [{"role": "assistant", "content": clip | {"audio_url": url}} for url in truth]
+        return [{"role": "system", "content": DEFAULT_SYSTEM}, {"role": "user", "content": said},
+                {"role": "assistant", "content": clip}, {"role": "user", "content": text}, *answers]
+
+    lines = read_lines(path)
+    samples = prompts_of(lines, messages, path.parent, normalize)
+    for sample, (_, line) in zip(samples, lines):
+        sample.name = line.partition("|")[0]
     return samples
 
 
