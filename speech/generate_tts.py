@@ -114,7 +114,8 @@ def read_texts(texts, prompts, normalize, *, reference_audio, reference_text, sy
 def setting_to_speak(wanted, model, adapter=None):
     """(whether to normalise, a line that says so and why).
 
-    wanted: --normalize_text, or None for what the checkpoint was trained with. model, adapter: folders.
+    wanted: --normalize_text, or None for what the checkpoint was trained with. model, adapter:
+    folders.
     """
     folder = adapter or model
     saved = text_normalization.saved_setting(folder)

@@ -54,7 +54,9 @@ def build_parser():
 
 
 def check_flags(args, world_size):
-    """Raise UserError for values and combinations that would fail later; drop_bad becomes the checks to drop."""
+    """Raise UserError for values and combinations that would fail later; drop_bad becomes the
+    checks to drop.
+    """
     choices.check_data(args)
     flags.zero_or_more(args, "min_clip_seconds", "seed", "preprocess_num_proc")
     flags.above_zero(args, "max_clip_seconds")
@@ -105,7 +107,8 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, limits, recogn
     """Make the prepared folder, on every rank; returns its report on rank 0.
 
     sources: rows.Sources. encoding: dataset.Encoding. limits: checks.Limits. recogniser: of
-    transcripts.hear, or None. Raises UserError with all errors in the data, unless they are dropped.
+    transcripts.hear, or None. Raises UserError with all errors in the data, unless they are
+    dropped.
     """
     out, start = Path(output_dir), time.monotonic()
     bad, noted, drop = {}, [], sources.drop
@@ -120,8 +123,8 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, limits, recogn
         print(f"data       {len(builder)} samples, {len(builder.clips)} distinct clips (read in "
               f"{time.monotonic() - start:.1f} s)", flush=True)
         if found.stopping:
-            print(f"notice     {found.stopping} rows stop this: they are listed together with what is "
-                  "wrong with the audio of the others, once that is encoded, which is kept",
+            print(f"notice     {found.stopping} rows stop this: they are listed together with what "
+                  "is wrong with the audio of the others, once that is encoded, which is kept",
                   flush=True)
 
     def write():
@@ -139,7 +142,8 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, limits, recogn
         left_out = np.zeros(len(builder), bool)
         left_out[[p.sample for p in problems if p.sample is not None and p.check in drop]] = True
         if left_out.all():
-            raise UserError(f"no samples are left: all {len(builder)} are dropped; see {out / LIST}")
+            raise UserError(f"no samples are left: all {len(builder)} are dropped; see "
+                            f"{out / LIST}")
         report = make_report(builder, parts, where, left_out, found.counts, drop)
         report["dropped"] += refused
         if recogniser:

@@ -29,8 +29,8 @@ COLUMNS = ("labelled", "text_targets", "trained", "digests")
 
 
 class Clips:
-    """Sequence of the distinct clips of a TableBuilder in order of first use; a Clip is made when it
-    is asked for.
+    """Sequence of the distinct clips of a TableBuilder in order of first use; a Clip is made when
+    it is asked for.
 
     The builder has an entry for each distinct clip of each chunk, so a clip that three chunks use
     has three entries. numbers: (entries,) int32, for each entry the number of its clip in this
@@ -38,7 +38,8 @@ class Clips:
     """
 
     def __init__(self, texts, digests):
-        self.texts, self.ends, digests = texts.values.array(), texts.offsets.array(), digests.array()
+        self.texts, self.ends = texts.values.array(), texts.offsets.array()
+        digests = digests.array()
         order, new = np.lexsort((digests[:, 1], digests[:, 0])), np.ones(len(digests), bool)
         # equal ones stand side by side, the earliest first
         high, low = digests[:, 0][order], digests[:, 1][order]
@@ -122,8 +123,8 @@ class TableBuilder:
         self.append(self.chunk(samples, problems))
 
     def chunk(self, samples, problems):
-        """{name: array, or (array, lengths) of lists} of Samples, for `append`, which may be that of
-        another process's builder.
+        """{name: array, or (array, lengths) of lists} of Samples, for `append`, which may be that
+        of another process's builder.
         """
         good, about, left_out = [], [], Counter()
         for sample in samples:
@@ -149,7 +150,8 @@ class TableBuilder:
         spoken = np.array([type(piece) is Clip for piece in pieces], bool)
         labels = np.array(labels, bool)
         clips = {}
-        entries = [clips.setdefault(clip, len(clips)) for clip in itertools.compress(pieces, spoken)]
+        entries = [clips.setdefault(clip, len(clips))
+                   for clip in itertools.compress(pieces, spoken)]
         tokens = np.fromiter(itertools.chain.from_iterable(parts), np.int32, lengths.sum())
         digests = np.frombuffer(b"".join(map(_digest, clips)), np.uint64).reshape(-1, 2)
 
@@ -229,8 +231,8 @@ class TableBuilder:
         return self.clips.numbers[self.entries.values.array()], self.entries.offsets.array()
 
     def without_audio(self, bad, sources):
-        """Problems of the samples that use clips in bad, {clip number: file and reason}. sources: of
-        read_all.
+        """Problems of the samples that use clips in bad, {clip number: file and reason}. sources:
+        of read_all.
         """
         used, offsets = self.used_clips()
         at = np.flatnonzero(np.isin(used, list(bad)))
@@ -246,8 +248,8 @@ class TableBuilder:
             return {}
         trained = np.unique(self.used_clips()[0][self.trained.array()])
         short = trained[(where[trained, 2] > 0) & (where[trained, 2] < least)]
-        found = {int(clip): f"{self.clips[int(clip)].path}: gives {where[clip, 2]} codec frames; this "
-                            f"model needs {least} ({least / FRAME_RATE:g} s) to end a clip"
+        found = {int(clip): f"{self.clips[int(clip)].path}: gives {where[clip, 2]} codec frames; "
+                            f"this model needs {least} ({least / FRAME_RATE:g} s) to end a clip"
                  for clip in short}
         where[short, 2] = 0
         return found
@@ -286,9 +288,8 @@ class TableBuilder:
             columns["frames"].append(per_sample(frames))
             columns["audible"].append(heard if left_out is None else heard & ~left_out[start:stop])
             columns["audio_targets"].append(per_sample(targets))
-        lists = (self.tokens, self.names)
-        for column in (*columns.values(), *(of.values for of in lists), *(of.offsets for of in lists),
-                       self.labelled, self.text_targets):
+        for column in (*columns.values(), self.tokens.values, self.tokens.offsets, self.labelled,
+                       self.names.values, self.names.offsets, self.text_targets):
             column.close()
         shutil.copyfile(self.entries.offsets.path, self.folder / "clip_offsets.npy")
         codes = {"folder": str(cache_folder), "shards": shards, "sources": list(sources)}
@@ -305,4 +306,5 @@ class TableBuilder:
 def _bytes(texts):
     """(all bytes of some texts, the length of each), for Lists."""
     texts = list(texts)
-    return np.frombuffer(b"".join(texts), np.uint8), np.array([len(text) for text in texts], np.int64)
+    lengths = np.array([len(text) for text in texts], np.int64)
+    return np.frombuffer(b"".join(texts), np.uint8), lengths

@@ -27,7 +27,8 @@ FACTS = np.dtype([("said", np.uint64), ("letters", np.int32), ("speaker", np.uin
 
 
 class Limits(NamedTuple):
-    """Seconds of a clip, and the share of a text's characters that may be heard otherwise, or None."""
+    """Seconds of a clip, and the share of a text's characters that may be heard otherwise, or None.
+    """
     min_seconds: float
     max_seconds: float
     max_cer: float | None = None
@@ -65,7 +66,9 @@ def targets(builder):
 
 
 def wrong_texts(builder, sources, cer, limit):
-    """[Problem] of samples in which more was heard wrong than the limit. cer: of transcripts.compare."""
+    """[Problem] of samples in which more was heard wrong than the limit. cer: of
+    transcripts.compare.
+    """
     return [problem(builder.name(i), "transcript", f"{cer[i]:.0%} of its characters are heard "
                     f"otherwise, more than --max_cer {limit:g}", file_of(sources, i), i)
             for i in np.flatnonzero(np.nan_to_num(cer) > limit).tolist()]

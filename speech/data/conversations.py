@@ -240,16 +240,19 @@ def system_parts(text, scene="", voices=None, references=False):
 
 
 def canonical_sample(name, entry, paths, normalize=False):
-    """One raw sample (a dict with 'messages') -> Sample. Raises BadSample saying what is wrong with it.
+    """One raw sample (a dict with 'messages') -> Sample. Raises BadSample saying what is wrong with
+    it.
 
-    Trained are the assistant turns from message index start_index on, as in the official collator; without start_index,
-    or with 0 in the community form, the last assistant turn with audio. normalize: the texts that those speak.
+    Trained are the assistant turns from message index start_index on, as in the official collator;
+    without start_index, or with 0 in the community form, the last assistant turn with audio.
+    normalize: the texts that those speak.
     """
     turns, rewritten, recognised = canonical_turns(entry, paths)
     mark_trained(turns, entry.get("start_index"), rewritten, len(entry["messages"]))
     for before, turn in zip(turns, turns[1:]):
         if turn.trained and not turn.text and not (before.role == "user" and before.text.strip()):
-            raise BadSample("the trained clip has no text: no user text stands before it and the assistant has none")
+            raise BadSample("the trained clip has no text: no user text stands before it and the "
+                            "assistant has none")
     if normalize:
         normalise_requests(turns)
     return Sample(name, [trimmed(t) for t in turns], str(entry.get("speaker") or ""), recognised,
@@ -264,8 +267,8 @@ def normalise_requests(turns):
 
 
 def canonical_turns(entry, paths):
-    """(canonical turns of a raw sample, whether a user's reference audio was moved to turns of its own, what
-    Sample.recognised is).
+    """(canonical turns of a raw sample, whether a user's reference audio was moved to turns of its
+    own, what Sample.recognised is).
     """
     messages = entry.get("messages") if isinstance(entry, dict) else None
     if not isinstance(messages, list) or not messages:
@@ -278,13 +281,15 @@ def canonical_turns(entry, paths):
         if role == "scene":
             scenes.append(parts)
         elif role == "user" and any(isinstance(p, Clip) for p in parts):
-            answer = next((Turn(r, p, 0).text for r, p in parsed[index + 1:] if r == "assistant"), "")
-            turns += _reference_turns(parts, index, answer.strip() or _text(misc, "target_transcript"),
-                                      _text(misc, "ref_transcript"), recognised)
+            answers = (Turn(r, p, 0).text for r, p in parsed[index + 1:] if r == "assistant")
+            answer = next(answers, "").strip() or _text(misc, "target_transcript")
+            turns += _reference_turns(parts, index, answer, _text(misc, "ref_transcript"),
+                                      recognised)
             rewritten = True
         elif role == "assistant":
-            turns.append(Turn("assistant", _without_repeated_text(parts, turns[-1] if turns else None, recognised),
-                              index))
+            before = turns[-1] if turns else None
+            parts = _without_repeated_text(parts, before, recognised)
+            turns.append(Turn("assistant", parts, index))
         elif parts:
             turns.append(Turn(role, parts, index))
     if isinstance(entry.get("scene"), str) and entry["scene"].strip():
@@ -292,7 +297,8 @@ def canonical_turns(entry, paths):
     if not turns or turns[0].role != "system":
         asked = [i for i, turn in enumerate(turns) if turn.role == "user"]
         # a prompt may lack the last clip, so it is no sign of a reference
-        heard = any(turn.clips for turn in turns[:asked[-1]] if turn.role == "assistant") if asked else False
+        earlier = turns[:asked[-1]] if asked else []
+        heard = any(turn.clips for turn in earlier if turn.role == "assistant")
         system, voices = system_parts("\n".join(turns[i].text for i in asked), references=heard)
         turns.insert(0, Turn("system", [system], None))
         scenes += [[voices]] if voices else []
@@ -381,8 +387,9 @@ def _without_repeated_text(parts, before, recognised):
 
 
 def mark_trained(turns, start_index, rewritten, n_messages):
-    if start_index is not None and (isinstance(start_index, bool) or not isinstance(start_index, int)
-                                    or start_index < 0):
+    """Set which turns are trained; of canonical_sample. Raises BadSample."""
+    number = isinstance(start_index, int) and not isinstance(start_index, bool)
+    if start_index is not None and not (number and start_index >= 0):
         raise BadSample(f"start_index is {start_index!r}, not a message number")
     speaking = [t for t in turns if t.role == "assistant" and t.source is not None and t.clips]
     if not speaking:
@@ -391,9 +398,11 @@ def mark_trained(turns, start_index, rewritten, n_messages):
         speaking[-1].trained = True
         return
     for turn in turns:
-        turn.trained = turn.role == "assistant" and turn.source is not None and turn.source >= start_index
+        given = turn.role == "assistant" and turn.source is not None
+        turn.trained = given and turn.source >= start_index
     if not any(t.trained and t.clips for t in turns):
-        raise BadSample(f"start_index {start_index} of {n_messages} messages leaves no assistant audio to train")
+        raise BadSample(f"start_index {start_index} of {n_messages} messages leaves no assistant "
+                        "audio to train")
 
 
 def trimmed(turn):

@@ -47,9 +47,9 @@ def ensure_codes(world, clips, how, bad=None):
 
     Returns on rank 0 (folder, shard names, (n, 4) int64 of CacheIndex.find_files in the order of
     clips), else None. A cache that has all clips is only read. Damaged shards are set aside, and
-    their clips encoded again. how: Encoding. bad: a dict that on rank 0 takes {number of a clip that
-    cannot be decoded or encoded: file and reason}, whose row says 0 frames; None: UserError with
-    all.
+    their clips encoded again. how: Encoding. bad: a dict that on rank 0 takes {number of a clip
+    that cannot be decoded or encoded: file and reason}, whose row says 0 frames; None: UserError
+    with all.
     """
     known = None        # on rank 0
 
@@ -79,8 +79,8 @@ def keep_prepared(output_dir):
     earlier start.
     """
     if is_prepared(output_dir):
-        raise UserError(f"--output_dir {output_dir}: is a folder of prepare_tts.py; give another one "
-                        "to the trainer")
+        raise UserError(f"--output_dir {output_dir}: is a folder of prepare_tts.py; give another "
+                        "one to the trainer")
 
 
 class Table:

@@ -173,9 +173,9 @@ class _Decode(Dataset):
 def encode_share(world, work, folder, how):
     """Decode and encode this rank's share of `work`, writing shards. Ends together on all ranks.
 
-    how: dataset.Encoding. Returns (problem lines that end the run, {clip number: file and reason} of
-    clips that cannot be used). The same content under two paths is encoded by whichever rank claims
-    it first.
+    how: dataset.Encoding. Returns (problem lines that end the run, {clip number: file and reason}
+    of clips that cannot be used). The same content under two paths is encoded by whichever rank
+    claims it first.
     """
     progress = Progress(world, work, "encoding audio", how.wait_limit_s)
     problems, bad = [], {}
@@ -209,8 +209,8 @@ def _encode_files(world, mine, folder, how, progress, bad):
                     codes = encode_clip(codec, wave, bandwidth, how.num_codebooks)
                     batch.add_codes(key, codes, measures)
                 except torch.OutOfMemoryError:
-                    bad[number] = (f"{path}: {len(wave) / SAMPLE_RATE:.0f} s are too long to encode on "
-                                   "this device")
+                    bad[number] = (f"{path}: {len(wave) / SAMPLE_RATE:.0f} s are too long to encode "
+                                   "on this device")
                 except ValueError as error:
                     bad[number] = f"{path}: {error}"
             seen.add(key)
@@ -314,8 +314,8 @@ class Progress:
 
 
 def plan_codes(clips, how, bad=None):
-    """What ensure_codes would return for clips, without encoding, writing or locking: -1, -1, frames
-    for a clip that is not in the cache yet.
+    """What ensure_codes would return for clips, without encoding, writing or locking: -1, -1,
+    frames for a clip that is not in the cache yet.
 
     how, bad: of ensure_codes. Raises UserError where nothing can be encoded.
     """
@@ -323,11 +323,12 @@ def plan_codes(clips, how, bad=None):
     folder = how.folder()
     index, where, unknown = look_up(folder, clips, how.processes)
     if index.damaged:
-        print(f"notice     {len(index.damaged)} shards of the code cache are damaged: a run sets them "
-              "aside and encodes their clips again")
+        print(f"notice     {len(index.damaged)} shards of the code cache are damaged: a run sets "
+              "them aside and encodes their clips again")
     files, unusable = {}, {} if bad is None else bad
     for i in unknown[:, 0].tolist():
-        files.setdefault(clips[i].path, {})[i] = (clips[i].offset, clips[i].duration, clips[i].filled)
+        clip = clips[i]
+        files.setdefault(clip.path, {})[i] = (clip.offset, clip.duration, clip.filled)
 
     def frames(path):
         try:
@@ -372,15 +373,16 @@ def measure(part, rate):
 
 
 def measures_of(folder, shards, where):
-    """(n, 5) float32 of MEASURES of clips whose codes lie at `where`, of locate; NaN where the sound
-    was not at hand.
+    """(n, 5) float32 of MEASURES of clips whose codes lie at `where`, of locate; NaN where the
+    sound was not at hand.
     """
     found = np.full((len(where), len(MEASURES)), np.nan, np.float32)
     for number, name in enumerate(shards):
         mine = np.flatnonzero(where[:, 0] == number)
         if len(mine):
             with safe_open(os.path.join(folder, name), "np") as f:
-                lengths, measures = f.get_tensor("lengths").astype(np.int64), f.get_tensor("measures")
+                lengths = f.get_tensor("lengths").astype(np.int64)
+                measures = f.get_tensor("measures")
             starts = np.cumsum(lengths) - lengths
             found[mine] = measures[np.searchsorted(starts, where[mine, 1])]
     return found

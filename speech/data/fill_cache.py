@@ -1,5 +1,5 @@
-"""Filling the code cache, all ranks together: one run at a time, damaged shards set aside, then what
-is missing encoded. Imported when a clip is missing or a shard damaged.
+"""Filling the code cache, all ranks together: one run at a time, damaged shards set aside, then
+what is missing encoded. Imported when a clip is missing or a shard damaged.
 """
 import contextlib
 from pathlib import Path
@@ -21,8 +21,8 @@ from speech.data.encode import encode_share, share_work
 def fill_cache(world, clips, how, known, bad=None):
     """Encode what is missing -> on rank 0 (folder, shard names, (n, 4) of CacheIndex.find_files).
 
-    clips, how, bad: of dataset.ensure_codes. known: on rank 0 the folder, and what look_up has found
-    in it.
+    clips, how, bad: of dataset.ensure_codes. known: on rank 0 the folder, and what look_up has
+    found in it.
     """
     positions = []      # rank 0's: shards and positions as they are at the start
     unusable = {} if bad is None else bad
@@ -76,8 +76,8 @@ def own_cache(folder, wait_s):
 
 
 def set_aside(folder, damaged):
-    """Rename shards, {name: what is wrong}, so that nobody takes them for codes. UserError where that
-    is impossible.
+    """Rename shards, {name: what is wrong}, so that nobody takes them for codes. UserError where
+    that is impossible.
     """
     for name, why in damaged.items():
         try:
@@ -96,7 +96,7 @@ def locate(folder, clips, processes, bad):
     index = CacheIndex(folder)
     found, unknown = index.find_clips(clips, processes)
     for i in unknown[:, 0].tolist():
-        bad.setdefault(i, f"{clips[i].path}: changed while it was being read, or is a copy of one that "
-                          "cannot be used")
+        bad.setdefault(i, f"{clips[i].path}: changed while it was being read, or is a copy of one "
+                          "that cannot be used")
     found[unknown[:, 0], 2] = 0
     return index.shards, found

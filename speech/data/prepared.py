@@ -73,15 +73,16 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
             for what, mine, flag in (("tokenizer", words, "--model_path"),
                                      ("codec", codec, "--audio_tokenizer_path")):
                 if about.get(what) != mine:
-                    raise UserError(f"{path}: was prepared with another {what} than that of {flag}; "
-                                    "prepare it again")
+                    raise UserError(f"{path}: was prepared with another {what} than that of "
+                                    f"{flag}; prepare it again")
             for name, default in asdict(type(reading)()).items():
                 value, was = getattr(reading, name), about["reading"].get(name, default)
-                # a default may stand for any value, but of the text's wording, which checkpoints keep
-                if value not in ((was,) if name == "normalize" else (default, was)) and name != "seed":
+                # a default may stand for any value, but of the texts, as checkpoints keep that
+                fits = (was,) if name == "normalize" else (default, was)
+                if value not in fits and name != "seed":
                     was, value = ({True: "on", False: "off"}.get(x, x) for x in (was, value))
-                    raise UserError(f"{path}: was prepared with {flag_of(name)} {was}, not {value}; "
-                                    "drop the flag, or prepare it again")
+                    raise UserError(f"{path}: was prepared with {flag_of(name)} {was}, not "
+                                    f"{value}; drop the flag, or prepare it again")
         found = [str(Path(path) / about["table"]) for path, about in zip(paths, abouts)]
         (Path(output_dir) / LIST).unlink(missing_ok=True)       # of the run before
         if len(found) > 1:

@@ -199,9 +199,9 @@ def label_of(entry):
 def read_all(builder, sources, problems, noted=None):
     """Read and tokenise Sources into a TableBuilder -> sources of its Table.
 
-    problems: Problems, which takes the samples that cannot be used, for the caller to settle. noted:
-    a list that takes what is odd about samples that are used, as Problems. Raises UserError when a
-    source is empty.
+    problems: Problems, which takes the samples that cannot be used, for the caller to settle.
+    noted: a list that takes what is odd about samples that are used, as Problems. Raises UserError
+    when a source is empty.
     """
     found, recognised = [], {}  # {key of RECOGNISED: [number of samples, the first one's words]}
     for path, weight, held_out in sources.all():
@@ -278,7 +278,8 @@ def print_source(path, source, kept, refused, shown, notes):
 
 
 def sample_text(sample):
-    """One line of what was understood of a sample: texts and clips in their order, and the speaker."""
+    """One line of what was understood of a sample: texts and clips in their order, and the speaker.
+    """
     parts = [f"text {part[:60]!r}" if isinstance(part, str) else f"audio {part.path}"
              for turn in sample.turns if turn.role != "system" for part in turn.parts]
     labels = {"speaker": sample.speaker, "language": sample.language}

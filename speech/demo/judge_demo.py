@@ -154,7 +154,9 @@ def judge_all(voice_dir, spoken):
 
 
 def gates(recordings, found, gain):
-    """[(what, format, values of recordings, base, base in the new voice and adapter, passed, gate)]."""
+    """[(what, format, values of recordings, base, base in the new voice and adapter, passed,
+    gate)].
+    """
     new, old = recordings
     before, control, after = found
 

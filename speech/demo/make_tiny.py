@@ -167,8 +167,9 @@ def train_bpe(special_tokens, sentences=SENTENCES):
 def make_model(out_dir, tokenizer, seed=0, **config_overrides):
     """Saves a random float32 language model with its processor in OUT_DIR/model and returns it.
 
-    The text head is part of it, as in the released checkpoint. config_overrides are HiggsAudioV2Config fields; an
-    unknown name is stored there and has no effect. Does not need torchaudio.
+    The text head is part of it, as in the released checkpoint. config_overrides are
+    HiggsAudioV2Config fields; an unknown name is stored there and has no effect. Does not need
+    torchaudio.
     """
     token_id = tokenizer.convert_tokens_to_ids
     config = {
@@ -206,7 +207,8 @@ def make_model(out_dir, tokenizer, seed=0, **config_overrides):
 
 
 def make_codec(out_dir, seed=0):
-    """Saves a random codec in OUT_DIR/codec and returns it: (B, 1, n) audio at 24 kHz -> (B, 8, about n / 960) codes.
+    """Saves a random codec in OUT_DIR/codec and returns it: (B, 1, n) audio at 24 kHz -> (B, 8,
+    about n / 960) codes.
 
     Raises ImportError where torchaudio is missing: the codec resamples with it.
     """
@@ -310,8 +312,9 @@ def synthesise(text, speaker, sample_rate, rng):
 
 
 def make_speech(out_dir, clips=48, speakers=4, seed=0):
-    """Writes OUT_DIR/speech/*.wav (PCM_16, every sixth clip stereo), one sentence per clip, speakers
-    taking turns; each has at least two, so that there is another clip to take the voice from.
+    """Writes OUT_DIR/speech/*.wav (PCM_16, every sixth clip stereo), one sentence per clip,
+    speakers taking turns; each has at least two, so that there is another clip to take the voice
+    from.
 
     Returns a list of {"text", "speaker": number, "path": relative to OUT_DIR, "seconds"}.
     """

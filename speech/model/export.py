@@ -32,13 +32,15 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     model_module, third = versions.module(config), versions.is_third(config["model_type"])
     if codec and layout == "2025" and not third:
         raise UserError("--audio_tokenizer_path: the 2025 layout names no codec; drop it")
-    tokenizer, parts = model_module.load_tokenizer(folder), model_module.weight_parts(folder, config)
+    tokenizer = model_module.load_tokenizer(folder)
+    parts = model_module.weight_parts(folder, config)
     model = model_module.empty_model(config, torch.float32, folder)
     weights.check_weights(model, parts, folder)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     folds = find_folds(model, adapter) if adapter else {}
     wanted = "float32" if dtype is None and folds and not third else dtype
-    dtypes = {name: getattr(torch, wanted) if wanted else parts[name][0][:1].dtype for name in shapes}
+    dtypes = {name: getattr(torch, wanted) if wanted else parts[name][0][:1].dtype
+              for name in shapes}
     names = {name: name for name in shapes}
     if layout == "2025" and not third:
         from speech.model import layout_2025
@@ -54,7 +56,8 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
         for number, file in enumerate(files):
             written = {name: read(*tensors[name]) for name in file}
             tensor_files.check_finite(written, f"{source}, with its adapter," if folds else source)
-            tensor_files.save(written, building / tensor_files.file_name("model", number, len(files)))
+            name = tensor_files.file_name("model", number, len(files))
+            tensor_files.save(written, building / name)
         if len(files) > 1:
             write_index(building, files)
         if not third:
@@ -62,16 +65,18 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
         if third or layout == "native":
             made = model_module.save_config(model, tokenizer, building, folder, codec)
         else:
-            made = layout_2025.save_original_config(model.config, tokenizer, building, folder, config)
+            made = layout_2025.save_original_config(model.config, tokenizer, building, folder,
+                                                    config)
         if setting := text_normalization.saved_setting(adapter or folder):
             text_normalization.save_setting(building / text_normalization.FILE, setting)
     kinds = sorted({str(kind).removeprefix("torch.") for kind in dtypes.values()})
     total = sum(size for file in files for size in file.values())
-    notes = [f"{len(tensors)} tensors, {len(folds)} of them with an adapter's update, {total / 1e9:.3f} GB of "
-             f"{' and '.join(kinds)} in {len(files)} file{'s'[:len(files) > 1]}"]
+    notes = [f"{len(tensors)} tensors, {len(folds)} of them with an adapter's update, "
+             f"{total / 1e9:.3f} GB of {' and '.join(kinds)} in {len(files)} file{'s'[:len(files) > 1]}"]
     joined = sum(len(found) > 1 for found in parts.values())
     if joined:
-        notes.append(f"{joined} tensors that the source splits into a frozen and a trainable part are joined")
+        notes.append(f"{joined} tensors that the source splits into a frozen and a trainable part "
+                     "are joined")
     licence = [model_module.LICENCE] if model_module.LICENCE else []
     return notes + licence + [f"{name}: {what}" for name, what in made.items()]
 
@@ -89,8 +94,8 @@ def find_folds(model, adapter):
     tables = {f"{name}.weight": f"base_model.model.{name}.weight" for name in whole}
     known = (".lora_A.weight", ".lora_B.weight", f".{adapters.MAGNITUDE}", *tables.values())
     if other := [name for name in stored if not name.endswith(known)]:
-        raise UserError(f"--adapter {adapter}: only LoRA, rsLoRA and DoRA can be folded in, this has "
-                        f"{min(other)}")
+        raise UserError(f"--adapter {adapter}: only LoRA, rsLoRA and DoRA can be folded in, this "
+                        f"has {min(other)}")
     # onto the meta device nothing is copied: names and shapes are compared
     adapters.load_adapters(net, adapter)
     values = {name: part[:] for name, part in stored.items()}

@@ -5,8 +5,8 @@ from speech.choices import DTYPES, HUB_CODEC, LAYOUTS
 
 
 def build_parser():
-    p = flags.Parser("Write a Higgs-Audio V2 checkpoint with its adapter folded in, or a folder for "
-                     "the hub.")
+    p = flags.Parser("Write a Higgs-Audio V2 checkpoint with its adapter folded in, or a folder "
+                     "for the hub.")
     p.usage = "%(prog)s {merge,export,push} [--flag value ...]"
     p.add_argument("command", choices=["merge", "export", "push"],
                    help="merge: adapter and base into a native checkpoint; export: for other code, "
@@ -18,8 +18,8 @@ def build_parser():
     p.add_argument("--format", choices=LAYOUTS, help="layout to write: native (default of "
                    "merge), or 2025 for boson-ai's own code (default of export)")
     p.add_argument("--dtype", choices=DTYPES, help="of the weights; default float32 with an "
-                   "adapter (bfloat16 halves the size and rounds part of the update away), else the "
-                   "source's")
+                   "adapter (bfloat16 halves the size and rounds part of the update away), else "
+                   "the source's")
     p.add_argument("--max_shard_gb", type=float, default=5.0,
                    help="largest weight file in GB, so also the memory this takes")
     p.add_argument("--audio_tokenizer_path", help="folder or hub name that the native processor "

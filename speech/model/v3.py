@@ -461,7 +461,8 @@ def step(logits, state, sampling, generator=None):
 
 @torch.no_grad()
 def forced_logits(model, prompt, ref_rows, rows):
-    """float32 (T + 7, 8, 1026) logits of every row, each from the prompt and the true rows before it.
+    """float32 (T + 7, 8, 1026) logits of every row, each from the prompt and the true rows before
+    it.
 
     prompt: (input_ids, is_audio). ref_rows: (R, 8) or None. rows: (T + 7, 8) of delay().
     """

@@ -152,9 +152,11 @@ def load_tokenizer(folder):
 
 
 def save_config(model, tokenizer, folder, source, codec=None):
-    """The files of a native checkpoint beside its weights. -> {file that source did not have: what was made of it}.
+    """The files of a native checkpoint beside its weights. -> {file that source did not have: what
+    was made of it}.
 
-    codec: folder or hub name that the processor shall name as its codec; None: what source names, else the hub's.
+    codec: folder or hub name that the processor shall name as its codec; None: what source names,
+    else the hub's.
     """
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)

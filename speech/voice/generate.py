@@ -70,10 +70,11 @@ class Prompt:
 
 
 def read_prompts(path, normalize):
-    """Samples of a prompt file: ChatML (.json, .jsonl; with or without the target clip), a list of Seed-TTS-eval
-    (.lst), else one text a line.
+    """Samples of a prompt file: ChatML (.json, .jsonl; with or without the target clip), a list of
+    Seed-TTS-eval (.lst), else one text a line.
 
-    normalize: the texts to speak, by text_normalization.normalise. Raises UserError with every prompt that cannot be used.
+    normalize: the texts to speak, by text_normalization.normalise. Raises UserError with every
+    prompt that cannot be used.
     """
     path, problems = Path(path), []
     if path.suffix.lower() == ".lst":
@@ -89,8 +90,8 @@ def read_prompts(path, normalize):
 
 
 def canonical_prompt(name, entry, paths, normalize=False):
-    """One raw sample -> Sample to be spoken: its last turn is the assistant's and ends with the clip
-    to generate.
+    """One raw sample -> Sample to be spoken: its last turn is the assistant's and ends with the
+    clip to generate.
 
     The sample may hold that clip already, as training data does; else it is Clip(""). normalize:
     the text to speak, and those before it that training on this sample would normalise. Raises
@@ -135,21 +136,25 @@ def read_lines(path):
     return texts
 
 
-def text_prompts(named_texts, normalize, reference_audio=None, reference_text=None, system=None, scene=None):
-    """[(name, text)] -> Samples: plain, or in the voice of one reference clip with its transcript. Raises UserError.
+def text_prompts(named_texts, normalize, reference_audio=None, reference_text=None, system=None,
+                 scene=None):
+    """[(name, text)] -> Samples: plain, or in the voice of one reference clip with its transcript.
+    Raises UserError.
 
     normalize: of read_prompts. system: of all of them; None: by each text, as in training.
     """
     reference = []
     if reference_audio:
         reference = [{"role": "user", "content": reference_text},
-                     {"role": "assistant", "content": {"type": "audio", "audio_url": reference_audio}}]
+                     {"role": "assistant",
+                      "content": {"type": "audio", "audio_url": reference_audio}}]
     def messages(text):
         said, heard_in = system, scene
         if not system:
             said, heard_in = system_parts(text, scene, references=bool(reference))
         content = said + ("\n\n" + SCENE.format(heard_in) if heard_in else "")
-        return [{"role": "system", "content": content}, *reference, {"role": "user", "content": text}]
+        return [{"role": "system", "content": content}, *reference,
+                {"role": "user", "content": text}]
 
     return prompts_of(named_texts, messages, Path.cwd(), normalize)
 
@@ -171,8 +176,9 @@ def prompts_of(named, messages, base, normalize):
 
 
 def list_prompts(path, normalize):
-    """Samples of a meta.lst of BytedanceSpeech/seed-tts-eval: `name|text of the voice|voice.wav|text[|truth.wav]` a
-    line; paths are relative to the list. normalize: of read_prompts. Raises UserError.
+    """Samples of a meta.lst of BytedanceSpeech/seed-tts-eval: `name|text of the
+    voice|voice.wav|text[|truth.wav]` a line; paths are relative to the list. normalize: of
+    read_prompts. Raises UserError.
     """
     def messages(line):
         _, *fields = line.split("|")

@@ -36,8 +36,8 @@ def layouts(codes, bos, eos):
 
 
 def losses(model, ids, samples):
-    """{layout: (n, 9)} over n samples [(text ids, (T, 8) codes)]: cross-entropy of each one's first ROWS rows, mean of
-    all labelled cells and of each codebook's.
+    """{layout: (n, 9)} over n samples [(text ids, (T, 8) codes)]: cross-entropy of each one's first
+    ROWS rows, mean of all labelled cells and of each codebook's.
     """
     found = {}
     for text, codes in samples:

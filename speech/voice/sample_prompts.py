@@ -38,8 +38,8 @@ def read(path, normalize):
 
 
 def load(args, tokenizer, ids, config, codec_dir, world):
-    """Speaker of --sample_prompts, on every rank; its prompts are checked and encoded before training
-    starts, and its judges loaded, so that a missing one is found now. Raises UserError.
+    """Speaker of --sample_prompts, on every rank; its prompts are checked and encoded before
+    training starts, and its judges loaded, so that a missing one is found now. Raises UserError.
     """
     judging = {name: getattr(args, name) for name in JUDGING}
 
@@ -86,7 +86,8 @@ class Speaker:
         others wait.
         """
         model.eval()
-        with distributed.gathered(model), torch.autocast(world.device.type, torch.bfloat16, enabled=bf16):
+        autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=bf16)
+        with distributed.gathered(model), autocast:
             values = distributed.rank0_first(world, lambda: self.speak_all(
                 model.base_model, state.step, state.log, stop_requested))
         model.train()

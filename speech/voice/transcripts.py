@@ -27,8 +27,8 @@ def hear(world, clips, numbers, folder, settings, how):
     on the others.
 
     Called by every rank; clips (a sequence) and numbers (those to hear, an array) matter on rank 0.
-    settings: keywords of scores.load_judges. how: dataset.Encoding, for its processes and time limit.
-    Raises UserError; Stopped when asked to stop.
+    settings: keywords of scores.load_judges. how: dataset.Encoding, for its processes and time
+    limit. Raises UserError; Stopped when asked to stop.
     """
     # the limit changes nothing that is heard
     told = {name: value for name, value in settings.items() if name != "asr_time_limit"}
