@@ -99,16 +99,14 @@ from speech.voice import generate
 from common import adapters  # isort: skip      # after weights, which explains a broken torchaudio
 
 
-def read_texts(texts, prompts, normalize, *, reference_audio, reference_text, system, scene):
-    """The Samples to speak; raises UserError. prompts: file to take instead of the texts, or None.
-
-    normalize: of generate.read_prompts. reference_audio, reference_text, system, scene: of generate.text_prompts, for texts
-    and lines.
-    """
-    if prompts and prompts.lower().endswith(CHATML):
-        return generate.read_prompts(prompts, normalize)
-    lines = generate.read_lines(prompts) if prompts else [(f"--text {t!r}", t) for t in texts]
-    return generate.text_prompts(lines, normalize, reference_audio, reference_text, system, scene)
+def read_texts(args, normalize):
+    """The Samples to speak; raises UserError. normalize: of generate.read_prompts."""
+    if args.prompts and args.prompts.lower().endswith(CHATML):
+        return generate.read_prompts(args.prompts, normalize)
+    lines = [(f"--text {text!r}", text) for text in args.text or ()]
+    lines = generate.read_lines(args.prompts) if args.prompts else lines
+    return generate.text_prompts(lines, normalize, args.reference_audio, args.reference_text,
+                                 args.system_prompt, args.scene)
 
 
 def setting_to_speak(wanted, model, adapter=None):
@@ -231,9 +229,7 @@ def main(argv=None):
         module = versions.module(config_dict)
         wanted = args.normalize_text or ("off" if versions.is_third(config_dict["model_type"]) else None)
         normalize, why = setting_to_speak(wanted, folder, args.adapter)
-        samples = read_texts(args.text, args.prompts, normalize, reference_audio=args.reference_audio,
-                             reference_text=args.reference_text, system=args.system_prompt,
-                             scene=args.scene)
+        samples = read_texts(args, normalize)
         config, tokenizer = module.read_config(config_dict), module.load_tokenizer(folder)
         ids = module.token_ids(tokenizer, config)
         codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)

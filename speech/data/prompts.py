@@ -25,16 +25,15 @@ NOTES = {       # of samples that are used all the same
                          "them"}
 
 
-def task_of(row, reading):
-    """Task type of a row: its own, or the flag's; JimmyMa99's converter writes "audio_generation" into every sample."""
-    given = row.get("task_type")
-    return reading.task_type if given in (None, "", "audio_generation") else given
-
-
 def row_entry(row, opened, paths):
-    """(raw ChatML sample, [(check, note)]) of a row of a manifest, a folder or a corpus. Raises BadSample."""
+    """(raw ChatML sample, [(check, note)]) of a row of a manifest, a folder or a corpus. Raises
+    BadSample.
+    """
     reading, notes = opened.reading, []
-    task = task_of(row, reading)
+    task = row.get("task_type")
+    # JimmyMa99's converter writes "audio_generation" into every sample
+    if task in (None, "", "audio_generation"):
+        task = reading.task_type
     if task not in TASK_TYPES:
         raise BadSample(f"unknown task_type {task!r}; known: {', '.join(TASK_TYPES)}")
     if not isinstance(row["audio"], str) or not row["audio"].strip():

@@ -28,15 +28,6 @@ BATCH = 8           # prompts generated together
 MAX_PROMPTS = 64    # a few are meant; generate_tts.py speaks any number
 
 
-def read(path, normalize):
-    """Samples of the file --sample_prompts; raises UserError, also when they are more than a few."""
-    samples = generate.read_prompts(path, normalize)
-    if len(samples) > MAX_PROMPTS:
-        raise UserError(f"--sample_prompts {path}: {len(samples)} prompts; each validation generates all of them, so "
-                        f"at most {MAX_PROMPTS} are taken (generate_tts.py speaks any number)")
-    return samples
-
-
 def load(args, tokenizer, ids, config, codec_dir, world):
     """Speaker of --sample_prompts, on every rank; its prompts are checked and encoded before
     training starts, and its judges loaded, so that a missing one is found now. Raises UserError.
@@ -44,7 +35,11 @@ def load(args, tokenizer, ids, config, codec_dir, world):
     judging = {name: getattr(args, name) for name in JUDGING}
 
     def prepare():
-        samples = read(args.sample_prompts, args.normalize_text == "on")
+        samples = generate.read_prompts(args.sample_prompts, args.normalize_text == "on")
+        if len(samples) > MAX_PROMPTS:
+            raise UserError(f"--sample_prompts {args.sample_prompts}: {len(samples)} prompts; each "
+                            f"validation generates all of them, so at most {MAX_PROMPTS} are taken "
+                            "(generate_tts.py speaks any number)")
         need_package("matplotlib", "--sample_prompts draws spectrograms")
         scores.load_judges(**judging)
         settings = generate.sampling(config, args.sample_seconds)
