@@ -29,7 +29,7 @@ CHATS = files("common/", "document_attention indexing recomputation") | files(
     "distill/", "chat choices dataset linear_loss packed_lm train_sft weights")
 BLOCKS = files("common/", "recomputation") | files("diffusion/", "blocks choices demo_problems dit elbo lines noise problems train_bd3lm weights")
 # {script: (files it may load beside ALL, lines of all together)}
-LIMITS = {"train_v2_ddp.py": (SPEECH, 8_400), "distill/train_sft.py": (CHATS, 6_850),
+LIMITS = {"train_v2_ddp.py": (SPEECH, 8_380), "distill/train_sft.py": (CHATS, 6_850),
           "diffusion/train_bd3lm.py": (BLOCKS, 7_050)}
 WATCH = """
 import atexit, runpy, sys

@@ -84,11 +84,6 @@ def layers(native):
     return native.model.layers
 
 
-def tied_heads(native):
-    """Embeddings that are heads as well: none."""
-    return []
-
-
 def packed(net, recompute=None):
     """What DDP wraps around the native model, or the PeftModel around it."""
     return PackedHiggs(net, recompute)

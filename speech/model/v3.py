@@ -25,7 +25,7 @@ from speech.model.labels_v3 import (  # noqa: F401  (offered here, too)
     label_mask,
     undelay,
 )
-from speech.model.loss import Sums, decays, flops_per_pack, named, total_loss  # noqa: F401  (of module(), too)
+from speech.model.loss import Sums, named
 
 from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3Config, Qwen3Model  # isort: skip
 
@@ -74,11 +74,6 @@ def positions(config):
 def layers(native):
     """The decoder layers."""
     return native.body.layers
-
-
-def tied_heads(native):
-    """Embeddings that are heads as well."""
-    return [*getattr(native.audio_embedding, "modules_to_save", {}).values()] or [native.audio_embedding]
 
 
 def packed(net, recompute=None):
