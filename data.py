@@ -16,62 +16,66 @@ from torch.utils.data import DataLoader, Dataset
 from common import checkpoint, distributed
 from common.problems import Problems
 from common.watchdog import init_loader
-from speech.data.codes import ensure_codes
-from speech.data.dataset import Table, is_prepared, keep_prepared, read_all
+from speech.data.builder import TableBuilder
+from speech.data.dataset import Table, ensure_codes, is_prepared, keep_prepared
+from speech.data.rows import read_all
 from speech.model.labels import IGNORE, PackedBatch, audio_targets
 
 PAD_LENGTH = 128        # padding comes in samples this short: attention costs the square of a sample's length
 
 
-def prepare_table(world, tokenizer, ids, codec_dir, *, train, held_out, output_dir, cache_dir, reading, processes,
-                  wait_limit_s, encode=True, drop=(), list_in=None):
-    """All between the user's files and training, on every rank: read, encode what is new, write and map the table.
-    Folders of prepare_tts.py are only mapped.
+def prepare_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
+    """All between the user's files and training, on every rank: read, encode what is new, write and
+    map the table. Folders of prepare_tts.py are only mapped.
 
-    train, held_out, reading, processes: of read_all.
-    ids: TokenIds. codec_dir: native codec folder. output_dir: where the table is written. cache_dir: of encoded audio.
-    wait_limit_s: seconds to wait for another run that fills the same cache, and for a rank that encodes.
-    drop: of read_all; list_in: its output_dir.
-    encode=False: clips that the cache lacks get the number of their frames from their headers, and no codes.
-    Returns the Table.
+    ids: TokenIds. sources: rows.Sources. encoding: dataset.Encoding. output_dir: where the table is
+    written, and the list of samples that cannot be used. dry: clips that the cache lacks get the
+    number of their frames from their headers, and no codes; nothing is listed. Returns the Table.
     """
-    if any(map(is_prepared, [*(path for path, _ in train), *([held_out] if held_out else [])])):
+    if any(is_prepared(path) for path, *_ in sources.all()):
         from speech.data.prepared import open_prepared
-        return open_prepared(world, train, held_out, tokenizer, ids, codec_dir, reading, output_dir)
-    builder, sources = None, []
+        return open_prepared(world, sources, tokenizer, ids, encoding.codec_dir, output_dir)
+    builder, parts = None, []
     start, bad = time.monotonic(), {}        # bad: clips that cannot be used, on rank 0
     folder = checkpoint.new_table(output_dir)       # the other ranks learn rank 0's from write()
-    # a dry run names bad rows and bad audio at once, a run ends at bad rows before it encodes
-    problems = None if encode else Problems(drop, list_in)
+    problems = Problems(sources.drop, None if dry else output_dir)
 
-    def read():
-        nonlocal builder, sources
-        keep_prepared(output_dir)
-        checkpoint.remove_named(output_dir, checkpoint.TABLE)       # a running job keeps what it has mapped
-        builder, sources = read_all(train, held_out, tokenizer, ids, reading, folder, processes,
-                                    drop, list_in, problems=problems)
-        n_train = sum(s["stop"] - s["first"] for s in sources if not s["held_out"])
-        print(f"data       {n_train} training samples, {len(builder) - n_train or 'no'} separate validation samples, "
-              f"{len(builder.clips)} distinct clips (read in {time.monotonic() - start:.1f} s)", flush=True)
-
-    def write():
-        bad.update(builder.shorter_than(ids.min_frames, codes[-1]))
-        found = problems or Problems(drop, list_in, more=True)
-        found.add(builder.without_audio(bad, sources) if bad else [])
+    def settle(found):
         if said := found.settle():
             print(f"data       dropped: {said}", flush=True)
-        cache, *found = codes
-        builder.write(folder, os.path.abspath(cache), *found, sources)      # a relative path is the table's own
+
+    def read():
+        nonlocal builder, parts
+        keep_prepared(output_dir)
+        # a running job keeps what it has mapped
+        checkpoint.remove_named(output_dir, checkpoint.TABLE)
+        builder = TableBuilder(tokenizer, ids, folder)
+        parts = read_all(builder, sources, problems)
+        # a dry run names bad rows and bad audio at once, a run ends at bad rows before it encodes
+        if not dry:
+            settle(problems)
+        n_train = sum(s["stop"] - s["first"] for s in parts if not s["held_out"])
+        print(f"data       {n_train} training samples, {len(builder) - n_train or 'no'} separate "
+              f"validation samples, {len(builder.clips)} distinct clips (read in "
+              f"{time.monotonic() - start:.1f} s)", flush=True)
+
+    def write():
+        cache, shards, where = codes
+        bad.update(builder.shorter_than(ids.min_frames, where))
+        found = problems if dry else Problems(sources.drop, output_dir, more=True)
+        found.add(builder.without_audio(bad, parts) if bad else [])
+        settle(found)
+        # a relative path is the table's own
+        builder.write(folder, os.path.abspath(cache), shards, where, parts)
         return folder
 
     try:
         distributed.rank0_first(world, read)
-        if encode:
-            codes = ensure_codes(world, builder.clips if builder else [], codec_dir, cache_dir, ids.num_codebooks,
-                                 processes, wait_limit_s, bad)
-        else:
+        if dry:
             from speech.data.encode import plan_codes
-            codes = plan_codes(builder.clips, codec_dir, cache_dir, ids.num_codebooks, processes, bad)
+            codes = plan_codes(builder.clips, encoding, bad)
+        else:
+            codes = ensure_codes(world, builder.clips if builder else [], encoding, bad)
         return Table(distributed.rank0_first(world, write))
     except BaseException:
         if world.is_main:

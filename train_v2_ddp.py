@@ -21,8 +21,8 @@ import sys
 from common import flags, run_lock
 from common.flags import need
 from common.text import counted
-from speech import data_flags
-from speech.choices import CHECKS, LORA_TARGETS, check_judges, judges
+from speech import choices
+from speech.choices import CHECKS, LORA_TARGETS
 
 # --------------------------------------------------------------------------------------------------
 # Flags
@@ -45,7 +45,7 @@ def build_parser():
     flags.switch(g, "--freeze_llm", help="full fine-tuning of the audio embedding and head only")
 
     g = p.add_argument_group("data")
-    data_flags.add(g)
+    choices.data(g)
     g.add_argument("--validation_split", type=float, help="share of samples held out, by seeded shuffle "
                    "(default: 0.005, but of few samples 5 %%, up to 16)")
     g.add_argument("--code_cache", help="folder of encoded audio, shareable between runs (default: OUTPUT_DIR/codes)")
@@ -83,15 +83,12 @@ def build_parser():
     flags.switch(g, "--enable_strategic_logging", help="now and then print one sample as trained")
     g.add_argument("--strategic_logging_steps", type=int, default=100, help="optimizer steps between printed samples")
     flags.switch(g, "--disable_eval", help="no validation, no hold-out")
-    g.add_argument("--eval_ranks", choices=("rank0", "all"),
-                   help="who validates: rank 0 while the others wait, or all ranks a share; same number (default: "
-                        "rank0, with --parallel fsdp and hsdp all)")
     g.add_argument("--sample_prompts", metavar="FILE",
                    help="prompts spoken at every validation: one text a line, or ChatML .json/.jsonl")
     g.add_argument("--sample_seconds", type=float, default=10.0, help="seconds of speech a sample prompt may give")
     g.add_argument("--sample_time_limit", type=float, default=120.0,
                    help="seconds that generating all of them may take at one validation")
-    judges(p.add_argument_group("what judges the sample prompts, on rank 0"))
+    choices.judges(p.add_argument_group("what judges the sample prompts, on rank 0"))
     return flags.accept_old(p)
 
 
@@ -105,8 +102,8 @@ def check_flags(args, world_size):
         run_lock.check_free(args.output_dir)
     flags.check_parallel(args, world_size)
     flags.check_sharding(args)
-    data_flags.check(args)
-    for path, _ in data_flags.sources(args)[0] if args.code_cache else ():
+    choices.check_data(args)
+    for path, _ in choices.sources(args)[0] if args.code_cache else ():
         need(not os.path.exists(os.path.join(path, "prepared.json")),
              f"--code_cache: {path} has its codes already; drop the flag")
     need(not (args.disable_eval and (args.eval_data_file or args.eval_data_dir)),
@@ -117,18 +114,13 @@ def check_flags(args, world_size):
     for flag in ("sample_seconds", "sample_time_limit"):
         need(args.sample_prompts or getattr(args, flag) == {"sample_seconds": 10, "sample_time_limit": 120}[flag],
              f"--{flag} needs --sample_prompts")
-    check_judges(args, bool(args.sample_prompts))
+    choices.check_judges(args, bool(args.sample_prompts))
     need(not args.sample_prompts or args.sample_time_limit < args.wait_timeout,
          f"--sample_time_limit {args.sample_time_limit:g} must be below --wait_timeout {args.wait_timeout}")
     flags.check_lora(args, build_parser())
     flags.check_loading(args, build_parser())
     need(args.use_lora or not args.train_audio_table, "--train_audio_table needs --use_lora; without it all is trained")
     need(not (args.use_lora and args.freeze_llm), "--use_lora freezes the whole base already: drop --freeze_llm")
-    need(args.parallel == "ddp" or args.eval_ranks != "rank0",
-         f"--eval_ranks rank0 with --parallel {args.parallel}: every forward there needs all ranks; drop it")
-    need(not (args.auto and args.eval_ranks == "rank0") or "parallel" in flags.named(args),
-         "--eval_ranks rank0 with --auto needs --parallel ddp: every forward of fsdp needs all ranks")
-    args.eval_ranks = args.eval_ranks or ("rank0" if args.parallel == "ddp" and not args.auto else "all")
     if not flags.counts_samples(args):
         need(not args.group_by_length, "--group_by_length does nothing with packs of tokens: they are equal")
         need(args.auto or not args.global_batch_size, "--global_batch_size counts samples: with packs of tokens it "
@@ -165,8 +157,8 @@ from common.watchdog import stop_requested
 from data import make_loader, prepare_table
 from speech.data import text_normalization
 from speech.data.code_cache import FRAME_RATE
-from speech.data.dataset import data_facts, samples_line, split_samples, usable_samples
-from speech.data.rows import Reading
+from speech.data.dataset import Encoding, data_facts, samples_line, split_samples, usable_samples
+from speech.data.rows import Reading, Sources
 from speech.model import versions, weights
 from speech.model.loss import Sums, decays, flops_per_pack, total_loss
 
@@ -303,40 +295,29 @@ def autocast(bf16, device):
 
 @torch.no_grad()
 def evaluate(module, world, model, table, ids, held_out, writer, args):
-    """Exact target-weighted validation losses {eval/...: float}, by rank 0 or by all ranks.
+    """Exact target-weighted validation losses {eval/...: float}; each rank takes a share.
 
     Now and then calls writer.check(), which may raise, and looks for a request to stop: then it
     returns None, on all ranks.
     """
     order = PackOrder(table.lengths[held_out], samples_per_pack=args.per_device_eval_batch_size,
                       shuffle=False)
-
-    def share(rank, size):
-        mine = rank_packs(order, rank, size, 1, epochs=1)
-        packs = [[int(held_out[i]) for i in pack] for pack in mine]
-        sums = torch.zeros(Sums.size(ids.num_codebooks), dtype=torch.float64, device=world.device)
-        loader = make_loader(table, ids, packs, num_workers=min(1, args.num_workers),
-                             prefetch_factor=2)
-        for i, batch in enumerate(loading.each(loader)):
-            if i % 16 == 0:     # often enough for a prompt stop, seldom enough to cost nothing
-                writer.check()
-                stop = bool(stop_requested())
-                if stop if size == 1 else distributed.any_rank(world, stop).item():
-                    return None
-            with autocast(args.bf16, world.device):
-                losses = model(batch.to(world.device))
-            sums += sums_of(losses, batch).flat()
-        return sums.tolist()
-
+    mine = rank_packs(order, world.rank, world.size, 1, epochs=1)
+    packs = [[int(held_out[i]) for i in pack] for pack in mine]
+    loader = make_loader(table, ids, packs, num_workers=min(1, args.num_workers), prefetch_factor=2)
+    sums = torch.zeros(Sums.size(ids.num_codebooks), dtype=torch.float64, device=world.device)
     model.eval()
-    if args.eval_ranks == "rank0":
-        sums = distributed.rank0_first(world, share, 0, 1)
-    elif (sums := share(world.rank, world.size)) is not None:
-        sums = torch.tensor(sums, dtype=torch.float64, device=world.device)
-        sums = distributed.all_sum(world, sums).tolist()
+    for i, batch in enumerate(loading.each(loader)):
+        if i % 16 == 0:     # often enough for a prompt stop, seldom enough to cost nothing
+            writer.check()
+            if distributed.any_rank(world, bool(stop_requested())).item():
+                model.train()
+                return None
+        with autocast(args.bf16, world.device):
+            losses = model(batch.to(world.device))
+        sums += sums_of(losses, batch).flat()
     model.train()
-    if sums is None:
-        return None
+    sums = distributed.all_sum(world, sums).tolist()
     return module.loss_report(sums, args.audio_loss_reduction, args.text_loss_weight, "eval")
 
 
@@ -350,23 +331,7 @@ def load_prompts(args, tokenizer, ids, config, codec_dir, world):
     if not args.sample_prompts:
         return None
     from speech.voice import sample_prompts
-    judging = {name: getattr(args, name) for name in sample_prompts.JUDGING}
-    normalize = args.normalize_text == "on"
-    prompts, settings = distributed.rank0_first(
-        world, sample_prompts.load, args.sample_prompts, normalize, args.sample_seconds, judging,
-        (tokenizer, ids, config, codec_dir, world.device))
-    return sample_prompts.Speaker(prompts, settings, ids, codec_dir, world.device, args.output_dir,
-                                  judging, args.seed, args.sample_time_limit)
-
-
-def speak(world, model, speaker, state, args):
-    """{eval/...: float} of the sample prompts. Rank 0 speaks, the others wait."""
-    model.eval()
-    with distributed.gathered(model), autocast(args.bf16, world.device):
-        values = distributed.rank0_first(world, lambda: speaker.speak_all(
-            model.base_model, state.step, state.log, stop_requested))
-    model.train()
-    return values
+    return sample_prompts.load(args, tokenizer, ids, config, codec_dir, world)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -436,13 +401,12 @@ def code_cache(args):
 
 def read_data(args, tokenizer, ids, codec_dir, work_dir, world):
     """The Table of the user's files, made in work_dir. A dry run encodes nothing."""
-    dry = args.dry_run is not None
-    train, held_out = data_flags.sources(args)
-    return prepare_table(
-        world, tokenizer, ids, codec_dir, train=train, held_out=held_out, output_dir=work_dir,
-        cache_dir=code_cache(args), reading=Reading(**data_flags.reading(args)),
-        processes=args.preprocess_num_proc, wait_limit_s=args.wait_timeout, encode=not dry,
-        drop=args.drop_bad, list_in=None if dry else args.output_dir)
+    sources = Sources(*choices.sources(args), Reading(**choices.reading(args)),
+                      args.preprocess_num_proc, args.drop_bad)
+    encoding = Encoding(codec_dir, code_cache(args), ids.num_codebooks, args.preprocess_num_proc,
+                        args.wait_timeout)
+    return prepare_table(world, tokenizer, ids, sources, encoding, work_dir,
+                         dry=args.dry_run is not None)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -569,7 +533,7 @@ def train(args):
                         tqdm.write(eval_line(state.step, values))
                     if speaker:
                         watch.moved(f"sample prompts at step {state.step}", args.wait_timeout)
-                        values |= speak(world, model, speaker, state, args)
+                        values |= speaker.speak(world, model, state, args.bf16)
                     if values and main_rank:
                         state.log.write(state.step, values)
                     better = state.better(values.get("eval/loss", math.nan))

@@ -34,8 +34,10 @@ from common import json_files, metrics, report, resume, run
 from common.flags import UserError
 from common.text import HIDDEN, error_text
 from distill import chat, held_out, journal, teacher_server
+from speech.data.conversations import canonical_sample
 from speech.data.rows import read_samples
 from speech.model.labels import conversation_pieces
+from speech.voice.generate import canonical_prompt
 
 from common import adapters  # isort: skip
 from diffusion import make_problems  # isort: skip
@@ -82,10 +84,10 @@ def chatml(folder, data, name="data.json"):
     (folder / "a.wav").touch()
     path = folder / name
     path.write_bytes(data)
-    for prompts in (False, True):
+    for make in (canonical_sample, canonical_prompt):
         problems = []
-        with contextlib.suppress(UserError) if prompts else contextlib.nullcontext():
-            for sample in read_samples(path, problems, prompts=prompts):
+        with contextlib.nullcontext() if make is canonical_sample else contextlib.suppress(UserError):
+            for sample in read_samples(path, problems, make):
                 check_said(sample.name, path, longest=LONGEST_PROBLEM)
                 check_texts(*(part for part, _ in conversation_pieces(sample) if isinstance(part, str)))
         check_problems(problems, path)

@@ -124,7 +124,7 @@ def make_data(folder):
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     subprocess.run([sys.executable, ROOT / "speech" / "demo" / "make_tiny.py", folder / "speech", "--clips", "48", "--speakers",
-                    "3", "--voice", "numpy"], check=True, stdout=subprocess.DEVNULL)
+                    "3"], check=True, stdout=subprocess.DEVNULL)
     chats.student(folder / "student")
     talks = chats.conversations(12_000)     # so many that other processes help to read them
     chats.write(folder / "chats.jsonl", talks[40:])

@@ -31,8 +31,9 @@ from common import checkpoint, distributed, flags, fused, loading, plan, run, te
 from diffusion import choices, demo_problems, dit, noise, train_bd3lm
 from distill import train_sft
 from distill import weights as chat_weights
-from speech import data_flags
-from speech.data.rows import Reading
+from speech import choices as speech_choices
+from speech.data.dataset import Encoding
+from speech.data.rows import Reading, Sources
 from speech.demo import make_tiny
 from speech.model import v3, versions
 
@@ -123,11 +124,11 @@ def prepare(folder):
         config = json.loads((words[1] / "config.json").read_text())
         module = versions.module(config)
         tokenizer = module.load_tokenizer(words[1])
-        train, held_out = data_flags.sources(args)
-        data.prepare_table(distributed.World(device=torch.device("cpu")), tokenizer,
-                           module.token_ids(tokenizer, module.read_config(config)), folder / "codec", train=train,
-                           held_out=held_out, output_dir=folder / words[1].name, cache_dir=folder / "codes",
-                           reading=Reading(**data_flags.reading(args)), processes=0, wait_limit_s=60)
+        ids = module.token_ids(tokenizer, module.read_config(config))
+        sources = Sources(*speech_choices.sources(args), Reading(**speech_choices.reading(args)))
+        encoding = Encoding(folder / "codec", folder / "codes", ids.num_codebooks, wait_limit_s=60)
+        data.prepare_table(distributed.World(device=torch.device("cpu")), tokenizer, ids, sources,
+                           encoding, folder / words[1].name)
     fake_cuda.patch()
 
 

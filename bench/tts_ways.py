@@ -29,9 +29,10 @@ from common import distributed, float8, loading, optim
 from common.packing import PackOrder, rank_packs
 from data import SpeechSamples, collate, make_loader
 from speech import choices
+from speech.data.builder import TableBuilder
 from speech.data.code_cache import FRAME_RATE
 from speech.data.conversations import Clip, Sample, Turn
-from speech.data.dataset import Table, TableBuilder
+from speech.data.dataset import Table
 from speech.demo import make_tiny
 from speech.model import v2, weights
 from speech.model.labels import IGNORE, token_ids

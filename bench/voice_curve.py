@@ -3,7 +3,7 @@
     apt-get install flite
     python bench/voice_curve.py work        # one CPU thread, no GPU; the same command goes on where it was
 
-speech/demo/make_voice.py makes 7000 clips of flite's `slt` saying digits, a codec and a language model of random weights, in
+bench/make_voice.py makes 7000 clips of flite's `slt` saying digits, a codec and a language model of random weights, in
 OUT_DIR. train_v2_ddp.py trains all weights of it in one process, 16 clips a step. Each of its checkpoints, the random
 weights among them, speaks 40 sentences that are in no training text, and is judged as in launch/demo.sh: pocketsphinx
 with a grammar that knows digits alone listens; "this voice" is the share of clips nearer to its pitch than to another's.
@@ -19,9 +19,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-
-# no voices besides, and the number of the new voice's texts that launch/voice had, which decides the base's texts
-TEXTS = ["--clips", "400", "--other_texts", "0"]
 
 
 def parse(argv=None):
@@ -39,14 +36,14 @@ def parse(argv=None):
 
 def make(out_dir, stage):
     """A stage of make_voice.py, unless it is there."""
-    subprocess.run([sys.executable, "speech/demo/make_voice.py", out_dir, *TEXTS, "--only", stage], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "bench/make_voice.py", out_dir, stage], cwd=ROOT, check=True)
 
 
 def spoken_codec(out_dir):
     """OUT_DIR/spoken: the codec with its trained decoder; its encoder is not needed, codes come from latents."""
     import torch
 
-    from speech.demo import voice_codec
+    from bench import voice_codec
     folder = out_dir / "spoken"
     if not folder.exists():
         make(out_dir, "decoder")
@@ -102,7 +99,7 @@ def through_codec(out_dir, codec, waves):
     """[wave] -> what the codec makes of the codes of their latents: the best that the model can learn."""
     import torch
 
-    from speech.demo import voice_codec
+    from bench import voice_codec
     from speech.voice import generate
     known, codec = torch.load(out_dir / "latents.pt"), voice_codec.load_codec(codec)
     with torch.no_grad():
@@ -137,9 +134,9 @@ def main(argv=None):
     training = start_training(out_dir, args.steps, args.every)
     import torch
 
-    from bench import measure
+    from bench import make_voice, measure, voice_codec
     from common.checkpoint import write_atomically
-    from speech.demo import judge_demo, make_voice, voice_codec
+    from speech.demo import judge_demo
     torch.set_num_threads(1)
     texts = json.loads((out_dir / "texts.json").read_text())["held_out"]
     said = [make_voice.spoken(text) for text in texts]

@@ -36,7 +36,7 @@ def parse(argv=None):
 
 def cloned(clips, voice, text, reference):
     """ChatML sample: speak digits `text` in the voice that says digits `reference` before it."""
-    from speech.demo import make_voice
+    from bench import make_voice
     before, after = (make_voice.sample(said, audio_url=str(clips / voice / f"{said}.wav"))["messages"]
                      for said in (reference, text))
     return {"messages": [*before, *after[1:]]}
@@ -44,7 +44,7 @@ def cloned(clips, voice, text, reference):
 
 def make_samples(clips, flite):
     """Speaks the clips; [sample] to train on, in random order."""
-    from speech.demo import make_voice, voice_codec
+    from bench import make_voice, voice_codec
     texts = json.loads((VOICE / "texts.json").read_text())
     draw, samples = random.Random(0), []
     for voice in voice_codec.VOICES:
@@ -74,24 +74,41 @@ def train(out_dir, steps):
         sys.exit(f"train_v2_ddp.py ended with status {done.returncode}")
 
 
+def mean_cepstra(wave):
+    """(13,) mean over 10 ms frames of the cosine series of 40 log mel energies up to 8 kHz."""
+    import numpy as np
+
+    from speech.voice.speech_metrics import RATE, frames
+    size, mels = 1024, 40
+    edges = 700 * (10 ** (np.linspace(0, np.log10(1 + 8000 / 700), mels + 2)) - 1)
+    hertz = np.fft.rfftfreq(size, 1 / RATE)
+    rising = (hertz - edges[:-2, None]) / (edges[1:-1] - edges[:-2])[:, None]
+    falling = (edges[2:, None] - hertz) / (edges[2:] - edges[1:-1])[:, None]
+    power = np.abs(np.fft.rfft(frames(wave, size) * np.hanning(size), axis=1)) ** 2
+    mel = power @ np.clip(np.minimum(rising, falling), 0, None).T
+    mel = np.maximum(mel, max(1e-8 * mel.max(), 1e-30))         # 80 dB below the loudest is silence
+    basis = np.cos(np.pi * np.outer(np.arange(1, 14), np.arange(mels) + 0.5) / mels) / mels
+    return (np.log(mel) @ basis.T).mean(0)
+
+
 def likeness(wave, reference):
     """Minus the distance of two voices: octaves between median pitches, plus mean spectra's distance in 10 dB."""
     import numpy as np
 
     from speech.demo.judge_demo import median_pitch
-    from speech.voice import speech_metrics
     if not len(wave):
         return -np.inf
-    means = [speech_metrics.cepstra(speech_metrics.mel_energies(heard)).mean(0, keepdims=True)
-             for heard in (wave, reference)]
     octaves = abs(np.log2(median_pitch(wave) / median_pitch(reference)))
-    return -octaves - float(speech_metrics.cepstral_distances(*means)[0, 0]) / 10
+    apart = mean_cepstra(wave) - mean_cepstra(reference)
+    # Kubichek, "Mel-cepstral distance measure for objective speech quality assessment", 1993
+    return -octaves - float(np.sqrt(2 * (apart ** 2).sum())) / np.log(10)
 
 
 def judge(out_dir, steps):
     """{reference voice: {"wer", "shuffled_wer", "stop_rate", "nearest": {voice: share of clips}}}."""
+    from bench import make_voice, voice_codec
     from bench.voice_curve import say
-    from speech.demo import judge_demo, make_voice, voice_codec
+    from speech.demo import judge_demo
     held = json.loads((VOICE / "texts.json").read_text())["held_out"]
     texts, clips = [make_voice.spoken(text) for text in held], out_dir / "clips"
     voices = (*voice_codec.VOICES, *voice_codec.OTHERS)

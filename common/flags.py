@@ -82,7 +82,7 @@ class ShowHelp(argparse.Action):
     """--help and --help all."""
 
     def __call__(self, parser, namespace, value, option_string=None):
-        parser.everything = value == "all"
+        parser.everything = parser.usual is None or value == "all"
         parser.print_help()
         parser.exit()
 

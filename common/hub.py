@@ -6,7 +6,6 @@ imported here, when such a path is met.
 """
 import contextlib
 import fnmatch
-import os
 import re
 import shutil
 import tempfile
@@ -45,14 +44,6 @@ def open_file(path):
     from huggingface_hub import HfFileSystem
     with asking(path):
         return HfFileSystem().open(str(path).removeprefix("hf://"), "rb", block_size=2**16)
-
-
-def stat(path):
-    """(bytes, modification time in ns) of a file; of one on the hub, whose path has the commit, (0, 0)."""
-    if is_there(path):
-        return 0, 0
-    found = os.stat(path)
-    return found.st_size, found.st_mtime_ns
 
 
 @contextlib.contextmanager

@@ -99,16 +99,30 @@ from speech.voice import generate
 from common import adapters  # isort: skip      # after weights, which explains a broken torchaudio
 
 
-def read_texts(texts, prompts, normalize, *, reference_audio, reference_text, system, scene):
-    """The Samples to speak; raises UserError. prompts: file to take instead of the texts, or None.
+def read_texts(args, normalize):
+    """The Samples to speak; raises UserError. normalize: of generate.read_prompts."""
+    if args.prompts and args.prompts.lower().endswith(CHATML):
+        return generate.read_prompts(args.prompts, normalize)
+    lines = [(f"--text {text!r}", text) for text in args.text or ()]
+    lines = generate.read_lines(args.prompts) if args.prompts else lines
+    return generate.text_prompts(lines, normalize, args.reference_audio, args.reference_text,
+                                 args.system_prompt, args.scene)
 
-    normalize: of generate.read_prompts. reference_audio, reference_text, system, scene: of generate.text_prompts, for texts
-    and lines.
+
+def setting_to_speak(wanted, model, adapter=None):
+    """(whether to normalise, a line that says so and why).
+
+    wanted: --normalize_text, or None for what the checkpoint was trained with. model, adapter:
+    folders.
     """
-    if prompts and prompts.lower().endswith(CHATML):
-        return generate.read_prompts(prompts, normalize)
-    lines = generate.read_lines(prompts) if prompts else [(f"--text {t!r}", t) for t in texts]
-    return generate.text_prompts(lines, normalize, reference_audio, reference_text, system, scene)
+    folder = adapter or model
+    saved = text_normalization.saved_setting(folder)
+    if wanted:
+        other = f"; {folder} was trained with {saved}" if saved and saved != wanted else ""
+        return wanted == "on", f"--normalize_text {wanted}{other}"
+    if saved:
+        return saved == "on", f"--normalize_text {saved}, as {folder} was trained"
+    return True, f"--normalize_text on, as in boson-ai's inference: {folder} is not a checkpoint of this trainer"
 
 
 def earlier_results(output_dir, overwrite):
@@ -214,10 +228,8 @@ def main(argv=None):
                                                            args.output_dir)
         module = versions.module(config_dict)
         wanted = args.normalize_text or ("off" if versions.is_third(config_dict["model_type"]) else None)
-        normalize, why = text_normalization.setting_to_speak(wanted, folder, args.adapter)
-        samples = read_texts(args.text, args.prompts, normalize, reference_audio=args.reference_audio,
-                             reference_text=args.reference_text, system=args.system_prompt,
-                             scene=args.scene)
+        normalize, why = setting_to_speak(wanted, folder, args.adapter)
+        samples = read_texts(args, normalize)
         config, tokenizer = module.read_config(config_dict), module.load_tokenizer(folder)
         ids = module.token_ids(tokenizer, config)
         codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)

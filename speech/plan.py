@@ -64,7 +64,8 @@ def loss(model, text, audio, audio_rows, text_rows):
 
 def layers_of(model):
     """The decoder layers of a versions.packed."""
-    return versions.layers(model.base_model)
+    native = model.base_model
+    return versions.module(native.config).layers(native)
 
 
 def step_of(model):

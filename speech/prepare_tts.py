@@ -16,10 +16,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))     # common/ st
 
 from common import flags
 from common.flags import need
-from speech import data_flags
-from speech.choices import CHECKS, LONGEST_CLIP_S, SOUND_ERRORS, WARNINGS, check_recognisers, recognisers
+from speech import choices
+from speech.choices import CHECKS, LONGEST_CLIP_S, SOUND_ERRORS, WARNINGS
 
 ERRORS = (*CHECKS, *SOUND_ERRORS)
+RECOGNISER = ("asr_model", "asr_command", "asr_time_limit", "language")     # flags of it
 
 
 def build_parser():
@@ -31,7 +32,7 @@ def build_parser():
                    "inside a Higgs TTS 3 checkpoint)")
     g.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU when there is one")
     g = p.add_argument_group("data")
-    data_flags.add(g)
+    choices.data(g)
     g.add_argument("--seed", type=int, default=42, help="of references and of the samples that have one")
     g = p.add_argument_group("checks")
     g.add_argument("--min_clip_seconds", type=float, default=0.32, help="a shorter clip is an error, too_short")
@@ -40,7 +41,7 @@ def build_parser():
     g.add_argument("--drop_bad", nargs="*", metavar="CHECK",
                    help=f"drop samples with errors ({', '.join(ERRORS)}) instead of stopping, and those with the "
                         f"warnings that are named: {', '.join(WARNINGS)}")
-    recognisers(g)
+    choices.recognisers(g)
     g.add_argument("--max_cer", type=float, help="drop samples of which the recogniser hears more than this share of "
                    "the text's characters otherwise, 0 to 1 (check transcript)")
     g = p.add_argument_group("output")
@@ -53,15 +54,17 @@ def build_parser():
 
 
 def check_flags(args, world_size):
-    """Raise UserError for values and combinations that would fail later; drop_bad becomes the checks to drop."""
-    data_flags.check(args)
+    """Raise UserError for values and combinations that would fail later; drop_bad becomes the
+    checks to drop.
+    """
+    choices.check_data(args)
     flags.zero_or_more(args, "min_clip_seconds", "seed", "preprocess_num_proc")
     flags.above_zero(args, "max_clip_seconds")
     flags.at_least_one(args, "wait_timeout")
     need(args.min_clip_seconds < args.max_clip_seconds, "--min_clip_seconds must be below --max_clip_seconds")
     need(args.max_clip_seconds <= LONGEST_CLIP_S, f"--max_clip_seconds {args.max_clip_seconds:g}: at most "
          f"{LONGEST_CLIP_S}, which the codec sees whole")
-    check_recognisers(args)
+    choices.check_recognisers(args)
     need(args.max_cer is None or args.asr_model or args.asr_command, "--max_cer needs --asr_model or --asr_command")
     need(args.max_cer is None or args.max_cer >= 0, f"--max_cer is {args.max_cer}; it must be 0 or more")
     if args.drop_bad is None:
@@ -91,72 +94,75 @@ from common import checkpoint, distributed, watchdog
 from common.distributed import UserError
 from common.problems import LIST, Problems
 from speech.data import checks, prepared
+from speech.data.builder import TableBuilder
 from speech.data.code_cache import FRAME_RATE
-from speech.data.codes import ensure_codes
-from speech.data.dataset import TableBuilder, read_all
+from speech.data.dataset import Encoding, ensure_codes
 from speech.data.encode import measures_of
-from speech.data.rows import Reading
+from speech.data.rows import Reading, Sources, read_all
 from speech.model import versions
 from speech.voice import transcripts
 
 
-def prepare(world, tokenizer, ids, codec_dir, *, train, held_out, reading, output_dir, cache_dir, processes,
-            wait_limit_s, drop, min_seconds, max_seconds, recogniser=None, max_cer=None):
+def prepare(world, tokenizer, ids, sources, encoding, output_dir, limits, recogniser=None):
     """Make the prepared folder, on every rank; returns its report on rank 0.
 
-    train, held_out, reading, processes, drop: of read_all. cache_dir: of encoded audio. min_seconds, max_seconds: of a
-    clip. recogniser: of transcripts.hear, or None. max_cer: of --max_cer, or None. Raises UserError with all errors in
-    the data, unless they are dropped.
+    sources: rows.Sources. encoding: dataset.Encoding. limits: checks.Limits. recogniser: of
+    transcripts.hear, or None. Raises UserError with all errors in the data, unless they are
+    dropped.
     """
     out, start = Path(output_dir), time.monotonic()
-    bad, noted = {}, []
+    bad, noted, drop = {}, [], sources.drop
     found = Problems((*drop, *WARNINGS), out)       # of rows, then of their sound: one list of all
     table = checkpoint.new_table(out)
-    builder, sources = None, []
+    builder, parts = None, []
 
     def read():
-        nonlocal builder, sources
-        builder = TableBuilder(tokenizer, ids, table, facts=True)
-        _, sources = read_all(train, held_out, tokenizer, ids, reading, None, processes, drop, out, builder, noted,
-                              found)
+        nonlocal builder, parts
+        builder = TableBuilder(tokenizer, ids, table, checks.about)
+        parts = read_all(builder, sources, found, noted)
         print(f"data       {len(builder)} samples, {len(builder.clips)} distinct clips (read in "
               f"{time.monotonic() - start:.1f} s)", flush=True)
         if found.stopping:
-            print(f"notice     {found.stopping} rows stop this: they are listed together with what is wrong with the "
-                  "audio of the others, once that is encoded, which is kept", flush=True)
+            print(f"notice     {found.stopping} rows stop this: they are listed together with what "
+                  "is wrong with the audio of the others, once that is encoded, which is kept",
+                  flush=True)
 
     def write():
         cache, shards, where = codes
         bad.update(builder.shorter_than(ids.min_frames, where))
-        problems = builder.without_audio(bad, sources) if bad else []
+        problems = builder.without_audio(bad, parts) if bad else []
         measures = measures_of(cache, shards, where)
-        problems += noted + checks.find_problems(builder, sources, where, measures, min_seconds, max_seconds)
+        problems += noted + checks.find_problems(builder, parts, where, measures, limits)
         cer = compare(where) if recogniser else None
-        problems += checks.wrong_texts(builder, sources, cer, max_cer) if max_cer is not None else []
+        if limits.max_cer is not None:
+            problems += checks.wrong_texts(builder, parts, cer, limits.max_cer)
         refused = found.counts.total()
         found.add(problems)
         found.settle("\nfix: mend them, or drop them with --drop_bad")
         left_out = np.zeros(len(builder), bool)
         left_out[[p.sample for p in problems if p.sample is not None and p.check in drop]] = True
         if left_out.all():
-            raise UserError(f"no samples are left: all {len(builder)} are dropped; see {out / LIST}")
-        report = make_report(builder, sources, where, left_out, found.counts, drop)
+            raise UserError(f"no samples are left: all {len(builder)} are dropped; see "
+                            f"{out / LIST}")
+        report = make_report(builder, parts, where, left_out, found.counts, drop)
         report["dropped"] += refused
         if recogniser:
             by = recogniser["asr_model"] or recogniser["asr_command"]
             known, kept = ~np.isnan(cer), ~np.isnan(cer) & ~left_out
-            report["transcripts"] = {"recogniser": by, "samples": int(known.sum()), "mean_cer": _mean(cer[known]),
-                                     "mean_cer_kept": _mean(cer[kept])}
-        builder.write(table, os.path.relpath(cache, table) if out in Path(cache).parents else os.path.abspath(cache),
-                      shards, where, sources, left_out)
-        prepared.write(out, table, tokenizer, ids, codec_dir, reading, report)
+            report["transcripts"] = {
+                "recogniser": by, "samples": int(known.sum()), "mean_cer": _mean(cer[known]),
+                "mean_cer_kept": _mean(cer[kept])}
+        inside = out in Path(cache).parents
+        cache = os.path.relpath(cache, table) if inside else os.path.abspath(cache)
+        builder.write(table, cache, shards, where, parts, left_out)
+        prepared.write(out, table, tokenizer, ids, encoding.codec_dir, sources.reading, report)
         checkpoint.remove_named(out, checkpoint.TABLE, keep=table.name)
         return report
 
     def compare(where):
         targets = checks.targets(builder)
-        said, names = ([bytes(values[i]).decode() for i in range(len(builder))]
-                       for values in (builder.said, builder.names))
+        said = [checks.said_in(builder, i) for i in range(len(builder))]
+        names = [builder.name(i) for i in range(len(builder))]
         cer = transcripts.compare(said, heard, targets, recogniser["language"])
         transcripts.write_list(out / "transcripts.jsonl", names, said, heard, targets, cer)
         return cer
@@ -164,13 +170,12 @@ def prepare(world, tokenizer, ids, codec_dir, *, train, held_out, reading, outpu
     heard = {}
     try:
         distributed.rank0_first(world, read)
-        codes = ensure_codes(world, builder.clips if builder else [], codec_dir, cache_dir, ids.num_codebooks,
-                             processes, wait_limit_s, bad)
+        codes = ensure_codes(world, builder.clips if builder else [], encoding, bad)
         if recogniser:
             there = np.unique(checks.targets(builder)) if builder else np.empty(0, np.int64)
             there = there[codes[-1][there, 2] > 0] if builder else there
-            heard = transcripts.hear(world, builder.clips if builder else [], there, out / "heard", recogniser,
-                                     processes, wait_limit_s)
+            heard = transcripts.hear(world, builder.clips if builder else [], there, out / "heard",
+                                     recogniser, encoding)
         return distributed.rank0_first(world, write)
     except BaseException:
         if world.is_main:
@@ -184,9 +189,8 @@ def _mean(values):
 
 def make_report(builder, sources, where, left_out, found, drop):
     """What the data hold, JSON-able. found: {check: samples}. left_out: (n,) bool of samples."""
-    numbers, offsets = builder.clips.numbers[builder.entries.values.array()], builder.entries.offsets.array()
-    seconds = where[numbers[np.maximum(offsets[1:], 1) - 1], 2] / FRAME_RATE
-    speakers = builder.facts.array()["speaker"]
+    seconds = where[checks.targets(builder), 2] / FRAME_RATE
+    speakers = checks.facts_of(builder)["speaker"]
 
     def part(source):
         kept = np.arange(source["first"], source["stop"])
@@ -195,8 +199,10 @@ def make_report(builder, sources, where, left_out, found, drop):
                 "speakers": len(np.unique(speakers[kept]))}
 
     return {"samples": int((~left_out).sum()), "dropped": int(left_out.sum()), "clips": len(where),
-            "hours": round(float(seconds[~left_out].sum()) / 3600, 4), "sources": list(map(part, sources)),
-            "checks": {check: {"samples": n, "dropped": check in drop} for check, n in sorted(found.items())}}
+            "hours": round(float(seconds[~left_out].sum()) / 3600, 4),
+            "sources": list(map(part, sources)),
+            "checks": {check: {"samples": n, "dropped": check in drop}
+                       for check, n in sorted(found.items())}}
 
 
 def print_report(report, output_dir):
@@ -221,22 +227,23 @@ def main(argv=None):
         watchdog.catch_signals()
         world = distributed.init(600, args.wait_timeout, device=None if args.device == "auto" else args.device)
         distributed.rank0_first(world, checkpoint.own_output, args.output_dir)
-        folder, config_dict, codec_dir = versions.find_files(world, args.model_path, args.audio_tokenizer_path,
-                                                           args.output_dir)
-        args.normalize_text = versions.module(config_dict).text_setting(args.normalize_text or "")
+        folder, config_dict, codec_dir = versions.find_files(
+            world, args.model_path, args.audio_tokenizer_path, args.output_dir)
         module = versions.module(config_dict)
+        args.normalize_text = module.text_setting(args.normalize_text or "")
         tokenizer = module.load_tokenizer(folder)
         ids = module.token_ids(tokenizer, module.read_config(config_dict))
-        train, held_out = data_flags.sources(args)
+        sources = Sources(*choices.sources(args), Reading(**choices.reading(args)),
+                          args.preprocess_num_proc, args.drop_bad)
+        encoding = Encoding(codec_dir, args.code_cache or Path(args.output_dir) / "codes",
+                            ids.num_codebooks, args.preprocess_num_proc, args.wait_timeout)
+        limits = checks.Limits(args.min_clip_seconds, args.max_clip_seconds, args.max_cer)
+        recogniser = None
+        if args.asr_model or args.asr_command:
+            recogniser = {name: getattr(args, name) for name in RECOGNISER}
         try:
-            report = prepare(
-                world, tokenizer, ids, codec_dir, train=train, held_out=held_out, output_dir=args.output_dir,
-                cache_dir=args.code_cache or Path(args.output_dir) / "codes",
-                reading=Reading(**data_flags.reading(args)), processes=args.preprocess_num_proc,
-                wait_limit_s=args.wait_timeout, drop=args.drop_bad, min_seconds=args.min_clip_seconds,
-                max_seconds=args.max_clip_seconds, max_cer=args.max_cer, recogniser={
-                    name: getattr(args, name) for name in ("asr_model", "asr_command", "asr_time_limit", "language")}
-                if args.asr_model or args.asr_command else None)
+            report = prepare(world, tokenizer, ids, sources, encoding, args.output_dir, limits,
+                             recogniser)
         except watchdog.Stopped as why:
             raise UserError(f"{why}; the same command goes on from there")
         if world.is_main:

@@ -78,7 +78,7 @@ def as_a_fresh_process():
 def tiny(tmp_path_factory):
     from speech.demo import make_tiny
     root = tmp_path_factory.mktemp("tiny")
-    make_tiny.main([str(root), "--clips", "24", "--speakers", "3", "--voice", "numpy"])
+    make_tiny.main([str(root), "--clips", "24", "--speakers", "3"])
     return Tiny(root)
 
 

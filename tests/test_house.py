@@ -60,7 +60,7 @@ def is_script(name):
 
 
 def test_imports_run_one_way():
-    """By folder; and no script is imported, but two that are modules as well: the main trainer's, make_voice.py's."""
+    """By folder; and no script is imported, but two that are modules as well: lora.py and make_tiny.py."""
     for name, path in MODULES.items():
         found = imports(path)
         assert found <= MODULES.keys(), f"{path} imports what is not there: {found - MODULES.keys()}"

@@ -4,8 +4,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from common.distributed import World
 from diffusion import demo_problems
+from speech.data.dataset import Encoding, ensure_codes
+from speech.data.rows import read_samples
 from tests.helpers import chats
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT, trainer_command
@@ -17,16 +21,16 @@ def files(folder, names):
 
 ALL = files("common/", "checkpoint distributed flags fused json_files lifetime loading metrics optim packing problems "
             "run run_lock tensor_files text watchdog")
-# LoRA on ChatML: no other format, no TTS 3, no judge, no plan of memory
-SPEECH = files("common/", "adapters hub indexing recomputation") | files("", "train_v2_ddp data lora") | files(
-    "speech/", "choices data_flags") | files(
-    "speech/data/", "code_cache codes conversations dataset decode encode rows text_normalization") | files(
+# LoRA on ChatML, codes in the cache: no other format, nothing that encodes, no TTS 3, no judge, no plan of memory
+SPEECH = files("common/", "adapters indexing low_rank") | files("", "train_v2_ddp data lora") | files(
+    "speech/", "choices") | files(
+    "speech/data/", "builder code_cache conversations dataset rows text_normalization") | files(
     "speech/model/", "labels loss v2 versions weights")
 CHATS = files("common/", "document_attention indexing") | files(
     "distill/", "chat choices dataset linear_loss packed_lm train_sft weights")
 BLOCKS = files("diffusion/", "blocks choices dit elbo lines noise problems train_bd3lm weights")
 # {script: (files it may load beside ALL, lines of all together)}
-LIMITS = {"train_v2_ddp.py": (SPEECH, 9_150), "distill/train_sft.py": (CHATS, 6_500),
+LIMITS = {"train_v2_ddp.py": (SPEECH, 8_380), "distill/train_sft.py": (CHATS, 6_500),
           "diffusion/train_bd3lm.py": (BLOCKS, 6_500)}
 WATCH = """
 import atexit, runpy, sys
@@ -42,6 +46,8 @@ def command(script, request, folder):
     """A short run's command line, without the interpreter."""
     if script == "train_v2_ddp.py":
         tiny = request.getfixturevalue("tiny")
+        clips = {clip: None for sample in read_samples(tiny.train_json, []) for turn in sample.turns for clip in turn.clips}
+        ensure_codes(World(device=torch.device("cpu")), list(clips), Encoding(tiny.codec, tiny.codes, 8))
         return trainer_command(tiny, folder / "out", "--use_lora", "--max_steps", 1)[1:]
     short = ["--output_dir", folder / "out", "--max_steps", 1, "--report_to", "none", "--num_workers", 0]
     if script == "distill/train_sft.py":

@@ -3,12 +3,16 @@
 Errors stop prepare_tts.py, warnings are counted; --drop_bad drops the errors and the warnings that it names. All are in
 problems.jsonl. A clip is checked wherever it is used, as a target or as a reference.
 """
+import hashlib
+from typing import NamedTuple
+
 import numpy as np
 
 from common.problems import problem
 from speech.data.code_cache import FRAME_RATE
-from speech.data.dataset import file_of, own_references, places
+from speech.data.dataset import own_references, places
 from speech.data.encode import MEASURES
+from speech.data.rows import file_of
 
 SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
 CLIPPED = 1e-3              # share of samples at full scale
@@ -17,36 +21,77 @@ SPREAD = 1.5                # interquartile ranges beyond the quartiles of the l
 ENOUGH = 20                 # samples of a language, for quartiles
 
 
+# a sample's speaker and text, and the letters and digits of that text: 0 are no words
+FACTS = np.dtype([("said", np.uint64), ("letters", np.int32), ("speaker", np.uint64),
+                  ("language", np.uint64)])
+
+
+class Limits(NamedTuple):
+    """Seconds of a clip, and the share of a text's characters that may be heard otherwise, or None.
+    """
+    min_seconds: float
+    max_seconds: float
+    max_cer: float | None = None
+
+
+def about(sample):
+    """FACTS of a Sample and what is spoken in its last clip, as bytes, for a TableBuilder."""
+    said = next((turn.text for turn in reversed(sample.turns) if turn.text.strip()), "")
+    said = " ".join(said.split())
+    facts = (_hash(sample.speaker, said.casefold()), sum(map(str.isalnum, said.casefold())),
+             _hash(sample.speaker), _hash(sample.language))
+    return np.array([facts], FACTS).tobytes() + said.encode("utf-8", "backslashreplace")
+
+
+def _hash(*parts):
+    text = "\0".join(parts).encode("utf-8", "backslashreplace")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
+
+
+def facts_of(builder):
+    """(n,) FACTS of the samples of a TableBuilder."""
+    starts = builder.about.offsets.array()[:-1, None]
+    return builder.about.values.array()[starts + np.arange(FACTS.itemsize)].view(FACTS)[:, 0]
+
+
+def said_in(builder, i):
+    """What is spoken in the last clip of sample i."""
+    return builder.about[i][FACTS.itemsize:].tobytes().decode()
+
+
 def targets(builder):
     """(n,) numbers of the clips that samples are trained on: the last one of each."""
-    numbers, offsets = builder.clips.numbers[builder.entries.values.array()], builder.entries.offsets.array()
+    numbers, offsets = builder.used_clips()
     return numbers[np.maximum(offsets[1:], 1) - 1]
 
 
 def wrong_texts(builder, sources, cer, limit):
-    """[Problem] of samples in which more was heard wrong than the limit. cer: of transcripts.compare."""
-    return [problem(bytes(builder.names[i]).decode(), "transcript", f"{cer[i]:.0%} of its characters are heard "
+    """[Problem] of samples in which more was heard wrong than the limit. cer: of
+    transcripts.compare.
+    """
+    return [problem(builder.name(i), "transcript", f"{cer[i]:.0%} of its characters are heard "
                     f"otherwise, more than --max_cer {limit:g}", file_of(sources, i), i)
             for i in np.flatnonzero(np.nan_to_num(cer) > limit).tolist()]
 
 
-def find_problems(builder, sources, where, measures, min_seconds, max_seconds):
-    """[Problem] of samples, in the order of the checks. Those with a clip that has no codes are passed over.
+def find_problems(builder, sources, where, measures, limits):
+    """[Problem] of samples, in the order of the checks. Those with a clip that has no codes are
+    passed over.
 
-    builder: TableBuilder with facts. sources: of read_all. where: (n_clips, 4) of ensure_codes. measures: (n_clips, 5)
-    of measures_of. min_seconds, max_seconds: of a clip.
+    builder: TableBuilder of `about`. sources: of read_all. where: (n_clips, 4) of ensure_codes.
+    measures: (n_clips, 5) of measures_of.
     """
-    numbers, offsets = builder.clips.numbers[builder.entries.values.array()], builder.entries.offsets.array()
+    numbers, offsets = builder.used_clips()
     heard = np.diff(offsets) > 0
     target = targets(builder)
     usable = heard & (np.add.reduceat(np.append(where[numbers, 2] <= 0, False), offsets[:-1]) == 0)
-    facts, found = builder.facts.array(), []
+    facts, found = facts_of(builder), []
     column = dict(zip(MEASURES, measures.T))
     seconds = np.where(np.isnan(column["seconds"]), where[:, 2] / FRAME_RATE, column["seconds"])
 
     def add(check, samples, what):
         """Note samples (numbers); what(i): text about one."""
-        found.extend(problem(bytes(builder.names[i]).decode(), check, what(i), file_of(sources, i), i)
+        found.extend(problem(builder.name(i), check, what(i), file_of(sources, i), i)
                      for i in samples.tolist())
 
     def of_clips(check, wrong, what):
@@ -62,12 +107,13 @@ def find_problems(builder, sources, where, measures, min_seconds, max_seconds):
         new = np.append(True, values[1:] != values[:-1])[:len(values)]
         first = order[np.maximum.accumulate(np.where(new, np.arange(len(order)), 0))]
         earlier = dict(zip(order[~new].tolist(), first[~new].tolist()))
-        add(check, np.sort(order[~new]), lambda i: what(bytes(builder.names[earlier[i]]).decode()))
+        add(check, np.sort(order[~new]), lambda i: what(builder.name(earlier[i])))
 
-    of_clips("too_short", (seconds < min_seconds) & (where[:, 2] > 0),
-             lambda clip: f"{seconds[clip]:.2f} s, less than --min_clip_seconds {min_seconds:g}")
-    of_clips("too_long", seconds > max_seconds, lambda clip: f"{seconds[clip]:.1f} s, more than --max_clip_seconds "
-                                                             f"{max_seconds:g}")
+    least, most = limits.min_seconds, limits.max_seconds
+    of_clips("too_short", (seconds < least) & (where[:, 2] > 0),
+             lambda clip: f"{seconds[clip]:.2f} s, less than --min_clip_seconds {least:g}")
+    of_clips("too_long", seconds > most,
+             lambda clip: f"{seconds[clip]:.1f} s, more than --max_clip_seconds {most:g}")
     with np.errstate(invalid="ignore", divide="ignore"):
         decibels = 20 * np.log10(column["rms"])
         of_clips("silence", decibels < SILENCE_DB, lambda clip: f"is silent, {decibels[clip]:.0f} dB of full scale")

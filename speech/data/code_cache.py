@@ -18,8 +18,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from common import hub, json_files
-from common.checkpoint import move_aside
+from common import json_files
 from common.distributed import UserError
 from common.indexing import parallel_map_ordered
 from speech.data.conversations import file_of
@@ -31,7 +30,7 @@ CODES = 1024                    # values of a code: 0 to 1023
 KEY = "S16"                     # 128 bits of SHA-256, compared as bytes
 BLOCK = 8192                    # clips whose file dates are asked for together
 COLUMNS = ("lengths", "keys", "files", "file_keys", "checksums", "measures")    # of a shard, beside the codes
-OLDEST = COLUMNS[:4]            # those of every version
+ON_HUB = "hf://"                # how the path of a file on the hub begins (common/hub.py)
 
 
 def codec_fingerprint(codec_dir):
@@ -72,11 +71,18 @@ def file_key(clip, size, mtime_ns):
 
 
 def file_keys(clips):
-    """((n, 2) int64 of size and modification time in ns, (n,) keys) of clips. UserError for a file gone by now."""
+    """((n, 2) int64 of size and modification time in ns, (n,) keys) of clips. UserError for a file
+    gone by now.
+
+    Both numbers are 0 for a file on the hub, whose path has the commit.
+    """
     stats, keys = array("q"), bytearray()
     for clip in clips:
+        file, found = file_of(clip.path), (0, 0)
         try:
-            found = hub.stat(file_of(clip.path))
+            if not file.startswith(ON_HUB):
+                about = os.stat(file)
+                found = about.st_size, about.st_mtime_ns
         except OSError as error:
             raise UserError(f"{error.filename}: cannot be read any more ({error.strerror})")
         stats.extend(found)
@@ -97,7 +103,7 @@ def shard_names(folder):
 class CacheIndex:
     """Where every cached clip is: sorted keys in numpy arrays, no Python object per clip.
 
-    damaged: {shard: what is wrong with it}; such shards are left out. unchecked: how many have no checksums.
+    damaged: {shard: what is wrong with it}; such shards are left out.
     """
 
     def __init__(self, folder, damaged=()):
@@ -112,7 +118,6 @@ class CacheIndex:
                     pass
                 except ValueError as why:
                     self.damaged[name] = str(why)
-        self.unchecked = sum(not p.pop("checked") for p in parts)
         shard = [np.full(len(p["lengths"]), i, np.int32) for i, p in enumerate(parts)]
         start = [np.cumsum(p["lengths"], dtype=np.int64) - p["lengths"] for p in parts]
         keys = _concat([p.pop("keys") for p in parts], KEY)
@@ -128,7 +133,9 @@ class CacheIndex:
         self.file_keys = _concat([p.pop("file_keys") for p in parts], KEY)[order]
 
     def find_files(self, file_keys):
-        """(n,) file keys -> (n, 4) int64 of shard number, first row, frames, checksum or -1; all -1 where unknown."""
+        """(n,) file keys -> (n, 4) int64 of shard number, first row, frames, checksum; all -1 where
+        unknown.
+        """
         at, known = _search(self.files, file_keys)
         found = np.full((len(file_keys), 4), -1, np.int64)
         if known.any():
@@ -197,22 +204,21 @@ def _read(path, names):
 def digest_columns(columns):
     """SHA-256, in hex digits, of a shard's columns beside the codes."""
     digest = hashlib.sha256()
-    for name in (name for name in COLUMNS if name in columns):
+    for name in COLUMNS:
         digest.update(np.ascontiguousarray(columns[name]))
     return digest.hexdigest()
 
 
 def _read_index(path):
     columns, notes = _read(path, COLUMNS)
-    checked = "sha256" in notes or "checksums" in columns       # neither in those of earlier versions
-    if missing := [name for name in (*OLDEST, *["checksums"] * checked) if name not in columns]:
+    if missing := [name for name in COLUMNS if name not in columns]:
         raise ValueError(f"it has no {missing[0]}")
-    if checked and digest_columns(columns) != notes.get("sha256"):
+    if digest_columns(columns) != notes.get("sha256"):
         raise ValueError("its columns have another checksum than when they were written")
-    columns.pop("measures", None)
+    del columns["measures"]
     for name in ("keys", "files", "file_keys"):
         columns[name] = columns[name].view(KEY).reshape(-1)
-    return {"checksums": np.full(len(columns["lengths"]), -1), "checked": checked, **columns}
+    return columns
 
 
 def in_range(codes):
@@ -221,15 +227,13 @@ def in_range(codes):
 
 
 def _wrong_codes(path):
-    """What is wrong with the codes of a shard, in words, or ""; without checksums that is not known."""
+    """What is wrong with the codes of a shard, in words, or ""."""
     try:
         found, _ = _read(path, ("codes", "lengths", "checksums"))
         if "codes" not in found:
             return "it has no codes"
         if not in_range(found["codes"]):
             return f"it has codes beyond 0 to {CODES - 1}"
-        if "checksums" not in found:
-            return ""
         ends = np.cumsum(found["lengths"], dtype=np.int64).tolist()
         for number, (start, stop, checksum) in enumerate(zip([0, *ends], ends, found["checksums"].tolist())):
             if zlib.crc32(found["codes"][start:stop]) != checksum:
@@ -263,16 +267,6 @@ def look_up(folder, clips, processes=0):
     return index, found, unknown
 
 
-def set_aside(folder, damaged):
-    """Rename shards, {name: what is wrong}, so that nobody takes them for codes. UserError where that is impossible."""
-    for name, why in damaged.items():
-        try:
-            move_aside(Path(folder) / name, f"is damaged ({why})")
-        except OSError as error:
-            raise UserError(f"{folder}/{name} is damaged ({why}) and cannot be set aside ({error.strerror}); give "
-                            "another --code_cache")
-
-
 class CodeReader:
     """Reads clips' codes from the shards; one per process, opened lazily so that it can be sent to loader workers."""
 
@@ -297,16 +291,3 @@ class CodeReader:
 
     def __getstate__(self):
         return {**self.__dict__, "open_shards": {}}
-
-
-def locate(folder, clips, processes, bad):
-    """Shard names and (n, 4) positions of clips, which are all cached but those in bad, {number: why}: 0 frames.
-
-    Others that are not cached are added to bad.
-    """
-    index = CacheIndex(folder)
-    found, unknown = index.find_clips(clips, processes)
-    for i in unknown[:, 0].tolist():
-        bad.setdefault(i, f"{clips[i].path}: changed while it was being read, or is a copy of one that cannot be used")
-    found[unknown[:, 0], 2] = 0
-    return index.shards, found

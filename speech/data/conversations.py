@@ -7,7 +7,6 @@ each reference's transcript answered by an assistant turn with its clip, then th
 clip. Text is never cut. The text to speak is normalised where the caller asks for it (speech/data/text_normalization.py), a reference's
 transcript never, as in that code.
 """
-import contextlib
 import os
 import re
 import unicodedata
@@ -241,63 +240,35 @@ def system_parts(text, scene="", voices=None, references=False):
 
 
 def canonical_sample(name, entry, paths, normalize=False):
-    """One raw sample (a dict with 'messages') -> Sample. Raises BadSample saying what is wrong with it.
+    """One raw sample (a dict with 'messages') -> Sample. Raises BadSample saying what is wrong with
+    it.
 
-    Trained are the assistant turns from message index start_index on, as in the official collator; without start_index,
-    or with 0 in the community form, the last assistant turn with audio. normalize: the texts that those speak.
+    Trained are the assistant turns from message index start_index on, as in the official collator;
+    without start_index, or with 0 in the community form, the last assistant turn with audio.
+    normalize: the texts that those speak.
     """
-    turns, rewritten, recognised = _turns(entry, paths)
-    _mark_trained(turns, entry.get("start_index"), rewritten, len(entry["messages"]))
+    turns, rewritten, recognised = canonical_turns(entry, paths)
+    mark_trained(turns, entry.get("start_index"), rewritten, len(entry["messages"]))
     for before, turn in zip(turns, turns[1:]):
         if turn.trained and not turn.text and not (before.role == "user" and before.text.strip()):
-            raise BadSample("the trained clip has no text: no user text stands before it and the assistant has none")
+            raise BadSample("the trained clip has no text: no user text stands before it and the "
+                            "assistant has none")
     if normalize:
-        _normalise_requests(turns)
-    return Sample(name, [_trimmed(t) for t in turns], str(entry.get("speaker") or ""), recognised,
+        normalise_requests(turns)
+    return Sample(name, [trimmed(t) for t in turns], str(entry.get("speaker") or ""), recognised,
                   str(entry.get("language") or ""))
 
 
-def canonical_prompt(name, entry, paths, normalize=False):
-    """One raw sample -> Sample to be spoken: its last turn is the assistant's and ends with the clip to generate.
-
-    The sample may hold that clip already, as training data does; else it is Clip(""). normalize: the text to speak, and
-    those before it that training on this sample would normalise. Raises BadSample.
-    """
-    turns, rewritten, recognised = _turns(entry, paths)
-    asked = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=0)
-    spoken = [i for i, turn in enumerate(turns) if i > asked and turn.role == "assistant" and turn.clips]
-    if spoken:
-        turns, answer = turns[:spoken[-1] + 1], turns[spoken[-1]]
-        answer.parts = answer.parts[:1 + max(i for i, part in enumerate(answer.parts) if isinstance(part, Clip))]
-    else:
-        turns.append(Turn("assistant", [Clip("")], None))
-    sample = Sample(name, [_trimmed(t) for t in turns], str(entry.get("speaker") or ""), recognised)
-    if not spoken_text(sample):
-        raise BadSample("has no text to speak: no user text stands before the clip to generate")
-    if normalize:
-        if entry.get("start_index") is not None:
-            with contextlib.suppress(BadSample):        # the prompt may lack the clip that would be trained
-                _mark_trained(turns, entry["start_index"], rewritten, len(entry["messages"]))
-        turns[-1].trained = True
-        _normalise_requests(turns)
-    return sample
-
-
-def _normalise_requests(turns):
+def normalise_requests(turns):
     """Normalise the texts that the trained clips speak."""
     for before, turn in zip(turns, turns[1:]):
         if turn.trained and turn.clips and before.role == "user" and before.text.strip():
             before.parts = [text_normalization.normalise(before.text)]
 
 
-def spoken_text(sample):
-    """The text of a canonical_prompt that is to be heard."""
-    return (sample.turns[-1].text or sample.turns[-2].text * (sample.turns[-2].role == "user")).strip()
-
-
-def _turns(entry, paths):
-    """(canonical turns of a raw sample, whether a user's reference audio was moved to turns of its own, what
-    Sample.recognised is).
+def canonical_turns(entry, paths):
+    """(canonical turns of a raw sample, whether a user's reference audio was moved to turns of its
+    own, what Sample.recognised is).
     """
     messages = entry.get("messages") if isinstance(entry, dict) else None
     if not isinstance(messages, list) or not messages:
@@ -310,13 +281,15 @@ def _turns(entry, paths):
         if role == "scene":
             scenes.append(parts)
         elif role == "user" and any(isinstance(p, Clip) for p in parts):
-            answer = next((Turn(r, p, 0).text for r, p in parsed[index + 1:] if r == "assistant"), "")
-            turns += _reference_turns(parts, index, answer.strip() or _text(misc, "target_transcript"),
-                                      _text(misc, "ref_transcript"), recognised)
+            answers = (Turn(r, p, 0).text for r, p in parsed[index + 1:] if r == "assistant")
+            answer = next(answers, "").strip() or _text(misc, "target_transcript")
+            turns += _reference_turns(parts, index, answer, _text(misc, "ref_transcript"),
+                                      recognised)
             rewritten = True
         elif role == "assistant":
-            turns.append(Turn("assistant", _without_repeated_text(parts, turns[-1] if turns else None, recognised),
-                              index))
+            before = turns[-1] if turns else None
+            parts = _without_repeated_text(parts, before, recognised)
+            turns.append(Turn("assistant", parts, index))
         elif parts:
             turns.append(Turn(role, parts, index))
     if isinstance(entry.get("scene"), str) and entry["scene"].strip():
@@ -324,7 +297,8 @@ def _turns(entry, paths):
     if not turns or turns[0].role != "system":
         asked = [i for i, turn in enumerate(turns) if turn.role == "user"]
         # a prompt may lack the last clip, so it is no sign of a reference
-        heard = any(turn.clips for turn in turns[:asked[-1]] if turn.role == "assistant") if asked else False
+        earlier = turns[:asked[-1]] if asked else []
+        heard = any(turn.clips for turn in earlier if turn.role == "assistant")
         system, voices = system_parts("\n".join(turns[i].text for i in asked), references=heard)
         turns.insert(0, Turn("system", [system], None))
         scenes += [[voices]] if voices else []
@@ -412,9 +386,10 @@ def _without_repeated_text(parts, before, recognised):
     return parts
 
 
-def _mark_trained(turns, start_index, rewritten, n_messages):
-    if start_index is not None and (isinstance(start_index, bool) or not isinstance(start_index, int)
-                                    or start_index < 0):
+def mark_trained(turns, start_index, rewritten, n_messages):
+    """Set which turns are trained; of canonical_sample. Raises BadSample."""
+    number = isinstance(start_index, int) and not isinstance(start_index, bool)
+    if start_index is not None and not (number and start_index >= 0):
         raise BadSample(f"start_index is {start_index!r}, not a message number")
     speaking = [t for t in turns if t.role == "assistant" and t.source is not None and t.clips]
     if not speaking:
@@ -423,12 +398,14 @@ def _mark_trained(turns, start_index, rewritten, n_messages):
         speaking[-1].trained = True
         return
     for turn in turns:
-        turn.trained = turn.role == "assistant" and turn.source is not None and turn.source >= start_index
+        given = turn.role == "assistant" and turn.source is not None
+        turn.trained = given and turn.source >= start_index
     if not any(t.trained and t.clips for t in turns):
-        raise BadSample(f"start_index {start_index} of {n_messages} messages leaves no assistant audio to train")
+        raise BadSample(f"start_index {start_index} of {n_messages} messages leaves no assistant "
+                        "audio to train")
 
 
-def _trimmed(turn):
+def trimmed(turn):
     """Trim the outer ends of a turn's text, as the native chat template does."""
     parts = list(turn.parts)
     if parts and isinstance(parts[0], str):

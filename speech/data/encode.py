@@ -32,7 +32,6 @@ from speech.data.code_cache import (
     FRAME_RATE,
     SAMPLE_RATE,
     CacheIndex,
-    codec_fingerprint,
     content_key,
     digest_columns,
     file_key,
@@ -171,18 +170,18 @@ class _Decode(Dataset):
         return i, digest, list(map(wave, cuts.values(), parts))
 
 
-def encode_share(world, work, folder, codec_dir, num_codebooks, num_proc, wait_limit_s):
+def encode_share(world, work, folder, how):
     """Decode and encode this rank's share of `work`, writing shards. Ends together on all ranks.
 
-    Returns (problem lines that end the run, {clip number: file and reason} of clips that cannot be used). The same
-    content under two paths is encoded by whichever rank claims it first.
+    how: dataset.Encoding. Returns (problem lines that end the run, {clip number: file and reason}
+    of clips that cannot be used). The same content under two paths is encoded by whichever rank
+    claims it first.
     """
-    mine, total = work[world.rank], sum(len(cuts) for share in work for _, _, cuts in share)
-    progress = Progress(world, total, "encoding audio", wait_limit_s)
+    progress = Progress(world, work, "encoding audio", how.wait_limit_s)
     problems, bad = [], {}
     try:
-        if mine:
-            _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progress, bad)
+        if work[world.rank]:
+            _encode_files(world, work[world.rank], folder, how, progress, bad)
     except UserError as error:      # told to every rank by the caller
         problems.append(str(error))
     except BaseException:
@@ -192,11 +191,11 @@ def encode_share(world, work, folder, codec_dir, num_codebooks, num_proc, wait_l
     return problems, bad
 
 
-def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progress, bad):
+def _encode_files(world, mine, folder, how, progress, bad):
     index, seen = CacheIndex(folder), set()
-    batch, flushed = Batch(folder, num_codebooks), time.monotonic()
-    codec, bandwidth = load_codec(codec_dir, world.device, num_codebooks)
-    for path, stat, cuts, digest, waves in decoded(mine, num_proc, folder):
+    batch, flushed = Batch(folder, how.num_codebooks), time.monotonic()
+    codec, bandwidth = load_codec(how.codec_dir, world.device, how.num_codebooks)
+    for path, stat, cuts, digest, waves in decoded(world, mine, how.processes, folder):
         heard = 0.0
         for (number, clip), found in zip(cuts.items(), waves):
             if isinstance(found, str):
@@ -207,9 +206,11 @@ def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progr
             key = content_key(digest, clip, clip.filled and float(measures[0]) < FILLED_S)
             if key not in seen and not index.has(key) and _claim(world, key):
                 try:
-                    batch.add_codes(key, encode_clip(codec, wave, bandwidth, num_codebooks), measures)
+                    codes = encode_clip(codec, wave, bandwidth, how.num_codebooks)
+                    batch.add_codes(key, codes, measures)
                 except torch.OutOfMemoryError:
-                    bad[number] = f"{path}: {len(wave) / SAMPLE_RATE:.0f} s are too long to encode on this device"
+                    bad[number] = (f"{path}: {len(wave) / SAMPLE_RATE:.0f} s are too long to encode "
+                                   "on this device")
                 except ValueError as error:
                     bad[number] = f"{path}: {error}"
             seen.add(key)
@@ -226,20 +227,23 @@ def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progr
         torch.cuda.empty_cache()
 
 
-def decoded(work, num_proc, folder):
-    """Yield (path, stat, cuts, digest, waves) of the files of share_work's list for one rank: what _Decode has of each.
+def decoded(world, work, processes, folder):
+    """Yield (path, stat, cuts, digest, waves) of the files of share_work's list for one rank: what
+    _Decode has of each.
 
-    num_proc: decoding processes. folder: for copies of files on the hub, one at a time.
+    processes: that decode, on this node. folder: for copies of files on the hub, one at a time.
     """
     def shard(job):
         return file_of(job[0]) if hub.is_there(job[0]) else ""
 
+    share = max(1, processes // world.local_size) if processes else 0
     for file, part in itertools.groupby(sorted(work, key=shard), shard):
         part = list(part)
-        workers = min(num_proc, len(part))
+        workers = min(share, len(part))
         with hub.fetched(file, folder):
-            loader = DataLoader(_Decode(part), batch_size=None, num_workers=workers, collate_fn=lambda item: item,
-                                multiprocessing_context="fork" if workers else None, worker_init_fn=init_loader)
+            loader = DataLoader(_Decode(part), batch_size=None, num_workers=workers,
+                                collate_fn=lambda item: item, worker_init_fn=init_loader,
+                                multiprocessing_context="fork" if workers else None)
             for i, digest, waves in each(loader):
                 yield *part[i], digest, waves
 
@@ -249,9 +253,13 @@ def _claim(world, key):
 
 
 class Progress:
-    """One progress bar on rank 0 for the work of all ranks, kept through the store's counters."""
+    """One progress bar on rank 0 for the work of all ranks, kept through the store's counters.
 
-    def __init__(self, world, total, label, limit_s):
+    work: of share_work.
+    """
+
+    def __init__(self, world, work, label, limit_s):
+        total = sum(len(cuts) for share in work for *_, cuts in share)
         self.world, self.label, self.limit_s = world, label, limit_s
         self.local, self.seconds = 0, 0.0
         self.start = time.monotonic() - 1e-3
@@ -305,19 +313,22 @@ class Progress:
 # What would be encoded
 
 
-def plan_codes(clips, codec_dir, cache_dir, num_codebooks, processes=0, bad=None):
-    """What ensure_codes would return for clips, without encoding, writing or locking: -1, -1, frames for a clip that is
-    not in the cache yet. bad: of ensure_codes. Raises UserError where nothing can be encoded.
+def plan_codes(clips, how, bad=None):
+    """What ensure_codes would return for clips, without encoding, writing or locking: -1, -1,
+    frames for a clip that is not in the cache yet.
+
+    how, bad: of ensure_codes. Raises UserError where nothing can be encoded.
     """
-    config, _ = codec_config(codec_dir, num_codebooks)
-    folder = Path(cache_dir) / codec_fingerprint(codec_dir)
-    index, where, unknown = look_up(folder, clips, processes)
+    config, _ = codec_config(how.codec_dir, how.num_codebooks)
+    folder = how.folder()
+    index, where, unknown = look_up(folder, clips, how.processes)
     if index.damaged:
-        print(f"notice     {len(index.damaged)} shards of the code cache are damaged: a run sets them aside and "
-              "encodes their clips again")
+        print(f"notice     {len(index.damaged)} shards of the code cache are damaged: a run sets "
+              "them aside and encodes their clips again")
     files, unusable = {}, {} if bad is None else bad
     for i in unknown[:, 0].tolist():
-        files.setdefault(clips[i].path, {})[i] = (clips[i].offset, clips[i].duration, clips[i].filled)
+        clip = clips[i]
+        files.setdefault(clip.path, {})[i] = (clip.offset, clip.duration, clip.filled)
 
     def frames(path):
         try:
@@ -362,16 +373,18 @@ def measure(part, rate):
 
 
 def measures_of(folder, shards, where):
-    """(n, 5) float32 of MEASURES of clips whose codes lie at `where`, of locate; NaN where older code wrote them."""
+    """(n, 5) float32 of MEASURES of clips whose codes lie at `where`, of locate; NaN where the
+    sound was not at hand.
+    """
     found = np.full((len(where), len(MEASURES)), np.nan, np.float32)
     for number, name in enumerate(shards):
         mine = np.flatnonzero(where[:, 0] == number)
         if len(mine):
             with safe_open(os.path.join(folder, name), "np") as f:
-                if "measures" in f.keys():
-                    lengths = f.get_tensor("lengths").astype(np.int64)
-                    starts = np.cumsum(lengths) - lengths
-                    found[mine] = f.get_tensor("measures")[np.searchsorted(starts, where[mine, 1])]
+                lengths = f.get_tensor("lengths").astype(np.int64)
+                measures = f.get_tensor("measures")
+            starts = np.cumsum(lengths) - lengths
+            found[mine] = measures[np.searchsorted(starts, where[mine, 1])]
     return found
 
 

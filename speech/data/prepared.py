@@ -45,39 +45,44 @@ def look_into(folder):
     for name, kind in (("table", str), ("tokenizer", str), ("codec", str), ("reading", dict)):
         need(isinstance(about.get(name), kind), f"{PREPARED} has no {name!r}")
     need((Path(folder) / about["table"]).is_dir(), f"{about['table']} is not there")
-    need(isinstance(about.get("files", {}), dict), f"{PREPARED} has no list 'files'")
-    for name, size in about.get("files", {}).items():       # folders of earlier versions do not say
+    need(isinstance(about.get("files"), dict), f"{PREPARED} has no list 'files'")
+    for name, size in about["files"].items():
         path = Path(folder) / name
         need(path.is_file(), f"{name} is not there")
         need(path.stat().st_size == size, f"{name} has {path.stat().st_size} bytes, not {size}")
     return about
 
 
-def open_prepared(world, train, held_out, tokenizer, ids, codec_dir, reading, output_dir):
-    """Table of prepared folders, on every rank; several are joined into one in output_dir. Raises UserError.
+def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
+    """Table of prepared folders, on every rank; several are joined into one in output_dir. Raises
+    UserError.
 
-    train: [(path, weight)]; held_out: path or None. reading: of the flags, whose values must be the defaults or those
-    with which the folders were prepared.
+    sources: rows.Sources, whose reading must have the defaults or what the folders were prepared
+    with.
     """
-    paths = [path for path, _ in train] + [held_out] * bool(held_out)
+    paths, reading = [path for path, *_ in sources.all()], sources.reading
 
     def check():
         for path in paths:
             if not is_prepared(path):
-                raise UserError(f"{path}: is not prepared, and other data here are; prepare it too (prepare_tts.py)")
+                raise UserError(f"{path}: is not prepared, and other data here are; prepare it too "
+                                "(prepare_tts.py)")
         words, codec = tokenizer_fingerprint(tokenizer, ids), codec_fingerprint(codec_dir)
         abouts = [look_into(path) for path in paths]
         for path, about in zip(paths, abouts):
-            for what, mine, flag in (("tokenizer", words, "--model_path"), ("codec", codec, "--audio_tokenizer_path")):
+            for what, mine, flag in (("tokenizer", words, "--model_path"),
+                                     ("codec", codec, "--audio_tokenizer_path")):
                 if about.get(what) != mine:
-                    raise UserError(f"{path}: was prepared with another {what} than that of {flag}; prepare it again")
+                    raise UserError(f"{path}: was prepared with another {what} than that of "
+                                    f"{flag}; prepare it again")
             for name, default in asdict(type(reading)()).items():
                 value, was = getattr(reading, name), about["reading"].get(name, default)
-                # a default may stand for any value, but of the text's wording, which checkpoints keep
-                if value not in ((was,) if name == "normalize" else (default, was)) and name != "seed":
+                # a default may stand for any value, but of the texts, as checkpoints keep that
+                fits = (was,) if name == "normalize" else (default, was)
+                if value not in fits and name != "seed":
                     was, value = ({True: "on", False: "off"}.get(x, x) for x in (was, value))
-                    raise UserError(f"{path}: was prepared with {flag_of(name)} {was}, not {value}; drop the flag, or "
-                                    "prepare it again")
+                    raise UserError(f"{path}: was prepared with {flag_of(name)} {was}, not "
+                                    f"{value}; drop the flag, or prepare it again")
         found = [str(Path(path) / about["table"]) for path, about in zip(paths, abouts)]
         (Path(output_dir) / LIST).unlink(missing_ok=True)       # of the run before
         if len(found) > 1:
@@ -87,17 +92,17 @@ def open_prepared(world, train, held_out, tokenizer, ids, codec_dir, reading, ou
             join(found, folder)
             found = [str(folder)]
         print(f"data       prepared: {', '.join(map(str, paths))}", flush=True)
-        return found[0], [json.loads((Path(path) / about["table"] / "codes.json").read_text())["sources"]
-                          for path, about in zip(paths, abouts)]
+        tables = [Path(path) / about["table"] for path, about in zip(paths, abouts)]
+        return found[0], [json.loads((table / "codes.json").read_text())["sources"]
+                          for table in tables]
 
     folder, parts = distributed.rank0_first(world, check)
     table, before, table.sources = Table(folder), 0, []
-    weights = [weight for _, weight in train] + [1.0]
-    for number, (sources, weight) in enumerate(zip(parts, weights)):
-        for source in sources:
-            table.sources.append({**source, "weight": source["weight"] * weight, "first": before + source["first"],
-                                  "stop": before + source["stop"],
-                                  "held_out": source["held_out"] or number >= len(train)})
+    for part, (_, weight, held_out) in zip(parts, sources.all()):
+        for source in part:
+            table.sources.append({
+                **source, "weight": source["weight"] * weight, "first": before + source["first"],
+                "stop": before + source["stop"], "held_out": source["held_out"] or held_out})
         before = table.sources[-1]["stop"]
     return table
 

@@ -17,18 +17,23 @@ from speech.data.sidecar import read_text
 SPOKEN_BY = re.compile(r"^\s*Speaker\s+(\d+)\s*:\s*", re.IGNORECASE | re.MULTILINE)     # as VibeVoice writes it
 CANDIDATES = 64             # clips of a speaker among which references are chosen
 GOOD_SECONDS = (3, 15)      # of a reference, where the data say how long clips are
-
-
-def task_of(row, reading):
-    """Task type of a row: its own, or the flag's; JimmyMa99's converter writes "audio_generation" into every sample."""
-    given = row.get("task_type")
-    return reading.task_type if given in (None, "", "audio_generation") else given
+NOTES = {       # of samples that are used all the same
+    "no_second_clip": "their speakers have no other clip for reference; trained without one",
+    "unused_reference": "their task type uses no reference clips; --task_type "
+                        "zero_shot_voice_cloning trains with them",
+    "no_reference_text": "what their reference clips say is not known (ref_text); trained without "
+                         "them"}
 
 
 def row_entry(row, opened, paths):
-    """(raw ChatML sample, [(check, note)]) of a row of a manifest, a folder or a corpus. Raises BadSample."""
+    """(raw ChatML sample, [(check, note)]) of a row of a manifest, a folder or a corpus. Raises
+    BadSample.
+    """
     reading, notes = opened.reading, []
-    task = task_of(row, reading)
+    task = row.get("task_type")
+    # JimmyMa99's converter writes "audio_generation" into every sample
+    if task in (None, "", "audio_generation"):
+        task = reading.task_type
     if task not in TASK_TYPES:
         raise BadSample(f"unknown task_type {task!r}; known: {', '.join(TASK_TYPES)}")
     if not isinstance(row["audio"], str) or not row["audio"].strip():

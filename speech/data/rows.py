@@ -5,29 +5,28 @@ is and reads its rows, speech/data/prompts.py makes conversations of them.
 """
 import itertools
 import os
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.distributed import UserError
+from common.indexing import parallel_map_ordered
 from common.json_files import SKIPPED, read_entries
 from common.problems import problem
-from common.text import NAME, printable
+from common.text import NAME, counted, printable
 from speech.data.conversations import (
     BadSample,
     Paths,
     Sample,
     Source,
-    canonical_prompt,
     canonical_sample,
     content_items,
     is_chatml,
 )
+from speech.data.text_normalization import RECOGNISED
 
+CHUNK = 2048    # entries of a file that are tokenised together
 LOOK = 20       # entries that are looked at to find out the format
-NOTES = {       # of samples that are used all the same
-    "no_second_clip": "their speakers have no other clip for reference; trained without one",
-    "unused_reference": "their task type uses no reference clips; --task_type zero_shot_voice_cloning trains with them",
-    "no_reference_text": "what their reference clips say is not known (ref_text); trained without them"}
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,29 @@ def flag_of(name):
 
 
 @dataclass(frozen=True)
+class Sources:
+    """The user's files and folders of a run, and how they become samples.
+
+    train: [(path, weight)]. held_out: path of the validation data, or None. processes: that help
+    this one with sources of many samples. drop: checks (choices.CHECKS) whose samples are dropped.
+    """
+    train: list
+    held_out: str | None = None
+    reading: Reading = Reading()
+    processes: int = 0
+    drop: tuple = ()
+
+    def all(self):
+        """[(path, weight, whether it is validation data)]."""
+        train = [(path, weight, False) for path, weight in self.train]
+        return [*train, (self.held_out, 1.0, True)] if self.held_out else train
+
+
+@dataclass(frozen=True)
 class Opened:
-    """A source ready to be read by several processes. pool: {speaker: [row]} to choose references from."""
+    """A source ready to be read by several processes. pool: {speaker: [row]} to choose references
+    from.
+    """
     source: Source
     reading: Reading
     pool: dict = field(default_factory=dict)
@@ -95,14 +115,14 @@ def chatml_source(path, data_format="auto"):
     return Source(path, "chatml", "JSON samples", path.parent, read, unit)
 
 
-def read_samples(path, problems, prompts=False, **reading):
+def read_samples(path, problems, make=canonical_sample, **reading):
     """Yield the Samples of a data file or folder.
 
-    A sample that cannot be used appends one line to the list `problems` (file, sample, reason) and is not yielded; the
-    caller decides. prompts: as canonical_prompt makes them. reading: of Reading. Raises UserError when the file itself
-    cannot be read.
+    A sample that cannot be used appends one line to the list `problems` (file, sample, reason) and
+    is not yielded; the caller decides. make: what makes them of ChatML. reading: of Reading. Raises
+    UserError when the file itself cannot be read.
     """
-    for _, found in _numbered(open_source(path, Reading(**reading)), lambda number: True, prompts):
+    for _, found in _numbered(open_source(path, Reading(**reading)), lambda number: True, make):
         if isinstance(found, Sample):
             yield found
         elif found is not None:
@@ -110,9 +130,11 @@ def read_samples(path, problems, prompts=False, **reading):
 
 
 def read_chunks(opened, size, first=0, step=1):
-    """Yield (Samples, problems) of every `step`-th chunk of `size` entries of an Opened source from chunk `first` on.
+    """Yield (Samples, problems) of every `step`-th chunk of `size` entries of an Opened source from
+    chunk `first` on.
 
-    So several processes can share the work: what is not asked for is passed over, JSON lines even unread.
+    So several processes can share the work: what is not asked for is passed over, JSON lines even
+    unread.
     """
     def wanted(number):
         chunk = number // size
@@ -129,10 +151,11 @@ def read_chunks(opened, size, first=0, step=1):
         yield samples, problems
 
 
-def _numbered(opened, wanted, prompts=False):
-    """Yield (number, found) of every entry: its Sample, a line on what is wrong with it, or None if it is left out."""
-    source, make = opened.source, canonical_prompt if prompts else canonical_sample
-    paths = Paths(source.base.resolve())
+def _numbered(opened, wanted, make=canonical_sample):
+    """Yield (number, found) of every entry: its Sample, a line on what is wrong with it, or None if
+    it is left out.
+    """
+    source, paths = opened.source, Paths(opened.source.base.resolve())
     if source.format not in ("chatml", "metadata_json"):        # those name their files in full
         from speech.data.formats import audio_paths
         paths = audio_paths(source.base)
@@ -167,3 +190,103 @@ def label_of(entry):
     clips = [item.get("audio_url") for item in content_items(entry) if isinstance(item, dict)]
     clips = [clip for clip in (*clips, entry.get("audio")) if isinstance(clip, str) and clip]
     return os.path.basename(clips[-1]) if clips else entry.get("speaker")
+
+
+# --------------------------------------------------------------------------------------------------
+# From the user's files to the samples of a run
+
+
+def read_all(builder, sources, problems, noted=None):
+    """Read and tokenise Sources into a TableBuilder -> sources of its Table.
+
+    problems: Problems, which takes the samples that cannot be used, for the caller to settle.
+    noted: a list that takes what is odd about samples that are used, as Problems. Raises UserError
+    when a source is empty.
+    """
+    found, recognised = [], {}  # {key of RECOGNISED: [number of samples, the first one's words]}
+    for path, weight, held_out in sources.all():
+        first, opened = len(builder), open_source(path, sources.reading, held_out)
+        notes, refused, shown = Counter(), Counter(), []
+
+        def chunks(start, step, opened=opened, path=path):
+            for samples, wrong in read_chunks(opened, CHUNK, start, step):
+                samples, odd = _without_noted(samples, wrong, sources.drop, path)
+                text = sample_text(samples[0]) if samples and start == 0 else ""
+                yield (builder.chunk(samples, wrong), wrong, odd, text,
+                       [sample.recognised for sample in samples if sample.recognised])
+
+        def take(part, path=path, notes=notes, refused=refused, shown=shown):
+            chunk, wrong, odd, text, words_of = part
+            builder.append(chunk)
+            for p in wrong:
+                p.file = str(path)
+                refused[p.check] += 1
+            problems.add(wrong)
+            notes.update(p.check for p in odd)
+            if noted is not None:
+                noted.extend(odd)
+            if text:
+                shown.append(text)
+            for how, words in itertools.chain.from_iterable(map(dict.items, words_of)):
+                recognised.setdefault(how, [0, words])[0] += 1
+
+        # of one on the hub each would read all texts
+        parallel_map_ordered(chunks, 0 if opened.source.on_hub else sources.processes, take)
+        kept = len(builder) - first
+        print_source(path, opened.source, kept, refused, shown, notes)
+        if not kept and not problems.stopping:
+            problems.settle()
+            raise UserError(f"{path}: holds no samples" + (" that can be used" if refused else ""))
+        found.append({"path": str(path), "weight": weight, "held_out": held_out, "first": first,
+                      "stop": len(builder)})
+    for how, (count, words) in sorted(recognised.items()):
+        text = RECOGNISED[how].format(printable(words, NAME))
+        print(f"data       {count} {text}", flush=True)
+    for what, n in sorted(builder.left_out.items()):
+        print(f"data       {n} samples {what}", flush=True)
+    return found
+
+
+def _without_noted(samples, wrong, drop, path):
+    """(the samples with no note that `drop` names, Problems of the notes of those). The others' go
+    to the list `wrong`.
+    """
+    kept, odd = [], []
+    for sample in samples:
+        unwanted = [note for note in sample.notes if note[0] in drop]
+        if unwanted:
+            wrong.append(problem(sample.name, *unwanted[0]))
+        else:
+            kept.append(sample)
+            odd += [problem(sample.name, *note, path) for note in sample.notes]
+    return kept, odd
+
+
+def print_source(path, source, kept, refused, shown, notes):
+    """What was found in a source. refused, notes: {check: samples}. shown: [text of a sample]."""
+    lost, counts = sum(refused.values()), ""
+    if refused:
+        counts = ", ".join(f"{n} {check}" for check, n in sorted(refused.items()))
+        counts = f" ({counts})"
+    print(f"source     {printable(path)}: {source.format} ({source.about}); {kept + lost} rows = "
+          f"{kept} kept + {lost} refused{counts}", flush=True)
+    for text in shown[:1]:
+        print(f"           first: {printable(text)}", flush=True)
+    for check, n in sorted(notes.items()):
+        from speech.data.prompts import NOTES
+        print(f"           {counted(n, 'sample')} with {check}: {NOTES[check]}", flush=True)
+
+
+def sample_text(sample):
+    """One line of what was understood of a sample: texts and clips in their order, and the speaker.
+    """
+    parts = [f"text {part[:60]!r}" if isinstance(part, str) else f"audio {part.path}"
+             for turn in sample.turns if turn.role != "system" for part in turn.parts]
+    labels = {"speaker": sample.speaker, "language": sample.language}
+    labels = [f"{name} {value}" for name, value in labels.items() if value]
+    return ", ".join(parts + labels)
+
+
+def file_of(sources, i):
+    """Path of the source of sample i."""
+    return next((s["path"] for s in sources if s["first"] <= i < s["stop"]), "")

@@ -6,11 +6,11 @@ BEFORE and AFTER hold what generate_tts.py --save_codes made of the same sentenc
 In this codec one constant, codebook 3, is the voice. So the base is judged as it speaks and with that constant set to
 the new voice's, which shows what it takes no training to reach. Each must pass, of AFTER:
 
-    word errors     pocketsphinx, with a grammar that knows digits alone, mistakes at most --max_wer of the words, and
+    word errors     pocketsphinx, with a grammar that knows digits alone, mistakes at most MAX_WER of the words, and
                     fewer than in the base with the new voice's code; the interval of the difference is printed. It
-                    mistakes at most --max_original_wer in flite's recordings of the held-out sentences; and at least
-                    --min_shuffled_wer against other clips' texts, to show that the text decides what is said
-    pitch           --min_pitch of the clips are nearer to the new voice's pitch than to the old one's
+                    mistakes at most MAX_ORIGINAL_WER in flite's recordings of the held-out sentences; and at least
+                    MIN_SHUFFLED_WER against other clips' texts, to show that the text decides what is said
+    pitch           MIN_PITCH of the clips are nearer to the new voice's pitch than to the old one's
     pace            seconds a word are nearer to the new voice's than to the old one's: no constant changes them
     endings         all clips end by end-of-stream
 """
@@ -27,21 +27,12 @@ def build_parser():
     p.usage = "%(prog)s BEFORE AFTER [--flag value ...]"
     p.add_argument("before", metavar="BEFORE", help="what the base spoke")
     p.add_argument("after", metavar="AFTER", help="what the adapter spoke")
-    p.add_argument("--voice_dir", default="launch/voice", help="what make_voice.py made")
-    p.add_argument("--max_wer", type=float, default=0.2, help="share of words mistaken")
-    p.add_argument("--max_original_wer", type=float, default=0.04, help="share mistaken in the recordings")
-    p.add_argument("--min_shuffled_wer", type=float, default=0.7, help="share mistaken against other texts")
-    p.add_argument("--min_pitch", type=float, default=0.9, help="share of clips nearer to the new voice's pitch")
+    p.add_argument("--voice_dir", default="launch/voice", help="both voices, as launch/voice has them")
     return p
 
 
-def check_flags(args, world_size):
-    """Raise UserError for shares below 0."""
-    flags.zero_or_more(args, "max_wer", "max_original_wer", "min_shuffled_wer", "min_pitch")
-
-
 # parsed before torch is imported: --help and a mistake in a flag answer at once
-ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+ARGS = flags.parse(build_parser()) if __name__ == "__main__" else None
 
 import json
 
@@ -61,6 +52,9 @@ VOICE_BOOK, NEW_VOICE = 3, 1    # the codebook that is the voice, and its code f
 LOW_HZ = 80     # below is no pitch of these voices, but at 75 Hz a hum of the small codec: its first upsampling step
 SHIFT = 7       # how far texts are moved along the clips for the shuffled comparison
 DRAWS = 2000    # of the sentences with replacement, for intervals
+MAX_WER, MAX_ORIGINAL_WER = 0.2, 0.04       # shares of words mistaken: of the adapter, in recordings
+MIN_SHUFFLED_WER = 0.7                      # against other texts
+MIN_PITCH = 0.9                             # share of clips nearer to the new voice's pitch
 
 
 def read_spoken(folder):
@@ -81,7 +75,7 @@ def read_spoken(folder):
 
 
 def read_originals(path):
-    """{text: wave} of a ChatML file that make_voice.py wrote."""
+    """{text: wave} of a ChatML file of launch/voice."""
     found, files = {}, {}       # read whole: a seek in ogg decodes all before
     for sample in json.loads(Path(path).read_text()):
         _, user, assistant = sample["messages"]
@@ -159,8 +153,10 @@ def judge_all(voice_dir, spoken):
     return recordings, [judge(texts, said, how, new, old) for said, how in speakers]
 
 
-def gates(args, recordings, found, gain):
-    """[(what, format, values of recordings, base, base in the new voice and adapter, passed, gate)]."""
+def gates(recordings, found, gain):
+    """[(what, format, values of recordings, base, base in the new voice and adapter, passed,
+    gate)].
+    """
     new, old = recordings
     before, control, after = found
 
@@ -168,16 +164,16 @@ def gates(args, recordings, found, gain):
         return what, form, [of[name] if of else None for of in (new, *found)], passed, gate
     original = max(new["wer"], old["wer"])
     return [
-        row("word errors", ".1%", "wer", after["wer"] <= args.max_wer, f"at most {args.max_wer:.0%}"),
+        row("word errors", ".1%", "wer", after["wer"] <= MAX_WER, f"at most {MAX_WER:.0%}"),
         ("fewer than the base in the new voice", ".1%", [None, None, None, control["wer"] - after["wer"]],
          control["wer"] > after["wer"], f"above 0; 95 % between {gain[0]:.1%} and {gain[1]:.1%}"),
         ("word errors, recordings of both voices", ".1%", [original, None, None, None],
-         original <= args.max_original_wer, f"at most {args.max_original_wer:.0%}"),
+         original <= MAX_ORIGINAL_WER, f"at most {MAX_ORIGINAL_WER:.0%}"),
         row("word errors against other texts", ".1%", "shuffled_wer",
-            after["shuffled_wer"] >= args.min_shuffled_wer, f"at least {args.min_shuffled_wer:.0%}"),
+            after["shuffled_wer"] >= MIN_SHUFFLED_WER, f"at least {MIN_SHUFFLED_WER:.0%}"),
         row("pitch (Hz)", ".0f", "pitch", True, f"old voice {old['pitch']:.0f}"),
-        row("nearer to the new voice's pitch", ".1%", "nearer_pitch", after["nearer_pitch"] >= args.min_pitch,
-            f"at least {args.min_pitch:.0%}"),
+        row("nearer to the new voice's pitch", ".1%", "nearer_pitch", after["nearer_pitch"] >= MIN_PITCH,
+            f"at least {MIN_PITCH:.0%}"),
         row("seconds a word", ".3f", "pace", nearer(after["pace"], new["pace"], old["pace"]),
             f"nearer to {new['pace']:.3f} than to {old['pace']:.3f}, the old voice's"),
         row("ended by end-of-stream", ".1%", "stop_rate", after["stop_rate"] == 1, "all")]
@@ -203,7 +199,7 @@ def write(folder, found, said=None):
 
 
 def main(argv=None):
-    args = ARGS or flags.parse(build_parser(), check_flags, argv)
+    args = ARGS or flags.parse(build_parser(), argv=argv)
     with one_clear_error():
         flags.need_package("pocketsphinx", "the recogniser")
         spoken = [read_spoken(folder) for folder in (args.before, args.after)]
@@ -214,7 +210,7 @@ def main(argv=None):
         gain = interval(texts, np.array(control["errors"]) - after["errors"])
         print(f"{after['sentences']} sentences, {after['words']} words, in no training text; heard by pocketsphinx. "
               '"same, code": the base with the new voice\'s code, untrained')
-        rows = gates(args, recordings, found, gain)
+        rows = gates(recordings, found, gain)
         show(rows)
         failed = [what for what, *_, passed, _ in rows if not passed]
         clauses = [f"FAILED: {', '.join(failed)}"] if failed else []

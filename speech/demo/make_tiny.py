@@ -1,6 +1,6 @@
 """Makes everything a test or a demo needs without a download: a tiny Higgs-Audio V2, its codec, and spoken clips.
 
-    python speech/demo/make_tiny.py OUT_DIR [--clips 48] [--speakers 4] [--seed 0] [--voice auto|espeak|numpy] [--higgs3]
+    python speech/demo/make_tiny.py OUT_DIR [--clips 48] [--speakers 4] [--seed 0] [--higgs3]
 
     OUT_DIR/model       a random two-layer language model in the native format, with tokenizer, template and processor
     OUT_DIR/codec       a random audio codec of the real geometry: 24 kHz, 25 frames per second, 8 codebooks of 1024
@@ -29,7 +29,6 @@ def build_parser():
     p.add_argument("--speakers", type=int, default=4, help="voices that share the clips")
     p.add_argument("--seed", type=int, default=0, help="weights, codebooks and the numpy voice's noise")
     flags.switch(p, "--higgs3", help="a model of Higgs TTS 3's form, not of V2's")
-    p.add_argument("--voice", choices=("auto", "espeak", "numpy"), default="auto", help="auto: espeak-ng if there")
     return p
 
 
@@ -46,28 +45,20 @@ ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else N
 
 import json
 import re
-import shutil
-import subprocess
 
 import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-try:
-    from transformers import (
-        DacFeatureExtractor,
-        GenerationConfig,
-        HiggsAudioV2Config,
-        HiggsAudioV2ForConditionalGeneration,
-        HiggsAudioV2Processor,
-        PreTrainedTokenizerFast,
-    )
-    from transformers.utils.logging import disable_progress_bar
-except (ImportError, OSError, RuntimeError) as broken:      # most often a torchaudio built for another torch
-    sys.exit(f"error: transformers cannot be imported ({str(broken).splitlines()[0]}). Run launch/setup.sh")
-
 from common import tensor_files
-from speech.model import v3
+from speech.model import layout_2025, v3  # first: v3 explains a broken torchaudio
+
+from transformers import (  # isort: skip
+    GenerationConfig,
+    HiggsAudioV2Config,
+    HiggsAudioV2ForConditionalGeneration,
+    PreTrainedTokenizerFast,
+)
 
 VOCAB_SIZE = 600
 CODEC_RATE = 24000  # Hz
@@ -94,9 +85,6 @@ WORD_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-
-# Scene messages join the system turn; audio is output to the assistant and to scenes, input to everyone else.
-CHAT_TEMPLATE = Path(__file__).parent.parent / "model" / "chat_template.jinja"
 
 STORY = """\
 The kettle is singing on the stove. Please leave the window open tonight. Remember this: the door is never locked.
@@ -139,8 +127,6 @@ SOUNDS = {
 }  # fmt: skip
 PAUSE = (500, 1500, 2500, 0.0, 0.0)
 
-ESPEAK_VOICES = ("en-us+m3", "en-gb+f2", "en-gb-scotland+m1", "en-029+f4", "en-gb-x-rp+m5", "en-us+f5")
-
 
 def make_tokenizer(out_dir, sentences=SENTENCES):
     """Trains a byte-level BPE tokenizer of at most 600 ids on sentences, saves it in OUT_DIR/model and returns it.
@@ -181,8 +167,9 @@ def train_bpe(special_tokens, sentences=SENTENCES):
 def make_model(out_dir, tokenizer, seed=0, **config_overrides):
     """Saves a random float32 language model with its processor in OUT_DIR/model and returns it.
 
-    The text head is part of it, as in the released checkpoint. config_overrides are HiggsAudioV2Config fields; an
-    unknown name is stored there and has no effect. Does not need torchaudio.
+    The text head is part of it, as in the released checkpoint. config_overrides are
+    HiggsAudioV2Config fields; an unknown name is stored there and has no effect. Does not need
+    torchaudio.
     """
     token_id = tokenizer.convert_tokens_to_ids
     config = {
@@ -214,35 +201,14 @@ def make_model(out_dir, tokenizer, seed=0, **config_overrides):
     model.generation_config = GenerationConfig(**special, **sampling, **repetition)
     model.save_pretrained(Path(out_dir) / "model")
     tensor_files.allow_others(Path(out_dir) / "model")
-    save_processor(out_dir, tokenizer)
+    layout_2025.save_processor(Path(out_dir) / "model", tokenizer)
+    layout_2025.name_codec(Path(out_dir) / "model", str((Path(out_dir) / "codec").resolve()))
     return model
 
 
-def save_processor(out_dir, tokenizer):
-    """Saves what AutoProcessor reads in OUT_DIR/model: both configs, the chat template and where the codec lies."""
-    folder = Path(out_dir) / "model"
-    extractor = feature_extractor()
-    template = CHAT_TEMPLATE.read_text()
-    processor = HiggsAudioV2Processor(extractor, tokenizer, audio_tokenizer=None, chat_template=template)
-    processor.save_pretrained(folder)
-    extractor.save_pretrained(folder)
-    # Written by hand: the processor can only name a codec that is loaded, and loading one takes torchaudio.
-    path = folder / "processor_config.json"
-    config = json.loads(path.read_text())
-    config["audio_tokenizer"] = {
-        "audio_tokenizer_class": "HiggsAudioV2TokenizerModel",
-        "audio_tokenizer_name_or_path": str((Path(out_dir) / "codec").resolve()),
-    }
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def feature_extractor():
-    """Returns the codec's DacFeatureExtractor: takes (n,) mono float32 at 24 kHz, by default pads to whole frames."""
-    return DacFeatureExtractor(feature_size=1, sampling_rate=CODEC_RATE, hop_length=int(np.prod(CODEC_STRIDES)))
-
-
 def make_codec(out_dir, seed=0):
-    """Saves a random codec in OUT_DIR/codec and returns it: (B, 1, n) audio at 24 kHz -> (B, 8, about n / 960) codes.
+    """Saves a random codec in OUT_DIR/codec and returns it: (B, 1, n) audio at 24 kHz -> (B, 8,
+    about n / 960) codes.
 
     Raises ImportError where torchaudio is missing: the codec resamples with it.
     """
@@ -268,7 +234,7 @@ def make_codec(out_dir, seed=0):
     folder = Path(out_dir) / "codec"
     codec.save_pretrained(folder)
     tensor_files.allow_others(folder)
-    feature_extractor().save_pretrained(folder)
+    layout_2025.feature_extractor().save_pretrained(folder)
     return codec
 
 
@@ -345,32 +311,15 @@ def synthesise(text, speaker, sample_rate, rng):
     return (0.6 * wave / max(np.abs(wave).max(), 1e-9)).astype(np.float32)
 
 
-def speak_espeak(text, speaker, sample_rate, path):
-    """Speaks text with espeak-ng, which writes to path first; returns (n,) float32 mono at sample_rate Hz."""
-    import soundfile
-    import soxr
+def make_speech(out_dir, clips=48, speakers=4, seed=0):
+    """Writes OUT_DIR/speech/*.wav (PCM_16, every sixth clip stereo), one sentence per clip,
+    speakers taking turns; each has at least two, so that there is another clip to take the voice
+    from.
 
-    voice = ESPEAK_VOICES[speaker % len(ESPEAK_VOICES)]
-    pace, pitch = str(140 + 7 * (speaker % 5)), str(35 + 10 * (speaker % 4))
-    subprocess.run(["espeak-ng", "-v", voice, "-s", pace, "-p", pitch, "-w", str(path), text], check=True)
-    wave, rate = soundfile.read(path, dtype="float32")
-    return soxr.resample(wave, rate, sample_rate)
-
-
-def make_speech(out_dir, clips=48, speakers=4, seed=0, voice="auto"):
-    """Writes OUT_DIR/speech/*.wav (PCM_16, every sixth clip stereo), one sentence per clip, speakers taking turns.
-
-    Returns a list of {"text", "speaker": number, "path": relative to OUT_DIR, "seconds"}. Raises ValueError when a
-    speaker would have fewer than two clips (no other clip to take the voice from), RuntimeError without espeak-ng.
+    Returns a list of {"text", "speaker": number, "path": relative to OUT_DIR, "seconds"}.
     """
     import soundfile
 
-    if speakers < 1 or clips < 2 * speakers:
-        raise ValueError(f"{clips} clips for {speakers} speakers: every speaker needs at least two")
-    if voice == "auto":
-        voice = "espeak" if shutil.which("espeak-ng") else "numpy"
-    if voice == "espeak" and not shutil.which("espeak-ng"):
-        raise RuntimeError("--voice espeak needs espeak-ng on PATH; --voice numpy needs nothing")
     (Path(out_dir) / "speech").mkdir(parents=True, exist_ok=True)
     speech = []
     for number in range(clips):
@@ -378,27 +327,23 @@ def make_speech(out_dir, clips=48, speakers=4, seed=0, voice="auto"):
         text = SENTENCES[(number + number // len(SENTENCES)) % len(SENTENCES)]
         rate = CLIP_RATES[number // speakers % len(CLIP_RATES)]
         path = f"speech/{number:04d}_speaker{speaker}.wav"
-        if voice == "espeak":
-            wave = speak_espeak(text, speaker, rate, Path(out_dir) / path)
-        else:
-            wave = synthesise(text, speaker, rate, np.random.default_rng([seed, number]))
+        wave = synthesise(text, speaker, rate, np.random.default_rng([seed, number]))
         if number % 6 == 5:
             wave = np.stack([wave, 0.7 * wave], axis=1)
         soundfile.write(Path(out_dir) / path, wave, rate, subtype="PCM_16")
-        speech.append({"text": text, "speaker": speaker, "path": path, "seconds": round(len(wave) / rate, 3)})
+        speech.append({"text": text, "speaker": speaker, "path": path,
+                       "seconds": round(len(wave) / rate, 3)})
     return speech
 
 
 def make_dataset(out_dir, speech):
-    """Writes OUT_DIR/train.json, a ChatML list with one sample per clip of make_speech, and returns its path.
-
-    Each sample takes the voice from the same speaker's next clip. Raises ValueError if a speaker has only one clip.
+    """Writes OUT_DIR/train.json, a ChatML list with one sample per clip of make_speech, and returns
+    its path. Each sample takes the voice from the same speaker's next clip.
     """
     samples = []
     for number, target in enumerate(speech):
-        others = [clip for clip in speech[number + 1 :] + speech[:number] if clip["speaker"] == target["speaker"]]
-        if not others:
-            raise ValueError(f"{target['path']}: speaker {target['speaker']} has no other clip to take the voice from")
+        others = [clip for clip in speech[number + 1 :] + speech[:number]
+                  if clip["speaker"] == target["speaker"]]
         samples.append(voice_cloning_sample(f"sample_{number:08d}", others[0], target))
     path = Path(out_dir) / "train.json"
     path.write_text(json.dumps(samples, indent=1) + "\n")
@@ -435,9 +380,8 @@ def voice_cloning_sample(name, reference, target):
 
 def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
-    disable_progress_bar()
 
-    speech = make_speech(args.out_dir, args.clips, args.speakers, args.seed, args.voice)
+    speech = make_speech(args.out_dir, args.clips, args.speakers, args.seed)
     dataset = make_dataset(args.out_dir, speech)
     codec = make_codec(args.out_dir, args.seed)
     if args.higgs3:

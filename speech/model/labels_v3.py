@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from common.distributed import UserError
 from speech.data.conversations import BadSample
 from speech.model.labels import IGNORE
 
@@ -81,37 +80,7 @@ class Ids:
 
 
 # --------------------------------------------------------------------------------------------------
-# Rows and prompts
-
-
-def prompt(ids, text_ids, ref_text_ids=None, ref_rows=None):
-    """(input_ids (S,) int64, is_audio (S,) bool) of what stands before the rows to be spoken.
-
-    text_ids, ref_text_ids: tokens of the text to speak and of the reference's. ref_rows: (R, 8)
-    delayed rows of the reference; where is_audio they take the place of ids.pad, one a position.
-    Raises UserError for a reference's text without its audio, or a tokenizer that cannot mark it.
-    """
-    def listed(values):
-        return torch.as_tensor(values).tolist()
-    if ref_text_ids is not None and ref_rows is None:
-        raise UserError("a reference's text without its audio has no place in a prompt of Higgs "
-                        "TTS 3")
-    if ref_text_ids is not None and ids.ref_text is None:
-        raise UserError(f"this tokenizer has no {TOKENS['ref_text']}: give the reference's audio "
-                        "without its text")
-    # task first, then whose voice, then what to say: <|audio|> at the end asks for row 0
-    tokens = [ids.tts]
-    if ref_text_ids is not None:
-        tokens += [ids.ref_text, *listed(ref_text_ids)]
-    start = stop = 0
-    if ref_rows is not None:
-        tokens.append(ids.ref_audio)
-        start, stop = len(tokens), len(tokens) + len(ref_rows)
-        # the embedding of a row comes from its codes; the token only holds the place
-        tokens += [ids.pad] * len(ref_rows)
-    tokens += [ids.text, *listed(text_ids), ids.audio]
-    place = torch.arange(len(tokens))
-    return torch.tensor(tokens), (place >= start) & (place < stop)
+# Rows
 
 
 def delay(codes, bos=1024, eos=1025):

@@ -3,6 +3,7 @@
 Names of tensors and config.json, from that layout to transformers' native one and back.
 """
 import json
+from pathlib import Path
 
 from common.distributed import UserError
 
@@ -124,3 +125,36 @@ def save_original_config(native, tokenizer, folder, source, config):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     path.write_text(json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
     return {}
+
+
+# --------------------------------------------------------------------------------------------------
+# Files of a native processor, which folders of that layout lack
+
+
+def name_codec(folder, codec):
+    """Write into a folder's processor files which codec is theirs: a folder or hub name."""
+    # by hand: a processor can only name a codec that is loaded, and loading one takes torchaudio
+    path = folder / "processor_config.json"
+    config = json.loads(path.read_text()) | {"audio_tokenizer": {
+        "audio_tokenizer_class": "HiggsAudioV2TokenizerModel",
+        "audio_tokenizer_name_or_path": codec}}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def save_processor(folder, tokenizer):
+    """Processor files for a base without any, as 2025-format ones are; the codec's name is still to
+    be put in.
+    """
+    from transformers import HiggsAudioV2Processor
+    extractor = feature_extractor()
+    extractor.save_pretrained(folder)
+    template = Path(__file__).with_name("chat_template.jinja").read_text()
+    processor = HiggsAudioV2Processor(extractor, tokenizer, audio_tokenizer=None,
+                                      chat_template=template)
+    processor.save_pretrained(folder)
+
+
+def feature_extractor():
+    """That of the released codec: takes (n,) mono float32 at 24 kHz, by default pads to frames."""
+    from transformers import DacFeatureExtractor
+    return DacFeatureExtractor(feature_size=1, sampling_rate=24000, hop_length=960)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
-from common import fused, recomputation
+from common import fused
 from common.distributed import UserError
 from speech.model import weights  # first: explains a torchaudio that breaks transformers
 from speech.model.labels import IGNORE, token_ids  # noqa: F401  (of module())
@@ -82,11 +82,6 @@ def positions(config):
 def layers(native):
     """The decoder layers."""
     return native.model.layers
-
-
-def tied_heads(native):
-    """Embeddings that are heads as well: none."""
-    return []
 
 
 def packed(net, recompute=None):
@@ -197,14 +192,15 @@ class PackedHiggs(nn.Module):
 
     def __init__(self, net, recompute=None):
         super().__init__()
-        self.call = recomputation.caller(recompute)
-        recomputation.leave_products(net, recompute)
-        self.net = net
+        self.net, self.call = net, None
         # in a list, where torch does not look for modules: else its parameters would be registered
         # twice
         self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
         for layer in fused.use(self.base_model).model.layers:
             layer.__class__ = PackedDecoderLayer
+        if recompute:
+            from common import recomputation
+            recomputation.set_mode(self, layers(self.base_model), recompute)
 
     @property
     def base_model(self):
@@ -229,7 +225,7 @@ class PackedHiggs(nn.Module):
         packed = Packed(n_text, order, batch.seq_index, cos[0], sin[0], batch.cu_seqlens,
                         batch.longest, None if varlen else torch.tensor(batch.seqlens))
         for layer in model.layers:
-            if self.training:
+            if self.training and self.call:
                 hidden = self.call(layer, hidden, packed=packed)
             else:
                 hidden = layer(hidden, packed=packed)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import fused, json_files, recomputation, tensor_files
+from common import fused, json_files, tensor_files
 from common.distributed import UserError
 from common.document_attention import ATTENTION
 from common.new_folder import new_folder
@@ -24,10 +24,9 @@ from speech.model.labels_v3 import (  # noqa: F401  (offered here, too)
     Ids,
     delay,
     label_mask,
-    prompt,
     undelay,
 )
-from speech.model.loss import Sums, decays, flops_per_pack, named, total_loss  # noqa: F401  (of module(), too)
+from speech.model.loss import Sums, named
 
 from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3Config, Qwen3Model  # isort: skip
 
@@ -76,11 +75,6 @@ def positions(config):
 def layers(native):
     """The decoder layers."""
     return native.body.layers
-
-
-def tied_heads(native):
-    """Embeddings that are heads as well."""
-    return [*getattr(native.audio_embedding, "modules_to_save", {}).values()] or [native.audio_embedding]
 
 
 def packed(net, recompute=None):
@@ -200,11 +194,10 @@ class PackedHiggs3(nn.Module):
         self.net = net
         # in a list, where torch does not look for modules: else its parameters would be registered twice
         self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
-        recomputation.leave_products(net, recompute)
         fused.use(self.base_model)
-        for layer in self.base_model.body.layers if recompute else ():      # transformers' own switch
-            layer.gradient_checkpointing = True
-            layer._gradient_checkpointing_func = recomputation.caller(recompute)
+        if recompute:
+            from common import recomputation
+            recomputation.set_mode(self, layers(self.base_model), recompute)
 
     @property
     def base_model(self):
@@ -463,10 +456,11 @@ def step(logits, state, sampling, generator=None):
 
 
 @torch.no_grad()
-def forced_logits(model, prompt, ref_rows, rows):      # noqa: F811
-    """float32 (T + 7, 8, 1026) logits of every row, each from the prompt and the true rows before it.
+def forced_logits(model, prompt, ref_rows, rows):
+    """float32 (T + 7, 8, 1026) logits of every row, each from the prompt and the true rows before
+    it.
 
-    prompt: (input_ids, is_audio) of prompt(). ref_rows: (R, 8) or None. rows: (T + 7, 8) of delay().
+    prompt: (input_ids, is_audio). ref_rows: (R, 8) or None. rows: (T + 7, 8) of delay().
     """
     input_ids, is_audio = (torch.as_tensor(values).to(model.audio_embedding.weight.device) for values in prompt)
     rows = torch.as_tensor(rows).to(input_ids.device)

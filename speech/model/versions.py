@@ -2,7 +2,7 @@
 is imported.
 
 v2.py and v3.py have the same functions: read_config, load_tokenizer, token_ids, text_setting,
-own_codec, empty_model, weight_parts, reset_buffers, layers, tied_heads, packed, freeze_unreachable,
+own_codec, empty_model, weight_parts, reset_buffers, layers, packed, freeze_unreachable,
 loss_report, weight_names, save_config; and the constants LICENCE, LORA_TARGETS, WHOLE_MODULES,
 DRAWS.
 """
@@ -40,13 +40,3 @@ def find_files(world, model_path, codec_path, output_dir):
         return folder, config, weights.find_codec(codec_path)[0]
     own_codec = module(config).own_codec
     return folder, config, distributed.rank0_first(world, own_codec, folder, config, output_dir)
-
-
-def layers(native):
-    """The decoder layers of either model."""
-    return module(native.config).layers(native)
-
-
-def tied_heads(native):
-    """Embeddings of either model that are heads as well."""
-    return module(native.config).tied_heads(native)

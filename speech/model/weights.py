@@ -4,7 +4,6 @@ A model starts empty on torch's meta device and takes its weights from the files
 more than it trains. Native checkpoints and the original 2025 format are read; missing, unexpected or misshapen weights
 stop the run.
 """
-import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -25,11 +24,9 @@ except (ImportError, OSError, RuntimeError) as broken:
 
 from transformers import (
     AutoTokenizer,
-    DacFeatureExtractor,
     GenerationConfig,
     HiggsAudioV2Config,
     HiggsAudioV2ForConditionalGeneration,
-    HiggsAudioV2Processor,
     logging,
 )
 
@@ -146,16 +143,6 @@ def reset_buffers(model, device):
         raise UserError(f"this version of transformers has buffers that weights.py does not know: {sorted(unknown)}")
 
 
-def load_model(folder, config, dtype):
-    """Whole native model with its text head on the CPU. config: the folder's config.json dict. Raises UserError."""
-    model, parts = empty_model(native_config(config), dtype, folder), weight_parts(folder, config)
-    check_weights(model, parts, folder)
-    model.to_empty(device="cpu")
-    reset_buffers(model, "cpu")
-    load_weights(dict(model.named_parameters()), parts)
-    return model.eval()
-
-
 def load_tokenizer(folder):
     """Tokenizer of a model folder; raises UserError when there is none."""
     try:
@@ -165,9 +152,11 @@ def load_tokenizer(folder):
 
 
 def save_config(model, tokenizer, folder, source, codec=None):
-    """The files of a native checkpoint beside its weights. -> {file that source did not have: what was made of it}.
+    """The files of a native checkpoint beside its weights. -> {file that source did not have: what
+    was made of it}.
 
-    codec: folder or hub name that the processor shall name as its codec; None: what source names, else the hub's.
+    codec: folder or hub name that the processor shall name as its codec; None: what source names,
+    else the hub's.
     """
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
@@ -177,20 +166,11 @@ def save_config(model, tokenizer, folder, source, codec=None):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     if not (source / "processor_config.json").is_file():
-        save_processor(folder, tokenizer)
+        from speech.model import layout_2025
+        layout_2025.save_processor(folder, tokenizer)
         made = dict.fromkeys(EXTRA_FILES, f"{source} has none; made for the released codec "
                              f"(24 kHz, 960 samples a frame), named {codec or HUB_CODEC}")
     if codec or made:
-        path = folder / "processor_config.json"
-        config = json.loads(path.read_text()) | {"audio_tokenizer": {
-            "audio_tokenizer_class": "HiggsAudioV2TokenizerModel", "audio_tokenizer_name_or_path": codec or HUB_CODEC}}
-        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        from speech.model import layout_2025
+        layout_2025.name_codec(folder, codec or HUB_CODEC)
     return made
-
-
-def save_processor(folder, tokenizer):
-    """Processor files for a base without any, as 2025-format ones are; the codec's name is still to be put in."""
-    extractor = DacFeatureExtractor(feature_size=1, sampling_rate=24000, hop_length=960)    # the released codec's
-    extractor.save_pretrained(folder)
-    template = Path(__file__).with_name("chat_template.jinja").read_text()
-    HiggsAudioV2Processor(extractor, tokenizer, audio_tokenizer=None, chat_template=template).save_pretrained(folder)

@@ -5,6 +5,7 @@ after the last <|audio_out_bos|>, so the model hears what it was trained on. Gen
 it needs beyond its defaults: the end-of-stream id, repetition-aware sampling, room for the delay pattern, and a time
 limit.
 """
+import contextlib
 import io
 import json
 import re
@@ -20,6 +21,7 @@ from common.checkpoint import write_atomically
 from common.distributed import UserError
 from common.flags import need
 from common.json_files import read_text
+from speech.data.builder import TableBuilder
 from speech.data.code_cache import FRAME_RATE, SAMPLE_RATE
 from speech.data.conversations import (
     DEFAULT_SYSTEM,
@@ -27,11 +29,14 @@ from speech.data.conversations import (
     BadSample,
     Clip,
     Paths,
-    canonical_prompt,
-    spoken_text,
+    Sample,
+    Turn,
+    canonical_turns,
+    mark_trained,
+    normalise_requests,
     system_parts,
+    trimmed,
 )
-from speech.data.dataset import TableBuilder
 from speech.data.decode import decode_audio, filled
 from speech.data.encode import encode_clip
 from speech.data.rows import read_samples
@@ -65,22 +70,61 @@ class Prompt:
 
 
 def read_prompts(path, normalize):
-    """Samples of a prompt file: ChatML (.json, .jsonl; with or without the target clip), a list of Seed-TTS-eval
-    (.lst), else one text a line.
+    """Samples of a prompt file: ChatML (.json, .jsonl; with or without the target clip), a list of
+    Seed-TTS-eval (.lst), else one text a line.
 
-    normalize: the texts to speak, by text_normalization.normalise. Raises UserError with every prompt that cannot be used.
+    normalize: the texts to speak, by text_normalization.normalise. Raises UserError with every
+    prompt that cannot be used.
     """
     path, problems = Path(path), []
     if path.suffix.lower() == ".lst":
         return list_prompts(path, normalize)
     if path.suffix.lower() not in (".json", ".jsonl"):
         return text_prompts(read_lines(path), normalize)
-    samples = list(read_samples(path, problems, prompts=True, normalize=normalize))
+    samples = list(read_samples(path, problems, canonical_prompt, normalize=normalize))
     if problems:
         raise UserError(distributed.problem_text(problems))
     if not samples:
         raise UserError(f"{path}: holds no prompts")
     return samples
+
+
+def canonical_prompt(name, entry, paths, normalize=False):
+    """One raw sample -> Sample to be spoken: its last turn is the assistant's and ends with the
+    clip to generate.
+
+    The sample may hold that clip already, as training data does; else it is Clip(""). normalize:
+    the text to speak, and those before it that training on this sample would normalise. Raises
+    BadSample.
+    """
+    turns, rewritten, recognised = canonical_turns(entry, paths)
+    asked = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=0)
+    spoken = [i for i, turn in enumerate(turns)
+              if i > asked and turn.role == "assistant" and turn.clips]
+    if spoken:
+        turns, answer = turns[:spoken[-1] + 1], turns[spoken[-1]]
+        last = max(i for i, part in enumerate(answer.parts) if isinstance(part, Clip))
+        answer.parts = answer.parts[:last + 1]
+    else:
+        turns.append(Turn("assistant", [Clip("")], None))
+    sample = Sample(name, [trimmed(t) for t in turns], str(entry.get("speaker") or ""), recognised)
+    if not spoken_text(sample):
+        raise BadSample("has no text to speak: no user text stands before the clip to generate")
+    if normalize:
+        if entry.get("start_index") is not None:
+            # the prompt may lack the clip that would be trained
+            with contextlib.suppress(BadSample):
+                mark_trained(turns, entry["start_index"], rewritten, len(entry["messages"]))
+        turns[-1].trained = True
+        normalise_requests(turns)
+    return sample
+
+
+def spoken_text(sample):
+    """The text of a canonical_prompt that is to be heard."""
+    before, answer = sample.turns[-2:]
+    asked = before.text if before.role == "user" else ""
+    return (answer.text or asked).strip()
 
 
 def read_lines(path):
@@ -92,22 +136,38 @@ def read_lines(path):
     return texts
 
 
-def text_prompts(named_texts, normalize, reference_audio=None, reference_text=None, system=None, scene=None):
-    """[(name, text)] -> Samples: plain, or in the voice of one reference clip with its transcript. Raises UserError.
+def text_prompts(named_texts, normalize, reference_audio=None, reference_text=None, system=None,
+                 scene=None):
+    """[(name, text)] -> Samples: plain, or in the voice of one reference clip with its transcript.
+    Raises UserError.
 
     normalize: of read_prompts. system: of all of them; None: by each text, as in training.
     """
     reference = []
     if reference_audio:
         reference = [{"role": "user", "content": reference_text},
-                     {"role": "assistant", "content": {"type": "audio", "audio_url": reference_audio}}]
-    paths, samples, problems = Paths(Path.cwd()), [], []
-    for name, text in named_texts:
+                     {"role": "assistant",
+                      "content": {"type": "audio", "audio_url": reference_audio}}]
+    def messages(text):
+        said, heard_in = system, scene
+        if not system:
+            said, heard_in = system_parts(text, scene, references=bool(reference))
+        content = said + ("\n\n" + SCENE.format(heard_in) if heard_in else "")
+        return [{"role": "system", "content": content}, *reference,
+                {"role": "user", "content": text}]
+
+    return prompts_of(named_texts, messages, Path.cwd(), normalize)
+
+
+def prompts_of(named, messages, base, normalize):
+    """Samples of [(name, line)]. messages(line): ChatML's, may raise BadSample. base: folder of the
+    audio files. Raises UserError with all that cannot be used.
+    """
+    paths, samples, problems = Paths(base), [], []
+    for name, line in named:
         try:
-            said, heard_in = (system, scene) if system else system_parts(text, scene, references=bool(reference))
-            content = said + ("\n\n" + SCENE.format(heard_in) if heard_in else "")
-            messages = [{"role": "system", "content": content}, *reference, {"role": "user", "content": text}]
-            samples.append(canonical_prompt(name, {"messages": messages}, paths, normalize))
+            entry = {"messages": messages(line)}
+            samples.append(canonical_prompt(name, entry, paths, normalize))
         except BadSample as error:
             problems.append(f"{name}: {error}")
     if problems:
@@ -116,25 +176,25 @@ def text_prompts(named_texts, normalize, reference_audio=None, reference_text=No
 
 
 def list_prompts(path, normalize):
-    """Samples of a meta.lst of BytedanceSpeech/seed-tts-eval: `name|text of the voice|voice.wav|text[|truth.wav]` a
-    line; paths are relative to the list. normalize: of read_prompts. Raises UserError.
+    """Samples of a meta.lst of BytedanceSpeech/seed-tts-eval: `name|text of the
+    voice|voice.wav|text[|truth.wav]` a line; paths are relative to the list. normalize: of
+    read_prompts. Raises UserError.
     """
-    paths, samples, problems = Paths(path.parent), [], []
-    for where, line in read_lines(path):
-        name, *fields = line.split("|")
-        try:
-            if len(fields) not in (3, 4):
-                raise BadSample(f"{len(fields) + 1} fields between |, not 4 or 5 as in Seed-TTS-eval's meta.lst")
-            said, voice, text, *truth = fields
-            clip = {"type": "audio", "audio_url": voice}
-            messages = [{"role": "system", "content": DEFAULT_SYSTEM}, {"role": "user", "content": said},
-                        {"role": "assistant", "content": clip}, {"role": "user", "content": text}]
-            messages += [{"role": "assistant", "content": clip | {"audio_url": url}} for url in truth]
-            samples.append(canonical_prompt(name, {"messages": messages}, paths, normalize))
-        except BadSample as error:
-            problems.append(f"{where}: {error}")
-    if problems:
-        raise UserError(distributed.problem_text(problems))
+    def messages(line):
+        _, *fields = line.split("|")
+        if len(fields) not in (3, 4):
+            raise BadSample(f"{len(fields) + 1} fields between |, not 4 or 5 as in Seed-TTS-eval's "
+                            "meta.lst")
+        said, voice, text, *truth = fields
+        clip = {"type": "audio", "audio_url": voice}
+        answers = [{"role": "assistant", "content": clip | {"audio_url": url}} for url in truth]
+        return [{"role": "system", "content": DEFAULT_SYSTEM}, {"role": "user", "content": said},
+                {"role": "assistant", "content": clip}, {"role": "user", "content": text}, *answers]
+
+    lines = read_lines(path)
+    samples = prompts_of(lines, messages, path.parent, normalize)
+    for sample, (_, line) in zip(samples, lines):
+        sample.name = line.partition("|")[0]
     return samples
 
 

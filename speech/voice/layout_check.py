@@ -16,7 +16,7 @@ from speech.data.decode import decode_audio
 from speech.data.encode import encode_clip, load_codec
 from speech.data.rows import read_samples
 from speech.model import v3, versions
-from speech.model.labels_v3 import delay, label_mask, prompt
+from speech.model.labels_v3 import delay, label_mask
 
 OURS = "as trained here"
 GUESS = 0.5     # nats below guessing that weights must come to know anything
@@ -36,17 +36,21 @@ def layouts(codes, bos, eos):
 
 
 def losses(model, ids, samples):
-    """{layout: (n, 9)} over n samples [(text ids, (T, 8) codes)]: cross-entropy of each one's first ROWS rows, mean of
-    all labelled cells and of each codebook's.
+    """{layout: (n, 9)} over n samples [(text ids, (T, 8) codes)]: cross-entropy of each one's first
+    ROWS rows, mean of all labelled cells and of each codebook's.
     """
     found = {}
     for text, codes in samples:
-        for name, (rows, start, asked, mask) in layouts(torch.as_tensor(codes).long(), ids.stream_bos,
-                                                        ids.stream_eos).items():
-            logits = v3.forced_logits(model, prompt(ids, text), None, rows)[start:start + len(asked)].cpu()
-            loss = F.cross_entropy(logits.flatten(0, 1), asked.flatten(), reduction="none").view(asked.shape)
-            loss, mask = (loss * mask)[:ROWS], mask[:ROWS]
-            found.setdefault(name, []).append(torch.cat([(loss.sum() / mask.sum())[None], loss.sum(0) / mask.sum(0)]))
+        tokens = torch.tensor([ids.tts, ids.text, *text, ids.audio])
+        codes = torch.as_tensor(codes).long()
+        of_layouts = layouts(codes, ids.stream_bos, ids.stream_eos)
+        for name, (rows, start, asked, mask) in of_layouts.items():
+            logits = v3.forced_logits(model, (tokens, torch.zeros_like(tokens)), None, rows)
+            logits = logits[start:start + len(asked)].cpu()
+            loss = F.cross_entropy(logits.flatten(0, 1), asked.flatten(), reduction="none")
+            loss, mask = (loss.view(asked.shape) * mask)[:ROWS], mask[:ROWS]
+            means = torch.cat([(loss.sum() / mask.sum())[None], loss.sum(0) / mask.sum(0)])
+            found.setdefault(name, []).append(means)
     return {name: torch.stack(of_clips) for name, of_clips in found.items()}
 
 

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from common import distributed
 from common.distributed import UserError
 from common.flags import need_package
+from common.watchdog import stop_requested
 from speech.data import text_normalization
 from speech.data.code_cache import FRAME_RATE
 from speech.data.encode import load_codec
@@ -26,31 +28,28 @@ BATCH = 8           # prompts generated together
 MAX_PROMPTS = 64    # a few are meant; generate_tts.py speaks any number
 
 
-def read(path, normalize):
-    """Samples of the file --sample_prompts; raises UserError, also when they are more than a few."""
-    samples = generate.read_prompts(path, normalize)
-    if len(samples) > MAX_PROMPTS:
-        raise UserError(f"--sample_prompts {path}: {len(samples)} prompts; each validation generates all of them, so "
-                        f"at most {MAX_PROMPTS} are taken (generate_tts.py speaks any number)")
-    return samples
-
-
-def load(path, normalize, seconds, judging, heard_by):
-    """(Prompts of --sample_prompts, GenerationConfig), checked and encoded before training starts. Raises UserError.
-
-    normalize: of generate.read_prompts. seconds: of speech that one prompt may give. judging: of
-    scores.load_judges, by name; the judges are loaded here, so that a missing one is found now.
-    heard_by: (tokenizer, ids, config, codec folder, device) of the model that will speak them.
+def load(args, tokenizer, ids, config, codec_dir, world):
+    """Speaker of --sample_prompts, on every rank; its prompts are checked and encoded before
+    training starts, and its judges loaded, so that a missing one is found now. Raises UserError.
     """
-    tokenizer, ids, config = heard_by[:3]
-    codec_dir, device = heard_by[3:]
-    samples = read(path, normalize)
-    need_package("matplotlib", "--sample_prompts draws spectrograms")
-    scores.load_judges(**judging)
-    settings = generate.sampling(config, seconds)
-    codec, bandwidth = load_codec(codec_dir, device, ids.num_codebooks)
-    room = versions.module(config).positions(config) - settings.max_new_tokens
-    return generate.prepare(samples, tokenizer, ids, codec, bandwidth, room), settings
+    judging = {name: getattr(args, name) for name in JUDGING}
+
+    def prepare():
+        samples = generate.read_prompts(args.sample_prompts, args.normalize_text == "on")
+        if len(samples) > MAX_PROMPTS:
+            raise UserError(f"--sample_prompts {args.sample_prompts}: {len(samples)} prompts; each "
+                            f"validation generates all of them, so at most {MAX_PROMPTS} are taken "
+                            "(generate_tts.py speaks any number)")
+        need_package("matplotlib", "--sample_prompts draws spectrograms")
+        scores.load_judges(**judging)
+        settings = generate.sampling(config, args.sample_seconds)
+        codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
+        room = versions.module(config).positions(config) - settings.max_new_tokens
+        return generate.prepare(samples, tokenizer, ids, codec, bandwidth, room), settings
+
+    prompts, settings = distributed.rank0_first(world, prepare)
+    return Speaker(prompts, settings, ids, codec_dir, world.device, args.output_dir, judging,
+                   args.seed, args.sample_time_limit)
 
 
 def forget_later(output_dir, step):
@@ -62,7 +61,8 @@ def forget_later(output_dir, step):
 
 @dataclass
 class Speaker:
-    """What speaks the prompts of a run. prompts, settings: of load. judging: of scores.load_judges, by name.
+    """What speaks the prompts of a run. settings: of generate.sampling. judging: of
+    scores.load_judges, by name.
 
     seed: of the draws. time_limit: seconds that all prompts may take at one validation.
     """
@@ -75,6 +75,18 @@ class Speaker:
     judging: dict
     seed: int
     time_limit: float
+
+    def speak(self, world, model, state, bf16):
+        """{eval/...: float} of the prompts spoken by model, a versions.packed. Rank 0 speaks, the
+        others wait.
+        """
+        model.eval()
+        autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=bf16)
+        with distributed.gathered(model), autocast:
+            values = distributed.rank0_first(world, lambda: self.speak_all(
+                model.base_model, state.step, state.log, stop_requested))
+        model.train()
+        return values
 
     def speak_all(self, native, step, log, asked):
         """Speak, judge and record every prompt -> {metric: float}. On one rank, with whole weights and in eval mode.

@@ -1,6 +1,6 @@
-"""Audio files, spectrum and pitch: plain functions on numpy arrays, no trained model (scores.py has those).
+"""Audio files and pitch: plain functions on numpy arrays, no trained model (scores.py has those).
 
-Waves are (n,) float32 mono at RATE. Frames are 10 ms apart and centred, so pitch and cepstra of a wave line up.
+Waves are (n,) float32 mono at RATE. Frames are 10 ms apart and centred.
 """
 import numpy as np
 
@@ -8,9 +8,6 @@ from common.distributed import UserError
 
 RATE = 24000                    # Hz
 HOP = RATE // 100               # samples between frames
-MELS, CEPSTRA = 40, 13
-TOP_HZ = 8000                   # cepstra see nothing above, so that a 16 kHz recording can be a reference
-FLOOR = 1e-8                    # of the loudest mel energy: 80 dB below it is silence
 LOW_HZ, HIGH_HZ = 60, 500       # where pitch is looked for
 VOICE_HZ = 2000                 # pitch sees nothing above: hiss would look like the highest pitch
 
@@ -38,51 +35,13 @@ def resample(wave, rate, wanted):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Spectrum
+# Pitch
 
 
 def frames(wave, size):
     """(n,) -> (1 + n // HOP, size): stretches of `size` samples centred on every HOP-th sample, zeros outside."""
     padded = np.pad(wave, (size // 2, size - size // 2))
     return np.lib.stride_tricks.sliding_window_view(padded, size)[::HOP][:1 + len(wave) // HOP]
-
-
-def mel_filters(size):
-    """(MELS, size // 2 + 1) triangles, evenly spread up to TOP_HZ on the mel scale 2595 log10(1 + f / 700)."""
-    edges = 700 * (10 ** (np.linspace(0, np.log10(1 + TOP_HZ / 700), MELS + 2)) - 1)
-    hertz = np.fft.rfftfreq(size, 1 / RATE)
-    rising = (hertz - edges[:-2, None]) / (edges[1:-1] - edges[:-2])[:, None]
-    falling = (edges[2:, None] - hertz) / (edges[2:] - edges[1:-1])[:, None]
-    return np.clip(np.minimum(rising, falling), 0, None)
-
-
-def mel_energies(wave, size=1024):
-    """(n,) -> (T, MELS) energies, at least FLOOR of the loudest."""
-    power = np.abs(np.fft.rfft(frames(wave, size) * np.hanning(size), axis=1)) ** 2
-    mel = power @ mel_filters(size).T
-    return np.maximum(mel, max(FLOOR * mel.max(), 1e-30))
-
-
-def cepstra(mel):
-    """(T, MELS) energies -> (T, CEPSTRA): cosine series of the log energies from coefficient 1 on; 0 is the level.
-
-    Scaled so that the distance below, over all coefficients, is the rms difference of two mel spectra in dB.
-    """
-    basis = np.cos(np.pi * np.outer(np.arange(1, CEPSTRA + 1), np.arange(MELS) + 0.5) / MELS) / MELS
-    return np.log(mel) @ basis.T
-
-
-def cepstral_distances(a, b):
-    """(T, D), (S, D) -> (T, S) mel-cepstral distances in dB: 10 / ln 10 * sqrt(2 * sum_d (a_d - b_d)^2).
-
-    Source: Kubichek, "Mel-cepstral distance measure for objective speech quality assessment", 1993.
-    """
-    squares = (a ** 2).sum(1)[:, None] + (b ** 2).sum(1) - 2 * a @ b.T
-    return 10 / np.log(10) * np.sqrt(2 * np.clip(squares, 0, None))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Pitch
 
 
 def pitch(wave):

@@ -22,15 +22,19 @@ from speech.voice import scores
 BATCH = 32              # clips heard together
 
 
-def hear(world, clips, numbers, folder, settings, processes, wait_limit_s):
-    """{clip: what is heard in it; None where it is longer than the recogniser hears} on rank 0, {} on the others.
+def hear(world, clips, numbers, folder, settings, how):
+    """{clip: what is heard in it; None where it is longer than the recogniser hears} on rank 0, {}
+    on the others.
 
-    Called by every rank; clips (a sequence) and numbers (those to hear, an array) matter on rank 0. settings: keywords
-    of scores.load_judges. processes: that decode, on this node. Raises UserError; Stopped when asked to stop.
+    Called by every rank; clips (a sequence) and numbers (those to hear, an array) matter on rank 0.
+    settings: keywords of scores.load_judges. how: dataset.Encoding, for its processes and time
+    limit. Raises UserError; Stopped when asked to stop.
     """
-    told = {name: value for name, value in settings.items() if name != "asr_time_limit"}     # changes nothing heard
+    # the limit changes nothing that is heard
+    told = {name: value for name, value in settings.items() if name != "asr_time_limit"}
     folder, name = Path(folder), json.dumps(told, sort_keys=True)
-    distributed.rank0_first(world, lambda: scores.load_judges(**settings) and None)        # one downloads for all
+    # one downloads for all
+    distributed.rank0_first(world, lambda: scores.load_judges(**settings) and None)
     judges = scores.load_judges(**settings)
 
     def plan():
@@ -42,12 +46,11 @@ def hear(world, clips, numbers, folder, settings, processes, wait_limit_s):
 
     work = distributed.rank0_first(world, plan)
     if any(work):
-        progress, problems = Progress(world, sum(len(cuts) for share in work for *_, cuts in share), "hearing",
-                                      wait_limit_s), []
+        progress, problems = Progress(world, work, "hearing", how.wait_limit_s), []
         try:
             with judges.on(world.device):
-                workers = max(1, processes // world.local_size) if processes else 0
-                _hear_share(work[world.rank], judges, folder, name, workers, progress)
+                mine = decoded(world, work[world.rank], how.processes, folder)
+                _hear_share(mine, judges, folder, name, progress)
         except UserError as error:      # told to every rank
             problems.append(str(error))
         except BaseException:
@@ -56,7 +59,8 @@ def hear(world, clips, numbers, folder, settings, processes, wait_limit_s):
         progress.finish()
         distributed.all_ranks_ok(world, problems)
         if any(distributed.gather_objects(world, stop_requested())):
-            raise Stopped("asked to stop while clips were being heard; what is done stays in OUTPUT_DIR/heard")
+            raise Stopped("asked to stop while clips were being heard; what is done stays in "
+                          "OUTPUT_DIR/heard")
     if not world.is_main:
         return {}
     known, (_, keys) = read_heard(folder, name), file_keys(clips[i] for i in numbers)
@@ -68,12 +72,13 @@ def digits(keys):
     return [row.tobytes().hex() for row in keys.view(np.uint8).reshape(-1, keys.itemsize)]
 
 
-def _hear_share(work, judges, folder, name, workers, progress):
-    """Hear the files of share_work's list, a batch at a time."""
+def _hear_share(files, judges, folder, name, progress):
+    """Hear the files of `decoded`, a batch at a time."""
     def waves():
-        for _, stat, cuts, _, found in decoded(work, workers, folder):
+        for _, stat, cuts, _, found in files:
             for clip, wave in zip(cuts.values(), found):
-                if not isinstance(wave, str):       # what cannot be decoded is told of where it is encoded
+                # what cannot be decoded is told of where it is encoded
+                if not isinstance(wave, str):
                     yield file_key(clip, *stat).hex(), wave[0]
                 progress.add(1, 0 if isinstance(wave, str) else len(wave[0]) / SAMPLE_RATE)
 

@@ -1,8 +1,7 @@
 """The clips of the bench on references: each stands behind another one of its voice, none says a held-out text."""
 import json
 
-from bench import voice_reference
-from speech.demo import make_voice
+from bench import make_voice, voice_reference
 
 
 def test_each_clip_has_another_clip_of_its_voice_before_it(tmp_path):

@@ -2,8 +2,9 @@
 import numpy as np
 from safetensors.numpy import save_file
 
+from speech.data.builder import TableBuilder
 from speech.data.conversations import Clip, Sample, Turn
-from speech.data.dataset import Table, TableBuilder
+from speech.data.dataset import Table
 
 BOS, EOS, BOOKS = 1024, 1025, 8
 

@@ -10,9 +10,10 @@ from safetensors.numpy import save_file
 from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 
 from data import SpeechSamples
+from speech.data.builder import TableBuilder
 from speech.data.code_cache import FRAME_RATE
 from speech.data.conversations import Clip, Sample, Turn
-from speech.data.dataset import Table, TableBuilder
+from speech.data.dataset import Table
 from speech.model import v2
 from speech.model.labels import IGNORE, token_ids
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
 from torch.utils.data import DataLoader
 
 from common import indexing, loading
@@ -169,14 +168,6 @@ def test_codes_that_change_after_the_start_are_refused_when_they_are_read(cache)
     shard.rename(f"{shard}.damaged-1")              # another run has set it aside
     with pytest.raises(UserError, match=f"{shard}: a clip in it cannot be read"):
         CodeReader(folder, index.shards).codes(*found[2].tolist())
-
-
-def test_shards_of_earlier_versions_are_used_unchecked(cache):
-    folder, shard, clips, codes = cache
-    save_file({name: array for name, array in load_file(shard).items() if name != "checksums"}, shard)
-    index, unknown, found = read_all(folder, clips)
-    assert index.unchecked == 1 and not index.damaged and not len(unknown)
-    assert all((found[i] == codes[i]).all() for i in range(5))
 
 
 @pytest.mark.parametrize("left", [1, 2])

@@ -3,8 +3,9 @@ import json
 
 import pytest
 
-from speech.data.conversations import DEFAULT_SYSTEM, Clip
+from speech.data.conversations import DEFAULT_SYSTEM, Clip, canonical_sample
 from speech.data.rows import read_samples
+from speech.voice.generate import canonical_prompt
 
 REFERENCE, TARGET = "This is how I sound.", "He said: stop: now."
 CANONICAL_SYSTEM = (DEFAULT_SYSTEM + "\n\n<|scene_desc_start|>\nAudio is recorded from a quiet room.\n"
@@ -436,7 +437,7 @@ def test_folder_and_chatml_give_one_text_which_only_the_target_gets_normalised(f
         (by_folder,), _ = folder_samples(folder, task_type="zero_shot_voice_cloning", normalize=on)
         (by_chat,) = read(folder, [chat], normalize=on)
         assert shape(by_folder) == shape(by_chat) == cloning(spoken, reference="It is（me）")
-        prompt, = read(folder, [{"messages": chat["messages"][:-1]}], normalize=on, prompts=True)
+        prompt, = read(folder, [{"messages": chat["messages"][:-1]}], normalize=on, make=canonical_prompt)
         assert [t.parts for t in prompt.turns[:-1]] == [t.parts for t in by_chat.turns[:-1]]
 
 
@@ -444,8 +445,8 @@ def test_every_trained_turn_is_normalised_and_so_in_the_prompt(folder):
     entry = canonical(start_index=0)
     for message in (entry["messages"][1], entry["messages"][3]):
         message["content"] = message["content"].rstrip(".") + "（now）"
-    for prompts in (False, True):
-        sample, = read(folder, [entry], normalize=True, prompts=prompts)
+    for make in (canonical_sample, canonical_prompt):
+        sample, = read(folder, [entry], normalize=True, make=make)
         assert [t.text for t in sample.turns if t.role == "user"] == ["This is how I sound now.",
                                                                       "He said: stop: now now."]
 

@@ -9,11 +9,14 @@ from transformers import AutoTokenizer
 
 from common import indexing
 from common.distributed import UserError
+from common.problems import Problems
 from data import SpeechSamples, collate
+from speech.data import builder as speech_builder
 from speech.data import dataset as speech_table
+from speech.data import rows
+from speech.data.builder import TableBuilder
 from speech.data.conversations import Clip, Sample, Turn
-from speech.data.dataset import TableBuilder, read_all
-from speech.data.rows import Reading
+from speech.data.rows import Reading, Sources, read_all
 from speech.model.labels import token_ids
 from speech.model.weights import native_config
 from tests.helpers.dialogues import BOOKS, CONVERSATIONS, SYSTEM, TARGET, speaker, table_of, user
@@ -59,7 +62,10 @@ def write_entries(folder, kind, n, change=lambda i, raw: raw):
 def files_of(sources, tools, folder, processes, task="zero_shot_voice_cloning"):
     """{file name: bytes} of the table of (training source, validation source or None), its clips, training samples."""
     train, held_out = sources
-    builder, found = read_all([(train, 1.0)], held_out, *tools, Reading(task), folder, processes)
+    builder = TableBuilder(*tools, folder)
+    problems = Problems()
+    found = read_all(builder, Sources([(train, 1.0)], held_out, Reading(task), processes), problems)
+    problems.settle()
     n_train = found[0]["stop"]
     clips = builder.clips[:]
     frames = np.array([7 + len(clip.path) + i % 13 for i, clip in enumerate(clips)], np.int64)
@@ -77,8 +83,8 @@ def test_enough_samples_are_held_out_for_a_best_checkpoint(n, share, held_out):
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    monkeypatch.setattr(speech_table, "CHUNK", 3)
-    monkeypatch.setattr(speech_table, "ROWS", 8)
+    monkeypatch.setattr(rows, "CHUNK", 3)
+    monkeypatch.setattr(speech_builder, "ROWS", 8)
     monkeypatch.setattr(indexing, "HERE", 1)
 
 

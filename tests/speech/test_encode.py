@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 
 from common.distributed import UserError, World
 from speech.data.code_cache import CodeReader, codec_fingerprint
-from speech.data.codes import ensure_codes
 from speech.data.conversations import Clip
+from speech.data.dataset import Encoding, ensure_codes
 from speech.data.decode import codec_frames, decode_audio, decode_file, header_frames
 from speech.data.encode import codec_config, encode_clip, plan_codes
 from speech.data.rows import read_samples
@@ -42,7 +42,8 @@ def write_audio(path, wave, rate, **options):
 
 def fill(clips, codec, cache, num_proc=0):
     """Fill a cache in this process; returns ([codes per clip], folder of the shards)."""
-    folder, shards, where = ensure_codes(World(device=torch.device("cpu")), clips, codec, cache, 8, num_proc)
+    how = Encoding(codec, cache, 8, num_proc)
+    folder, shards, where = ensure_codes(World(device=torch.device("cpu")), clips, how)
     reader = CodeReader(folder, shards)
     return [reader.codes(*row.tolist()) for row in where], folder
 
@@ -271,7 +272,7 @@ def test_a_short_reference_is_filled_with_zeros_and_a_long_one_shares_its_codes(
     assert np.array_equal(codes[0], direct(codec, wave))
     assert np.array_equal(codes[1], direct(codec, np.pad(wave, (0, 24000 - len(wave))))) and len(codes[1]) == 25
     assert np.array_equal(codes[2], codes[3]) and len(encoded(folder)) == 3
-    frames = plan_codes(clips, tiny.codec, tmp_path / "empty", 8)[2][:, 2]
+    frames = plan_codes(clips, Encoding(tiny.codec, tmp_path / "empty", 8))[2][:, 2]
     assert frames.tolist() == list(map(len, codes))
 
 
@@ -369,12 +370,12 @@ def test_a_clip_that_cannot_be_used_takes_no_other_with_it(filled, tiny, tmp_pat
             3: f"{path}: is too short: 0.000 s from offset 9.0 s; a clip needs 0.04 s"}
     for num_proc in (0, 2):
         bad = {}
-        folder, shards, where = ensure_codes(World(device=torch.device("cpu")), clips, tiny.codec, tmp_path / "codes",
-                                             8, num_proc, bad=bad)
+        how = Encoding(tiny.codec, tmp_path / "codes", 8, num_proc)
+        folder, shards, where = ensure_codes(World(device=torch.device("cpu")), clips, how, bad)
         assert bad == said and where[[1, 3], :3].tolist() == [[-1, -1, 0]] * 2 and (where[[0, 2], 2] > 0).all()
         assert (CodeReader(folder, shards).codes(*where[2].tolist()) == filled[2][good.path]).all()
     bad = {}        # headers tell of lengths alone
-    _, _, planned = plan_codes(clips, tiny.codec, tmp_path / "codes", 8, bad=bad)
+    _, _, planned = plan_codes(clips, how, bad)
     assert list(bad) == [3] and bad[3] == said[3] and (planned[[0, 2]] == where[[0, 2]]).all() and planned[1, 2] == 13
 
 
@@ -394,7 +395,7 @@ import json, os, sys, time, torch
 sys.path.insert(0, {root!r})
 import transformers.models.higgs_audio_v2_tokenizer
 from common.distributed import World
-from speech.data import codes, encode
+from speech.data import dataset, encode
 from speech.data.conversations import Clip
 encode.SHARD_CLIPS = {shard_clips}
 open(sys.argv[1], "w").close()
@@ -402,7 +403,8 @@ while not os.path.exists({go!r}):
     time.sleep(0.005)
 real = encode.encode_clip
 encode.encode_clip = lambda *given: (time.sleep({pause}), real(*given))[1]
-codes.ensure_codes(World(device=torch.device("cpu")), [Clip(p) for p in {paths!r}], {codec!r}, {cache!r}, 8, 0)
+dataset.ensure_codes(World(device=torch.device("cpu")), [Clip(p) for p in {paths!r}],
+                   dataset.Encoding({codec!r}, {cache!r}, 8))
 """
 
 

@@ -13,12 +13,12 @@ import soundfile
 
 from common.distributed import UserError
 from speech.data.code_cache import file_keys
-from speech.data.conversations import MULTISPEAKER_SYSTEM, Clip, unit_of
+from speech.data.conversations import MULTISPEAKER_SYSTEM, Clip, canonical_sample, unit_of
 from speech.data.decode import decode_audio, opened
 from speech.data.encode import share_work
 from speech.data.formats import find_source
 from speech.data.rows import Reading, open_source, read_chunks, read_samples
-from speech.voice.generate import text_prompts
+from speech.voice.generate import canonical_prompt, text_prompts
 
 
 @pytest.fixture
@@ -446,8 +446,8 @@ def test_dialogue_has_bosons_scene_and_speaker_lines(folder):
     turns = [{"role": "user", "content": "Said."}, {"role": "assistant", "content": {"type": "audio", "audio_url": "b.wav"}},
              {"role": "user", "content": "[SPEAKER0] Hi.\n[SPEAKER1] Ho."},
              {"role": "assistant", "content": {"type": "audio", "audio_url": "a.wav"}}]
-    trained, whole, bare = (list(read_samples(lines(folder / "c.jsonl", {"messages": messages}), [], prompts)) for
-                            messages, prompts in ((turns, False), (turns, True), (turns[:3], True)))
+    trained, whole, bare = (list(read_samples(lines(folder / "c.jsonl", {"messages": messages}), [], make)) for
+                            messages, make in ((turns, canonical_sample), (turns, canonical_prompt), (turns[:3], canonical_prompt)))
     assert {sample.turns[0].text for sample, in (trained, whole, bare)} == {"Generate audio following instruction."}
     cloned, = text_prompts([("x", "[SPEAKER0] Hi.\n[SPEAKER1] Ho.")], False, str(folder / "a.wav"), "Said.")
     assert cloned.turns[0].text == "Generate audio following instruction."      # boson's way, where a clip gives the voice

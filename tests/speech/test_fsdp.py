@@ -630,7 +630,6 @@ def test_adapter_loads_in_peft_and_merges(shared, odd, tmp_path):
 
 
 @pytest.mark.parametrize("flags, reason", [
-    ("--parallel fsdp --eval_ranks rank0", "every forward there needs all ranks"),
     ("--cpu_offload", "need --parallel fsdp"), ("--shard_size 2", "needs --parallel hsdp"),
     ("--reduce_dtype bf16", "needs --parallel fsdp"),
     ("--parallel hsdp --shard_size 3", "1 rank cannot be cut into groups"),

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 import warnings
+from types import SimpleNamespace
 
 import matplotlib.image
 import numpy as np
@@ -409,15 +410,16 @@ def test_what_time_cut_off_did_not_stop_by_itself(tiny, voice, short, tmp_path, 
     hear = tmp_path / "hear.py"         # understands the first clip, and nothing of others
     hear.write_text("import sys\nprint(sys.argv[1], *[''] * (len(sys.argv) - 3), sep='\\n')")
     texts = [entry["misc"]["target_transcript"] for entry in json.loads(short.read_text())]
-    judging = {"asr_command": f"{sys.executable} {hear} {shlex.quote(texts[0].upper())}"}
-    prompts, settings = sample_prompts.load(str(short), True, 10.0, judging, (
-        tokenizer, ids, native.config, tiny.codec, CPU))
+    args = SimpleNamespace(**dict.fromkeys(sample_prompts.JUDGING), sample_prompts=str(short), normalize_text="on",
+                           sample_seconds=10.0, sample_time_limit=120, output_dir=tmp_path, seed=42)
+    args.mos, args.asr_command = False, f"{sys.executable} {hear} {shlex.quote(texts[0].upper())}"
+    speaker = sample_prompts.load(args, tokenizer, ids, native.config, tiny.codec, distributed.World(device=CPU))
+    prompts = speaker.prompts
     true = [round(prompt.target_seconds * 25) for prompt in prompts]
     ends = [(np.zeros((2 * true[0], 8), int), "eos"), (np.zeros((true[1], 8), int), "length"),
             (np.zeros((0, 8), int), "time")]
     monkeypatch.setattr(generate, "generate", lambda *a: ends)
     log = Asked(10**9)
-    speaker = sample_prompts.Speaker(prompts, settings, ids, tiny.codec, CPU, tmp_path, judging, 42, 120)
     values = speaker.speak_all(native, step=5, log=log, asked=log)
     assert values["eval/stop_rate"] == pytest.approx(1 / 3) and values["eval/length_ratio"] == pytest.approx(1.5, 0.02)
     assert log.heard == [("samples/0000", 1920 * true[0]), ("samples/0001", 960 * true[1]), ("samples/0002", 0)]

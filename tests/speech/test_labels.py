@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from speech.data.builder import TableBuilder
 from speech.data.conversations import OTHER_MARKS, Sample
-from speech.data.dataset import TableBuilder
 from speech.data.rows import read_samples
 from speech.model.labels import IGNORE, conversation_pieces, delay_labels, delay_rows
 from tests.helpers.dialogues import BOOKS, BOS, EOS, SYSTEM, TARGET, speaker, user

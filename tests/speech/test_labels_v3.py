@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from data import SpeechSamples, collate
+from speech.data.builder import TableBuilder
 from speech.data.conversations import BadSample, Clip, Sample, Turn
-from speech.data.dataset import TableBuilder
 from speech.demo import make_tiny
 from speech.model import labels_v3, v3
 from speech.model.labels import IGNORE
 from speech.voice.generate import text_prompts
-from tests.helpers import dialogues
+from tests.helpers import dialogues, higgs3
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_a_batch_of_the_table_is_the_prompt_and_rows_of_the_layout(table3, ids3,
         ref_text = tokens[2:tokens.index(ids3.ref_audio)] if ids3.ref_text in tokens else None
         ref_rows = v3.delay(reference[0]) if reference else None
         rows, mask = v3.delay(target), v3.label_mask(len(target))
-        logits = v3.forced_logits(model, v3.prompt(ids3, tokens[at + 1:-2], ref_text, ref_rows), ref_rows, rows)
+        logits = v3.forced_logits(model, higgs3.prompt(ids3, tokens[at + 1:-2], ref_text, ref_rows), ref_rows, rows)
         expected += torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows.masked_fill(~mask, IGNORE).flatten(),
                                                       ignore_index=IGNORE, reduction="sum")
     torch.testing.assert_close(audio.sum(), expected, rtol=1e-5, atol=0)

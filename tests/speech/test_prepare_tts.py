@@ -16,10 +16,11 @@ from common.distributed import UserError, World
 from data import make_loader, prepare_table
 from speech import prepare_tts
 from speech.choices import CHECKS, SOUND_ERRORS
+from speech.data import checks
 from speech.data.code_cache import file_key
 from speech.data.conversations import Clip
-from speech.data.dataset import Table, split_samples, usable_samples, weighted
-from speech.data.rows import Reading
+from speech.data.dataset import Encoding, Table, split_samples, usable_samples, weighted
+from speech.data.rows import Reading, Sources
 
 WORLD = World(device=torch.device("cpu"))
 
@@ -39,19 +40,21 @@ def written(path, rows):
     return path
 
 
-def prepared(tiny, tokenizer, ids, source, out, drop=(), held_out=None, weight=1.0, reading=None, cache=None, **more):
+def prepared(tiny, tokenizer, ids, source, out, drop=(), held_out=None, weight=1.0, reading=None, cache=None,
+             recogniser=None, max_cer=None):
     """The report of prepare() in this process."""
     out.mkdir(exist_ok=True)
-    return prepare_tts.prepare(WORLD, tokenizer, ids, tiny.codec, train=[(source, weight)], held_out=held_out,
-                               reading=reading or Reading(), output_dir=out, cache_dir=cache or out / "codes",
-                               processes=0, wait_limit_s=60, drop=drop, min_seconds=0.32, max_seconds=60.0, **more)
+    sources = Sources([(source, weight)], held_out, reading or Reading(), drop=drop)
+    encoding = Encoding(tiny.codec, cache or out / "codes", ids.num_codebooks, wait_limit_s=60)
+    limits = checks.Limits(0.32, 60.0, max_cer)
+    return prepare_tts.prepare(WORLD, tokenizer, ids, sources, encoding, out, limits, recogniser)
 
 
-def opened(tiny, tokenizer, ids, train, out, held_out=None, reading=None, **more):
+def opened(tiny, tokenizer, ids, train, out, held_out=None, reading=None):
     """The table of prepare_table, from prepared folders or sources."""
     out.mkdir(exist_ok=True)
-    return prepare_table(WORLD, tokenizer, ids, tiny.codec, train=train, held_out=held_out, output_dir=out,
-                         cache_dir=out / "codes", reading=reading or Reading(), processes=0, wait_limit_s=60, **more)
+    return prepare_table(WORLD, tokenizer, ids, Sources(train, held_out, reading or Reading()),
+                         Encoding(tiny.codec, out / "codes", ids.num_codebooks, wait_limit_s=60), out)
 
 
 def batches(table, ids):
@@ -316,7 +319,7 @@ def test_limits_are_what_the_flags_say(capsys):
         return prepare_tts.flags.parse(prepare_tts.build_parser(), prepare_tts.check_flags, [*flags, *more])
     args = parse("--drop_bad", "clipping")
     assert args.drop_bad == (*CHECKS, *SOUND_ERRORS, "clipping")
-    assert prepare_tts.data_flags.sources(args) == ([("a", 1.0), ("b", 0.5)], None)
+    assert prepare_tts.choices.sources(args) == ([("a", 1.0), ("b", 0.5)], None)
     for wrong, said in ((["--drop_bad", "noise"], "--drop_bad noise: no such check"),
                         (["--min_clip_seconds", "60"], "--min_clip_seconds must be below"),
                         (["--max_cer", "0.1"], "--max_cer needs --asr_model or --asr_command"),

@@ -22,6 +22,7 @@ import lora
 from speech.data.encode import load_codec
 from speech.demo import make_tiny
 from speech.model import v3
+from tests.helpers import higgs3
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 
@@ -100,7 +101,7 @@ def merged3(tmp_path_factory):
 def test_vllm_omni_computes_the_same_from_a_merged_higgs_tts_3(merged3, tmp_path):
     (model, ids), text = v3.load(merged3), "Say <|emotion:elation|>this."
     spoken = v3.load_tokenizer(merged3).encode(text, add_special_tokens=False)
-    prompt = v3.prompt(ids, spoken)
+    prompt = higgs3.prompt(ids, spoken)
     found = asked(VLLM_OMNI, "vllm_omni_probe.py", tmp_path, folder=str(merged3), third=True, text=text,
                   prompt=prompt[0].tolist(), codec="", codes=CODES)
     assert found["prompt"].tolist() == prompt[0].tolist()

@@ -19,6 +19,7 @@ from common import distributed
 from speech import generate_tts
 from speech.demo import make_tiny
 from speech.model import card, v3
+from tests.helpers import higgs3
 from tests.helpers.trainer import Tiny, train_forked
 
 
@@ -100,7 +101,7 @@ def test_merged_and_exported_folders_are_those_of_servers(runs, tiny3, tmp_path)
     assert all(torch.equal(merged[head], merged[table]) for head, table in v3.HEADS.items())
     speaking = generate_tts.load_to_speak(tiny3.model, json.loads((tiny3.model / "config.json").read_text()), adapter,
                                           torch.float32, torch.device("cpu"))
-    prompt, rows = v3.prompt(v3.load(tiny3.model)[1], [5, 6]), v3.delay(torch.arange(80).view(10, 8))
+    prompt, rows = higgs3.prompt(v3.load(tiny3.model)[1], [5, 6]), v3.delay(torch.arange(80).view(10, 8))
     torch.testing.assert_close(v3.forced_logits(v3.load(tmp_path / "merged")[0], prompt, None, rows),
                                v3.forced_logits(speaking, prompt, None, rows), rtol=1e-4, atol=1e-4)
     full = runs(1, "--per_device_train_batch_size", 4).output_dir / "checkpoint-4"
@@ -126,7 +127,7 @@ def test_sglang_omnis_own_files_read_a_merged_folder(runs, tiny3, tmp_path):
     said = theirs["HiggsTokenizerAdapter"](tokenizer).build_prompt(
         "Say <|emotion:elation|>this.", num_ref_tokens=16, reference_text="Heard.")
     ids, rows = v3.load(tmp_path / "merged")[1], v3.delay(torch.zeros(9, 8))
-    ours, is_audio = v3.prompt(ids, *(tokenizer.encode(text, add_special_tokens=False) for text in (
+    ours, is_audio = higgs3.prompt(ids, *(tokenizer.encode(text, add_special_tokens=False) for text in (
         "Say <|emotion:elation|>this.", "Heard.")), rows)
     assert ours.masked_fill(is_audio, -100).tolist() == said
     tree = ast.parse((place / "model.py").read_text())
@@ -202,7 +203,7 @@ def test_the_audio_table_is_trained_beside_adapters_as_one_parameter(pool, runs,
     assert all(torch.equal(merged[head], merged[table]) for head, table in v3.HEADS.items())
     speaking = generate_tts.load_to_speak(tiny3.model, json.loads((tiny3.model / "config.json").read_text()), adapter,
                                           torch.float32, torch.device("cpu"))
-    prompt, rows = v3.prompt(v3.load(tiny3.model)[1], [5, 6]), v3.delay(torch.arange(80).view(10, 8))
+    prompt, rows = higgs3.prompt(v3.load(tiny3.model)[1], [5, 6]), v3.delay(torch.arange(80).view(10, 8))
     torch.testing.assert_close(v3.forced_logits(v3.load(tmp_path / "merged")[0], prompt, None, rows),
                                v3.forced_logits(speaking, prompt, None, rows), rtol=1e-4, atol=1e-4)
 

@@ -2,7 +2,7 @@
 
 That class has no training of its own, so its latents are computed from a clip, not learnt: per frame a log-mel
 envelope, normalised per voice and reduced by PCA, then the pitch relative to the voice's, then the voice. k-means makes
-the codebooks; the encoder learns to hear the latents in a waveform, the decoder to speak from their codes.
+the codebooks; the decoder learns to speak from their codes.
 """
 import functools
 import math
@@ -16,6 +16,7 @@ from common.checkpoint import write_atomically
 from common.new_folder import new_folder
 from speech.data.code_cache import SAMPLE_RATE
 from speech.demo import make_tiny
+from speech.model import layout_2025
 
 from transformers import (  # isort: skip      # after make_tiny, which explains a broken torchaudio
     DacConfig,
@@ -195,12 +196,10 @@ def fit(name, module, state, steps, rate, betas, seed, loss_of):
 
 
 def crops(rng, waves, latents):
-    """CROPS random stretches of CROP frames, the voices taking turns; zeros behind the end of a shorter clip.
-
-    (CROPS, samples) heard, (CROPS, CROP, LATENTS) meant, and (CROPS, CROP) bool judged: not the two outermost frames,
-    whose surroundings cannot be heard, but where the clip itself begins or ends.
+    """CROPS random stretches of CROP frames, the voices taking turns; zeros behind the end of a
+    shorter clip: (CROPS, samples) heard, (CROPS, CROP, LATENTS) meant.
     """
-    heard, meant, judged = [], [], torch.ones(CROPS, CROP, dtype=torch.bool)
+    heard, meant = [], []
     for number in range(CROPS):
         voice = VOICES[number % len(VOICES)]
         clip = rng.integers(len(waves[voice]))
@@ -210,19 +209,7 @@ def crops(rng, waves, latents):
         heard.append(torch.nn.functional.pad(waves[voice][clip][first * FRAME:(first + CROP) * FRAME],
                                              (0, missing * FRAME)))
         meant.append(torch.nn.functional.pad(latents[voice][clip][first:first + CROP], (0, 0, 0, missing)))
-        judged[number, :2] = bool(first == 0)
-        judged[number, CROP - 2:] = bool(first + CROP == frames)
-        judged[number, frames:] = False
-    return torch.stack(heard), torch.stack(meant), judged
-
-
-def train_encoder(codec, waves, targets, state, steps, seed):
-    """The encoder learns to give the targets."""
-    def loss_of(rng):
-        heard, meant, judged = crops(rng, waves, targets)
-        given = codec.acoustic_encoder(heard[:, None]).transpose(1, 2)
-        return (given - meant)[judged].square().mean()
-    fit("encoder", codec.acoustic_encoder, state, steps, 1.5e-3, (0.9, 0.99), seed, loss_of)
+    return torch.stack(heard), torch.stack(meant)
 
 
 @torch.no_grad()
@@ -298,7 +285,7 @@ def train_decoder(codec, waves, latents, state, steps, seed):
             yield torch.log(parts.abs().transpose(1, 2) * (4 / fft) @ mel_filters(fft, bands, 0, 8000) + 1e-3)
 
     def loss_of(rng):
-        heard, meant, _ = crops(rng, waves, latents)
+        heard, meant = crops(rng, waves, latents)
         given = codec.acoustic_decoder(meant.transpose(1, 2))[:, 0]
         inner = slice(FRAME // 2, -FRAME // 2)
         pairs = zip(spectra(given[:, inner]), spectra(heard[:, inner]))
@@ -310,9 +297,9 @@ def save_codec(codec, folder):
     """The codec's folder, whole or not at all: float16 values, to be loaded as float32."""
     with new_folder(folder) as building:
         codec.save_pretrained(building)
-        make_tiny.feature_extractor().save_pretrained(building)
-        weights = building / "model.safetensors"
-        save_file({name: t.half() for name, t in load_file(weights).items()}, weights, {"format": "pt"})
+        layout_2025.feature_extractor().save_pretrained(building)
+        path = building / "model.safetensors"
+        save_file({name: t.half() for name, t in load_file(path).items()}, path, {"format": "pt"})
 
 
 def load_codec(folder):
@@ -328,22 +315,6 @@ def make_latents(out_dir, waves, seed):
     codec = empty_codec(seed)
     make_books(codec, torch.cat([latents(wave, voice, known) for voice in VOICES for wave in waves[voice]]), seed)
     save_codec(codec, out_dir / "books")
-
-
-def make_encoder(out_dir, waves, steps, seed):
-    """OUT_DIR/encoder.pt: the acoustic encoder, trained."""
-    codec, known = load_codec(out_dir / "books"), torch.load(out_dir / "latents.pt")
-    targets = {voice: [latents(wave, voice, known) for wave in clips] for voice, clips in waves.items()}
-    train_encoder(codec, waves, targets, out_dir / "encoder.pt", steps, seed)
-    wave, meant = ([x for voice in VOICES for x in of[voice][:50]] for of in (waves, targets))
-    with torch.no_grad():
-        given = torch.cat([codec.acoustic_encoder(clip[None, None])[0].T for clip in wave])
-    meant = torch.cat(meant)
-    for what, dims in (("envelope", slice(0, ENVELOPE)), ("pitch", PITCH), ("voice", VOICE)):
-        error = (given - meant)[:, dims].square().sum() / (meant - meant.mean(0))[:, dims].square().sum()
-        say(f"encoder: {what}: {error:.3f} of the variance is missed")
-    same = (encode(codec, given) == encode(codec, meant)).float().mean(0)
-    say(f"encoder: share of codes as computed, by codebook: {[round(x, 2) for x in same[:len(BOOKS)].tolist()]}")
 
 
 def make_decoder(out_dir, waves, steps, seed):
