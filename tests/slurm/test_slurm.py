@@ -60,6 +60,9 @@ class Job:
         found = re.search(rf"\b{name}=(\S*)", text)
         return found[1] if found else ""
 
+    def limit(self, minutes):
+        subprocess.run(["scontrol", "update", f"JobId={self.id}", f"TimeLimit={minutes}"], check=True)
+
     def processes(self):
         """{pid: environment} of every process of this job."""
         found = {}
@@ -215,7 +218,7 @@ def test_lost_node_noticed_by_slurm(submit, cluster, undisturbed):
 def test_lost_node_not_noticed_by_slurm(submit, cluster, undisturbed):
     """The node is back before Slurm misses it: srun gives up after --wait, and the launcher queues the job again."""
     # gloo may not tell a rank that stood still while its peer died (docs/log.md): then its own limit does
-    job = submit("--collective_timeout", 120, SRUN_WAIT="20")   # torchrun took 5 s to see that the first node had ended
+    job = submit("--collective_timeout", 120, SRUN_WAIT="10")   # torchrun took 5 s to see that the first node had ended
     job.freeze_after(20)
     cluster("kill", "n2")
     cluster("up", "n2")
@@ -225,9 +228,11 @@ def test_lost_node_not_noticed_by_slurm(submit, cluster, undisturbed):
 
 
 def test_time_limit_saves_queues_again_and_finishes(submit, undisturbed):
-    job = submit(sbatch=["--time=4", "--signal=B:USR1@165"])       # minutes, seconds; Slurm signals up to 60 s early
+    job = submit(sbatch=["--time=60", "--signal=B:USR1@170"])      # minutes, seconds
     job.freeze_after(10)
+    job.limit(3)        # minutes: Slurm warns at its next look at time limits, one of which comes every 30 s
     wait_until(lambda: "USR1: asking the trainers to save and stop" in job.log, "Slurm's warning")
+    job.limit(60)
     job.thaw()
     state, restarts = job.end()
     assert state == "COMPLETED" and restarts >= 1, job.log
@@ -237,29 +242,25 @@ def test_time_limit_saves_queues_again_and_finishes(submit, undisturbed):
     assert_undisturbed(job, undisturbed)
 
 
-def test_scancel_leaves_no_process_and_queues_nothing(submit):
-    job = submit("--max_steps", 1000000)
-    wait_until(lambda: (job.out / "checkpoint-10").exists(), "first checkpoint")
-    subprocess.run(["scancel", job.id], check=True)
-    wait_until(lambda: not job.processes(), "end of the job's processes")
-    assert job.end() == ("CANCELLED", 0)
-    assert "is queued again" not in job.log
-
-
-def test_a_wrong_flag_fails_once(submit):
-    job = submit("--no_such_flag")
-    assert job.end() == ("FAILED", 0), job.log
-    said = "error: --no_such_flag: no such flag"        # by rank 0 alone, and once more below torchrun's traceback
-    assert job.log.count(f"\n{said}") == 1 and job.log.count(f"traceback : {said}") == 1, job.log
-    assert job.show("ExitCode") != "0:0"
-
-
-def test_requeues_on_any_failure_are_bounded(submit, tmp_path):
+def test_what_is_cancelled_or_fails_leaves_no_process_and_is_not_queued_again(submit, tmp_path):
+    """Three jobs at once: one for scancel, one with a wrong flag, one that may fail twice."""
     trainer = tmp_path / "fails.py"
     trainer.write_text("raise SystemExit(3)")
-    job = submit(TRAINER=str(trainer), REQUEUE_ON_FAILURE="any", MAX_REQUEUES="1")
-    assert job.end() == ("FAILED", 1), job.log
-    assert "not queued again, this was start 2 (MAX_REQUEUES)" in job.log
+    cancelled, wrong = submit("--max_steps", 1000000), submit("--no_such_flag")
+    fails = submit(TRAINER=str(trainer), REQUEUE_ON_FAILURE="any", MAX_REQUEUES="1")
+    wait_until(lambda: (cancelled.out / "checkpoint-10").exists(), "first checkpoint")
+    subprocess.run(["scancel", cancelled.id], check=True)
+    wait_until(lambda: not cancelled.processes(), "end of the job's processes")
+    assert cancelled.end() == ("CANCELLED", 0)
+    assert "is queued again" not in cancelled.log
+
+    assert wrong.end() == ("FAILED", 0), wrong.log
+    said = "error: --no_such_flag: no such flag"        # by rank 0 alone, and once more below torchrun's traceback
+    assert wrong.log.count(f"\n{said}") == 1 and wrong.log.count(f"traceback : {said}") == 1, wrong.log
+    assert wrong.show("ExitCode") != "0:0"
+
+    assert fails.end() == ("FAILED", 1), fails.log
+    assert "not queued again, this was start 2 (MAX_REQUEUES)" in fails.log
 
 
 def test_h200_launcher_finds_its_repository_from_the_spool_folder(cluster, tmp_path):
