@@ -2,7 +2,7 @@
 
 The cluster is tests/helpers/slurm/cluster.sh: slurmctld and two slurmds on this machine, GPUs on paper,
 trainers on the CPU.
-What a run is compared with is one that nobody disturbed, under plain torchrun with as many ranks: same bits.
+What a run is compared with is one on one node that nobody disturbed: same bits.
 """
 import fcntl
 import os
@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers.progress import PATIENCE_S, wait_until
+from tests.helpers.progress import wait_until
 from tests.helpers.trainer import ROOT, trainer_command
 
 pytestmark = [pytest.mark.slow, pytest.mark.race]
@@ -130,12 +130,12 @@ def cluster():
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tiny, tmp_path_factory):
-    """Final weights of the run that all others must equal: two ranks under plain torchrun."""
-    out = tmp_path_factory.mktemp("undisturbed") / "out"
-    subprocess.run(trainer_command(tiny, out, *FLAGS, ranks=2), check=True, timeout=PATIENCE_S,
-                   stdout=subprocess.DEVNULL)
-    return load_file(out / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
+def undisturbed(cluster, tiny, tmp_path_factory):
+    """Final weights of the run that all others must equal: two ranks on one node, by the same launcher."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "job"
+    job = Job(folder, *trainer_command(tiny, folder / "out", *FLAGS)[2:], sbatch=["--nodes=1"], NPROC_PER_NODE="2")
+    assert job.end() == ("COMPLETED", 0), job.log
+    return load_file(job.out / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
 
 
 @pytest.fixture
@@ -195,12 +195,6 @@ def test_two_nodes_train_to_the_end(submit, undisturbed):
     assert sum("done       step" in text for text in said) == 1         # rank 0's node says it, whichever that is
     assert not (job.out / "requeue").exists()
     assert_undisturbed(job, undisturbed)        # a rank with another one's shard of the data would end elsewhere
-
-
-def test_one_node_with_the_same_launcher(submit, undisturbed):
-    job = submit(sbatch=["--nodes=1"], NPROC_PER_NODE="2")
-    assert job.end() == ("COMPLETED", 0), job.log
-    assert_undisturbed(job, undisturbed)
 
 
 def test_lost_node_noticed_by_slurm(submit, cluster, undisturbed):

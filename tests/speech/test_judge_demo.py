@@ -16,7 +16,7 @@ from speech.voice import generate, scores
 from tests.helpers.trainer import ROOT
 
 VOICE = ROOT / "launch" / "voice"
-SENTENCES, WRONG = 150, 20
+SENTENCES, WRONG = 60, 12
 GATES = SimpleNamespace(max_wer=0.25, max_original_wer=0.04, min_shuffled_wer=0.7, min_pitch=0.9)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
