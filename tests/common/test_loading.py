@@ -176,8 +176,8 @@ def killed_at_3(i):
 
 
 @pytest.mark.race
-@pytest.mark.parametrize("way", [loading.ahead, loading.each])
-@pytest.mark.parametrize("handler", [True, False], ids=["first", "never"])
+@pytest.mark.parametrize("way, handler", [(loading.ahead, True), (loading.ahead, False),
+                                          (loading.each, True)])
 def test_a_killed_loader_process_is_named(way, handler, monkeypatch):
     """Its last batches may be lost in a connection that breaks off, which says nothing of why.
 

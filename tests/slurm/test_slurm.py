@@ -61,7 +61,8 @@ class Job:
         return found[1] if found else ""
 
     def limit(self, minutes):
-        subprocess.run(["scontrol", "update", f"JobId={self.id}", f"TimeLimit={minutes}"], check=True)
+        change = ["scontrol", "update", f"JobId={self.id}", f"TimeLimit={minutes}"]
+        subprocess.run(change, check=True)
 
     def processes(self):
         """{pid: environment} of every process of this job."""
@@ -131,9 +132,10 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster, tiny, tmp_path_factory):
-    """Final weights of the run that all others must equal: two ranks on one node, by the same launcher."""
+    """Final weights of the run that all others must equal: two ranks on one node."""
     folder = tmp_path_factory.mktemp("undisturbed") / "job"
-    job = Job(folder, *trainer_command(tiny, folder / "out", *FLAGS)[2:], sbatch=["--nodes=1"], NPROC_PER_NODE="2")
+    args = trainer_command(tiny, folder / "out", *FLAGS)[2:]
+    job = Job(folder, *args, sbatch=["--nodes=1"], NPROC_PER_NODE="2")
     assert job.end() == ("COMPLETED", 0), job.log
     return load_file(job.out / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
 
@@ -224,7 +226,7 @@ def test_lost_node_not_noticed_by_slurm(submit, cluster, undisturbed):
 def test_time_limit_saves_queues_again_and_finishes(submit, undisturbed):
     job = submit(sbatch=["--time=60", "--signal=B:USR1@170"])      # minutes, seconds
     job.freeze_after(10)
-    job.limit(3)        # minutes: Slurm warns at its next look at time limits, one of which comes every 30 s
+    job.limit(3)        # minutes; Slurm looks at time limits every 30 s, and warns
     wait_until(lambda: "USR1: asking the trainers to save and stop" in job.log, "Slurm's warning")
     job.limit(60)
     job.thaw()
@@ -249,8 +251,9 @@ def test_what_is_cancelled_or_fails_leaves_no_process_and_is_not_queued_again(su
     assert "is queued again" not in cancelled.log
 
     assert wrong.end() == ("FAILED", 0), wrong.log
-    said = "error: --no_such_flag: no such flag"        # by rank 0 alone, and once more below torchrun's traceback
-    assert wrong.log.count(f"\n{said}") == 1 and wrong.log.count(f"traceback : {said}") == 1, wrong.log
+    said = "error: --no_such_flag: no such flag"
+    assert wrong.log.count(f"\n{said}") == 1, wrong.log         # by rank 0 alone
+    assert wrong.log.count(f"traceback : {said}") == 1, wrong.log       # and once more by torchrun
     assert wrong.show("ExitCode") != "0:0"
 
     assert fails.end() == ("FAILED", 1), fails.log
