@@ -40,7 +40,7 @@ LORA = (*COMMON, "--use_lora", "--lora_dropout", 0.1, "--disable_eval")       # 
 KINDS = {       # ranks, flags
     "lora": (1, (*LORA, "--max_steps", 36)),
     "ddp": (2, (*LORA, "--max_steps", 24)),
-    "fsdp": (2, (*COMMON, "--parallel", "fsdp", "--disable_eval", "--max_steps", 20)),
+    "fsdp": (2, (*COMMON, "--parallel", "fsdp", "--disable_eval", "--max_steps", 24)),
 }
 
 
@@ -759,7 +759,7 @@ def test_damaged_checkpoints_are_reported_and_passed_over(launch, whole, tmp_pat
                                          "model-00002-of-00002.safetensors has ", "has another checksum")):
         assert words in why
     assert_same_end(out, whole("fsdp"))
-    assert steps_of(out) == [30]
+    assert steps_of(out) == [24]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
