@@ -12,11 +12,8 @@ kernel), and everything about time.
 import contextlib
 import copy
 import re
-import subprocess
-import tempfile
 import types
 from collections import Counter
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -183,12 +180,11 @@ def assembled(name, source):
 
 
 def resources(cubin):
-    """(registers, bytes of stack a thread) of a kernel's binary, by cuobjdump, which comes with Triton."""
-    import triton
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True,
-                              text=True, check=True).stdout
-    return tuple(int(re.search(rf"\b{key}:(\d+)", said)[1]) for key in ("REG", "STACK"))
+    """(registers, bytes of stack a thread) of a kernel's binary: REGCOUNT and FRAME_SIZE.
+
+    Both are attributes in its .nv.info: format 4, the attribute's number, its size of 8 as 16 bits,
+    then the kernel's number and the value as 32 bits each. cuobjdump says the same in half a second.
+    """
+    found = (re.search(rb"\x04" + attribute + rb"\x08\0.{4}(.{4})", cubin, re.S)
+             for attribute in (b"\x2f", b"\x11"))
+    return tuple(int.from_bytes(value[1], "little") for value in found)

@@ -19,9 +19,9 @@ from tests.helpers.trainer import Run, Tiny, mount, train_forked, trainer_comman
 torch.set_num_threads(1)
 gc.disable()    # until all tests are collected
 
-LONGEST = ("recovery", "slurm", "launchers", "train_sft", "fsdp", "train_v2_ddp", "reproducible", "distill_demo",
-           "docs", "house", "plan", "kills", "bad_input", "encode", "create_data", "generate_tts", "train_bd3lm", "tts",
-           "sft", "setup")
+LONGEST = ("recovery", "slurm", "launchers", "kernels", "fsdp", "train_v2_ddp", "docs", "create_data", "distill_demo",
+           "reproducible", "train_bd3lm", "train_sft", "plan", "setup", "minimal", "rehearsal", "judge_demo",
+           "generate_tts", "bad_input", "distributed", "house", "encode", "demo_higgs3", "divergence")
 
 
 def pytest_configure(config):

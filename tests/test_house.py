@@ -151,26 +151,22 @@ def test_readme_has_the_three_lines():
         ["train_v2_ddp.py", "data.py", "lora.py", "speech", "common"], ["diffusion", "common"], ["distill", "common"]]
 
 
-def test_a_copy_of_the_speech_trainer(mine, tiny):
-    train(mine, "train_v2_ddp.py", ["--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec,
-                                    "--train_data_file", tiny.train_json, "--code_cache", tiny.codes, "--use_lora"])
-
-
-def test_a_copy_trains_all_weights_of_a_base_of_2025(mine, tiny, tmp_path):
-    """It has no processor files, so the copy's own chat template is saved with each checkpoint."""
+def test_a_copy_of_the_speech_trainer(mine, tiny, tmp_path):
+    """All weights of a base of 2025. It has no processor files: the copy's own chat template is saved."""
     subprocess.run([sys.executable, mine / "higgs" / "lora.py", "export", "--model_path", tiny.model, "--output_dir",
                     tmp_path / "base"], check=True, capture_output=True, cwd=mine)
     train(mine, "train_v2_ddp.py", ["--model_path", tmp_path / "base", "--audio_tokenizer_path", tiny.codec,
-                                    "--train_data_file", tiny.train_json, "--code_cache", tiny.codes], starts=1)
+                                    "--train_data_file", tiny.train_json, "--code_cache", tiny.codes])
 
 
 def test_a_copy_of_block_diffusion(mine):
     train(mine, "diffusion/train_bd3lm.py", ["--demo", "100", "--model_size", "nano", "--eval_repeats", "1",
-                                             "--per_device_train_batch_size", "4", "--warmup_steps", "1"])
+                                             "--per_device_train_batch_size", "4", "--warmup_steps", "1"], starts=1)
 
 
 def test_a_copy_of_the_chat_trainer(mine, tmp_path):
     student = chats.student(tmp_path / "student")
     data = chats.write(tmp_path / "chats.jsonl", chats.conversations(24))
     train(mine, "distill/train_sft.py", ["--model_path", student, "--train_data_file", data,
-                                         "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "1"])
+                                         "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "1"],
+          starts=1)

@@ -62,6 +62,7 @@ def test_values_and_gradients_are_transformers(case, dtype):
 def test_compiled_kernels_are_the_plain_ones(monkeypatch):
     """As torch.compile makes them, for two lengths, with a cache of this vector width (see compile_layers)."""
     monkeypatch.setattr(torch.compiler.config, "cache_key_tag", torch.backends.cpu.get_cpu_capability())
+    assert fused.compiles("cpu")
     compiled = [torch.compile(function, dynamic=True) for function in (fused.swiglu_gradient_kernel,
                                                                        fused.rotate_gradient_kernel)]
     for rows in (5, 9):
@@ -99,14 +100,12 @@ def test_whole_models_compute_the_same(kind, changes, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("missing", [True, False])
-def test_without_a_compiler_functions_run_plainly_and_a_notice_says_why(tmp_path, missing):
+def test_without_a_compiler_functions_run_plainly_and_a_notice_says_why(tmp_path):
     """One small function is tried, once."""
     program = "from common import fused; print([fused.compiles('cpu') for _ in range(2)])"
-    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    if missing:
-        env |= {"PATH": str(tmp_path), "CXX": str(tmp_path / "g++")}
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT), "PATH": str(tmp_path),
+                        "CXX": str(tmp_path / "g++")}
     done = subprocess.run([sys.executable, "-c", program], env=env, text=True, capture_output=True, cwd=tmp_path)
-    assert done.stdout.splitlines()[-1] == str([not missing] * 2), done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == str([False] * 2), done.stderr[-2000:]
     said = [line for line in done.stdout.splitlines() if line.startswith("notice ")]
-    assert len(said) == missing and all("it needs a C++ compiler" in line for line in said)
+    assert len(said) == 1 and "it needs a C++ compiler" in said[0]

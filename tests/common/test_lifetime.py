@@ -80,19 +80,11 @@ def start(tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_end_with_torchrun_and_one_of_them_says_so(start):
-    """A parent that runs Python, as torchrun does; the whole thing is in test_recovery.py."""
-    parent = start(sys.executable, "-c", LAUNCHER, sys.executable, "-c", RANK, LONG, "3",
-                   **TORCHRUN)       # seconds in which each rank looks, even on a busy machine
-    wait_until(lambda: parent.log.read_text().count("here") == 3, "ranks")
-    os.kill(max(in_session(parent.pid)), signal.SIGSTOP)        # one of them, whose thread cannot look
-    parent.kill()
-    wait_until(lambda: not in_session(parent.pid), "end of the ranks")
-    assert parent.log.read_text().splitlines()[3:] == ["", "error: torchrun has ended; its ranks end with it"]
+def test_ranks_end_with_torchrun_and_one_of_them_says_so_last(start):
+    """A parent that runs Python, as torchrun does; the whole thing is in test_recovery.py.
 
-
-def test_the_line_is_the_last_whatever_threads_say(start):
-    """As c10d's threads do when torchrun, which hosts the store, is gone; and no step line is glued to it."""
+    Whatever threads say, as c10d's do when torchrun, which hosts the store, is gone; no step line is glued to it.
+    """
     noisy = RANK.replace("time.sleep(", """
 import os, threading
 def speak():
@@ -102,11 +94,15 @@ def speak():
         time.sleep(0.01)
 threading.Thread(target=speak, daemon=True).start()
 time.sleep(""")
-    parent = start(sys.executable, "-c", LAUNCHER, sys.executable, "-c", noisy, LONG, "2", **TORCHRUN)
+    parent = start(sys.executable, "-c", LAUNCHER, sys.executable, "-c", noisy, LONG, "3",
+                   **TORCHRUN)       # seconds in which each rank looks, even on a busy machine
     wait_until(lambda: parent.log.read_text().count("here") == 3, "ranks")
+    os.kill(max(in_session(parent.pid)), signal.SIGSTOP)    # one of them, whose thread cannot look
     parent.kill()
     wait_until(lambda: not in_session(parent.pid), "end of the ranks")
-    assert parent.log.read_text().endswith("\nerror: torchrun has ended; its ranks end with it\n")
+    said = parent.log.read_text()
+    assert said.count("error: ") == 1
+    assert said.endswith("\nerror: torchrun has ended; its ranks end with it\n")
 
 
 def test_a_torchrun_that_ended_before_its_rank_began(start):

@@ -38,9 +38,9 @@ CLOCK = {"train/throughput", "train/audio_seconds_per_second", "train/samples_pe
 COMMON = ("--learning_rate", 2e-4, "--per_device_train_batch_size", 1, "--num_train_epochs", 1000)
 LORA = (*COMMON, "--use_lora", "--lora_dropout", 0.1, "--disable_eval")       # dropout makes the random state matter
 KINDS = {       # ranks, flags
-    "lora": (1, (*LORA, "--max_steps", 40)),
-    "ddp": (2, (*LORA, "--max_steps", 30)),
-    "fsdp": (2, (*COMMON, "--parallel", "fsdp", "--disable_eval", "--max_steps", 30)),
+    "lora": (1, (*LORA, "--max_steps", 36)),
+    "ddp": (2, (*LORA, "--max_steps", 24)),
+    "fsdp": (2, (*COMMON, "--parallel", "fsdp", "--disable_eval", "--max_steps", 24)),
 }
 
 
@@ -349,31 +349,22 @@ def finish(launch, output_dir, kind, *flags):
 # SIGKILL
 
 
-# who dies, and whether torchrun has started it; "launcher" leaves the ranks without their torchrun
-VICTIMS = {
-    "ddp": [("launcher", True)],
-    "fsdp": [("rank 1", False), ("all", False)],
-}
-
-
-@pytest.mark.parametrize("kind", VICTIMS)
-def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path, kind):
-    """3 kills in all, each at a random moment between the making of a checkpoint's folder and its renaming.
+def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path):
+    """Of a rank, then of both, at random moments between the making of a checkpoint's folder and its renaming.
 
     test_checkpoint.py has one before each change that a save makes to the disk; bench/kills.py 100, in every phase.
     """
     print(f"TEST_SEED={SEED}")
-    draw, out = random.Random(f"{SEED} {kind}"), tmp_path / "out"
+    draw, out, kind = random.Random(SEED), tmp_path / "out", "fsdp"
     ranks, flags = KINDS[kind]
     pause = 0.12        # times 9 files is the window
-    waiting = list(VICTIMS[kind])
+    waiting = ["rank 1", "all"]
     for _ in range(2 * len(waiting)):
         if not waiting:
             break
-        who, torchrun = waiting[0]
-        before = newest(out)
+        who, before = waiting[0], newest(out)
         mark_unfinished(out)
-        job = launch(out, *flags, "--save_steps", 1, "--save_total_limit", 2, ranks=ranks, torchrun=torchrun,
+        job = launch(out, *flags, "--save_steps", 1, "--save_total_limit", 2, ranks=ranks,
                      env={"SLOW_DISK_S": str(pause)})
         target = before + draw.randint(1, 2)
         job.wait_for(lambda: growing(out) >= target)        # noqa: B023  (asked at once)
@@ -381,7 +372,7 @@ def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path
         if who == "all":
             job.kill_all()
         else:
-            job.signal(signal.SIGKILL, [job.launcher.pid if who == "launcher" else job.rank(int(who.split()[1]))])
+            job.signal(signal.SIGKILL, [job.rank(1)])
         hit = growing(out) > newest(out)
         statuses = job.wait()                           # those that live must end by themselves
         assert all(statuses), statuses
@@ -449,9 +440,9 @@ def test_signals_while_a_checkpoint_is_written(launch, whole, tmp_path):
 
 @pytest.fixture(scope="module")
 def speech(tiny, tmp_path_factory):
-    """train.json with five times the clips of tiny, all of different content, none encoded yet: (file, clips)."""
+    """train.json with three times the clips of tiny, all of different content, none encoded yet: (file, clips)."""
     root, samples = tmp_path_factory.mktemp("speech"), []
-    for copy in range(1, 6):
+    for copy in range(1, 4):
         for sample in json.loads(tiny.train_json.read_text()):
             for part in (part for turn in sample["messages"] if turn["role"] != "system" for part in turn["content"]):
                 if part["type"] == "audio":
@@ -472,7 +463,7 @@ def test_signal_while_audio_is_encoded(launch, speech, tmp_path):
     """To one of two ranks: both stop, what is encoded stays encoded, and the rerun does the rest."""
     out, (data, clips) = tmp_path / "out", speech
     flags = (*LORA, "--max_steps", 2, "--train_data_file", data, "--code_cache", tmp_path / "codes")
-    job = launch(out, *flags, ranks=2, env={"SLOW_CODEC_S": "0.5"})        # a share takes half a minute
+    job = launch(out, *flags, ranks=2, env={"SLOW_CODEC_S": "0.5"})        # a share takes 20 s
     job.wait_for(lambda: children(job.rank(0)) and children(job.rank(1)))      # both read audio
     before = [cpu_seconds(job.rank(rank)) for rank in (0, 1)]       # a clip takes about 0.03
     job.wait_for(lambda: any(cpu_seconds(job.rank(rank)) > before[rank] + 0.1 for rank in (0, 1)))
@@ -514,16 +505,15 @@ def test_signal_breaks_validation_off(launch, speech, tmp_path, kind, rank):
 # One rank fails or hangs
 
 
-@pytest.mark.parametrize("torchrun", [False, True])
-def test_one_rank_failing_ends_all_with_one_traceback(launch, tmp_path, torchrun):
+def test_one_rank_failing_ends_all_with_one_traceback(launch, tmp_path):
     """The loader process of rank 1 is killed, as the kernel does when memory is out."""
-    job = launch(tmp_path / "out", *KINDS["ddp"][1], "--max_steps", 10_000, ranks=2, torchrun=torchrun)
+    job = launch(tmp_path / "out", *KINDS["ddp"][1], "--max_steps", 10_000, ranks=2, torchrun=True)
     job.wait_for(lambda: job.seen(2))
     job.signal(signal.SIGKILL, children(job.rank(1)))
     assert all(job.wait())
     assert re.findall(r"^rank \d failed:", job.text(), re.M) == ["rank 1 failed:"], job.text()
     assert "batch = next(batches)" in job.text() or "DataLoader worker" in job.text()
-    assert not torchrun or re.findall("^ *traceback : (rank 1 failed: .*)", job.text(), re.M), job.text()
+    assert re.findall("^ *traceback : (rank 1 failed: .*)", job.text(), re.M), job.text()
 
 
 def test_a_crash_in_native_code_shows_where_the_rank_was(launch, tmp_path):
@@ -547,7 +537,7 @@ def errors_in(job):
     return re.findall("^error: .*", job.text(), re.M)
 
 
-@pytest.mark.parametrize("moment, rank", [("a step", 1), ("a save", 1), ("a validation", 0)])
+@pytest.mark.parametrize("moment, rank", [("a save", 1), ("a validation", 0)])
 def test_rank_that_does_not_answer_is_named(launch, speech, tmp_path, moment, rank):
     """By the other one of two; when it goes on it finds that one, and perhaps the store with it, gone.
 
@@ -555,7 +545,7 @@ def test_rank_that_does_not_answer_is_named(launch, speech, tmp_path, moment, ra
     """
     out, data = tmp_path / "out", speech[0].with_name("thrice.json")
     data.write_text(json.dumps(3 * json.loads(speech[0].read_text())))
-    more = {"a step": (), "a save": ("--save_steps", 1), "a validation": ("--eval_data_file", data, "--eval_steps", 3)}
+    more = {"a save": ("--save_steps", 1), "a validation": ("--eval_data_file", data, "--eval_steps", 3)}
     flags = [flag for flag in KINDS["fsdp"][1] if flag != "--disable_eval" or moment != "a validation"]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     job = launch(out, *flags, *more[moment], "--max_steps", 10_000, *LIMIT, ranks=2, store=store,
@@ -595,11 +585,11 @@ def test_ranks_that_are_slow_to_save_are_waited_for(launch, tmp_path):
     """Each save takes longer than a step may, and the next one waits for it; all beat meanwhile."""
     out = tmp_path / "out"
     job = launch(out, *KINDS["ddp"][1], "--max_steps", 2, "--save_steps", 1, "--collective_timeout", 5, ranks=2,
-                 env={"SLOW_DISK_S": "1.5"})
+                 env={"SLOW_DISK_S": "0.9"})
     assert job.wait() == [0, 0], job.text()
     first, last = "adapter_model.safetensors", "manifest.json"
     begun, ended = ((out / "checkpoint-1" / name).stat().st_mtime for name in (first, last))
-    assert steps_of(out) == [1, 2] and ended - begun > 8
+    assert steps_of(out) == [1, 2] and ended - begun > 5
 
 
 def test_rank_0_that_stands_still_with_the_store_is_named(launch, tmp_path):
@@ -627,14 +617,19 @@ def test_a_node_that_dies_with_the_store_is_missed_once(launch, tmp_path):
     assert len(errors) == 1 and errors[0].startswith("error: rank 0 or its node is gone: the store of the run does not")
 
 
-@pytest.mark.parametrize("moment", ["encoding", "training"])
-def test_ranks_end_with_their_torchrun(launch, speech, tmp_path, moment):
-    """Nobody else is left to end them. The time limits here are those of a rank that waits for ever."""
-    job = launch(tmp_path / "out", *KINDS["ddp"][1], "--max_steps", 10_000, "--collective_timeout", 10**6,
-                 *(("--train_data_file", speech[0], "--code_cache", tmp_path / "codes", "--preprocess_num_proc", 4)
-                   if moment == "encoding" else ()), ranks=2, torchrun=True)
-    job.wait_for(lambda: len(children(job.launcher.pid)) == 2 and all(map(children, children(job.launcher.pid)))
-                 if moment == "encoding" else job.seen(2))
+def test_ranks_end_with_their_torchrun(launch, speech, tmp_path):
+    """Nobody else is left to end them. The time limits here are those of a rank that waits for ever.
+
+    While processes of theirs read audio: whatever watches torchrun has begun before, for good.
+    """
+    job = launch(tmp_path / "out", *KINDS["ddp"][1], "--max_steps", 10_000,
+                 "--collective_timeout", 10**6, "--train_data_file", speech[0], "--code_cache",
+                 tmp_path / "codes", "--preprocess_num_proc", 4, ranks=2, torchrun=True)
+
+    def reading():
+        ranks = children(job.launcher.pid)
+        return len(ranks) == 2 and all(map(children, ranks))
+    job.wait_for(reading)
     job.launcher.kill()
     job.wait()
     # that only one of them says so on a machine that lets both look in time, test_lifetime.py shows
@@ -657,7 +652,7 @@ def test_rank_whose_loader_hangs_is_named(launch, tmp_path):
 
 
 def test_slow_encoding_and_validation_are_no_hang(launch, tiny, speech, tmp_path):
-    """Each takes twice the time that a step may, because its loader process stands still."""
+    """Each takes longer than a step may, because its loader process stands still."""
     out, (data, _) = tmp_path / "out", speech
     job = launch(out, *COMMON, "--use_lora", "--max_steps", 3, "--eval_steps", 2, "--eval_data_file", tiny.train_json,
                  "--train_data_file", data, "--code_cache", tmp_path / "codes", *LIMIT, ranks=2)
@@ -665,7 +660,7 @@ def test_slow_encoding_and_validation_are_no_hang(launch, tiny, speech, tmp_path
     def stand_still(ready):
         loaders = job.wait_for(ready)
         job.signal(signal.SIGSTOP, loaders)
-        time.sleep(2 * LIMIT_S)
+        time.sleep(1.3 * LIMIT_S)
         job.signal(signal.SIGCONT, loaders)
     stand_still(lambda: children(job.rank(1)))          # first loader: reads audio
     before = job.wait_for(lambda: job.seen(1) and children(job.rank(0)))
@@ -700,7 +695,7 @@ def test_checkpoint_under_way_is_completed_when_the_run_gives_up(launch, tmp_pat
     """A rate beyond all numbers; the write takes longer than the others would wait for rank 0."""
     out = tmp_path / "out"
     job = launch(out, *KINDS["ddp"][1], "--learning_rate", 1e30, "--warmup_steps", 0, "--save_steps", 2,
-                 "--max_bad_steps", 3, ranks=2, env={"SLOW_DISK_S": "2"})
+                 "--max_bad_steps", 3, ranks=2, env={"SLOW_DISK_S": "0.8"})
     assert job.wait() == [1, 1], job.text()
     errors = re.findall("^error: .*", job.text(), re.M)
     assert len(errors) == 1 and "3 steps in a row had a non-finite gradient" in errors[0], job.text()
@@ -764,7 +759,7 @@ def test_damaged_checkpoints_are_reported_and_passed_over(launch, whole, tmp_pat
                                          "model-00002-of-00002.safetensors has ", "has another checksum")):
         assert words in why
     assert_same_end(out, whole("fsdp"))
-    assert steps_of(out) == [30]
+    assert steps_of(out) == [24]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -827,12 +822,10 @@ def test_no_space_for_the_log_stops_the_run_in_one_line(launch, whole, disk):
     assert_same_end(out, whole("lora"))
 
 
-def test_one_rank_that_cannot_write_its_share_stops_all(launch, whole, tmp_path):
+def test_one_rank_that_cannot_write_its_share_stops_all(launch, tmp_path):
     """Rank 1 may write no file over 1 MiB, a real limit of its process; its share of the model is larger."""
     out, (ranks, flags) = tmp_path / "out", KINDS["fsdp"]
     job = launch(out, *flags, "--save_steps", 4, ranks=ranks)
     job.wait_for(lambda: newest(out) >= 4)
     resource.prlimit(job.rank(1), resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     assert_clean_stop(job, out, "rank 1: ", "File too large")
-    finish(launch, out, "fsdp")
-    assert_same_end(out, whole("fsdp"))

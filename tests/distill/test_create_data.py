@@ -303,14 +303,13 @@ def test_one_shard_twice_at_once_is_refused(server, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.race
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_keeps_what_is_finished(number, server, whole, tmp_path):
+def test_a_signal_keeps_what_is_finished(server, whole, tmp_path):
     files(tmp_path, whole[0])
     child = Child(flags(tmp_path, server), tmp_path / "log.txt")
     before = len(server.asked())
     wait_until(lambda: len(server.asked()) > before + 20, "20 requests")
-    os.kill(child.pid, number)
-    assert child.wait() == 128 + number
+    os.kill(child.pid, signal.SIGTERM)
+    assert child.wait() == 128 + signal.SIGTERM
     done = [row for row in rows(tmp_path / "labels.jsonl.work" / "shard-0-of-1.jsonl") if "id" in row]
     assert 5 <= len(done) < 60          # although one chunk holds all lines
     label(tmp_path, *flags(tmp_path, server))
@@ -588,7 +587,7 @@ def instance(process, number):
 @pytest.mark.race
 def test_launcher_restarts_an_instance_and_merges(server, whole, launch, tmp_path):
     files(tmp_path, whole[0])
-    process = launch("--concurrency", "1")
+    process = launch("--concurrency", "2", PATH=stand_in(tmp_path, f'exec {sys.executable} "$@"'))
     journal = tmp_path / "labels.jsonl.work" / "shard-1-of-2.jsonl"
     wait_until(lambda: journal.exists() and journal.stat().st_size or process.poll() is not None, "first lines")
     os.kill(instance(process, 1), signal.SIGKILL)
@@ -604,7 +603,7 @@ def test_launcher_restarts_an_instance_and_merges(server, whole, launch, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.race
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
 def test_launcher_leaves_no_process(name, server, whole, launch, tmp_path):
     files(tmp_path, whole[0])
     before = len(server.asked())
@@ -614,7 +613,7 @@ def test_launcher_leaves_no_process(name, server, whole, launch, tmp_path):
     if name == "SIGINT":
         os.killpg(process.pid, number)      # Ctrl-C comes to the whole foreground group
     else:
-        process.send_signal(number)
+        process.kill()
     if name != "SIGKILL":       # of what is killed nobody asks how it ended, before all are gone
         assert process.wait(timeout=PATIENCE_S) == 128 + number, process.log.read_text()
     wait_until(lambda: not alive(process.mark), "end of every process")

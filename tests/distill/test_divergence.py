@@ -275,10 +275,9 @@ def weights_of(output_dir, step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [0, 0.6])
-def test_runs_are_the_same_on_any_ranks_and_resumed(train, tmp_path, policy):
-    """DDP on one rank, FSDP2 on two, and one that was stopped at step 2; on the answers given and on drawn ones."""
-    own = ("--on_policy", policy, "--max_new_tokens", 6) if policy else ()
+def test_runs_are_the_same_on_any_ranks_and_resumed(train, tmp_path):
+    """DDP on one rank, FSDP2 on two, and one that was stopped at step 2; on answers of which some are drawn."""
+    own = ("--on_policy", 0.6, "--max_new_tokens", 6)
     steps = ("--max_steps", 5, "--save_steps", 2, "--save_total_limit", 0)
     one = train(1, tmp_path / "one", "--parallel", "ddp", "--per_device_train_batch_size", 4,
                 "--gradient_accumulation_steps", 2, *steps, *own)
@@ -287,7 +286,6 @@ def test_runs_are_the_same_on_any_ranks_and_resumed(train, tmp_path, policy):
     assert losses(two) == pytest.approx(losses(one), rel=1e-4)
     for name, tensor in weights_of(tmp_path / "one", 5).items():    # Adam makes parts of a step of 5e-3 of rounding
         torch.testing.assert_close(tensor, weights_of(tmp_path / "two", 5)[name], rtol=1e-3, atol=5e-4)
-    assert policy or one[5]["eval/kl_loss"] < one[3]["eval/kl_loss"] and losses(one)[-1] < losses(one)[0]
     assert one[1]["train/loss"] == pytest.approx(one[1]["train/kl_loss"]), "nothing but the divergence is learned"
     shutil.copytree(tmp_path / "one", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-[45]"))
     again = train(1, tmp_path / "again", "--parallel", "ddp", "--per_device_train_batch_size", 4,

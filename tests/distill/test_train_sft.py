@@ -566,7 +566,7 @@ def test_bad_lines_are_listed_and_dropped(pool, made, tmp_path):
     path.write_text("{\n" + path.read_text())
 
     def train(*flags, ok=True):
-        return complete(pool, tmp_path, tmp_path / "out", "qwen full fsdp 2x2x1", *flags, ok=ok)
+        return complete(pool, tmp_path, tmp_path / "out", "qwen full fsdp 1x4x1", *flags, ok=ok)
 
     def listed():
         rows = [json.loads(line) for line in (tmp_path / "out/problems.jsonl").read_text().splitlines()]
@@ -583,15 +583,6 @@ def test_bad_lines_are_listed_and_dropped(pool, made, tmp_path):
     assert sorted(listed()) == everything
     assert "resumed from" in train("--drop_bad", "--max_steps", 3).output
     assert "another training data" in train("--drop_bad", "--train_data_file", made / "chats.jsonl", ok=False).output
-
-
-def test_bad_lines_end_the_run(pool, made, tmp_path):
-    shutil.copytree(made / "qwen", tmp_path / "qwen")
-    chats.write(tmp_path / "chats.jsonl", [*chats.conversations(3), chats.ask("<|im_end|>", "en")])
-    run = complete(pool, tmp_path, tmp_path / "out", "qwen full fsdp 1x4x1", ok=False)
-    assert run.status == 1
-    assert [line for line in run.output.splitlines() if line.strip()] == [
-        f"error: {tmp_path}/chats.jsonl:4: message 1 contains the control token <|im_end|>; remove it"]
 
 
 @pytest.mark.parametrize("gpus, settings, accumulation", [

@@ -23,7 +23,7 @@ LORA, FULL, AGAIN = ("--use_lora",), (), ("--gradient_checkpointing",)
 DROPOUT = ("--lora_dropout", 0.1)
 TOKENS = ("--max_tokens_per_batch", 8192)
 ROWS = ("--problems_per_batch", 64, "--gradient_accumulation_steps", 1)
-# {name: (trainer, ranks, flags)}; each pair of {LoRA, full}, {ddp, fsdp}, {plain, recomputed} is in one of them
+# {name: (trainer, ranks, flags)}; each pair of {LoRA, full}, {ddp, fsdp}, {plain, recomputed} is in one of speech
 CASES = {
     "speech, lora, ddp": ("speech", 1, (*TOKENS, *LORA, *DROPOUT)),
     "speech, lora, fsdp of 8, recomputed": ("speech", 8, (*TOKENS, *LORA, *DROPOUT, "--parallel", "fsdp", *AGAIN)),
@@ -31,8 +31,6 @@ CASES = {
     "speech, full, fsdp of 8": ("speech", 8, (*TOKENS, "--parallel", "fsdp")),
     "speech 3, lora, ddp": ("speech3", 1, (*TOKENS, *LORA)),
     "chat, lora, ddp, recomputed": ("chat", 1, (*TOKENS, *LORA, "--parallel", "ddp", *AGAIN)),
-    "chat, lora, fsdp of 1": ("chat", 1, (*TOKENS, *LORA, "--parallel", "fsdp")),
-    "chat, full, ddp": ("chat", 1, (*TOKENS, "--parallel", "ddp")),
     "chat, full, fsdp of 8, recomputed": ("chat", 8, (*TOKENS, "--parallel", "fsdp", *AGAIN)),
     "blocks, ddp": ("blocks", 1, ROWS),
     "blocks, fsdp of 8, recomputed": ("blocks", 8, (*ROWS, "--parallel", "fsdp", *AGAIN)),

@@ -246,35 +246,6 @@ def test_a_job_asked_to_stop_is_queued_again(started, tmp_path, state, restarts,
     assert list((tmp_path / "out" / "node_logs").glob("7-*.log"))
 
 
-@pytest.mark.race
-def test_a_warning_while_problems_are_answered_queues_the_job_again(tmp_path, script, stand_ins):
-    (stand_ins / "python").write_text("#!/bin/bash\ncase $1 in */sample_bd3lm.py) echo answering; exec sleep 1000; esac"
-                                      f'\nexec "{sys.executable}" "$@"\n')
-    (stand_ins / "python").chmod(0o755)
-    mark, log = uuid.uuid4().hex, tmp_path / "log"
-    process = subprocess.Popen(["bash", str(ROOT / "launch" / LAUNCHERS["gsm8k"])], cwd=tmp_path, process_group=0,
-                               stdout=log.open("w"), stderr=subprocess.STDOUT,
-                               env=environment(TRAINER=script("pass"), MIN_GPUS="0", OUTPUT_DIR="out", MARK=mark,
-                                               **JOB, PATH=f"{stand_ins}:{os.environ['PATH']}"))
-    try:
-        wait_until(lambda: "answering" in log.read_text() or process.poll() is not None, "first answers")
-        process.send_signal(signal.SIGUSR1)
-        assert process.wait(timeout=PATIENCE_S) == 0, log.read_text()
-        wait_until(lambda: not alive(mark), "end of every process")
-    finally:
-        for pid in alive(mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    assert (tmp_path / "queued-7").exists() and "after training; the job is queued again" in log.read_text()
-
-
-def test_a_failed_training_gives_its_status_and_no_answers(tmp_path, script, stand_ins):
-    (tmp_path / "sampler.py").write_text("open('answered', 'w')")
-    done = launch(LAUNCHERS["gsm8k"], cwd=tmp_path, TRAINER=script("import sys; sys.exit(5)"), MIN_GPUS="0",
-                  SAMPLER=str(tmp_path / "sampler.py"), PATH=f"{stand_ins}:{os.environ['PATH']}")
-    assert done.returncode == 5 and not (tmp_path / "answered").exists()
-
-
 def test_an_old_marker_neither_stops_nor_requeues(tmp_path, script, stand_ins):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "requeue").write_text("of an earlier start")

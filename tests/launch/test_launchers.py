@@ -266,16 +266,15 @@ def test_exit_status_is_the_trainings(tmp_path, script):
 
 @pytest.mark.slow
 @pytest.mark.race
-@pytest.mark.parametrize("name, ranks", [("SIGINT", 2), ("SIGTERM", 1)])
-def test_first_signal_saves_and_leaves_no_process(name, ranks, tiny, tmp_path, start):
+def test_the_first_ctrl_c_saves_and_leaves_no_process(tiny, tmp_path, start):
     out = tmp_path / "out"
     flags = trainer_command(tiny, out, "--use_lora", "--max_steps", 100000, "--num_train_epochs", 100000,
                             "--disable_eval", "--save_steps", 0)[2:]
-    process = start(*flags, NPROC_PER_NODE=str(ranks))
+    process = start(*flags, NPROC_PER_NODE="2")
     metrics = out / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3 or process.poll() is not None,
                "third step")
-    os.killpg(process.pid, getattr(signal, name))
+    os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=PATIENCE_S) == 0, process.log.read_text()[-3000:]
     wait_until(lambda: not alive(process.mark), "end of every process")
     step = len(metrics.read_text().splitlines())
@@ -334,16 +333,16 @@ def test_a_killed_launcher_leaves_no_process(tmp_path, script, start):
 @pytest.mark.race
 def test_torchruns_restart_resumes_from_the_newest_checkpoint(tiny, tmp_path, start):
     out = tmp_path / "out"
-    flags = trainer_command(tiny, out, "--use_lora", "--max_steps", 40, "--num_train_epochs", 1000, "--disable_eval",
-                            "--save_steps", 10)[2:]
+    flags = trainer_command(tiny, out, "--use_lora", "--max_steps", 20, "--num_train_epochs", 1000, "--disable_eval",
+                            "--save_steps", 5)[2:]
     process = start(*flags, NPROC_PER_NODE="2", MAX_RESTARTS="1")
-    wait_until(lambda: (out / "checkpoint-10").exists() or process.poll() is not None, "first checkpoint")
+    wait_until(lambda: (out / "checkpoint-5").exists() or process.poll() is not None, "first checkpoint")
     # of the processes with rank 1, loaders too, the trainer is the oldest
     os.kill(min(alive(process.mark, b"RANK=1")), signal.SIGKILL)
     assert process.wait(timeout=PATIENCE_S) == 0, process.log.read_text()[-3000:]
     starts = [int(step) for step in re.findall(r"^start +step (\d+)", process.log.read_text(), re.M)]
-    assert len(starts) == 2 and starts[0] == 0 and starts[1] in (10, 20, 30)
-    assert (out / "checkpoint-40" / "manifest.json").exists()
+    assert len(starts) == 2 and starts[0] == 0 and starts[1] in (5, 10, 15)
+    assert (out / "checkpoint-20" / "manifest.json").exists()
     wait_until(lambda: not alive(process.mark), "end of every process")
 
 
@@ -444,8 +443,8 @@ def test_an_environment_that_has_all_is_not_left_for_set_ups(clone):
 
 @pytest.mark.slow
 @no_torchrun
-@pytest.mark.parametrize("launcher", ["train_gsm8k_bd3lm_h200.sh", "train_hdp_diffusion_h200.sh"])
-def test_a_demo_sets_up_what_is_not_there(launcher, clone):
+def test_a_demo_sets_up_what_is_not_there(clone):
+    launcher = "train_hdp_diffusion_h200.sh"
     for settings in ({"VENV": "none"}, {"VENV": "none", "DRY_RUN": "1"}, {"DRY_RUN": "1"}):
         done = launch_from(clone, launcher, "--demo", **settings)
         assert done.returncode == 1 and "setting up" not in done.stdout
@@ -487,6 +486,7 @@ def failing_job(tmp_path):
     for name, text in {
             "scontrol": 'case "$*" in requeue*) touch "$QUEUED" ;; *job*) echo JobState=RUNNING ;; *) echo n1 ;; esac',
             "squeue": 'echo "$STEPS"',
+            "sleep": f"exec {shutil.which('sleep')} 0.02",      # between ten looks at that list
             # the nodes answer when the step is listed, so that only the list can tell
             "srun": '[ "$SAVES" = 0 ] || mkdir -p "$SAVES"\n'
                     'case "$*" in *" true") [ -n "$STEPS" ] ;; *) exit 1 ;; esac'}.items():

@@ -78,18 +78,15 @@ def test_set_up_installs_once_and_mends_torchaudio(new_machine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cpu, version", [("0", "2.13.0"), ("1", "2.13.0+cpu")])
-def test_torch_cpu_chooses_the_build(new_machine, cpu, version):
-    """Of those that pip finds; installed into a folder named from where the command is typed."""
+def test_torch_cpu_chooses_the_build(new_machine):
+    """Of both that pip finds; installed into a folder named from where the command is typed."""
     (new_machine.repository / "requirements.txt").write_text("torch>=2.11\n")
-    links = ("cuda",) if cpu == "0" else ("wheels", "cuda")
-    done = new_machine(TORCH_CPU=cpu, TORCH_INDEX="", VENV="mine", links=links)
+    done = new_machine(TORCH_CPU="1", TORCH_INDEX="", VENV="mine", links=("wheels", "cuda"))
     assert done.returncode == 0, done.stderr
-    assert ("CUDA with it: about 3 GB" in done.stdout) == (cpu == "0")
-    assert ("torch without CUDA, so about 0.4 GB" in done.stdout) == (cpu == "1")
+    assert "torch without CUDA, so about 0.4 GB" in done.stdout and "about 3 GB" not in done.stdout
     python = new_machine.folder / "mine" / "bin" / "python"
     said = subprocess.run([python, "-c", "import torch; print(torch.version)"], text=True, capture_output=True).stdout
-    assert said == version + "\n"
+    assert said == "2.13.0+cpu\n"
 
 
 @pytest.mark.slow
@@ -120,9 +117,7 @@ def test_torch_cpu_never_takes_the_build_with_cuda(new_machine):
     assert not (new_machine.repository / ".venv" / "installed").exists()
 
 
-@pytest.mark.parametrize("versions, torch, package", [
-    ("locked", "2.13.0+cpu", "1.1"), ("newest", "2.13.0+cpu", "1.2"), ("oldest", "2.11.0", "1.0")])
-def test_which_versions_are_installed(new_machine, versions, torch, package):
+def test_which_versions_are_installed(new_machine):
     """Of three that pip finds; an extra comes along, and another choice in the same environment is made true."""
     for version in ("1.0", "1.1", "1.2", "2.0"):
         make_wheel(new_machine.folder / "wheels", "tqdm", version)
@@ -132,15 +127,16 @@ def test_which_versions_are_installed(new_machine, versions, torch, package):
     (folder / "requirements.txt").write_text("torch>=2.11,<2.15\ntqdm>=1.0,<2     # 2 breaks\n")
     (folder / "pyproject.toml").write_text("[project.optional-dependencies]\ntest = ['pytest<2']\n")
     (folder / "requirements.lock").write_text("tqdm==1.1\npytest==1.1\nabsent==7\n")
-    for choice in ("newest" if versions != "newest" else "locked", versions):
-        done = new_machine(VERSIONS=choice, VENV="mine")
+    listing = [new_machine.folder / "mine" / "bin" / "pip", "list", "--format", "freeze"]
+    for versions, torch, package, extra in (("newest", "2.13.0+cpu", "1.2", "1.2"),
+                                            ("oldest", "2.11.0", "1.0", "1.2"),     # extras have no oldest
+                                            ("locked", "2.13.0+cpu", "1.1", "1.1")):
+        done = new_machine(VERSIONS=versions, VENV="mine")
         assert done.returncode == 0, done.stderr
+        said = subprocess.run(listing, text=True, capture_output=True).stdout.split()
+        assert {f"torch=={torch}", f"tqdm=={package}", f"pytest=={extra}"} <= set(said), versions
     again = new_machine(VERSIONS=versions, VENV="mine")
     assert again.returncode == 0 and "installing" not in again.stdout
-    said = subprocess.run([new_machine.folder / "mine" / "bin" / "pip", "list", "--format", "freeze"], text=True,
-                          capture_output=True).stdout
-    assert f"torch=={torch}\n" in said and f"tqdm=={package}\n" in said
-    assert f"pytest=={'1.2' if versions == 'oldest' else package}\n" in said      # extras have no oldest
 
 
 def test_a_wrong_choice_of_versions(new_machine):

@@ -2,7 +2,7 @@
 
 The cluster is tests/helpers/slurm/cluster.sh: slurmctld and two slurmds on this machine, GPUs on paper,
 trainers on the CPU.
-What a run is compared with is one that nobody disturbed, under plain torchrun with as many ranks: same bits.
+What a run is compared with is one on one node that nobody disturbed: same bits.
 """
 import fcntl
 import os
@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers.progress import PATIENCE_S, wait_until
+from tests.helpers.progress import wait_until
 from tests.helpers.trainer import ROOT, trainer_command
 
 pytestmark = [pytest.mark.slow, pytest.mark.race]
@@ -59,6 +59,10 @@ class Job:
         text = subprocess.run(["scontrol", "show", "job", self.id], text=True, capture_output=True).stdout
         found = re.search(rf"\b{name}=(\S*)", text)
         return found[1] if found else ""
+
+    def limit(self, minutes):
+        change = ["scontrol", "update", f"JobId={self.id}", f"TimeLimit={minutes}"]
+        subprocess.run(change, check=True)
 
     def processes(self):
         """{pid: environment} of every process of this job."""
@@ -127,12 +131,13 @@ def cluster():
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tiny, tmp_path_factory):
-    """Final weights of the run that all others must equal: two ranks under plain torchrun."""
-    out = tmp_path_factory.mktemp("undisturbed") / "out"
-    subprocess.run(trainer_command(tiny, out, *FLAGS, ranks=2), check=True, timeout=PATIENCE_S,
-                   stdout=subprocess.DEVNULL)
-    return load_file(out / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
+def undisturbed(cluster, tiny, tmp_path_factory):
+    """Final weights of the run that all others must equal: two ranks on one node."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "job"
+    args = trainer_command(tiny, folder / "out", *FLAGS)[2:]
+    job = Job(folder, *args, sbatch=["--nodes=1"], NPROC_PER_NODE="2")
+    assert job.end() == ("COMPLETED", 0), job.log
+    return load_file(job.out / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
 
 
 @pytest.fixture
@@ -194,12 +199,6 @@ def test_two_nodes_train_to_the_end(submit, undisturbed):
     assert_undisturbed(job, undisturbed)        # a rank with another one's shard of the data would end elsewhere
 
 
-def test_one_node_with_the_same_launcher(submit, undisturbed):
-    job = submit(sbatch=["--nodes=1"], NPROC_PER_NODE="2")
-    assert job.end() == ("COMPLETED", 0), job.log
-    assert_undisturbed(job, undisturbed)
-
-
 def test_lost_node_noticed_by_slurm(submit, cluster, undisturbed):
     """The node is called down, Slurm queues the job again by itself, then the node is back."""
     job = submit()
@@ -215,7 +214,7 @@ def test_lost_node_noticed_by_slurm(submit, cluster, undisturbed):
 def test_lost_node_not_noticed_by_slurm(submit, cluster, undisturbed):
     """The node is back before Slurm misses it: srun gives up after --wait, and the launcher queues the job again."""
     # gloo may not tell a rank that stood still while its peer died (docs/log.md): then its own limit does
-    job = submit("--collective_timeout", 120, SRUN_WAIT="20")   # torchrun took 5 s to see that the first node had ended
+    job = submit("--collective_timeout", 120, SRUN_WAIT="10")   # torchrun took 5 s to see that the first node had ended
     job.freeze_after(20)
     cluster("kill", "n2")
     cluster("up", "n2")
@@ -225,9 +224,11 @@ def test_lost_node_not_noticed_by_slurm(submit, cluster, undisturbed):
 
 
 def test_time_limit_saves_queues_again_and_finishes(submit, undisturbed):
-    job = submit(sbatch=["--time=4", "--signal=B:USR1@165"])       # minutes, seconds; Slurm signals up to 60 s early
+    job = submit(sbatch=["--time=60", "--signal=B:USR1@170"])      # minutes, seconds
     job.freeze_after(10)
+    job.limit(3)        # minutes; Slurm looks at time limits every 30 s, and warns
     wait_until(lambda: "USR1: asking the trainers to save and stop" in job.log, "Slurm's warning")
+    job.limit(60)
     job.thaw()
     state, restarts = job.end()
     assert state == "COMPLETED" and restarts >= 1, job.log
@@ -237,29 +238,26 @@ def test_time_limit_saves_queues_again_and_finishes(submit, undisturbed):
     assert_undisturbed(job, undisturbed)
 
 
-def test_scancel_leaves_no_process_and_queues_nothing(submit):
-    job = submit("--max_steps", 1000000)
-    wait_until(lambda: (job.out / "checkpoint-10").exists(), "first checkpoint")
-    subprocess.run(["scancel", job.id], check=True)
-    wait_until(lambda: not job.processes(), "end of the job's processes")
-    assert job.end() == ("CANCELLED", 0)
-    assert "is queued again" not in job.log
-
-
-def test_a_wrong_flag_fails_once(submit):
-    job = submit("--no_such_flag")
-    assert job.end() == ("FAILED", 0), job.log
-    said = "error: --no_such_flag: no such flag"        # by rank 0 alone, and once more below torchrun's traceback
-    assert job.log.count(f"\n{said}") == 1 and job.log.count(f"traceback : {said}") == 1, job.log
-    assert job.show("ExitCode") != "0:0"
-
-
-def test_requeues_on_any_failure_are_bounded(submit, tmp_path):
+def test_what_is_cancelled_or_fails_leaves_no_process_and_is_not_queued_again(submit, tmp_path):
+    """Three jobs at once: one for scancel, one with a wrong flag, one that may fail twice."""
     trainer = tmp_path / "fails.py"
     trainer.write_text("raise SystemExit(3)")
-    job = submit(TRAINER=str(trainer), REQUEUE_ON_FAILURE="any", MAX_REQUEUES="1")
-    assert job.end() == ("FAILED", 1), job.log
-    assert "not queued again, this was start 2 (MAX_REQUEUES)" in job.log
+    cancelled, wrong = submit("--max_steps", 1000000), submit("--no_such_flag")
+    fails = submit(TRAINER=str(trainer), REQUEUE_ON_FAILURE="any", MAX_REQUEUES="1")
+    wait_until(lambda: (cancelled.out / "checkpoint-10").exists(), "first checkpoint")
+    subprocess.run(["scancel", cancelled.id], check=True)
+    wait_until(lambda: not cancelled.processes(), "end of the job's processes")
+    assert cancelled.end() == ("CANCELLED", 0)
+    assert "is queued again" not in cancelled.log
+
+    assert wrong.end() == ("FAILED", 0), wrong.log
+    said = "error: --no_such_flag: no such flag"
+    assert wrong.log.count(f"\n{said}") == 1, wrong.log         # by rank 0 alone
+    assert wrong.log.count(f"traceback : {said}") == 1, wrong.log       # and once more by torchrun
+    assert wrong.show("ExitCode") != "0:0"
+
+    assert fails.end() == ("FAILED", 1), fails.log
+    assert "not queued again, this was start 2 (MAX_REQUEUES)" in fails.log
 
 
 def test_h200_launcher_finds_its_repository_from_the_spool_folder(cluster, tmp_path):

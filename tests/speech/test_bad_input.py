@@ -5,14 +5,17 @@ lines, minus the seconds of importing. A few start like a user's, alone and unde
 """
 import json
 import os
+import re
 import shutil
 
 import numpy as np
 import pytest
 import soundfile
 
+import train_v2_ddp
 from common import checkpoint
-from tests.helpers.trainer import Run, train_forked
+from common.distributed import UserError
+from tests.helpers.trainer import Run, train_forked, trainer_arguments
 
 
 @pytest.fixture
@@ -157,16 +160,26 @@ def two_good(tiny, data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spoil, parts", [(c, p) for c, *p in SAMPLES.values()], ids=SAMPLES)
-def test_sample(run, data, two_good, spoil, parts):
-    """The bad sample stands between good ones, and only it is complained about, with its place and name."""
+def test_samples(run, data, two_good):
+    """Each stands between good ones; all are told of in one list, each once, with its place and name."""
     good, audio_name = two_good
-    bad = spoil(json.loads(json.dumps(good[0])))
-    if isinstance(bad, dict):
-        bad = json.loads(json.dumps({**bad, "misc": {"sample_id": "odd"}}).replace("{0}", audio_name))
-    path = written(data, [good[0], bad, good[1]], "odd.json")
-    message = complains(run("--train_data_file", path), f"{path} sample 2" + " (odd)" * isinstance(bad, dict), *parts)
-    assert len(message) == 1
+    samples = [good[0]]
+    for spoil, *_ in SAMPLES.values():
+        bad = spoil(json.loads(json.dumps(good[0])))
+        if isinstance(bad, dict):
+            text = json.dumps({**bad, "misc": {"sample_id": "odd"}})
+            bad = json.loads(text.replace("{0}", audio_name))
+        samples += [bad, good[1]]
+    path = written(data, samples, "odd.json")
+    done = run("--train_data_file", path)
+    complains(done, f"error: {len(SAMPLES)} problems:", f"{path} sample 2 (odd): has no list")
+    lines = (done.output_dir / "problems.jsonl").read_text().splitlines()
+    found = {row["entry"]: row["problem"] for row in map(json.loads, lines)}
+    assert len(found) == len(lines) == len(SAMPLES)
+    for at, (_, *parts) in zip(range(2, len(samples) + 1, 2), SAMPLES.values()):
+        name = " (odd)" if isinstance(samples[at - 1], dict) else ""
+        said = found[f"sample {at}{name}"]
+        assert all(part in said for part in parts), said
 
 
 def test_missing_audio_lists_the_places_tried(run, data, two_good, tmp_path):
@@ -501,7 +514,6 @@ def test_resume_of_what_is_not_there_or_damaged(run, used_copy, tmp_path):
     (("--learning_rate", "inf"), "--learning_rate is inf; it must be 0 or more and finite"),
     (("--lora_target_modules", "all-linear"), "--lora_target_modules needs --use_lora"),
     (("--use_lora", "--freeze_llm"), "drop --freeze_llm"),
-    (("--use_lora", "--lora_target_modules", "q_proj,gone_proj"), "'gone_proj' matches no linear layer"),
     (("--max_tokens_per_batch", 999, "--group_by_length"), "--group_by_length does nothing with"),
     (("--max_tokens_per_batch", 999, "--global_batch_size", 8), "counts samples: with packs of tokens it needs --auto"),
     (("--max_tokens_per_batch", 999, "--scale_lr_from_batch", 8), "counts samples: not with packs of tokens"),
@@ -511,11 +523,19 @@ def test_resume_of_what_is_not_there_or_damaged(run, used_copy, tmp_path):
     (("--asr_model", "pocketsphinx", "--asr_command", "x"), "give one of --asr_model and --asr_command"),
     (("--report_to", "wandb"), "--report_to wandb: pip install wandb, or --report_to none"),
 ])
-def test_flags(run, flags, said):
+def test_flags(tiny, flags, said):
     if "wandb" in flags and shutil.which("wandb"):
         pytest.skip("wandb is installed here")
-    message = complains(run(*flags), said)
-    assert len(message) == 1
+    words = trainer_arguments(tiny, "out", "--max_steps", 1, "--disable_eval", *flags)
+    with pytest.raises(UserError, match=re.escape(said)):
+        train_v2_ddp.check_flags(train_v2_ddp.build_parser().parse_args(words), 1)
+
+
+def test_a_wrong_flag_is_one_line(run):
+    unknown = "--use_lora", "--lora_target_modules", "q_proj,gone_proj"
+    for flags, said in ((("--lora_rank", 0), "--lora_rank is 0"),
+                        (unknown, "'gone_proj' matches no linear")):
+        assert len(complains(run(*flags), said)) == 1
 
 
 @pytest.mark.parametrize("flags, said", [
@@ -530,16 +550,6 @@ def test_flags_that_do_not_parse(run, flags, said):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Two ranks, and started as users start it
-
-
-@pytest.mark.slow
-def test_bad_audio_of_two_ranks_is_one_list(forked, tiny, data, tmp_path):
-    """Each rank decodes its share; rank 0 tells of all."""
-    said = spoilt_audio(data / "spoilt")
-    path = written(data, with_audio(tiny, [f"spoilt/{name}" for name in said]), "two.json")
-    done = forked("--train_data_file", path, "--code_cache", tmp_path / "codes", ranks=2, ok=False)
-    message = complains(done, "error: 8 problems:", *[data / "spoilt" / name for name in said])
-    assert len([line for line in message if "spoilt" in line]) == 8
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from data import SpeechSamples, collate, make_loader
+from data import SpeechSamples, collate
 from speech.model.labels import IGNORE
 from tests.helpers.dialogues import BOOKS, BOS, CONVERSATIONS, EOS, codes_of
 from tests.helpers.trainer import ROOT
@@ -123,21 +123,6 @@ def test_table_counts_are_those_of_the_batches(table, ids):
         assert {k: int(getattr(table, k)[i]) for k in ("audio_targets", "text_targets")} == \
             {k: counts[k] for k in ("audio_targets", "text_targets")}
         assert int(table.lengths[i]) == counts["tokens"] and table.name(i) == f"sample {i}"
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_loader_gives_the_same_batches_in_order(table, tokenizer, ids, num_workers):
-    packs = [[1, 0], [], [2, 3, 4], [5, 6]]
-    batches = make_loader(table, ids, packs, num_workers=num_workers, prefetch_factor=2, pad_to=400)
-    for numbers, batch in zip(packs, batches, strict=True):
-        check_against_slow(batch, numbers, tokenizer, ids, 400)
-
-
-def test_loader_leaves_the_trainers_random_state_alone(table, ids):
-    """Drawing its seed from torch's generator would make dropout depend on the number of loaders."""
-    before = torch.get_rng_state()
-    assert len(list(make_loader(table, ids, [[0], [1]], num_workers=1, prefetch_factor=2))) == 2
-    assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.slow

@@ -9,18 +9,15 @@ import json
 import os
 import re
 import threading
-import warnings
 from pathlib import Path
 
 import pytest
 import soundfile
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 
-import lora
 import train_v2_ddp
 from common import checkpoint, distributed, tensor_files
 from data import collate
@@ -29,8 +26,6 @@ from speech.model import v2
 from speech.model.weights import empty_model, find_model, native_config
 from tests.helpers import spoken as speech
 from tests.helpers.checkpoints import config_of, original_config, original_state, split_rows, write_checkpoint
-from tests.helpers.pool import Pool
-from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT, Run, Tiny, bad_token, trainer_command
 
 LR = 2e-4
@@ -162,7 +157,7 @@ def apart(ours, theirs, relative=False):
 
 # each kind of training, each way to share it out and each mode at least once
 SAME = ["full fsdp 1x4x3 --gradient_checkpointing", "full ddp 2x2x3", "full fsdp 2x2x3",
-        "full ddp 4x3x1 --gradient_checkpointing", f"full fsdp 4x3x1 {EVERY}", f"lora ddp 2x3x2 {EVERY}",
+        f"full fsdp 4x3x1 {EVERY}", f"lora ddp 2x3x2 {EVERY}",
         "lora fsdp 2x2x3 --gradient_checkpointing selective", f"lora {HSDP}", f"full {HSDP} {EVERY}",
         "lora fsdp 4x3x1 --gradient_checkpointing", "dora fsdp 2x2x3 --gradient_checkpointing",
         "frozen fsdp 4x3x1", "audio fsdp 2x2x3", "packs fsdp 2x1x1"]
@@ -174,17 +169,6 @@ def test_ranks_accumulation_and_sharding_change_nothing(shared, name):
     method = name.split()[0]
     one = shared(f"{method} ddp 1x1x2" if method == "packs" else f"{method} ddp 1x12x1")
     assert_close(shared(name), one)
-
-
-@pytest.mark.slow
-def test_two_copies_in_four_shards_each(shared, odd, tmp_path):
-    """Eight ranks; most of the model's tensors leave some of them without a row."""
-    ranks = Pool(8, tmp_path)
-    try:
-        run = complete(ranks, odd, tmp_path / "out", "full hsdp 8x1x1 --shard_size 4 --max_steps 3")
-    finally:
-        ranks.close()
-    assert_close(run, shared("full ddp 1x8x1 --max_steps 3"))
 
 
 def test_equal_runs_really_trained(shared, odd):
@@ -206,36 +190,19 @@ def test_memory_flags_change_no_bit(shared, flag):
     assert_same_bits(shared(f"full fsdp 2x2x3 {flag}"), shared("full fsdp 2x2x3"))
 
 
-@pytest.mark.parametrize("backend, name", [
-    ("aot_eager", "full fsdp 2x2x3"),
-    pytest.param("inductor", "full fsdp 2x6x1 --disable_eval --max_steps 1", marks=pytest.mark.slow)])
-def test_compiled_layers_train_the_same(pool, odd, shared, tmp_path, backend, name):
-    """inductor is what --compile uses, and much g++ for each shape; aot_eager meets the same FSDP2 hooks and many."""
+@pytest.mark.slow
+def test_compiled_layers_train_the_same(pool, odd, shared, tmp_path):
+    """With FSDP2's hooks, for one step, as each shape takes much g++; test_v2.py has layers meet several shapes."""
+    name = "full fsdp 2x6x1 --disable_eval --max_steps 1"
     ranks, flags = flags_of(f"{name} --compile")
-    statuses, output = pool.run(ranks, f"{__name__}.train_compiled", backend, arguments(odd, tmp_path / "out", *flags),
-                                timeout=PATIENCE_S)
+    statuses, output = pool.run(ranks, f"{__name__}.train_compiled", arguments(odd, tmp_path / "out", *flags))
     assert not any(statuses), output
-    assert "recompile_limit" not in output      # beyond it torch goes on uncompiled
     assert_close(Run(0, output, tmp_path / "out"), shared(name))
 
 
-def train_compiled(backend, argv):
-    compiled = []
-
-    def compile_layer(layer):
-        compiled.append(layer)
-        layer._compiled_call_impl = torch.compile(layer._call_impl, backend=backend)
-    torch.nn.Module.compile = compile_layer
+def train_compiled(argv):
     train_v2_ddp.main(argv)
-    assert len(compiled) == 2 and torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-
-
-@pytest.mark.slow
-def test_torchrun_command_trains_what_the_ranks_that_stay_train(shared, odd, train):
-    ranks, flags = flags_of("full fsdp 2x2x3")
-    alone = train("--model_path", odd.model, "--train_data_file", odd.train_json, "--code_cache", odd.codes, *flags,
-                  ranks=ranks)
-    assert_same_bits(alone, shared("full fsdp 2x2x3"))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 @pytest.mark.slow
@@ -275,7 +242,7 @@ def test_gradients_are_reduced_once_a_step(pool, odd, tmp_path):
 def test_no_gather_has_a_name_that_gloo_frees_twice(pool, odd, tmp_path):
     """Of start, training, validation and saves: see tensor_files.whole."""
     ranks, flags = flags_of(f"full {HSDP} {EVERY}")
-    argv = arguments(odd, tmp_path / "out", *flags)
+    argv = arguments(odd, tmp_path / "out", *flags, "--max_steps", 2)
     statuses, output = pool.run(ranks, f"{__name__}.count_collectives", argv, str(tmp_path / "counts.json"))
     assert not any(statuses), output
     names = json.loads((tmp_path / "counts.json").read_text()).keys()
@@ -433,8 +400,7 @@ def original_split(folder, odd):
     return write_checkpoint(folder, original_config(config_of(odd.model)), state, 3)
 
 
-@pytest.mark.parametrize("form", ["native", "2025"])
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("form, ranks", [("native", 1), ("native", 4), ("2025", 3)])
 def test_every_shard_is_rows_of_the_file(pool, odd, tmp_path, form, ranks):
     source = odd.model if form == "native" else original_split(tmp_path / "model", odd)
     parts = started(pool, odd, tmp_path, ranks, "--model_path", source)
@@ -555,13 +521,12 @@ def resumed(pool, odd, folder, source, step, name):
 # an epoch has two steps: 1 and 3 lie in an epoch, 2 between two
 @pytest.mark.slow
 @pytest.mark.parametrize("source, step, name", [
-    (f"full fsdp 4x3x1 {EVERY}", 1, "full fsdp 2x3x2"),
     (f"full fsdp 4x3x1 {EVERY}", 2, "full fsdp 1x3x4"),
     (f"full fsdp 4x3x1 {EVERY}", 3, "full ddp 2x3x2"),
     (f"full ddp 2x3x2 {EVERY}", 1, "full fsdp 4x3x1"),
     (f"lora fsdp 2x3x2 {EVERY}", 3, "lora ddp 1x3x4"),
     (f"lora ddp 2x3x2 {EVERY}", 3, "lora fsdp 4x3x1"),
-    (f"full {HSDP} {EVERY}", 3, "full fsdp 2x3x2"), (f"full fsdp 4x3x1 {EVERY}", 3, f"full {HSDP}"),
+    (f"full {HSDP} {EVERY}", 3, "full fsdp 2x3x2"),
 ])
 def test_resume_onto_other_ranks_or_mode_goes_on_the_same(pool, odd, shared, tmp_path, source, step, name):
     run = resumed(pool, odd, tmp_path, shared(source), step, name)
@@ -570,8 +535,8 @@ def test_resume_onto_other_ranks_or_mode_goes_on_the_same(pool, odd, shared, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [f"full fsdp 4x3x1 {EVERY}", f"dropout fsdp 2x3x2 {EVERY}", f"full {HSDP} {EVERY}"])
-@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("name, step", [
+    (f"full fsdp 4x3x1 {EVERY}", 1), (f"dropout fsdp 2x3x2 {EVERY}", 3), (f"full {HSDP} {EVERY}", 3)])
 def test_resume_on_the_same_ranks_is_exact(pool, odd, shared, tmp_path, name, step):
     run = resumed(pool, odd, tmp_path, shared(name), step, name)
     assert rows(run)[0]["step"] == step + 1
@@ -585,12 +550,11 @@ def test_resume_on_the_same_ranks_is_exact(pool, odd, shared, tmp_path, name, st
 def logits_of(model, odd, folder):
     """(audio logits, text logits) of transformers' own forward."""
     folder.mkdir()
-    native = model.get_base_model() if isinstance(model, PeftModel) else model
-    ids, samples = speech.samples_of(odd.model, native.config, [speech.CLONING], folder)
+    ids, samples = speech.samples_of(odd.model, model.config, [speech.CLONING], folder)
     inputs = {k: v for k, v in speech.native_batch(samples, ids).items() if "labels" not in k}
     with torch.no_grad():
-        hidden = native.eval().model(**inputs).last_hidden_state
-        return native.audio_lm_head(hidden), native.text_lm_head(hidden)
+        hidden = model.eval().model(**inputs).last_hidden_state
+        return model.audio_lm_head(hidden), model.text_lm_head(hidden)
 
 
 def newest(run):
@@ -609,24 +573,6 @@ def test_full_checkpoint_is_a_transformers_model(shared, odd, tmp_path):
     assert all(torch.equal(ours[name], value) for name, value in model.state_dict().items())
     ddp = HiggsAudioV2ForConditionalGeneration.from_pretrained(newest(shared("full ddp 2x2x3")), use_text_head=True)
     torch.testing.assert_close(logits_of(model, odd, tmp_path / "fsdp"), logits_of(ddp, odd, tmp_path / "ddp"))
-
-
-@pytest.mark.slow
-def test_adapter_loads_in_peft_and_merges(shared, odd, tmp_path):
-    logits = []
-    for name in (f"lora fsdp 2x3x2 {EVERY}", f"lora ddp 2x3x2 {EVERY}"):
-        base = HiggsAudioV2ForConditionalGeneration.from_pretrained(odd.model, use_text_head=True)
-        plain = logits_of(base, odd, tmp_path / f"base {name.split()[1]}")
-        with warnings.catch_warnings(record=True) as caught:        # PEFT only warns of adapter keys it lacks
-            warnings.simplefilter("always")
-            adapted = PeftModel.from_pretrained(base, newest(shared(name)))
-        assert not [str(w.message) for w in caught if "adapter keys" in str(w.message)]
-        logits.append(logits_of(adapted, odd, tmp_path / name.split()[1]))
-    torch.testing.assert_close(*logits)
-    assert (logits[0][0] - plain[0]).abs().max() > 1e-4
-    lora.merge(str(odd.model), str(newest(shared(f"lora fsdp 2x3x2 {EVERY}"))), str(tmp_path / "merged"))
-    merged = HiggsAudioV2ForConditionalGeneration.from_pretrained(tmp_path / "merged", use_text_head=True)
-    torch.testing.assert_close(logits_of(merged, odd, tmp_path / "last"), logits[0])
 
 
 @pytest.mark.parametrize("flags, reason", [

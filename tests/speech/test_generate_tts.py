@@ -343,8 +343,8 @@ CLOCK = {"train/throughput", "train/audio_seconds_per_second", "train/samples_pe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [("--parallel", "ddp", "--use_lora"), ("--parallel", "fsdp"),
-                                 ("--parallel", "fsdp", "--no-reshard_after_forward", "--use_lora", "--bf16")])
+@pytest.mark.parametrize("how", [("--parallel", "ddp", "--use_lora"),
+                                 ("--parallel", "fsdp", "--no-reshard_after_forward")])
 def test_samples_of_a_run_on_two_ranks(pool, tiny, short, tmp_path, how):
     """Training goes on exactly as without them, and they are what generate_tts.py says from that step's checkpoint."""
     data = ("--eval_data_file", short.with_name("unheard.json"))
@@ -357,9 +357,6 @@ def test_samples_of_a_run_on_two_ranks(pool, tiny, short, tmp_path, how):
     assert mute == loud and len(mute) == 5
     checkpoint = tmp_path / "loud" / "checkpoint-2"
     model = {"--adapter": checkpoint} if "--use_lora" in how else {"--model_path": checkpoint}
-    if "--bf16" in how:     # another order of casts: only that the samples are there
-        assert len(list((tmp_path / "loud" / "samples" / "step-2").glob("*.wav"))) == 3
-        return
     records, _ = say(pool, tiny, tmp_path / "said", "--prompts", short, "--max_seconds", 0.5, "--batch_size", 8,
                      *[word for pair in model.items() for word in pair])
     for record in records:
