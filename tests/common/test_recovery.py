@@ -360,7 +360,7 @@ VICTIMS = {
 def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path, kind):
     """3 kills in all, each at a random moment between the making of a checkpoint's folder and its renaming.
 
-    test_checkpoint.py has one before each change that a save makes to the disk; bench/kills.py 100, in every phase.
+    test_checkpoint.py has one before each change that a save makes to the disk.
     """
     print(f"TEST_SEED={SEED}")
     draw, out = random.Random(f"{SEED} {kind}"), tmp_path / "out"
