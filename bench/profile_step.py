@@ -1,16 +1,18 @@
 """Where does the time of one of our steps go? torch.profiler over warmed-up steps of a trainer, as a table.
 
-    python bench/profile_step.py tts                    # or sft, block_diffusion; a minute or two
-    python bench/profile_step.py tts --shape tiny --steps 1     # to try it
+    python bench/profile_step.py speech                    # or chats, blocks; a minute or two
+    python bench/profile_step.py speech --shape tiny --steps 1     # to try it
 
-The steps are those that tts.py, sft.py and block_diffusion.py measure as "ours" on this kind of machine; on a GPU the
-speech and diffusion layers are compiled, as measured there. Two steps warm up, then --steps are timed as they are, then
-as many under the profiler. Self times: without what a called operator spends; on a GPU of its kernels, and what they
-leave of the step is time in which the GPU waits.
+The trainer itself runs, on speed.py's files, packed to a budget. Four steps warm up, then --steps are timed as they are,
+then as many under the profiler. Self times: without what a called operator spends; on a GPU of its kernels, and what
+they leave of the step is time in which the GPU waits. The peak of memory stands beside the one that --dry_run plans for.
 
 Writes bench/results/profile-NAME-DEVICE.txt.
 """
 import argparse
+import contextlib
+import importlib
+import os
 import re
 import sys
 import tempfile
@@ -25,9 +27,11 @@ from torch.profiler import ProfilerActivity
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import measure
+from bench.speed import SCRIPTS, SETS, length, make_files, our_command, packed
 from bench.table import origin
+from common import flags, plan, run
 
-WARM_UP, ROWS, WIDTH = 2, 25, 64
+WARM_UP, ROWS, WIDTH = 4, 25, 64
 GROUPS = {      # the first that a name of an operator or a kernel matches
     "attention": r"attention|flash|fmha|flex",
     "matrix products": r"::(mm|addmm|bmm|baddbmm|_scaled_mm)$|mkldnn|gemm|cutlass|cublas|nvjet|xmma|splitk",
@@ -42,14 +46,13 @@ OTHER = "elementwise, norms, sums and the rest"
 
 
 class Watch:
-    """Profiles a training loop that calls step_done() after every step; also what tts_ways and sft_ways tell rounds to.
+    """Profiles a training loop that calls step_done() after every step.
 
     times: seconds of a step without the profiler, and under it.
     """
 
     def __init__(self, device, steps):
         self.device, self.steps, self.ended, self.going, self.times = device, steps, 0, True, []
-        self.counts, self.plan, self.checked, self.slots = Counter(), [], None, 0
         self.profiler = torch.profiler.profile(
             activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda"))
 
@@ -69,62 +72,33 @@ class Watch:
             self.start = time.perf_counter()
         return self.going
 
-    step = step_done
-
-    def wait(self):
-        return self.going
-
-    def done(self, *_):
-        """A pass over tts_ways' samples has ended."""
-
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Our step of each benchmark, until the watch has seen enough
+# The trainer, until the watch has seen enough
 
 
-def tts(watch, args, device, folder):
-    """A step of train_v2_ddp.py."""
-    from bench import tts_ways
-    cuda = device.type == "cuda"
-    batch = 8 if cuda else 4
-    tts_ways.write_samples(folder, 2 * batch, args.seed)
-    way = {"side": "ours", "shape": args.shape or ("3b" if cuda else "small"), "method": args.method or "lora",
-           "bf16": cuda, "batch": batch, "packed": cuda, "compile": cuda}
-    tts_ways.train_ours(way, folder, device, watch)
-    return way
+class Finished(Exception):
+    """All steps have been seen."""
 
 
-def sft(watch, args, device, folder):
-    """A step of train_sft.py on the label task's short samples."""
-    from bench import sft_ways
-    cuda = device.type == "cuda"
-    shape = args.shape or ("qwen3-4b" if cuda else "small")
-    job = argparse.Namespace(folder=folder, data=folder / "data", method=args.method or "full", sets=1,
-                             mix=sft_ways.MIXES[device.type]["short"], seed=args.seed)
-    sft_ways.make_model(folder / "model", shape, args.seed)
-    sft_ways.make_data(job, dict(zip(sft_ways.SIZES, sft_ways.SHAPES[shape]))["vocab_size"], device)
-    sft_ways.train_ours(watch, job, {})
-    return {"shape": shape, "method": job.method, "samples": job.mix.step_samples}
+def train(name, words, watch):
+    """Run a trainer's own train(): the watch hears of each step. -> bytes of one GPU that its --dry_run plans for."""
+    script, planned = importlib.import_module(SCRIPTS[name].removesuffix(".py").replace("/", ".")), []
 
+    def parse(*more):
+        return flags.parse(script.build_parser(), script.check_flags, [*map(str, words), *more])
 
-def block_diffusion(watch, args, device, folder):
-    """A step of train_bd3lm.py."""
-    from bench import block_steps
-    from common import distributed
-    cuda = device.type == "cuda"
-    problems = 512 if cuda else 8
-    settings = argparse.Namespace(size=args.shape or ("small" if cuda else "tiny"), seed=args.seed,
-                                  micro_steps=4 if cuda else 1)
-    documents, numbers = block_steps.make_documents(max(16, problems), 512, args.seed), list(range(problems))
-    step = block_steps.our_step(distributed.World(device=device), settings, documents, numbers, "flex" if cuda else "sdpa",
-                                compiled=cuda)
-    while watch.going:
-        step(watch.ended)
-        watch.step_done()
-    return vars(settings) | {"problems": problems}
+    def window(now):
+        if now.step and not watch.step_done():
+            raise Finished
+        return real_window(now)
 
-
-STEPS = {"tts": tts, "sft": sft, "block_diffusion": block_diffusion}
+    real_window = run.TrainState.window
+    with plan.swapped((plan, "print_room", lambda args, setup, found, *_: planned.append(found.peak))):
+        script.train(parse("--dry_run", "1"))
+    with plan.swapped((run.TrainState, "window", window)), contextlib.suppress(Finished):
+        script.train(parse())
+    return planned[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,29 +139,36 @@ def tables(found, watch, cuda):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name", choices=STEPS, help="whose step")
-    parser.add_argument("--shape", help="size of the model, as that benchmark names it (default: its own)")
-    parser.add_argument("--method", choices=("lora", "full"), help="tts, sft: what is trained (default: lora, full)")
+    parser.add_argument("name", choices=SCRIPTS, help="whose step")
+    parser.add_argument("--shape", help="size of the model, as speed.py has it")
+    parser.add_argument("--lora", action="store_true", help="speech, chats: adapters")
+    parser.add_argument("--compile", action="store_true", help="as the trainer's flag")
     parser.add_argument("--steps", type=int, default=2, help="steps to time, and to profile")
-    parser.add_argument("--seed", type=int, default=42, help="of weights and samples")
     parser.add_argument("--results_dir", type=Path, default=measure.RESULTS, help="where the text goes")
     args = parser.parse_args(argv)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    if cuda:
-        torch.set_float32_matmul_precision("high")
-    torch.manual_seed(args.seed)
-    watch = Watch(device, args.steps)
+    shape, samples, batch = SETS[device.type][args.name]
+    shape, watch = args.shape or shape, Watch(device, args.steps)
     report = measure.new_report("where a step's time goes", device, measure.command("profile_step", argv))
     with tempfile.TemporaryDirectory() as folder:
-        settings = STEPS[args.name](watch, args, device, Path(folder))
+        words = our_command(args.name, make_files(args.name, Path(folder), shape, samples), shape, batch,
+                            Path(folder), *packed(args.name, batch), *length(args.name, 1000, 1000),
+                            "--output_dir", Path(folder) / "out", *["--use_lora"] * args.lora, *["--compile"] * args.compile,
+                            *["--bf16", "--tf32"] * cuda)[2:]
+        planned = train(args.name, words, watch)
+        memory = f"peak {measure.peak_memory_gib(device):.2f} GiB, planned {planned / 2**30:.2f} GiB for a GPU"
     found = self_times(watch.profiler.key_averages(), cuda)
-    lines = [origin(report), ", ".join(f"{name} {value}" for name, value in settings.items()),
-             f"memory from: {report['allocator']}", "", *tables(found, watch, cuda)]
+    lines = [origin(report), f"{shape}, {memory}", f"memory from: {report['allocator']}", "",
+             *tables(found, watch, cuda)]
     print("\n".join(lines))
-    path = Path(args.results_dir) / f"profile-{args.name}-{'-'.join(report['device'].lower().split())}.txt"
+    kind = "-".join([args.name, *["lora"] * args.lora, *["compiled"] * args.compile])
+    path = Path(args.results_dir) / f"profile-{kind}-{'-'.join(report['device'].lower().split())}.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
-    print(f"wrote {path}")
+    print(f"wrote {path}", flush=True)
+    if argv is None:
+        os._exit(0)     # threads of the run that was left
 
 
 if __name__ == "__main__":
