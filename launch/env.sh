@@ -306,9 +306,9 @@ guard() {
     set +m
 }
 
-# supervise ASK END COMMAND...: run the command, wait for it, return its status. USR1, TERM, HUP and
-# a first INT become ASK PID, repeated until it ends; a second INT becomes END PID. $asked is the
-# first.
+# supervise ASK END COMMAND...: run the command or function, wait for it, return its status. USR1,
+# TERM, HUP and a first INT become ASK PID, repeated until it ends; a second INT becomes END PID.
+# $asked is the first.
 supervise() {
     local ask=$1 end=$2 pid='' early='' reminder='' status signalled
     shift 2
@@ -334,7 +334,8 @@ supervise() {
     trap 'stop HUP' HUP
     trap 'if [ -n "$asked" ]; then "$end" "$pid"; fi; stop INT' INT
     set -m                  # in a process group of its own: Ctrl-C comes to this shell alone
-    (trap '' USR1; exec "$@") &  # ignored until the child listens: an early signal is not its death
+    # ignored until the child listens: an early signal is not its death
+    (trap '' USR1; if [ "$(type -t "$1")" = function ]; then "$@"; else exec "$@"; fi) &
     pid=$!
     set +m
     if [ -n "$early" ]; then stop "$early"; fi
