@@ -83,7 +83,7 @@ def our_command(name, words, shape, batch, folder, *more):
         "--per_device_train_batch_size", batch]
     return [sys.executable, ROOT / SCRIPTS[name], *words, *own, *size, "--report_to", "none",
             "--gradient_accumulation_steps", 1, "--eval_steps", 0, "--save_steps", 0,
-            "--num_workers", 2 * torch.cuda.is_available(), *more]
+            "--num_workers", 2 if torch.cuda.is_available() else 0, *more]
 
 
 def packed(name, batch):

@@ -95,7 +95,6 @@ if [ "${DRY_RUN:-0}" = 1 ]; then exit; fi
 echo "== result"
 python common/report.py "$OUT/training"
 cat "$OUT/training/evaluation/evaluation.txt"
-stage_seconds
 cut=$(grep -c 'cut off at --max_tokens' "$OUT/answers.rejected.jsonl" || true)
 if [ "$cut" != 0 ]; then
     echo "notice     $cut of $(wc -l <"$QUESTIONS") questions are not trained: their answers had" \

@@ -132,6 +132,5 @@ if [ "$DRY_RUN" != 1 ]; then
     python "$REPO/common/report.py" "$OUT/student" --evaluations "$OUT/evaluation/evaluation.json"
     echo "== result"
     sed '/^$/,$d' "$OUT/evaluation/evaluation.txt"      # its first table and the notes
-    stage_seconds
     echo "done       $checkpoint; $OUT/evaluation/evaluation.txt, $OUT/student/report.html"
 fi

@@ -1,6 +1,7 @@
 """bench/speed.py: ours, minimal/ and transformers' Trainer start at one loss; bench/profile_step.py: all time has a name."""
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -47,12 +48,16 @@ def test_chats_without_padding_start_at_the_loss_of_padded_ones(tmp_path):
 @pytest.mark.slow
 def test_problems_and_a_way_that_fails(tmp_path, monkeypatch):
     """It is named in the end; the others are measured."""
-    monkeypatch.setitem(speed.SCRIPTS, "blocks", "diffusion/no_such.py")
-    with pytest.raises(SystemExit, match="^error: failed: ours: .*No such file"):
-        table("blocks", "nano", tmp_path, "--ways", "minimal")
-    monkeypatch.setitem(speed.SCRIPTS, "blocks", "diffusion/train_bd3lm.py")
-    rows = table("blocks", "nano", tmp_path, "--ways", "ours, one problem a row", "minimal")
-    assert rows["minimal"]["first loss"] == pytest.approx(rows["ours, one problem a row"]["first loss"], rel=1e-5)
+    real = speed.ways_of
+    broken = {"broken": [sys.executable, "-c", "raise SystemExit('no such way')"]}
+    monkeypatch.setattr(speed, "ways_of", lambda *args: real(*args) | broken)
+    with pytest.raises(SystemExit, match="^error: failed: broken: no such way"):
+        table("blocks", "nano", tmp_path, "--ways", "ours, one problem a row", "minimal", "broken")
+    rows = json.loads((tmp_path / "blocks-cpu.json").read_text())["tables"]["blocks"]["rows"]
+    loss = speed.COLUMNS.index("first loss")
+    losses = {row[0]: row[loss] for row in rows}
+    assert losses["minimal"] == pytest.approx(losses["ours, one problem a row"], rel=1e-5)
+    assert rows[-1] == ["broken", *[None] * (len(speed.COLUMNS) - 2), "no such way"]
 
 
 def test_other_losses_stop_it():
