@@ -13,9 +13,9 @@ guard "$mark" "${ORPHAN_S:-60}" ask_left
 export STAGES=${mark#*=}
 
 # step NAME PRODUCT COMMAND...: run it, unless OUT/steps/NAME says that this very command has made
-# PRODUCT, and its checksum is still the same; a signal lets it save and ends this script. PRODUCT: a
-# file, or a pattern of which the last one by its numbers counts; $made is its name. With DRY_RUN=1
-# the command is printed instead.
+# PRODUCT, and its checksum is still the same; a signal lets it save and ends this script. PRODUCT:
+# a file, or a pattern of which the last one by its numbers counts; $made is its name. With
+# DRY_RUN=1 the command is printed instead.
 step() {
     local name=$1 pattern=$2 done=$OUT/steps/$1 said status=0
     shift 2

@@ -3,6 +3,7 @@ the demo in one go with a tiny model, what it refuses."""
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -227,6 +228,8 @@ def refused(tmp_path, **settings):
 
 
 @pytest.mark.parametrize("settings, message", [
+    ({"STORY": "poems"}, "STORY=poems: prompt or language"),
+    ({"STORY": "language", "BATCH": "3"}, "BATCH is set, which STORY=language does not read"),
     ({"BATCH": "0"}, "BATCH=0: a number from 1 on"), ({"RANKS": "two"}, "RANKS=two: a number from 1 on"),
     ({"MIN_CLOSED": "2"}, "MIN_CLOSED=2: a share from 0 to 1"), ({"HELD_OUT": "15"}, "HELD_OUT=15: a share"),
     ({"PROMPT": "/nowhere/p.txt"}, "PROMPT: no such file: /nowhere/p.txt"),
@@ -338,3 +341,15 @@ def test_the_prompt_story_with_a_student_that_did_not_learn(tmp_path):
     assert status == 0 and done.startswith(f"done       {verdict}; ") and "the control went" in done, said[-3000:]
     lost = len((tmp_path / "out" / "answers.rejected.jsonl").read_text().splitlines())
     assert lost and notice.startswith(f"notice     {lost} of 12 questions are not trained: ") and "TOKENS=12" in notice
+
+
+@needs_langid
+def test_the_language_story_is_the_launcher_of_labels_with_a_teacher_that_identifies_languages(tmp_path):
+    settings = {"STORY": "language", "STUDENT": "a/student", "DRY_RUN": "1"}
+    status, said = run_demo(tmp_path, **settings)
+    assert status == 0, said
+    commands = [words for line in said.splitlines() if len(words := shlex.split(line)) > 9]
+    identifier, answers, student, judged = commands
+    assert identifier[-1] == "py3langid==0.4.0" and re.search(r" --base_url http://127\.0\.0\.1:\d+/v1 ", " ".join(answers))
+    assert {"MODEL=a/student", "NPROC_PER_NODE=1", f"TRAIN_FILE={tmp_path}/out/answers.jsonl"} <= set(student)
+    assert student[student.index("--max_steps") + 1] == "40" and judged[judged.index("--min_agreement") + 1] == "0.7"
