@@ -3,7 +3,7 @@
     python bench/gpu_facts.py                       # one GPU, less than a minute
     python bench/gpu_facts.py --only attention      # those whose name contains this
 
-Rates of products, copies and float8 products; flash attention of packed documents with and without repeated keys and
+Rates of products (a layer's, the thin ones of adapters, float8), of copies and of pinned memory; flash attention of packed documents with and without repeated keys and
 values; FlexAttention against a dense mask, for tiles of two sizes; each function of common/fused.py compiled, against
 the same lines run plainly. Writes bench/results/gpu_facts-DEVICE.json after every fact; one that fails is recorded, the
 others go on, and the exit status is 1.
@@ -12,6 +12,7 @@ import argparse
 import functools
 import statistics
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import measure
 from common import fused
+from diffusion import dit
 
 TOKENS, HEADS, KV_HEADS, D = 8192, 24, 8, 128       # of a pack in a speech model of 3B
 DOCUMENT = 512                                      # tokens
@@ -64,6 +66,28 @@ def copy(device):
     return {"TB/s, read and written": 4 * x.numel() / milliseconds(device, x.clone) / 1e9}
 
 
+def products(device):
+    """Products of a layer of the 3B speech model on a pack, and the thin ones of adapters of rank 16."""
+    found = {}
+    for name, inner, outer in (("q|k|v", 3072, 5120), ("gate|up", 3072, 16384), ("down", 8192, 3072),
+                               ("adapter A", 3072, 16), ("adapter B", 16, 3072)):
+        x, weight = random(device, TOKENS, inner), random(device, outer, inner)
+        spent = milliseconds(device, F.linear, x, weight)
+        found[f"{name}, {inner} x {outer}: TFLOP/s"] = 2 * TOKENS * inner * outer / spent / 1e9
+    return found
+
+
+def pinning(device):
+    """A checkpoint's copies: making 1 GiB of pinned memory, and copying to it and to other memory."""
+    x = torch.zeros(2**30, dtype=torch.uint8, device=device)
+    start = time.perf_counter()
+    pinned = torch.empty(2**30, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    found = {"GiB/s, pinned": 1 / (time.perf_counter() - start)}
+    for name, host in (("pinned", pinned), ("other", torch.zeros(2**30, dtype=torch.uint8))):
+        found[f"GiB/s, copied to {name} memory"] = 1e3 / milliseconds(device, host.copy_, x)
+    return found
+
+
 def float8(device):
     a, b = (random(device, 8192, 8192).to(torch.float8_e4m3fn) for _ in range(2))
     one = torch.ones((), device=device)
@@ -98,7 +122,7 @@ def packed_attention(device):
 
 
 def flex(device):
-    """FlexAttention of block-causal rows of 1024 in both directions, for tiles of 128 and 64."""
+    """FlexAttention of block-causal rows of 1024 in both directions, for tiles of 128 and 64, with 4 and 8 warps."""
     q, k, v = (random(device, 16, 12, 1024, 64) for _ in range(3))
     document, found = torch.arange(1024, device=device) // 170, {}
 
@@ -107,14 +131,14 @@ def flex(device):
     at = torch.arange(1024, device=device)
     wanted = with_gradients(lambda *t: F.scaled_dot_product_attention(*t, attn_mask=rule(0, 0, at[:, None], at)), q, k,
                             v)
-    for tile in (128, 64):
-        mask, options = create_block_mask(rule, None, None, 1024, 1024, device=device, BLOCK_SIZE=tile), None
-        if tile < 128:
-            options = dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), tile)
+    ways = {"tiles of 128": (128, {}), "tiles of 128, 8 warps": (128, dit.KERNEL),
+            "tiles of 64": (64, dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), 64))}
+    for name, (tile, options) in ways.items():
+        mask = create_block_mask(rule, None, None, 1024, 1024, device=device, BLOCK_SIZE=tile)
         attend = functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=mask,
                                    kernel_options=options)
-        found[f"tiles of {tile}: apart"] = apart(with_gradients(attend, q, k, v), wanted)
-        found[f"tiles of {tile}: ms"] = milliseconds(device, with_gradients, attend, q, k, v)
+        found[f"{name}: apart"] = apart(with_gradients(attend, q, k, v), wanted)
+        found[f"{name}: ms"] = milliseconds(device, with_gradients, attend, q, k, v)
     return found
 
 
@@ -143,7 +167,7 @@ def fused_functions(device):
     return found
 
 
-FACTS = (matmul, copy, float8, packed_attention, flex, fused_functions)
+FACTS = (matmul, copy, products, pinning, float8, packed_attention, flex, fused_functions)
 
 
 def main(argv=None):

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import soundfile
 import torch
-from tokenizers import Tokenizer
 from torch.library import custom_op
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -26,25 +24,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import data
 import train_v2_ddp
-from bench import fake_cuda
+from bench import fake_cuda, shapes
 from common import checkpoint, distributed, flags, fused, loading, plan, run, tensor_files, watchdog
-from diffusion import choices, demo_problems, dit, noise, train_bd3lm
+from diffusion import choices, dit, noise, train_bd3lm
 from distill import train_sft
-from distill import weights as chat_weights
 from speech import choices as speech_choices
 from speech.data.dataset import Encoding
 from speech.data.rows import Reading, Sources
-from speech.demo import make_tiny
-from speech.model import v3, versions
-
-from transformers import PreTrainedTokenizerFast, Qwen3Config  # isort: skip
+from speech.model import versions
 
 STEPS = 3
-SPEECH = {"vocab_size": 128256, "hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 24,
-          "num_key_value_heads": 8, "head_dim": 128}       # of Higgs-Audio V2 3B
-CHAT = {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128}         # of Qwen3 4B, and of the body of Higgs TTS 3
-BLOCK_VOCABULARY = 50258        # GPT-2's and the mask
 TRAINERS = {"speech": train_v2_ddp, "speech3": train_v2_ddp, "chat": train_sft, "blocks": train_bd3lm}
 LAYERS = {"speech": 28, "speech3": 36, "chat": 36, "blocks": 12}
 SAMPLES = 256          # of a set, all alike
@@ -54,66 +43,27 @@ SAMPLES = 256          # of a set, all alike
 # Files
 
 
-def write_holes(named, path):
-    """A safetensors file of (name, parameter) pairs in bf16, whose values are a hole of the file: no disk."""
-    header, at = {"__metadata__": {"format": "pt"}}, 0
-    for name, parameter in named:
-        header[name] = {"dtype": "BF16", "shape": list(parameter.shape),
-                        "data_offsets": [at, at := at + 2 * parameter.numel()]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + at)
-
-
-def speech_files(folder, layers):
+def speech_files(folder, layers, make=shapes.speech_files):
     """Flags that name a model and samples of 12 s of reference and 6 s of target, some 600 tokens each."""
-    if not (folder / "codec").exists():
-        tokenizer = make_tiny.make_tokenizer(folder)
-        make_tiny.make_model(folder, tokenizer)
-        make_tiny.make_model3(folder / "third", make_tiny.make_codec(folder))
-        clips = []
-        for i, seconds in enumerate((12, 6)):
-            wave = 0.1 * np.sin(np.arange(24000 * seconds) * (0.05 + 0.01 * i))
-            soundfile.write(folder / f"clip{i}.wav", wave, 24000)
-            clips.append({"path": f"clip{i}.wav", "text": "the quick brown fox " * (2 * seconds), "speaker": 0,
-                          "seconds": float(seconds)})
-        sample = make_tiny.voice_cloning_sample("sample", *clips)
-        (folder / "train.json").write_text(json.dumps([sample] * SAMPLES))
-    model = folder / f"speech-{layers}"
-    if not model.exists():
-        model.mkdir()
-        for path in (folder / "model").iterdir():
-            if path.suffix != ".safetensors":
-                (model / path.name).write_bytes(path.read_bytes())
-        config = json.loads((model / "config.json").read_text()) | SPEECH | {"num_hidden_layers": layers}
-        (model / "config.json").write_text(json.dumps(config))
-        empty = versions.module(config).empty_model(config, torch.bfloat16, model)
-        write_holes(empty.named_parameters(), model / "model.safetensors")
-    return speech_words(folder, model)
-
-
-def speech_words(folder, model):
-    return ["--model_path", model, "--audio_tokenizer_path", folder / "codec", "--train_data_file",
-            folder / "train.json", "--code_cache", folder / "codes", "--disable_eval"]
+    return [*make(folder, [(12, 6)] * SAMPLES, layers), "--code_cache", folder / "codes", "--disable_eval"]
 
 
 def speech3_files(folder, layers):
-    """speech_files with a Higgs TTS 3."""
-    model = folder / f"speech3-{layers}"
-    if not model.exists():
-        model.mkdir()
-        for path in (folder / "third" / "model").iterdir():
-            if path.suffix != ".safetensors":
-                (model / path.name).write_bytes(path.read_bytes())
-        config = json.loads((model / "config.json").read_text())
-        config["text_config"] |= CHAT | {"num_hidden_layers": layers, "max_position_embeddings": 32768}
-        config["audio_encoder_config"]["out_dim"] = CHAT["hidden_size"]
-        (model / "config.json").write_text(json.dumps(config))
-        named = v3.weight_names(v3.empty_model(config, torch.bfloat16, model))
-        write_holes(named.items(), model / "model.safetensors")
-    return speech_words(folder, model)
+    return speech_files(folder, layers, shapes.speech3_files)
+
+
+def chat_files(folder, layers):
+    """Flags that name a model and chats of some 500 tokens, half of them trained."""
+    return shapes.chat_files(folder, [472] * SAMPLES, layers)
+
+
+def block_files(folder, layers):
+    """Flags that name problems of about GSM8K's mean length, whose rows are as docs/diffusion.md counts them there."""
+    choices.SIZES["small"] = (768, layers, 12, 128)
+    return [*shapes.block_files(folder, [150] * SAMPLES), "--model_size", "small", "--validation_split", 0]
+
+
+FILES = {"speech": speech_files, "speech3": speech3_files, "chat": chat_files, "blocks": block_files}
 
 
 def prepare(folder):
@@ -130,51 +80,6 @@ def prepare(folder):
         data.prepare_table(distributed.World(device=torch.device("cpu")), tokenizer, ids, sources,
                            encoding, folder / words[1].name)
     fake_cuda.patch()
-
-
-CHAT_TEMPLATE = """{%- for m in messages -%}
-{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
-
-
-def chat_files(folder, layers):
-    """Flags that name a model and chats of some 500 tokens, half of them trained."""
-    model, chats = folder / f"chat-{layers}", folder / "chats.jsonl"
-    if not model.exists():
-        core = demo_problems.train_tokenizer(["user assistant the quick brown fox\n"] * 9)
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>",
-                                            additional_special_tokens=["<|im_start|>", "<|im_end|>"])
-        tokenizer.chat_template = CHAT_TEMPLATE
-        tokenizer.save_pretrained(model)
-        config = Qwen3Config(**CHAT, num_hidden_layers=layers, tie_word_embeddings=True, max_position_embeddings=262144)
-        config.architectures = ["Qwen3ForCausalLM"]
-        config.save_pretrained(model)
-        write_holes(chat_weights.empty_model(config, torch.bfloat16).named_parameters(), model / "model.safetensors")
-        messages = [{"role": role, "content": " the quick brown fox" * 60} for role in ("user", "assistant")]
-        chats.write_text((json.dumps({"messages": messages}) + "\n") * SAMPLES)
-    return ["--model_path", model, "--train_data_file", chats]
-
-
-def block_files(folder, layers):
-    """Flags that name problems of about GSM8K's mean length, whose rows are as docs/diffusion.md counts them there."""
-    data = folder / "problems.jsonl"
-    if not data.exists():
-        demo_problems.write_demo(folder / "demo")
-        tokenizer = Tokenizer.from_file(str(folder / "demo" / "tokenizer.json"))
-        question, answer = " has 3 apples", " has 3 apples"
-        while len(tokenizer.encode(question).ids) < 58:
-            question += " and 3 apples"
-        while len(tokenizer.encode(answer).ids) < 88:
-            answer += " and 3 apples"
-        problem = {"question": question, "answer": f"{answer}\n#### 3"}
-        data.write_text((json.dumps(problem) + "\n") * SAMPLES)
-    choices.SIZES["small"] = (768, layers, 12, 128)
-    return ["--train_data_file", data, "--tokenizer", folder / "demo" / "tokenizer.json", "--model_size", "small",
-            "--validation_split", 0]
-
-
-FILES = {"speech": speech_files, "speech3": speech3_files, "chat": chat_files, "blocks": block_files}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -265,10 +170,6 @@ def sparse_attention(q, k, v, mask):
         at = torch.zeros(1, dtype=torch.int64, device=q.device)
         assert mask.mask_mod(at, at, at, at).is_cuda
     return flex(q, k, v)[0]
-
-
-def config_of(size, _, mask_id, dropout):
-    return dit.Config(BLOCK_VOCABULARY, mask_id, *choices.SIZES[size], dropout)
 
 
 DiT, plain_norm = dit.DiT, fused.rms_norm
@@ -376,7 +277,7 @@ def rehearse(trainer, folder, words, layers=2, ranks=1, planned=True):
         (checkpoint.Writer, "begin", begin), (checkpoint.Writer, "save", save),
         (checkpoint, "rng_state", lambda *_: b""), (distributed, "gather_on_main", lambda world, value: [value]),
         (fused, "kernel", one_kernel), (fused, "rms_norm", rms_norm),
-        (dit, "Model", on_gpu), (dit, "config_of", config_of), (dit, "sparse_attention", sparse_attention)]
+        (dit, "Model", on_gpu), (dit, "sparse_attention", sparse_attention)]
     if real_load:
         changes.append((script, "load_model", load_model))
     with plan.swapped(*changes), contextlib.redirect_stdout(io.StringIO()), contextlib.ExitStack() as stack:

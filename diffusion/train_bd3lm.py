@@ -134,8 +134,8 @@ def build_parser():
     add("--gradient_accumulation_steps", type=int,
         help="micro-steps per optimizer step (default: preset's)")
     add("--global_batch_size", type=int, default=0,
-        help="with --auto: problems per optimizer step, of all ranks (default: the two "
-             "numbers of the preset multiplied)")
+        help="problems per optimizer step, of all ranks: what is not given of the two above "
+             "follows (default with --auto: the preset's)")
     add("--per_device_eval_batch_size", type=int, default=32, help="rows per validation batch")
     add("--max_steps", type=int, help="optimizer steps (default: preset's)")
 
@@ -171,22 +171,39 @@ def layout_of(args):
                      if hasattr(args, field.name)})
 
 
+def share_step(args, ranks):
+    """Split the problems of a step, --global_batch_size: what is not given of --problems_per_batch
+    and --gradient_accumulation_steps follows, by the preset's problems while there are as many.
+    """
+    share, problems = args.global_batch_size // ranks, args.problems_per_batch
+    steps = args.gradient_accumulation_steps
+    if not problems:
+        problems = share // steps if steps else min(share, choices.PRESETS[args.batch_preset][0])
+    steps = steps or share // max(1, problems)
+    need(problems * steps * ranks == args.global_batch_size,
+         f"--global_batch_size {args.global_batch_size}: cannot be shared out; {problems} problems "
+         f"x {steps} micro-steps x {ranks} ranks = {problems * steps * ranks}")
+    args.problems_per_batch, args.gradient_accumulation_steps = problems, steps
+    if hasattr(args, "named"):
+        args.named |= {"problems_per_batch", "gradient_accumulation_steps"}
+
+
 def check_flags(args, world_size):
     """Raise UserError for values that would fail, or do nothing, later; fill in what derives."""
     need(not (args.per_device_train_batch_size and args.problems_per_batch),
          "give one of --per_device_train_batch_size, rows, and --problems_per_batch")
     names = ("problems_per_batch", "gradient_accumulation_steps", "learning_rate", "warmup_steps",
              "max_steps")
+    need(not (args.per_device_train_batch_size and args.global_batch_size),
+         "give one of --global_batch_size and --per_device_train_batch_size")
     args.batch_preset = args.batch_preset or ("finetune" if args.init_from else "recommended")
+    if args.global_batch_size and (not args.auto or args.problems_per_batch
+                                   or args.gradient_accumulation_steps):
+        share_step(args, world_size)
     # problems become rows when the data is known
     for flag, value in zip(names, choices.PRESETS[args.batch_preset]):
         if getattr(args, flag) is None:
             setattr(args, flag, value * 10 if flag == "learning_rate" and args.use_lora else value)
-    need(args.auto or not args.global_batch_size,
-         "--global_batch_size needs --auto; or give --problems_per_batch")
-    for flag in (*names[:2], "per_device_train_batch_size"):
-        need(not args.global_batch_size or flag not in flags.named(args),
-             f"give one of --global_batch_size and --{flag}")
     if not args.global_batch_size:
         args.global_batch_size = args.problems_per_batch * args.gradient_accumulation_steps
     flags.check_shared(args)

@@ -71,83 +71,68 @@ fi
 
 # -- instances -------------------------------------------------------------------------------------
 
-# Each is the leader of a process group: Ctrl-C comes to this shell alone. Engines start processes
-# of their own, so what belongs to an instance is known by a mark in its environment, or by its
-# group: vLLM's processes empty their environment.
+# What belongs to an instance is known by a mark in its environment, or by its process group: vLLM's
+# processes empty their environment.
 mark=LABEL_INSTANCE=$$-$RANDOM$RANDOM
-logs=$output.work
-pids=() groups=() tries=() failed=() running=0 stopping='' signals=0
-ask_all() { for pid in "${pids[@]}"; do kill -TERM -- "-$pid" 2>/dev/null || true; done; }
-end_instances() {       # NUMBER...: kill what is left of them
-    local i
-    for i in "$@"; do
-        if [ -n "${groups[i]:-}" ]; then kill -KILL -- "-${groups[i]}" 2>/dev/null || true; fi
-        unset "groups[$i]"
-        end_all "$mark\.$i"
-    done
-}
-# shellcheck disable=SC2317,SC2329     # guard calls it
-end_orphans() {
-    ask_all
-    for ((s = 0; s < STOP_S; s++)); do [ -n "$(left "$mark\.[0-9]+")" ] || break; sleep 1; done
-    end_instances "${!groups[@]}"
-}
-
-start() {
-    set -m
-    env "$mark.$1" CUDA_VISIBLE_DEVICES="$(slice "$1")" "${command[@]}" --shard "$1/$instances" \
-        </dev/null >>"$logs/instance-$1.log" 2>&1 &
-    pids[$1]=$! groups[$1]=$!
-    set +m
-    running=$((running + 1))
-}
-
-signalled() { stopping=${stopping:-$1} signals=$((signals + 1)); }
-trap 'signalled 2' INT
-trap 'signalled 15' TERM
-trap 'signalled 1' HUP
-
+logs=$output.work stop=$output.work/stop
 mkdir -p "$logs"
-for ((i = 0; i < instances; i++)); do tries[i]=0; start $i; done
-say "$instances instances of TP $tp x PP $PP on ${devices[*]:0:GPUS}; logs $logs/instance-*.log"
-guard "$mark\.[0-9]+" 0 end_orphans
+rm -f "$stop"
 
-looked=$SECONDS asked=''
-while [ $running -gt 0 ]; do
-    sleep 0.3 || true       # Ctrl-C ends it as well
-    if [ -n "$stopping" ] && [ -z "$asked" ]; then
-        say "stopping; finished lines are kept, the same command goes on"
-        asked=$SECONDS
-        ask_all
-    fi
-    if [ -n "$asked" ] && { [ $signals -gt 1 ] || [ $((SECONDS - asked)) -ge "$STOP_S" ]; }; then
-        end_instances "${!pids[@]}"
-    fi
-    for i in "${!pids[@]}"; do
-        if kill -0 "${pids[i]}" 2>/dev/null; then continue; fi
+instance() {        # NUMBER: start it until it ends well, has failed too often or is to stop
+    local tries=0 status pid
+    until [ -e "$stop" ]; do
         status=0
-        wait "${pids[i]}" || status=$?
-        unset "pids[$i]"
-        running=$((running - 1))
-        end_instances "$i"      # what a killed instance left would keep its GPUs
-        if [ $status = 0 ] || [ -n "$stopping" ]; then continue; fi
-        say "instance $i ended with status $status: $(tail -n 1 "$logs/instance-$i.log")"
-        if [ "${tries[i]}" -ge "$MAX_RESTARTS" ]; then failed+=("$i"); continue; fi
-        tries[i]=$((tries[i] + 1))
-        say "instance $i starts again in $RESTART_S s (${tries[i]} of $MAX_RESTARTS)"
-        sleep "$RESTART_S" || true
-        if [ -z "$stopping" ]; then start "$i"; fi
+        set -m
+        env "$mark.$1" CUDA_VISIBLE_DEVICES="$(slice "$1")" "${command[@]}" \
+            --shard "$1/$instances" </dev/null >>"$logs/instance-$1.log" 2>&1 &
+        pid=$!
+        set +m
+        wait "$pid" || status=$?
+        kill -KILL -- "-$pid" 2>/dev/null || true       # what it left would keep its GPUs
+        end_all "$mark\.$1"
+        if [ $status = 0 ] || [ -e "$stop" ]; then break; fi
+        say "instance $1 ended with status $status: $(tail -n 1 "$logs/instance-$1.log")"
+        if [ $tries -ge "$MAX_RESTARTS" ]; then return 1; fi
+        tries=$((tries + 1))
+        say "instance $1 starts again in $RESTART_S s ($tries of $MAX_RESTARTS)"
+        sleep "$RESTART_S"
     done
-    if [ $((SECONDS - looked)) -ge "$LOG_EVERY_S" ]; then
-        looked=$SECONDS
+}
+
+# shellcheck disable=SC2317,SC2329     # supervise and guard call these
+run_all() {
+    local i pids=() failed=() progress quiet
+    for ((i = 0; i < instances; i++)); do instance $i & pids+=($!); done
+    exec {quiet}<> <(:)     # nothing to read: to wait without a process
+    while ! read -rt "$LOG_EVERY_S" <&"$quiet"; do
         for i in "${!pids[@]}"; do
             say "instance $i: $(grep '^lines ' "$logs/instance-$i.log" | tail -n 1)"
         done
-    fi
-done
-kill -KILL -- "-$guard"
+    done &
+    progress=$!
+    for i in "${!pids[@]}"; do wait "${pids[i]}" || failed+=("$i"); done
+    kill -KILL $progress
+    [ ${#failed[@]} = 0 ] ||
+        die "instances ${failed[*]} failed; finished lines are kept, the same command goes on"
+}
+# shellcheck disable=SC2317,SC2329
+end() { touch "$stop"; end_all "$mark\.[0-9]+"; }
+# shellcheck disable=SC2046,SC2317,SC2329
+ask() {             # twice: STOP_S are over
+    if [ -e "$stop" ]; then end; fi
+    touch "$stop"
+    kill -TERM $(left "$mark\.[0-9]+")
+}
 
-if [ -n "$stopping" ]; then exit $((128 + stopping)); fi
-[ ${#failed[@]} = 0 ] ||
-    die "instances ${failed[*]} failed; finished lines are kept, the same command goes on"
+say "$instances instances of TP $tp x PP $PP on ${devices[*]:0:GPUS}; logs $logs/instance-*.log"
+guard "$mark\.[0-9]+" "$STOP_S" ask
+status=0 REPEAT_S=$STOP_S
+supervise ask end run_all || status=$?
+kill -KILL -- "-$guard"
+rm -f "$stop"
+if [ -n "$asked" ]; then
+    say "finished lines are kept, the same command goes on"
+    exit $((128 + $(kill -l "$asked")))
+fi
+[ $status = 0 ] || exit $status
 exec "${command[@]}"        # all lines are finished: merges them, without a teacher

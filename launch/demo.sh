@@ -5,32 +5,21 @@
 # sentences drawn anew, in no training text, and a recogniser that has nothing to do with the
 # training listens. Exit status 0 only if it understands, and hears more than the new voice's code
 # alone would give. Needs no GPU; uses them when there.
-#
-# MODEL=higgs3 bash launch/demo.sh has a tiny random Higgs TTS 3 instead: all its weights learn a
-# few synthesised clips, with one resume, until each training text ends by itself. Exit status 0
-# only if that is so and the training loss fell.
 set -euo pipefail
 
-MODEL=${MODEL:-v2}            # v2 or higgs3
 OUT=${OUT:-demo_out}          # everything is written below this folder
-STEPS=${STEPS:-$([ "$MODEL" = v2 ] && echo 600 || echo 160)}    # optimizer steps
+STEPS=${STEPS:-600}           # optimizer steps
 RANKS=${RANKS:-}  # that train: 1, 2, 4, 8 or 16 (default: 1 on one GPU, else 2)
-# of v2
 DATA=${DATA:-launch/voice/train.json}           # clips to learn from
 SENTENCES=${SENTENCES:-240}  # to be judged by; drawn by the seed, new to launch/voice
 SEED=${SEED:-42}  # of sentences, adapter, order, held-out clips and what is drawn while speaking
-# of higgs3
-CLIPS=${CLIPS:-16}            # synthesised clips
-SPEAKERS=${SPEAKERS:-4}       # voices that share the clips, each at least 2
-SAMPLE_SECONDS=${SAMPLE_SECONDS:-4}             # longest sample while it trains
 
 # shellcheck disable=SC2034     # env.sh's messages begin with it
 LAUNCHER=demo
 # shellcheck source=launch/env.sh
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
-known=(MODEL OUT STEPS RANKS DATA SENTENCES SEED CLIPS SPEAKERS SAMPLE_SECONDS)
+known=(OUT STEPS RANKS DATA SENTENCES SEED)
 known_settings
-case $MODEL in v2 | higgs3) ;; *) die "MODEL=$MODEL: v2 or higgs3" ;; esac
 # shellcheck source=launch/setup.sh
 source "$REPO/launch/setup.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -39,47 +28,6 @@ ranks=${RANKS:-$(python -c 'import torch; print(1 if torch.cuda.device_count() =
 half=$((STEPS / 2))
 mkdir -p "$OUT"
 run=$(mktemp -d "$OUT/run-XXXX")
-
-# -- Higgs TTS 3 -----------------------------------------------------------------------------------
-
-train_higgs3() {        # STEPS
-    torchrun "${one_machine[@]}" --nproc-per-node="$ranks" train_v2_ddp.py \
-        --model_path "$tiny/model" --audio_tokenizer_path "$tiny/codec" \
-        --train_data_file "$tiny/train.json" --code_cache "$OUT/codes" \
-        --output_dir "$run" --logging_dir "$OUT/tensorboard" --disable_eval --max_steps "$1" \
-        --learning_rate 3e-3 --lr_scheduler constant --warmup_steps 10 \
-        --per_device_train_batch_size 4 --eval_steps $((half / 2)) --save_steps $((half / 2)) \
-        --sample_prompts "$run/prompts.txt" --sample_seconds "$SAMPLE_SECONDS" \
-        --logging_steps 10 --num_workers 1
-}
-
-if [ "$MODEL" = higgs3 ]; then
-    tiny=$OUT/tiny3-$CLIPS-$SPEAKERS
-    if [ ! -e "$tiny/complete" ]; then
-        python speech/demo/make_tiny.py "$tiny" --clips "$CLIPS" --speakers "$SPEAKERS" --higgs3
-        touch "$tiny/complete"
-    fi
-    printf '%s\n' "The moon rose slowly over the harbour." \
-        "Could you pass me the blue notebook?" >"$run/prompts.txt"
-    echo "== training to step $half"
-    train_higgs3 "$half"
-    echo "== the same command again, to step $STEPS: it resumes from the newest checkpoint"
-    train_higgs3 "$STEPS"
-    echo "== speaking with the checkpoint, by the prompts of the training data"
-    python speech/generate_tts.py --model_path "$run/checkpoint-$STEPS" \
-        --audio_tokenizer_path "$tiny/codec" --prompts "$tiny/train.json" \
-        --max_seconds 15 --batch_size "$CLIPS" --output_dir "$run/spoken"
-    echo "== result"
-    status=0
-    python common/report.py "$run" --samples "$run/spoken" --check_fell || status=$?
-    cut_off=$(grep -L '"ended_by": "eos"' "$run"/spoken/*.json) || true
-    echo "checkpoint:   $run/checkpoint-$STEPS"
-    [ -z "$cut_off" ] || die "did not end by themselves: $cut_off"
-    echo "all $CLIPS training texts end by themselves"
-    exit $status
-fi
-
-# -- Higgs-Audio V2 --------------------------------------------------------------------------------
 
 voice=launch/voice
 targets=q_proj,k_proj,v_proj,o_proj,audio_lm_head

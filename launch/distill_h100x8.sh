@@ -19,9 +19,20 @@ allocator=${PYTORCH_ALLOC_CONF:-}       # of the user; the instances of vLLM mus
 # shellcheck source=launch/env.sh
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
 
+unread() {          # WHY NAME...: one that is set would do nothing
+    local name
+    for name in "${@:2}"; do [ -z "${!name:-}" ] || die "$name is set, $1"; done
+}
 served=''
-case ${TEACHER:-} in http*) served=1 ;; esac
-[ -z "$served" ] || unread "but TEACHER is a server" TP PP MAX_MODEL_LEN VLLM VLLM_VENV
+case ${TEACHER:-} in
+http*)
+    served=1
+    unread "but TEACHER is a server" TP PP MAX_MODEL_LEN VLLM VLLM_VENV
+    [ -n "${TEACHER_NAME:-}" ] ||
+        die "TEACHER=$TEACHER: set TEACHER_NAME to the server's name of the model"
+    ;;
+*) unread "which is a server's name: set TEACHER to its http address" TEACHER_NAME ;;
+esac
 if [ "${PARSER:-}" = whole ]; then unread "but PARSER=whole has no labels" TRUTH MIN_AGREEMENT; fi
 known=(BATCH_SIZE EPOCHS GLOBAL_BATCH_SIZE GPUS GROUP_SIZE LOADERS LOGGING_STEPS LORA LR REPORT_TO
     SWITCHES WARMUP_STEPS)      # those of train_sft_h100x8.sh that are left to people
@@ -57,7 +68,6 @@ export VENV CONDA_ENV EPOCHS GROUP_SIZE
 input=../tinker-cookbook/example-data/multilingual.txt OUT=./output/distill_h100x8     # defaults
 if [ $# -gt 0 ] && [[ $1 != -* ]]; then input=$1; shift; fi
 if [ $# -gt 0 ] && [[ $1 != -* ]]; then OUT=$1; shift; fi
-teacher_named
 case $PARSER in
 language) ;;
 whole) LORA=${LORA:-1} ;;
@@ -122,6 +132,5 @@ if [ "$DRY_RUN" != 1 ]; then
     python "$REPO/common/report.py" "$OUT/student" --evaluations "$OUT/evaluation/evaluation.json"
     echo "== result"
     sed '/^$/,$d' "$OUT/evaluation/evaluation.txt"      # its first table and the notes
-    stage_seconds
     echo "done       $checkpoint; $OUT/evaluation/evaluation.txt, $OUT/student/report.html"
 fi

@@ -107,8 +107,8 @@ known_settings() {
         GLOBAL_BATCH_SIZE GPUS GRAD_ACCUM GROUP_SIZE HDP_LAYOUT INIT_FROM LEARNING_RATE LOADERS \
         LOGGING_STEPS LORA LORA_ALPHA LORA_RANK LORA_TARGETS LR MAX_LENGTH MAX_STEPS \
         MICRO_BATCH_SIZE MODEL MODEL_PATH NUM_EPOCHS NUM_GPUS NUM_WORKERS OUTPUT_DIR PREPROCESS \
-        PRESET REPORT_TO SAMPLE_FLAGS SAVE_STEPS SEQ_LEN SEQ_LENGTH SIZE SWITCHES TEST_DATA \
-        TOKENIZER TRAIN_DATA TRAIN_FILE VALIDATION WARMUP WARMUP_STEPS WORKERS; do
+        PRESET REPORT_TO SAMPLE_FLAGS SAVE_STEPS SEQ_LEN SEQ_LENGTH SIZE SWITCHES \
+        TEST_DATA TOKENIZER TRAIN_DATA TRAIN_FILE VALIDATION WARMUP WARMUP_STEPS WORKERS; do
         case " ${known[*]} " in *" $name "*) continue ;; esac
         [ -z "${!name+set}" ] ||
             die "$name=${!name}: not a setting of this launcher; it has ${known[*]}"
@@ -126,22 +126,6 @@ for name in sys.stdin.read().split():
         "${known[@]}" VENV CONDA_ENV NPROC_PER_NODE MASTER_PORT PORT_BASE MAX_RESTARTS \
         MAX_REQUEUES LOG_DIR DRY_RUN 2>/dev/null) || near=''
     [ -z "$near" ] || die "${near%% *} is set, which is not a setting; the nearest is ${near##* }"
-}
-
-# unread WHY NAME...: one that is set would do nothing
-unread() {
-    local name
-    for name in "${@:2}"; do [ -z "${!name:-}" ] || die "$name is set, $1"; done
-}
-
-# A server as TEACHER needs its name for the model, another teacher none.
-teacher_named() {
-    case ${TEACHER:-} in
-    http*) [ -n "${TEACHER_NAME:-}" ] ||
-        die "TEACHER=$TEACHER: set TEACHER_NAME to the server's name of the model" ;;
-    *) [ -z "${TEACHER_NAME:-}" ] ||
-        die "TEACHER_NAME is a server's name: set TEACHER to its http address" ;;
-    esac
 }
 
 # translate ARGUMENT...: overrides as other people's scripts take them, turned into flags by the
@@ -306,9 +290,9 @@ guard() {
     set +m
 }
 
-# supervise ASK END COMMAND...: run the command, wait for it, return its status. USR1, TERM, HUP and
-# a first INT become ASK PID, repeated until it ends; a second INT becomes END PID. $asked is the
-# first.
+# supervise ASK END COMMAND...: run the command or function, wait for it, return its status. USR1,
+# TERM, HUP and a first INT become ASK PID, repeated until it ends; a second INT becomes END PID.
+# $asked is the first.
 supervise() {
     local ask=$1 end=$2 pid='' early='' reminder='' status signalled
     shift 2
@@ -334,7 +318,8 @@ supervise() {
     trap 'stop HUP' HUP
     trap 'if [ -n "$asked" ]; then "$end" "$pid"; fi; stop INT' INT
     set -m                  # in a process group of its own: Ctrl-C comes to this shell alone
-    (trap '' USR1; exec "$@") &  # ignored until the child listens: an early signal is not its death
+    # ignored until the child listens: an early signal is not its death
+    (trap '' USR1; if [ "$(type -t "$1")" = function ]; then "$@"; else exec "$@"; fi) &
     pid=$!
     set +m
     if [ -n "$early" ]; then stop "$early"; fi

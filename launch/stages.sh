@@ -12,33 +12,12 @@ end() { kill -INT -- "-$1"; }       # node.sh, asked before, ends the trainers
 guard "$mark" "${ORPHAN_S:-60}" ask_left
 export STAGES=${mark#*=}
 
-# CPU seconds of all that this shell has waited for and that waited for; /proc counts hundredths.
-cpu_seconds() { awk '{ sub(/.*\) /, ""); print int(($14 + $15) / 100) }' /proc/$$/stat; }
-
-# stage NAME COMMAND...: run it; a signal lets it save and ends this script.
-stage() {
-    local name=$1 status=0 began=$SECONDS used
-    used=$(cpu_seconds)
-    shift
-    trap 'end_all "$mark"' EXIT
-    echo "== $name"
-    supervise ask end "$@" || status=$?
-    trap - TERM HUP INT
-    case ${asked:-} in
-    '') ;;
-    INT) exit 130 ;;
-    *) exit 143 ;;
-    esac
-    [ $status = 0 ] || exit $status
-    used=$(($(cpu_seconds) - used))
-    printf '%s\t%s\t%s\n' "$name" $((SECONDS - began)) $used >>"$OUT/stages.tsv"
-}
-
-# step NAME PRODUCT COMMAND...: stage, unless OUT/steps/NAME says that this very command has made
-# PRODUCT, and its checksum is still the same. PRODUCT: a file, or a pattern of which the last one
-# by its numbers counts; $made is its name. With DRY_RUN=1 the command is printed instead.
+# step NAME PRODUCT COMMAND...: run it, unless OUT/steps/NAME says that this very command has made
+# PRODUCT, and its checksum is still the same; a signal lets it save and ends this script. PRODUCT:
+# a file, or a pattern of which the last one by its numbers counts; $made is its name. With
+# DRY_RUN=1 the command is printed instead.
 step() {
-    local name=$1 pattern=$2 done=$OUT/steps/$1 said
+    local name=$1 pattern=$2 done=$OUT/steps/$1 said status=0
     shift 2
     said=$(shown "$@")
     made=$(newest "$pattern")
@@ -51,7 +30,12 @@ step() {
         return
     fi
     rm -f "$done"
-    stage "$name" "$@"
+    trap 'end_all "$mark"' EXIT
+    echo "== $name"
+    supervise ask end "$@" || status=$?
+    trap - TERM HUP INT
+    [ -z "$asked" ] || exit $((128 + $(kill -l "$asked")))
+    [ $status = 0 ] || exit $status
     made=$(newest "$pattern")
     need_file "$made" "$name"
     mkdir -p "$OUT/steps"
@@ -60,14 +44,3 @@ step() {
 }
 
 newest() { compgen -G "$1" | sort -V | tail -n 1 || echo "$1"; }
-
-# the seconds of each stage, over all starts
-stage_seconds() {
-    awk -F '\t' '!($1 in sum) { names[n++] = $1 }
-        { sum[$1] += $2; cpu[$1] += $3 }
-        END {
-            for (i = 0; i < n; i++)
-                text = text ", " names[i] " " sum[names[i]] " (" cpu[names[i]] ")"
-            print "seconds    " substr(text, 3) "; in brackets those of the CPUs"
-        }' "$OUT/stages.tsv"
-}

@@ -20,8 +20,8 @@ export LAUNCHER=${LAUNCHER:-train_gsm8k_bd3lm_h200}
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")  # sbatch runs a copy; Slurm knows the original
 [ -e "$here/env.sh" ] || here=$(cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(scontrol show job \
-    "${SLURM_JOB_ID:-0}" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1|p")") || here=''
-[ -e "$here/env.sh" ] || { echo "$LAUNCHER: error: there is no env.sh beside it" >&2; exit 1; }
+    "${SLURM_JOB_ID:-0}" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1|p")") ||
+    { echo "$LAUNCHER: error: there is no env.sh beside it" >&2; exit 1; }
 # shellcheck source=launch/env.sh
 source "$here/env.sh"
 
@@ -39,104 +39,67 @@ declare -A overrides=(          # as BD3-LM's own scripts take them
     [seed]=--seed)
 translate "$@"
 set -- "${arguments[@]}"
+declare -A presets=(            # problems a step; the trainer has the rest of each
+    [conservative]=256 [recommended]=512 [aggressive]=768 [extreme]=1024 [source]=256 [finetune]=128
+    [convert]=64)
 SAMPLER=${SAMPLER:-$REPO/diffusion/sample_bd3lm.py}       # the script that answers
 SYSTEM=${SYSTEM:-gsm8k}                         # gsm8k or hdp; train_hdp_diffusion_h200.sh sets hdp
+MIN_GPUS=${MIN_GPUS:-1}  # GPUs that must be there; 0 lets a dry run or a trial start anywhere
+MIN_ACCURACY=${MIN_ACCURACY:-0.8}  # demo: share of new problems to answer right, else status 1
+LOG_DIR=${LOG_DIR:-}  # where the output is kept, over requeues; default OUTPUT_DIR/node_logs
+cpus=$(count_cpus)
 setting INIT_FROM '' --init_from  # weights to start from: hub name, folder, .ckpt; default: none
-setting PRESET "$([ -n "$INIT_FROM" ] && echo finetune || echo recommended)"  # all: below
+setting PRESET "$([ -n "$INIT_FROM" ] && echo finetune || echo recommended)"  # of `presets`
 setting GLOBAL_BATCH_SIZE ''  # problems a step, of all GPUs; default: the preset's
 setting BATCH_SIZE ''                           # problems a GPU and micro-step
 setting GRAD_ACCUM ''                           # micro-steps a step
 setting LR '' --learning_rate  # default: the preset's, by the root of the step
 setting WARMUP_STEPS '' --warmup_steps          # default: the preset's, as that of the next
 setting MAX_STEPS '' --max_steps                # optimizer steps
-TRAIN_DATA=${TRAIN_DATA-openai/gsm8k}           # JSONL, JSON, dataset folder or hub name
-TEST_DATA=${TEST_DATA-openai/gsm8k}  # the same, answered after training; empty: not
-TOKENIZER=${TOKENIZER:-}  # folder with GPT-2's files or tokenizer.json, or hub name; default gpt2
-OUTPUT_DIR=${OUTPUT_DIR:-}  # checkpoints, logs, answers; default outputs/SYSTEM_h200, or _demo
-SIZE=${SIZE:-small}                             # model: nano, tiny, small, medium
-BLOCK_SIZE=${BLOCK_SIZE:-16}                    # tokens of a block
-GPUS=${GPUS:-1}                                 # trainers, which share the problems of a step
-MIN_GPUS=${MIN_GPUS:-1}  # GPUs that must be there; 0 lets a dry run or a trial start anywhere
-SWITCHES=${SWITCHES---bf16 --tf32 --compile --pack --drop_too_long --auto}  # SWITCHES= for none
-SAMPLE_FLAGS=${SAMPLE_FLAGS---bf16 --drop_too_long}     # flags of the sampler
-MIN_ACCURACY=${MIN_ACCURACY:-0.8}  # demo: share of new problems to answer right, else status 1
-LOG_DIR=${LOG_DIR:-}  # where the output is kept, over requeues; default OUTPUT_DIR/node_logs
-cpus=$(count_cpus)
-WORKERS=${WORKERS:-$((cpus > 16 ? 16 : cpus > 1 ? cpus - 1 : 1))}       # loader processes a trainer
-
-known+=(TRAIN_DATA TEST_DATA TOKENIZER OUTPUT_DIR SIZE BLOCK_SIZE GPUS SWITCHES SAMPLE_FLAGS WORKERS
-    HDP_LAYOUT)
+setting TRAIN_DATA openai/gsm8k                 # JSONL, JSON, dataset folder or hub name
+setting TEST_DATA openai/gsm8k                  # the same, answered after training; empty: not
+setting TOKENIZER ''  # folder with GPT-2's files or tokenizer.json, or hub name; default gpt2
+setting OUTPUT_DIR ''  # checkpoints, logs, answers; default outputs/SYSTEM_h200, or _demo
+setting SIZE small                              # model: nano, tiny, small, medium
+setting BLOCK_SIZE 16                           # tokens of a block
+setting GPUS 1                                  # trainers, which share the problems of a step
+setting WORKERS $((cpus > 16 ? 16 : cpus > 1 ? cpus - 1 : 1))       # loader processes a trainer
+setting SWITCHES '--bf16 --tf32 --compile --pack --drop_too_long --auto'    # SWITCHES= for none
+setting SAMPLE_FLAGS '--bf16 --drop_too_long'   # flags of the sampler
+known+=(HDP_LAYOUT)
 known_settings
 
-demo=0 plan=0
-for argument in "$@"; do
-    case $argument in
-    --demo | --demo=*) demo=1 ;;
-    # the trainer's own dry run: no checkpoint, nothing to answer with
-    --dry_run | --dry_run=*) plan=1 ;;
-    esac
-done
-OUTPUT_DIR=${OUTPUT_DIR:-outputs/${SYSTEM}_$([ $demo = 1 ] && echo demo || echo h200)}
+demo='' plan=''
+if has_flag --demo "$@"; then demo=1; fi
+if has_flag --dry_run "$@"; then plan=1; fi     # the trainer's own: nothing to answer with
+OUTPUT_DIR=${OUTPUT_DIR:-outputs/${SYSTEM}_$([ -n "$demo" ] && echo demo || echo h200)}
 OUTPUT_DIR=$(flag_value --output_dir "$OUTPUT_DIR" "$@")
 
 # -- checks ----------------------------------------------------------------------------------------
 
-case $SYSTEM in
-gsm8k) test_file=test.jsonl ;;
-hdp) test_file=test_hdp.json ;;
-*) die "SYSTEM=$SYSTEM: gsm8k or hdp" ;;
-esac
-# Problems a step = problems a GPU and micro-step x micro-steps x GPUs; what is not set follows.
-each=4
-# shellcheck disable=SC2153     # setting() made it
-case $PRESET in
-conservative) problems=64 ;;
-recommended) problems=128 ;;
-aggressive) problems=192 ;;
-extreme) problems=256 ;;
-source) problems=16 each=16 ;;
-finetune) problems=64 each=2 ;;
-convert) problems=64 each=1 ;;
-*) die "PRESET=$PRESET: conservative, recommended, aggressive, extreme, source, finetune or" \
-    "convert" ;;
-esac
+case $SYSTEM in gsm8k | hdp) ;; *) die "SYSTEM=$SYSTEM: gsm8k or hdp" ;; esac
+preset=${presets[$PRESET]:-}
+[ -n "$preset" ] || die "PRESET=$PRESET: one of ${!presets[*]}"
 for name in GLOBAL_BATCH_SIZE BATCH_SIZE GRAD_ACCUM GPUS; do
     [[ -z ${!name} || ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name}: a number from 1 on"
 done
-preset=$((problems * each)) micro=$BATCH_SIZE steps=$GRAD_ACCUM
-step=$preset auto=0  # the trainer splits a step into micro-steps, whatever the number of GPUs
-if [ -n "$micro" ] && [ -n "$steps" ]; then step=$((micro * steps * GPUS)); fi
-step=${GLOBAL_BATCH_SIZE:-$step}
-read -ra words <<<"$SWITCHES"
-if [ -z "$micro$steps" ] && has_flag --auto "${words[@]}"; then
-    auto=1
-else
-    # the preset's micro-steps while each GPU has whole ones
-    share=$((step / GPUS))
-    if [ -z "$micro$steps" ]; then micro=$((share < problems ? share : problems)); fi
-    micro=${micro:-$((share / steps))}
-    steps=${steps:-$((micro > 0 ? share / micro : 0))}
-    product=$((micro * steps * GPUS))
-    [ "$product" = "$step" ] || die "$step problems a step cannot be shared out:" \
-        "BATCH_SIZE x GRAD_ACCUM x GPUS = $product, of which any may be set"
-fi
-
+batch=$GLOBAL_BATCH_SIZE$BATCH_SIZE$GRAD_ACCUM
 gpus=$(count_gpus)
+# shellcheck disable=SC2153     # setting() made it
 [ "$gpus" = 0 ] || [ "$GPUS" -le "$gpus" ] || die "GPUS=$GPUS, but $HOSTNAME has $gpus"
-if [ $demo = 0 ]; then
+if [ -z "$demo" ]; then
     [ "$gpus" -ge "$MIN_GPUS" ] || die "$HOSTNAME has $gpus GPUs," \
         "$MIN_GPUS are needed (MIN_GPUS); --demo needs none"
     [ -n "$TRAIN_DATA" ] || die "TRAIN_DATA is not set: a file of training problems"
-elif [ "${DRY_RUN:-0}" != 1 ]; then
-    set_up torchrun torch transformers
+else
+    [ -z "$batch" ] || die "the demo has a batch of its own"
+    if [ "${DRY_RUN:-0}" != 1 ]; then set_up torchrun torch transformers; fi
 fi
 
 # -- commands --------------------------------------------------------------------------------------
 
-batch=$GLOBAL_BATCH_SIZE$BATCH_SIZE$GRAD_ACCUM
-[ $demo = 0 ] || [ -z "$batch" ] || die "the demo has a batch of its own"
 # everything small, so that two CPU cores show falling bounds and an accuracy in minutes
-if [ $demo = 1 ]; then
+if [ -n "$demo" ]; then
     demo_steps=3200
     # after 3,200 steps one seed of eight had 80.5 % right
     if [ "$SYSTEM" = hdp ]; then demo_steps=4000; fi
@@ -150,39 +113,39 @@ if [ $demo = 1 ]; then
         --attn_backend sdpa)
     # on busy cores more threads make small steps many times slower
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    TEST_DATA=$OUTPUT_DIR/demo/$test_file
+    TEST_DATA=$OUTPUT_DIR/demo/$([ "$SYSTEM" = hdp ] && echo test_hdp.json || echo test.jsonl)
     SAMPLE_FLAGS="--order confidence --min_accuracy $MIN_ACCURACY"
 else
     read -ra switches <<<"$SWITCHES"
     settings=(--batch_preset "$PRESET" --train_data_file "$TRAIN_DATA" --model_size "$SIZE"
-        --block_size "$BLOCK_SIZE" --num_workers "$WORKERS" "${switches[@]}")
-    # else gpt2, or INIT_FROM's own
-    if [ -n "$TOKENIZER" ]; then settings+=(--tokenizer "$TOKENIZER"); fi
+        --block_size "$BLOCK_SIZE" --num_workers "$WORKERS" "${switches[@]}"
+        ${TOKENIZER:+--tokenizer "$TOKENIZER"})
+    # What is not set follows in the trainer: problems a step = BATCH_SIZE x GRAD_ACCUM x GPUS
     if has_flag --per_device_train_batch_size "$@" ||
         has_flag --gradient_accumulation_steps "$@"; then
         [ -z "$batch" ] || die "the batch is set by variables and by flags: leave one out"
-    elif [ $auto = 1 ]; then
-        settings+=(--global_batch_size "$step")
     else
-        settings+=(--problems_per_batch "$micro" --gradient_accumulation_steps "$steps")
-    fi
-    if [ -n "$batch" ]; then
-        [ $auto = 1 ] || say "$step problems a step = $micro x $steps micro-steps x $GPUS GPUs"
-        if [ "$step" != "$preset" ] && [ -z "$LR" ] && ! has_flag --learning_rate "$@"; then
-            settings+=(--scale_lr_from_batch "$preset")
+        if [ -z "$BATCH_SIZE" ] || [ -z "$GRAD_ACCUM" ]; then
+            GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-$preset}
         fi
+        settings+=(${GLOBAL_BATCH_SIZE:+--global_batch_size "$GLOBAL_BATCH_SIZE"}
+            ${BATCH_SIZE:+--problems_per_batch "$BATCH_SIZE"}
+            ${GRAD_ACCUM:+--gradient_accumulation_steps "$GRAD_ACCUM"})
+    fi
+    if [ -n "$batch" ] && [ -z "$LR" ] && ! has_flag --learning_rate "$@"; then
+        settings+=(--scale_lr_from_batch "$preset")
     fi
 fi
 
 after=''
-if [ $plan = 0 ] && [ $demo = 1 ]; then         # its status is 1 unless the loss fell
+if [ -n "$demo" ] && [ -z "$plan" ]; then       # its status is 1 unless the loss fell
     after=$(printf '%q ' python "$REPO/common/report.py" "$OUTPUT_DIR" --check_fell)$'\n'
 fi
-if [ $plan = 0 ] && [ -n "$TEST_DATA" ]; then
+if [ -z "$plan" ] && [ -n "$TEST_DATA" ]; then
     read -ra sample_flags <<<"$SAMPLE_FLAGS"
     after+=$(printf '%q ' python "$SAMPLER" --checkpoint "$OUTPUT_DIR" --test_file "$TEST_DATA" \
         "${sample_flags[@]}")
-elif [ $plan = 0 ]; then
+elif [ -z "$plan" ]; then
     say "no TEST_DATA, so no accuracy"
 fi
 

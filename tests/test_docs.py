@@ -49,7 +49,7 @@ SCRIPTS = {
     "diffusion/train_bd3lm.py": ("parse",), "diffusion/sample_bd3lm.py": ("parse",),
     "diffusion/export_bd3lm.py": ("parse",), "diffusion/lm_eval_bd3lm.py": ("parse",),
     "distill/evaluate_sft.py": ("parse",), "distill/evaluate_prompt.py": ("parse",),
-    "bench/block_diffusion.py": ("parse",)}
+    "bench/speed.py": ("parse",)}
 # Launchers that print what they would run with DRY_RUN=1, and which of our scripts are in it.
 LAUNCHERS = {
     "launch/train_tts.sh": ["train_v2_ddp.py"], "launch/train_tts_h200x8.sh": ["train_v2_ddp.py"],

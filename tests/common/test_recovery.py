@@ -352,7 +352,7 @@ def finish(launch, output_dir, kind, *flags):
 def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path):
     """Of a rank, then of both, at random moments between the making of a checkpoint's folder and its renaming.
 
-    test_checkpoint.py has one before each change that a save makes to the disk; bench/kills.py 100, in every phase.
+    test_checkpoint.py has one before each change that a save makes to the disk.
     """
     print(f"TEST_SEED={SEED}")
     draw, out, kind = random.Random(SEED), tmp_path / "out", "fsdp"

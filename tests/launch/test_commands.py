@@ -168,16 +168,9 @@ def bd3lm(*args, launcher=BD3LM, **settings):
     done = launch(launcher, *args, DRY_RUN="1", MIN_GPUS="0", TEST_DATA="", **settings)
     assert done.returncode == 0, done.stderr
     words = shlex.split(done.stdout)
-    parsed = train_bd3lm.build_parser().parse_args(
-        words[words.index(str(ROOT / "diffusion" / "train_bd3lm.py")) + 1:])
-    train_bd3lm.check_flags(parsed, 1)
-    return parsed, done.stderr
-
-
-def batch(settings):
-    args, said = bd3lm(SWITCHES="--bf16", **settings)
-    return (args.problems_per_batch, args.gradient_accumulation_steps, args.learning_rate, args.scale_lr_from_batch,
-            args.warmup_steps), "problems a step = " in said
+    return flags.parse(train_bd3lm.build_parser(),
+                       lambda args, _: train_bd3lm.check_flags(args, int(settings.get("GPUS", 1))),
+                       words[words.index(str(ROOT / "diffusion" / "train_bd3lm.py")) + 1:]), done.stderr
 
 
 def test_block_diffusion_from_the_folder_in_the_notes(tree):
@@ -188,25 +181,27 @@ def test_block_diffusion_from_the_folder_in_the_notes(tree):
         assert f" {ROOT}/diffusion/train_bd3lm.py --system " in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("settings, wanted, said", [
-    ({}, (128, 4, 5e-4, 0, 5000), False), ({"GPUS": "2"}, (128, 2, 5e-4, 0, 5000), False),
-    ({"GPUS": "8"}, (64, 1, 5e-4, 0, 5000), False), ({"PRESET": "conservative"}, (64, 4, 4e-4, 0, 5000), False),
-    ({"PRESET": "aggressive"}, (192, 4, 6e-4, 0, 5000), False),
-    ({"PRESET": "extreme"}, (256, 4, 7e-4, 0, 10000), False),
-    ({"PRESET": "source"}, (16, 16, 1e-3, 0, 1000), False),
-    ({"INIT_FROM": "weights"}, (64, 2, 1e-4, 0, 100), False),
-    ({"INIT_FROM": "Qwen/Qwen3-0.6B", "PRESET": "convert"}, (64, 1, 2e-5, 0, 35), False),
-    ({"INIT_FROM": "weights", "PRESET": "recommended", "GPUS": "2"}, (128, 2, 5e-4, 0, 5000), False),
-    ({"BATCH_SIZE": "64", "GRAD_ACCUM": "8"}, (64, 8, 5e-4, 0, 5000), True),        # the preset's 512
-    ({"BATCH_SIZE": "32"}, (32, 16, 5e-4, 0, 5000), True),
-    ({"BATCH_SIZE": "64", "GRAD_ACCUM": "2"}, (64, 2, 5e-4, 512, 5000), True),
-    ({"LR": "3e-4", "WARMUP_STEPS": "10000"}, (128, 4, 3e-4, 0, 10000), False),
-    ({"GLOBAL_BATCH_SIZE": "768"}, (128, 6, 5e-4, 512, 5000), True),
-    ({"GLOBAL_BATCH_SIZE": "768", "LR": "1e-4"}, (128, 6, 1e-4, 0, 5000), True),
-    ({"GLOBAL_BATCH_SIZE": "1024", "BATCH_SIZE": "64", "GPUS": "4"}, (64, 4, 5e-4, 512, 5000), True)], ids=str)
-def test_batch_settings_of_block_diffusion(settings, wanted, said):
-    """Line 6."""
-    assert batch(settings) == (wanted, said)
+@pytest.mark.parametrize("settings, wanted", [
+    ({}, (128, 4, 5e-4, 0, 5000)), ({"GPUS": "2"}, (128, 2, 5e-4, 0, 5000)),
+    ({"GPUS": "8"}, (64, 1, 5e-4, 0, 5000)), ({"PRESET": "conservative"}, (64, 4, 4e-4, 0, 5000)),
+    ({"PRESET": "aggressive"}, (192, 4, 6e-4, 0, 5000)), ({"PRESET": "extreme"}, (256, 4, 7e-4, 0, 10000)),
+    ({"PRESET": "source"}, (16, 16, 1e-3, 0, 1000)), ({"INIT_FROM": "weights"}, (64, 2, 1e-4, 0, 100)),
+    ({"INIT_FROM": "Qwen/Qwen3-0.6B", "PRESET": "convert"}, (64, 1, 2e-5, 0, 35)),
+    ({"INIT_FROM": "weights", "PRESET": "recommended", "GPUS": "2"}, (128, 2, 5e-4, 0, 5000)),
+    ({"BATCH_SIZE": "64", "GRAD_ACCUM": "8"}, (64, 8, 5e-4, 512, 5000)),         # the preset's 512: the rate stays
+    ({"BATCH_SIZE": "32"}, (32, 16, 5e-4, 512, 5000)),
+    ({"BATCH_SIZE": "64", "GRAD_ACCUM": "2"}, (64, 2, 5e-4, 512, 5000)),
+    ({"LR": "3e-4", "WARMUP_STEPS": "10000"}, (128, 4, 3e-4, 0, 10000)),
+    ({"GLOBAL_BATCH_SIZE": "768"}, (128, 6, 5e-4, 512, 5000)),
+    ({"GLOBAL_BATCH_SIZE": "768", "LR": "1e-4"}, (128, 6, 1e-4, 0, 5000)),
+    ({"GLOBAL_BATCH_SIZE": "1024", "BATCH_SIZE": "64", "GPUS": "4"}, (64, 4, 5e-4, 512, 5000))], ids=str)
+def test_batch_settings_of_block_diffusion(settings, wanted):
+    """Line 6. --auto, which splits a step by memory, changes nothing where a part of it is set."""
+    auto = " --auto" if {"BATCH_SIZE", "GRAD_ACCUM"} & settings.keys() else ""
+    args, _ = bd3lm(SWITCHES=f"--bf16{auto}", **settings)
+    assert (args.problems_per_batch, args.gradient_accumulation_steps, args.learning_rate, args.scale_lr_from_batch,
+            args.warmup_steps) == wanted
+    assert {"problems_per_batch", "gradient_accumulation_steps"} <= args.named
 
 
 @pytest.mark.parametrize("settings, problems", [({}, 512), ({"GPUS": "64"}, 512), ({"GPUS": "3"}, 512),
@@ -219,8 +214,9 @@ def test_auto_leaves_the_split_of_a_step_to_the_trainer(settings, problems):
 
 
 @pytest.mark.parametrize("settings, args, said", [
-    ({"BATCH_SIZE": "64", "GRAD_ACCUM": "8", "GLOBAL_BATCH_SIZE": "768"}, [], "BATCH_SIZE x GRAD_ACCUM x GPUS = 512"),
-    ({"GPUS": "3", "SWITCHES": ""}, [], "512 problems a step cannot be shared out"),
+    ({"BATCH_SIZE": "64", "GRAD_ACCUM": "8", "GLOBAL_BATCH_SIZE": "768"}, [],
+     "--global_batch_size 768: cannot be shared out; 64 problems x 8 micro-steps x 1 ranks = 512"),
+    ({"GPUS": "3", "SWITCHES": ""}, [], "--global_batch_size 512: cannot be shared out; 128 problems"),
     ({"BATCH_SIZE": "x"}, [], "BATCH_SIZE=x: a number"), ({"EPOCHS": "3"}, [], "EPOCHS=3: not a setting"),
     ({"BATCH_SIZE": "64"}, ["--demo"], "the demo has a batch of its own"),
     ({"LR": "1"}, ["--learning_rate", "2"], "LR is set and --learning_rate is given"),
@@ -228,7 +224,7 @@ def test_auto_leaves_the_split_of_a_step_to_the_trainer(settings, problems):
     ({}, ["model.depth=3"], "model.depth=3: not one of the overrides")])
 def test_what_a_block_diffusion_launcher_refuses(settings, args, said):
     done = launch(BD3LM, *args, DRY_RUN="1", MIN_GPUS="0", **settings)
-    assert done.returncode == 1 and said in done.stderr.splitlines()[-1]
+    assert done.returncode and said in done.stderr.splitlines()[-1]
 
 
 def test_overrides_of_block_diffusion(monkeypatch):

@@ -223,12 +223,13 @@ def test_a_link_to_a_launcher_finds_the_repository(tmp_path):
     assert f"{ROOT}/train_v2_ddp.py" in printed_command(launch(tmp_path / "mine.sh", DRY_RUN="1", TRAIN_DATA=__file__))[0]
     done = launch(shutil.copy(ROOT / "launch" / "train_tts.sh", tmp_path), PATH="/usr/bin:/bin")
     assert done.returncode == 1 and "train_tts: error: there is no env.sh beside it" in done.stderr
-    for name, near in (("create_data_h100x8", "MAX_MODEL_LEN"), ("distill_demo", "LEARNING_RATE"), ("demo", "SAMPLE_SECONDS"),
-                       ("distill_h100x8", "BATCH_SIZE")):
+    for name, near, wrong in (("create_data_h100x8", "MAX_MODEL_LEN", "MAXMODELLEN"),
+                              ("distill_demo", "LEARNING_RATE", "LEARNINGRATE"), ("demo", "SENTENCES", "SENTENCE"),
+                              ("distill_h100x8", "BATCH_SIZE", "BATCHSIZE")):
         (tmp_path / f"my_{name}").symlink_to(ROOT / "launch" / f"{name}.sh")
-        done = launch(tmp_path / f"my_{name}", DRY_RUN="1", **{near.replace("_", ""): "3"})
-        assert done.stderr == (f"{name}: error: {near.replace('_', '')} is set, which is not a setting; the nearest is "
-                               f"{near}\n") and done.returncode == 1
+        done = launch(tmp_path / f"my_{name}", DRY_RUN="1", **{wrong: "3"})
+        said = f"{name}: error: {wrong} is set, which is not a setting; the nearest is {near}\n"
+        assert done.stderr == said and done.returncode == 1
     assert "error: STORY=x: prompt or language" in launch("distill_demo.sh", STORY="x", RANK="0", TOKEN="of mine").stderr
 
 

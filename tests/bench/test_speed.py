@@ -1,0 +1,82 @@
+"""bench/speed.py: ours, minimal/ and transformers' Trainer start at one loss; bench/profile_step.py: all time has a name."""
+import json
+import re
+import sys
+
+import pytest
+import torch
+
+from bench import profile_step, speed
+
+FEW = ("--rounds", "1", "--samples", "6", "--batch", "2")
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def table(name, shape, tmp_path, *more):
+    """{way: {column: value}} that speed.py has measured."""
+    speed.main([name, "--shape", shape, *FEW, "--results_dir", str(tmp_path), *more])
+    report = json.loads((tmp_path / f"{name}-cpu.json").read_text())
+    rows = [dict(zip(report["tables"][name]["columns"], row)) for row in report["tables"][name]["rows"]]
+    for row in rows:
+        seconds = report["runs"][row["way"]][0]["seconds"]
+        assert row["samples/s"] * seconds == pytest.approx(6) and row["step (ms)"] > 0
+    return {row["way"]: row for row in rows}
+
+
+@pytest.mark.slow
+def test_speech_by_the_trainer_minimal_and_transformers(tmp_path):
+    """In turn, and all of it; with random codes of clips too, as on machines that cannot decode audio."""
+    rows = table("speech", "tiny", tmp_path, "--lora")
+    assert rows.keys() == {"ours", "ours, packed", "minimal", "Trainer"}
+    assert rows["ours"]["first loss"] == pytest.approx(rows["minimal"]["first loss"], rel=1e-5)
+    assert [rows[way]["steps of an epoch"] for way in ("ours", "minimal", "Trainer")] == [3, 3, 3]
+    assert rows["ours"]["padding"] == 0 < rows["ours, packed"]["padding"] and rows["ours"]["ours is faster by"] == 1
+
+
+@pytest.mark.slow
+def test_chats_without_padding_start_at_the_loss_of_padded_ones(tmp_path):
+    rows = table("chats", "tiny", tmp_path, "--ways", "Trainer", "Trainer, no padding")
+    assert rows.keys() == {"ours", "Trainer", "Trainer, no padding"}
+    assert len({round(row["first loss"], 4) for row in rows.values()}) == 1
+
+
+@pytest.mark.slow
+def test_problems_and_a_way_that_fails(tmp_path, monkeypatch):
+    """It is named in the end; the others are measured."""
+    real = speed.ways_of
+    broken = {"broken": [sys.executable, "-c", "raise SystemExit('no such way')"]}
+    monkeypatch.setattr(speed, "ways_of", lambda *args: real(*args) | broken)
+    with pytest.raises(SystemExit, match="^error: failed: broken: no such way"):
+        table("blocks", "nano", tmp_path, "--ways", "ours, one problem a row", "minimal", "broken")
+    rows = json.loads((tmp_path / "blocks-cpu.json").read_text())["tables"]["blocks"]["rows"]
+    loss = speed.COLUMNS.index("first loss")
+    losses = {row[0]: row[loss] for row in rows}
+    assert losses["minimal"] == pytest.approx(losses["ours, one problem a row"], rel=1e-5)
+    assert rows[-1] == ["broken", *[None] * (len(speed.COLUMNS) - 2), "no such way"]
+
+
+def test_other_losses_stop_it():
+    def found(loss):
+        return {way: [{"rows": [{"train/loss": value}]}] for way, value in (("ours", 2.0), ("minimal", loss))}
+    speed.check_first_loss(found(2.0001), ("ours", "minimal"), torch.device("cpu"))
+    for loss in 2.001, float("nan"):
+        with pytest.raises(SystemExit, match="DISAGREE"):
+            speed.check_first_loss(found(loss), ("ours", "minimal"), torch.device("cpu"))
+
+
+@pytest.mark.slow
+def test_a_profile_accounts_for_all_time_of_a_step(tmp_path):
+    profile_step.main(["chats", "--shape", "tiny", "--steps", "1", "--results_dir", str(tmp_path)])
+    text = (tmp_path / "profile-chats-cpu.txt").read_text()
+    assert "`python bench/profile_step.py chats --shape tiny --steps 1`" in text
+    assert re.search(r"^tiny, peak [\d.]+ GiB, planned [\d.]+ GiB for a GPU$", text, re.M)
+    shares = re.findall(r"^ *([\d,.]+) ms +(-?[\d.]+) %   (.+)$", text, re.M)
+    assert {"matrix products", "attention", "outside operators (Python)"} <= {name for *_, name in shares}
+    assert sum(float(share) for _, share, _ in shares) == pytest.approx(100, abs=1)
+    assert profile_step.group_of("void cutlass::device_kernel<flash::enable_sm90>") == "attention"
+    assert profile_step.group_of("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT") == "matrix products"
