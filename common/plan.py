@@ -41,6 +41,8 @@ from common.packing import pack_order
 from common.problems import collect
 from common.text import GIB, counted, size
 
+# FLOP/s of large bf16 products, as docs/speed.md assumes them
+RATES = (("an H200", 790e12), ("an RTX 3090", 71e12))
 USABLE = 0.95           # of a GPU's memory, as long as no estimate has been compared with a GPU
 MARGIN = "5 % of it left for fragmentation"
 FIXED = 1.0 * GIB       # CUDA context and workspaces: about this much on current GPUs
@@ -491,6 +493,15 @@ def head_text(setup, model):
             f"{'bf16' if setup.bf16 else 'fp32'}\n"
             f"model      {every / 1e6:,.1f} M parameters, {trained / 1e6:,.3f} M trainable "
             f"({'LoRA' if setup.adapters else 'full'}); the weight files have them all")
+
+
+def time_text(flops, shares):
+    """The least that training steps of so many FLOPs on each GPU take. shares: for each of RATES, the
+    most of its rate that such steps reach by count (bench/roofline.py).
+    """
+    times = [f"{flops / rate / share:,.0f} s on {gpu}" for (gpu, rate), share in zip(RATES, shares)]
+    return (f"time       at least {' or '.join(times)}, by count of the steps' kernels; encoding,"
+            f"{INDENT}loading, validation and saves come on top")
 
 
 def epoch_sums(order, epochs, values):

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from common import checkpoint, distributed
+from common import checkpoint, distributed, resume
 from common.text import UserError
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}     # by bytes an element
@@ -36,14 +36,15 @@ def passes(state, module, parameters):
     before = checkpoint.rng_state(world.device)
     with deterministic(world.device):
         for _ in range(2):
-            checkpoint.set_rng_state(before, world.device)
+            resume.set_rng_state(before, world.device)
             yield isinstance(module, FSDPModule)
             found.append(results(state.loss, parameters))
             for parameter in parameters:
                 parameter.grad = None
-    checkpoint.set_rng_state(before, world.device)
+    resume.set_rng_state(before, world.device)
     wrong = distributed.gather_objects(world, difference(world, *found))
     if any(wrong):
+        state.writer.finish()       # of the step before
         # a rank whose loss differs has spoilt the sums of the others
         named = [line for line in wrong if "loss" in line] or [line for line in wrong if line]
         raise WrongResult(f"step {state.step + 1} computed twice is not the same on "

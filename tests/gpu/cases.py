@@ -10,12 +10,11 @@ import tempfile
 from pathlib import Path
 
 import torch
-from peft.tuners.lora import Linear
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from bench import fake_cuda, rehearsal
-from common import adapters, distributed, plan, tensor_files
+from common import distributed, low_rank, plan, tensor_files
 from diffusion import dit
 from speech.model import v2
 
@@ -56,7 +55,7 @@ total_loss, attention_masks, permute = v2.total_loss, dit.attention_masks, v2.Pe
 FAULTS = {
     "a value is read in each step": ("speech, lora, ddp", (rehearsal.train_v2_ddp, "total_loss", item)),
     "a mask stays on the CPU": ("blocks, ddp", (dit, "attention_masks", mask)),
-    "adapters add with kernels of their own": ("speech, lora, ddp", (adapters.AddingLinear, "forward", Linear.forward)),
+    "gradients are added layer by layer": ("speech, lora, ddp", (low_rank, "joins", lambda layer: False)),
     "an activation is kept twice": ("speech, lora, ddp", (v2.Permute, "forward", staticmethod(keep))),
 }
 

@@ -99,6 +99,6 @@ def test_faults_are_seen(found):
     waits = found["a value is read in each step"]["waits"]
     assert [where for where in waits if where.startswith("item at tests/gpu/cases.py")], waits
     assert "device" in found["a mask stays on the CPU"]["error"]
-    for fault, what in (("adapters add with kernels of their own", {"launches", "elementwise_gb"}),
+    for fault, what in (("gradients are added layer by layer", {"elementwise_gb"}),
                         ("an activation is kept twice", {"peak_gib"})):
         assert what <= set(worse(found[fault], known(found[fault]["case"]))), found[fault]

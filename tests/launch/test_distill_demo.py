@@ -158,7 +158,7 @@ def test_languages_of_the_identifier_become_labels():
 
 
 def test_questions_are_three_about_each_thing_and_the_rule_knows_its_name():
-    follows, topic = (re.search(rf"^{name}=\$\{{{name}:?-'(.*)'\}}", LAUNCHER.read_text(), re.M)[1]
+    follows, topic = (re.search(rf"^setting {name} '(.*?)'", LAUNCHER.read_text(), re.M)[1]
                       for name in ("FOLLOWS", "TOPIC"))
     rule = evaluate_prompt.follows_rule(follows, None, topic)
     questions = (ROOT / "distill" / "demo" / "data" / "questions.txt").read_text().splitlines()
