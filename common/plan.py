@@ -34,7 +34,15 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common import checkpoint, document_attention, fused, recomputation, resume, tensor_files
+from common import (
+    checkpoint,
+    document_attention,
+    fused,
+    metrics,
+    recomputation,
+    resume,
+    tensor_files,
+)
 from common.distributed import UserError, rank0_first
 from common.flags import local_ranks, named, need
 from common.packing import pack_order
@@ -499,7 +507,7 @@ def time_text(flops, shares):
     """The least that training steps of so many FLOPs on each GPU take. shares: for each of RATES, the
     most of its rate that such steps reach by count (bench/roofline.py).
     """
-    times = [f"{flops / rate / share:,.0f} s on {gpu}" for (gpu, rate), share in zip(RATES, shares)]
+    times = [f"{metrics.duration(flops / rate / share)} on {gpu}" for (gpu, rate), share in zip(RATES, shares)]
     return (f"time       at least {' or '.join(times)}, by count of the steps' kernels; encoding,"
             f"{INDENT}loading, validation and saves come on top")
 

@@ -181,6 +181,12 @@ def number(pattern, text):
     return float(re.search(pattern, text)[1].replace(",", ""))
 
 
+def test_the_least_time_is_that_of_the_products():
+    """Of steps that would take an H200 an hour, a minute and a second at 69 % of its rate."""
+    said = speech_plan.time_text(0.69 * 790e12 * 3661, True)
+    assert said.startswith("time       at least 1:01:01 on an H200 or 8:40:")     # 8.53 times as long
+
+
 @pytest.mark.slow
 def test_a_dry_run_says_what_the_run_then_does(forked, real_run, tiny, tmp_path):
     """Two ranks, an empty code cache. Then the real run, and what a dry run says of going on."""
@@ -189,6 +195,7 @@ def test_a_dry_run_says_what_the_run_then_does(forked, real_run, tiny, tmp_path)
              "--validation_split", 0.1, "--save_steps", 3)
     said = forked(*flags, "--dry_run", "--host_memory", 64, ranks=2).output
     assert not (tmp_path / "out").exists() and not (tmp_path / "codes").exists()
+    assert "on an H200" in line_of(said, "time")
     assert said.count("dry run ok") == 1 and "2 GPUs" in line_of(said, "plan")
     clips = int(number(r"(\d+) distinct clips", said))
     assert f"{clips} still to be encoded" in said
