@@ -474,11 +474,13 @@ def train(args):
         check_resume(module, model, resume)
         share = args.warmup_steps / max(1, total_steps)
         about = f"warm-up {args.warmup_steps} steps, {share * 100:.0f}% of the run"
-        epoch = step_work(config, table, train_ids, args.use_lora)["flops"]
-        left = (total_steps - at["step"]) / steps_per_epoch
         lines = [run.steps_text(total_steps, steps_per_epoch, ranks, accumulation, about), often,
-                 plan.time_text(epoch * left / ranks, args.use_lora),
                  run.start_text(at["step"], resume)]
+        if not args.float8:     # faster than the rates that the bound is of
+            frozen = args.use_lora or args.freeze_llm
+            epoch = step_work(config, table, train_ids, frozen)["flops"]
+            left = (total_steps - at["step"]) / steps_per_epoch
+            lines.insert(2, plan.time_text(epoch * left / ranks, frozen))
         plan.print_plan(args, ranks, model, data, order, lines, total_steps - at["step"],
                         code_cache(args))
         return print("dry run ok")

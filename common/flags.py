@@ -372,7 +372,7 @@ def speed(parser, parallel, bf16_help):
         help="seconds a step may take, or a rank be silent, before it is named and all stop")
     add("--replay_every", type=int, default=0,
         help="compute the first micro-step of every N-th step twice more and compare bit for bit: "
-             "finds a GPU that computes wrongly and ends with status 3; 0 = never")
+             "finds a GPU that computes wrongly; status 3 (torchrun: 1); 0 = never")
     add("--wait_timeout", type=int, default=21600,
         help="seconds to wait for data preparation, validation, saving")
     return g

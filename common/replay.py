@@ -2,7 +2,8 @@
 
 Of every N-th step the first micro-step is computed twice before it is computed for good: from the
 same random state, with the same batch. Loss, gradient norm and a checksum of every gradient must be
-equal bit for bit. Nothing of the two passes stays, so a run is the same with them and without.
+equal bit for bit. Nothing of the two passes stays: on a CPU a run is the same with them and without
+(on a GPU cuBLAS is asked for one order of adding, which may choose other kernels).
 
 Gradients are compared before ranks sum them, and the rank that differs is the one that is wrong.
 FSDP2 has gradients only as sums over ranks: there the loss names the rank, and where only gradients
@@ -44,7 +45,8 @@ def passes(state, module, parameters):
     resume.set_rng_state(before, world.device)
     wrong = distributed.gather_objects(world, difference(world, *found))
     if any(wrong):
-        state.writer.finish()       # of the step before
+        state.watch.moved("waiting for the checkpoint under way", state.args.wait_timeout)
+        state.writer.finish()
         # a rank whose loss differs has spoilt the sums of the others
         named = [line for line in wrong if "loss" in line] or [line for line in wrong if line]
         raise WrongResult(f"step {state.step + 1} computed twice is not the same on "

@@ -74,9 +74,9 @@ fi
 # What belongs to an instance is known by a mark in its environment, or by its process group: vLLM's
 # processes empty their environment.
 mark=LABEL_INSTANCE=$$-$RANDOM$RANDOM
-logs=$output.work stop=$output.work/stop
+logs=$output.work stop=$output.work/stop-${mark#*=}
 mkdir -p "$logs"
-rm -f "$stop"
+find "$logs" -name 'stop-*' -mmin +60 -delete      # of killed runs; a younger one may be read yet
 
 instance() {        # NUMBER: start it until it ends well, has failed too often or is to stop
     local tries=0 status pid
@@ -135,4 +135,5 @@ if [ -n "$asked" ]; then
     exit $((128 + $(kill -l "$asked")))
 fi
 [ $status = 0 ] || exit $status
+trap - USR1 TERM HUP INT    # else what follows would ignore them
 exec "${command[@]}"        # all lines are finished: merges them, without a teacher

@@ -82,13 +82,17 @@ fi
 if [ "$STORY" = language ]; then        # a language identifier in a teacher's place
     step identifier "$OUT/packages/py3langid/__init__.py" python -m pip install --quiet --upgrade \
         --disable-pip-version-check --no-deps --target "$OUT/packages" py3langid==0.4.0
-    rm -f "$OUT/port"
-    python distill/demo/langid_server.py --port_file "$OUT/port" &      # ends with this process
-    while [ ! -e "$OUT/port" ] && kill -0 $! 2>/dev/null; do sleep 0.2; done
-    [ -e "$OUT/port" ] || die "distill/demo/langid_server.py did not start"
+    port=PORT
+    if [ "${DRY_RUN:-0}" != 1 ]; then
+        rm -f "$OUT/port"
+        python distill/demo/langid_server.py --port_file "$OUT/port" &      # ends with this process
+        while [ ! -e "$OUT/port" ] && kill -0 $! 2>/dev/null; do sleep 0.2; done
+        [ -e "$OUT/port" ] || die "distill/demo/langid_server.py did not start"
+        port=$(cat "$OUT/port")
+    fi
     export no_proxy=127.0.0.1,${no_proxy:-${NO_PROXY:-}}        # else a proxy would be asked for it
     # adapters under DDP: without a GPU little else would be as fast between processes
-    exec env -u STORY -u OUT -u RANKS TEACHER="http://127.0.0.1:$(cat "$OUT/port")/v1" \
+    exec env -u STORY -u OUT -u RANKS TEACHER="http://127.0.0.1:$port/v1" \
         TEACHER_NAME=py3langid TEACHER_FLAGS="--concurrency 8" STUDENT="$STUDENT" GPUS="$RANKS" \
         LORA=1 SWITCHES= VENV=none MIN_AGREEMENT=0.7 \
         JUDGE_FLAGS="--min_gain 0.3 --prompt_max_new_tokens 32" \

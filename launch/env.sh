@@ -304,7 +304,7 @@ supervise() {
             early=$1
         elif [ -z "$asked" ]; then
             asked=$1
-            say "$1: asking the trainers to save and stop"
+            say "$1: asking what runs to save and stop"
             set -m
             (trap '' USR1 TERM HUP INT
              while runs $$; do "$ask" "$pid" || true; sleep "$REPEAT_S"; done) 2>/dev/null &

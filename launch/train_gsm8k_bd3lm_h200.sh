@@ -78,7 +78,7 @@ OUTPUT_DIR=$(flag_value --output_dir "$OUTPUT_DIR" "$@")
 # -- checks ----------------------------------------------------------------------------------------
 
 case $SYSTEM in gsm8k | hdp) ;; *) die "SYSTEM=$SYSTEM: gsm8k or hdp" ;; esac
-preset=${presets[$PRESET]:-}
+preset=${presets[${PRESET:-none}]:-}
 [ -n "$preset" ] || die "PRESET=$PRESET: one of ${!presets[*]}"
 for name in GLOBAL_BATCH_SIZE BATCH_SIZE GRAD_ACCUM GPUS; do
     [[ -z ${!name} || ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name}: a number from 1 on"

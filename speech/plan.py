@@ -12,7 +12,6 @@ from speech.data.dataset import samples_line
 from speech.model import v2, versions
 from speech.model.labels import PackedBatch
 
-
 # {with adapters: the most of plan.RATES that a step reaches by count}; docs/speed.md has the steps
 SHARES = {True: (0.69, 0.90), False: (0.72, 0.88)}
 

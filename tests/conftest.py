@@ -21,7 +21,7 @@ gc.disable()    # until all tests are collected
 
 LONGEST = ("recovery", "slurm", "launchers", "kernels", "fsdp", "train_v2_ddp", "docs", "create_data", "distill_demo",
            "reproducible", "train_bd3lm", "train_sft", "plan", "setup", "minimal", "rehearsal", "judge_demo",
-           "generate_tts", "bad_input", "distributed", "house", "encode", "demo_higgs3", "divergence")
+           "generate_tts", "bad_input", "distributed", "house", "encode", "divergence")
 
 
 def pytest_configure(config):

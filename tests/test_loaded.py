@@ -31,7 +31,7 @@ CHATS = files("common/", "document_attention indexing") | files(
 BLOCKS = files("diffusion/", "blocks choices dit elbo lines noise problems train_bd3lm weights")
 # {script: (files it may load beside ALL, lines of all together)}
 LIMITS = {"train_v2_ddp.py": (SPEECH, 8_380), "distill/train_sft.py": (CHATS, 6_500),
-          "diffusion/train_bd3lm.py": (BLOCKS, 6_550)}
+          "diffusion/train_bd3lm.py": (BLOCKS, 6_560)}
 WATCH = """
 import atexit, runpy, sys
 sys.argv = sys.argv[1:]

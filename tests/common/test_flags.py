@@ -339,12 +339,12 @@ def used_names(script):
         own = [node for node in tree.body if getattr(node, "name", "") not in flags_alone]
         found |= {node.attr for part in own if name != "common/flags.py" for node in ast.walk(part)
                   if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] == "args"}
-        named = [node for part in own if name == script for node in ast.walk(part)
+        named = [node for part in own if name == script or path in shared for node in ast.walk(part)
                  if isinstance(node, ast.DictComp) and ast.unparse(node.value) == "getattr(args, name)"]
         found |= {node.args[1].value for part in own for node in ast.walk(part)     # getattr(args, "name", default)
                   if isinstance(node, ast.Call) and ast.unparse(node).startswith("getattr(args, '")}
         for node in named:      # {name: getattr(args, name) for name in NAMES}, of modules imported in functions, too
-            known = vars(importlib.import_module(script.removesuffix(".py").replace("/", "."))).copy()
+            known = vars(importlib.import_module(name.removesuffix(".py").replace("/", "."))).copy()
             for line in ast.walk(tree):
                 if isinstance(line, ast.ImportFrom) and line.module == "speech.voice":
                     known |= {name.name: importlib.import_module(f"speech.voice.{name.name}") for name in line.names}

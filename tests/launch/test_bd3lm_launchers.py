@@ -222,7 +222,7 @@ def test_a_signal_lets_the_trainer_save_and_skips_the_answers(started, tmp_path)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=PATIENCE_S) == 0, process.log.read_text()
     text = process.log.read_text()
-    assert (tmp_path / "out" / "requeue").exists() and text.count("asking the trainers to save") == 2    # node.sh, too
+    assert (tmp_path / "out" / "requeue").exists() and text.count("asking what runs to save") == 2    # node.sh, too
     assert "none.jsonl" not in text and "queued again" not in text
     (log,) = (tmp_path / "out" / "node_logs").glob("local-*.log")
     assert log.read_text().count("trainer said") == 1

@@ -227,7 +227,7 @@ def test_time_limit_saves_queues_again_and_finishes(submit, undisturbed):
     job = submit(sbatch=["--time=60", "--signal=B:USR1@170"])      # minutes, seconds
     job.freeze_after(10)
     job.limit(3)        # minutes; Slurm looks at time limits every 30 s, and warns
-    wait_until(lambda: "USR1: asking the trainers to save and stop" in job.log, "Slurm's warning")
+    wait_until(lambda: "USR1: asking what runs to save and stop" in job.log, "Slurm's warning")
     job.limit(60)
     job.thaw()
     state, restarts = job.end()
