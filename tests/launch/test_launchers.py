@@ -305,7 +305,7 @@ def test_a_signal_that_comes_too_early_is_repeated(tmp_path, script, start):
         time.sleep(0.3)
     assert process.wait(timeout=PATIENCE_S) == 0, process.log.read_text()
     assert (tmp_path / "listens").exists()
-    assert process.log.read_text().count("asking the trainers") == 1
+    assert process.log.read_text().count("asking what runs") == 1
     wait_until(lambda: not alive(process.mark), "end of every process")     # the reminder's, too, within REPEAT_S
 
 
@@ -314,7 +314,7 @@ def test_second_ctrl_c_ends_everything_at_once(tmp_path, script, start):
     process = start("1000", TRAINER=script(LATE), NPROC_PER_NODE="2")
     wait_until((tmp_path / "started").exists, "trainer")
     os.killpg(process.pid, signal.SIGINT)
-    wait_until(lambda: "asking the trainers" in process.log.read_text(), "answer to the first Ctrl-C")
+    wait_until(lambda: "asking what runs" in process.log.read_text(), "answer to the first Ctrl-C")
     assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=PATIENCE_S) == 128 + signal.SIGKILL

@@ -173,7 +173,7 @@ def assert_resumed_and_undisturbed(job, undisturbed):
     """
     state, restarts = job.end()
     done, _, after = job.log.rpartition("done       step")
-    late = done and "n2: TERM: asking the trainers" in after
+    late = done and "n2: TERM: asking what runs" in after
     assert (state == "COMPLETED" or late) and restarts >= 1, job.log
     starts = resumed_at(job)
     assert len(starts) == 1 + restarts and 20 <= starts[1] < STEPS and starts[1] % 10 == 0
