@@ -1,13 +1,15 @@
 """--replay_every: a wrong bit on one rank ends the run and names that rank; without one nothing changes."""
 import json
 import os
+import runpy
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers.trainer import train_forked
+from tests.helpers.trainer import ROOT, train_forked
 
+SLOW_DISK = ROOT / "tests" / "helpers" / "slow_disk" / "sitecustomize.py"
 FLAGS = ("--learning_rate", 2e-4, "--disable_eval", "--per_device_train_batch_size", 1, "--max_steps", 4,
          "--gradient_accumulation_steps", 2)
 KINDS = {"ddp": ("--use_lora", "--lora_dropout", 0.1), "ddp full": (), "fsdp": ("--parallel", "fsdp")}
@@ -21,6 +23,8 @@ def main_with_a_wrong_bit(argv):
     Two micro-steps make step 1, so step 2 begins with the 3rd forward, and is replayed.
     """
     import train_v2_ddp
+    if "SLOW_DISK_S" in os.environ:
+        runpy.run_path(str(SLOW_DISK))
     embed, calls = torch.nn.Embedding.forward, []
 
     def flip(tensor):
@@ -42,12 +46,15 @@ def main_with_a_wrong_bit(argv):
     train_v2_ddp.main(argv)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, where", [("ddp", "forward"), ("fsdp", "forward"), ("ddp full", "backward")])
 def test_a_wrong_bit_ends_the_run_and_names_its_rank(pool, tiny, tmp_path, kind, where):
+    """Under "ddp" the save of the step before takes longer than a step may, and is waited for."""
+    slow = {"SLOW_DISK_S": "4"} if kind == "ddp" else {}
     size = json.loads((tiny.model / "config.json").read_text())["vocab_size"]
     run = train_forked(pool, tiny, tmp_path / "out", *FLAGS, *KINDS[kind], "--replay_every", 2, "--save_steps", 1,
-                       ranks=2, ok=False, main=f"{__name__}.main_with_a_wrong_bit",
-                       env={"TEXT_TOKENS": str(size)} | ({"BACKWARD": "1"} if where == "backward" else {}))
+                       "--collective_timeout", 6 if slow else 600, ranks=2, ok=False, main=f"{__name__}.main_with_a_wrong_bit",
+                       env={"TEXT_TOKENS": str(size)} | slow | ({"BACKWARD": "1"} if where == "backward" else {}))
     assert run.status == 3, run.output
     errors = [line for line in run.output.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and errors[0].startswith("error: step 2 computed twice is not the same on rank 1 ("), errors
