@@ -1,4 +1,4 @@
-"""Learning from the same model behind a prompt: how far a student's next token is from its teacher's.
+"""Learning from a teacher that scores the same tokens: how far a student's next token is from its teacher's.
 
 Both are distributions over the same vocabulary, p the teacher's and q the student's, so the divergence is exact:
 
@@ -49,9 +49,10 @@ def divergence(student, teacher, kind, beta=0.5, k=0):
 def prompted_loss(logits, targets, teacher, share, kind, beta, k):
     """(loss, sum of cross-entropies, sum of divergences, number of rows), 0-d fp32; only the loss has gradients.
 
-    logits, teacher (R, V) fp32; targets (R,) int64; share: w of the top of this file, above 0, up to 1.
+    logits (R, V), teacher (R, W) fp32; targets (R,) int64; share: w of the top of this file, above 0, up to 1.
     """
     ce = logits.logsumexp(-1) - logits.gather(1, targets[:, None])[:, 0]
-    apart = divergence(logits, teacher, kind, beta, k)
+    # of embeddings that are padded otherwise: the ids that both have
+    apart = divergence(logits[:, :teacher.shape[1]], teacher[:, :logits.shape[1]], kind, beta, k)
     loss = ((1 - share) * ce + share * apart).sum()
     return loss, ce.detach().sum(), apart.detach().sum(), torch.full_like(loss.detach(), len(targets))
