@@ -44,10 +44,14 @@ def add(model, args):
     """
     base = weights.find_model(args.model_path)
     teacher = weights.find_model(args.teacher_path, "--teacher_path") if args.teacher_path else base
-    if args.teacher_path and not (args.use_lora and teacher.resolve() == base.resolve()):
+    if args.teacher_url:
+        from distill.scored import Scorer
+        model.frozen["teacher"] = Scorer(args.teacher_url, args.teacher_name or args.teacher_path, args.distill_topk,
+                                         args.request_timeout)
+    elif args.teacher_path and not (args.use_lora and teacher.resolve() == base.resolve()):
         model.frozen["teacher"] = empty(teacher, args.bf16)
     if args.keep and not args.use_lora:
-        same = teacher.resolve() == base.resolve() and model.frozen.get("teacher")
+        same = teacher.resolve() == base.resolve() and not args.teacher_url and model.frozen.get("teacher")
         model.frozen["base"] = same or empty(base, args.bf16)
 
 
@@ -61,9 +65,23 @@ def fingerprint(args, kept):
     return ", ".join(found) or None
 
 
+def models(model):
+    """The different Frozen ones of a PackedLM: [(name, Frozen)]."""
+    found = {id(other): (name, other) for name, other in model.frozen.items() if isinstance(other, Frozen)}
+    return list(found.values())
+
+
+def text(model):
+    """[line about each frozen model]."""
+    return [f"{name:<10} {sum(p.numel() for p in other.parameters()) / 1e6:,.1f} M parameters, frozen, in "
+            f"{next(other.parameters()).dtype}".replace("torch.", "") for name, other in models(model)]
+
+
 def load_all(model, world, sharding):
     """Load the frozen models of a PackedLM. sharding: the student's, or None; layers are freed behind each use."""
     if sharding:
         sharding = sharding | {"reshard_after_forward": True}
-    for other in set(model.frozen.values()):
+    if world.is_main and model.frozen:
+        print(*text(model), sep="\n")
+    for _, other in models(model):
         packed_lm.load(other, other.parts, world, sharding=sharding)

@@ -86,8 +86,10 @@ def chunked_loss(hidden, weight, bias, targets, chunk, teacher=(), share=0.0, pr
     matrix, offset = head or (weight, bias)
 
     @torch.no_grad()
-    def logits_of(rows):
-        return F.linear(rows.to(matrix.dtype), matrix, offset).float()
+    def logits_of(*rows):
+        if len(rows) > 1:       # what a server knows of the teacher's distribution
+            return rows
+        return F.linear(rows[0].to(matrix.dtype), matrix, offset).float()
     sums = functools.partial(head_sums, share, prompted and (logits_of, prompted))
     return linear_loss(sums, hidden, weight, bias, chunk, targets, *teacher)
 

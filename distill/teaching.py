@@ -22,8 +22,10 @@ def check_flags(args, parser, world_size):
     if args.distill_weight is not None:
         need(0 < args.distill_weight <= 1, f"--distill_weight is {args.distill_weight}; it must be above 0, at most 1")
     for flag in ("refresh_steps", "request_timeout"):
-        need(args.base_url or not given(flag), f"--{flag} needs --base_url")
+        need(args.base_url or args.teacher_url and flag == "request_timeout" or not given(flag),
+             f"--{flag} needs --base_url")
     check_keep(args, given)
+    check_url(args, given)
     if not args.teacher_path:
         for flag in OF_TEACHER:
             need(not given(flag), f"--{flag} needs --prompt_file or --teacher_path")
@@ -41,6 +43,15 @@ def check_flags(args, parser, world_size):
          "--on_policy needs --distill_weight 1: the student's own answers are no targets")
     if args.prompt_file and args.prompt_role == "user":
         args.train_turns = "last"
+
+
+def check_url(args, given):
+    """check_flags for --teacher_url."""
+    need(args.teacher_url or not given("teacher_name"), "--teacher_name needs --teacher_url")
+    if args.teacher_url:
+        need(args.teacher_path, "--teacher_url needs --teacher_path, a folder with the server's config.json and "
+                                "tokenizer: they prove that the student has its vocabulary")
+        need(args.distill_topk, "--teacher_url needs --distill_topk: a server tells the likeliest tokens")
 
 
 def check_keep(args, given):
@@ -78,7 +89,7 @@ def open_side(args, config, tokenizer):
     from distill.choices import THINKING
     from distill.teacher import Prompt, read_prompt
     prompt = read_prompt(args.prompt_file, args.prompt_role) if args.prompt_file else Prompt("none", "")
-    if args.teacher_path == args.model_path:
+    if args.teacher_path == args.model_path and not args.teacher_url:
         return prompt, None, config
     folder = weights.find_model(args.teacher_path, "--teacher_path")
     theirs = weights.load_config(folder)

@@ -75,6 +75,9 @@ def build_parser():
     g = p.add_argument_group("distillation")
     g.add_argument("--teacher_path", help="folder or hub name of a model with the same vocabulary that teaches all "
                                           "answers; with --prompt_file the default is --model_path, without adapters")
+    g.add_argument("--teacher_url", help="of vLLM's server of that model, which then scores: --teacher_path needs its "
+                                         "config and tokenizer alone; key in OPENAI_API_KEY; see distill/scored.py")
+    g.add_argument("--teacher_name", help="the server's name for it (default: --teacher_path)")
     g.add_argument("--prompt_file", help="text that the teacher reads and the student does not")
     g.add_argument("--prompt_role", choices=("user", "system"), default="user",
                    help="where the prompt goes: around the last user message, or in a system message of its own")
@@ -497,7 +500,7 @@ def train(args):
         from distill.keep import Keeper
         keeper = Keeper(args, world, inputs.kept, wrapped)
     sizes = [(packed_lm.layer_weights(net), net.config) for net in
-             (model.native, model.frozen.get("teacher", model).native)]
+             (model.native, getattr(model.frozen.get("teacher"), "native", model.native))]
     if world.is_main:
         peak = f"peak lr {args.learning_rate:.2e}, warm-up {warmup}"
         print_start(args, world, model, [
