@@ -36,6 +36,7 @@ def made(tmp_path_factory):
     torch.manual_seed(1)
     gpt2 = AutoModelForCausalLM.from_config(GPT2Config(
         vocab_size=401, n_positions=256, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.4, embd_pdrop=0.4, attn_pdrop=0))
+    gpt2.config.bos_token_id = gpt2.config.eos_token_id = theirs.eos_token_id
     gpt2.save_pretrained(folder / "dropping")
     theirs.save_pretrained(folder / "dropping")
     talks = [[m for m in messages if m["role"] != "system"] for messages in chats.conversations(12)]
@@ -139,7 +140,7 @@ def test_a_teacher_has_no_dropout(made, tmp_path):
     records = [json.loads(line) for line in open(made / "chats.jsonl")]
     wanted, _ = plain(made, student, teacher.eval(), "dropping", [records[i] for i in (1, 5)], Prompt("none", ""),
                       "forward", 0)
-    assert model.train()(batch).loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert model.train()(batch).loss.item() == pytest.approx(wanted.item(), abs=1e-6)
     model.frozen["teacher"].train()
     assert model(batch).loss.item() != pytest.approx(wanted.item(), rel=1e-3), "dropout would not be seen"
 
@@ -273,7 +274,6 @@ def test_draws_are_those_of_the_student_of_now(made, train, tmp_path):
     ends = [load_file(tmp_path / name / "checkpoint-4" / "model.safetensors") for name in ("one", "again")]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
     train(1, tmp_path / "again", "--parallel", "ddp", *flags[2:], fails="teacher")      # another teacher: another run
-    assert not (made / "teacher" / "requeue").exists()
 
 
 def test_all_weights_can_learn_from_a_frozen_copy(made, train, tmp_path):
@@ -289,8 +289,8 @@ def test_all_weights_can_learn_from_a_frozen_copy(made, train, tmp_path):
     records = [json.loads(line) for line in open(made / "few.jsonl")]
     asked = made, moved, base, "student", records, Prompt("system", ""), "forward", 0
     wanted, count = plain(*asked)
-    assert full[4]["train/kl_loss"] == pytest.approx(wanted.item() / count, rel=1e-6)
+    assert full[4]["train/kl_loss"] == pytest.approx(wanted.item() / count, rel=1e-6, abs=1e-7)
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made / "student"),
                                         tmp_path / "lora" / "checkpoint-3")
     wanted, count = plain(made, adapted, base, "student", records, Prompt("system", ""), "forward", 0)
-    assert lora[4]["train/kl_loss"] == pytest.approx(wanted.item() / count, rel=1e-6)
+    assert lora[4]["train/kl_loss"] == pytest.approx(wanted.item() / count, rel=1e-6, abs=1e-7)
