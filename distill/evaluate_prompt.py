@@ -1,16 +1,17 @@
-r"""Judge a student of train_sft.py by answers it has not seen: how much of a prompt that it never reads has it learned?
+r"""Judge a student of train_sft.py by answers it has not seen: how much has it learned of what its teacher reads?
 
     python distill/evaluate_prompt.py --checkpoint out/checkpoint-48 --output_dir out/evaluation
     python distill/evaluate_prompt.py --checkpoint out/checkpoint-48 --output_dir out/evaluation \
         --follows '^Ahoy' --min_closed 0.5 --control swapped/checkpoint-48
 
 Three columns: "base" is the model without prompt, as it was before training, "student" is the checkpoint, adapters or
-all weights, "base + prompt" its teacher ("teacher", where the run had another model in its place). On the answers that the run held out, of OUTPUT_DIR/held_out.jsonl: the divergence KL(teacher, column) and the
-negative log-likelihood, per token. Then all three answer the held-out questions, greedily: how many answers follow the
-rule --follows, how many are the teacher's very words and how much of the wording is the same (ROUGE-L, scores.py), how
-many end by themselves; tokens of each, and for student and teacher the seconds of a request alone. With --control
-another run's student, which should not have learned, is a fourth column. With --unrelated it says what was forgotten:
-KL(base, student) on other chats, and how many answers to those follow the rule although nobody asked for it.
+all weights, "base + prompt" its teacher ("teacher", where the run had another model in its place). On the answers that
+the run held out, of OUTPUT_DIR/held_out.jsonl: the divergence KL(teacher, column) and the negative log-likelihood, per
+token. Then all three answer the held-out questions, greedily: how many answers follow the rule --follows, how many are
+the teacher's very words and how much of the wording is the same (ROUGE-L, scores.py), how many end by themselves;
+tokens of each, and for student and teacher the seconds of a request alone. With --control another run's student, which
+should not have learned, is a fourth column. With --unrelated it says what was forgotten: KL(base, student) on other
+chats, and how many answers to those follow the rule although nobody asked for it.
 
 "closed" is the part of the way from base to base + prompt that the student went, 1 being all of it. Written:
 evaluation.json with all answers side by side, which common/report.py shows, and evaluation.txt.
@@ -322,10 +323,11 @@ def main(argv=None):
         likely = likelihoods(voices, samples, args.batch_size, voices.get(TEACHER, voices[BASE]))
         answers = answer_all(args, voices, tokenizer, lines, prompt)
         columns, ways = judge(answers, likely, rule, questions)
+        about = []
         if args.unrelated:
             from distill import forgotten
-            forgotten.add(args, columns, voices, run, tokenizer, lines, rule)
-        write_results(args, lines, questions, answers, columns, ways)
+            about.append(forgotten.add(args, columns, voices, run, tokenizer, lines, rule))
+        write_results(args, lines, questions, answers, columns, ways, about)
 
 
 def latency(without, behind):
@@ -337,8 +339,10 @@ def latency(without, behind):
     return [f"latency    a request alone: {', '.join(parts)}; medians of {student.LATENCY_LINES} or all"]
 
 
-def write_results(args, lines, questions, answers, columns, ways):
+def write_results(args, lines, questions, answers, columns, ways, about):
     """evaluation.json and evaluation.txt; prints the latter. UserError for less than --min_closed.
+
+    about: clauses of the verdict on what was forgotten.
     """
     without, behind = columns[STUDENT], columns.get(TEACHER) or columns[PROMPTED]
     saved = {what: None if None in (behind[name], without[name]) else behind[name] - without[name]
@@ -350,11 +354,11 @@ def write_results(args, lines, questions, answers, columns, ways):
     rows = [{"id": number, "question": text, "held out": label,
              **{name: found[i].text for name, (found, _) in answers.items()}}
             for i, (number, text, label) in enumerate(zip(lines.ids, questions, lines.labels))]
-    clauses = [*args.forgotten] if args.unrelated else []
-    clauses[:0] = [f"the student went {words_of(ways['student'])}, on {len(rows)} answers not trained"]
+    clauses = [f"the student went {words_of(ways['student'])}, on {len(rows)} answers not trained"]
     if rates := [f"{name} {metrics.percent(row['follows'])}" for name, row in columns.items()
                  if row["follows"] is not None]:
         clauses.append(f"following: {', '.join(rates)}")
+    clauses += about
     if args.control:
         clauses += control_clauses(ways[CONTROL], args.min_closed or HALF)
     notes = [f"saved      {saved['tokens saved']:.1f} tokens of prompt a request",

@@ -1,7 +1,9 @@
-"""A second model beside the student, never trained: a teacher, or the base as it was (full fine-tuning).
+"""A second model beside the student, never trained: a teacher, or the base as it was (full
+fine-tuning).
 
-It stands outside of the module that DDP or FSDP2 wraps, so it has no gradients, no optimizer and no place in a
-checkpoint. Under FSDP2 it is sharded over the same ranks; its layers are gathered one by one.
+It stands outside of the module that DDP or FSDP2 wraps, so it has no gradients, no optimizer and no
+place in a checkpoint. Under FSDP2 it is sharded over the same ranks; its layers are gathered one by
+one.
 """
 import numpy as np
 import torch
@@ -11,7 +13,7 @@ from distill import packed_lm, weights
 
 
 class Frozen(nn.Module):
-    """forward(batch) -> ((rows (R, H),), (weight, bias) of its head): what chunked_loss takes of a teacher.
+    """forward(batch) -> ((rows (R, H),), (weight, bias) of its head), as chunked_loss takes them.
 
     packed, parts: of packed_lm.build_empty. Without dropout: eval mode is never left.
     """
@@ -27,8 +29,9 @@ class Frozen(nn.Module):
 
     @torch.no_grad()
     def forward(self, batch):
-        rows = self.packed.hidden(batch.prompted_ids, batch.prompted_positions, batch.prompted_cu_seqlens,
-                                  batch.prompted_longest, batch.prompted_rows)
+        rows = self.packed.hidden(
+            batch.prompted_ids, batch.prompted_positions, batch.prompted_cu_seqlens,
+            batch.prompted_longest, batch.prompted_rows)
         head = self.native.get_output_embeddings()
         return (rows,), (head.weight, head.bias)
 
@@ -39,46 +42,54 @@ def empty(folder, bf16):
 
 
 def add(model, args):
-    """Give an empty PackedLM the frozen models that the flags ask for; the base itself serves where adapters can be
-    switched off.
+    """Give an empty PackedLM the frozen models that the flags ask for; the base itself serves where
+    adapters can be switched off.
     """
     base = weights.find_model(args.model_path)
     teacher = weights.find_model(args.teacher_path, "--teacher_path") if args.teacher_path else base
     if args.teacher_url:
         from distill.scored import Scorer
-        model.frozen["teacher"] = Scorer(args.teacher_url, args.teacher_name or args.teacher_path, args.distill_topk,
-                                         args.request_timeout)
+        model.frozen["teacher"] = Scorer(
+            args.teacher_url, args.teacher_name or args.teacher_path, args.distill_topk,
+            args.request_timeout)
     elif args.teacher_path and not (args.use_lora and teacher.resolve() == base.resolve()):
         model.frozen["teacher"] = empty(teacher, args.bf16)
     if args.keep and not args.use_lora:
-        same = teacher.resolve() == base.resolve() and not args.teacher_url and model.frozen.get("teacher")
-        model.frozen["base"] = same or empty(base, args.bf16)
+        other = model.frozen.get("teacher")
+        same = isinstance(other, Frozen) and teacher.resolve() == base.resolve()
+        model.frozen["base"] = other if same else empty(base, args.bf16)
 
 
 def fingerprint(args, kept):
-    """Text for what teaches beside the data: another model's weights, --keep's table; None without them."""
+    """Text for what teaches beside the data: another model's weights, --keep's table; or None."""
     found = []
     if args.teacher_path and args.teacher_path != args.model_path:
-        found.append(weights.fingerprint_weights(weights.find_model(args.teacher_path, "--teacher_path")))
+        teacher = weights.find_model(args.teacher_path, "--teacher_path")
+        found.append(weights.fingerprint_weights(teacher))
     if kept:
-        found.append(f"keep {args.keep_weight:g} / {args.keep_every}: {kept.fingerprint(np.arange(len(kept)))}")
+        data = kept.fingerprint(np.arange(len(kept)))
+        found.append(f"keep {args.keep_weight:g} / {args.keep_every}: {data}")
     return ", ".join(found) or None
 
 
 def models(model):
     """The different Frozen ones of a PackedLM: [(name, Frozen)]."""
-    found = {id(other): (name, other) for name, other in model.frozen.items() if isinstance(other, Frozen)}
+    found = {id(other): (name, other) for name, other in model.frozen.items()
+             if isinstance(other, Frozen)}
     return list(found.values())
 
 
 def text(model):
     """[line about each frozen model]."""
-    return [f"{name:<10} {sum(p.numel() for p in other.parameters()) / 1e6:,.1f} M parameters, frozen, in "
-            f"{next(other.parameters()).dtype}".replace("torch.", "") for name, other in models(model)]
+    return [f"{name:<10} {sum(p.numel() for p in other.parameters()) / 1e6:,.1f} M parameters, "
+            f"frozen, in {str(next(other.parameters()).dtype).removeprefix('torch.')}"
+            for name, other in models(model)]
 
 
 def load_all(model, world, sharding):
-    """Load the frozen models of a PackedLM. sharding: the student's, or None; layers are freed behind each use."""
+    """Load the frozen models of a PackedLM. sharding: the student's, or None; layers are freed
+    behind each use.
+    """
     if sharding:
         sharding = sharding | {"reshard_after_forward": True}
     if world.is_main and model.frozen:

@@ -1,8 +1,9 @@
 """Chats whose answers are to stay as the untouched base makes them: --keep FILE of train_sft.py.
 
-Every --keep_every steps all ranks take packs of them besides, as many as a step has, and the loss is that step's plus
---keep_weight x KL(base, student), averaged over the tokens of those answers. Their order is a function of seed and step,
-so it is the same on any number of ranks and after a stop. The base reads what the student reads.
+Every --keep_every steps all ranks take packs of them besides, as many as a step has, and the loss
+is that step's plus --keep_weight x KL(base, student), averaged over the tokens of those answers.
+Their order is a function of seed and step, so it is the same on any number of ranks and after a
+stop. The base reads what the student reads.
 """
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +24,9 @@ def read(args, world, work_dir, reading):
 def kept(samples):
     """PackedChats of samples that student and untouched base read alike."""
     batch = collate(samples)
-    return replace(batch, kept=True, prompted_ids=batch.input_ids, prompted_positions=batch.position_ids,
-                   prompted_cu_seqlens=batch.cu_seqlens, prompted_rows=batch.rows, prompted_longest=batch.longest)
+    return replace(batch, kept=True, prompted_ids=batch.input_ids,
+                   prompted_positions=batch.position_ids, prompted_cu_seqlens=batch.cu_seqlens,
+                   prompted_rows=batch.rows, prompted_longest=batch.longest)
 
 
 class Keeper:
@@ -37,19 +39,22 @@ class Keeper:
                                 samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
 
     def learn(self, step, autocast):
-        """Add its gradients to those of a step, if it is time: {name: value} for the log, {} else. On every rank."""
+        """Add its gradients to those of a step, if it is time: {name: value} for the log, {} else.
+        On every rank.
+        """
         if step % self.args.keep_every:
             return {}
         accumulation, size = self.args.gradient_accumulation_steps, self.world.size
         per_step = accumulation * size
-        epoch, turn = divmod(step // self.args.keep_every, -(-self.order.packs_per_epoch // per_step))
+        an_epoch = -(-self.order.packs_per_epoch // per_step)
+        epoch, turn = divmod(step // self.args.keep_every, an_epoch)
         window = self.order.window(epoch, turn * per_step, per_step)
         targets = int(self.table.targets[window].sum())
         plan, total = self.order.epoch(epoch), torch.zeros((), device=self.world.device)
         for micro in range(accumulation):
             pack = plan.pack(turn * per_step + micro * size + self.world.rank)
             batch = kept([self.samples[int(i)] for i in pack]).to(self.world.device)
-            # the step's own gradients are summed already: DDP averages what all ranks have alike with what is new
+            # the step's own are summed already: an average leaves what all ranks have alike
             with distributed.gradient_sync(self.model, micro == accumulation - 1):
                 with autocast:
                     loss = self.model(batch).loss

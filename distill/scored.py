@@ -1,10 +1,12 @@
-"""A teacher behind vLLM's server: the log-probabilities that it gives to the tokens of an answer (prompt_logprobs).
+"""A teacher behind vLLM's server: the log-probabilities that it gives to the tokens of an answer
+(prompt_logprobs).
 
     vllm serve Qwen/Qwen3-30B-A3B-Instruct-2507 --max-logprobs 64
 
-What is scored goes there as ids, never as text: no tokenizer of the server has a say. For each token come the teacher's
-K likeliest (--distill_topk) and the token itself; all others are one bucket, as with --teacher_path and the same K.
-Each conversation is one request, and its answer goes to its own rows: one that failed and is sent again counts once.
+What is scored goes there as ids, never as text: no tokenizer of the server has a say. For each
+token come the teacher's K likeliest (--distill_topk) and the token itself; all others are one
+bucket, as with --teacher_path and the same K. Each conversation is one request, and its answer goes
+to its own rows: one that failed and is sent again counts once.
 """
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -19,42 +21,48 @@ UNDER_WAY = 64          # requests of a rank at once
 
 
 def known_tokens(found, k, where):
-    """([ids], [log-probabilities]) of the k likeliest of a place's prompt_logprobs. Raises UserError."""
+    """([ids], [log-probabilities]) of the k likeliest of a place's prompt_logprobs. UserError."""
     try:
-        ranked = sorted((value["rank"], int(token), float(value["logprob"])) for token, value in found.items())
+        ranked = sorted((value["rank"], int(token), float(value["logprob"]))
+                        for token, value in found.items())
         ranked = [(token, logprob) for rank, token, logprob in ranked if rank <= k]
         if len(ranked) != k or any(math.isnan(logprob) for _, logprob in ranked):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{where}: gave no prompt_logprobs of the {k} likeliest tokens; vLLM's server does")
+        raise UserError(f"{where}: gave no prompt_logprobs of the {k} likeliest tokens; vLLM's "
+                        "server does")
     return tuple(zip(*ranked))
 
 
 class Scorer:
-    """scorer(batch) -> ((ids (R, K), log-probabilities (R, K + 1), the last of all other tokens), None).
+    """scorer(batch) -> ((ids (R, K), log-probabilities (R, K + 1), the last of all others), None).
 
-    url, name: of the server and its model. timeout: seconds that a call may take, and its repetitions again.
+    url, name: of the server and its model. timeout: seconds that a call may take, and its
+    repetitions again.
     """
 
     def __init__(self, url, name, k, timeout):
         self.server, self.name, self.k = Server(url, timeout, "--teacher_url"), name, k
 
     def ask(self, ids):
-        """prompt_logprobs of a conversation: for each place but the first {token: {"logprob", "rank"}}."""
+        """prompt_logprobs of a conversation: {token: {"logprob", "rank"}} of each place but the
+        first.
+        """
         found = self.server.insist("/completions", {
             **NOT_SET, "model": self.name, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
             "prompt_logprobs": self.k}, hint=f"; it needs --max-logprobs {self.k}")
         choice = found["choices"][0] if isinstance(found, dict) and found.get("choices") else {}
         rows = choice.get("prompt_logprobs")
         if not isinstance(rows, list) or len(rows) != len(ids):
-            raise UserError(f"--teacher_url {self.server.url}/completions: gave no prompt_logprobs for each of "
-                            f"{len(ids)} tokens; vLLM's server does")
+            raise UserError(f"--teacher_url {self.server.url}/completions: gave no prompt_logprobs "
+                            f"for each of {len(ids)} tokens; vLLM's server does")
         return rows
 
     def __call__(self, batch):
         ids, bounds = batch.prompted_ids.tolist(), batch.prompted_cu_seqlens.tolist()
         places = (batch.prompted_rows + 1).tolist()         # of the tokens that are predicted
-        wanted = [(a, b) for a, b in zip(bounds, bounds[1:]) if any(a < place < b for place in places)]
+        wanted = [(a, b) for a, b in zip(bounds, bounds[1:])
+                  if any(a < place < b for place in places)]
         with ThreadPoolExecutor(UNDER_WAY) as pool:
             rows = dict(zip(wanted, pool.map(lambda part: self.ask(ids[slice(*part)]), wanted)))
         at = {a + i: row for (a, _), found in rows.items() for i, row in enumerate(found)}

@@ -1,8 +1,10 @@
-"""What a student learns from a teacher that scores its answers: the flags for it, and what the teacher reads.
+"""What a student learns from a teacher that scores its answers: the flags for it, and what the
+teacher reads.
 
-The teacher is --teacher_path, or the student's own base. It reads the student's very tokens of an answer, behind its
-own template of the conversation, of a record's "teacher_messages" in place of that, and of --prompt_file around both.
-So both must have one vocabulary: it is proven token by token, names say nothing. Imports no torch: flags come first.
+The teacher is --teacher_path, or the student's own base. It reads the student's very tokens of an
+answer, behind its own template of the conversation, of a record's "teacher_messages" in place of
+that, and of --prompt_file around both. So both must have one vocabulary: it is proven token by
+token, names say nothing. Imports no torch: flags come first.
 """
 from common import flags
 from common.flags import UserError, need
@@ -12,7 +14,9 @@ OF_TEACHER = ("divergence", "js_beta", "on_policy", "max_new_tokens", "base_url"
 
 
 def check_flags(args, parser, world_size):
-    """UserError for what would fail, or do nothing, later; a prompt without a teacher is read by the base itself."""
+    """UserError for what would fail, or do nothing, later; a prompt without a teacher is read by
+    the base itself.
+    """
     def given(flag):
         return getattr(args, flag) != parser.get_default(flag)
     args.teacher_path = args.teacher_path or (args.prompt_file and args.model_path)
@@ -20,7 +24,8 @@ def check_flags(args, parser, world_size):
     need(args.distill_topk or args.teacher_path or args.distill_weight is None,
          "--distill_weight needs --distill_topk, --teacher_path or --prompt_file")
     if args.distill_weight is not None:
-        need(0 < args.distill_weight <= 1, f"--distill_weight is {args.distill_weight}; it must be above 0, at most 1")
+        need(0 < args.distill_weight <= 1,
+             f"--distill_weight is {args.distill_weight}; it must be above 0, at most 1")
     for flag in ("refresh_steps", "request_timeout"):
         need(args.base_url or args.teacher_url and flag == "request_timeout" or not given(flag),
              f"--{flag} needs --base_url")
@@ -33,11 +38,16 @@ def check_flags(args, parser, world_size):
     flags.share(args, "on_policy")
     flags.at_least_one(args, "max_new_tokens", "refresh_steps")
     need(args.on_policy or not args.base_url, "--base_url needs --on_policy")
-    need(not args.base_url or args.use_lora, "--base_url needs --use_lora: the server is given adapters")
-    need(not (args.base_url and args.use_dora), "--base_url: vLLM's server loads no DoRA adapters; drop --use_dora")
-    need(args.request_timeout > 0, f"--request_timeout is {args.request_timeout}; it must be above 0")
-    need(not args.compile, "--compile and a teacher exclude each other: the shapes change with every step")
-    need(args.too_long in ("stop", "drop"), f"--too_long {args.too_long} would cut the teacher's prompt: stop or drop")
+    need(not args.base_url or args.use_lora,
+         "--base_url needs --use_lora: the server is given adapters")
+    need(not (args.base_url and args.use_dora),
+         "--base_url: vLLM's server loads no DoRA adapters; drop --use_dora")
+    need(args.request_timeout > 0,
+         f"--request_timeout is {args.request_timeout}; it must be above 0")
+    need(not args.compile,
+         "--compile and a teacher exclude each other: the shapes change with every step")
+    need(args.too_long in ("stop", "drop"),
+         f"--too_long {args.too_long} would cut the teacher's prompt: stop or drop")
     need(0 < args.js_beta < 1, f"--js_beta is {args.js_beta}; it must be between 0 and 1")
     need(not args.on_policy or args.distill_weight in (None, 1),
          "--on_policy needs --distill_weight 1: the student's own answers are no targets")
@@ -49,9 +59,11 @@ def check_url(args, given):
     """check_flags for --teacher_url."""
     need(args.teacher_url or not given("teacher_name"), "--teacher_name needs --teacher_url")
     if args.teacher_url:
-        need(args.teacher_path, "--teacher_url needs --teacher_path, a folder with the server's config.json and "
-                                "tokenizer: they prove that the student has its vocabulary")
-        need(args.distill_topk, "--teacher_url needs --distill_topk: a server tells the likeliest tokens")
+        need(args.teacher_path,
+             "--teacher_url needs --teacher_path, a folder with the server's config.json and "
+             "tokenizer: they prove that the student has its vocabulary")
+        need(args.distill_topk,
+             "--teacher_url needs --distill_topk: a server tells the likeliest tokens")
 
 
 def check_keep(args, given):
@@ -64,7 +76,7 @@ def check_keep(args, given):
         need(not args.compile, "--compile and --keep exclude each other: the shapes change")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What the teacher reads
 
 
@@ -73,22 +85,25 @@ def check_same(ours, theirs, rows, name):
 
     rows: of the smaller of the two embeddings. name: of the teacher, for the message.
     """
-    a, b = ({i: token for token, i in tokenizer.get_vocab().items() if i < rows} for tokenizer in (ours, theirs))
+    a, b = ({i: token for token, i in tokenizer.get_vocab().items() if i < rows}
+            for tokenizer in (ours, theirs))
     if odd := sorted(i for i in a.keys() | b.keys() if a.get(i) != b.get(i)):
         one, other = a.get(odd[0]), b.get(odd[0])
-        raise UserError(f"--teacher_path {name}: has another vocabulary than --model_path: id {odd[0]} is {other!r} "
-                        f"there, {one!r} here ({len(odd)} such ids), so it cannot score the student's tokens; {LABELS}")
+        raise UserError(f"--teacher_path {name}: has another vocabulary than --model_path: id "
+                        f"{odd[0]} is {other!r} there, {one!r} here ({len(odd)} such ids), so it "
+                        f"cannot score the student's tokens; {LABELS}")
 
 
 def open_side(args, config, tokenizer):
-    """(Prompt, chat.Encoder of the teacher or None where that is the student's, most positions of both or None).
-
-    config, tokenizer: the student's. Raises UserError.
+    """(Prompt, chat.Encoder of the teacher or None where that is the student's, the config with
+    fewer positions). config, tokenizer: the student's. Raises UserError.
     """
     from distill import chat, weights
     from distill.choices import THINKING
     from distill.teacher import Prompt, read_prompt
-    prompt = read_prompt(args.prompt_file, args.prompt_role) if args.prompt_file else Prompt("none", "")
+    prompt = Prompt("none", "")
+    if args.prompt_file:
+        prompt = read_prompt(args.prompt_file, args.prompt_role)
     if args.teacher_path == args.model_path and not args.teacher_url:
         return prompt, None, config
     folder = weights.find_model(args.teacher_path, "--teacher_path")
@@ -96,8 +111,10 @@ def open_side(args, config, tokenizer):
     own = chat.load_tokenizer(folder, template=args.chat_template)
     weights.check_vocabulary(own, theirs)
     check_same(tokenizer, own, min(config.vocab_size, theirs.vocab_size), args.teacher_path)
-    smaller = min(config, theirs, key=lambda c: getattr(c, "max_position_embeddings", None) or 1 << 30)
-    return prompt, chat.Encoder(own, args.train_turns, thinking=THINKING[args.enable_thinking]), smaller
+    smaller = min(config, theirs,
+                  key=lambda c: getattr(c, "max_position_embeddings", None) or 1 << 30)
+    encoder = chat.Encoder(own, args.train_turns, thinking=THINKING[args.enable_thinking])
+    return prompt, encoder, smaller
 
 
 def context(record):
@@ -108,7 +125,8 @@ def context(record):
     if given is None:
         return messages[:-1], messages[-1]
     try:
-        check_messages({"messages": [*given, messages[-1]] if isinstance(given, list) and given else given})
+        whole = [*given, messages[-1]] if isinstance(given, list) and given else given
+        check_messages({"messages": whole})
     except ValueError as error:
         raise ValueError(f'its "teacher_messages": {error}')
     # answers among them are context: only the last one is learned
@@ -116,8 +134,9 @@ def context(record):
 
 
 def behind_prompt(prompt, encoder, records, results):
-    """[(ids, mask, tokens of the student)] or ValueErrors: results of the student's encoder.encode, each followed by
-    its teacher's: behind its own context and the prompt, with the very tokens of the student's answers.
+    """[(ids, mask, tokens of the student)] or ValueErrors: results of the student's encoder.encode,
+    each followed by its teacher's: behind its own context and the prompt, with the very tokens of
+    the student's answers.
     """
     from distill.teacher import with_prompt
     asked, taught = [], [None] * len(records)
@@ -127,14 +146,16 @@ def behind_prompt(prompt, encoder, records, results):
             asked.append((i, [*with_prompt(prompt, before), answer]))
         except ValueError as error:
             taught[i] = error
-    encoded = encoder.encode([messages for _, messages in asked], [records[i].get("tools") for i, _ in asked])
+    encoded = encoder.encode([messages for _, messages in asked],
+                             [records[i].get("tools") for i, _ in asked])
     for (i, _), result in zip(asked, encoded):
         taught[i] = result
-    return [joined(*pair, "teacher_messages" in record) for *pair, record in zip(results, taught, records)]
+    return [joined(own, theirs, "teacher_messages" in record)
+            for own, theirs, record in zip(results, taught, records)]
 
 
 def joined(own, theirs, contexts):
-    """behind_prompt of one conversation's results. contexts: whether the record has teacher_messages."""
+    """behind_prompt of one conversation's results. contexts: has the record teacher_messages?"""
     for result in (own, theirs):
         if isinstance(result, ValueError):
             return result

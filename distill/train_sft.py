@@ -99,7 +99,7 @@ def build_parser():
                    help="share of the divergence in the loss of a token that has a teacher, above 0, up to 1 (default: "
                         f"1 with --teacher_path or --prompt_file, else {DISTILL_WEIGHT})")
     g.add_argument("--keep", metavar="FILE", help="chats whose answers are to stay as likely as the base makes them")
-    g.add_argument("--keep_weight", type=float, default=1.0, help="of KL(base, student), a token of theirs, in the loss")
+    g.add_argument("--keep_weight", type=float, default=1.0, help="of KL(base, student) a token, in the loss")
     g.add_argument("--keep_every", type=int, default=4, help="steps from one batch of them to the next")
 
     g = p.add_argument_group("batch and length of the run")

@@ -2,8 +2,8 @@
 the student's own draws; each with the faults that would make it wrong."""
 import json
 import shutil
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from common import distributed
 from common.distributed import UserError
-from distill import chat, frozen, packed_lm, rollouts, teaching, train_sft
+from common.packing import pack_order
+from common.plan import Setup
+from distill import chat, frozen, packed_lm, plan, rollouts, teaching, train_sft
 from distill.dataset import ChatSamples, ChatTable, Reading, collate, write_table
 from distill.teacher import Prompt
 from tests.helpers import chats
@@ -143,6 +145,23 @@ def test_a_teacher_has_no_dropout(made, tmp_path):
     assert model.train()(batch).loss.item() == pytest.approx(wanted.item(), abs=1e-6)
     model.frozen["teacher"].train()
     assert model(batch).loss.item() != pytest.approx(wanted.item(), rel=1e-3), "dropout would not be seen"
+
+
+@pytest.mark.parametrize("setup", [Setup(2, "fsdp"), Setup(2, "ddp")])
+def test_its_memory_is_planned(made, setup):
+    """A shard of it and its gathered root, or all of it; its forward is a stage of its own."""
+    model, _ = packed_lm.build_empty(made / "student", torch.float32, share=1.0, prompted=("forward", 0.5, 0))
+    lengths, targets = np.full(8, 100), np.full(8, 30)
+    order = pack_order(lengths, tokens_per_pack=0, samples_per_pack=4, seed=0)
+    alone, _ = plan.memory(model, setup, lengths, targets, order)
+    model.frozen["teacher"] = teacher = frozen.empty(made / "teacher", True)
+    both, _ = plan.memory(model, setup, lengths, targets, order)
+    every = sum(p.numel() for p in teacher.parameters())
+    layers = sum(p.numel() for layer in teacher.native.model.layers for p in layer.parameters())
+    wanted = 2 * every / 2 + 2 * (every - layers) if setup.fsdp else 2 * every
+    assert both.parts["teacher"] == wanted and "the teacher's forward" in both.stages
+    for stage, found in alone.stages.items():
+        assert both.stages[stage] == found + wanted
 
 
 # ---------------------------------------------------------------------------------------------------------------------
