@@ -14,15 +14,15 @@ from tests.helpers.score_server import ScoreServer
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scored")
-    chats.student(folder / "student", max_position_embeddings=512)
-    chats.student(folder / "teacher", hidden_size=48, num_hidden_layers=3, max_position_embeddings=512)
+    sizes = {"max_position_embeddings": 512, "initializer_range": 0.2}
+    chats.student(folder / "student", **sizes)
+    chats.student(folder / "teacher", hidden_size=48, num_hidden_layers=3, **sizes)
     chats.write(folder / "chats.jsonl", [[m for m in talk if m["role"] != "system"] for talk in chats.conversations(12)])
     (folder / "system.txt").write_text("Name the language. the quick brown fox\n")
     return folder
 
 
-@pytest.mark.parametrize("kind", ["forward", "reverse"])
-def test_losses_are_those_of_the_model_itself(made, tmp_path, tmp_path_factory, kind, monkeypatch):
+def test_losses_are_those_of_the_model_itself(made, tmp_path, tmp_path_factory, monkeypatch):
     """On two ranks, on the student's own draws; the first calls are lost after the work: nothing counts twice. The
     password of the address and the key stand nowhere."""
     monkeypatch.setenv("OPENAI_API_KEY", "kept-key")
@@ -31,7 +31,7 @@ def test_losses_are_those_of_the_model_itself(made, tmp_path, tmp_path_factory, 
     def losses(name, *more):
         statuses, output = pool.run(2, "distill.train_sft.main", [str(part) for part in (
             "--model_path", made / "student", "--train_data_file", made / "chats.jsonl", "--output_dir",
-            tmp_path / name, "--prompt_file", made / "system.txt", "--prompt_role", "system", "--divergence", kind,
+            tmp_path / name, "--prompt_file", made / "system.txt", "--prompt_role", "system", "--divergence", "js",
             "--teacher_path", made / "teacher", "--distill_topk", 5, "--on_policy", 0.5, "--max_new_tokens", 5,
             "--learning_rate", 2e-3, "--num_workers", 0, "--report_to", "none", "--logging_steps", 1, "--max_steps", 3,
             "--save_steps", 0, "--eval_steps", 0, "--per_device_train_batch_size", 3,
@@ -44,8 +44,8 @@ def test_losses_are_those_of_the_model_itself(made, tmp_path, tmp_path_factory, 
             address = server.url.replace("http://", "http://anna:secret@")
             served = losses("served", "--teacher_url", address, "--teacher_name", "big")
             asked = [tuple(body["prompt"]) for _, body in server.calls]
-        assert served == pytest.approx(losses("here"), rel=1e-4)
-        assert len(asked) == 3 * 12 + 3 and min(served) > 1e-3
+        assert served == pytest.approx(losses("here"), rel=1e-4, abs=1e-6)
+        assert len(asked) == 3 * 12 + 3 and min(served) > 0.05
     finally:
         pool.close()
     stored = "".join(path.read_text(errors="replace") for path in (tmp_path / "served").rglob("*") if path.is_file())
