@@ -377,7 +377,9 @@ class Inputs(NamedTuple):
 def read_inputs(args, world):
     """Inputs of the run. Raises UserError; a dry run's names all mistakes."""
     dry, work_dir = args.dry_run is not None, run.work_folder(args)
-    distributed.rank0_first(world, weights.find_model, args.model_path)     # one downloads for all
+    for flag in ("model_path", "teacher_path"):     # one downloads for all
+        if name := getattr(args, flag):
+            distributed.rank0_first(world, weights.find_model, name, f"--{flag}")
     folder = weights.find_model(args.model_path)
     config = weights.load_config(folder)
     tokenizer = chat.load_tokenizer(folder, template=args.chat_template)
