@@ -99,7 +99,7 @@ def test_kept_answers_are_scored_by_the_untouched_base(made, train, tmp_path, ho
 
     hard = train(1, tmp_path / "hard", "--parallel", "ddp", *flags[:-1], 1, "--keep_weight", 50)
     loose = train(1, tmp_path / "loose", "--parallel", "ddp", *flags[:-1], 1, "--keep_weight", 1e-9)
-    assert hard[5]["train/keep_kl"] < 0.3 * loose[5]["train/keep_kl"]
+    assert hard[5]["train/keep_kl"] < 0.5 * loose[5]["train/keep_kl"]
 
 
 def test_the_judge_of_full_students_and_other_teachers(made, train, tmp_path, capsys):
