@@ -60,9 +60,9 @@ def add(model, args):
         model.frozen["base"] = other if same else empty(base, args.bf16)
 
 
-def fingerprint(args, kept):
-    """Text for what teaches beside the data: another model's weights, --keep's table; or None."""
-    found = []
+def fingerprint(args, kept, found):
+    """Text for what teaches: `found` of the data, another model's weights, --keep's table; None."""
+    found = [found] if found else []
     if args.teacher_path and args.teacher_path != args.model_path:
         teacher = weights.find_model(args.teacher_path, "--teacher_path")
         found.append(weights.fingerprint_weights(teacher))

@@ -69,14 +69,6 @@ def with_frozen(found, model, setup, pack):
     return plan.Memory(found.parts | {"teacher": whole}, {name: of + whole for name, of in stages.items()}, host)
 
 
-def frozen_text(model):
-    """frozen.text, where there are such models."""
-    if not model.frozen:
-        return []
-    from distill import frozen
-    return frozen.text(model)
-
-
 def choose(args, world, ranks, model, lengths, targets):
     """--auto: set the flags that are open; returns whether the model has to be built anew."""
     return plan.choose_packs(args, world, ranks, lengths,
@@ -95,7 +87,11 @@ def print_plan(args, ranks, model, table, split, order, lines, left):
     found, tokens = memory(model, setup, lengths, targets, order, epochs)
     average = (f"{len(lengths) / order.packs_per_epoch:.1f} samples and "
                f"{lengths.sum() / order.packs_per_epoch:,.0f} tokens each on average")
-    print(plan.head_text(setup, model.native), *mixture_text(model), *frozen_text(model), samples_line(table, *split),
+    beside = []
+    if model.frozen:
+        from distill import frozen
+        beside = frozen.text(model)
+    print(plan.head_text(setup, model.native), *mixture_text(model), *beside, samples_line(table, *split),
           plan.packs_text(setup, order, lengths, average), *lines, sep="\n")
     saved = plan.checkpoint_bytes(model.native, setup.adapters)
     plan.print_room(args, setup, found, f"{tokens:,} tokens", saved, left, len(split[1]) > 0)

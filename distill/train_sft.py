@@ -237,7 +237,7 @@ def run_identity(args, inputs, data):
     teacher = inputs.table.teacher_fingerprint(inputs.train_ids)
     if inputs.prompt or inputs.kept:
         from distill import frozen
-        teacher = frozen.fingerprint(args, inputs.kept) or teacher
+        teacher = frozen.fingerprint(args, inputs.kept, teacher)
     pack = f"{args.per_device_train_batch_size} samples"
     if args.max_tokens_per_batch:
         pack = f"{args.max_tokens_per_batch} tokens"
