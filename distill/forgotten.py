@@ -79,5 +79,4 @@ def add(args, columns, voices, run, tokenizer, lines, rule):
               "from the base")
     if rule:
         clause += f" and follows the rule in {metrics.percent(mine['unrelated follows'])}"
-    args.forgotten = [clause]  # TEMPORARY
     return clause

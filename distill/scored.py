@@ -20,17 +20,16 @@ from distill.teacher_server import NOT_SET, Server
 UNDER_WAY = 64          # requests of a rank at once
 
 
-def known_tokens(found, k, where):
-    """([ids], [log-probabilities]) of the k likeliest of a place's prompt_logprobs. UserError."""
+def known_tokens(found, k):
+    """([ids], [log-probabilities]) of the k likeliest of a place's prompt_logprobs. ValueError."""
     try:
         ranked = sorted((value["rank"], int(token), float(value["logprob"]))
                         for token, value in found.items())
-        ranked = [(token, logprob) for rank, token, logprob in ranked if rank <= k]
+        ranked = [(token, logprob) for rank, token, logprob in ranked if rank <= k][:k]
         if len(ranked) != k or any(math.isnan(logprob) for _, logprob in ranked):
             raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{where}: gave no prompt_logprobs of the {k} likeliest tokens; vLLM's "
-                        "server does")
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError
     return tuple(zip(*ranked))
 
 
@@ -45,18 +44,19 @@ class Scorer:
         self.server, self.name, self.k = Server(url, timeout, "--teacher_url"), name, k
 
     def ask(self, ids):
-        """prompt_logprobs of a conversation: {token: {"logprob", "rank"}} of each place but the
-        first.
-        """
+        """known_tokens of each place of a conversation; None of the first."""
         found = self.server.insist("/completions", {
             **NOT_SET, "model": self.name, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
             "prompt_logprobs": self.k}, hint=f"; it needs --max-logprobs {self.k}")
-        choice = found["choices"][0] if isinstance(found, dict) and found.get("choices") else {}
-        rows = choice.get("prompt_logprobs")
-        if not isinstance(rows, list) or len(rows) != len(ids):
+        try:
+            first, *rows = found["choices"][0]["prompt_logprobs"]
+            if len(rows) != len(ids) - 1:
+                raise ValueError
+            return [first, *(known_tokens(row, self.k) for row in rows)]
+        except (ValueError, KeyError, TypeError, IndexError):
             raise UserError(f"--teacher_url {self.server.url}/completions: gave no prompt_logprobs "
-                            f"for each of {len(ids)} tokens; vLLM's server does")
-        return rows
+                            f"of the {self.k} likeliest for each of {len(ids)} tokens; vLLM's "
+                            "server does")
 
     def __call__(self, batch):
         ids, bounds = batch.prompted_ids.tolist(), batch.prompted_cu_seqlens.tolist()
@@ -66,10 +66,9 @@ class Scorer:
         with ThreadPoolExecutor(UNDER_WAY) as pool:
             rows = dict(zip(wanted, pool.map(lambda part: self.ask(ids[slice(*part)]), wanted)))
         at = {a + i: row for (a, _), found in rows.items() for i, row in enumerate(found)}
-        where = f"--teacher_url {self.server.url}/completions"
-        found = [known_tokens(at[place], self.k, where) for place in places]
-        tokens, logprobs = (torch.tensor([row[i] for row in found], dtype=kind).reshape(-1, self.k)
-                            for i, kind in ((0, torch.int64), (1, torch.float64)))
+        tokens, logprobs = (
+            torch.tensor([at[place][i] for place in places], dtype=kind).reshape(-1, self.k)
+            for i, kind in ((0, torch.int64), (1, torch.float64)))
         rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=0).log()
         both = torch.cat([logprobs, rest], 1).clamp(min=FLOOR).float()
         device = batch.prompted_ids.device

@@ -56,17 +56,16 @@ def test_answers_that_are_no_scores(made):
     """A server without prompt_logprobs, one that lacks tokens, one that refuses; the rest is what is missing to 1."""
     with ScoreServer(made / "teacher", "big") as server:
         scorer = scored.Scorer(server.url, "big", 3, 5.0)
-        row = scorer.ask([5, 6, 7])[2]
-        ids, logprobs = scored.known_tokens(row, 3, "x")
+        ids, logprobs = scorer.ask([5, 6, 7])[2]
         with torch.no_grad():
             scores = server.model(torch.tensor([[5, 6]])).logits[0, -1].log_softmax(-1)
         assert list(ids) == scores.topk(3).indices.tolist()
         assert logprobs == pytest.approx(scores.topk(3).values.tolist())
-        with pytest.raises(UserError, match="x: gave no prompt_logprobs of the 9 likeliest"):
-            scored.known_tokens(row, 9, "x")
-        server.score = lambda ids, k: None
-        with pytest.raises(UserError, match="gave no prompt_logprobs for each of 2 tokens"):
-            scorer.ask([5, 6])
+        score = server.score
+        for wrong in (lambda ids, k: None, lambda ids, k: score(ids, 2), lambda ids, k: score(ids, k)[1:]):
+            server.score = wrong
+            with pytest.raises(UserError, match="gave no prompt_logprobs of the 3 likeliest for each of 2 tokens"):
+                scorer.ask([5, 6])
 
 
 @pytest.mark.parametrize("flags, message", [
