@@ -30,11 +30,11 @@ class Lines:
     path: str
     ids: list
     chats: list                     # messages each, without the answer
-    contexts: list                  # the same, or "teacher_messages" where a record has them
     labels: list                    # the teacher's
     about: dict                     # JSON-able: how many there are, where from
     ends: list                      # ids that answers end with
     notes: list
+    contexts: list = None           # chats, or "teacher_messages" where a record has them
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -130,8 +130,8 @@ def read_lines(name, run, meta, tokenizer, eval_data_file=None, group_size=None,
              "group_size": None if eval_data_file else run.group_size}
     asked = [messages[:-1] for messages in chats]
     contexts = [row.get("teacher_messages") or before for row, before in zip(kept, asked)]
-    return Lines(str(path), ids, asked, contexts, list(map(label_of, chats)), about,
-                 sorted(encoder.ends), notes)
+    return Lines(str(path), ids, asked, list(map(label_of, chats)), about, sorted(encoder.ends),
+                 notes, contexts)
 
 
 def held_out_lines(name, meta):
