@@ -73,6 +73,7 @@ def column(found, name):
     return {step: values[name] for step, values in sorted(found.items()) if name in values}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["lora", "full"])
 def test_kept_answers_are_scored_by_the_untouched_base(made, train, tmp_path, how):
     """Every second step, on one rank by DDP, on two by FSDP2 or DDP, resumed; and it keeps."""
@@ -102,6 +103,7 @@ def test_kept_answers_are_scored_by_the_untouched_base(made, train, tmp_path, ho
     assert hard[5]["train/keep_kl"] < 0.5 * loose[5]["train/keep_kl"]
 
 
+@pytest.mark.slow
 def test_the_judge_of_full_students_and_other_teachers(made, train, tmp_path, capsys):
     """All weights, a mixture as the teacher on two ranks of FSDP2; KL to the base on unrelated chats by plain loops."""
     train(2, tmp_path / "run", "--parallel", "fsdp", "--teacher_path", made / "teacher", "--on_policy", 0.5,

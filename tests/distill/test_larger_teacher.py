@@ -273,6 +273,7 @@ def own_loss(made, student, step, fault=None):
     return (sum(found) / len(found)).item()
 
 
+@pytest.mark.slow
 def test_draws_are_those_of_the_student_of_now(made, train, tmp_path):
     """The student before each step is in a checkpoint; one step old, it would draw and score otherwise. One rank by DDP,
     two by FSDP2, and a run that was stopped are the same run."""
@@ -295,6 +296,7 @@ def test_draws_are_those_of_the_student_of_now(made, train, tmp_path):
     train(1, tmp_path / "again", "--parallel", "ddp", *flags[2:], fails="teacher")      # another teacher: another run
 
 
+@pytest.mark.slow
 def test_all_weights_can_learn_from_a_frozen_copy(made, train, tmp_path):
     """Step 1 is that of LoRA, whose adapters do nothing yet; the copy stays as it was while the student moves."""
     flags = ("--prompt_file", made / "system.txt", "--prompt_role", "system")

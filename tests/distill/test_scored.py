@@ -22,6 +22,7 @@ def made(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_the_model_itself(made, tmp_path, tmp_path_factory, monkeypatch):
     """On two ranks, on the student's own draws; the first calls are lost after the work: nothing counts twice. The
     password of the address and the key stand nowhere."""
