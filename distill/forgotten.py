@@ -20,9 +20,7 @@ from distill.keep import kept
 
 
 def read(path, run, tokenizer):
-    """([samples], [messages without the answer]) of --unrelated. UserError for questions that
-    --keep trained.
-    """
+    """([samples], [messages without the answer]). UserError for questions that --keep trained."""
     encoder = chat.Encoder(tokenizer, "last", THINKING[run.enable_thinking])
     with tempfile.TemporaryDirectory() as scratch:
         build_table(scratch, [path], Reading(encoder, run.limit))
@@ -40,9 +38,7 @@ def read(path, run, tokenizer):
 
 @torch.no_grad()
 def divergence(voice, base, samples, batch_size):
-    """KL(base, voice) per token of the samples' answers, in nats. voice, base: of
-    evaluate_prompt.Voice.
-    """
+    """KL(base, voice) per token of the samples' answers, in nats, of evaluate_prompt.Voices."""
     apart, count, device = 0.0, 0.0, voice.model.get_input_embeddings().weight.device
     with voice.packed(base) as packed:
         for start in range(0, len(samples), batch_size):

@@ -42,9 +42,7 @@ def empty(folder, bf16):
 
 
 def add(model, args):
-    """Give an empty PackedLM the frozen models that the flags ask for; the base itself serves where
-    adapters can be switched off.
-    """
+    """Give an empty PackedLM its frozen models; a base with adapters to switch off needs none."""
     base = weights.find_model(args.model_path)
     teacher = weights.find_model(args.teacher_path, "--teacher_path") if args.teacher_path else base
     if args.teacher_url:
@@ -87,11 +85,9 @@ def text(model):
 
 
 def load_all(model, world, sharding):
-    """Load the frozen models of a PackedLM. sharding: the student's, or None; layers are freed
-    behind each use.
-    """
+    """Load the frozen models of a PackedLM. sharding: the student's, or None."""
     if sharding:
-        sharding = sharding | {"reshard_after_forward": True}
+        sharding = sharding | {"reshard_after_forward": True}     # no backward needs them
     if world.is_main and model.frozen:
         print(*text(model), sep="\n")
     for _, other in models(model):

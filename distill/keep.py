@@ -39,9 +39,7 @@ class Keeper:
                                 samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
 
     def learn(self, step, autocast):
-        """Add its gradients to those of a step, if it is time: {name: value} for the log, {} else.
-        On every rank.
-        """
+        """Add gradients to a step's, if it is time -> {name: value} to log, or {}. Collective."""
         if step % self.args.keep_every:
             return {}
         accumulation, size = self.args.gradient_accumulation_steps, self.world.size

@@ -36,8 +36,7 @@ def known_tokens(found, k):
 class Scorer:
     """scorer(batch) -> ((ids (R, K), log-probabilities (R, K + 1), the last of all others), None).
 
-    url, name: of the server and its model. timeout: seconds that a call may take, and its
-    repetitions again.
+    url, name: of the server and its model. timeout: seconds of a call, and of its repetitions.
     """
 
     def __init__(self, url, name, k, timeout):

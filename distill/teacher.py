@@ -104,9 +104,7 @@ def evaluated(p, max_new_tokens):
 
 
 class Prompt(NamedTuple):
-    """role user: text before and behind the last user message; system: a message of its own;
-    none: nothing.
-    """
+    """role user: text around the last user message; system: a message of its own; none: nothing."""
     role: str
     before: str
     after: str = ""

@@ -14,9 +14,7 @@ OF_TEACHER = ("divergence", "js_beta", "on_policy", "max_new_tokens", "base_url"
 
 
 def check_flags(args, parser, world_size):
-    """UserError for what would fail, or do nothing, later; a prompt without a teacher is read by
-    the base itself.
-    """
+    """UserError for what would fail, or do nothing, later. A prompt alone: the base reads it."""
     def given(flag):
         return getattr(args, flag) != parser.get_default(flag)
     args.teacher_path = args.teacher_path or (args.prompt_file and args.model_path)
@@ -29,8 +27,19 @@ def check_flags(args, parser, world_size):
     for flag in ("refresh_steps", "request_timeout"):
         need(args.base_url or args.teacher_url and flag == "request_timeout" or not given(flag),
              f"--{flag} needs --base_url")
-    check_keep(args, given)
-    check_url(args, given)
+    need(args.teacher_url or not given("teacher_name"), "--teacher_name needs --teacher_url")
+    if args.teacher_url:
+        need(args.teacher_path,
+             "--teacher_url needs --teacher_path, a folder with the server's config.json and "
+             "tokenizer: they prove that the student has its vocabulary")
+        need(args.distill_topk,
+             "--teacher_url needs --distill_topk: a server tells the likeliest tokens")
+    for flag in ("keep_weight", "keep_every"):
+        need(args.keep or not given(flag), f"--{flag} needs --keep")
+    if args.keep:
+        flags.at_least_one(args, "keep_every")
+        need(args.keep_weight > 0, f"--keep_weight is {args.keep_weight}; it must be above 0")
+        need(not args.compile, "--compile and --keep exclude each other: the shapes change")
     if not args.teacher_path:
         for flag in OF_TEACHER:
             need(not given(flag), f"--{flag} needs --prompt_file or --teacher_path")
@@ -53,27 +62,6 @@ def check_flags(args, parser, world_size):
          "--on_policy needs --distill_weight 1: the student's own answers are no targets")
     if args.prompt_file and args.prompt_role == "user":
         args.train_turns = "last"
-
-
-def check_url(args, given):
-    """check_flags for --teacher_url."""
-    need(args.teacher_url or not given("teacher_name"), "--teacher_name needs --teacher_url")
-    if args.teacher_url:
-        need(args.teacher_path,
-             "--teacher_url needs --teacher_path, a folder with the server's config.json and "
-             "tokenizer: they prove that the student has its vocabulary")
-        need(args.distill_topk,
-             "--teacher_url needs --distill_topk: a server tells the likeliest tokens")
-
-
-def check_keep(args, given):
-    """check_flags for --keep. given(flag): whether it has another value than its default."""
-    for flag in ("keep_weight", "keep_every"):
-        need(args.keep or not given(flag), f"--{flag} needs --keep")
-    if args.keep:
-        flags.at_least_one(args, "keep_every")
-        need(args.keep_weight > 0, f"--keep_weight is {args.keep_weight}; it must be above 0")
-        need(not args.compile, "--compile and --keep exclude each other: the shapes change")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -134,9 +122,8 @@ def context(record):
 
 
 def behind_prompt(prompt, encoder, records, results):
-    """[(ids, mask, tokens of the student)] or ValueErrors: results of the student's encoder.encode,
-    each followed by its teacher's: behind its own context and the prompt, with the very tokens of
-    the student's answers.
+    """[(ids, mask, tokens of the student)] or ValueErrors: the student's results of encoder.encode,
+    each followed by the teacher's, which has its context and the very tokens of the answers.
     """
     from distill.teacher import with_prompt
     asked, taught = [], [None] * len(records)

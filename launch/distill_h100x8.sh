@@ -8,10 +8,9 @@
 #   PARSER=whole PROMPT=system.txt PROMPT_ROLE=system bash launch/distill_h100x8.sh chats.jsonl mine
 #   ON_POLICY=0.5 PARSER=whole bash launch/distill_h100x8.sh chats.jsonl mine
 #
-# With ON_POLICY the student then draws that share of the answers anew at each step, and the teacher
-# scores all of them behind the prompt (train_sft.py --teacher_path), sharded over the same GPUs as
-# the student: 30B in bfloat16 are 7.6 GB on each of 8, and neither half of the node waits for the
-# other, as 4 GPUs for each would. Both need one vocabulary.
+# With ON_POLICY the student draws that share of the answers anew at each step, and the teacher, of
+# the same vocabulary, scores all (--teacher_path), sharded over the student's GPUs: 30B in bfloat16
+# are 7.6 GB on each of 8. On GPUs of its own it would wait for the student, and the student for it.
 #
 # DRY_RUN=1 prints the command of each step and ends. A step that is finished, by the checksum of
 # what it made, is skipped; Ctrl-C, SIGTERM or a failure lose nothing that was finished, the same
