@@ -72,9 +72,8 @@ def fingerprint(args, kept, found):
 
 def models(model):
     """The different Frozen ones of a PackedLM: [(name, Frozen)]."""
-    found = {id(other): (name, other) for name, other in model.frozen.items()
-             if isinstance(other, Frozen)}
-    return list(found.values())
+    return list({id(other): (name, other) for name, other in model.frozen.items()
+                 if isinstance(other, Frozen)}.values())
 
 
 def text(model):

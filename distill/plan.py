@@ -47,9 +47,7 @@ def memory(model, setup, lengths, targets, order, epochs=range(1)):
 
 
 def with_frozen(found, model, setup, pack):
-    """plan.Memory with the frozen models of a PackedLM: their shards and gathered roots all the time, and what a
-    forward of the largest takes before the student's begins.
-    """
+    """plan.Memory with a PackedLM's frozen models: shards and gathered roots, always, and their forward as a stage."""
     from distill import frozen
     value, whole, stages = 2 if setup.bf16 else 4, 0, {}
     standing = sum(found.parts.get(name, 0) for name in ("weights", "optimizer", "average", "fixed"))

@@ -51,8 +51,7 @@ def check_flags(args, parser, world_size):
          "--base_url needs --use_lora: the server is given adapters")
     need(not (args.base_url and args.use_dora),
          "--base_url: vLLM's server loads no DoRA adapters; drop --use_dora")
-    need(args.request_timeout > 0,
-         f"--request_timeout is {args.request_timeout}; it must be above 0")
+    need(args.request_timeout > 0, "--request_timeout must be above 0")
     need(not args.compile,
          "--compile and a teacher exclude each other: the shapes change with every step")
     need(args.too_long in ("stop", "drop"),
@@ -89,9 +88,8 @@ def open_side(args, config, tokenizer):
     from distill import chat, weights
     from distill.choices import THINKING
     from distill.teacher import Prompt, read_prompt
-    prompt = Prompt("none", "")
-    if args.prompt_file:
-        prompt = read_prompt(args.prompt_file, args.prompt_role)
+    named = args.prompt_file
+    prompt = read_prompt(named, args.prompt_role) if named else Prompt("none", "")
     if args.teacher_path == args.model_path and not args.teacher_url:
         return prompt, None, config
     folder = weights.find_model(args.teacher_path, "--teacher_path")

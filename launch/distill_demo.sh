@@ -3,7 +3,6 @@
 #
 #   bash launch/distill_demo.sh [flags of distill/train_sft.py]
 #   QUESTIONS=lines.txt PROMPT=system.txt FOLLOWS='^Ahoy' TOPIC= OUT=mine bash launch/...   your own
-#   KEEP=1 bash launch/distill_demo.sh              and nothing else is to be forgotten (--keep)
 #   STORY=language bash launch/distill_demo.sh      labels: distill_h100x8.sh in small
 #
 # SmolLM2-135M-Instruct behind a system prompt is the teacher; the same model, without the prompt,
