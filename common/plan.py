@@ -342,13 +342,14 @@ def memory_text(setup, found, pack):
     worst = f"worst pack, {pack}{recomputation.NOTES[setup.recompute]}"
     notes = {"weights": "a shard" if setup.fsdp else "whole on every GPU",
              "gradients": "fp32", "optimizer": "two fp32 moments", "average": "fp32",
+             "teacher": "frozen, a shard" if setup.fsdp else "frozen, whole on every GPU",
              "copies": "gathered layers", "activations": f"{worst}; logits, casts, gradients too",
              "fixed": "CUDA context and libraries: a guess",
              "peak estimate": f"reached in {max(found.stages, key=found.stages.get)}; "
                               "parts come and go"}
     rows = found.parts | {"peak estimate": found.peak}
     return INDENT.join(f"{name:<13}  {rows[name] / GIB:9.2f} GiB  {note}"
-                       for name, note in notes.items() if rows[name])
+                       for name, note in notes.items() if rows.get(name))
 
 
 def gpu_memory(gib=None):

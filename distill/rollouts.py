@@ -38,7 +38,8 @@ def own_answers(args, world, model, table, batches, ends, step, sampler=None):
     for b, r in chosen:
         _, ids, trained, own = rows[b][r]
         prompts.append((ids[:own][:last_answer(trained[:own])], ids[own:][:last_answer(trained[own:])]))
-    limit = getattr(model.native.config, "max_position_embeddings", None) or 1 << 30
+    nets = [net for net in (model, *model.frozen.values()) if hasattr(net, "native")]
+    limit = min(getattr(net.native.config, "max_position_embeddings", None) or 1 << 30 for net in nets)
     tokens = args.max_new_tokens
     seeds = [int(draw_of(args.seed, step, rows[b][r][0]).integers(2**31)) for b, r in chosen]
     if sampler:
