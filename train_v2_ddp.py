@@ -75,6 +75,7 @@ def build_parser():
     g.add_argument("--audio_loss_reduction", choices=("mean", "sum"), default="mean",
                    help="over the codebooks: mean, or sum as transformers does (8 times larger)")
     g.add_argument("--text_loss_weight", type=float, default=1.0, help="weight of the text loss, 0 = audio only")
+    choices.keep(g)
 
     g = flags.speed(p, parallel="ddp", bf16_help="bfloat16 compute; a frozen base is stored in bfloat16")
     flags.sharding(g)
@@ -115,6 +116,7 @@ def check_flags(args, world_size):
         need(args.sample_prompts or getattr(args, flag) == {"sample_seconds": 10, "sample_time_limit": 120}[flag],
              f"--{flag} needs --sample_prompts")
     choices.check_judges(args, bool(args.sample_prompts))
+    choices.check_keep(args)
     need(not args.sample_prompts or args.sample_time_limit < args.wait_timeout,
          f"--sample_time_limit {args.sample_time_limit:g} must be below --wait_timeout {args.wait_timeout}")
     flags.check_lora(args, build_parser())
@@ -154,7 +156,7 @@ from common.json_files import read_object
 from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.problems import collect
 from common.watchdog import stop_requested
-from data import make_loader, prepare_table
+from data import collate, make_loader, prepare_table
 from speech.data import text_normalization
 from speech.data.code_cache import FRAME_RATE
 from speech.data.dataset import Encoding, data_facts, samples_line, split_samples, usable_samples
@@ -334,6 +336,15 @@ def load_prompts(args, tokenizer, ids, config, codec_dir, world):
     return sample_prompts.load(args, tokenizer, ids, config, codec_dir, world)
 
 
+def load_kept(args, tokenizer, ids, config, codec_dir, folder, world):
+    """keep.Keeper of --keep, or None; on every rank. folder: of the base. Raises UserError."""
+    if not args.keep:
+        return None
+    from speech.voice import keep
+    base = tensor_files.fingerprint_weights(folder)
+    return keep.load(args, tokenizer, ids, config, codec_dir, base, world)
+
+
 # ------------------------------------------------------------------------------------------------
 # Reports
 
@@ -432,12 +443,13 @@ def train(args):
     config, tokenizer = module.read_config(config_dict), module.load_tokenizer(folder)
     ids = module.token_ids(tokenizer, config)
     # a run ends at the first mistake, a dry run names them all
-    *_, (model, parts), table, speaker = collect(
+    *_, (model, parts), table, speaker, keeper = collect(
         dry, lambda: run.check_folders(args), lambda: distributed.check_bf16(device, args.bf16),
         lambda: run.check_float8(args, device),
         lambda: empty_trained_model(module, folder, config_dict, args),
         lambda: read_data(args, tokenizer, ids, codec_dir, work_dir, world),
-        lambda: load_prompts(args, tokenizer, ids, config, codec_dir, world))
+        lambda: load_prompts(args, tokenizer, ids, config, codec_dir, world),
+        lambda: load_kept(args, tokenizer, ids, config, codec_dir, folder, world))
     held_out = 0 if args.disable_eval else args.validation_split
     all_train, all_eval = split_samples(table, held_out, args.seed)
     train_ids, eval_ids = usable_samples(
@@ -452,6 +464,8 @@ def train(args):
     if args.auto and plan.choose(args, world, ranks, model, data):
         model, parts = empty_trained_model(module, folder, config_dict, args)
     identity = run_identity(folder, table, train_ids, args) if main_rank else None
+    if keeper and main_rank:
+        identity["--keep"] = keeper.fingerprint
     validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
     resume, meta = run.find_resume(args.output_dir, args.resume, identity, world)
 
@@ -496,8 +510,12 @@ def train(args):
     betas = (0.9, args.adam_beta2)
     optimizer = optim.build_adamw(
         model.named_parameters(), peak_lr, args.weight_decay, betas, decays)
+    if keeper:
+        watch.moved("the base speaks --keep", args.wait_timeout)
+        often += "\n" + keeper.speak(world, model)
     distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
-    facts = run.Facts(Sums.size(ids.num_codebooks), validation, table.name)
+    size = Sums.size(ids.num_codebooks)
+    facts = run.Facts(size + 2 * bool(keeper), validation, table.name)
     state = run.TrainState(world, watch, args, order, total_steps, (resume, meta), facts)
     state.restore(model, optimizer)
     epochs = sys.maxsize if args.max_steps else args.num_train_epochs
@@ -572,6 +590,8 @@ def train(args):
             shown = micro == state.step % args.strategic_logging_steps == 0
             if args.enable_strategic_logging and main_rank and shown:
                 print_sample(table, tokenizer, batch)
+            if keeper:      # before that pass, which sums these gradients over the ranks as well
+                sums[size:] += keeper.hold(wrapped, collate, world, state.step, micro)
             # one pass, whose gradients ranks sum in the last micro-step; more by --replay_every
             for summed in state.passes(wrapped, trainable, micro):
                 with distributed.gradient_sync(wrapped, summed):
@@ -584,7 +604,7 @@ def train(args):
                     (loss * world.size).backward()
                 # whether it is finite is asked a step later; then these samples can be named
                 state.note_loss(loss, mine)
-            sums += sums_of(losses, batch).flat()
+            sums[:size] += sums_of(losses, batch).flat()
 
         # -- step: clipped; skipped on all ranks alike where a gradient is not finite ------------
         factor = optim.lr_factor(state.step, total_steps, args.warmup_steps, args.lr_scheduler,
@@ -605,8 +625,10 @@ def train(args):
         if state.due(args.logging_steps):
             # a collective: on every rank, though rank 0 alone prints
             sums = distributed.all_sum(world, state.sums).tolist()
-            values = module.loss_report(sums, args.audio_loss_reduction, args.text_loss_weight,
-                                        "train")
+            values = module.loss_report(sums[:size], args.audio_loss_reduction,
+                                        args.text_loss_weight, "train")
+            if keeper and sums[-1]:
+                values["train/keep_kl"] = sums[-2] / sums[-1]
             if main_rank:
                 state.log_step(values, lambda v: console_line(state.step, total_steps, v),
                                audio_seconds_per_second=state.sums_since["frames"] / FRAME_RATE)
