@@ -90,6 +90,7 @@ def build_parser():
     g.add_argument("--sample_time_limit", type=float, default=120.0,
                    help="seconds that generating all of them may take at one validation")
     choices.judges(p.add_argument_group("what judges the sample prompts, on rank 0"))
+    choices.best(p.add_argument_group("which checkpoint is the best"))
     return flags.accept_old(p)
 
 
@@ -117,6 +118,7 @@ def check_flags(args, world_size):
              f"--{flag} needs --sample_prompts")
     choices.check_judges(args, bool(args.sample_prompts))
     choices.check_keep(args)
+    choices.check_best(args)
     need(not args.sample_prompts or args.sample_time_limit < args.wait_timeout,
          f"--sample_time_limit {args.sample_time_limit:g} must be below --wait_timeout {args.wait_timeout}")
     flags.check_lora(args, build_parser())
@@ -467,6 +469,8 @@ def train(args):
     if keeper and main_rank:
         identity["--keep"] = keeper.fingerprint
     validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
+    if args.best_by != "loss":
+        validation += [args.best_by, args.sample_prompts]
     resume, meta = run.find_resume(args.output_dir, args.resume, identity, world)
 
     # -- order, number of steps: every rank knows them without asking; so all agree ---------------
@@ -536,7 +540,10 @@ def train(args):
 
     # -- loop: validation and checkpoint of the steps so far, then the next step -----------------
     stopping, saving = False, False
-    state.eval_due = state.eval_due and validates       # of a validation that a signal broke off
+    compared = args.best_by != "loss" or args.early_stop_patience > 0
+    # of a validation that a signal broke off; and what the base does, to compare with
+    state.eval_due = bool((state.eval_due or compared and state.step == 0) and validates)
+    stale = meta.get("stale", 0) if meta and meta["validation"] == validation else 0
     while True:
         # -- validate ----------------------------------------------------------------------------
         with state.pause():     # not training time
@@ -559,15 +566,20 @@ def train(args):
                         values |= speaker.speak(world, model, state, args.bf16)
                     if values and main_rank:
                         state.log.write(state.step, values)
-                    better = state.better(values.get("eval/loss", math.nan))
+                    if compared:
+                        from speech.voice import best
+                        better, stale = best.judge(state, values, args.best_by, stale)
+                    else:
+                        better = state.better(values.get("eval/loss", math.nan))
+            enough = bool(args.early_stop_patience) and stale >= args.early_stop_patience
 
             # -- save: every so often, before a stop, and whenever validation is best ------------
-            if (better or saving or stopping) and state.saved_step != state.step:
-                about = state.to_save(identity, data=data_facts(table, train_ids))
+            if (better or saving or stopping or enough) and state.saved_step != state.step:
+                about = state.to_save(identity, data=data_facts(table, train_ids), stale=stale)
                 # copied off the device here, written behind the next steps
                 save_checkpoint(module, world, state.writer, model, tokenizer, folder, optimizer,
                                 about)
-        if state.step >= total_steps or stopping:
+        if state.step >= total_steps or stopping or enough:
             break
 
         # every rank knows the samples of this step on all ranks, from the order alone: so it can
@@ -634,7 +646,12 @@ def train(args):
                                audio_seconds_per_second=state.sums_since["frames"] / FRAME_RATE)
             state.sums.zero_()
             state.begin_line()
-    state.finish(stopping)
+    if not compared:
+        return state.finish(stopping)
+    from speech.voice import best
+    early = f" (nothing better in {stale} validations)" if state.step < total_steps else ""
+    state.finish(stopping, early, best.done(state, args.best_by),
+                 lambda rows: [best.clause(rows, args.best_by, state.best_step)])
 
 
 if __name__ == "__main__":

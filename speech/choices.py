@@ -75,6 +75,25 @@ def check_judges(args, speaks=True):
         need(speaks or not getattr(args, name), f"--{name} needs --sample_prompts")
 
 
+def best(group):
+    """Flags of speech/voice/best.py."""
+    group.add_argument("--best_by", choices=("loss", "wer", "cer", "sim"), default="loss",
+                       help="validation loss, or of the sample prompts word errors, character errors, or the likeness "
+                            "of voices; of equal ones the lower loss decides")
+    group.add_argument("--early_stop_patience", type=int, default=0,
+                       help="stop after so many validations without a better one, 0 = never")
+
+
+def check_best(args):
+    """The flags of best()."""
+    flags.zero_or_more(args, "early_stop_patience")
+    need(args.best_by not in ("wer", "cer") or args.asr_model or args.asr_command,
+         f"--best_by {args.best_by} needs --sample_prompts and --asr_model or --asr_command")
+    need(args.best_by != "sim" or args.speaker_model, "--best_by sim needs --sample_prompts and --speaker_model")
+    need(not args.early_stop_patience or not args.disable_eval or args.best_by != "loss",
+         "--early_stop_patience needs validation: drop --disable_eval")
+
+
 def keep(group):
     """Flags of what a fine-tuning shall not undo (speech/voice/keep.py)."""
     group.add_argument("--keep", metavar="FILE", help="texts, with or without a voice, as --sample_prompts takes them: "
