@@ -51,11 +51,16 @@ def recognisers(group):
                                           "rules)")
 
 
+def speakers(group):
+    """The flag of what tells voices apart (scores.py)."""
+    group.add_argument("--speaker_model", help="encoder that gives the likeness of voices: resemblyzer, or folder or "
+                                               "hub name of a transformers x-vector model, such as WavLM's")
+
+
 def judges(group):
     """Flags of what judges generated speech (scores.py)."""
     recognisers(group)
-    group.add_argument("--speaker_model", help="encoder that gives the likeness of voices: resemblyzer, or folder or "
-                                               "hub name of a transformers x-vector model, such as WavLM's")
+    speakers(group)
     flags.switch(group, "--mos", help="estimate naturalness by DNSMOS, of the package speechmos")
 
 
