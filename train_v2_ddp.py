@@ -414,7 +414,8 @@ def code_cache(args):
 
 def read_data(args, tokenizer, ids, codec_dir, work_dir, world):
     """The Table of the user's files, made in work_dir. A dry run encodes nothing."""
-    sources = Sources(*choices.sources(args), Reading(**choices.reading(args)),
+    sources = Sources(*choices.sources(args), Reading(
+                      **choices.reading(args), lone_reference=ids.lone_reference),
                       args.preprocess_num_proc, args.drop_bad)
     encoding = Encoding(codec_dir, code_cache(args), ids.num_codebooks, args.preprocess_num_proc,
                         args.wait_timeout)

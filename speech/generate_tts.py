@@ -39,7 +39,8 @@ def build_parser():
     g.add_argument("--prompts", help="file: one text a line, or with the voice to take in it ChatML .json/.jsonl or a "
                                      "list of Seed-TTS-eval, .lst")
     g.add_argument("--reference_audio", help="clip whose voice is taken, for texts and lines")
-    g.add_argument("--reference_text", help="what is said in --reference_audio")
+    g.add_argument("--reference_text", help="what is said in --reference_audio; Higgs TTS 3 clones without it, "
+                   "too")
     g.add_argument("--system_prompt", help="for texts and lines (default: as in training, by the [SPEAKER*] tags of "
                    "each text)")
     g.add_argument("--scene", help="scene description for texts and lines, e.g. 'Audio is recorded from a quiet room.'")
@@ -78,8 +79,7 @@ def check_flags(args, world_size):
     chatml = bool(args.prompts) and args.prompts.lower().endswith(CHATML)
     for flag in ("reference_audio", "reference_text", "system_prompt", "scene"):
         need(not (chatml and getattr(args, flag)), f"--{flag} is for texts and lines; a ChatML prompt says so itself")
-    need(bool(args.reference_audio) == bool(args.reference_text),
-         "--reference_audio and --reference_text go together: the model needs to know what the clip says")
+    need(args.reference_audio or not args.reference_text, "--reference_text says what is said in --reference_audio")
     flags.zero_or_more(args, "temperature", "top_k", "ras_window", "ras_repeats", "seed")
     need(args.seed < 2**62, f"--seed is {args.seed}; it must be below 2**62")
     need(args.top_p is None or 0 < args.top_p <= 1, f"--top_p is {args.top_p}; it must be more than 0 and at most 1")
@@ -271,6 +271,8 @@ def main(argv=None):
         module = versions.module(config_dict)
         wanted = args.normalize_text or ("off" if versions.is_third(config_dict["model_type"]) else None)
         normalize, why = setting_to_speak(wanted, folder, args.adapter)
+        need(args.reference_text or not args.reference_audio or versions.is_third(config_dict["model_type"]),
+             "--reference_audio and --reference_text go together: the model needs to know what the clip says")
         samples = read_texts(args, normalize)
         config, tokenizer = module.read_config(config_dict), module.load_tokenizer(folder)
         ids = module.token_ids(tokenizer, config)

@@ -145,9 +145,9 @@ def text_prompts(named_texts, normalize, reference_audio=None, reference_text=No
     """
     reference = []
     if reference_audio:
-        reference = [{"role": "user", "content": reference_text},
-                     {"role": "assistant",
-                      "content": {"type": "audio", "audio_url": reference_audio}}]
+        reference = [{"role": "user", "content": reference_text}] * bool(reference_text)
+        reference += [{"role": "assistant",
+                       "content": {"type": "audio", "audio_url": reference_audio}}]
     def messages(text):
         said, heard_in = system, scene
         if not system:
