@@ -1,4 +1,4 @@
-"""--keep: how far a fine-tuned model has gone from its base, on one batch and by one set of weights."""
+"""--keep: how far a fine-tuned model has gone from its base; one set of weights computes both."""
 import torch
 import torch.nn.functional as F
 
@@ -7,7 +7,7 @@ from speech.model.labels import IGNORE
 
 
 def from_base(model, batch):
-    """(K,) fp32: KL(base || model) of each codebook, summed over the batch's trained cells, in nats.
+    """(K,) fp32: KL(base || model) of each codebook in nats, summed over the batch's trained cells.
 
     model: a versions.packed with adapters; switched off they leave the base, which gets no gradient
     and no dropout. Where the model knows what the base knows, it is 0, whatever the codes.
