@@ -14,8 +14,8 @@ docs/log.md shows.
 
 merges that adapter into the base and fine-tunes what it made on launch/voice's 600 clips of `rms` without references,
 as launch/demo.sh does: is `slt` lost behind a clip of `slt`? With nothing done against it; with a quarter of the old
-recordings mixed in; with --keep, which has no old recordings, but 300 other texts behind clips of both voices. Writes
-bench/results/voice_keep-cpu.json.
+recordings mixed in; with --keep, which has no old recordings, but 300 other texts behind clips of both voices. Prints
+what it found.
 """
 import argparse
 import json
@@ -190,7 +190,10 @@ def main(argv=None):
         write_atomically(out_dir / "train.json", lambda path: path.write_text(json.dumps(samples)))
     train(out_dir, VOICE / "model", [out_dir / "train.json"], out_dir / "run", args.steps)
     if args.forget:
-        print(json.dumps(forget(out_dir, args)))
+        for arm, found in forget(out_dir, args).items():
+            print(f"{arm:<10}" + "; ".join(
+                f"behind {voice}: {of['nearest'][voice]:.1%} nearest to it, {of['wer']:.1%} of the words mistaken"
+                for voice, of in found.items()))
         return
     judged = judge(out_dir, (*voice_codec.VOICES, *voice_codec.OTHERS), VOICE / "model",
                    out_dir / "run" / f"checkpoint-{args.steps}")
