@@ -331,20 +331,17 @@ def sums_of(losses, batch):
 
 
 def load_prompts(args, tokenizer, ids, config, codec_dir, world):
-    """sample_prompts.Speaker of --sample_prompts, or None; on every rank. Raises UserError."""
-    if not args.sample_prompts:
-        return None
-    from speech.voice import sample_prompts
-    return sample_prompts.load(args, tokenizer, ids, config, codec_dir, world)
-
-
-def load_kept(args, tokenizer, ids, config, codec_dir, folder, world):
-    """keep.Keeper of --keep, or None; on every rank. folder: of the base. Raises UserError."""
-    if not args.keep:
-        return None
-    from speech.voice import keep
-    base = tensor_files.fingerprint_weights(folder)
-    return keep.load(args, tokenizer, ids, config, codec_dir, base, world)
+    """(sample_prompts.Speaker of --sample_prompts, or None, keep.Keeper of --keep, or None); on
+    every rank. Raises UserError.
+    """
+    speaker, keeper = None, None
+    if args.sample_prompts:
+        from speech.voice import sample_prompts
+        speaker = sample_prompts.load(args, tokenizer, ids, config, codec_dir, world)
+    if args.keep:
+        from speech.voice import keep
+        keeper = keep.load(args, tokenizer, ids, config, codec_dir, world)
+    return speaker, keeper
 
 
 # ------------------------------------------------------------------------------------------------
@@ -446,13 +443,12 @@ def train(args):
     config, tokenizer = module.read_config(config_dict), module.load_tokenizer(folder)
     ids = module.token_ids(tokenizer, config)
     # a run ends at the first mistake, a dry run names them all
-    *_, (model, parts), table, speaker, keeper = collect(
+    *_, (model, parts), table, (speaker, keeper) = collect(
         dry, lambda: run.check_folders(args), lambda: distributed.check_bf16(device, args.bf16),
         lambda: run.check_float8(args, device),
         lambda: empty_trained_model(module, folder, config_dict, args),
         lambda: read_data(args, tokenizer, ids, codec_dir, work_dir, world),
-        lambda: load_prompts(args, tokenizer, ids, config, codec_dir, world),
-        lambda: load_kept(args, tokenizer, ids, config, codec_dir, folder, world))
+        lambda: load_prompts(args, tokenizer, ids, config, codec_dir, world))
     held_out = 0 if args.disable_eval else args.validation_split
     all_train, all_eval = split_samples(table, held_out, args.seed)
     train_ids, eval_ids = usable_samples(
@@ -468,6 +464,7 @@ def train(args):
         model, parts = empty_trained_model(module, folder, config_dict, args)
     identity = run_identity(folder, table, train_ids, args) if main_rank else None
     if keeper and main_rank:
+        keeper.fingerprint += identity["base model"]
         identity["--keep"] = keeper.fingerprint
     validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
     if args.best_by != "loss":

@@ -6,7 +6,6 @@ over the codebooks, at every code. The base is the model with its adapters switc
 second one is in memory. No recordings are needed.
 """
 import hashlib
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,11 +29,8 @@ SECONDS = 30.0          # that a row's speech may take
 BATCH = 8               # rows spoken together
 
 
-def load(args, tokenizer, ids, config, codec_dir, base, world):
-    """Keeper of --keep, on every rank: its rows are checked, their references encoded, nothing
-    spoken.
-
-    base: fingerprint of the base model. Raises UserError with every row that cannot be used.
+def load(args, tokenizer, ids, config, codec_dir, world):
+    """Keeper of --keep, on every rank, nothing spoken. UserError with all rows that cannot be used.
     """
     def prepare():
         samples = generate.read_prompts(args.keep, args.normalize_text == "on")
@@ -47,7 +43,7 @@ def load(args, tokenizer, ids, config, codec_dir, base, world):
         return generate.prepare(samples, tokenizer, ids, codec, bandwidth, room), settings
 
     prompts, settings = distributed.rank0_first(world, prepare)
-    digest = hashlib.sha256(json.dumps([base, args.seed]).encode())
+    digest = hashlib.sha256(str(args.seed).encode())
     for prompt in prompts:
         digest.update(prompt.tokens.tobytes() + prompt.audio_ids.tobytes())
     return Keeper(prompts, settings, ids, args, digest.hexdigest()[:16])
@@ -76,7 +72,7 @@ class Keeper:
     settings: object
     ids: object
     args: object            # the trainer's flags
-    fingerprint: str        # of the rows, their references, the base and the seed
+    fingerprint: str        # of the rows, their references and the seed; then of the base, on rank 0
     samples: list = field(default_factory=list)     # of with_speech
 
     def speak(self, world, model):

@@ -1,6 +1,7 @@
 """--best_of and --split_text: the best of several takes, and long texts part by part."""
 import re
 import tempfile
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,7 @@ from speech.voice.sample_prompts import judge
 STRIDE = 1_000_003      # between the seeds of a prompt's takes: batches number theirs one by one
 PAUSE_S = 0.12          # of silence between parts
 FADE_S = 0.01           # at both ends of a part, so that a joint makes no click
-# behind sentences, clauses, words
-CUTS = (r"(?<=[.!?…])\s+|(?<=[。！？])", r"(?<=[,;:])\s+|(?<=[，；、])", r"\s+")
+SENTENCE = r"(?<=[.!?…])\s+|(?<=[。！？])"        # ends there
 
 
 def speak(native, codec, ids, settings, prompts, seed, takes, judges):
@@ -45,24 +45,15 @@ def speak(native, codec, ids, settings, prompts, seed, takes, judges):
 
 def parts(text, most):
     """[part] of a text, of at most `most` characters but for longer words: cut behind sentences,
-    then clauses, then words.
+    and longer sentences between words.
     """
-    found = [text]
-    for cut in CUTS:
-        pieces = [_filled(re.split(cut, part), most) if len(part) > most else [part]
-                  for part in found]
-        found = [piece for part in pieces for piece in part]
-    return found
-
-
-def _filled(pieces, most):
-    """Neighbours put together while they have at most `most` characters."""
     found = []
-    for piece in filter(None, pieces):
-        if found and len(found[-1]) + 1 + len(piece) <= most:
-            found[-1] += (" " if found[-1][-1].isascii() else "") + piece
-        else:
-            found.append(piece)
+    for sentence in re.split(SENTENCE, text):
+        for piece in textwrap.wrap(sentence, most, break_long_words=False, break_on_hyphens=False):
+            if found and len(found[-1]) + 1 + len(piece) <= most:
+                found[-1] += (" " if found[-1][-1].isascii() else "") + piece
+            else:
+                found.append(piece)
     return found
 
 

@@ -93,7 +93,7 @@ def test_what_does_not_end_is_spoken_again(voice, monkeypatch):
     ("One. Two! Three?", 100, ["One. Two! Three?"]), ("One. Two! Three?", 9, ["One. Two!", "Three?"]),
     ("One two, three four five.", 12, ["One two,", "three four", "five."]), ("Nodecimals 3.5 cut.", 15, ["Nodecimals 3.5", "cut."]),
     ("unbreakable", 3, ["unbreakable"]), ("你好。再见。谢谢。", 7, ["你好。再见。", "谢谢。"])])
-def test_texts_are_cut_behind_sentences_then_clauses_then_words(text, most, expected):
+def test_texts_are_cut_behind_sentences_else_between_words(text, most, expected):
     assert takes.parts(text, most) == expected
 
 
