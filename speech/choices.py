@@ -105,7 +105,7 @@ def keep(group):
                        "the base speaks them once, and the model is held near it there; needs --use_lora")
     group.add_argument("--keep_weight", type=float, default=1.0, help="weight of that divergence beside the loss, whatever "
                        "--keep_every is")
-    group.add_argument("--keep_every", type=int, default=8, help="steps from one with packs of --keep to the next; the "
+    group.add_argument("--keep_every", type=int, default=10, help="steps from one with packs of --keep to the next; the "
                        "default takes about a fifth of the time")
 
 
@@ -113,7 +113,7 @@ def check_keep(args):
     """The flags of keep()."""
     flags.above_zero(args, "keep_weight")
     flags.at_least_one(args, "keep_every")
-    need(args.keep or (args.keep_weight, args.keep_every) == (1, 8), "--keep_weight and --keep_every need --keep")
+    need(args.keep or (args.keep_weight, args.keep_every) == (1, 10), "--keep_weight and --keep_every need --keep")
     need(not args.keep or args.use_lora, "--keep needs --use_lora: a full fine-tuning would need a second model to keep "
                                          "near; mix old data in, --train_data_file new.json old.json:0.25")
     for name in ("train_audio_table", "replay_every"):

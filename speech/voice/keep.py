@@ -17,6 +17,7 @@ from common.checkpoint import write_atomically
 from common.distributed import UserError
 from common.packing import pack_order
 from common.watchdog import Stopped, stop_requested
+from speech.data.code_cache import FRAME_RATE
 from speech.data.conversations import Clip
 from speech.data.encode import load_codec
 from speech.model import versions
@@ -36,10 +37,12 @@ def load(args, tokenizer, ids, config, codec_dir, world):
         samples = generate.read_prompts(args.keep, args.normalize_text == "on")
         for sample in samples:      # the base says it anew
             sample.turns[-1].parts[-1] = Clip("")
-        settings = generate.sampling(config, SECONDS)
-        codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
         longest = args.max_length or versions.module(config).positions(config)
-        room = min(longest, args.max_tokens_per_batch or longest) - settings.max_new_tokens
+        longest = min(longest, args.max_tokens_per_batch or longest)
+        # half of a small pack is left to the prompt
+        settings = generate.sampling(config, min(SECONDS, longest / 2 / FRAME_RATE))
+        codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
+        room = longest - settings.max_new_tokens
         return generate.prepare(samples, tokenizer, ids, codec, bandwidth, room), settings
 
     prompts, settings = distributed.rank0_first(world, prepare)
@@ -92,8 +95,8 @@ class Keeper:
         found = [(prompt, spoken) for prompt, spoken in zip(self.prompts, codes) if len(spoken)]
         if len(found) * 2 < len(codes):
             raise UserError(f"--keep {self.args.keep}: the base ended {len(found)} of {len(codes)} "
-                            f"rows within {SECONDS:g} s: it cannot speak them, so there is nothing "
-                            "to keep")
+                            f"rows within {SECONDS:g} s or half a pack: it cannot speak them, so "
+                            "there is nothing to keep")
         self.samples = [{**with_speech(prompt, spoken.astype(np.int64), self.ids), "number": i}
                         for i, (prompt, spoken) in enumerate(found)]
         self.targets = np.array([self.ids.targets(len(spoken)) for _, spoken in found])

@@ -229,6 +229,16 @@ def test_resume_is_exact_and_does_not_speak_anew(shared, pool, voice, tmp_path):
 
 
 @pytest.mark.slow
+def test_packs_of_tokens_hold_kept_rows_as_well(pool, voice, tmp_path):
+    """Filled to their budget, as training packs are; a row that would not fit is named."""
+    flags = ("--max_steps", 3, "--keep", voice.root / "keep.json")
+    run = train_forked(pool, voice, tmp_path / "out", *KEPT, *flags, "--max_tokens_per_batch", 320)
+    assert "keep       5 rows as the base speaks them" in run.output and run.metrics("train/keep_kl")[3] > 0
+    small = train_forked(pool, voice, tmp_path / "small", *KEPT, *flags, "--max_tokens_per_batch", 120, ok=False)
+    assert small.status and "the model's positions have room for" in small.output
+
+
+@pytest.mark.slow
 def test_what_is_kept_is_less_forgotten(shared, pool, voice, tmp_path):
     """Without the pull the same run goes further from the base, by the same rows."""
     held = shared(*ONE).metrics("train/keep_kl")[5]
