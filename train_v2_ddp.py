@@ -75,6 +75,7 @@ def build_parser():
     g.add_argument("--audio_loss_reduction", choices=("mean", "sum"), default="mean",
                    help="over the codebooks: mean, or sum as transformers does (8 times larger)")
     g.add_argument("--text_loss_weight", type=float, default=1.0, help="weight of the text loss, 0 = audio only")
+    choices.keep(g)
 
     g = flags.speed(p, parallel="ddp", bf16_help="bfloat16 compute; a frozen base is stored in bfloat16")
     flags.sharding(g)
@@ -89,6 +90,7 @@ def build_parser():
     g.add_argument("--sample_time_limit", type=float, default=120.0,
                    help="seconds that generating all of them may take at one validation")
     choices.judges(p.add_argument_group("what judges the sample prompts, on rank 0"))
+    choices.best(p.add_argument_group("which checkpoint is the best"))
     return flags.accept_old(p)
 
 
@@ -115,6 +117,8 @@ def check_flags(args, world_size):
         need(args.sample_prompts or getattr(args, flag) == {"sample_seconds": 10, "sample_time_limit": 120}[flag],
              f"--{flag} needs --sample_prompts")
     choices.check_judges(args, bool(args.sample_prompts))
+    choices.check_keep(args)
+    choices.check_best(args)
     need(not args.sample_prompts or args.sample_time_limit < args.wait_timeout,
          f"--sample_time_limit {args.sample_time_limit:g} must be below --wait_timeout {args.wait_timeout}")
     flags.check_lora(args, build_parser())
@@ -154,7 +158,7 @@ from common.json_files import read_object
 from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.problems import collect
 from common.watchdog import stop_requested
-from data import make_loader, prepare_table
+from data import collate, make_loader, prepare_table
 from speech.data import text_normalization
 from speech.data.code_cache import FRAME_RATE
 from speech.data.dataset import Encoding, data_facts, samples_line, split_samples, usable_samples
@@ -327,11 +331,17 @@ def sums_of(losses, batch):
 
 
 def load_prompts(args, tokenizer, ids, config, codec_dir, world):
-    """sample_prompts.Speaker of --sample_prompts, or None; on every rank. Raises UserError."""
-    if not args.sample_prompts:
-        return None
-    from speech.voice import sample_prompts
-    return sample_prompts.load(args, tokenizer, ids, config, codec_dir, world)
+    """(sample_prompts.Speaker of --sample_prompts, or None, keep.Keeper of --keep, or None); on
+    every rank. Raises UserError.
+    """
+    speaker, keeper = None, None
+    if args.sample_prompts:
+        from speech.voice import sample_prompts
+        speaker = sample_prompts.load(args, tokenizer, ids, config, codec_dir, world)
+    if args.keep:
+        from speech.voice import keep
+        keeper = keep.load(args, tokenizer, ids, config, codec_dir, world)
+    return speaker, keeper
 
 
 # ------------------------------------------------------------------------------------------------
@@ -401,7 +411,8 @@ def code_cache(args):
 
 def read_data(args, tokenizer, ids, codec_dir, work_dir, world):
     """The Table of the user's files, made in work_dir. A dry run encodes nothing."""
-    sources = Sources(*choices.sources(args), Reading(**choices.reading(args)),
+    sources = Sources(*choices.sources(args), Reading(
+                      **choices.reading(args), lone_reference=ids.lone_reference),
                       args.preprocess_num_proc, args.drop_bad)
     encoding = Encoding(codec_dir, code_cache(args), ids.num_codebooks, args.preprocess_num_proc,
                         args.wait_timeout)
@@ -432,7 +443,7 @@ def train(args):
     config, tokenizer = module.read_config(config_dict), module.load_tokenizer(folder)
     ids = module.token_ids(tokenizer, config)
     # a run ends at the first mistake, a dry run names them all
-    *_, (model, parts), table, speaker = collect(
+    *_, (model, parts), table, (speaker, keeper) = collect(
         dry, lambda: run.check_folders(args), lambda: distributed.check_bf16(device, args.bf16),
         lambda: run.check_float8(args, device),
         lambda: empty_trained_model(module, folder, config_dict, args),
@@ -448,11 +459,16 @@ def train(args):
         torch.set_float32_matmul_precision("high")
     if args.auto or dry:
         from speech import plan
-        data = plan.Data(table, ids, train_ids, eval_ids, speaker)
+        data = plan.Data(table, ids, train_ids, eval_ids, speaker or keeper)
     if args.auto and plan.choose(args, world, ranks, model, data):
         model, parts = empty_trained_model(module, folder, config_dict, args)
     identity = run_identity(folder, table, train_ids, args) if main_rank else None
+    if keeper and main_rank:
+        keeper.fingerprint += identity["base model"]
+        identity["--keep"] = keeper.fingerprint
     validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
+    if args.best_by != "loss":
+        validation += [args.best_by, args.sample_prompts]
     resume, meta = run.find_resume(args.output_dir, args.resume, identity, world)
 
     # -- order, number of steps: every rank knows them without asking; so all agree ---------------
@@ -496,8 +512,12 @@ def train(args):
     betas = (0.9, args.adam_beta2)
     optimizer = optim.build_adamw(
         model.named_parameters(), peak_lr, args.weight_decay, betas, decays)
+    if keeper:
+        watch.moved("the base speaks --keep", args.wait_timeout)
+        often += "\n" + keeper.speak(world, model)
     distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
-    facts = run.Facts(Sums.size(ids.num_codebooks), validation, table.name)
+    size = Sums.size(ids.num_codebooks)
+    facts = run.Facts(size + 2 * bool(keeper), validation, table.name)
     state = run.TrainState(world, watch, args, order, total_steps, (resume, meta), facts)
     state.restore(model, optimizer)
     epochs = sys.maxsize if args.max_steps else args.num_train_epochs
@@ -518,7 +538,10 @@ def train(args):
 
     # -- loop: validation and checkpoint of the steps so far, then the next step -----------------
     stopping, saving = False, False
-    state.eval_due = state.eval_due and validates       # of a validation that a signal broke off
+    compared = args.best_by != "loss" or args.early_stop_patience > 0
+    # of a validation that a signal broke off; and what the base does, to compare with
+    state.eval_due = bool((state.eval_due or compared and state.step == 0) and validates)
+    stale = meta.get("stale", 0) if meta and meta["validation"] == validation else 0
     while True:
         # -- validate ----------------------------------------------------------------------------
         with state.pause():     # not training time
@@ -541,15 +564,20 @@ def train(args):
                         values |= speaker.speak(world, model, state, args.bf16)
                     if values and main_rank:
                         state.log.write(state.step, values)
-                    better = state.better(values.get("eval/loss", math.nan))
+                    if compared:
+                        from speech.voice import best
+                        better, stale = best.judge(state, values, args.best_by, stale)
+                    else:
+                        better = state.better(values.get("eval/loss", math.nan))
+            enough = bool(args.early_stop_patience) and stale >= args.early_stop_patience
 
             # -- save: every so often, before a stop, and whenever validation is best ------------
-            if (better or saving or stopping) and state.saved_step != state.step:
-                about = state.to_save(identity, data=data_facts(table, train_ids))
+            if (better or saving or stopping or enough) and state.saved_step != state.step:
+                about = state.to_save(identity, data=data_facts(table, train_ids), stale=stale)
                 # copied off the device here, written behind the next steps
                 save_checkpoint(module, world, state.writer, model, tokenizer, folder, optimizer,
                                 about)
-        if state.step >= total_steps or stopping:
+        if state.step >= total_steps or stopping or enough:
             break
 
         # every rank knows the samples of this step on all ranks, from the order alone: so it can
@@ -572,6 +600,8 @@ def train(args):
             shown = micro == state.step % args.strategic_logging_steps == 0
             if args.enable_strategic_logging and main_rank and shown:
                 print_sample(table, tokenizer, batch)
+            if keeper:      # before that pass, which sums these gradients over the ranks as well
+                sums[size:] += keeper.hold(wrapped, collate, world, state.step, micro)
             # one pass, whose gradients ranks sum in the last micro-step; more by --replay_every
             for summed in state.passes(wrapped, trainable, micro):
                 with distributed.gradient_sync(wrapped, summed):
@@ -584,7 +614,7 @@ def train(args):
                     (loss * world.size).backward()
                 # whether it is finite is asked a step later; then these samples can be named
                 state.note_loss(loss, mine)
-            sums += sums_of(losses, batch).flat()
+            sums[:size] += sums_of(losses, batch).flat()
 
         # -- step: clipped; skipped on all ranks alike where a gradient is not finite ------------
         factor = optim.lr_factor(state.step, total_steps, args.warmup_steps, args.lr_scheduler,
@@ -605,14 +635,21 @@ def train(args):
         if state.due(args.logging_steps):
             # a collective: on every rank, though rank 0 alone prints
             sums = distributed.all_sum(world, state.sums).tolist()
-            values = module.loss_report(sums, args.audio_loss_reduction, args.text_loss_weight,
-                                        "train")
+            values = module.loss_report(sums[:size], args.audio_loss_reduction,
+                                        args.text_loss_weight, "train")
+            if keeper and sums[-1]:
+                values["train/keep_kl"] = sums[-2] / sums[-1]
             if main_rank:
                 state.log_step(values, lambda v: console_line(state.step, total_steps, v),
                                audio_seconds_per_second=state.sums_since["frames"] / FRAME_RATE)
             state.sums.zero_()
             state.begin_line()
-    state.finish(stopping)
+    if not compared:
+        return state.finish(stopping)
+    from speech.voice import best
+    early = f" (nothing better in {stale} validations)" if state.step < total_steps else ""
+    state.finish(stopping, early, best.done(state, args.best_by),
+                 lambda rows: [best.clause(rows, args.best_by, state.best_step)])
 
 
 if __name__ == "__main__":

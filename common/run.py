@@ -409,10 +409,11 @@ class TrainState:
                 **more, "skipped": self.flags.bad_total, "args": flags.stored(self.args),
                 "unlogged": distributed.all_sum(self.world, self.sums.clone()).tolist()}
 
-    def finish(self, stopped, note="", best="validation loss {:.4f}"):
+    def finish(self, stopped, note="", best="validation loss {:.4f}", more=lambda rows: []):
         """Wait for the last checkpoint and say how the run ended. stopped: on request, before its end.
 
-        note: words behind the last step; best: how to print the best loss.
+        note: words behind the last step; best: how to print the best loss. more: clauses of the verdict, of the rows
+        of metrics.jsonl.
         """
         self.watch.moved("waiting for the last checkpoint", self.args.wait_timeout)
         self.writer.finish()
@@ -429,4 +430,5 @@ class TrainState:
         best = f"; best {best.format(self.best_loss)} at step {self.best_step}" if self.best_step is not None else ""
         print(f"done       step {self.step}{note}; {self.flags.bad_total} steps skipped; final checkpoint "
               f"{Path(self.args.output_dir) / f'checkpoint-{self.step}'}{best}")
-        print(metrics.verdict_line(metrics.verdict(metrics.read_metrics(self.log.path))))
+        rows = metrics.read_metrics(self.log.path)
+        print(metrics.verdict_line([*metrics.verdict(rows), *more(rows)]))

@@ -231,17 +231,26 @@ class PackedHiggs(nn.Module):
                 hidden = layer(hidden, packed=packed)
         return model.norm(hidden)
 
-    def forward(self, batch):
+    def audio_logits(self, hidden, batch):
+        """(R, K, C) fp32 logits of the rows that predict audio. hidden: of hidden_states."""
+        config, head = self.base_model.config, self.base_model.audio_lm_head
+        logits = head(hidden.index_select(0, batch.audio_rows)).float()
+        return logits.view(-1, config.num_codebooks, config.codebook_size)
+
+    def forward(self, batch, keep=False):
         """(audio (K,), text (), eos (5,)) of a labels.PackedBatch: fp32 sums over its targets.
 
         audio: cross-entropy per codebook; text: cross-entropy. eos (detached): of the end-of-stream
         targets cross-entropy, correct argmax and number; of codebook 0 alone, which ends speech,
         correct end-of-streams and false ones (argmax is end-of-stream, the target a code).
+        keep: divergence.from_base instead.
         """
+        if keep:
+            from speech.model import divergence
+            return divergence.from_base(self, batch)
         config, base = self.base_model.config, self.base_model
         hidden = self.hidden_states(batch)
-        logits = base.audio_lm_head(hidden.index_select(0, batch.audio_rows)).float()
-        logits = logits.view(-1, config.codebook_size)      # (R * K, C)
+        logits = self.audio_logits(hidden, batch).flatten(0, 1)     # (R * K, C)
         targets = batch.audio_targets.view(-1)              # (R * K,)
         losses = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
         text_logits = base.text_lm_head(hidden.index_select(0, batch.text_rows)).float()
