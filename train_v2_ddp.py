@@ -189,6 +189,9 @@ def empty_trained_model(module, folder, config, args):
         for name, parameter in native.named_parameters():
             parameter.requires_grad_(any(part in name for part in AUDIO_WEIGHTS))
     module.freeze_unreachable(native, args.text_loss_weight)
+    if args.base_dtype == "nf4":
+        from common import nf4
+        nf4.convert(module.layers(native))
     model = module.packed(net, args.gradient_checkpointing)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("these flags leave no weight to train")
@@ -210,7 +213,11 @@ def load_model(module, world, model, parts, resume, args):
     model.to_empty(device="cpu" if on_host else world.device)
     module.reset_buffers(native, world.device)
     base = adapters.base_weights(net) if args.use_lora else dict(native.named_parameters())
-    weights.load_weights(base, parts, world)
+    if args.base_dtype == "nf4":
+        from common import nf4
+        nf4.load_weights(native, weights.load_weights, base, parts, world)
+    else:
+        weights.load_weights(base, parts, world)
     if args.use_lora and resume:
         adapters.load_adapters(net, resume)
     elif args.use_lora:
@@ -241,6 +248,7 @@ def run_identity(folder, table, train, args):
     trained = "full"
     if args.use_lora:
         trained = "lora and audio table" if args.train_audio_table else "lora"
+        trained += " on nf4" * (args.base_dtype == "nf4")
     elif args.freeze_llm:
         trained = "audio embedding and head"
     batch = f"{args.per_device_train_batch_size} samples"
@@ -370,12 +378,9 @@ def step_work(config, table, window, use_lora):
 def print_start(world, model, table, train_ids, eval_ids, bf16, *more):
     """What is about to run, before the first step."""
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-    n = sum(p.numel() for p in model.parameters())
-    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     precision = "bf16 autocast" if bf16 else "fp32"
     print(f"device     {world.size} x {where}, torch {torch.__version__}, {precision}\n"
-          f"model      {n / 1e6:,.1f} M parameters, {n_trained / 1e6:,.3f} M trainable "
-          f"({'LoRA' if model.has_adapters else 'full'})\n"
+          f"{metrics.model_text(model, model.has_adapters)}\n"
           f"{samples_line(table, train_ids, eval_ids)}", *more, sep="\n")
 
 

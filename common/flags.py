@@ -387,6 +387,9 @@ def sharding(group):
            help="fsdp, hsdp: keep shards and optimizer in host memory (slow)")
     switch(group, "--float8", help="lora with --compile: products with frozen weights in float8; "
                                    "not yet run on a GPU")
+    add("--base_dtype", choices=("bf16", "nf4"),
+        help="lora: nf4 keeps the frozen layers in four bits a value, as QLoRA does; needs pip "
+             "install bitsandbytes (default: what is computed in, or what --auto chooses)")
 
 
 def logging(parser, logging_steps, save_total_limit, eval_steps="a fifth of the run",
@@ -558,6 +561,16 @@ def check_sharding(args):
         need(args.bf16, "--float8 needs --bf16")
         need(args.parallel == "ddp",
              "--float8 needs --parallel ddp: rounded weights cannot be sharded")
+    kind = args.base_dtype
+    need(kind is None or args.use_lora, f"--base_dtype {kind} needs --use_lora: it is of frozen weights")
+    need(kind is None or args.bf16, f"--base_dtype {kind} needs --bf16")
+    if kind == "nf4":
+        need(args.parallel == "ddp", "--base_dtype nf4 needs --parallel ddp: FSDP2 casts what it "
+             "gathers, and four-bit weights are bytes")
+        for flag, why in {"use_dora": "needs the weights themselves", "float8": "is another storage",
+                          "compile": "may keep whole weights for the backward pass"}.items():
+            need(not getattr(args, flag), f"--base_dtype nf4 does not go with --{flag}, which {why}")
+        need_package("bitsandbytes", "--base_dtype nf4")
 
 
 def check_lora(args, parser):

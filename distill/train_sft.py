@@ -120,7 +120,8 @@ def build_parser():
 def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later; fill in what derives."""
     if args.parallel is None:       # one GPU has nothing to shard with
-        args.parallel = "fsdp" if world_size > 1 or args.cpu_offload or not args.reshard_after_forward else "ddp"
+        sharded = world_size > 1 and args.base_dtype != "nf4"
+        args.parallel = "fsdp" if sharded or args.cpu_offload or not args.reshard_after_forward else "ddp"
     if args.learning_rate is None:
         args.learning_rate = LORA_RATE if args.use_lora else FULL_RATE
     flags.check_shared(args)
@@ -214,7 +215,8 @@ def empty_model(folder, args):
     dtype = torch.bfloat16 if args.bf16 and args.use_lora else torch.float32
     share = args.distill_weight if args.distill_topk or args.prompt_file else 0.0
     prompted = (args.divergence, args.js_beta, args.distill_topk) if args.prompt_file else None
-    return packed_lm.build_empty(folder, dtype, lora, args.gradient_checkpointing, share, prompted)
+    return packed_lm.build_empty(folder, dtype, lora, args.gradient_checkpointing, share, prompted,
+                                 args.base_dtype == "nf4")
 
 
 def load_model(args, world, model, parts, resume, sharding):
@@ -244,7 +246,8 @@ def run_identity(args, folder, table, train_ids):
     pack = f"{args.per_device_train_batch_size} samples"
     if args.max_tokens_per_batch:
         pack = f"{args.max_tokens_per_batch} tokens"
-    return {"set of trained weights": "lora" if args.use_lora else "full",
+    trained = "lora on nf4" if args.base_dtype == "nf4" else "lora"
+    return {"set of trained weights": trained if args.use_lora else "full",
             "base model": weights.fingerprint_weights(folder),
             "training data": table.fingerprint(train_ids),
             "teacher": table.teacher_fingerprint(train_ids), "pack": pack, "seed": args.seed}
@@ -343,12 +346,9 @@ def print_start(args, world, model, lines):
     where = "CPU"
     if world.device.type == "cuda":
         where = torch.cuda.get_device_name(world.device)
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    every, trained = sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
     print(f"device     {world.size} x {where}, torch {torch.__version__}, {args.parallel}, "
           f"{'bf16' if args.bf16 else 'fp32'}\n"
-          f"model      {every / 1e6:,.1f} M parameters, {trained / 1e6:,.3f} M trainable "
-          f"({'LoRA' if model.lora else 'full'})", *packed_lm.mixture_text(model), *lines, sep="\n")
+          f"{metrics.model_text(model, model.lora)}", *packed_lm.mixture_text(model), *lines, sep="\n")
 
 
 def note_ends(args, tokenizer, ends):

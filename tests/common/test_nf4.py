@@ -1,0 +1,204 @@
+"""--base_dtype nf4: layers against bitsandbytes' own, real training of both trainers, resume, and what is refused.
+
+Needs bitsandbytes: installed, or in the folder that BITSANDBYTES names.
+"""
+import gc
+import importlib.util
+import os
+import shutil
+import sys
+import weakref
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+if os.environ.get("BITSANDBYTES"):
+    sys.path.append(os.environ["BITSANDBYTES"])
+
+import train_v2_ddp
+from common.distributed import UserError
+from distill import train_sft
+from tests.common.test_float8 import speech, student
+from tests.helpers import chats
+from tests.helpers.trainer import Run, train_forked
+from tests.speech.test_train_v2_ddp import assert_same_bits, rows
+
+needs_it = pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"),
+                              reason="needs the package bitsandbytes, or its folder in BITSANDBYTES")
+FLAGS = ("--use_lora", "--lora_rank", 4, "--lora_alpha", 8, "--bf16", "--lora_target_modules", "all-linear",
+         "--base_dtype", "nf4")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A layer, a model
+
+
+def rounded(weight, dtype):
+    """A weight as the library rounds it, and makes it again in a dtype."""
+    from bitsandbytes import functional
+    packed, state = functional.quantize_4bit(weight.float(), blocksize=64, compress_statistics=True, quant_type="nf4")
+    state.dtype = dtype
+    return functional.dequantize_4bit(packed, state)
+
+
+def converted(layers):
+    """NF4Linear of all frozen linear layers, with the weights that they had."""
+    from common import nf4
+    linear = [module for layer in layers for module in layer.modules() if type(module) is torch.nn.Linear
+              and not module.weight.requires_grad]
+    before = [module.weight.detach().clone() for module in linear]
+    nf4.convert(layers)
+    for module, weight in zip(linear, before):
+        module.weight.copy_(nf4.pack(weight.float()))
+    return before
+
+
+@needs_it
+@pytest.mark.parametrize("shape", [(48, 64), (40, 10), (1024, 96)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_layer_is_dequantise_then_multiply_bit_for_bit(shape, dtype):
+    """Output and input gradient, with blocks that are not full; 4.2 bits a value where there are many."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(shape[1], shape[0], bias=False).requires_grad_(False)
+    weight, = converted([torch.nn.Sequential(layer)])
+    weight = rounded(weight, dtype)
+    x, grad = torch.randn(10, shape[1], dtype=dtype).requires_grad_(), torch.randn(10, shape[0], dtype=dtype)
+    out = layer(x.unflatten(0, (5, 2)))
+    assert torch.equal(out, (x @ weight.t()).unflatten(0, (5, 2)))
+    assert torch.equal(torch.autograd.grad(out, [x], grad.view_as(out))[0], grad @ weight)
+    if shape[0] > 1000:
+        assert layer.weight.nbytes * 8 < 4.4 * weight.numel()
+
+
+@needs_it
+@pytest.mark.parametrize("make", [speech, student])
+def test_a_model_trains_as_one_of_the_rounded_weights(make):
+    """Bit for bit the loss and gradients of a bf16 model that holds them, joint products and dropout included; with
+    and without recomputation; and no weight is kept whole for the backward pass.
+    """
+    found = {}
+    for name, mode in (("bf16", None), ("nf4", None), ("all", "all"), ("selective", "selective")):
+        torch.manual_seed(0)
+        model, layers, loss_of = make(mode)
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_B" in parameter_name:      # from zero, A would have no gradient
+                torch.nn.init.normal_(parameter, 0, 0.05)
+        frozen = [module for layer in layers for module in layer.modules() if type(module) is torch.nn.Linear
+                  and not module.weight.requires_grad]
+        shapes = {module.weight.shape for module in frozen} | {module.weight.t().shape for module in frozen}
+        kept = []
+        if name == "bf16":
+            for module in frozen:
+                module.weight.data = rounded(module.weight, torch.bfloat16)
+        else:
+            converted(layers)
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(
+                lambda t: (kept.append(t), t)[1], lambda t: t):
+            loss = loss_of()
+        loss.backward()
+        found[name] = loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+        whole = [t for t in kept if t.shape in shapes and not t.requires_grad and t.is_floating_point()]
+        assert bool(whole) == (name == "bf16"), "a weight is kept"
+    for name in ("nf4", "all", "selective"):
+        assert found[name][0] == found["bf16"][0] and torch.equal(found[name][1], found["bf16"][1]), name
+
+
+@needs_it
+def test_one_weight_at_a_time_is_whole():
+    from common import nf4
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4))).requires_grad_(False)
+    files = {name: torch.randn(64, 64) for name, _ in model.named_parameters()}
+    nf4.convert([model])
+    alive = []
+
+    def load(weights, parts, world):
+        assert not any(ref() is not None for ref in alive), "two at once"
+        (name, tensor), = weights.items()
+        tensor.copy_(parts[name])
+        alive.append(weakref.ref(tensor))
+    gc.disable()        # the references alone free it
+    nf4.load_weights(model, load, dict(model.named_parameters()), files, None)
+    gc.enable()
+    assert len(alive) == 4
+    for name, module in zip(files, model):
+        assert torch.equal(nf4.whole(module.weight, (64, 64), torch.float32), rounded(files[name], torch.float32))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole runs
+
+
+def speech_main(argv):
+    """In a rank that has not imported this file, and so does not know the package's folder."""
+    train_v2_ddp.main(argv)
+
+
+def chat_main(argv):
+    train_sft.main(argv)
+
+
+@needs_it
+@pytest.mark.slow
+def test_resume_is_exact_and_two_ranks_learn_the_same(pool, tiny, tmp_path):
+    """And what is saved is PEFT's; a run on another base dtype does not go on from it."""
+    def run(name, *flags, ranks=1, **options):
+        return train_forked(pool, tiny, tmp_path / name, *FLAGS, "--lora_dropout", 0.1, "--max_steps", 4,
+                            "--save_steps", 2, *flags, ranks=ranks, main=f"{__name__}.speech_main", **options)
+    one = run("one", "--gradient_accumulation_steps", 2)
+    shutil.copytree(one.output_dir, tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoint-4")
+    again = run("again", "--gradient_accumulation_steps", 2)
+    assert "resumed from" in again.output and len(rows(again)) == len(rows(one))
+    assert_same_bits(one, again)
+    names = load_file(one.output_dir / "checkpoint-4" / "adapter_model.safetensors")
+    assert all(".lora_" in name and tensor.dtype == torch.float32 for name, tensor in names.items())
+    two = run("two", "--replay_every", 2, "--lora_dropout", 0, ranks=2)
+    plain = run("plain", "--gradient_accumulation_steps", 2, "--lora_dropout", 0)
+    assert two.metrics("train/loss") == pytest.approx(plain.metrics("train/loss"), rel=2e-3)
+    other = train_forked(pool, tiny, one.output_dir, *FLAGS[:-2], "--max_steps", 5, ok=False)
+    assert other.status and "lora on nf4" in other.output, other.output
+
+
+@needs_it
+@pytest.mark.slow
+def test_chats_resume_exactly_and_two_ranks_learn_the_same(pool, tmp_path):
+    """QLoRA of train_sft.py; with a prompt, the teacher computes on the same four bits."""
+    made = chats.student(tmp_path / "student"), chats.write(tmp_path / "chats.jsonl", chats.conversations(24))
+    (tmp_path / "prompt.txt").write_text("Answer briefly: {text}")
+
+    def run(name, *flags, ranks=1):
+        line = ["--model_path", made[0], "--train_data_file", made[1], *FLAGS, "--max_steps", 4, "--save_steps", 2,
+                "--logging_steps", 1, "--num_workers", 0, "--report_to", "none", "--output_dir", tmp_path / name,
+                "--per_device_train_batch_size", 2, "--prompt_file", tmp_path / "prompt.txt", *flags]
+        statuses, output = pool.run(ranks, f"{__name__}.chat_main", [str(word) for word in line])
+        assert not any(statuses), output[-4000:]
+        return Run(0, output, tmp_path / name)
+    one = run("one", "--gradient_accumulation_steps", 2, "--gradient_checkpointing")
+    shutil.copytree(one.output_dir, tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoint-4")
+    assert_same_bits(one, run("again", "--gradient_accumulation_steps", 2))
+    two = run("two", "--gradient_accumulation_steps", 1, "--replay_every", 3, ranks=2)
+    assert two.metrics("train/loss") == pytest.approx(one.metrics("train/loss"), rel=2e-3)
+    sizes = [run.output.partition("model      ")[2].splitlines()[0] for run in (one, two)]
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("flags, reason", [
+    ("--bf16", "needs --use_lora"), ("--use_lora", "needs --bf16"),
+    ("--use_lora --bf16 --parallel fsdp", "needs --parallel ddp"),
+    ("--use_lora --bf16 --use_dora", "does not go with --use_dora"),
+    ("--use_lora --bf16 --compile", "does not go with --compile"),
+    ("--use_lora --bf16", "the package bitsandbytes is missing: pip install bitsandbytes")])
+def test_what_nf4_needs(flags, reason, monkeypatch):
+    if "missing" in reason:
+        find = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
+    for trainer, more in ((train_v2_ddp, ["--audio_tokenizer_path", "c"]),
+                          (train_sft, ["--gradient_accumulation_steps", "1"])):
+        args = trainer.build_parser().parse_args(
+            ["--model_path", "m", "--train_data_file", "d", "--report_to", "none", "--base_dtype", "nf4",
+             *flags.split(), *more])
+        with pytest.raises(UserError, match=f"--base_dtype nf4.*{reason}"):
+            trainer.check_flags(args, 1)
