@@ -387,9 +387,10 @@ def sharding(group):
            help="fsdp, hsdp: keep shards and optimizer in host memory (slow)")
     switch(group, "--float8", help="lora with --compile: products with frozen weights in float8; "
                                    "not yet run on a GPU")
+    switch(group, "--fp16", help="float16 compute with a scaled loss, for GPUs without bfloat16 (T4, "
+                                 "V100); a frozen base is stored in float16")
     add("--base_dtype", choices=("bf16", "nf4"),
-        help="lora: nf4 keeps the frozen layers in four bits a value, as QLoRA does; needs pip "
-             "install bitsandbytes (default: what is computed in, or what --auto chooses)")
+        help="lora: nf4 keeps frozen layers in four bits, as QLoRA (default: off, or as --auto)")
 
 
 def logging(parser, logging_steps, save_total_limit, eval_steps="a fifth of the run",
@@ -553,24 +554,9 @@ def check_sharding(args):
     """The flags of sharding()."""
     need(args.parallel != "ddp" or (args.reshard_after_forward and not args.cpu_offload),
          "--no-reshard_after_forward and --cpu_offload need --parallel fsdp or hsdp")
-    if args.float8:
-        need(args.compile, "--float8 needs --compile: alone it reads and writes more than it saves")
-        need(args.use_lora, "--float8 needs --use_lora: only frozen weights are rounded")
-        need(not args.use_dora,
-             "--float8 does not go with --use_dora: that needs the weights themselves")
-        need(args.bf16, "--float8 needs --bf16")
-        need(args.parallel == "ddp",
-             "--float8 needs --parallel ddp: rounded weights cannot be sharded")
-    kind = args.base_dtype
-    need(kind is None or args.use_lora, f"--base_dtype {kind} needs --use_lora: it is of frozen weights")
-    need(kind is None or args.bf16, f"--base_dtype {kind} needs --bf16")
-    if kind == "nf4":
-        need(args.parallel == "ddp", "--base_dtype nf4 needs --parallel ddp: FSDP2 casts what it "
-             "gathers, and four-bit weights are bytes")
-        for flag, why in {"use_dora": "needs the weights themselves", "float8": "is another storage",
-                          "compile": "may keep whole weights for the backward pass"}.items():
-            need(not getattr(args, flag), f"--base_dtype nf4 does not go with --{flag}, which {why}")
-        need_package("bitsandbytes", "--base_dtype nf4")
+    if args.float8 or args.fp16 or args.base_dtype:
+        from common import precision
+        precision.check(args)
 
 
 def check_lora(args, parser):

@@ -57,7 +57,7 @@ def duration(seconds):
 
 
 def model_text(model, adapters):
-    """The line about a model's size. Four-bit layers (nf4.py) count their values, not their bytes."""
+    """The line about a model's size. Layers of nf4.py count their values, not their bytes."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     every = sum(p.numel() for p in model.parameters()) + sum(
         m.in_features * m.out_features - m.weight.numel() for m in model.modules() if hasattr(m, "nf4"))

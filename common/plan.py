@@ -95,7 +95,8 @@ class Setup:
 def setup_of(args, ranks):
     """Setup of a trainer's parsed flags. ranks: how many processes train."""
     found = {field: getattr(args, flag) for flag, field in FLAGS.items() if hasattr(args, flag)}
-    return Setup(ranks, bf16=args.bf16, reshard=getattr(args, "reshard_after_forward", None),
+    half = args.bf16 or getattr(args, "fp16", False)        # fp16 takes the same memory
+    return Setup(ranks, bf16=half, reshard=getattr(args, "reshard_after_forward", None),
                  adapters=args.use_lora, shard_size=args.shard_size, **found)
 
 
@@ -618,7 +619,8 @@ def by_tokens(args, setup, lengths, order_of):
 def may_round(args):
     """Whether --auto may keep the frozen layers in four bits."""
     other = ("compile", "float8", "use_dora", "cpu_offload")
-    return (getattr(args, "base_dtype", "") is None and args.use_lora and args.bf16
+    return (getattr(args, "base_dtype", "") is None and args.use_lora
+            and (args.bf16 or args.fp16)
             and not any(getattr(args, flag, False) for flag in other)
             and importlib.util.find_spec("bitsandbytes") is not None)
 

@@ -206,13 +206,13 @@ from distill.packed_lm import Sums
 def empty_model(folder, args):
     """(PackedLM on the meta device, parts) of packed_lm.build_empty, as the flags want it.
 
-    A frozen base is stored in bfloat16 with --bf16, what is trained in fp32.
+    A frozen base is stored in the dtype of --bf16 or --fp16, what is trained in fp32.
     """
     lora = None
     if args.use_lora:
         lora = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules, args.model_path,
                 args.use_rslora, args.use_dora)
-    dtype = torch.bfloat16 if args.bf16 and args.use_lora else torch.float32
+    dtype = args.use_lora and run.half(args) or torch.float32
     share = args.distill_weight if args.distill_topk or args.prompt_file else 0.0
     prompted = (args.divergence, args.js_beta, args.distill_topk) if args.prompt_file else None
     return packed_lm.build_empty(folder, dtype, lora, args.gradient_checkpointing, share, prompted,
@@ -285,10 +285,6 @@ def save_config(model, tokenizer, folder):
 # Validation, reports
 
 
-def autocast(bf16, device):
-    return torch.autocast(device.type, torch.bfloat16, enabled=bf16)
-
-
 @torch.no_grad()
 def evaluate(args, world, model, table, eval_ids, check):
     """Exact token-weighted validation loss and accuracy {eval/...: float}; all ranks take a share.
@@ -308,7 +304,7 @@ def evaluate(args, world, model, table, eval_ids, check):
             if distributed.any_rank(world, watchdog.stop_requested()).item():
                 model.train()
                 return None
-        with autocast(args.bf16, world.device):
+        with run.autocast(args, world.device):
             sums += model(batch.to(world.device)).stacked().double()
     model.train()
     sums = Sums(*distributed.all_sum(world, sums).tolist())
@@ -347,7 +343,7 @@ def print_start(args, world, model, lines):
     if world.device.type == "cuda":
         where = torch.cuda.get_device_name(world.device)
     print(f"device     {world.size} x {where}, torch {torch.__version__}, {args.parallel}, "
-          f"{'bf16' if args.bf16 else 'fp32'}\n"
+          f"{'bf16' if args.bf16 else 'fp16' if args.fp16 else 'fp32'}\n"
           f"{metrics.model_text(model, model.lora)}", *packed_lm.mixture_text(model), *lines, sep="\n")
 
 
@@ -552,11 +548,11 @@ def train(args):
             # one pass, whose gradients ranks sum in the last micro-step; more by --replay_every
             for summed in state.passes(wrapped, trainable, micro):
                 with distributed.gradient_sync(wrapped, summed):
-                    with autocast(args.bf16, device):
+                    with run.autocast(args, device):
                         found = wrapped(batch)          # Sums over this batch's targets, not means
                     # DDP and FSDP2 average gradients over ranks: world.size makes a sum of the
                     # average; the loss is a mean over the targets of all ranks and micro-steps
-                    (found.loss * (world.size / work["targets"])).backward()
+                    (found.loss * (world.size / work["targets"]) * state.scale).backward()
                 # without a host sync: a loss that is not finite is named when the flags of this
                 # step have arrived
                 state.note_loss(found.loss, mine)
