@@ -387,10 +387,10 @@ def sharding(group):
            help="fsdp, hsdp: keep shards and optimizer in host memory (slow)")
     switch(group, "--float8", help="lora with --compile: products with frozen weights in float8; "
                                    "not yet run on a GPU")
-    switch(group, "--fp16", help="float16 compute with a scaled loss, for GPUs without bfloat16 (T4, "
-                                 "V100); a frozen base is stored in float16")
+    switch(group, "--fp16", help="float16 compute with a scaled loss, for GPUs without bfloat16 "
+                                 "(T4, V100); a frozen base is stored in float16")
     add("--base_dtype", choices=("bf16", "nf4"),
-        help="lora: nf4 keeps frozen layers in four bits, as QLoRA (default: off, or as --auto)")
+        help="lora: nf4 keeps frozen layers in four bits, as QLoRA (default: off; --auto may)")
 
 
 def logging(parser, logging_steps, save_total_limit, eval_steps="a fifth of the run",

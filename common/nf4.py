@@ -5,9 +5,9 @@ all. A layer is one tensor of bytes, made when its weight is read from the file,
 than one weight is whole. Forward and backward make the weight again in the dtype they compute in,
 multiply, and drop it. The arithmetic is that of the package bitsandbytes, on CPU and CUDA.
 """
-import logging
 import math
 
+import bitsandbytes.functional  # registers torch.ops.bitsandbytes, too
 import torch
 from torch import nn
 
@@ -15,11 +15,6 @@ from common.distributed import UserError
 
 BLOCK, SCALES, TABLE = 64, 256, 256     # values a scale, scales a scale of theirs, values of a byte
 PLACE = 256                             # a part begins at a multiple of so many bytes
-
-for name in ("backends.cpu.ops", "cextension"):       # tells of kernels that are not used here
-    logging.getLogger(f"bitsandbytes.{name}").setLevel(logging.ERROR)
-
-import bitsandbytes.functional  # noqa: E402  (registers torch.ops.bitsandbytes)
 
 
 def sizes(values):
@@ -52,6 +47,14 @@ def whole(packed, shape, dtype):
                                       torch.float32) + mean.view(torch.float32)[0]
     values = values[:-(-math.prod(shape) // 2), None]
     return ops.dequantize_4bit(values, scales, BLOCK, "nf4", shape, dtype)
+
+
+def rounded(change=None):
+    """A function of a weight that rounds it to NF4 and back, and then changes it."""
+    def of(weight):
+        weight = whole(pack(weight), weight.shape, weight.dtype)
+        return change(weight) if change else weight
+    return of
 
 
 class _Product(torch.autograd.Function):

@@ -1,5 +1,7 @@
 """Which flags --float8, --fp16 and --base_dtype go with. Standard library only, as flags.py."""
-from common.flags import need, need_package
+import importlib.util
+
+from common.text import need
 
 
 def check(args):
@@ -27,4 +29,5 @@ def check(args):
                           "compile": "may keep whole weights for the backward pass"}.items():
             need(not getattr(args, flag),
                  f"--base_dtype nf4 does not go with --{flag}, which {why}")
-        need_package("bitsandbytes", "--base_dtype nf4")
+        need(importlib.util.find_spec("bitsandbytes"), "--base_dtype nf4: the package bitsandbytes "
+             "is missing: pip install bitsandbytes")

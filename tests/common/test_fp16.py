@@ -15,7 +15,7 @@ from tests.speech.test_train_v2_ddp import assert_same_bits
 
 FLAGS = ("--use_lora", "--lora_rank", 4, "--lora_alpha", 8, "--fp16", "--lora_target_modules", "all-linear",
          "--max_bad_steps", 2, "--disable_eval", "--per_device_train_batch_size", 1)
-HIGH = 2.0 ** 20        # a first scale that overflows some steps, and then fits
+HIGH = 2.0 ** 19        # a first scale that overflows some steps, and then fits
 
 
 def test_the_scale_is_that_of_torch(monkeypatch):
@@ -71,23 +71,22 @@ def low_with_a_bad_token(argv):
 def test_overflows_are_skipped_and_resume_is_exact(pool, tiny, tmp_path):
     """More in a row than --max_bad_steps: they are no fault. A resumed run is the same; two ranks agree."""
     def run(name, *flags, **options):
-        return train_forked(pool, tiny, tmp_path / name, *FLAGS, "--max_steps", 12, "--save_steps", 4, *flags,
+        return train_forked(pool, tiny, tmp_path / name, *FLAGS, "--max_steps", 8, "--save_steps", 4, *flags,
                             main=f"{__name__}.high", **options)
     one = run("one", "--gradient_accumulation_steps", 2, "--lora_dropout", 0.1)
     scales = one.metrics("train/loss_scale")
-    skipped = int(one.metrics("train/bad_steps")[12])
-    assert 2 < skipped < 10 and scales[12] == HIGH / 2 ** skipped and scales[1] == HIGH / 2
+    skipped = int(one.metrics("train/bad_steps")[8])
+    assert 2 < skipped < 8 and scales[8] == HIGH / 2 ** skipped and scales[1] == HIGH / 2
     assert one.output.count("every loss was finite") == skipped
     shutil.copytree(one.output_dir, tmp_path / "again")
-    for step in (8, 12):
-        shutil.rmtree(tmp_path / "again" / f"checkpoint-{step}", ignore_errors=True)
+    shutil.rmtree(tmp_path / "again" / "checkpoint-8")
     again = run("again", "--gradient_accumulation_steps", 2, "--lora_dropout", 0.1)
     assert "resumed from" in again.output
     assert_same_bits(one, again)
-    two = run("two", "--lora_dropout", 0.1, "--replay_every", 11, ranks=2)
-    more = int(two.metrics("train/bad_steps")[12])      # the loss is multiplied by the number of ranks before
-    assert skipped <= more <= skipped + 2 and two.metrics("train/loss_scale")[12] == HIGH / 2 ** more
-    assert two.metrics("train/loss")[12] == pytest.approx(one.metrics("train/loss")[12], rel=0.02)
+    two = run("two", "--lora_dropout", 0.1, "--replay_every", 7, ranks=2)
+    more = int(two.metrics("train/bad_steps")[8])      # the loss is multiplied by the number of ranks before
+    assert skipped <= more <= skipped + 2 and two.metrics("train/loss_scale")[8] == HIGH / 2 ** more
+    assert two.metrics("train/loss")[8] == pytest.approx(one.metrics("train/loss")[8], rel=0.02)
 
 
 @pytest.mark.slow

@@ -172,6 +172,17 @@ def test_resume_is_exact_and_two_ranks_learn_the_same(pool, tiny, tmp_path):
     two = run("two", "--replay_every", 2, "--lora_dropout", 0, ranks=2)
     plain = run("plain", "--gradient_accumulation_steps", 2, "--lora_dropout", 0)
     assert two.metrics("train/loss") == pytest.approx(plain.metrics("train/loss"), rel=2e-3)
+    learnt = one.output_dir / "checkpoint-4"
+    for name, dtype in (("as trained", "nf4"), ("on the base", None)):
+        lora.merge(str(tiny.model), str(learnt), tmp_path / name, codec=str(tiny.codec), base_dtype=dtype)
+        whole = load_file(tmp_path / name / "model.safetensors")
+        base = load_file(tiny.model / "model.safetensors")
+        place = "model.layers.0.self_attn.q_proj"
+        up, down = (names[f"base_model.model.{place}.lora_{half}.weight"] for half in "BA")
+        frozen = base[f"{place}.weight"].float()
+        expected = (rounded(frozen, torch.float32) if dtype else frozen) + 2 * up @ down
+        torch.testing.assert_close(whole[f"{place}.weight"], expected)
+        assert torch.equal(whole["model.embed_tokens.weight"], base["model.embed_tokens.weight"].float())
     other = train_forked(pool, tiny, one.output_dir, *FLAGS[:-2], "--max_steps", 5, ok=False)
     assert other.status and "lora on nf4" in other.output, other.output
 

@@ -197,7 +197,7 @@ def test_a_resumed_run_keeps_its_choice(tmp_path, capfd):
     flags = {name: state["args"][name] for name in (*plan.FLAGS, "packs_per_step")}
     assert flags == {"parallel": "ddp", "max_tokens_per_batch": 2048, "per_device_train_batch_size": 16,
                      "gradient_checkpointing": None, "gradient_accumulation_steps": 2, "packs_per_step": 2,
-                     "cpu_offload": False}
+                     "base_dtype": None, "cpu_offload": False}
     assert state["identity"]["pack"] == "2048 tokens"
     said = run("--max_steps", 2, "--gpu_memory", 1)
     assert "as the run that is resumed began: --parallel ddp, --max_tokens_per_batch 2048" in said
