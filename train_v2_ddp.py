@@ -181,7 +181,7 @@ def empty_trained_model(module, folder, config, args):
     Raises UserError when the folder does not hold exactly the model's weights, or nothing is left
     to train.
     """
-    dtype = torch.bfloat16 if args.bf16 and args.use_lora else torch.float32
+    dtype = args.use_lora and run.half(args) or torch.float32
     native = net = module.empty_model(config, dtype, folder)
     parts = module.weight_parts(folder, config)
     weights.check_weights(native, parts, folder)
@@ -193,6 +193,9 @@ def empty_trained_model(module, folder, config, args):
         for name, parameter in native.named_parameters():
             parameter.requires_grad_(any(part in name for part in AUDIO_WEIGHTS))
     module.freeze_unreachable(native, args.text_loss_weight)
+    if args.base_dtype == "nf4":
+        from common import nf4
+        nf4.convert(module.layers(native))
     model = module.packed(net, args.gradient_checkpointing)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("these flags leave no weight to train")
@@ -214,7 +217,11 @@ def load_model(module, world, model, parts, resume, args):
     model.to_empty(device="cpu" if on_host else world.device)
     module.reset_buffers(native, world.device)
     base = adapters.base_weights(net) if args.use_lora else dict(native.named_parameters())
-    weights.load_weights(base, parts, world)
+    if args.base_dtype == "nf4":
+        from common import nf4
+        nf4.load_weights(native, weights.load_weights, base, parts, world)
+    else:
+        weights.load_weights(base, parts, world)
     if args.use_lora and resume:
         adapters.load_adapters(net, resume)
     elif args.use_lora:
@@ -245,6 +252,7 @@ def run_identity(folder, table, train, args):
     trained = "full"
     if args.use_lora:
         trained = "lora and audio table" if args.train_audio_table else "lora"
+        trained += " on nf4" * (args.base_dtype == "nf4")
     elif args.freeze_llm:
         trained = "audio embedding and head"
     batch = f"{args.per_device_train_batch_size} samples"
@@ -293,10 +301,6 @@ def save_checkpoint(module, world, writer, model, tokenizer, source, optimizer, 
 # Validation
 
 
-def autocast(bf16, device):
-    return torch.autocast(device.type, torch.bfloat16, enabled=bf16)
-
-
 @torch.no_grad()
 def evaluate(module, world, model, table, ids, held_out, writer, args):
     """Exact target-weighted validation losses {eval/...: float}; each rank takes a share.
@@ -317,7 +321,7 @@ def evaluate(module, world, model, table, ids, held_out, writer, args):
             if distributed.any_rank(world, bool(stop_requested())).item():
                 model.train()
                 return None
-        with autocast(args.bf16, world.device):
+        with run.autocast(args, world.device):
             losses = model(batch.to(world.device))
         sums += sums_of(losses, batch).flat()
     model.train()
@@ -377,15 +381,12 @@ def step_work(config, table, window, use_lora):
             "samples": len(window), "frames": int(table.frames[window].sum()), "flops": flops}
 
 
-def print_start(world, model, table, train_ids, eval_ids, bf16, *more):
+def print_start(world, model, table, train_ids, eval_ids, args, *more):
     """What is about to run, before the first step."""
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-    n = sum(p.numel() for p in model.parameters())
-    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    precision = "bf16 autocast" if bf16 else "fp32"
+    precision = "bf16 autocast" if args.bf16 else "fp16 autocast" if args.fp16 else "fp32"
     print(f"device     {world.size} x {where}, torch {torch.__version__}, {precision}\n"
-          f"model      {n / 1e6:,.1f} M parameters, {n_trained / 1e6:,.3f} M trainable "
-          f"({'LoRA' if model.has_adapters else 'full'})\n"
+          f"{metrics.model_text(model, model.has_adapters)}\n"
           f"{samples_line(table, train_ids, eval_ids)}", *more, sep="\n")
 
 
@@ -532,7 +533,7 @@ def train(args):
             from speech.voice import sample_prompts
             sample_prompts.forget_later(args.output_dir, state.step)
         about = f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}"
-        print_start(world, model, table, train_ids, eval_ids, args.bf16,
+        print_start(world, model, table, train_ids, eval_ids, args,
                     run.steps_text(total_steps, steps_per_epoch, ranks, accumulation, about),
                     often, run.start_text(state.step, resume))
 
@@ -561,7 +562,7 @@ def train(args):
                         tqdm.write(eval_line(state.step, values))
                     if speaker:
                         watch.moved(f"sample prompts at step {state.step}", args.wait_timeout)
-                        values |= speaker.speak(world, model, state, args.bf16)
+                        values |= speaker.speak(world, model, state, args)
                     if values and main_rank:
                         state.log.write(state.step, values)
                     if compared:
@@ -601,17 +602,17 @@ def train(args):
             if args.enable_strategic_logging and main_rank and shown:
                 print_sample(table, tokenizer, batch)
             if keeper:      # before that pass, which sums these gradients over the ranks as well
-                sums[size:] += keeper.hold(wrapped, collate, world, state.step, micro)
+                sums[size:] += keeper.hold(wrapped, collate, world, state, micro)
             # one pass, whose gradients ranks sum in the last micro-step; more by --replay_every
             for summed in state.passes(wrapped, trainable, micro):
                 with distributed.gradient_sync(wrapped, summed):
-                    with autocast(args.bf16, device):
+                    with run.autocast(args, device):
                         # sums over this batch's targets, not means: any split adds up to the same
                         losses = audio, text, ends = wrapped(batch)
                     loss = total_loss(audio, n_audio, text, n_text, args.audio_loss_reduction,
                                       args.text_loss_weight)
                     # DDP and FSDP2 average gradients over ranks, the loss is a mean over them all
-                    (loss * world.size).backward()
+                    (loss * world.size * state.scale).backward()
                 # whether it is finite is asked a step later; then these samples can be named
                 state.note_loss(loss, mine)
             sums[:size] += sums_of(losses, batch).flat()

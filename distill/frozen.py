@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from common import run
 from distill import packed_lm, weights
 
 
@@ -36,9 +37,9 @@ class Frozen(nn.Module):
         return (rows,), (head.weight, head.bias)
 
 
-def empty(folder, bf16):
+def empty(folder, args):
     """Frozen of a model folder, on the meta device. Raises UserError."""
-    return Frozen(*packed_lm.build_empty(folder, torch.bfloat16 if bf16 else torch.float32))
+    return Frozen(*packed_lm.build_empty(folder, run.half(args) or torch.float32))
 
 
 def add(model, args):
@@ -51,11 +52,11 @@ def add(model, args):
             args.teacher_url, args.teacher_name or args.teacher_path, args.distill_topk,
             args.request_timeout)
     elif args.teacher_path and not (args.use_lora and teacher.resolve() == base.resolve()):
-        model.frozen["teacher"] = empty(teacher, args.bf16)
+        model.frozen["teacher"] = empty(teacher, args)
     if args.keep and not args.use_lora:
         other = model.frozen.get("teacher")
         same = isinstance(other, Frozen) and teacher.resolve() == base.resolve()
-        model.frozen["base"] = other if same else empty(base, args.bf16)
+        model.frozen["base"] = other if same else empty(base, args)
 
 
 def fingerprint(args, kept, found):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from common import distributed
+from common import distributed, run
 from common.packing import pack_order
 from distill.dataset import ChatSamples, collate, prepare_table
 
@@ -38,7 +38,7 @@ class Keeper:
         self.order = pack_order(table.lengths, tokens_per_pack=args.max_tokens_per_batch,
                                 samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
 
-    def learn(self, step, autocast):
+    def learn(self, step, scale):
         """Add gradients to a step's, if it is time -> {name: value} to log, or {}. Collective."""
         if step % self.args.keep_every:
             return {}
@@ -54,8 +54,8 @@ class Keeper:
             batch = kept([self.samples[int(i)] for i in pack]).to(self.world.device)
             # the step's own are summed already: an average leaves what all ranks have alike
             with distributed.gradient_sync(self.model, micro == accumulation - 1):
-                with autocast:
+                with run.autocast(self.args, self.world.device):
                     loss = self.model(batch).loss
-                (loss * (size * self.args.keep_weight / targets)).backward()
+                (loss * (size * self.args.keep_weight / targets) * scale).backward()
             total += loss.detach()
         return {"train/keep_kl": distributed.all_sum(self.world, total).item() / targets}

@@ -177,11 +177,11 @@ class PackedLM(nn.Module):
         return (rows,), None
 
 
-def build_empty(folder, dtype, lora=None, recompute=None, share=0.0, prompted=None):
+def build_empty(folder, dtype, lora=None, recompute=None, share=0.0, prompted=None, four_bits=False):
     """(PackedLM of a model folder, on the meta device, {name: [slice handle]} of its weights).
 
     lora: None, or adapters.add_lora's (rank, alpha, dropout, targets, base name): then only the adapters require
-    gradients. recompute, share, prompted: of PackedLM. Raises UserError when the folder does not hold exactly the
+    gradients. recompute, share, prompted: of PackedLM. four_bits: the frozen layers as nf4.py has them. Raises UserError when the folder does not hold exactly the
     model's weights, or the architecture cannot be packed.
     """
     native = net = weights.empty_model(weights.load_config(folder), dtype, folder, ATTENTION)
@@ -191,6 +191,9 @@ def build_empty(folder, dtype, lora=None, recompute=None, share=0.0, prompted=No
     if lora:
         from common import adapters
         net = adapters.add_lora(native, layers, *lora)
+    if four_bits:
+        from common import nf4
+        nf4.convert(layers)
     return PackedLM(net, recompute, share=share, prompted=prompted), parts
 
 
@@ -210,7 +213,11 @@ def load(model, parts, world, *, sharding=None, compiled=False):
     if model.lora:
         from common import adapters
         base = adapters.base_weights(model.net)
-    weights.load_weights(base, parts, world)
+    if any(hasattr(module, "nf4") for module in model.modules()):
+        from common import nf4
+        nf4.load_weights(model, weights.load_weights, base, parts, world)
+    else:
+        weights.load_weights(base, parts, world)
 
 
 def check_resume(model, folder):
@@ -245,9 +252,11 @@ def layer_weights(model):
 
     model: transformers'. Of a mixture of experts those of the experts that a token goes to.
     """
-    return sum(parameter.numel() * (model.config.num_experts_per_tok if parameter.ndim == 3 else 1)
-               // (parameter.shape[0] if parameter.ndim == 3 else 1) for layer in weights.decoder_layers(model)
-               for name, parameter in layer.named_parameters() if parameter.ndim > 1 and ".lora_" not in name)
+    four_bits = sum(module.in_features * module.out_features for module in model.modules() if hasattr(module, "nf4"))
+    return four_bits + sum(
+        parameter.numel() * (model.config.num_experts_per_tok if parameter.ndim == 3 else 1)
+        // (parameter.shape[0] if parameter.ndim == 3 else 1) for layer in weights.decoder_layers(model)
+        for name, parameter in layer.named_parameters() if parameter.ndim > 1 and ".lora_" not in name)
 
 
 def mixture_text(model):

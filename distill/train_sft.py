@@ -129,7 +129,8 @@ def build_parser():
 def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later; fill in what derives."""
     if args.parallel is None:       # one GPU has nothing to shard with
-        args.parallel = "fsdp" if world_size > 1 or args.cpu_offload or not args.reshard_after_forward else "ddp"
+        sharded = world_size > 1 and args.base_dtype != "nf4"
+        args.parallel = "fsdp" if sharded or args.cpu_offload or not args.reshard_after_forward else "ddp"
     if args.learning_rate is None:
         args.learning_rate = LORA_RATE if args.use_lora else FULL_RATE
     flags.check_shared(args)
@@ -191,16 +192,17 @@ from distill.packed_lm import Sums
 def empty_model(folder, args):
     """(PackedLM on the meta device, parts) of packed_lm.build_empty, as the flags want it.
 
-    A frozen base is stored in bfloat16 with --bf16, what is trained in fp32.
+    A frozen base is stored in the dtype of --bf16 or --fp16, what is trained in fp32.
     """
     lora = None
     if args.use_lora:
         lora = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules, args.model_path,
                 args.use_rslora, args.use_dora)
-    dtype = torch.bfloat16 if args.bf16 and args.use_lora else torch.float32
+    dtype = args.use_lora and run.half(args) or torch.float32
     share = args.distill_weight or 0.0
     prompted = (args.divergence, args.js_beta, args.distill_topk) if args.teacher_path else None
-    model, parts = packed_lm.build_empty(folder, dtype, lora, args.gradient_checkpointing, share, prompted)
+    model, parts = packed_lm.build_empty(folder, dtype, lora, args.gradient_checkpointing, share, prompted,
+                                         args.base_dtype == "nf4")
     if prompted or args.keep:
         from distill import frozen
         frozen.add(model, args)
@@ -241,7 +243,8 @@ def run_identity(args, inputs, data):
     pack = f"{args.per_device_train_batch_size} samples"
     if args.max_tokens_per_batch:
         pack = f"{args.max_tokens_per_batch} tokens"
-    return {"set of trained weights": "lora" if args.use_lora else "full",
+    trained = "lora on nf4" if args.base_dtype == "nf4" else "lora"
+    return {"set of trained weights": trained if args.use_lora else "full",
             "base model": weights.fingerprint_weights(inputs.folder), "training data": data,
             "teacher": teacher, "pack": pack, "seed": args.seed}
 
@@ -278,10 +281,6 @@ def save_config(model, tokenizer, folder):
 # Validation, reports
 
 
-def autocast(bf16, device):
-    return torch.autocast(device.type, torch.bfloat16, enabled=bf16)
-
-
 @torch.no_grad()
 def evaluate(args, world, model, table, eval_ids, check):
     """Exact token-weighted validation loss and accuracy {eval/...: float}; all ranks take a share.
@@ -301,7 +300,7 @@ def evaluate(args, world, model, table, eval_ids, check):
             if distributed.any_rank(world, watchdog.stop_requested()).item():
                 model.train()
                 return None
-        with autocast(args.bf16, world.device):
+        with run.autocast(args, world.device):
             sums += model(batch.to(world.device)).stacked().double()
     model.train()
     sums = Sums(*distributed.all_sum(world, sums).tolist())
@@ -339,12 +338,9 @@ def print_start(args, world, model, lines):
     where = "CPU"
     if world.device.type == "cuda":
         where = torch.cuda.get_device_name(world.device)
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    every, trained = sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
     print(f"device     {world.size} x {where}, torch {torch.__version__}, {args.parallel}, "
-          f"{'bf16' if args.bf16 else 'fp32'}\n"
-          f"model      {every / 1e6:,.1f} M parameters, {trained / 1e6:,.3f} M trainable "
-          f"({'LoRA' if model.lora else 'full'})", *packed_lm.mixture_text(model), *lines, sep="\n")
+          f"{'bf16' if args.bf16 else 'fp16' if args.fp16 else 'fp32'}\n"
+          f"{metrics.model_text(model, model.lora)}", *packed_lm.mixture_text(model), *lines, sep="\n")
 
 
 def note_ends(args, tokenizer, ends):
@@ -559,17 +555,17 @@ def train(args):
             # one pass, whose gradients ranks sum in the last micro-step; more by --replay_every
             for summed in state.passes(wrapped, trainable, micro):
                 with distributed.gradient_sync(wrapped, summed):
-                    with autocast(args.bf16, device):
+                    with run.autocast(args, device):
                         found = wrapped(batch)          # Sums over this batch's targets, not means
                     # DDP and FSDP2 average gradients over ranks: world.size makes a sum of the
                     # average; the loss is a mean over the targets of all ranks and micro-steps
-                    (found.loss * (world.size / work["targets"])).backward()
+                    (found.loss * (world.size / work["targets"]) * state.scale).backward()
                 # without a host sync: a loss that is not finite is named when the flags of this
                 # step have arrived
                 state.note_loss(found.loss, mine)
             sums += found.stacked()
 
-        more = keeper.learn(state.step, autocast(args.bf16, device)) if keeper else {}
+        more = keeper.learn(state.step, state.scale) if keeper else {}
 
         # -- step: clipped, skipped on every rank where the gradient is not finite -----------------
         factor = optim.lr_factor(state.step, total_steps, warmup, args.lr_scheduler,

@@ -118,7 +118,7 @@ def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
     cu_seqlens (B + 1,) int32 on the device. CUDA in half precision: torch's variable-length flash
     attention. Elsewhere: SDPA sample by sample, same result, by seqlens (B,) int64 on the CPU.
     """
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+    if q.is_cuda and q.dtype in fused.FLASH:
         gqa = {"enable_gqa": True} if VARLEN_GQA else {}
         if not VARLEN_GQA:
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
@@ -221,7 +221,7 @@ class PackedHiggs(nn.Module):
         text = text.to(fused.stream_dtype(text))
         hidden = torch.cat([text, model.embed_audio_tokens(batch.audio_ids).to(text.dtype)])
         cos, sin = model.rotary_emb(hidden, batch.position_ids[None])
-        varlen = hidden.is_cuda and torch.is_autocast_enabled("cuda")
+        varlen = hidden.is_cuda and hidden.dtype in fused.FLASH
         packed = Packed(n_text, order, batch.seq_index, cos[0], sin[0], batch.cu_seqlens,
                         batch.longest, None if varlen else torch.tensor(batch.seqlens))
         for layer in model.layers:

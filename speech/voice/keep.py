@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import adapters, distributed
+from common import adapters, distributed, run
 from common.checkpoint import write_atomically
 from common.distributed import UserError
+from common.gathered import gathered
 from common.packing import pack_order
 from common.watchdog import Stopped, stop_requested
 from speech.data.code_cache import FRAME_RATE
@@ -86,8 +87,7 @@ class Keeper:
         end, and Stopped.
         """
         model.eval()
-        autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=self.args.bf16)
-        with distributed.gathered(model), autocast:
+        with gathered(model), run.autocast(self.args, world.device):
             codes = distributed.rank0_first(world, self._codes, world, model)
         model.train()
         if codes is None:
@@ -149,7 +149,7 @@ class Keeper:
         places = (divmod(turn * count + i, self.order.packs_per_epoch) for i in range(count))
         return [self.order.epoch(epoch).pack(pack).tolist() for epoch, pack in places]
 
-    def hold(self, wrapped, collate, world, step, micro):
+    def hold(self, wrapped, collate, world, state, micro):
         """Add the gradients of one micro-step's pack -> (2,) float64 for the log: divergence and
         its cells.
 
@@ -157,18 +157,19 @@ class Keeper:
         gradients here: the training pass that follows does. collate: data.collate.
         """
         found = torch.zeros(2, dtype=torch.float64, device=world.device)
-        packs = self.packs(step, world)
+        packs = self.packs(state.step, world)
         if not packs:
             return found
         mine = packs[micro * world.size + world.rank]
         batch = collate([self.samples[i] for i in mine], self.ids, self.args.max_tokens_per_batch)
         cells = sum(int(self.targets[pack].sum()) for pack in packs)
         with distributed.gradient_sync(wrapped, False):
-            with torch.autocast(world.device.type, torch.bfloat16, enabled=self.args.bf16):
+            with run.autocast(self.args, world.device):
                 apart = wrapped(batch.to(world.device), keep=True)
             loss = total_loss(apart, cells, 0.0, 1, self.args.audio_loss_reduction, 0.0)
             # as much as the weight says on an average step
-            (loss * self.args.keep_weight * self.args.keep_every * world.size).backward()
+            times = self.args.keep_weight * self.args.keep_every * world.size
+            (loss * times * state.scale).backward()
         found += float(self.targets[mine].sum())
         found[0] = apart.detach().sum()
         return found

@@ -72,7 +72,7 @@ def test_defaults_of_known_flags():
 
 
 @pytest.mark.parametrize("words, said", [
-    (["--fp16"], "--fp16: no such flag; the nearest one is --bf16"),
+    (["--fp8"], "--fp8: no such flag; the nearest one is --fp16"),
     (["--learn", "1e-4"], "--learn: no such flag; the nearest one is --learning_rate"),      # no abbreviations
     (["--save_step", "5"], "--save_step: no such flag; the nearest one is --save_steps"),
     (["--model", "m"], "--model: no such flag; the nearest one is --model_path, --help all"),       # not --asr_model
