@@ -104,7 +104,7 @@ def keep_rows(clips):
 
 def forget(out_dir, args):
     """{arm: judge()} of fine-tunings of the merged model on one voice."""
-    from bench import measure, voice_codec
+    from bench import voice_codec
     from common.checkpoint import write_atomically
     merged, found = out_dir / "merged", {}
     if not merged.exists():

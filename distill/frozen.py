@@ -37,14 +37,14 @@ class Frozen(nn.Module):
         return (rows,), (head.weight, head.bias)
 
 
-def empty(folder, args):
+def empty(folder, dtype):
     """Frozen of a model folder, on the meta device. Raises UserError."""
-    return Frozen(*packed_lm.build_empty(folder, run.half(args) or torch.float32))
+    return Frozen(*packed_lm.build_empty(folder, dtype))
 
 
 def add(model, args):
     """Give an empty PackedLM its frozen models; a base with adapters to switch off needs none."""
-    base = weights.find_model(args.model_path)
+    base, dtype = weights.find_model(args.model_path), run.half(args) or torch.float32
     teacher = weights.find_model(args.teacher_path, "--teacher_path") if args.teacher_path else base
     if args.teacher_url:
         from distill.scored import Scorer
@@ -52,11 +52,11 @@ def add(model, args):
             args.teacher_url, args.teacher_name or args.teacher_path, args.distill_topk,
             args.request_timeout)
     elif args.teacher_path and not (args.use_lora and teacher.resolve() == base.resolve()):
-        model.frozen["teacher"] = empty(teacher, args)
+        model.frozen["teacher"] = empty(teacher, dtype)
     if args.keep and not args.use_lora:
         other = model.frozen.get("teacher")
         same = isinstance(other, Frozen) and teacher.resolve() == base.resolve()
-        model.frozen["base"] = other if same else empty(base, args)
+        model.frozen["base"] = other if same else empty(base, dtype)
 
 
 def fingerprint(args, kept, found):
