@@ -94,8 +94,12 @@ def sdar_config(text, model, layout):
     """Text of an SDAR model's config.json. text: of language_config."""
     kinds = {"AutoConfig": "configuration_sdar.SDARConfig", "AutoModel": "modeling_sdar.SDARModel",
              "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM"}
-    return json.dumps(json.loads(text) | {
+    found = json.loads(text)
+    for name in ("rope_parameters", "dtype"):       # SDAR's class and SGLang's read the names before transformers 5
+        found.pop(name, None)
+    return json.dumps(found | {
         "model_type": "sdar", "architectures": ["SDARForCausalLM"], "tie_word_embeddings": False,
+        "rope_theta": model.config.theta, "rope_scaling": None, "torch_dtype": "float32", "fuse_cross_entropy": True,
         "block_size": layout.block_size, "mask_token_id": model.config.mask_id,
         "auto_map": {kind: f"{SDAR_CODE}--{name}" for kind, name in kinds.items()}}, indent=2) + "\n"
 

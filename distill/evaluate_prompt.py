@@ -76,8 +76,8 @@ import tempfile
 
 import torch
 
-from common import adapters, checkpoint, distributed, document_attention, metrics
-from distill import chat, held_out, packed_lm, scores, student, weights
+from common import adapters, chat, checkpoint, distributed, document_attention, metrics
+from distill import held_out, packed_lm, scores, student, weights
 from distill.choices import THINKING
 from distill.dataset import ChatSamples, ChatTable, Reading, build_table, collate
 

@@ -401,6 +401,9 @@ def test_sdars_files_are_named_as_servers_want_them(sdar, models, tmp_path):
     wanted = {"model_type": "sdar", "architectures": ["SDARForCausalLM"], "block_size": 4, "mask_token_id": 151669,
               "tie_word_embeddings": False, "vocab_size": 151936}
     assert wanted.items() <= config.items()
+    # SDAR's class and SGLang's read the theta here, and take 10,000 where it is missing
+    theta = weights.load_checkpoint(resume.newest_whole(run))[0].config.theta
+    assert config["rope_theta"] == theta and "rope_parameters" not in config
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     assert tokenizer.convert_tokens_to_ids("<|MASK|>") == 151669 == tokenizer.mask_token_id
     assert "<|im_start|>" in tokenizer.apply_chat_template([{"role": "user", "content": "1"}], tokenize=False)

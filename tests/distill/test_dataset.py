@@ -7,7 +7,7 @@ from huggingface_hub import constants
 
 from common.distributed import UserError, World
 from common.packing import PackOrder, rank_packs
-from distill import chat
+from common import chat
 from distill.dataset import (
     ChatTable,
     Reading,

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from common.distributed import UserError
-from distill import chat
+from common import chat
 from tests.helpers import chats
 from tests.helpers.chats import LLAMA, QWEN, QWEN_OPEN, QWEN_THINK, ask
 
