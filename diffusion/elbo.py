@@ -14,8 +14,8 @@ from common.packing import PackOrder, rank_packs
 from diffusion import blocks, noise
 from diffusion.choices import bound_range
 
-REGIONS = {"gsm8k": ("question", "answer", "execution", "fill"),
-           "hdp": ("question", "plan", "execution", "fill")}
+ANSWERS = "question", "answer", "execution", "fill"
+REGIONS = {"gsm8k": ANSWERS, "chat": ANSWERS, "hdp": ("question", "plan", "execution", "fill")}
 PLACES = 32         # block numbers reported one by one; the last stands for all later ones
 
 

@@ -92,9 +92,9 @@ def main(argv=None):
             raise UserError("lm_eval is not installed: pip install lm_eval")
         folder, solver = load_solver(args, Sampling(args.order, threshold=args.threshold, temperature=0.0))
         layout = solver.layout
-        if layout.system != "gsm8k":
-            raise UserError(f"--checkpoint {folder}: is an {layout.system} model, which writes a plan first; give one "
-                            "of --system gsm8k")
+        if layout.system == "hdp":
+            raise UserError(f"--checkpoint {folder}: is an hdp model, which writes a plan first; give one "
+                            "of --system gsm8k or chat")
         ours = harness_model(LM, solver, args.batch_size)
         found = lm_eval.simple_evaluate(
             model=ours, tasks=args.tasks, num_fewshot=args.num_fewshot, limit=args.limit or None, bootstrap_iters=0,
