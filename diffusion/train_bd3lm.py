@@ -309,8 +309,9 @@ def prepare(args, world):
         from diffusion import init_from
     if args.init_from:          # on rank 0 first: one download for all
         path = distributed.rank0_first(world, init_from.find, args.init_from)
-    tokenizer = args.tokenizer = args.tokenizer or (path and init_from.own_tokenizer(path)) or made
+    tokenizer = args.tokenizer or (path and init_from.own_tokenizer(path)) or made
     if templated:
+        args.tokenizer = str(tokenizer)     # whose template chats are read by
         layout = init_from.with_chat(layout, tokenizer)
     elif path:
         layout = init_from.with_form(layout, path)

@@ -66,11 +66,11 @@ def test_every_trained_answer_is_a_document_behind_all_that_was_said(folder, tmp
         messages = [{k: m[k] for k in ("role", "content")} for m in TALK[:until]]
         text = said.apply_chat_template(messages, tokenize=False)
         ids = documents.ids[first:last]
-        assert tokens.decode(ids).rstrip() == text.rstrip() + "<|im_end|>" * (len(ids) - len(problem.ids))
-        trained = tokens.decode(ids[documents.target[first:last]])
-        assert trained.removesuffix("<|im_end|>").rstrip("<|im_end|>") == messages[-1]["content"].rstrip("<|im_end|>")
+        fill = "<|im_end|>" * (len(ids) - len(problem.ids))
+        assert tokens.decode(ids) == text.rstrip("\n") + fill
+        assert tokens.decode(ids[documents.target[first:last]]) == messages[-1]["content"] + "<|im_end|>" + fill
         assert len(ids) % 8 == 0 and set(ids[len(problem.ids):]) <= {tokens.end}
-    words = [str(p).removeprefix(str(data)) for p in bad]
+    words = sorted(str(p).removeprefix(str(data)) for p in bad)
     assert len(words) == 3 and {p.check for p in bad} == {"invalid"}
     assert words[0].startswith(":2: answer in message 2: message 1 contains the control token <|im_end|>")
     assert words[1].startswith(":3: ends with a message of the user") and words[2].startswith(":4: ")
