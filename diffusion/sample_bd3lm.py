@@ -6,7 +6,8 @@ tokens per second.
         --order confidence --threshold 0.9
     python diffusion/sample_bd3lm.py --checkpoint out --question "Ben has 3 boxes of 6 pens. ..."
     python diffusion/sample_bd3lm.py --checkpoint out --interactive      # until an empty question
-    python diffusion/sample_bd3lm.py --checkpoint out --chat        # the same, with all that was said
+    python diffusion/sample_bd3lm.py --checkpoint out --bound test.jsonl    # their likelihood
+    python diffusion/sample_bd3lm.py --checkpoint out --chat        # with all that was said
     python diffusion/sample_bd3lm.py --checkpoint out --chat chats.jsonl      # {"messages": ...}
 
 Everything is conditioned on the question. gsm8k: the answer block by block until <|endoftext|>.
@@ -46,6 +47,9 @@ def build_parser():
     p.add_argument("--chat", nargs="?", const="", metavar="FILE",
                    help='answer chats, by the chat template: JSONL or JSON of {"messages": ...}; '
                         "the flag alone: talk in the terminal, until an empty line")
+    p.add_argument("--bound", metavar="FILE",
+                   help="bound the likelihood of the answers in a file of the form the model was "
+                        "trained on: nats and bits per token")
     p.add_argument("--split", default="test", help="split of a dataset folder or hub name")
     p.add_argument("--limit", type=int, default=0,
                    help="answer only the first so many problems, 0 = all")
@@ -71,7 +75,9 @@ def build_parser():
 
 def check_flags(args, world_size):
     """Raise UserError for values that make no sense, or would do nothing."""
-    flags.at_least_one(args, "batch_size", "tokens_per_step")
+    flags.at_least_one(args, "batch_size", "tokens_per_step", "draws")
+    need(args.draws > 1, "--draws must be at least 2: one has no error")
+    need(args.draws == 16 or args.bound, "--draws needs --bound")
     flags.zero_or_more(args, "limit", "show", "seed", "temperature")
     flags.share(args, "min_accuracy")
     need(not args.min_accuracy or args.test_file,
@@ -86,11 +92,12 @@ def check_flags(args, world_size):
     need(args.threshold == 0.9 or args.order == "confidence",
          "--threshold needs --order confidence")
     given = [args.test_file, args.question, args.question_file, args.interactive,
-             args.chat is not None]
+             args.chat is not None, args.bound]
     need(sum(map(bool, given)) == 1,
-         "give one of --test_file, --question, --question_file, --interactive and --chat")
-    need(not args.output or args.test_file or args.question_file or args.chat,
-         "--output needs --test_file, --question_file or --chat FILE")
+         "give one of --test_file, --question, --question_file, --interactive, --chat and "
+         "--bound")
+    need(not args.output or args.test_file or args.question_file or args.chat or args.bound,
+         "--output needs --test_file, --question_file, --chat FILE or --bound")
     need(not args.output or not Path(args.output).is_dir(),
          f"--output {args.output} is a folder; give a file")
 
@@ -298,6 +305,9 @@ def main(argv=None):
               f"{layout.system}, on "
               f"{solver.model.embed.weight.device}\n"
               f"sampling   {how}; temperature {args.temperature:g}, top_p {args.top_p:g}")
+        if args.bound:
+            from diffusion import likelihood
+            return likelihood.report(args, folder, solver)
         if args.chat is not None and not layout.prompt:
             raise UserError(f"--chat: {folder} was trained without a chat template (--system chat)")
         if args.chat == "":

@@ -226,7 +226,7 @@ def test_prompts_of_lm_eval(trained, tmp_path, capsys):
     wanted = run(folder, file, "--order", "confidence")["answers"]
     model, _ = weights.load_checkpoint(folder / "checkpoint-5")
     solver = answers.Solver(model, tokens, documents.layout, Sampling("confidence", temperature=0.0))
-    ours = lm_eval_bd3lm.harness_model(object, solver, 3)
+    ours = lm_eval_bd3lm.harness_model(object, solver, 3, 16)
     prompts = [f"Question: {answer['question']}\nAnswer:" for answer in wanted] + ["word " * 200]
     stops = [[], "\n", ["####"], ["no", "\n####"]]
     requests = [types.SimpleNamespace(args=(prompt, {"until": stops[i % 4]})) for i, prompt in enumerate(prompts)]
