@@ -2,8 +2,7 @@
 
 A document is a problem as tokens, each with the number of its block: the model sees clean blocks before the one that it
 denoises. Three systems share everything behind that:
-- gsm8k: `<|endoftext|> Question: ... \\nAnswer: ... #### N <|endoftext|>`, cut into blocks of block_size;
-- chat: what stands before an answer in a chat, the answer (chats.py), cut likewise;
+- gsm8k: `<|endoftext|> Question: ... \\nAnswer: ... #### N <|endoftext|>`, cut into blocks of block_size; chat: alike;
 - hdp: question, plan, execution. Hierarchical: the question is block 0, plan blocks follow, then execution blocks.
   Flat: the regions padded to their budgets and cut into blocks of one size, which gives the shape and the effective
   mask of ngocbao220/hdp-diffusion; unlike there nobody sees the padding, and the loss is as below.
@@ -97,8 +96,6 @@ class Documents:
 
 def pieces(problem, layout):
     """The texts of a problem that are tokenised on their own, between special tokens."""
-    if problem.ids:
-        return []
     if layout.prompt:
         return [layout.prompt.replace("{question}", problem.question), problem.solution]
     if layout.system != "hdp":
@@ -183,7 +180,7 @@ def make_documents(problems, tokens, layout, bad=None, path=""):
     bad: a list that takes what is too long or holds a special token (common's problems.Problem); None: UserError with
     all of them.
     """
-    texts = [pieces(p, layout) for p in problems]
+    texts = [[] if p.ids else pieces(p, layout) for p in problems]
     encoded = iter(tokens.encode_all([text for group in texts for text in group]))
     kept, parts, wrong = [], [], []
     for problem, group in zip(problems, texts):
@@ -342,10 +339,10 @@ def prepare_rows(world, layout, tokens, args, output_dir=None):
     if said and world.is_main:
         print(f"data       dropped: {said}", flush=True)
     if args.validation_split and not args.eval_data_file:
-        names = [problem.name for problem in train.problems]        # answers of one chat stay together
-        of_name = np.unique(names, return_inverse=True)[1] if len({*names}) < len(names) else numbers
-        numbers, held_out = (np.flatnonzero(np.isin(of_name, part)) for part in split_validation(
-            of_name.max() + 1, args.validation_split, args.seed))
+        seen = {}       # answers of one chat have one name, and stay together
+        chat = [seen.setdefault(problem.name, len(seen)) for problem in train.problems]
+        parts = split_validation(len(seen), args.validation_split, args.seed)
+        numbers, held_out = (np.flatnonzero(np.isin(chat, part)) for part in parts)
     how = args.row_length, args.pack, args.seed
     rows = make_rows(train, numbers, *how)
     return rows, make_rows(evaluation, held_out, *how) if len(held_out) else None

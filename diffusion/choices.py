@@ -111,7 +111,6 @@ def range_fits(t_range, block_size):
 def check_range(t_range, block_size):
     """Raise UserError for a range that is none, or that no number of masked tokens of a full block lies in."""
     low, high = t_range
-    need(0 < low <= high <= 1,
-         f"noise range {low:g} to {high:g}: it must lie above 0, up to 1, lower end first")
+    need(0 < low <= high <= 1, f"noise range {low:g} to {high:g}: it must lie above 0, up to 1, lower end first")
     need(range_fits(t_range, block_size),
          f"noise range {low:g} to {high:g}: no number of masked tokens out of {block_size} lies in it; widen it")

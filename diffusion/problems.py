@@ -17,8 +17,7 @@ from common.problems import problem, settle
 from common.text import NAME, printable
 
 END = "<|endoftext|>"
-MARKERS = {"gsm8k": ("<|mask|>",), "chat": ("<|mask|>",),
-           "hdp": ("<|pad|>", "<|plan|>", "<|execution|>", "<|answer|>", "<|mask|>")}
+MARKERS = {"gsm8k": ("<|mask|>",), "hdp": ("<|pad|>", "<|plan|>", "<|execution|>", "<|answer|>", "<|mask|>")}
 SDAR_MASK = "<|MASK|>"      # the mask of SDAR's tokenizers (github.com/JetAstra/SDAR), which they hold already
 NUMBER = re.compile(r"(?:(?<![\d)])-)?\d[\d,]*(?:\.\d+)?")       # the minus of 5-3 is no sign
 HUB_NAME = re.compile(r"(?!.*\.jsonl?$)\w[\w.-]*(/[\w.-]+)?")      # openai/gsm8k, gpt2
@@ -172,8 +171,7 @@ def load_tokenizer(name, system, end_token=""):
     such as gpt2. end_token: of gsm8k's answers; "": <|endoftext|>. Raises UserError.
     """
     path = Path(name)
-    hint = "give a folder with tokenizer.json or with GPT-2's encoder.json and vocab.bpe, or " \
-           "gpt2 when online"
+    hint = "give a folder with tokenizer.json or with GPT-2's encoder.json and vocab.bpe, or gpt2 when online"
     try:
         if path.is_dir():
             tokenizer = tokenizer_from_folder(path)
@@ -198,7 +196,7 @@ def load_tokenizer(name, system, end_token=""):
     begin = next((number for number in begins if number is not None), -1)
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    markers = MARKERS[system]
+    markers = MARKERS["hdp" if system == "hdp" else "gsm8k"]
     if tokenizer.token_to_id(SDAR_MASK) is not None:
         markers = (*markers[:-1], SDAR_MASK)
     tokenizer.add_special_tokens([*([] if end is None else [end_token]), *markers])
@@ -209,8 +207,7 @@ def load_tokenizer(name, system, end_token=""):
     ids = {m: tokenizer.token_to_id(m) for m in markers}
     last = ids.get("<|pad|>", end)
     regions = [ids.get(f"<|{name}|>", -1) for name in ("plan", "execution", "answer")]
-    begin = -1 if system == "hdp" else begin
-    return Tokens(tokenizer, size, begin, last, last, *regions, ids[markers[-1]])
+    return Tokens(tokenizer, size, -1 if system == "hdp" else begin, last, last, *regions, ids[markers[-1]])
 
 
 def tokenizer_from_folder(folder):

@@ -65,8 +65,7 @@ def build_parser():
     flags.switch(g, "--chat",
                  help="gsm8k: questions in the tokenizer's chat template, answers end as its turns")
     add("--end_token", default="", metavar="TOKEN",
-        help="gsm8k: token that ends an answer where there is no <|endoftext|>; chat: that its "
-             "template writes, where it is not the tokenizer's end token")
+        help="token that ends an answer; gsm8k: <|endoftext|>, chat: the tokenizer's end token")
     add("--demo", nargs="?", type=int, const=2000, metavar="PROBLEMS",
         help="make so many arithmetic problems and a small tokenizer in OUTPUT_DIR/demo "
              "and train on them; the flag alone: 2000")
@@ -226,8 +225,7 @@ def check_flags(args, world_size):
                                        or args.loss_on_question or args.demo is not None),
          "--system chat has no --demo, --eval_accuracy, --strip_calculator and --loss_on_question")
     need(not args.end_token or not (args.system == "hdp" or args.chat),
-         "--end_token needs --system gsm8k, and no --chat, whose answers end as its turns do, or "
-         "--system chat")
+         "--end_token needs --system gsm8k, and no --chat, or --system chat")
     need(args.demo is None or not args.eval_data_file,
          "--demo makes its own validation problems: drop --eval_data_file")
     flags.at_least_one(args, *names[:2], "max_steps", "eval_repeats", "clip_search_batches", "demo")

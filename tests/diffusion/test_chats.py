@@ -1,6 +1,7 @@
 """Chats as block diffusion: the same losses as GSM8K's form, one document an answer, sampled with what was said."""
 import io
 import json
+import types
 
 import numpy as np
 import pytest
@@ -76,6 +77,18 @@ def test_every_trained_answer_is_a_document_behind_all_that_was_said(folder, tmp
     assert words[1].startswith(":3: ends with a message of the user") and words[2].startswith(":4: ")
 
 
+def test_answers_of_one_chat_stay_together(folder, tmp_path):
+    """All of them are trained on, or all are held out."""
+    talks = [sum((ask(f"{i} and {k}?", "So.") for k in range(1 + i % 3)), []) for i in range(30)]
+    layout, tokens = parts(folder, "chat")
+    args = types.SimpleNamespace(
+        train_data_file=str(write(tmp_path / "chats.jsonl", talks)), eval_data_file=None, validation_split=0.3, seed=1,
+        row_length=128, pack=True, drop_bad=(), tokenizer=str(folder))
+    rows = blocks.prepare_rows(World(device=torch.device("cpu")), layout, tokens, args)
+    train, held_out = ({part.documents.name(n) for members in part.members for n in members} for part in rows)
+    assert len(train) == 21 and len(held_out) == 9 and not train & held_out
+
+
 def test_an_end_that_is_not_the_templates_is_named(folder, tmp_path):
     data = write(tmp_path / "chats.jsonl", [TALK])
     with pytest.raises(UserError, match=r"ends answers with <\|im_end\|>, its end token is <\|endoftext\|>; give --end_"):
@@ -92,7 +105,7 @@ def test_train_and_talk(folder, tmp_path, capsys, monkeypatch):
                       "1", "--output_dir", str(out), "--logging_dir", str(tmp_path / "logs"), "--report_to", "none",
                       "--gradient_accumulation_steps", "1", "--warmup_steps", "0"])
     said = capsys.readouterr().out
-    assert "36 problems" in said and "12" in said and "done       step 2" in said, said
+    assert "36 to train, 12 to validate" in said and "done       step 2" in said, said
     common = ["--checkpoint", str(out), "--device", "cpu", "--order", "confidence"]
     sample_bd3lm.main([*common, "--chat", str(data), "--limit", "3", "--output", str(tmp_path / "answers.json")])
     answers = json.loads((tmp_path / "answers.json").read_text())["answers"]
@@ -105,5 +118,5 @@ def test_train_and_talk(folder, tmp_path, capsys, monkeypatch):
     (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "user"}]}\n{"question": "1"}\n')
     with pytest.raises(SystemExit):
         sample_bd3lm.main([*common, "--chat", str(tmp_path / "bad.jsonl")])
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert "line 1: message 1 has no text" in said and "line 2: message 1 has no role" in said
