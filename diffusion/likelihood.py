@@ -63,9 +63,10 @@ def report(args, folder, solver):
         from diffusion import chats
         problems = chats.read(args.bound, folder, tokens, bad)
     else:
-        problems = read_problems(args.bound, args.split, layout.system, layout.strip_calculator)
-    settle(bad)
-    documents = blocks.make_documents(problems[:args.limit or len(problems)], tokens, layout)
+        problems = read_problems(args.bound, args.split, layout.system, layout.strip_calculator, bad)
+    documents = blocks.make_documents(problems[:args.limit or len(problems)], tokens, layout, bad, args.bound)
+    if said := settle(bad, ("too_long",) if args.drop_too_long else (), hint=blocks.hint(bad)):
+        print(f"data       dropped: {said}")
     found = draws_of(solver, documents, args.draws, args.batch_size, args.seed)
     counts, error = documents.per_document(documents.target & (documents.region != FILL)), errors(found)
     total, spread = found.mean(1).sum() / counts.sum(), math.sqrt((error ** 2).sum()) / counts.sum()

@@ -54,7 +54,8 @@ def build_parser():
     p.add_argument("--limit", type=int, default=0,
                    help="answer only the first so many problems, 0 = all")
     flags.switch(p, "--drop_too_long",
-                 help="count problems whose question does not fit as wrong instead of stopping")
+                 help="count problems whose question does not fit as wrong, or leave them out of "
+                      "--bound, instead of stopping")
     p.add_argument("--tokens_per_step", type=int, default=1, help="top_k: tokens a pass")
     p.add_argument("--temperature", type=float, default=0.0,
                    help="0 = the likeliest token, 1 = as the model says")

@@ -222,8 +222,8 @@ def check_flags(args, world_size):
     need(not args.chat or args.system == "gsm8k",
          "--chat needs --system gsm8k: plans have a form of their own, chats are in their template")
     need(args.system != "chat" or not (args.eval_accuracy or args.strip_calculator
-                                       or args.loss_on_question or args.demo is not None),
-         "--system chat has no --demo, --eval_accuracy, --strip_calculator and --loss_on_question")
+                                       or args.loss_on_question),
+         "--system chat has no --eval_accuracy, --strip_calculator and --loss_on_question")
     need(not args.end_token or not (args.system == "hdp" or args.chat),
          "--end_token needs --system gsm8k, and no --chat, or --system chat")
     need(args.demo is None or not args.eval_data_file,
