@@ -357,7 +357,7 @@ def test_too_long_questions_are_refused_or_counted_as_wrong(trained, tmp_path, c
     (["--test_file", "none.jsonl"], "none.jsonl: no such file or folder"),
     (["--output", "."], "--output . is a folder; give a file"),
     (["--checkpoint", "nowhere"], "--checkpoint nowhere: no such folder"),
-    (["--question", "Why?"], "give one of --test_file, --question, --question_file and --interactive"),
+    (["--question", "Why?"], "give one of --test_file, --question, --question_file, --interactive, --chat and --"),
 ])
 def test_bad_flags_are_one_clear_line(trained, flags, message, capsys):
     if not torch.cuda.is_available():
