@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from common import metrics
+from common import chat, metrics
 from common.distributed import UserError
-from distill import chat, student, weights
+from distill import student, weights
 from distill.choices import THINKING
 from distill.dataset import ChatSamples, ChatTable, Reading, build_table, question_hash
 from distill.keep import kept

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from common import checkpoint, json_files
+from common import chat, checkpoint, json_files
 from common.distributed import UserError
 from common.json_files import read_text
-from distill import chat, weights
+from distill import weights
 from distill.choices import GROUP, LINES, THINKING
 from distill.dataset import HELD_OUT, key_groups, question_hash
 

@@ -85,7 +85,8 @@ def open_side(args, config, tokenizer):
     """(Prompt, chat.Encoder of the teacher or None where that is the student's, the config with
     fewer positions). config, tokenizer: the student's. Raises UserError.
     """
-    from distill import chat, weights
+    from common import chat
+    from distill import weights
     from distill.choices import THINKING
     from distill.teacher import Prompt, read_prompt
     named = args.prompt_file
@@ -105,7 +106,7 @@ def open_side(args, config, tokenizer):
 
 def context(record):
     """(the messages that the teacher gets before the last answer, the last answer). ValueError."""
-    from distill.chat import check_messages
+    from common.chat import check_messages
     messages = record["messages"]
     given = record.get("teacher_messages")
     if given is None:

@@ -178,10 +178,10 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, distributed, loading, metrics, optim, run, tensor_files, watchdog
+from common import chat, checkpoint, distributed, loading, metrics, optim, run, tensor_files, watchdog
 from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.problems import collect
-from distill import chat, packed_lm, weights
+from distill import packed_lm, weights
 from distill.dataset import Reading, make_loader, prepare_table, samples_line, split_samples, write_held_out
 from distill.packed_lm import Sums
 

@@ -14,9 +14,9 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import adapters, distributed
+from common import adapters, chat, distributed
 from common.distributed import UserError
-from distill import chat, evaluate_prompt, packed_lm, rollouts, weights
+from distill import evaluate_prompt, packed_lm, rollouts, weights
 from distill.dataset import ChatSamples, ChatTable, Reading, collate, write_table
 from distill.divergence import divergence
 from distill.teacher import read_prompt, with_prompt

@@ -10,11 +10,11 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
-from common import distributed
+from common import chat, distributed
 from common.distributed import UserError
 from common.packing import pack_order
 from common.plan import Setup
-from distill import chat, frozen, packed_lm, plan, rollouts, teaching, train_sft
+from distill import frozen, packed_lm, plan, rollouts, teaching, train_sft
 from distill.dataset import ChatSamples, ChatTable, Reading, collate, write_table
 from distill.teacher import Prompt
 from tests.helpers import chats
