@@ -241,7 +241,7 @@ class Writer:
         except Exception as error:      # told to rank 0, which would wait for this share otherwise
             written, why = {}, str(error)
         try:
-            try:    # through the store: a collective of this thread would mix with those of training
+            try:    # through the store: a collective of this thread would mix with training's
                 if store is not None and (files or rank in tensor_files.writers(self.world.size)):
                     store.set(f"checkpoint/{self.saves}/{rank}", json.dumps([written, why]))
             finally:
