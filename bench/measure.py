@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -72,11 +73,6 @@ def median(values):
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
-def ratio(ours, theirs):
-    """How many times faster: median over rounds of theirs / ours, two lists of seconds of the same rounds."""
-    return statistics.median(b / a for a, b in zip(ours, theirs))
-
-
 def matmul_rate(device, dtype=None, size=None, repeats=10):
     """FLOP/s of a large matrix product, median: bf16, 8192 wide on a GPU, float32, 1024 wide on a CPU."""
     cuda = device.type == "cuda"
@@ -107,7 +103,7 @@ def command(script, argv=None):
             next(words, None)
         elif not word.startswith(tuple(f"{flag}=" for flag in FOLDERS)):
             parts.append(word)
-    return " ".join(["python", f"bench/{script}.py", *parts])
+    return shlex.join(["python", f"bench/{script}.py", *parts])
 
 
 def new_report(question, device, command):

@@ -8,7 +8,9 @@ Each way is a command as a user would type it: ours by its trainer, the plain sc
 transformers' Trainer (hf_trainer.py). A run trains two epochs and the second one counts: the same
 samples for all, with loading. The ways take turns, and the median over --rounds is shown. In its
 first step minimal/ (speech, blocks) or Trainer (chats) must have the loss of ours; else nothing
-more is measured. On a GPU all compute in bf16, and compiled ways are among them.
+more is measured. On a GPU all compute in bf16, and compiled ways are among them. With one thread on
+a CPU (OMP_NUM_THREADS=1) seconds are those that a process ran on a core, which other work on the
+machine hardly changes.
 
 Writes bench/results/NAME-DEVICE.json after every run; a way that fails is recorded, the others go
 on, and the exit status is 1.
@@ -35,7 +37,7 @@ from bench import measure
 SCRIPTS = {"speech": "train_v2_ddp.py", "chats": "distill/train_sft.py",
            "blocks": "diffusion/train_bd3lm.py"}
 # {name: (shape, samples of an epoch, of a step)} on a CPU and on a GPU
-SETS = {"cpu": {"speech": ("small", 20, 4), "chats": ("small", 32, 8), "blocks": ("tiny", 16, 8)},
+SETS = {"cpu": {"speech": ("small", 20, 4), "chats": ("small", 32, 16), "blocks": ("tiny", 16, 8)},
         "cuda": {"speech": ("3b", 64, 8), "chats": ("4b", 128, 16), "blocks": ("small", 512, 128)}}
 SAME = {"speech": ("ours", "minimal"), "chats": ("ours", "Trainer"),
         "blocks": ("ours, one problem a row", "minimal")}       # whose losses must agree
@@ -43,7 +45,7 @@ BLOCK_LENGTH = 512          # tokens of a row
 TOLERANCE = {"cpu": 1e-4, "cuda": 1e-2}     # of the first loss, relative
 LIMIT_S = 600               # of one run
 COLUMNS = ["way", "steps of an epoch", "step (ms)", "samples/s", "useful tokens/s", "padding",
-           "memory (GiB)", "mfu", "first loss", "ours is faster by"]
+           "memory (GiB)", "mfu", "first loss", "ours is faster by", "at least"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -63,8 +65,9 @@ def make_files(name, folder, shape, samples):
             shapes.fill_cache(folder)
         return words
     if name == "chats":
-        return shapes.chat_files(folder, shapes.log_normal(samples, 500, 0.8, 24, 1900), 0, shape,
-                                 fill)
+        mean = 500 if shape == "4b" else 48
+        lengths = shapes.log_normal(samples, mean, 0.8, mean // 20, 4 * mean)
+        return shapes.chat_files(folder, lengths, 0, shape, fill)
     lengths = shapes.log_normal(samples, 157, 0.34, 40, 440)        # GSM8K's
     return shapes.block_files(folder, lengths)
 
@@ -92,7 +95,8 @@ def packed(name, batch):
     """Flags of packs whose shapes do not change, which layers can be compiled for."""
     if name == "blocks":
         return ["--problems_per_batch", batch]
-    return ["--max_tokens_per_batch", 8192 if torch.cuda.is_available() else 2048]
+    tokens = 8192 if torch.cuda.is_available() else {"speech": 2048, "chats": 1024}[name]
+    return ["--max_tokens_per_batch", tokens]
 
 
 def ways_of(name, words, args, folder):
@@ -140,6 +144,14 @@ def ways_of(name, words, args, folder):
 # One run
 
 
+def seconds_of(pid):
+    """What a process has used: of its core where it has one thread on a CPU, else of the clock."""
+    if torch.cuda.is_available() or torch.get_num_threads() > 1:
+        return time.monotonic()
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 def run(command, out):
     """Train into a folder -> {"seconds" of the second epoch, "steps" of it, "rows" of
     metrics.jsonl}, or {"error"}. Lines that begin with "step" tell the time.
@@ -155,7 +167,7 @@ def run(command, out):
         for line in process.stdout:
             last = line.strip() or last
             if line.startswith("step "):
-                times.append(time.monotonic())
+                times.append(seconds_of(process.pid))
         clock.cancel()
     if process.returncode == -signal.SIGKILL:
         return {"error": f"more than {LIMIT_S} s"}
@@ -173,14 +185,15 @@ def summary(name, runs, ours, samples, tokens):
         return [name, *[None] * (len(COLUMNS) - 2), error]
     seconds = [found["seconds"] for found in runs]
     spent, steps, rows = statistics.median(seconds), runs[0]["steps"], runs[-1]["rows"]
-    faster = None
+    faster = least = None
     if len(ours) == len(runs) and all("seconds" in found for found in ours):
-        faster = measure.ratio([found["seconds"] for found in ours], seconds)
+        ratios = [theirs / mine["seconds"] for mine, theirs in zip(ours, seconds)]
+        faster, least = statistics.median(ratios), min(ratios)
 
     def of(key):
         return rows[-1].get(f"train/{key}")
     return [name, steps, round(1e3 * spent / steps, 1), samples / spent, tokens / spent,
-            of("padding"), of("memory_gib"), of("mfu"), rows[0]["train/loss"], faster]
+            of("padding"), of("memory_gib"), of("mfu"), rows[0]["train/loss"], faster, least]
 
 
 def check_first_loss(found, pair, device):

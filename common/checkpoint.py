@@ -241,16 +241,16 @@ class Writer:
         except Exception as error:      # told to rank 0, which would wait for this share otherwise
             written, why = {}, str(error)
         try:
-            # through the store, since a collective of this thread would mix with those of training
-            if store is not None and (files or rank in tensor_files.writers(self.world.size)):
-                store.set(f"checkpoint/{self.saves}/{rank}", json.dumps([written, why]))
-            self.shared.set()
+            try:    # through the store: a collective of this thread would mix with training's
+                if store is not None and (files or rank in tensor_files.writers(self.world.size)):
+                    store.set(f"checkpoint/{self.saves}/{rank}", json.dumps([written, why]))
+            finally:
+                self.shared.set()
             if self.world.is_main:
                 reports = self._reports() if store is not None else [(written, why)]
                 self._complete(step, reports, meta)
         except Exception as error:      # raised by the main thread, when it comes to check()
             self.error = self.failed(step, error)
-            self.shared.set()
 
     def _reports(self):
         """[(files, error)] of the ranks that write, as they come in."""

@@ -2,9 +2,10 @@
 
 Layer by layer, autograd makes the gradient of the input once for each frozen weight and once for
 each adapter, and adds them up, a pass over memory as wide as the layer each time. Here each product
-adds to what is there already; without dropout the adapters' halves that read the input lie one
-behind the other, so that the input and its gradient are read once for all of them. Same sums but
-for rounding.
+adds to what is there already, and the adapters' halves that read the input lie one behind the
+other, so that the input and its gradient are read once for all of them. Same sums but for rounding.
+Dropout draws one mask for all adapters of an input, where PEFT draws one each: each adapter drops
+as much of its input, but all drop the same.
 """
 import torch
 from torch import nn
@@ -20,20 +21,16 @@ class _Outputs(torch.autograd.Function):
         """weights: all W, all A, all B. dtype: computed in. rate: of the dropout."""
         n = len(scales)
         x, bases, downs, ups = x.to(dtype), weights[:n], weights[n:2 * n], weights[2 * n:]
-        if rate:
-            dropped = [torch.native_dropout(x, rate, True) for _ in downs]
-            lows = [rows @ down.to(dtype).t() for (rows, _), down in zip(dropped, downs)]
-        else:
-            dropped = [(x, None)]
-            low = x @ torch.cat(downs).to(dtype).t()
-            lows = low.split([len(down) for down in downs], dim=1)
+        rows, *mask = torch.native_dropout(x, rate, True) if rate else (x,)
+        low = rows @ torch.cat(downs).to(dtype).t()
+        lows = low.split([len(down) for down in downs], dim=1)
         outputs = []
         for base, up, low, scale in zip(bases, ups, lows, scales):
             out = x @ whole(base, (len(up), x.shape[1]), dtype).t()
             add = out.addmm_ if in_place else out.addmm
             outputs.append(add(low, up.to(dtype).t(), alpha=scale))
         ctx.settings = dtype, scales, rate
-        ctx.save_for_backward(*weights, *lows, *(t for pair in dropped for t in pair if t is not None))
+        ctx.save_for_backward(*weights, *lows, rows, *mask)
         return tuple(outputs)
 
     @staticmethod
@@ -41,27 +38,23 @@ class _Outputs(torch.autograd.Function):
         (dtype, scales, rate), n = ctx.settings, len(ctx.settings[1])
         saved = ctx.saved_tensors
         bases, downs, ups, lows = (saved[i * n:(i + 1) * n] for i in range(4))
-        rows = saved[4 * n:]        # x, or what dropout made of it and its mask by turns
+        rows, *mask = saved[4 * n:]
         d_ups = [(grad.t() @ low).to(up.dtype) * scale
                  for grad, low, up, scale in zip(grads, lows, ups, scales)]
-        d_lows = [grad @ (up * scale).to(dtype) for grad, up, scale in zip(grads, ups, scales)]
-        if rate:
-            d_downs = [(d_low.t() @ row).to(down.dtype)
-                       for d_low, row, down in zip(d_lows, rows[::2], downs)]
-        else:
-            d_low = torch.cat(d_lows, dim=1)
-            d_downs = (d_low.t() @ rows[0]).to(downs[0].dtype).split([len(d) for d in downs])
+        d_low = torch.cat([grad @ (up * scale).to(dtype)
+                           for grad, up, scale in zip(grads, ups, scales)], dim=1)
+        d_downs = (d_low.t() @ rows).to(downs[0].dtype).split([len(down) for down in downs])
         d_x = None
         if ctx.needs_input_grad[0]:     # the first layer's input has none: embeddings are frozen
-            shapes = [(len(up), rows[0].shape[1]) for up in ups]
+            shapes = [(len(up), rows.shape[1]) for up in ups]
             d_x = grads[0] @ whole(bases[0], shapes[0], dtype)
             for grad, base, shape in zip(grads[1:], bases[1:], shapes[1:]):
                 d_x.addmm_(grad, whole(base, shape, dtype))
+            down = torch.cat(downs).to(dtype)
             if rate:
-                for d_low, mask, down in zip(d_lows, rows[1::2], downs):
-                    d_x.addcmul_(d_low @ down.to(dtype), mask, value=1 / (1 - rate))
+                d_x.addcmul_(d_low @ down, *mask, value=1 / (1 - rate))
             else:
-                d_x.addmm_(d_low, torch.cat(downs).to(dtype))
+                d_x.addmm_(d_low, down)
         return d_x, None, None, None, None, *(None for _ in bases), *d_downs, *d_ups
 
 

@@ -38,10 +38,9 @@ class Average:
         """Move towards the weights, unless skip (number or 0-d tensor on the device) is 1; no host sync."""
         self.updates += 1 - skip
         decay = ((1 + self.updates) / (10 + self.updates)).clamp(max=self.decay)
-        weights, shadow = self._pair()
-        difference = torch._foreach_sub(weights, shadow)
-        torch._foreach_mul_(difference, (1 - decay) * (1 - skip))
-        torch._foreach_add_(shadow, difference)
+        share = (1 - decay) * (1 - skip)
+        for weight, shadow in zip(*self._pair()):       # one pass; _foreach_lerp_ takes no 0-d tensor
+            shadow.lerp_(weight, share)
 
     @torch.no_grad()
     def swap(self):

@@ -83,7 +83,9 @@ def packed(net, recompute=None):
 
 
 def freeze_unreachable(native, text_loss_weight):
-    """Nothing to freeze: the audio loss reaches every weight."""
+    """Nothing to freeze: the audio loss reaches every weight. UserError for a weight of text."""
+    if text_loss_weight != 1:       # the default, which nothing reads
+        raise UserError("--text_loss_weight: Higgs TTS 3 learns no text; leave it out")
 
 
 def weight_names(native):

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from bench import fake_cuda
+from bench import fake_cuda, measure
 from tests.helpers.trainer import ROOT
 
 # bytes that the fused kernels of one layer move, forward and backward, in GB: never more than this
@@ -27,20 +27,18 @@ def why_not():
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")]
 
 
-def compiled(folder, *what):
-    """{case: what compiled.py found}"""
-    env = os.environ | fake_cuda.environment(folder) | {
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """{case: what compiled.py found}, of one process, where cases share what they compile."""
+    folder = tmp_path_factory.mktemp("compiled")
+    env = os.environ | fake_cuda.environment(folder) | measure.MALLOC | {
         "TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1", "TRITON_DISABLE_LINE_INFO": "1",
         "PYTHONPATH": os.environ.get("TRITON", "")}
-    done = subprocess.run([sys.executable, ROOT / "tests/gpu/compiled.py", *what], env=env, cwd=ROOT,
+    done = subprocess.run([sys.executable, ROOT / "tests/gpu/compiled.py"], env=env, cwd=ROOT,
                           text=True, capture_output=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return {line["case"]: line for line in map(json.loads, done.stdout.splitlines())}
-
-
-@pytest.fixture(scope="module")
-def functions(tmp_path_factory):
-    return compiled(tmp_path_factory.mktemp("functions"))
 
 
 def narrow(case):
@@ -49,11 +47,11 @@ def narrow(case):
             for kernel in case["kernels"] if kernel["accesses"].get("b16") or kernel["divisions"]]
 
 
-def test_functions_read_16_bytes_at_a_time_and_spill_nothing(functions):
+def test_functions_read_16_bytes_at_a_time_and_spill_nothing(found):
     """On packs of three lengths: one graph for the first, one for all others."""
-    found = {name: case for name, case in functions.items() if name.endswith("_kernel")}
-    assert len(found) == 8
-    for name, case in found.items():
+    functions = {name: case for name, case in found.items() if name.endswith("_kernel")}
+    assert len(functions) == 8
+    for name, case in functions.items():
         assert case["graphs"] <= 2 and not case["breaks"], name
         assert not [kernel for kernel in case["kernels"] if kernel["spilled"]], name
         assert not [kernel for kernel in case["kernels"] if kernel["divisions"]], name
@@ -62,31 +60,30 @@ def test_functions_read_16_bytes_at_a_time_and_spill_nothing(functions):
             assert all("v4.b32" in kernel["accesses"] for kernel in case["kernels"]), name
 
 
-def test_symbolic_sizes_are_seen(functions):
+def test_symbolic_sizes_are_seen(found):
     """The planted fault: torch.compile(dynamic=True), as it stood here until November 2026."""
     for name in ("swiglu_kernel", "rotate_kernel"):
-        assert narrow(functions[name + DYNAMIC]), name
+        assert narrow(found[name + DYNAMIC]), name
 
 
-def test_attention_of_blocks_spills_nothing(functions):
+def test_attention_of_blocks_spills_nothing(found):
     """With the planted fault beside it: four warps, as torch has them by default."""
-    case, planted = functions["block attention"], functions["block attention, 4 warps"]
+    case, planted = found["block attention"], found["block attention, 4 warps"]
     assert case["graphs"] == 2 and not case["breaks"]
     assert not [kernel["name"] for kernel in case["kernels"] if kernel["spilled"]]
     assert [kernel["name"] for kernel in planted["kernels"] if kernel["spilled"]]
 
 
-def test_compiled_layers_stay_whole(tmp_path):
+def test_compiled_layers_stay_whole(found):
     """A layer of each trainer, those of LoRA with adapters on all linear layers, speech in float8 too:
     no break, no new graph. The planted fault asks the GPU for a number in the middle of a layer.
     """
-    found = compiled(tmp_path, "layers")
-    planted = found.pop("speech, .item()")
+    planted = found["speech, .item()"]
     assert planted["breaks"], planted
-    assert found.keys() == LAYER_GB.keys()
-    for name, case in found.items():
+    for name, most in LAYER_GB.items():
+        case = found[name]
         assert not case["error"] and not case["breaks"], (name, case["error"])
         # forward and backward, for one length and for all; rows of blocks have one length
         assert case["graphs"] == (2 if name == "blocks" else 4), name
         assert not [kernel["name"] for kernel in case["kernels"] if kernel["spilled"]], name
-        assert 0 < case["gb_a_layer"] <= LAYER_GB[name], name
+        assert 0 < case["gb_a_layer"] <= most, name

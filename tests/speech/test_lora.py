@@ -129,7 +129,7 @@ def test_adapters_are_fp32_on_a_bf16_base(tiny, data):
 @pytest.mark.parametrize("shape", [(7, 48), (2, 3, 48), (0, 48)])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_layers_of_one_input_equal_pefts_own_forward(shape, bf16, dropout):
-    """Outputs and gradients, of ranks and scales that differ; dropout draws the same masks."""
+    """Outputs and gradients, of ranks and scales that differ; dropout draws one mask for all."""
     torch.manual_seed(0)
     sizes = {"q": 80, "k": 32, "v": 32}
     holder = torch.nn.ModuleDict({name: torch.nn.Linear(48, size, bias=False) for name, size in sizes.items()})
@@ -153,13 +153,15 @@ def test_layers_of_one_input_equal_pefts_own_forward(shape, bf16, dropout):
             found = outputs(inputs)
         return [*found, *torch.autograd.grad(found, [inputs, *weights], grads)]
 
-    def one_by_one(inputs):
+    def seeded(call, *inputs):
         torch.manual_seed(1)
-        return [layer(inputs) for layer in layers]
+        return call(*inputs)
+
+    def one_by_one(inputs):
+        return [seeded(layer, inputs) for layer in layers]
 
     def together(inputs):
-        torch.manual_seed(1)
-        return low_rank.outputs(inputs, *layers)
+        return seeded(low_rank.outputs, inputs, *layers)
 
     found = {"together": run(together), "one by one": run(one_by_one)}
     for layer in layers:

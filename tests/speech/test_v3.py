@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+import train_v2_ddp
 from common.distributed import UserError
 from speech.demo import make_tiny
 from speech.model import v3
@@ -359,6 +360,16 @@ def test_other_forms_are_refused(folder, message):
     BROKEN[message](config)
     with pytest.raises(UserError, match=message):
         v3.read_config(config)
+
+
+def test_a_weight_of_the_text_loss_is_refused(folder):
+    """All of this model's loss is that of its audio."""
+    parser, config = train_v2_ddp.build_parser(), json.loads((folder / "config.json").read_text())
+    words = ["--model_path", str(folder), "--output_dir", "out", "--text_loss_weight"]
+    for weight in ("0", "0.5"):
+        with pytest.raises(UserError, match="--text_loss_weight: Higgs TTS 3 learns no text; leave it out"):
+            train_v2_ddp.empty_trained_model(v3, folder, config, parser.parse_args([*words, weight]))
+    train_v2_ddp.empty_trained_model(v3, folder, config, parser.parse_args(words[:-1]))
 
 
 def test_untied_copies_and_wrong_weights_are_refused(folder, tmp_path):
