@@ -612,7 +612,7 @@ def train(args):
                     loss = total_loss(audio, n_audio, text, n_text, args.audio_loss_reduction,
                                       args.text_loss_weight)
                     # DDP and FSDP2 average gradients over ranks, the loss is a mean over them all
-                    (loss * world.size * state.scale).backward()
+                    (loss * (world.size * state.scale)).backward()
                 # whether it is finite is asked a step later; then these samples can be named
                 state.note_loss(loss, mine)
             sums[:size] += sums_of(losses, batch).flat()

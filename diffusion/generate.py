@@ -35,8 +35,9 @@ def load(folder, device="cpu", dtype=torch.float32):
     kind = "qwen3" if given.pop("model_type") == "sdar" else None      # SDAR is Qwen3 under another mask
     form = given.pop("block_diffusion")
     given.pop("auto_map", None)
-    config = AutoConfig.for_model(kind, **given) if kind else AutoConfig.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, attn_implementation="sdpa")
+    config = AutoConfig.for_model(kind, **given) if kind else AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
     return model.to(device).eval(), Tokenizer.from_file(str(Path(folder) / "tokenizer.json")), form
 
 
@@ -49,7 +50,7 @@ def prompt(tokenizer, form, question):
 
 def chat_prompt(folder, tokenizer, messages):
     """Ids of messages by the folder's chat template, up to where the answer begins. Thinking is off."""
-    text = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+    text = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
     return tokenizer.encode(text, add_special_tokens=False).ids
 

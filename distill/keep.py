@@ -56,6 +56,6 @@ class Keeper:
             with distributed.gradient_sync(self.model, micro == accumulation - 1):
                 with run.autocast(self.args, self.world.device):
                     loss = self.model(batch).loss
-                (loss * (size * self.args.keep_weight / targets) * scale).backward()
+                (loss * (size * self.args.keep_weight / targets * scale)).backward()
             total += loss.detach()
         return {"train/keep_kl": distributed.all_sum(self.world, total).item() / targets}

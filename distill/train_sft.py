@@ -559,7 +559,7 @@ def train(args):
                         found = wrapped(batch)          # Sums over this batch's targets, not means
                     # DDP and FSDP2 average gradients over ranks: world.size makes a sum of the
                     # average; the loss is a mean over the targets of all ranks and micro-steps
-                    (found.loss * (world.size / work["targets"]) * state.scale).backward()
+                    (found.loss * (world.size / work["targets"] * state.scale)).backward()
                 # without a host sync: a loss that is not finite is named when the flags of this
                 # step have arrived
                 state.note_loss(found.loss, mine)

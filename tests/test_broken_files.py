@@ -128,6 +128,7 @@ def test_no_secret_of_a_url_is_stored():
 
 LOADERS = """
 import sys
+from common import chat
 from common.flags import UserError
 from distill import weights
 from speech.model import weights as speech_weights

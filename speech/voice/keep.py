@@ -169,7 +169,7 @@ class Keeper:
             loss = total_loss(apart, cells, 0.0, 1, self.args.audio_loss_reduction, 0.0)
             # as much as the weight says on an average step
             times = self.args.keep_weight * self.args.keep_every * world.size
-            (loss * times * state.scale).backward()
+            (loss * (times * state.scale)).backward()
         found += float(self.targets[mine].sum())
         found[0] = apart.detach().sum()
         return found
