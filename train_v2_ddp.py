@@ -464,12 +464,11 @@ def train(args):
     if args.auto and plan.choose(args, world, ranks, model, data):
         model, parts = empty_trained_model(module, folder, config_dict, args)
     identity = run_identity(folder, table, train_ids, args) if main_rank else None
-    if keeper and main_rank:
-        keeper.fingerprint += identity["base model"]
-        identity["--keep"] = keeper.fingerprint
+    if main_rank:
+        identity["--keep"] = keeper.known_by(identity["base model"]) if keeper else None     # both ways
     validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
     if args.best_by != "loss":
-        validation += [args.best_by, args.sample_prompts]
+        validation += [args.best_by, speaker.fingerprint()]
     resume, meta = run.find_resume(args.output_dir, args.resume, identity, world)
 
     # -- order, number of steps: every rank knows them without asking; so all agree ---------------
@@ -481,6 +480,7 @@ def train(args):
     steps_per_epoch, total_steps = run_length(
         order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps, at)
     validates = bool(len(eval_ids) or speaker)
+    choices.check_measured(args, len(eval_ids))
     often = run.intervals(args, total_steps, meta, validates)
     peak_lr = args.learning_rate
     if args.scale_lr_from_batch:

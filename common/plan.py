@@ -519,6 +519,12 @@ def head_text(setup, model):
             f"{metrics.model_text(model, setup.adapters)}; the weight files have them all")
 
 
+def with_keep(args, lines):
+    """Lines of a plan, and what it leaves out with --keep."""
+    more = ["keep       its packs are not counted: rows longer than the training's need more memory"]
+    return [*lines[:-1], *more * bool(args.keep), lines[-1]]
+
+
 def time_text(flops, shares):
     """The least that training steps of so many FLOPs on each GPU take. shares: for each of RATES, the
     most of its rate that such steps reach by count (bench/roofline.py).

@@ -67,6 +67,9 @@ def encode_chunk(records, path, reading, problems):
         try:
             if isinstance(result, ValueError):
                 raise result
+            if "teacher_messages" in record and not prompt:
+                raise ValueError('has "teacher_messages", and no --teacher_path reads them '
+                                 "(--model_path's own folder where no other model teaches)")
             result, mine = result[:2], result[2] if prompt else None
             check, length = "too_long", len(result[0])
             count["long"] += length > limit

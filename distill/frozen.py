@@ -50,7 +50,7 @@ def add(model, args):
         from distill.scored import Scorer
         model.frozen["teacher"] = Scorer(
             args.teacher_url, args.teacher_name or args.teacher_path, args.distill_topk,
-            args.request_timeout)
+            args.request_timeout, model.native.config.vocab_size)
     elif args.teacher_path and not (args.use_lora and teacher.resolve() == base.resolve()):
         model.frozen["teacher"] = empty(teacher, dtype)
     if args.keep and not args.use_lora:
@@ -65,6 +65,8 @@ def fingerprint(args, kept, found):
     if args.teacher_path and args.teacher_path != args.model_path:
         teacher = weights.find_model(args.teacher_path, "--teacher_path")
         found.append(weights.fingerprint_weights(teacher))
+    if args.teacher_name:
+        found.append(args.teacher_name)
     if kept:
         data = kept.fingerprint(np.arange(len(kept)))
         found.append(f"keep {args.keep_weight:g} / {args.keep_every}: {data}")

@@ -79,6 +79,7 @@ def print_plan(args, ranks, model, table, split, order, lines, left):
     model: the empty PackedLM as trained. split: (numbers of samples to train, to validate). order:
     PackOrder. lines: on steps, intervals, start. left: steps to go.
     """
+    lines = plan.with_keep(args, lines)
     setup = plan.setup_of(args, ranks)
     lengths, targets = table.lengths[split[0]], table.targets[split[0]]
     epochs = range(min(20, args.num_train_epochs))

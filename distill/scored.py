@@ -39,8 +39,9 @@ class Scorer:
     url, name: of the server and its model. timeout: seconds of a call, and of its repetitions.
     """
 
-    def __init__(self, url, name, k, timeout):
+    def __init__(self, url, name, k, timeout, rows):
         self.server, self.name, self.k = Server(url, timeout, "--teacher_url"), name, k
+        self.rows = rows        # of the student's head
 
     def ask(self, ids):
         """known_tokens of each place of a conversation; None of the first."""
@@ -68,6 +69,9 @@ class Scorer:
         tokens, logprobs = (
             torch.tensor([at[place][i] for place in places], dtype=kind).reshape(-1, self.k)
             for i, kind in ((0, torch.int64), (1, torch.float64)))
+        if (tokens >= self.rows).any():
+            raise UserError(f"--teacher_url: names token {tokens.max().item()}, and the student has "
+                            f"{self.rows:,}: serve a model of as many rows")
         rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=0).log()
         both = torch.cat([logprobs, rest], 1).clamp(min=FLOOR).float()
         device = batch.prompted_ids.device

@@ -145,15 +145,15 @@ class Server:
         return found if text else json_files.loads(found)
 
     async def stream(self, method, path, data):
-        """(response, at most LONGEST bytes of its body)."""
+        """(response, its body). Refused when that is longer than LONGEST."""
         found, most = bytearray(), json_files.LONGEST
         async with asyncio.timeout(self.timeout), \
                 self.client.stream(method, self.url + path, content=data) as response:
             async for part in response.aiter_bytes():
                 found += part
                 if len(found) > most:
-                    break
-        return response, bytes(found[:most])
+                    raise Refused(413, f"its answer is longer than {most >> 20} MiB")
+        return response, bytes(found)
 
     def drops(self, why, kept):
         """Whether a refusal is about a field that can be left out, or has another name, from now

@@ -34,6 +34,11 @@ def check_flags(args, parser, world_size):
              "tokenizer: they prove that the student has its vocabulary")
         need(args.distill_topk,
              "--teacher_url needs --distill_topk: a server tells the likeliest tokens")
+        need(args.divergence != "reverse",
+             "--divergence reverse needs the teacher's smallest probabilities, which a server's "
+             "rounding hides: take forward or js, or --teacher_path alone")
+        need(not args.replay_every, "--replay_every compares bit for bit, which a server's scores "
+                                    "are not: drop it, or --teacher_url")
     for flag in ("keep_weight", "keep_every"):
         need(args.keep or not given(flag), f"--{flag} needs --keep")
     if args.keep:
@@ -98,6 +103,9 @@ def open_side(args, config, tokenizer):
     own = chat.load_tokenizer(folder, template=args.chat_template)
     weights.check_vocabulary(own, theirs)
     check_same(tokenizer, own, min(config.vocab_size, theirs.vocab_size), args.teacher_path)
+    need(not args.on_policy or config.vocab_size <= theirs.vocab_size,
+         f"--on_policy: the student may draw {config.vocab_size:,} ids, and --teacher_path "
+         f"{args.teacher_path} reads {theirs.vocab_size:,}")
     smaller = min(config, theirs,
                   key=lambda c: getattr(c, "max_position_embeddings", None) or 1 << 30)
     encoder = chat.Encoder(own, args.train_turns, thinking=THINKING[args.enable_thinking])

@@ -76,7 +76,7 @@ def build_parser():
     g.add_argument("--teacher_path", help="folder or hub name of a model with the same vocabulary that teaches all "
                                           "answers; with --prompt_file the default is --model_path, without adapters")
     g.add_argument("--teacher_url", help="of vLLM's server of that model, which then scores: --teacher_path needs its "
-                                         "config and tokenizer alone; key in OPENAI_API_KEY; see distill/scored.py")
+                                         "config and tokenizer alone, in a folder; key in OPENAI_API_KEY; see distill/scored.py")
     g.add_argument("--teacher_name", help="the server's name for it (default: --teacher_path)")
     g.add_argument("--prompt_file", help="text that the teacher reads and the student does not")
     g.add_argument("--prompt_role", choices=("user", "system"), default="user",

@@ -217,7 +217,10 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
     for number in sorted(users):
         clip, why = builder.clips[number], ""
         if clip.path.endswith(".npy"):      # of save_codes: heard as they are, without a way through sound
-            codes[number] = np.load(clip.path).astype(np.int64)
+            try:
+                codes[number] = saved_codes(clip, ids)
+            except (OSError, ValueError) as error:
+                problems += [f"{name}: its codes {clip.path}: {error}" for name in users[number]]
             continue
         try:
             wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
@@ -434,6 +437,18 @@ def record(prompt, codes, ended_by, seed, real_time_factor):
             "reference_audio": prompt.references[-1] if prompt.references else None,
             "target_audio": clip and clip.path, "target_offset": clip and clip.offset,
             "target_seconds": prompt.target_seconds}
+
+
+def saved_codes(clip, ids):
+    """(T, K) int64 of a conversations.Clip whose file save_codes wrote. ValueError for another."""
+    codes = np.load(clip.path, allow_pickle=False)
+    if codes.dtype.kind not in "iu" or codes.ndim != 2 or codes.shape[1] != ids.num_codebooks:
+        raise ValueError(f"not (frames, {ids.num_codebooks}) whole numbers, as --save_codes writes them")
+    if len(codes) == 0 or codes.min() < 0 or codes.max() >= ids.stream_bos:
+        raise ValueError(f"not codes from 0 to {ids.stream_bos - 1}, or none")
+    if clip.offset or clip.duration:
+        raise ValueError("a part of saved codes cannot be taken: drop offset and duration")
+    return codes.astype(np.int64)
 
 
 def save_codes(path, codes):

@@ -79,6 +79,11 @@ class Keeper:
     fingerprint: str        # of the rows, their references and the seed; then of the base, on rank 0
     samples: list = field(default_factory=list)     # of with_speech
 
+    def known_by(self, base):
+        """Text that a resumed run must share; base: what the base model is known by. On rank 0."""
+        self.fingerprint += base
+        return self.fingerprint
+
     def speak(self, world, model):
         """Have the base speak the rows, unless OUTPUT_DIR has its codes -> a line about it.
         Collective: rank 0 speaks, the others wait.

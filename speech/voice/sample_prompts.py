@@ -4,6 +4,8 @@ Rank 0 generates while the others wait; under FSDP2 the weights are gathered for
 OUTPUT_DIR/samples/step-<N>/ and to TensorBoard or W&B, the stop rate, the length ratio and what judges find (scores.py)
 to metrics.jsonl. The draws are seeded apart, so a run with samples trains exactly as one without.
 """
+import hashlib
+import json
 import shutil
 import time
 from dataclasses import dataclass
@@ -77,6 +79,12 @@ class Speaker:
     seed: int
     time_limit: float
 
+    def fingerprint(self):
+        """What makes two validations' word errors or likenesses comparable, as text."""
+        rows = [(prompt.tokens.tolist(), prompt.audio_ids.tolist()) for prompt in self.prompts]
+        known = json.dumps([rows, self.judging, self.settings.max_new_tokens], default=str)
+        return hashlib.sha256(known.encode()).hexdigest()[:16]
+
     def speak(self, world, model, state, args):
         """{eval/...: float} of the prompts spoken by model, a versions.packed. Rank 0 speaks, the
         others wait.
@@ -143,6 +151,9 @@ class Speaker:
                    (f" | length ratio {values['eval/length_ratio']:5.2f}" if ratios else "") +
                    (f" | word errors {values['eval/wer'] * 100:.1f}%" if "eval/wer" in values else "") +
                    (f" | likeness {values['eval/speaker_similarity']:.2f}" if "eval/speaker_similarity" in values else ""))
+        if why:     # of some prompts alone, they do not compare
+            for name in ("eval/wer", "eval/cer", "eval/speaker_similarity"):
+                values.pop(name, None)
         return values
 
 

@@ -51,7 +51,7 @@ def parts(text, most):
     for sentence in re.split(SENTENCE, text):
         for piece in textwrap.wrap(sentence, most, break_long_words=False, break_on_hyphens=False):
             if found and len(found[-1]) + 1 + len(piece) <= most:
-                found[-1] += (" " if found[-1][-1].isascii() else "") + piece
+                found[-1] += ("" if found[-1][-1] in "。！？" else " ") + piece
             else:
                 found.append(piece)
     return found

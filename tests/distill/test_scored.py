@@ -56,7 +56,7 @@ def test_losses_are_those_of_the_model_itself(made, tmp_path, tmp_path_factory, 
 def test_answers_that_are_no_scores(made):
     """A server without prompt_logprobs, one that lacks tokens, one that refuses; the rest is what is missing to 1."""
     with ScoreServer(made / "teacher", "big") as server:
-        scorer = scored.Scorer(server.url, "big", 3, 5.0)
+        scorer = scored.Scorer(server.url, "big", 3, 5.0, 1 << 20)
         ids, logprobs = scorer.ask([5, 6, 7])[2]
         with torch.no_grad():
             scores = server.model(torch.tensor([[5, 6]])).logits[0, -1].log_softmax(-1)

@@ -165,7 +165,7 @@ def test_scores_of_an_answer(server, checkpoint):
     """prompt_logprobs of ids, as distill/scored.py asks for them."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
     ids = tokenizer.apply_chat_template(chats.ask(LINES[0], "Final Answer: de"), return_dict=False)
-    rows = scored.Scorer(server, "teacher", 5, 60.0).ask(ids)
+    rows = scored.Scorer(server, "teacher", 5, 60.0, 1 << 20).ask(ids)
     with torch.no_grad():
         wanted = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     for place in range(1, len(ids)):
