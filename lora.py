@@ -64,10 +64,10 @@ def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kin
 
 
 def merge(model_path, adapter, output_dir, dtype="float32", shard_bytes=5 * 10**9, layout="native",
-          codec=None):
+          codec=None, base_dtype=None):
     """Fold an adapter, or none, into its base and write a plain checkpoint: export.export."""
     from speech.model import export
-    return export.export(model_path, output_dir, layout, dtype, shard_bytes, adapter, codec)
+    return export.export(model_path, output_dir, layout, dtype, shard_bytes, adapter, codec, base_dtype)
 
 
 def main(argv=None):
@@ -82,7 +82,8 @@ def main(argv=None):
                 print(f"uploaded: {card.upload(args.output_dir, args.repo_id, args.private)}")
             return
         notes = merge(args.model_path, args.adapter, args.output_dir, args.dtype,
-                      int(args.max_shard_gb * 1e9), args.format, args.audio_tokenizer_path)
+                      int(args.max_shard_gb * 1e9), args.format, args.audio_tokenizer_path,
+                      args.base_dtype)
         print(f"checkpoint: {args.output_dir}", *notes, sep="\n  ")
 
 

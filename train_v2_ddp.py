@@ -75,6 +75,7 @@ def build_parser():
     g.add_argument("--audio_loss_reduction", choices=("mean", "sum"), default="mean",
                    help="over the codebooks: mean, or sum as transformers does (8 times larger)")
     g.add_argument("--text_loss_weight", type=float, default=1.0, help="weight of the text loss, 0 = audio only")
+    choices.keep(g)
 
     g = flags.speed(p, parallel="ddp", bf16_help="bfloat16 compute; a frozen base is stored in bfloat16")
     flags.sharding(g)
@@ -89,6 +90,7 @@ def build_parser():
     g.add_argument("--sample_time_limit", type=float, default=120.0,
                    help="seconds that generating all of them may take at one validation")
     choices.judges(p.add_argument_group("what judges the sample prompts, on rank 0"))
+    choices.best(p.add_argument_group("which checkpoint is the best"))
     return flags.accept_old(p)
 
 
@@ -115,6 +117,8 @@ def check_flags(args, world_size):
         need(args.sample_prompts or getattr(args, flag) == {"sample_seconds": 10, "sample_time_limit": 120}[flag],
              f"--{flag} needs --sample_prompts")
     choices.check_judges(args, bool(args.sample_prompts))
+    choices.check_keep(args)
+    choices.check_best(args)
     need(not args.sample_prompts or args.sample_time_limit < args.wait_timeout,
          f"--sample_time_limit {args.sample_time_limit:g} must be below --wait_timeout {args.wait_timeout}")
     flags.check_lora(args, build_parser())
@@ -154,7 +158,7 @@ from common.json_files import read_object
 from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.problems import collect
 from common.watchdog import stop_requested
-from data import make_loader, prepare_table
+from data import collate, make_loader, prepare_table
 from speech.data import text_normalization
 from speech.data.code_cache import FRAME_RATE
 from speech.data.dataset import Encoding, data_facts, samples_line, split_samples, usable_samples
@@ -177,7 +181,7 @@ def empty_trained_model(module, folder, config, args):
     Raises UserError when the folder does not hold exactly the model's weights, or nothing is left
     to train.
     """
-    dtype = torch.bfloat16 if args.bf16 and args.use_lora else torch.float32
+    dtype = args.use_lora and run.half(args) or torch.float32
     native = net = module.empty_model(config, dtype, folder)
     parts = module.weight_parts(folder, config)
     weights.check_weights(native, parts, folder)
@@ -189,6 +193,9 @@ def empty_trained_model(module, folder, config, args):
         for name, parameter in native.named_parameters():
             parameter.requires_grad_(any(part in name for part in AUDIO_WEIGHTS))
     module.freeze_unreachable(native, args.text_loss_weight)
+    if args.base_dtype == "nf4":
+        from common import nf4
+        nf4.convert(module.layers(native))
     model = module.packed(net, args.gradient_checkpointing)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("these flags leave no weight to train")
@@ -210,7 +217,11 @@ def load_model(module, world, model, parts, resume, args):
     model.to_empty(device="cpu" if on_host else world.device)
     module.reset_buffers(native, world.device)
     base = adapters.base_weights(net) if args.use_lora else dict(native.named_parameters())
-    weights.load_weights(base, parts, world)
+    if args.base_dtype == "nf4":
+        from common import nf4
+        nf4.load_weights(native, weights.load_weights, base, parts, world)
+    else:
+        weights.load_weights(base, parts, world)
     if args.use_lora and resume:
         adapters.load_adapters(net, resume)
     elif args.use_lora:
@@ -241,6 +252,7 @@ def run_identity(folder, table, train, args):
     trained = "full"
     if args.use_lora:
         trained = "lora and audio table" if args.train_audio_table else "lora"
+        trained += " on nf4" * (args.base_dtype == "nf4")
     elif args.freeze_llm:
         trained = "audio embedding and head"
     batch = f"{args.per_device_train_batch_size} samples"
@@ -289,10 +301,6 @@ def save_checkpoint(module, world, writer, model, tokenizer, source, optimizer, 
 # Validation
 
 
-def autocast(bf16, device):
-    return torch.autocast(device.type, torch.bfloat16, enabled=bf16)
-
-
 @torch.no_grad()
 def evaluate(module, world, model, table, ids, held_out, writer, args):
     """Exact target-weighted validation losses {eval/...: float}; each rank takes a share.
@@ -313,7 +321,7 @@ def evaluate(module, world, model, table, ids, held_out, writer, args):
             if distributed.any_rank(world, bool(stop_requested())).item():
                 model.train()
                 return None
-        with autocast(args.bf16, world.device):
+        with run.autocast(args, world.device):
             losses = model(batch.to(world.device))
         sums += sums_of(losses, batch).flat()
     model.train()
@@ -327,11 +335,17 @@ def sums_of(losses, batch):
 
 
 def load_prompts(args, tokenizer, ids, config, codec_dir, world):
-    """sample_prompts.Speaker of --sample_prompts, or None; on every rank. Raises UserError."""
-    if not args.sample_prompts:
-        return None
-    from speech.voice import sample_prompts
-    return sample_prompts.load(args, tokenizer, ids, config, codec_dir, world)
+    """(sample_prompts.Speaker of --sample_prompts, or None, keep.Keeper of --keep, or None); on
+    every rank. Raises UserError.
+    """
+    speaker, keeper = None, None
+    if args.sample_prompts:
+        from speech.voice import sample_prompts
+        speaker = sample_prompts.load(args, tokenizer, ids, config, codec_dir, world)
+    if args.keep:
+        from speech.voice import keep
+        keeper = keep.load(args, tokenizer, ids, config, codec_dir, world)
+    return speaker, keeper
 
 
 # ------------------------------------------------------------------------------------------------
@@ -367,15 +381,12 @@ def step_work(config, table, window, use_lora):
             "samples": len(window), "frames": int(table.frames[window].sum()), "flops": flops}
 
 
-def print_start(world, model, table, train_ids, eval_ids, bf16, *more):
+def print_start(world, model, table, train_ids, eval_ids, args, *more):
     """What is about to run, before the first step."""
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-    n = sum(p.numel() for p in model.parameters())
-    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    precision = "bf16 autocast" if bf16 else "fp32"
+    precision = "bf16 autocast" if args.bf16 else "fp16 autocast" if args.fp16 else "fp32"
     print(f"device     {world.size} x {where}, torch {torch.__version__}, {precision}\n"
-          f"model      {n / 1e6:,.1f} M parameters, {n_trained / 1e6:,.3f} M trainable "
-          f"({'LoRA' if model.has_adapters else 'full'})\n"
+          f"{metrics.model_text(model, model.has_adapters)}\n"
           f"{samples_line(table, train_ids, eval_ids)}", *more, sep="\n")
 
 
@@ -401,7 +412,8 @@ def code_cache(args):
 
 def read_data(args, tokenizer, ids, codec_dir, work_dir, world):
     """The Table of the user's files, made in work_dir. A dry run encodes nothing."""
-    sources = Sources(*choices.sources(args), Reading(**choices.reading(args)),
+    sources = Sources(*choices.sources(args), Reading(
+                      **choices.reading(args), lone_reference=ids.lone_reference),
                       args.preprocess_num_proc, args.drop_bad)
     encoding = Encoding(codec_dir, code_cache(args), ids.num_codebooks, args.preprocess_num_proc,
                         args.wait_timeout)
@@ -432,7 +444,7 @@ def train(args):
     config, tokenizer = module.read_config(config_dict), module.load_tokenizer(folder)
     ids = module.token_ids(tokenizer, config)
     # a run ends at the first mistake, a dry run names them all
-    *_, (model, parts), table, speaker = collect(
+    *_, (model, parts), table, (speaker, keeper) = collect(
         dry, lambda: run.check_folders(args), lambda: distributed.check_bf16(device, args.bf16),
         lambda: run.check_float8(args, device),
         lambda: empty_trained_model(module, folder, config_dict, args),
@@ -448,11 +460,16 @@ def train(args):
         torch.set_float32_matmul_precision("high")
     if args.auto or dry:
         from speech import plan
-        data = plan.Data(table, ids, train_ids, eval_ids, speaker)
+        data = plan.Data(table, ids, train_ids, eval_ids, speaker or keeper)
     if args.auto and plan.choose(args, world, ranks, model, data):
         model, parts = empty_trained_model(module, folder, config_dict, args)
     identity = run_identity(folder, table, train_ids, args) if main_rank else None
+    if keeper and main_rank:
+        keeper.fingerprint += identity["base model"]
+        identity["--keep"] = keeper.fingerprint
     validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
+    if args.best_by != "loss":
+        validation += [args.best_by, args.sample_prompts]
     resume, meta = run.find_resume(args.output_dir, args.resume, identity, world)
 
     # -- order, number of steps: every rank knows them without asking; so all agree ---------------
@@ -496,8 +513,12 @@ def train(args):
     betas = (0.9, args.adam_beta2)
     optimizer = optim.build_adamw(
         model.named_parameters(), peak_lr, args.weight_decay, betas, decays)
+    if keeper:
+        watch.moved("the base speaks --keep", args.wait_timeout)
+        often += "\n" + keeper.speak(world, model)
     distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
-    facts = run.Facts(Sums.size(ids.num_codebooks), validation, table.name)
+    size = Sums.size(ids.num_codebooks)
+    facts = run.Facts(size + 2 * bool(keeper), validation, table.name)
     state = run.TrainState(world, watch, args, order, total_steps, (resume, meta), facts)
     state.restore(model, optimizer)
     epochs = sys.maxsize if args.max_steps else args.num_train_epochs
@@ -512,13 +533,16 @@ def train(args):
             from speech.voice import sample_prompts
             sample_prompts.forget_later(args.output_dir, state.step)
         about = f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}"
-        print_start(world, model, table, train_ids, eval_ids, args.bf16,
+        print_start(world, model, table, train_ids, eval_ids, args,
                     run.steps_text(total_steps, steps_per_epoch, ranks, accumulation, about),
                     often, run.start_text(state.step, resume))
 
     # -- loop: validation and checkpoint of the steps so far, then the next step -----------------
     stopping, saving = False, False
-    state.eval_due = state.eval_due and validates       # of a validation that a signal broke off
+    compared = args.best_by != "loss" or args.early_stop_patience > 0
+    # of a validation that a signal broke off; and what the base does, to compare with
+    state.eval_due = bool((state.eval_due or compared and state.step == 0) and validates)
+    stale = meta.get("stale", 0) if meta and meta["validation"] == validation else 0
     while True:
         # -- validate ----------------------------------------------------------------------------
         with state.pause():     # not training time
@@ -538,18 +562,23 @@ def train(args):
                         tqdm.write(eval_line(state.step, values))
                     if speaker:
                         watch.moved(f"sample prompts at step {state.step}", args.wait_timeout)
-                        values |= speaker.speak(world, model, state, args.bf16)
+                        values |= speaker.speak(world, model, state, args)
                     if values and main_rank:
                         state.log.write(state.step, values)
-                    better = state.better(values.get("eval/loss", math.nan))
+                    if compared:
+                        from speech.voice import best
+                        better, stale = best.judge(state, values, args.best_by, stale)
+                    else:
+                        better = state.better(values.get("eval/loss", math.nan))
+            enough = bool(args.early_stop_patience) and stale >= args.early_stop_patience
 
             # -- save: every so often, before a stop, and whenever validation is best ------------
-            if (better or saving or stopping) and state.saved_step != state.step:
-                about = state.to_save(identity, data=data_facts(table, train_ids))
+            if (better or saving or stopping or enough) and state.saved_step != state.step:
+                about = state.to_save(identity, data=data_facts(table, train_ids), stale=stale)
                 # copied off the device here, written behind the next steps
                 save_checkpoint(module, world, state.writer, model, tokenizer, folder, optimizer,
                                 about)
-        if state.step >= total_steps or stopping:
+        if state.step >= total_steps or stopping or enough:
             break
 
         # every rank knows the samples of this step on all ranks, from the order alone: so it can
@@ -572,19 +601,21 @@ def train(args):
             shown = micro == state.step % args.strategic_logging_steps == 0
             if args.enable_strategic_logging and main_rank and shown:
                 print_sample(table, tokenizer, batch)
+            if keeper:      # before that pass, which sums these gradients over the ranks as well
+                sums[size:] += keeper.hold(wrapped, collate, world, state, micro)
             # one pass, whose gradients ranks sum in the last micro-step; more by --replay_every
             for summed in state.passes(wrapped, trainable, micro):
                 with distributed.gradient_sync(wrapped, summed):
-                    with autocast(args.bf16, device):
+                    with run.autocast(args, device):
                         # sums over this batch's targets, not means: any split adds up to the same
                         losses = audio, text, ends = wrapped(batch)
                     loss = total_loss(audio, n_audio, text, n_text, args.audio_loss_reduction,
                                       args.text_loss_weight)
                     # DDP and FSDP2 average gradients over ranks, the loss is a mean over them all
-                    (loss * world.size).backward()
+                    (loss * (world.size * state.scale)).backward()
                 # whether it is finite is asked a step later; then these samples can be named
                 state.note_loss(loss, mine)
-            sums += sums_of(losses, batch).flat()
+            sums[:size] += sums_of(losses, batch).flat()
 
         # -- step: clipped; skipped on all ranks alike where a gradient is not finite ------------
         factor = optim.lr_factor(state.step, total_steps, args.warmup_steps, args.lr_scheduler,
@@ -605,14 +636,21 @@ def train(args):
         if state.due(args.logging_steps):
             # a collective: on every rank, though rank 0 alone prints
             sums = distributed.all_sum(world, state.sums).tolist()
-            values = module.loss_report(sums, args.audio_loss_reduction, args.text_loss_weight,
-                                        "train")
+            values = module.loss_report(sums[:size], args.audio_loss_reduction,
+                                        args.text_loss_weight, "train")
+            if keeper and sums[-1]:
+                values["train/keep_kl"] = sums[-2] / sums[-1]
             if main_rank:
                 state.log_step(values, lambda v: console_line(state.step, total_steps, v),
                                audio_seconds_per_second=state.sums_since["frames"] / FRAME_RATE)
             state.sums.zero_()
             state.begin_line()
-    state.finish(stopping)
+    if not compared:
+        return state.finish(stopping)
+    from speech.voice import best
+    early = f" (nothing better in {stale} validations)" if state.step < total_steps else ""
+    state.finish(stopping, early, best.done(state, args.best_by),
+                 lambda rows: [best.clause(rows, args.best_by, state.best_step)])
 
 
 if __name__ == "__main__":

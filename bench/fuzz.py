@@ -30,10 +30,10 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from bench import measure
-from common import json_files, metrics, report, resume, run
+from common import chat, json_files, metrics, report, resume, run
 from common.flags import UserError
 from common.text import HIDDEN, error_text
-from distill import chat, held_out, journal, teacher_server
+from distill import held_out, journal, teacher_server
 from speech.data.conversations import canonical_sample
 from speech.data.rows import read_samples
 from speech.model.labels import conversation_pieces

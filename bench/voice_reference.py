@@ -9,6 +9,13 @@ are spoken behind clips of each of flite's four voices; codec and adapter have h
 reference says another held-out sentence. pocketsphinx listens, and a clip counts as nearest to the voice whose
 recording of the sentence is most like it, by pitch and spectrum. Writes bench/results/voice_reference-cpu.json, which
 docs/log.md shows.
+
+    python bench/voice_reference.py work --forget nothing mixed keep     # afterwards
+
+merges that adapter into the base and fine-tunes what it made on launch/voice's 600 clips of `rms` without references,
+as launch/demo.sh does: is `slt` lost behind a clip of `slt`? With nothing done against it; with a quarter of the old
+recordings mixed in; with --keep, which has no old recordings, but 300 other texts behind clips of both voices. Prints
+what it found.
 """
 import argparse
 import json
@@ -22,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 VOICE = ROOT / "launch" / "voice"
 CLIPS = 600         # of either voice
+ARMS = {"nothing": (), "mixed": ("old.json:0.25",), "keep": ("--keep", "keep.json")}
 TARGETS = "q_proj,k_proj,v_proj,o_proj,audio_mlp.gate_proj,audio_mlp.up_proj,audio_mlp.down_proj,audio_lm_head"
 
 
@@ -29,6 +37,9 @@ def parse(argv=None):
     p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     p.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="folder for clips, codes and the run")
     p.add_argument("--steps", type=int, default=600, help="optimizer steps, 16 clips each")
+    p.add_argument("--forget", nargs="+", choices=tuple(ARMS), default=(), help="then fine-tune on one voice, so")
+    p.add_argument("--forget_steps", type=int, default=300, help="optimizer steps of that, 16 clips each")
+    p.add_argument("--seed", type=int, default=42, help="of that fine-tuning")
     p.add_argument("--flite", default="flite", help="the program; not needed for clips that are there already")
     p.add_argument("--results_dir", type=Path, default=ROOT / "bench" / "results", help="folder of the report")
     return p.parse_args(argv)
@@ -59,19 +70,56 @@ def make_samples(clips, flite):
     return samples
 
 
-def train(out_dir, steps):
-    """train_v2_ddp.py in one process; it goes on from the newest checkpoint in OUT_DIR/run."""
-    command = [sys.executable, "train_v2_ddp.py", "--model_path", VOICE / "model", "--audio_tokenizer_path",
-               VOICE / "codec", "--train_data_file", out_dir / "train.json", "--code_cache", out_dir / "codes",
-               "--output_dir", out_dir / "run", "--report_to", "none", "--max_steps", steps,
+def train(out_dir, model, data, run, steps, *more):
+    """train_v2_ddp.py in one process; it goes on from the newest checkpoint in the folder `run`."""
+    command = [sys.executable, "train_v2_ddp.py", "--model_path", model, "--audio_tokenizer_path", VOICE / "codec",
+               "--train_data_file", *data, "--code_cache", out_dir / "codes", "--output_dir", run,
+               "--report_to", "none", "--max_steps", steps,
                "--use_lora", "--lora_rank", 32, "--lora_alpha", 64, "--lora_dropout", 0.1, "--lora_target_modules",
                TARGETS, "--learning_rate", 3e-3, "--warmup_steps", 20, "--weight_decay", 0, "--adam_beta2", 0.99,
                "--text_loss_weight", 0, "--per_device_train_batch_size", 16, "--num_workers", 0,
                "--preprocess_num_proc", 0, "--logging_steps", 25, "--validation_split", 0.05,
-               "--per_device_eval_batch_size", 8, "--eval_steps", 150, "--save_steps", 150, "--save_total_limit", 1]
+               "--per_device_eval_batch_size", 8, "--eval_steps", 150, "--save_steps", 150, "--save_total_limit", 1,
+               *more]
     done = subprocess.run([str(word) for word in command], cwd=ROOT)
     if done.returncode:
         sys.exit(f"train_v2_ddp.py ended with status {done.returncode}")
+
+
+def keep_rows(clips):
+    """ChatML prompts of 300 texts that are in no training text, behind short clips of both voices in turn."""
+    from bench import make_voice, voice_codec
+    from speech.choices import DEFAULT_SYSTEM
+    texts = json.loads((VOICE / "texts.json").read_text())
+    made = {voice: [path.stem for path in sorted((clips / voice).glob("*.wav")) if 1 < len(path.stem) < 5
+                    and path.stem not in texts["held_out"]] for voice in voice_codec.VOICES}
+    known, draw, rows = {*texts["held_out"], *sum(made.values(), [])}, random.Random(1), []
+    for text in draw.sample([text for text in texts["slt"] if len(text) > 2 and text not in known], 300):
+        voice = voice_codec.VOICES[len(rows) % 2]
+        before = make_voice.sample((said := draw.choice(made[voice])), audio_url=str(clips / voice / f"{said}.wav"))
+        rows.append({"messages": [{"role": "system", "content": DEFAULT_SYSTEM}, *before["messages"][1:],
+                                  {"role": "user", "content": make_voice.spoken(text)}]})
+    return rows
+
+
+def forget(out_dir, args):
+    """{arm: judge()} of fine-tunings of the merged model on one voice."""
+    from bench import voice_codec
+    from common.checkpoint import write_atomically
+    merged, found = out_dir / "merged", {}
+    if not merged.exists():
+        subprocess.run([sys.executable, "lora.py", "merge", "--model_path", VOICE / "model", "--adapter",
+                        out_dir / "run" / f"checkpoint-{args.steps}", "--output_dir", merged], cwd=ROOT, check=True)
+    for name, rows in (("keep", keep_rows(out_dir / "clips")), ("old", json.loads((out_dir / "train.json").read_text()))):
+        write_atomically(out_dir / f"{name}.json", lambda path, rows=rows: path.write_text(json.dumps(rows)))
+    found["before"] = judge(out_dir, voice_codec.VOICES, merged)
+    for arm in args.forget:
+        words = [out_dir / word if ".json" in word else word for word in ARMS[arm]]
+        old, more = (words, []) if arm == "mixed" else ([], words)
+        run = out_dir / f"{arm}-{args.seed}"
+        train(out_dir, merged, [VOICE / "train.json", *old], run, args.forget_steps, "--seed", args.seed, *more)
+        found[arm] = judge(out_dir, voice_codec.VOICES, merged, run / f"checkpoint-{args.forget_steps}")
+    return found
 
 
 def mean_cepstra(wave):
@@ -104,7 +152,7 @@ def likeness(wave, reference):
     return -octaves - float(np.sqrt(2 * (apart ** 2).sum())) / np.log(10)
 
 
-def judge(out_dir, steps):
+def judge(out_dir, behind_voices, model, adapter=None):
     """{reference voice: {"wer", "shuffled_wer", "stop_rate", "nearest": {voice: share of clips}}}."""
     from bench import make_voice, voice_codec
     from bench.voice_curve import say
@@ -114,9 +162,9 @@ def judge(out_dir, steps):
     voices = (*voice_codec.VOICES, *voice_codec.OTHERS)
     recordings = {voice: [wave.numpy() for wave in make_voice.read_clips(clips, voice, held)] for voice in voices}
     found = {}
-    for voice in voices:
+    for voice in behind_voices:
         behind = [(str(clips / voice / f"{text}.wav"), make_voice.spoken(text)) for text in held[1:] + held[:1]]
-        waves, ends = say(VOICE / "model", VOICE / "codec", texts, out_dir / "run" / f"checkpoint-{steps}", behind)
+        waves, ends = say(model, VOICE / "codec", texts, adapter, behind)
         nearest = [max(voices, key=lambda other, wave=wave, i=i: likeness(wave, recordings[other][i]))
                    for i, wave in enumerate(waves)]
         own = judge_demo.measure_voice(texts, waves)
@@ -132,7 +180,7 @@ def main(argv=None):
     args = parse(argv)
     import torch
 
-    from bench import measure
+    from bench import measure, voice_codec
     from common.checkpoint import write_atomically
     torch.set_num_threads(1)
     out_dir = args.out_dir.resolve()
@@ -140,8 +188,15 @@ def main(argv=None):
     if not (out_dir / "train.json").exists():
         samples = make_samples(out_dir / "clips", args.flite)
         write_atomically(out_dir / "train.json", lambda path: path.write_text(json.dumps(samples)))
-    train(out_dir, args.steps)
-    judged = judge(out_dir, args.steps)
+    train(out_dir, VOICE / "model", [out_dir / "train.json"], out_dir / "run", args.steps)
+    if args.forget:
+        for arm, found in forget(out_dir, args).items():
+            print(f"{arm:<10}" + "; ".join(
+                f"behind {voice}: {of['nearest'][voice]:.1%} nearest to it, {of['wer']:.1%} of the words mistaken"
+                for voice, of in found.items()))
+        return
+    judged = judge(out_dir, (*voice_codec.VOICES, *voice_codec.OTHERS), VOICE / "model",
+                   out_dir / "run" / f"checkpoint-{args.steps}")
     made = measure.new_report("does the voice follow a reference clip?", torch.device("cpu"),
                               measure.command("voice_reference", ["OUT_DIR", *sys.argv[2:]]))
     made["machine"], made["judged"] = "shared with other work", judged

@@ -105,7 +105,8 @@ def init(timeout_s=600, slow_timeout_s=6 * 3600, alone_too=False, cpu_too=False,
 def check_bf16(device, wanted):
     """Raise UserError when bfloat16 is wanted and this GPU has none."""
     if wanted and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        raise UserError(f"--bf16: {torch.cuda.get_device_name(device)} has no bfloat16; drop the flag")
+        raise UserError(f"--bf16: {torch.cuda.get_device_name(device)} has no bfloat16; give --fp16, or drop "
+                        "the flag")
 
 
 def finish():
@@ -416,31 +417,6 @@ def reshard(module):
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
-
-
-@contextlib.contextmanager
-def gathered(module):
-    """Within this context every rank holds a sharded module's whole weights, and its forward needs no other rank.
-
-    For work on one rank. FSDP2's hooks are off meanwhile: they would note forwards that the other ranks did not run,
-    and the next backward would prefetch layers on this rank alone and hang. Changes nothing for other modules.
-    """
-    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-    hooks = [(table, dict(table)) for unit in units for table in (unit._forward_pre_hooks, unit._forward_hooks)]
-    for unit in units:
-        try:
-            unit.unshard()
-        except torch.OutOfMemoryError:
-            raise UserError("the GPU's memory is too small to gather the whole model for work on one rank, as sample "
-                            "prompts need; drop them, or take more GPUs")
-    for table, _ in hooks:
-        table.clear()
-    try:
-        yield
-    finally:
-        for table, before in hooks:
-            table.update(before)
-        reshard(module)
 
 
 def wrap_ddp(module, world):

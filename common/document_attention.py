@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from common import fused
 from common.distributed import UserError
 
 VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters      # torch >= 2.13
@@ -27,7 +28,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     if cu_seq_lens_q is None:
         raise UserError(f"{type(module).__name__} is not told where documents end: this architecture cannot be packed")
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))       # (S, heads, D)
-    if q.is_cuda and v.dtype in (torch.bfloat16, torch.float16):
+    if q.is_cuda and v.dtype in fused.FLASH:
         q, k = q.to(v.dtype), k.to(v.dtype)     # autocast: rotary embedding leaves them in fp32
         gqa = {"enable_gqa": True} if VARLEN_GQA else {}
         if not VARLEN_GQA:

@@ -387,6 +387,10 @@ def sharding(group):
            help="fsdp, hsdp: keep shards and optimizer in host memory (slow)")
     switch(group, "--float8", help="lora with --compile: products with frozen weights in float8; "
                                    "not yet run on a GPU")
+    switch(group, "--fp16", help="float16 compute with a scaled loss, for GPUs without bfloat16 "
+                                 "(T4, V100); a frozen base is stored in float16")
+    add("--base_dtype", choices=("bf16", "nf4"),
+        help="lora: nf4 keeps frozen layers in four bits, as QLoRA (default: off; --auto may)")
 
 
 def logging(parser, logging_steps, save_total_limit, eval_steps="a fifth of the run",
@@ -550,14 +554,9 @@ def check_sharding(args):
     """The flags of sharding()."""
     need(args.parallel != "ddp" or (args.reshard_after_forward and not args.cpu_offload),
          "--no-reshard_after_forward and --cpu_offload need --parallel fsdp or hsdp")
-    if args.float8:
-        need(args.compile, "--float8 needs --compile: alone it reads and writes more than it saves")
-        need(args.use_lora, "--float8 needs --use_lora: only frozen weights are rounded")
-        need(not args.use_dora,
-             "--float8 does not go with --use_dora: that needs the weights themselves")
-        need(args.bf16, "--float8 needs --bf16")
-        need(args.parallel == "ddp",
-             "--float8 needs --parallel ddp: rounded weights cannot be sharded")
+    if args.float8 or args.fp16 or args.base_dtype:
+        from common import precision
+        precision.check(args)
 
 
 def check_lora(args, parser):

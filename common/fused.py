@@ -20,6 +20,7 @@ from common import flags, text
 
 SWIGLU = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"     # of transformers' MLPs
 ROTARY = "apply_rotary_pos_emb"         # of transformers' modules
+FLASH = (torch.bfloat16, torch.float16)     # in which GPUs have packed attention; fp16.py looks
 RECOMPILE = 32      # shapes a function is compiled for; beyond it dynamo runs it eagerly, in silence
 
 

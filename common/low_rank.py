@@ -26,7 +26,7 @@ class _Outputs(torch.autograd.Function):
         lows = low.split([len(down) for down in downs], dim=1)
         outputs = []
         for base, up, low, scale in zip(bases, ups, lows, scales):
-            out = x @ base.to(dtype).t()
+            out = x @ whole(base, (len(up), x.shape[1]), dtype).t()
             add = out.addmm_ if in_place else out.addmm
             outputs.append(add(low, up.to(dtype).t(), alpha=scale))
         ctx.settings = dtype, scales, rate
@@ -46,9 +46,10 @@ class _Outputs(torch.autograd.Function):
         d_downs = (d_low.t() @ rows).to(downs[0].dtype).split([len(down) for down in downs])
         d_x = None
         if ctx.needs_input_grad[0]:     # the first layer's input has none: embeddings are frozen
-            d_x = grads[0] @ bases[0].to(dtype)
-            for grad, base in zip(grads[1:], bases[1:]):
-                d_x.addmm_(grad, base.to(dtype))
+            shapes = [(len(up), rows.shape[1]) for up in ups]
+            d_x = grads[0] @ whole(bases[0], shapes[0], dtype)
+            for grad, base, shape in zip(grads[1:], bases[1:], shapes[1:]):
+                d_x.addmm_(grad, whole(base, shape, dtype))
             down = torch.cat(downs).to(dtype)
             if rate:
                 d_x.addcmul_(d_low @ down, *mask, value=1 / (1 - rate))
@@ -57,11 +58,20 @@ class _Outputs(torch.autograd.Function):
         return d_x, None, None, None, None, *(None for _ in bases), *d_downs, *d_ups
 
 
+def whole(weight, shape, dtype):
+    """A frozen weight in the dtype computed in; one of nf4.py is bytes."""
+    if weight.dtype != torch.uint8:
+        return weight.to(dtype)
+    from common import nf4
+    return nf4.whole(weight, shape, dtype)
+
+
 def joins(layer):
     """Whether a layer's adapter and frozen weight can be computed here."""
     base = getattr(layer, "base_layer", None)
     return (hasattr(layer, "adds_in_place") and not (layer.disable_adapters or layer.merged)
-            and type(base) is nn.Linear and base.bias is None and not base.weight.requires_grad)
+            and (type(base) is nn.Linear or hasattr(base, "nf4")) and base.bias is None
+            and not base.weight.requires_grad)
 
 
 def outputs(x, *layers):

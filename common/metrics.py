@@ -56,6 +56,15 @@ def duration(seconds):
     return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
+def model_text(model, adapters):
+    """The line about a model's size. Layers of nf4.py count their values, not their bytes."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    every = sum(p.numel() for p in model.parameters()) + sum(
+        m.in_features * m.out_features - m.weight.numel() for m in model.modules() if hasattr(m, "nf4"))
+    return (f"model      {every / 1e6:,.1f} M parameters, {trained / 1e6:,.3f} M trainable "
+            f"({'LoRA' if adapters else 'full'})")
+
+
 def speed_report(totals, seconds, steps, slots, waited, device, world_size):
     """Throughput of all ranks over `seconds` of training -> {metric name: float}.
 

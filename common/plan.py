@@ -15,6 +15,7 @@ Memory of one GPU, for W weight values of which T are trained, sharded over N GP
 import contextlib
 import copy
 import functools
+import importlib.util
 import os
 import re
 import shutil
@@ -73,6 +74,7 @@ class Setup:
     offload: bool | None = None     # fsdp: shards and moments are in host memory
     adapters: bool | None = None    # only they are trained
     shard_size: int = 0             # hsdp: GPUs that weights are sharded over, 0: those of a node
+    base_dtype: str | None = None   # nf4: frozen layers in four bits; None, bf16: as computed
 
     @property
     def fsdp(self):
@@ -93,7 +95,8 @@ class Setup:
 def setup_of(args, ranks):
     """Setup of a trainer's parsed flags. ranks: how many processes train."""
     found = {field: getattr(args, flag) for flag, field in FLAGS.items() if hasattr(args, flag)}
-    return Setup(ranks, bf16=args.bf16, reshard=getattr(args, "reshard_after_forward", None),
+    half = args.bf16 or getattr(args, "fp16", False)        # fp16 takes the same memory
+    return Setup(ranks, bf16=half, reshard=getattr(args, "reshard_after_forward", None),
                  adapters=args.use_lora, shard_size=args.shard_size, **found)
 
 
@@ -306,8 +309,21 @@ class Memory(NamedTuple):
         return max(self.stages.values())
 
 
+@functools.cache
+def in_four_bits(step):
+    """The Step with the frozen layers in NF4; the same one where they are."""
+    if any(hasattr(module, "nf4") for module in step.model.modules()):
+        return step
+    from common import nf4
+    model = copy.deepcopy(step.model)
+    nf4.convert(step.layers(model))
+    return step._replace(model=model)
+
+
 def memory(step, setup, pack, held_out=None):
     """Memory with a pack, and with one of the validation, each the worst."""
+    if setup.base_dtype == "nf4":
+        step = in_four_bits(step)
     def values_of(module):
         return sum(p.numel() for p in module.parameters())
     model, layers = step.model, [values_of(layer) for layer in step.layers(step.model)]
@@ -342,13 +358,14 @@ def memory_text(setup, found, pack):
     worst = f"worst pack, {pack}{recomputation.NOTES[setup.recompute]}"
     notes = {"weights": "a shard" if setup.fsdp else "whole on every GPU",
              "gradients": "fp32", "optimizer": "two fp32 moments", "average": "fp32",
+             "teacher": "frozen, a shard" if setup.fsdp else "frozen, whole on every GPU",
              "copies": "gathered layers", "activations": f"{worst}; logits, casts, gradients too",
              "fixed": "CUDA context and libraries: a guess",
              "peak estimate": f"reached in {max(found.stages, key=found.stages.get)}; "
                               "parts come and go"}
     rows = found.parts | {"peak estimate": found.peak}
     return INDENT.join(f"{name:<13}  {rows[name] / GIB:9.2f} GiB  {note}"
-                       for name, note in notes.items() if rows[name])
+                       for name, note in notes.items() if rows.get(name))
 
 
 def gpu_memory(gib=None):
@@ -377,6 +394,8 @@ def check_memory(found, limit, setup):
             "--gradient_checkpointing all": smaller and setup.recompute == "selective",
             f"a smaller --{samples}": smaller and (setup.budget or setup.batch_size > 1),
             "--bf16": not setup.bf16,
+            "--base_dtype nf4": setup.adapters and setup.bf16 and setup.base_dtype != "nf4"
+            and not setup.fsdp,
             "--parallel fsdp": not setup.fsdp and setup.ranks > 1,
             "--gradient_accumulation_steps 1": setup.fsdp and setup.accumulation > 1,
             "--reshard_after_forward": setup.fsdp and setup.reshard is False,
@@ -495,12 +514,9 @@ def print_room(args, setup, found, pack, saved, steps, validates):
 
 def head_text(setup, model):
     """What runs where, and the model."""
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    every, trained = sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
     return (f"plan       {counted(setup.ranks, 'GPU')}, {setup.parallel}, "
             f"{'bf16' if setup.bf16 else 'fp32'}\n"
-            f"model      {every / 1e6:,.1f} M parameters, {trained / 1e6:,.3f} M trainable "
-            f"({'LoRA' if setup.adapters else 'full'}); the weight files have them all")
+            f"{metrics.model_text(model, setup.adapters)}; the weight files have them all")
 
 
 def time_text(flops, shares):
@@ -547,7 +563,7 @@ def packs_text(setup, order, lengths, about):
 
 FLAGS = {"parallel": "parallel", "max_tokens_per_batch": "budget",
          "per_device_train_batch_size": "batch_size", "gradient_checkpointing": "recompute",
-         "gradient_accumulation_steps": "accumulation",
+         "gradient_accumulation_steps": "accumulation", "base_dtype": "base_dtype",
          "cpu_offload": "offload"}      # {flag: of Setup}
 BUDGETS = (16384, 8192, 4096, 2048, 1024)       # tokens of a pack
 LARGE = 4096        # tokens of a micro-step that keep the GPU, not the host, busy
@@ -564,13 +580,15 @@ def ways(args, setup):
     group = setup.shard_size or local_ranks(setup.ranks)
     nodes = setup.ranks > group and setup.ranks % group == 0    # sharding inside each comes first
     kinds = ["ddp", *(["hsdp"] if nodes else []), "fsdp"]
-    if "parallel" in named(args) or setup.ranks == 1 or getattr(args, "float8", False):
+    packed = getattr(args, "float8", False) or setup.base_dtype == "nf4"
+    if "parallel" in named(args) or setup.ranks == 1 or packed:
         kinds = [setup.parallel]
     return [replace(setup, recompute=mode, parallel=kind) for mode in modes for kind in kinds]
 
 
 def by_tokens(args, setup, lengths, order_of):
-    """Setups with packs of tokens, the fastest first; at last with the state on the host.
+    """Setups with packs of tokens, the fastest first: what costs time alone, then a base in four
+    bits, which costs accuracy as well; at last with the state on the host.
 
     lengths: (n,) tokens of the samples. order_of(budget): PackOrder. A step has the samples of
     --global_batch_size, or an epoch at least EPOCH_STEPS steps.
@@ -586,14 +604,26 @@ def by_tokens(args, setup, lengths, order_of):
     large = [budget for budget in budgets if budget >= LARGE] or budgets[:1]
     tried = [replace(way, budget=budget) for way in ways(args, setup) for budget in large]
     tried += [replace(tried[-1], budget=budget) for budget in budgets if budget not in large]
-    fixed = named(args) & {"parallel", "cpu_offload"} or getattr(args, "float8", False)
-    if setup.offload is False and not fixed:
-        tried.append(replace(tried[-1], parallel="fsdp", offload=True))
+    last = tried[-1]
+    if may_round(args):
+        tried += [replace(way, base_dtype="nf4") for way in tried if not way.fsdp]
+    packed = getattr(args, "float8", False) or setup.base_dtype == "nf4"
+    if setup.offload is False and not (packed or named(args) & {"parallel", "cpu_offload"}):
+        tried.append(replace(last, parallel="fsdp", offload=True))
     for way in tried:
         if samples and way.budget and not counted:
             packs = order_of(way.budget).packs_per_epoch * samples / len(lengths)
             way = replace(way, accumulation=max(1, round(packs / setup.ranks)))
         yield way
+
+
+def may_round(args):
+    """Whether --auto may keep the frozen layers in four bits."""
+    other = ("compile", "float8", "use_dora", "cpu_offload")
+    return (getattr(args, "base_dtype", "") is None and args.use_lora
+            and (args.bf16 or args.fp16)
+            and not any(getattr(args, flag, False) for flag in other)
+            and importlib.util.find_spec("bitsandbytes") is not None)
 
 
 def choose_packs(args, world, ranks, lengths, memory_of):
@@ -632,7 +662,8 @@ def choice(args, setups, memory_of, samples_of):
         found = memory_of(setup)
         fits = found.peak <= USABLE * limit
         pack = f"{setup.budget:,} tokens" if setup.budget else f"batches of {setup.batch_size:,}"
-        how = MODES[setup.recompute] + (", offloaded" if setup.offload else "")
+        how = (MODES[setup.recompute] + ", NF4" * (setup.base_dtype == "nf4")
+               + ", offloaded" * bool(setup.offload))
         lines.append(f"{setup.parallel:<5}{pack:>15}  {how:<28} {found.peak / GIB:8.2f} GiB  "
                      f"{'taken' if fits else 'too much'}")
         if fits:
@@ -643,9 +674,21 @@ def choice(args, setups, memory_of, samples_of):
     chosen = {flag: getattr(setup, field) for flag, field in FLAGS.items() if hasattr(args, flag)}
     return chosen | {"packs_per_step": packs}, [
         f"{'the first' if fits else 'none'} that fits one GPU's {size(limit)}, {MARGIN}, from the "
-        "fastest on:", *lines,
+        "fastest on:", *lines, f"cost: {cost_text(setup)}",
         f"a step: {counted(setup.ranks, 'rank')} x {counted(setup.accumulation, 'micro-step')}, "
         f"about {packs * samples_of(setup):,.0f} samples"]
+
+
+def cost_text(setup):
+    """What a Setup costs beside the fastest one, in time by count of products."""
+    found = {"selective": "cheap parts of layers computed twice",
+             "all": f"{50 if setup.adapters else 33} % more products, layers being computed again"}
+    parts = [found[setup.recompute]] if setup.recompute else []
+    if setup.base_dtype == "nf4":
+        parts.append("a base rounded to four bits, made again in each forward and backward")
+    if setup.offload:
+        parts.append("weights and gradients cross the bus in each step")
+    return "; ".join(parts) or "nothing"
 
 
 def earlier_choice(args, ranks, earlier):

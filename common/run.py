@@ -122,6 +122,16 @@ def start_text(step, resume, new="base model"):
     return f"start      step {step}, {f'resumed from {resume}' if resume else new}"
 
 
+def half(args):
+    """The dtype that --bf16 or --fp16 computes in, or None: float32."""
+    return torch.float16 if getattr(args, "fp16", False) else torch.bfloat16 if args.bf16 else None
+
+
+def autocast(args, device):
+    """The context of a forward pass in the dtype of half()."""
+    return torch.autocast(device.type, half(args) or torch.bfloat16, enabled=half(args) is not None)
+
+
 def sharding(args, size):
     """What distributed.shard takes of the flags, by name, or None under DDP. size: how many ranks train."""
     if args.parallel == "ddp":
@@ -209,6 +219,11 @@ class TrainState:
         if meta and world.is_main and len(meta["unlogged"]) == facts.sums:
             self.sums += torch.tensor(meta["unlogged"], dtype=torch.float64, device=world.device)
         self.finite, self.log = [], None
+        self.scaler, self.scale = None, 1.0     # the loss is multiplied by it before backward()
+        if half(args) is torch.float16:
+            from common.fp16 import Scaler
+            self.scaler = Scaler(world.device, meta and meta.get("scaler"))
+            self.scale = self.scaler.scale
         self.norm, self.lr = None, 0.0
         # delay: no bar before the first step, or the lines about the run would stand behind it
         self.bar = tqdm(total=total_steps, initial=self.step, unit="step", delay=0.001,
@@ -289,6 +304,8 @@ class TrainState:
         sums: (n,) of this step's log values, dropped with a skipped step. No host sync. Returns a 0-d tensor, 1 where
         the step was skipped, the same on every rank: a bad loss makes its gradient bad, and gradients are global.
         """
+        if self.scaler:
+            self.scaler.unscale(parameters)
         self.norm = optim.clip_gradients(parameters, self.args.max_grad_norm)
         bad = 1 - torch.isfinite(self.norm).float()
         asked = distributed.largest(self.world, self.request())
@@ -298,6 +315,8 @@ class TrainState:
         optim.guarded_step(optimizer, bad)
         optimizer.zero_grad(set_to_none=True)
         bad = bad.to(self.world.device)                 # with --cpu_offload gradients are elsewhere
+        if self.scaler:
+            self.scaler.update(bad)
         self.sums += torch.where(bad > 0, 0.0, sums)
         self.at["step"], self.at["first"] = self.step + 1, self.at["first"] + self.per_step
         self.report_bad()                               # of the step before: this one is still being computed
@@ -323,6 +342,8 @@ class TrainState:
         local = [self.name(i) for finite, numbers in flags if not finite.item() for i in numbers]
         names = sorted({name for rank_names in distributed.gather_objects(self.world, local) for name in rank_names})
         what = f"samples with a non-finite loss: {'; '.join(names[:20])}" if names else "every loss was finite"
+        if self.scaler and not names and self.scale > 1:    # as often as it takes to find the scale: no fault
+            self.flags.bad_in_a_row = 0
         text = f"step {step}: gradient norm is not finite, step skipped ({self.flags.bad_total} so far); {what}"
         if self.world.is_main:
             tqdm.write(text)
@@ -370,6 +391,7 @@ class TrainState:
                    "train/learning_rate": self.lr, "train/grad_norm": float(self.norm),
                    "train/epoch": self.at["epoch"] + min(1.0, self.at["first"] / self.order.packs_per_epoch),
                    "train/bad_steps": self.flags.bad_total,
+                   **({"train/loss_scale": self.scale.item()} if self.scaler else {}),
                    **metrics.speed_report(self.sums_since, seconds, self.steps, self.slots, self.waited,
                                           self.world.device, self.world.size)}
         self.log.write(self.step, values)
@@ -406,13 +428,15 @@ class TrainState:
         return {**self.at, "identity": identity, "validation": self.validation,
                 "best_step": self.best_step, "best_loss": self.best_loss,
                 "best_tie": self.best_tie, "eval_due": self.eval_due,
+                **({"scaler": self.scaler.saved()} if self.scaler else {}),
                 **more, "skipped": self.flags.bad_total, "args": flags.stored(self.args),
                 "unlogged": distributed.all_sum(self.world, self.sums.clone()).tolist()}
 
-    def finish(self, stopped, note="", best="validation loss {:.4f}"):
+    def finish(self, stopped, note="", best="validation loss {:.4f}", more=lambda rows: []):
         """Wait for the last checkpoint and say how the run ended. stopped: on request, before its end.
 
-        note: words behind the last step; best: how to print the best loss.
+        note: words behind the last step; best: how to print the best loss. more: clauses of the verdict, of the rows
+        of metrics.jsonl.
         """
         self.watch.moved("waiting for the last checkpoint", self.args.wait_timeout)
         self.writer.finish()
@@ -429,4 +453,5 @@ class TrainState:
         best = f"; best {best.format(self.best_loss)} at step {self.best_step}" if self.best_step is not None else ""
         print(f"done       step {self.step}{note}; {self.flags.bad_total} steps skipped; final checkpoint "
               f"{Path(self.args.output_dir) / f'checkpoint-{self.step}'}{best}")
-        print(metrics.verdict_line(metrics.verdict(metrics.read_metrics(self.log.path))))
+        rows = metrics.read_metrics(self.log.path)
+        print(metrics.verdict_line([*metrics.verdict(rows), *more(rows)]))

@@ -25,10 +25,12 @@ def question_state(problem, tokens, layout):
     context: (3, n) int64 ids, position, block of clean tokens. Raises UserError when the question
     is too long.
     """
+    if problem.ids:
+        return ids_state(problem.name, problem.ids[:problem.given], layout)
     if token := tokens.smuggled(problem.question):
         raise UserError(f"{problem.name}: its text holds the special token {token}; remove it")
     text = pieces(problem, layout)[0]
-    if layout.system == "gsm8k":
+    if layout.system != "hdp":
         return text_state(problem.name, text, tokens, layout)
     ids = tokens.encode(text)
     if len(ids) > layout.question_budget:
@@ -41,7 +43,12 @@ def question_state(problem, tokens, layout):
 
 def text_state(name, text, tokens, layout):
     """question_state of a gsm8k prompt as it stands. UserError, with `name`, without room."""
-    head = np.array(head_of(tokens.encode(text), tokens, layout))
+    return ids_state(name, head_of(tokens.encode(text), tokens, layout), layout)
+
+
+def ids_state(name, ids, layout):
+    """question_state of all the ids that stand before an answer. UserError without room."""
+    head = np.array(ids)
     if len(head) >= layout.max_length:
         raise UserError(f"{name}: its question has {len(head)} tokens, no room in --max_length "
                         f"{layout.max_length}")
@@ -52,7 +59,7 @@ def text_state(name, text, tokens, layout):
 
 def room(first_position, region, layout):
     """Blocks that may be generated in a region whose first block starts at first_position."""
-    if layout.system == "gsm8k":
+    if layout.system != "hdp":
         return (layout.max_length - first_position) // layout.block_size
     budget = {PLAN: layout.plan_budget, EXECUTION: layout.execution_budget}[region]
     return budget // layout.region_block(region)

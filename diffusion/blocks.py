@@ -1,8 +1,8 @@
 """GSM8K and HDP problems -> documents of numbered blocks -> rows -> batches.
 
 A document is a problem as tokens, each with the number of its block: the model sees clean blocks before the one that it
-denoises. Two systems share everything behind that:
-- gsm8k: `<|endoftext|> Question: ... \\nAnswer: ... #### N <|endoftext|>`, cut into blocks of block_size;
+denoises. Three systems share everything behind that:
+- gsm8k: `<|endoftext|> Question: ... \\nAnswer: ... #### N <|endoftext|>`, cut into blocks of block_size; chat: alike;
 - hdp: question, plan, execution. Hierarchical: the question is block 0, plan blocks follow, then execution blocks.
   Flat: the regions padded to their budgets and cut into blocks of one size, which gives the shape and the effective
   mask of ngocbao220/hdp-diffusion; unlike there nobody sees the padding, and the loss is as below.
@@ -98,7 +98,7 @@ def pieces(problem, layout):
     """The texts of a problem that are tokenised on their own, between special tokens."""
     if layout.prompt:
         return [layout.prompt.replace("{question}", problem.question), problem.solution]
-    if layout.system == "gsm8k":
+    if layout.system != "hdp":
         return [f"Question: {problem.question}\nAnswer:", f" {problem.solution}"]
     return [problem.question, f" {problem.plan}", f" {problem.solution} ", f" {problem.answer}"]
 
@@ -108,7 +108,7 @@ def regions_of(ids, tokens, layout):
 
     An end token follows every generated region; the fill behind it is not there yet.
     """
-    if layout.system == "gsm8k":
+    if layout.system != "hdp":
         head = head_of(ids[0], tokens, layout)
         return [(PLAN, head + ids[1] + [tokens.end], len(head))]
     execution = [tokens.execution, *ids[2], tokens.answer, *ids[3], tokens.end]
@@ -122,7 +122,7 @@ def head_of(ids, tokens, layout):
 
 def too_long(regions, layout):
     """What is longer than its budget, in words, or ""."""
-    if layout.system == "gsm8k":
+    if layout.system != "hdp":
         budgets = {PLAN: ("it has", "max_length")}
     else:
         budgets = {QUESTION: ("its question has", "question_budget"), PLAN: ("its plan has", "plan_budget"),
@@ -150,7 +150,7 @@ def make_document(regions, tokens, layout):
         next_block = block[-1] + 1
         target, what = (at >= pinned) & (at < n), np.full(slots, region)
         what[len(ids):n] = FILL
-        if layout.system == "gsm8k":
+        if layout.system != "hdp":
             what[:pinned] = QUESTION
         if layout.loss_on_question:
             target |= (what == QUESTION) & (at < n) & (padded != tokens.bos)
@@ -180,7 +180,7 @@ def make_documents(problems, tokens, layout, bad=None, path=""):
     bad: a list that takes what is too long or holds a special token (common's problems.Problem); None: UserError with
     all of them.
     """
-    texts = [pieces(p, layout) for p in problems]
+    texts = [[] if p.ids else pieces(p, layout) for p in problems]
     encoded = iter(tokens.encode_all([text for group in texts for text in group]))
     kept, parts, wrong = [], [], []
     for problem, group in zip(problems, texts):
@@ -189,7 +189,7 @@ def make_documents(problems, tokens, layout, bad=None, path=""):
             wrong.append(bad_problem(problem.name, "control_token", f"its text holds the special token {token}; remove "
                                      "it", path))
             continue
-        regions = regions_of(ids, tokens, layout)
+        regions = [(PLAN, problem.ids, problem.given)] if problem.ids else regions_of(ids, tokens, layout)
         if excess := too_long(regions, layout):
             wrong.append(bad_problem(problem.name, "too_long", excess, path))
             continue
@@ -316,6 +316,9 @@ def prepare_rows(world, layout, tokens, args, output_dir=None):
 
     def read(path, split):
         found = []
+        if layout.system == "chat":
+            from diffusion import chats
+            return chats.read(path, args.tokenizer, tokens, found), found
         return read_problems(path, split, layout.system, layout.strip_calculator, found), found
 
     def documents(path, split):
@@ -336,7 +339,10 @@ def prepare_rows(world, layout, tokens, args, output_dir=None):
     if said and world.is_main:
         print(f"data       dropped: {said}", flush=True)
     if args.validation_split and not args.eval_data_file:
-        numbers, held_out = split_validation(len(train), args.validation_split, args.seed)
+        seen = {}       # answers of one chat have one name, and stay together
+        chat = [seen.setdefault(problem.name, len(seen)) for problem in train.problems]
+        parts = split_validation(len(seen), args.validation_split, args.seed)
+        numbers, held_out = (np.flatnonzero(np.isin(chat, part)) for part in parts)
     how = args.row_length, args.pack, args.seed
     rows = make_rows(train, numbers, *how)
     return rows, make_rows(evaluation, held_out, *how) if len(held_out) else None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from common.flags import need
 
-SYSTEMS = ("gsm8k", "hdp")
+SYSTEMS = ("gsm8k", "chat", "hdp")
 CHECKS = ("invalid", "control_token", "too_long")        # of problems, for --drop_bad
 ORDERS = ("first_hitting", "top_k", "confidence")
 SCHEDULES = ("loglinear", "square", "square_root", "log", "cosine")      # of noise
@@ -73,7 +73,7 @@ class Layout:
             need(getattr(self, flag) >= 0, f"--{flag} is {getattr(self, flag)}; it must be 0 or more")
             need(not getattr(self, flag) or (self.system == "hdp" and not self.flat),
                  f"--{flag} needs --system hdp and --hdp_layout hierarchical")
-        if self.system == "gsm8k":
+        if self.system != "hdp":
             even = [("block_size", self.block_size, "max_length", self.max_length)]
         elif self.flat:         # a block over two regions could not be written region by region
             even = [("block_size", self.block_size, name, getattr(self, name))
@@ -111,7 +111,6 @@ def range_fits(t_range, block_size):
 def check_range(t_range, block_size):
     """Raise UserError for a range that is none, or that no number of masked tokens of a full block lies in."""
     low, high = t_range
-    need(0 < low <= high <= 1,
-         f"noise range {low:g} to {high:g}: it must lie above 0, up to 1, lower end first")
+    need(0 < low <= high <= 1, f"noise range {low:g} to {high:g}: it must lie above 0, up to 1, lower end first")
     need(range_fits(t_range, block_size),
          f"noise range {low:g} to {high:g}: no number of masked tokens out of {block_size} lies in it; widen it")

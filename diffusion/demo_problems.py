@@ -82,6 +82,27 @@ def write_demo(folder, n_train=2000, n_test=200, seed=0):
     train_tokenizer(texts).save(str(folder / "tokenizer.json"))
 
 
+CHAT = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+def write_chats(folder):
+    """Write train_chat.jsonl, test_chat.jsonl and chat/, a tokenizer with a template, from write_demo's files."""
+    folder = Path(folder)
+    for split in ("train", "test"):
+        problems = map(json.loads, (folder / f"{split}.jsonl").read_text(encoding="utf-8").splitlines())
+        chats = [{"messages": [{"role": "user", "content": p["question"]},
+                               {"role": "assistant", "content": CALCULATOR.sub("", p["answer"])}]}
+                 for p in problems]
+        write_text(folder / f"{split}_chat.jsonl", "".join(json.dumps(chat) + "\n" for chat in chats))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    checkpoint.prepare_output(folder / "chat", "demo folder")
+    tokenizer.save(str(folder / "chat" / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": CHAT}
+    write_text(folder / "chat" / "tokenizer_config.json", json.dumps(about, indent=1) + "\n")
+
+
 def write_text(path, text):
     """Write a file whole or not at all."""
     checkpoint.write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
@@ -93,5 +114,8 @@ def prepare(folder, system, n):
     -> (training file, validation file, tokenizer folder), as text.
     """
     write_demo(folder, n, max(8, n // 10))
+    if system == "chat":
+        write_chats(folder)
+        return *(str(Path(folder) / f"{split}_chat.jsonl") for split in ("train", "test")), str(Path(folder) / "chat")
     ending = ".jsonl" if system == "gsm8k" else "_hdp.json"
     return str(Path(folder) / f"train{ending}"), str(Path(folder) / f"test{ending}"), str(folder)

@@ -14,8 +14,8 @@ from common.packing import PackOrder, rank_packs
 from diffusion import blocks, noise
 from diffusion.choices import bound_range
 
-REGIONS = {"gsm8k": ("question", "answer", "execution", "fill"),
-           "hdp": ("question", "plan", "execution", "fill")}
+ANSWERS = "question", "answer", "execution", "fill"
+REGIONS = {"gsm8k": ANSWERS, "chat": ANSWERS, "hdp": ("question", "plan", "execution", "fill")}
 PLACES = 32         # block numbers reported one by one; the last stands for all later ones
 
 
@@ -115,8 +115,7 @@ def report(sums, variance, counts, regions):
     text = max(1, counts[:blocks.FILL].sum())
     nll = per_cell.sum() / text
     values = {"loss": per_cell.sum() / max(1, counts.sum()), "nll": nll,
-              "bits_per_token": nll / math.log(2),
-              "perplexity": math.exp(min(700.0, nll))}
+              "bits_per_token": nll / math.log(2), "perplexity": math.exp(min(700.0, nll))}
     if len(sums) > 1:
         values["stderr"] = math.sqrt(variance) / text
     for name, loss, n in zip(regions, per_cell.sum(1), counts.sum(1)):

@@ -12,7 +12,7 @@ ids of twice model_length, [noisy | clean].
 
 What was converted from a language model goes out as that model's own class, float32, adapters merged, with a row for
 the mask, its chat template, and the form it was trained on; --init_from takes it back bit for bit and goes on in that
-form. Its README.md says how it must be sampled: not by generate().
+form. generate.py in it samples it, without this repository; its README.md says how that is done.
 
 With --format sdar a converted Qwen3 goes out as an SDAR model (github.com/JetAstra/SDAR), which it is: config.json,
 the mask's name in the tokenizer, and a head of its own are SDAR's. Servers know the mask by its id, 151669: that is
@@ -40,6 +40,7 @@ def build_parser():
 ARGS = flags.parse(build_parser()) if __name__ == "__main__" else None
 
 import json
+import shutil
 
 from common import checkpoint, distributed, tensor_files
 from common.distributed import UserError
@@ -49,8 +50,8 @@ from diffusion.problems import END, SDAR_MASK, load_tokenizer
 
 SAMPLING = """# A language model converted to block diffusion
 
-Tensors have the names of a transformers language model, but this is no autoregressive model: `generate()` would write
-nonsense.
+Tensors have the names of a transformers language model, but this is no autoregressive model: its own `generate()` would
+write nonsense. `python generate.py "a question"` answers, with torch and transformers alone:
 
 - Blocks of {block} tokens, counted from the first token of the prompt. A token sees its own block, both ways, and all
   earlier blocks.
@@ -64,11 +65,12 @@ checkpoints.
 """
 
 
-def language_config(model, source, layout):
+def language_config(model, source, layout, tokens):
     """Text of config.json: the language model's own (source), with the rows and the dtype of what is written."""
     source = source | {"vocab_size": model.config.vocab_size, "dtype": "float32", "block_diffusion": {
         "block_size": layout.block_size, "mask_token_id": model.config.mask_id, "shift": False,
-        "prompt": layout.prompt, "end_token": layout.end_token}}
+        "prompt": layout.prompt, "end_token": layout.end_token, "end_token_id": tokens.end,
+        "begin_token_id": tokens.bos, "max_length": layout.max_length}}
     source.pop("torch_dtype", None)
     return json.dumps(source, indent=2) + "\n"
 
@@ -94,8 +96,12 @@ def sdar_config(text, model, layout):
     """Text of an SDAR model's config.json. text: of language_config."""
     kinds = {"AutoConfig": "configuration_sdar.SDARConfig", "AutoModel": "modeling_sdar.SDARModel",
              "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM"}
-    return json.dumps(json.loads(text) | {
+    found = json.loads(text)
+    for name in ("rope_parameters", "dtype"):       # SDAR's class and SGLang's read the names before transformers 5
+        found.pop(name, None)
+    return json.dumps(found | {
         "model_type": "sdar", "architectures": ["SDARForCausalLM"], "tie_word_embeddings": False,
+        "rope_theta": model.config.theta, "rope_scaling": None, "torch_dtype": "float32", "fuse_cross_entropy": True,
         "block_size": layout.block_size, "mask_token_id": model.config.mask_id,
         "auto_map": {kind: f"{SDAR_CODE}--{name}" for kind, name in kinds.items()}}, indent=2) + "\n"
 
@@ -131,9 +137,9 @@ def export(folder, ema, output, layout_of="usual"):
         raise UserError("--format sdar: this is a network of BD3-LM's own, SDAR is Qwen3; leave it out")
     if sdar:
         state = sdar_state(model)
-        text = sdar_config(language_config(model, about["source"], layout), model, layout)
+        text = sdar_config(language_config(model, about["source"], layout, tokens), model, layout)
     elif converted:
-        state, text = dict(model.named_parameters()), language_config(model, about["source"], layout)
+        state, text = dict(model.named_parameters()), language_config(model, about["source"], layout, tokens)
     else:
         t_range = checkpoint.load_meta(folder)["t_range"]
         state = official.state_dict(model.state_dict(), model.config.heads, t_range)
@@ -151,6 +157,7 @@ def export(folder, ema, output, layout_of="usual"):
     if sdar:
         name_mask(output, tokens.mask)
     if converted:
+        shutil.copyfile(Path(__file__).with_name("generate.py"), output / "generate.py")
         (output / "README.md").write_text(note(model.config, layout), encoding="utf-8")
     checkpoint.write_atomically(output / "config.json", lambda path: path.write_text(text))     # last: now it is whole
     return state

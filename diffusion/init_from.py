@@ -89,14 +89,15 @@ def with_chat(layout, folder):
                         f"({str(error).splitlines()[0]:.120})")
     if prompt.count("{question}") != 1:
         raise UserError(f"--chat: the chat template of {folder} does not write the question once")
-    return dataclasses.replace(layout, prompt=prompt, end_token=tokenizer.eos_token)
+    return dataclasses.replace(layout, prompt=prompt,
+                               end_token=layout.end_token or tokenizer.eos_token)
 
 
 def with_form(layout, path):
-    """A gsm8k Layout with the prompt form and the end token that a path of find() was trained
+    """A Layout, not hdp's, with the prompt form and the end token that a path of find() was trained
     on; layout.end_token, where it is given, stays.
     """
-    if layout.system != "gsm8k" or path.is_file():
+    if layout.system == "hdp" or path.is_file():
         return layout
     about = json_files.read_object(path / "config.json")
     form = about.get("layout") or about.get("block_diffusion") or {}

@@ -4,9 +4,10 @@
     python diffusion/lm_eval_bd3lm.py --checkpoint out --tasks gsm8k
 
 Tasks that generate (output_type generate_until) run as the harness defines them, answers greedy; of its settings for
-generation only `until` counts. A task's text is the prompt as it stands, and a model trained with --chat gets it as the
-user's turn. The stock gsm8k task without examples asks what a model of --system gsm8k was trained on; examples
-(--num_fewshot 5) it has never seen.
+generation only `until` counts. Tasks that compare likelihoods (loglikelihood) get a Monte Carlo bound of each, from
+--draws draws of the noise: the likelihood itself only in blocks of one token. A task's text is the prompt as it stands,
+and a model trained with --chat gets it as the user's turn. The stock gsm8k task without examples asks what a model of
+--system gsm8k was trained on; examples (--num_fewshot 5) it has never seen.
 """
 import sys
 from pathlib import Path
@@ -31,7 +32,7 @@ def build_parser():
 
 def check_flags(args, world_size):
     """Raise UserError for values that make no sense."""
-    flags.at_least_one(args, "batch_size")
+    flags.at_least_one(args, "batch_size", "draws")
     flags.zero_or_more(args, "limit", "num_fewshot")
 
 
@@ -46,12 +47,13 @@ from diffusion.answers import answer_batch, load_solver, text_state
 from diffusion.sampler import Sampling
 
 
-def harness_model(base, solver, batch_size):
-    """An object of a subclass of `base`, lm_eval's LM, that generates. solver: answers.Solver."""
+def harness_model(base, solver, batch_size, draws):
+    """An object of a subclass of `base`, lm_eval's LM: texts, and bounds by so many draws. solver: answers.Solver."""
     tokens, layout = solver.tokens, solver.layout
 
     class BlockDiffusion(base):
         too_long = 0        # questions without room for an answer, which is "" then
+        bounds = 0          # texts whose likelihood was bounded
 
         def generate_until(self, requests, disable_tqdm=False):
             """Texts in the order of the requests, whose args are (prompt, {"until": [text], ...})."""
@@ -75,10 +77,12 @@ def harness_model(base, solver, batch_size):
             return texts
 
         def loglikelihood(self, requests, disable_tqdm=False):
-            raise UserError("this task scores given texts, whose likelihood a block-diffusion model only bounds; give "
-                            "tasks that generate")
+            from diffusion import likelihood
+            self.bounds += len(requests)
+            return likelihood.request_bounds(solver, requests, draws, batch_size, 0)
 
-        loglikelihood_rolling = loglikelihood
+        def loglikelihood_rolling(self, requests, disable_tqdm=False):
+            raise UserError("this task scores texts without a question, which this model was not trained on")
     return BlockDiffusion()
 
 
@@ -92,22 +96,25 @@ def main(argv=None):
             raise UserError("lm_eval is not installed: pip install lm_eval")
         folder, solver = load_solver(args, Sampling(args.order, threshold=args.threshold, temperature=0.0))
         layout = solver.layout
-        if layout.system != "gsm8k":
-            raise UserError(f"--checkpoint {folder}: is an {layout.system} model, which writes a plan first; give one "
-                            "of --system gsm8k")
-        ours = harness_model(LM, solver, args.batch_size)
+        if layout.system == "hdp":
+            raise UserError(f"--checkpoint {folder}: is an hdp model, which writes a plan first; give one "
+                            "of --system gsm8k or chat")
+        ours = harness_model(LM, solver, args.batch_size, args.draws)
         found = lm_eval.simple_evaluate(
             model=ours, tasks=args.tasks, num_fewshot=args.num_fewshot, limit=args.limit or None, bootstrap_iters=0,
             log_samples=False,
             task_manager=lm_eval.tasks.TaskManager(include_path=args.include_path))
         output = Path(args.output or folder.parent / f"lm-eval-{folder.name}.json")
         result = json.dumps({"checkpoint": str(folder), "lm_eval": lm_eval.__version__, "settings": flags.stored(args),
-                             "too_long": ours.too_long, "results": found["results"]}, indent=1, default=str)
+                             "too_long": ours.too_long, "monte_carlo_bounds": ours.bounds, "results": found["results"]},
+                            indent=1, default=str)
         checkpoint.write_atomically(output, lambda path: path.write_text(result + "\n", encoding="utf-8"))
         for task, metrics in found["results"].items():
             for name, value in metrics.items():
                 if isinstance(value, float):
                     print(f"{task:<20} {name:<40} {value:.4f}")
+        if ours.bounds:
+            print(f"bounds     the likelihoods of {ours.bounds} texts are Monte Carlo bounds of {args.draws} draws")
         print(f"settings   lm_eval {lm_eval.__version__}, {args.num_fewshot} examples, {args.order}, temperature 0, "
               f"blocks of {layout.block_size}, at most {layout.max_length} tokens, "
               f"{'averaged' if args.ema else 'last'} weights; {ours.too_long} questions too long\n"

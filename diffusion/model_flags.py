@@ -21,5 +21,6 @@ def answer_flags(parser, order):
                              "enough")
     parser.add_argument("--threshold", type=float, default=0.9,
                         help="confidence: probability a token must have, 0 to 1")
+    parser.add_argument("--draws", type=int, default=16, help="draws of the noise for the bound of a likelihood")
     switch(parser, "--bf16", help="bfloat16 compute")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")

@@ -193,8 +193,7 @@ def diffuse(batch, draws, mask_id, t_range=FULL, schedule="loglinear", weighting
     layout = hashlib.sha256(doc.numpy().tobytes() + block.numpy().tobytes()).digest()
     return Inputs(torch.cat([clean.masked_fill(hidden, mask_id), batch.input_ids], 1),
                   torch.cat([batch.position.gather(1, at), batch.position], 1), doc, block,
-                  hidden.flatten().nonzero()[:, 0], clean[hidden], weights, places,
-                  batch.tiles, at.shape[1], layout)
+                  hidden.flatten().nonzero()[:, 0], clean[hidden], weights, places, batch.tiles, at.shape[1], layout)
 
 
 def attended_pairs(batch):

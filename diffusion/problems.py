@@ -36,6 +36,8 @@ class Problem:
     solution: str           # gsm8k: the worked answer with its last line `#### N`; hdp: the execution
     answer: str
     plan: str = ""          # hdp only
+    ids: list = None        # of a chat: prompt and answer, tokenised; the first `given` are the prompt
+    given: int = 0
 
 
 def read_problems(path, split, system, strip_calculator=False, bad=None):
@@ -63,7 +65,7 @@ def parse_problem(name, entry, system, strip_calculator):
     """One JSON object -> Problem; ValueError says what is wrong and what to do."""
     if not isinstance(entry, dict):
         raise ValueError(f"is a {type(entry).__name__}, not an object with 'question'")
-    keys = ("question", "answer") if system == "gsm8k" else ("question", "plan", "execution", "answer")
+    keys = ("question", "answer") if system != "hdp" else ("question", "plan", "execution", "answer")
     for key in keys:
         if not isinstance(entry.get(key), str) or not entry[key].strip():
             hint = "; make plans with make_problems.py plans" if key in ("plan", "execution") else ""
@@ -74,7 +76,7 @@ def parse_problem(name, entry, system, strip_calculator):
     if strip_calculator:
         solution = CALCULATOR.sub("", solution)
     answer = entry["answer"].strip()
-    if system == "gsm8k":
+    if system != "hdp":
         marker, answer = solution.rpartition("####")[1:]
         if not marker:
             raise ValueError("its 'answer' has no '#### N' line; add the final number behind ####")
@@ -169,8 +171,7 @@ def load_tokenizer(name, system, end_token=""):
     such as gpt2. end_token: of gsm8k's answers; "": <|endoftext|>. Raises UserError.
     """
     path = Path(name)
-    hint = "give a folder with tokenizer.json or with GPT-2's encoder.json and vocab.bpe, or " \
-           "gpt2 when online"
+    hint = "give a folder with tokenizer.json or with GPT-2's encoder.json and vocab.bpe, or gpt2 when online"
     try:
         if path.is_dir():
             tokenizer = tokenizer_from_folder(path)
@@ -186,7 +187,7 @@ def load_tokenizer(name, system, end_token=""):
         raise UserError(f"--tokenizer {name}: is not a tokenizer ({why:.120}); {hint}")
     end_token = end_token or END
     end = tokenizer.token_to_id(end_token)
-    if end is None and system == "gsm8k":
+    if end is None and system != "hdp":
         raise UserError(f"--tokenizer {name}: has no token {end_token} to end answers with; give "
                         "one that it has (--end_token '</s>'), or --chat where it has a chat "
                         "template")
@@ -195,7 +196,7 @@ def load_tokenizer(name, system, end_token=""):
     begin = next((number for number in begins if number is not None), -1)
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    markers = MARKERS[system]
+    markers = MARKERS["hdp" if system == "hdp" else "gsm8k"]
     if tokenizer.token_to_id(SDAR_MASK) is not None:
         markers = (*markers[:-1], SDAR_MASK)
     tokenizer.add_special_tokens([*([] if end is None else [end_token]), *markers])
@@ -206,8 +207,7 @@ def load_tokenizer(name, system, end_token=""):
     ids = {m: tokenizer.token_to_id(m) for m in markers}
     last = ids.get("<|pad|>", end)
     regions = [ids.get(f"<|{name}|>", -1) for name in ("plan", "execution", "answer")]
-    begin = begin if system == "gsm8k" else -1
-    return Tokens(tokenizer, size, begin, last, last, *regions, ids[markers[-1]])
+    return Tokens(tokenizer, size, -1 if system == "hdp" else begin, last, last, *regions, ids[markers[-1]])
 
 
 def tokenizer_from_folder(folder):

@@ -6,6 +6,9 @@ tokens per second.
         --order confidence --threshold 0.9
     python diffusion/sample_bd3lm.py --checkpoint out --question "Ben has 3 boxes of 6 pens. ..."
     python diffusion/sample_bd3lm.py --checkpoint out --interactive      # until an empty question
+    python diffusion/sample_bd3lm.py --checkpoint out --bound test.jsonl    # their likelihood
+    python diffusion/sample_bd3lm.py --checkpoint out --chat        # with all that was said
+    python diffusion/sample_bd3lm.py --checkpoint out --chat chats.jsonl      # {"messages": ...}
 
 Everything is conditioned on the question. gsm8k: the answer block by block until <|endoftext|>.
 hdp: first the plan until its end token, then, behind the finished plan, the execution with
@@ -41,11 +44,18 @@ def build_parser():
                    help='questions without answers: a text file of lines, or JSON objects with '
                         '"question"')
     flags.switch(p, "--interactive", help="read questions from the terminal, until an empty line")
+    p.add_argument("--chat", nargs="?", const="", metavar="FILE",
+                   help='answer chats, by the chat template: JSONL or JSON of {"messages": ...}; '
+                        "the flag alone: talk in the terminal, until an empty line")
+    p.add_argument("--bound", metavar="FILE",
+                   help="bound the likelihood of the answers in a file of the form the model was "
+                        "trained on: nats and bits per token")
     p.add_argument("--split", default="test", help="split of a dataset folder or hub name")
     p.add_argument("--limit", type=int, default=0,
                    help="answer only the first so many problems, 0 = all")
     flags.switch(p, "--drop_too_long",
-                 help="count problems whose question does not fit as wrong instead of stopping")
+                 help="count problems whose question does not fit as wrong, or leave them out of "
+                      "--bound, instead of stopping")
     p.add_argument("--tokens_per_step", type=int, default=1, help="top_k: tokens a pass")
     p.add_argument("--temperature", type=float, default=0.0,
                    help="0 = the likeliest token, 1 = as the model says")
@@ -66,7 +76,9 @@ def build_parser():
 
 def check_flags(args, world_size):
     """Raise UserError for values that make no sense, or would do nothing."""
-    flags.at_least_one(args, "batch_size", "tokens_per_step")
+    flags.at_least_one(args, "batch_size", "tokens_per_step", "draws")
+    need(args.draws > 1, "--draws must be at least 2: one has no error")
+    need(args.draws == 16 or args.bound, "--draws needs --bound")
     flags.zero_or_more(args, "limit", "show", "seed", "temperature")
     flags.share(args, "min_accuracy")
     need(not args.min_accuracy or args.test_file,
@@ -80,11 +92,13 @@ def check_flags(args, world_size):
          "--tokens_per_step needs --order top_k")
     need(args.threshold == 0.9 or args.order == "confidence",
          "--threshold needs --order confidence")
-    given = [args.test_file, args.question, args.question_file, args.interactive]
+    given = [args.test_file, args.question, args.question_file, args.interactive,
+             args.chat is not None, args.bound]
     need(sum(map(bool, given)) == 1,
-         "give one of --test_file, --question, --question_file and --interactive")
-    need(not args.output or args.test_file or args.question_file,
-         "--output needs --test_file or --question_file")
+         "give one of --test_file, --question, --question_file, --interactive, --chat and "
+         "--bound")
+    need(not args.output or args.test_file or args.question_file or args.chat or args.bound,
+         "--output needs --test_file, --question_file, --chat FILE or --bound")
     need(not args.output or not Path(args.output).is_dir(),
          f"--output {args.output} is a folder; give a file")
 
@@ -176,9 +190,9 @@ def answer_all(solver, problems, args):
     return answers, seconds
 
 
-def answer_aloud(solver, question, seed):
-    """Answer one question and print it block by block as it is written. Raises UserError."""
-    state = question_state(Problem("the question", question, "", ""), solver.tokens, solver.layout)
+def answer_aloud(solver, problem, seed):
+    """Answer one problem, printed block by block as it is written -> its text. Raises UserError."""
+    state = question_state(problem, solver.tokens, solver.layout)
     began, printed = time.monotonic(), {}
 
     def show(_, part, text):
@@ -192,6 +206,26 @@ def answer_aloud(solver, question, seed):
     print(f"\nspeed      {answer['forwards']} passes, {answer['tokens']} tokens, "
           f"{time.monotonic() - began:.1f} s"
           + ("" if answer["ended"] else "; did not end by itself"))
+    return answer["text"]
+
+
+def asked(question):
+    """Problem of a question of the command line or the terminal."""
+    return Problem("the question", question, "", "")
+
+
+def talker(solver, folder, seed):
+    """answer(question) for converse, by a folder's chat template, with all that was said before."""
+    from diffusion import chats
+    encoder, said = chats.encoder_of(folder), []
+
+    def answer(question):
+        messages = [*said, {"role": "user", "content": question}]
+        problem = chats.prompt("the chat", messages, encoder, solver.tokens)
+        text = answer_aloud(solver, problem, seed)
+        if text:
+            said[:] = [*messages, {"role": "assistant", "content": text}]
+    return answer
 
 
 def converse(answer):
@@ -272,19 +306,30 @@ def main(argv=None):
               f"{layout.system}, on "
               f"{solver.model.embed.weight.device}\n"
               f"sampling   {how}; temperature {args.temperature:g}, top_p {args.top_p:g}")
+        if args.bound:
+            from diffusion import likelihood
+            return likelihood.report(args, folder, solver)
+        if args.chat is not None and not layout.prompt:
+            raise UserError(f"--chat: {folder} was trained without a chat template (--system chat)")
+        if args.chat == "":
+            return converse(talker(solver, folder, args.seed))
         if args.interactive:
-            return converse(lambda question: answer_aloud(solver, question, args.seed))
+            return converse(lambda question: answer_aloud(solver, asked(question), args.seed))
         if args.question:
             for question in args.question:
                 print(f"question   {printable(question)}")
-                answer_aloud(solver, question, args.seed)
+                answer_aloud(solver, asked(question), args.seed)
             return
-        source = args.test_file or args.question_file
-        problems = read_problems(source, args.split, layout.system,
-                                 layout.strip_calculator) if args.test_file else \
-            read_questions(source)
+        source = args.test_file or args.question_file or args.chat
+        if args.chat:
+            from diffusion import chats
+            problems = chats.read_prompts(source, folder, solver.tokens)
+        elif args.test_file:
+            problems = read_problems(source, args.split, layout.system, layout.strip_calculator)
+        else:
+            problems = read_questions(source)
         problems = problems[:args.limit or len(problems)]
-        ending = f"-{Path(source).stem}" if args.question_file else ""
+        ending = f"-{Path(source).stem}" if not args.test_file else ""
         output = Path(args.output or folder.parent / f"answers-{folder.name}{ending}.json")
         checkpoint.prepare_output(output.parent, "--output")
         print(f"problems   {len(problems)} from {source}")

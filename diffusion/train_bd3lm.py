@@ -52,7 +52,7 @@ def build_parser():
     g = p.add_argument_group("data")
     add = g.add_argument
     add("--system", choices=choices.SYSTEMS, default="gsm8k",
-        help="gsm8k: question, answer; hdp: question, plan, execution")
+        help="gsm8k: question, answer; chat: the answers of chats; hdp: question, plan, execution")
     add("--train_data_file",
         help="JSONL or JSON file, dataset folder (its train split) or hub name")
     add("--eval_data_file",
@@ -65,7 +65,7 @@ def build_parser():
     flags.switch(g, "--chat",
                  help="gsm8k: questions in the tokenizer's chat template, answers end as its turns")
     add("--end_token", default="", metavar="TOKEN",
-        help="gsm8k: token that ends an answer where there is no <|endoftext|>")
+        help="token that ends an answer; gsm8k: <|endoftext|>, chat: the tokenizer's end token")
     add("--demo", nargs="?", type=int, const=2000, metavar="PROBLEMS",
         help="make so many arithmetic problems and a small tokenizer in OUTPUT_DIR/demo "
              "and train on them; the flag alone: 2000")
@@ -216,13 +216,16 @@ def check_flags(args, world_size):
          "give one of --train_data_file and --demo")
     need(args.init_ema or args.init_from, "--no-init_ema needs --init_from")
     flags.check_lora(args, build_parser())
-    need(not args.use_lora or (args.init_from and args.system == "gsm8k"),
-         "--use_lora needs --init_from of a language model, and --system gsm8k: of new tokens it "
+    need(not args.use_lora or (args.init_from and args.system != "hdp"),
+         "--use_lora needs --init_from of a language model, and no --system hdp: of new tokens it "
          "learns the mask only")
     need(not args.chat or args.system == "gsm8k",
-         "--chat needs --system gsm8k: plans have a form of their own")
-    need(not args.end_token or (args.system == "gsm8k" and not args.chat),
-         "--end_token needs --system gsm8k, and no --chat, whose answers end as its turns do")
+         "--chat needs --system gsm8k: plans have a form of their own, chats are in their template")
+    need(args.system != "chat" or not (args.eval_accuracy or args.strip_calculator
+                                       or args.loss_on_question),
+         "--system chat has no --eval_accuracy, --strip_calculator and --loss_on_question")
+    need(not args.end_token or not (args.system == "hdp" or args.chat),
+         "--end_token needs --system gsm8k, and no --chat, or --system chat")
     need(args.demo is None or not args.eval_data_file,
          "--demo makes its own validation problems: drop --eval_data_file")
     flags.at_least_one(args, *names[:2], "max_steps", "eval_repeats", "clip_search_batches", "demo")
@@ -299,16 +302,18 @@ def prepare(args, world):
         folder = Path(run.work_folder(args)) / "demo"
         args.train_data_file, args.eval_data_file, made = distributed.rank0_first(
             world, demo_problems.prepare, folder, args.system, args.demo)
-    if args.init_from or args.chat:
+    templated = args.chat or args.system == "chat"
+    if args.init_from or templated:
         from diffusion import init_from
     if args.init_from:          # on rank 0 first: one download for all
         path = distributed.rank0_first(world, init_from.find, args.init_from)
     tokenizer = args.tokenizer or (path and init_from.own_tokenizer(path)) or made
-    if args.chat:
+    if templated:
+        args.tokenizer = str(tokenizer)     # whose template chats are read by
         layout = init_from.with_chat(layout, tokenizer)
     elif path:
         layout = init_from.with_form(layout, path)
-    if args.init_from or args.chat:
+    if args.init_from or templated:
         files = init_from.chat_files(tokenizer)
     tokens = distributed.rank0_first(world, load_tokenizer, tokenizer, args.system, layout.end_token)
     config = dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout)

@@ -18,12 +18,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from common import checkpoint, distributed, loading
+from common.chat import cut, group_key, question, read_chunks, records_at
 from common.checkpoint import naming
 from common.distributed import UserError
 from common.indexing import Column, parallel_map_ordered
 from common.problems import Problems, problem
 from common.watchdog import init_loader
-from distill.chat import cut, group_key, question, read_chunks, records_at
 from distill.choices import LINES
 
 PAD_LENGTH = 128        # padding comes in documents this short: attention costs the square of a document's length
@@ -44,6 +44,7 @@ class Reading(NamedTuple):
     prompt: tuple = None        # teacher.Prompt: each sample is then followed by the same behind it
     drop: tuple = ()            # of choices.CHECKS: samples that fail are dropped
     processes: int = 0          # that tokenise large files beside this one
+    behind: object = None       # chat.Encoder of the teacher; None: the student's
 
 
 def encode_chunk(records, path, reading, problems):
@@ -51,7 +52,7 @@ def encode_chunk(records, path, reading, problems):
 
     Runs in several processes at once. A Problem for each record that cannot be used goes to the list `problems`.
     """
-    encoder, limit, policy, teacher, prompt, *_ = reading
+    encoder, limit, policy, teacher, prompt, *_, behind = reading
     kept, lines, keys = [], [], []
     own, asked = [], []
     count, ends = Counter(), encoder.ends
@@ -59,8 +60,8 @@ def encode_chunk(records, path, reading, problems):
     chats, tools = ([record.get(name) for _, record in records] for name in ("messages", "tools"))
     results = encoder.encode(chats, tools)
     if prompt:
-        from distill.teacher import behind_prompt
-        results = behind_prompt(prompt, encoder, chats, tools, results)
+        from distill.teaching import behind_prompt
+        results = behind_prompt(prompt, behind or encoder, [record for _, record in records], results)
     for (line, record), result in zip(records, results):
         check = "template"
         try:
@@ -298,8 +299,7 @@ def write_held_out(output_dir, table, train, held_out, prompt=None):
     for i in held_out.tolist():
         record = records[int(table.sources[i]), int(table.lines[i])]
         row = {"id": int(table.keys[i] if own_ids else table.lines[i] - 1), "messages": record["messages"]}
-        if record.get("tools"):
-            row["tools"] = record["tools"]
+        row |= {name: record[name] for name in ("tools", "teacher_messages") if record.get(name)}
         if twin := twins.get(int(table.asked[i])):
             row["trained_as"] = twin
         rows.append(json.dumps(row, ensure_ascii=False) + "\n")
@@ -374,6 +374,7 @@ class PackedChats:
     prompted_cu_seqlens: torch.Tensor = None    # (B + 1,) int32
     prompted_rows: torch.Tensor = None          # (R,) places of the same R tokens
     prompted_longest: int = 0
+    kept: bool = False      # of --keep: the untouched base scores it
 
     __reduce__ = loading.reduce
     to = loading.to

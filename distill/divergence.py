@@ -1,4 +1,4 @@
-"""Learning from the same model behind a prompt: how far a student's next token is from its teacher's.
+"""Learning from a teacher that scores the same tokens: how far a student's next token is from its teacher's.
 
 Both are distributions over the same vocabulary, p the teacher's and q the student's, so the divergence is exact:
 
@@ -32,12 +32,17 @@ def log_probs(logits, ids=None):
 def divergence(student, teacher, kind, beta=0.5, k=0):
     """(R,) fp32 divergence of student logits (R, V) from teacher logits (R, V), both fp32.
 
+    teacher may be (ids (R, k), log-probabilities (R, k + 1) as log_probs gives them).
     kind: of DIVERGENCES; beta: b of js, between 0 and 1; k: of top-k, below V; 0: over the whole vocabulary.
     """
     if kind not in DIVERGENCES:
         raise ValueError(f"no divergence {kind!r}")
-    ids = teacher.topk(k, -1).indices if k else None
-    p, q = log_probs(teacher, ids), log_probs(student, ids)
+    if isinstance(teacher, tuple):
+        ids, p = teacher
+    else:
+        ids = teacher.topk(k, -1).indices if k else None
+        p = log_probs(teacher, ids)
+    q = log_probs(student, ids)
     if kind == "forward":
         return (p.exp() * (p - q)).sum(-1)
     if kind == "reverse":
@@ -49,9 +54,12 @@ def divergence(student, teacher, kind, beta=0.5, k=0):
 def prompted_loss(logits, targets, teacher, share, kind, beta, k):
     """(loss, sum of cross-entropies, sum of divergences, number of rows), 0-d fp32; only the loss has gradients.
 
-    logits, teacher (R, V) fp32; targets (R,) int64; share: w of the top of this file, above 0, up to 1.
+    logits (R, V), teacher (R, W) fp32; targets (R,) int64; share: w of the top of this file, above 0, up to 1.
     """
     ce = logits.logsumexp(-1) - logits.gather(1, targets[:, None])[:, 0]
-    apart = divergence(logits, teacher, kind, beta, k)
+    own = logits
+    if not isinstance(teacher, tuple):      # embeddings that are padded otherwise: the ids that both have
+        own, teacher = logits[:, :teacher.shape[1]], teacher[:, :logits.shape[1]]
+    apart = divergence(own, teacher, kind, beta, k)
     loss = ((1 - share) * ce + share * apart).sum()
     return loss, ce.detach().sum(), apart.detach().sum(), torch.full_like(loss.detach(), len(targets))

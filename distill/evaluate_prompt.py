@@ -1,15 +1,17 @@
-r"""Judge a student of train_sft.py by answers it has not seen: how much of a prompt that it never reads has it learned?
+r"""Judge a student of train_sft.py by answers it has not seen: how much has it learned of what its teacher reads?
 
     python distill/evaluate_prompt.py --checkpoint out/checkpoint-48 --output_dir out/evaluation
     python distill/evaluate_prompt.py --checkpoint out/checkpoint-48 --output_dir out/evaluation \
         --follows '^Ahoy' --min_closed 0.5 --control swapped/checkpoint-48
 
-Three columns: "base" is the model without prompt and adapters, "student" has the adapters, "base + prompt" is their
-teacher. On the answers that the run held out, of OUTPUT_DIR/held_out.jsonl: the divergence KL(teacher, column) and the
-negative log-likelihood, per token. Then all three answer the held-out questions, greedily: how many answers follow the
-rule --follows, how many are the teacher's very words and how much of the wording is the same (ROUGE-L, scores.py), how
-many end by themselves; tokens of each, and for student and teacher the seconds of a request alone. With --control
-another run's adapters, which should not have learned, are a fourth column.
+Three columns: "base" is the model without prompt, as it was before training, "student" is the checkpoint, adapters or
+all weights, "base + prompt" its teacher ("teacher", where the run had another model in its place). On the answers that
+the run held out, of OUTPUT_DIR/held_out.jsonl: the divergence KL(teacher, column) and the negative log-likelihood, per
+token. Then all three answer the held-out questions, greedily: how many answers follow the rule --follows, how many are
+the teacher's very words and how much of the wording is the same (ROUGE-L, scores.py), how many end by themselves;
+tokens of each, and for student and teacher the seconds of a request alone. With --control another run's student, which
+should not have learned, is a fourth column. With --unrelated it says what was forgotten: KL(base, student) on other
+chats, and how many answers to those follow the rule although nobody asked for it.
 
 "closed" is the part of the way from base to base + prompt that the student went, 1 being all of it. Written:
 evaluation.json with all answers side by side, which common/report.py shows, and evaluation.txt.
@@ -24,16 +26,15 @@ from common import flags
 from common.flags import UserError, need
 from distill.teacher import Prompt, evaluated, read_prompt, with_prompt
 
-COLUMNS = ("base", "student", "base + prompt")
-TIMED = ("student", "base + prompt")        # asked one at a time as well: a request without and with the prompt
-CONTROL = "control"
+BASE, STUDENT, CONTROL = "base", "student", "control"
+PROMPTED, TEACHER = "base + prompt", "teacher"      # the base behind the prompt, or another model
 TOPIC = "{topic}"
 HALF = 0.5              # part of the way that counts as learned where --min_closed does not say
 
 
 def build_parser():
     p = flags.Parser("Judge a student that has learned a prompt.")
-    p.add_argument("--checkpoint", required=True, metavar="FOLDER", help="of train_sft.py --use_lora")
+    p.add_argument("--checkpoint", required=True, metavar="FOLDER", help="of train_sft.py")
     p.add_argument("--prompt_file", help="the teacher's prompt, for a run that learned answers alone (default: run's)")
     p.add_argument("--prompt_role", choices=("user", "system"), default="user",
                    help="with --prompt_file: around the last user message, or in a system message of its own")
@@ -47,6 +48,8 @@ def build_parser():
                    help="share, 0 to 1: exit status 1 when less of the way was gone, in divergence or in following; "
                         "with --control also when the control went so far in both")
     p.add_argument("--control", metavar="FOLDER", help="checkpoint of a run that held out the same questions")
+    p.add_argument("--unrelated", metavar="FILE",
+                   help="chats that have nothing to do with the prompt, answered by the base: what was forgotten?")
     evaluated(p, max_new_tokens=128)
     return p
 
@@ -73,21 +76,26 @@ ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else N
 import contextlib
 import math
 import tempfile
+from typing import NamedTuple
 
 import torch
 
-from common import adapters, checkpoint, distributed, document_attention, metrics
-from distill import chat, held_out, packed_lm, scores, student, weights
+from common import adapters, chat, checkpoint, distributed, document_attention, metrics
+from distill import frozen, held_out, packed_lm, scores, student, weights
 from distill.choices import THINKING
 from distill.dataset import ChatSamples, ChatTable, Reading, build_table, collate
+from distill.keep import kept
 
 
 def follows_rule(pattern, language, topic=None):
     """Function of question and answer, texts: does the answer follow the prompt? None without a rule.
 
     topic: pattern whose group is searched in the question, UserError where it is not; it stands for TOPIC in pattern.
+    A question of None has any topic.
     """
     def follows(question, text):
+        if topic and question is None:
+            return bool(re.search(pattern.replace(TOPIC, ".+?"), text))
         found = re.search(topic, question) if topic else None
         if topic and not found:
             raise UserError(f"--topic {topic!r}: is not in the question {question!r}")
@@ -101,52 +109,72 @@ def follows_rule(pattern, language, topic=None):
     return lambda question, text: langid.classify(text)[0] == language
 
 
+class Voice(NamedTuple):
+    """A column's model: with its adapters, or without."""
+    model: object           # PeftModel, or transformers'
+    adapted: bool = False
+
+    @contextlib.contextmanager
+    def packed(self, teacher=None):
+        """PackedLM of it, whose teacher is another Voice; None: its own base."""
+        models = [voice.model for voice in (self, teacher) if voice]
+        natives = [getattr(model, "get_base_model", lambda model=model: model)() for model in models]
+        before = [native.config._attn_implementation for native in natives]
+        packed = packed_lm.PackedLM(self.model, share=1.0, prompted=packed_lm.KEPT).eval()
+        if teacher and teacher.model is not self.model:
+            other = frozen.Frozen(packed_lm.PackedLM(teacher.model), None)
+
+            def scored(batch):
+                with teacher.speaking():
+                    return other(batch)
+            packed.frozen = {"teacher": scored, "base": scored}
+        try:
+            for native in natives:
+                native.config._attn_implementation = document_attention.ATTENTION
+            with self.speaking():
+                yield packed
+        finally:
+            for native, own in zip(natives, before):
+                native.config._attn_implementation = own
+
+    def speaking(self):
+        return contextlib.nullcontext() if self.adapted else adapters.switched_off(self.model)
+
+
 @torch.no_grad()
-def likelihoods(model, samples, batch_size, columns=COLUMNS):
+def likelihoods(voices, samples, batch_size, teacher):
     """{column: {"kl", "nll"}} per trained token of the samples, in nats.
 
-    model: PeftModel. samples: of table.ChatSamples, with a prompt. columns: any other than "base" and "base + prompt"
-    is the model with its adapters.
+    voices: {column: Voice}; teacher: the Voice of one of them. samples: of table.ChatSamples, with a prompt.
     """
-    config = model.get_base_model().config
-    own, config._attn_implementation = config._attn_implementation, document_attention.ATTENTION
-    packed, found = packed_lm.PackedLM(model, share=1.0, prompted=("forward", 0.5, 0)).eval(), {}
-    plain = packed_lm.PackedLM(model).eval()
+    found = {}
     batches = [samples[i:i + batch_size] for i in range(0, len(samples), batch_size)]
-    device = model.get_input_embeddings().weight.device
-    for column in columns:
-        sums = torch.zeros(3, dtype=torch.float64)
-        for part in batches:
-            if column == "base + prompt":       # the teacher's own likelihood of the same answers
-                batch = collate([(i, ids[own:], trained[own:]) for i, ids, trained, own in part]).to(device)
-                with adapters.switched_off(model):
-                    nll = plain(batch).loss
-                row = (0.0, nll.item(), batch.counts["targets"])
-            else:
-                batch = collate(part, prompted=True).to(device)
-                with adapters.switched_off(model) if column == "base" else contextlib.nullcontext():
-                    parts = packed(batch)
-                row = (parts.divergence.item(), parts.ce.item(), parts.targets.item())
-            sums += torch.tensor(row, dtype=torch.float64)
+    for column, voice in voices.items():
+        sums, device = torch.zeros(3, dtype=torch.float64), voice.model.get_input_embeddings().weight.device
+        with voice.packed(teacher) as packed:
+            for part in batches:
+                theirs = column in (PROMPTED, TEACHER)      # the teacher's own likelihood of the same answers
+                batch = kept([(i, ids[own:], trained[own:]) for i, ids, trained, own in part]) if theirs else (
+                    collate(part, prompted=True))
+                parts = packed(batch.to(device))
+                row = parts.divergence.item() * (not theirs), parts.ce.item(), parts.targets.item()
+                sums += torch.tensor(row, dtype=torch.float64)
         found[column] = {"kl": (sums[0] / sums[2]).item(), "nll": (sums[1] / sums[2]).item()}
-    config._attn_implementation = own
     return found
 
 
-def answer_all(args, model, tokenizer, lines, prompt, columns=COLUMNS):
-    """{column: ([Answer], speed)} of student.ask_all. model: PeftModel; lines: held_out.Lines.
-
-    columns: of likelihoods.
-    """
+def answer_all(args, voices, tokenizer, lines, prompt):
+    """{column: ([Answer], speed)} of student.ask_all. voices: {column: Voice}; lines: held_out.Lines."""
     draw, found = student.greedy(lines.about["enable_thinking"]), {}
-    answers = student.open_transformers(model, tokenizer, lines.ends, draw, args.batch_size)
-    for column in columns:
-        chats = lines.chats
-        if column == "base + prompt":
-            chats = [with_prompt(prompt, asked) for asked in chats]
+    for column, voice in voices.items():
+        chats, theirs = lines.chats, column in (PROMPTED, TEACHER)
+        if theirs:
+            chats = [with_prompt(prompt, asked) for asked in lines.contexts]
         print(f"asking     {column}: {len(chats):,} questions")
-        with adapters.switched_off(model) if column.startswith("base") else contextlib.nullcontext():
-            found[column] = student.ask_all(answers, draw, chats, args.max_new_tokens, timed=column in TIMED)
+        answers = student.open_transformers(voice.model, tokenizer, lines.ends, draw, args.batch_size)
+        with voice.speaking():
+            found[column] = student.ask_all(answers, draw, chats, args.max_new_tokens,
+                                            timed=theirs or column == STUDENT)
     return found
 
 
@@ -157,7 +185,8 @@ def closed(base, reached, goal):
 
 def judge(answers, likely, rule, questions):
     """({column: {measure: value}}, {column: {measure: part of the way closed}} of those that learned)."""
-    columns, theirs = {}, [answer.text.strip() for answer in answers["base + prompt"][0]]
+    teacher = next(name for name in answers if name in (PROMPTED, TEACHER))
+    columns, theirs = {}, [answer.text.strip() for answer in answers[teacher][0]]
     for name, (given, speed) in answers.items():
         texts = [answer.text.strip() for answer in given]
         columns[name] = likely[name] | {
@@ -167,9 +196,9 @@ def judge(answers, likely, rule, questions):
             "ended": scores.proportion(sum(answer.finish_reason == "stop" for answer in given), len(given))["share"],
             "tokens in": speed["tokens_in"], "tokens out": speed["tokens_out"],
             "seconds alone": speed["seconds_per_line_alone"]}
-    ways = {name: {measure: closed(*(columns[each][measure] for each in ("base", name, "base + prompt")))
+    ways = {name: {measure: closed(*(columns[each][measure] for each in (BASE, name, teacher)))
                    for measure in ("kl", "nll", *(["follows"] if rule else []))}
-            for name in columns if not name.startswith("base")}
+            for name in columns if name not in (BASE, teacher)}
     return columns, ways
 
 
@@ -211,41 +240,64 @@ def words_of(way):
 
 
 def open_run(args, name):
-    """(checkpoint folder, its state, its run's flags, folder of its base, its tokenizer) of a run with adapters."""
+    """(checkpoint folder, its state, its run's flags, folder of its base, its tokenizer); run.adapter: has adapters."""
     folder, adapter, meta = held_out.open_checkpoint(name)
-    if not adapter or not meta:
-        raise UserError(f"--checkpoint {folder}: has no adapters, or no {checkpoint.STATE_DIR}; evaluate_sft.py "
-                        "judges labels")
+    if not meta:
+        raise UserError(f"--checkpoint {folder}: has no {checkpoint.STATE_DIR}; evaluate_sft.py judges labels")
     run = held_out.run_flags(name, meta)
-    if name == args.checkpoint and bool(run.prompt_file) == bool(args.prompt_file):
-        raise UserError(f"--prompt_file {args.prompt_file}: {folder} learned {run.prompt_file}; drop the flag"
-                        if run.prompt_file else f"--checkpoint {folder}: was not trained with --prompt_file; give that "
+    run.adapter = adapter
+    for flag in ("teacher_path", "chat_template", "keep"):
+        setattr(run, flag, meta["args"].get(flag))
+    learned = run.prompt_file or run.teacher_path
+    if name == args.checkpoint and bool(learned) == bool(args.prompt_file):
+        raise UserError(f"--prompt_file {args.prompt_file}: {folder} learned {learned}; drop the flag"
+                        if learned else f"--checkpoint {folder}: was not trained with --prompt_file; give that "
                         "flag here, or evaluate_sft.py, which judges labels")
     base = weights.find_model(args.model_path or run.model_path)
     held_out.check_base(name, base, meta)
     return folder, meta, run, base, chat.load_tokenizer(folder)
 
 
+def open_student(run, folder, base, device, dtype):
+    """Voice of a checkpoint: adapters on its base, or all weights."""
+    return Voice(student.load_model(*((base, folder) if run.adapter else (folder, None)), dtype, device), True)
+
+
+def open_voices(run, folder, base, device, dtype):
+    """{column: Voice} of base, student and teacher of a run."""
+    mine = open_student(run, folder, base, device, dtype)
+    plain = Voice(mine.model if run.adapter else student.load_model(base, None, dtype, device))
+    voices = {BASE: plain, STUDENT: mine, PROMPTED: plain}
+    if run.teacher_path and run.teacher_path != run.model_path:
+        del voices[PROMPTED]
+        voices[TEACHER] = Voice(student.load_model(weights.find_model(run.teacher_path, "--teacher_path"), None, dtype,
+                                                   device))
+    return voices
+
+
 def prompted_samples(run, base, tokenizer, lines, prompt):
-    """The lines' samples of ChatSamples, each followed by the same answer behind the teacher's prompt."""
+    """The lines' samples of ChatSamples, each followed by the same answer as the teacher reads it."""
     turns = "last" if prompt.role == "user" else run.train_turns
     encoder = chat.Encoder(tokenizer, turns, THINKING[run.enable_thinking])
     limit = weights.length_limit(weights.load_config(base), run.max_length, run.max_tokens_per_batch)
+    theirs = None
+    if run.teacher_path and run.teacher_path != run.model_path:
+        own = chat.load_tokenizer(weights.find_model(run.teacher_path, "--teacher_path"), run.chat_template)
+        theirs = chat.Encoder(own, turns, THINKING[run.enable_thinking])
     with tempfile.TemporaryDirectory() as scratch:
-        build_table(scratch, [lines.path], Reading(encoder, limit, run.too_long, prompt=prompt, drop=run.drop_bad))
+        build_table(scratch, [lines.path], Reading(encoder, limit, run.too_long, prompt=prompt, drop=run.drop_bad,
+                                                   behind=theirs))
         table = ChatTable(scratch)
         return [ChatSamples(table)[i] for i in range(len(table)) if table.keys[i] in set(lines.ids)]
 
 
-def judge_control(args, device, dtype, samples, lines, prompt):
-    """(likelihoods, answers) of the column of --control. Raises UserError unless it held out the same questions."""
+def open_control(args, device, dtype, lines):
+    """The Voice of --control. Raises UserError unless it held out the same questions."""
     folder, meta, run, base, tokenizer = open_run(args, args.control)
     theirs = held_out.read_lines(args.control, run, meta, tokenizer, drop_leaked=args.drop_leaked)
     if (theirs.ids, theirs.chats) != (lines.ids, lines.chats):
         raise UserError(f"--control {folder}: held out other questions than {args.checkpoint}")
-    model = student.load_model(base, folder, dtype, device)
-    return (likelihoods(model, samples, args.batch_size, (CONTROL,)),
-            answer_all(args, model, tokenizer, lines, prompt, (CONTROL,)))
+    return open_student(run, folder, base, device, dtype)
 
 
 def main(argv=None):
@@ -265,14 +317,17 @@ def main(argv=None):
         samples = prompted_samples(run, base, tokenizer, lines, prompt)
         checkpoint.own_output(args.output_dir)
         print(f"data       {lines.about['training_lines']:,} answers trained, {len(samples):,} to judge")
-        model = student.load_model(base, folder, dtype, device)
-        packed_lm.check_model(model.get_base_model())
-        likely = likelihoods(model, samples, args.batch_size)
-        answers = answer_all(args, model, tokenizer, lines, prompt)
+        voices = open_voices(run, folder, base, device, dtype)
         if args.control:
-            for found, more in zip((likely, answers), judge_control(args, device, dtype, samples, lines, prompt)):
-                found |= more
-        write_results(args, lines, questions, answers, *judge(answers, likely, rule, questions))
+            voices[CONTROL] = open_control(args, device, dtype, lines)
+        likely = likelihoods(voices, samples, args.batch_size, voices.get(TEACHER, voices[BASE]))
+        answers = answer_all(args, voices, tokenizer, lines, prompt)
+        columns, ways = judge(answers, likely, rule, questions)
+        about = []
+        if args.unrelated:
+            from distill import forgotten
+            about.append(forgotten.add(args, columns, voices, run, tokenizer, lines, rule))
+        write_results(args, lines, questions, answers, columns, ways, about)
 
 
 def latency(without, behind):
@@ -284,15 +339,17 @@ def latency(without, behind):
     return [f"latency    a request alone: {', '.join(parts)}; medians of {student.LATENCY_LINES} or all"]
 
 
-def write_results(args, lines, questions, answers, columns, ways):
+def write_results(args, lines, questions, answers, columns, ways, about):
     """evaluation.json and evaluation.txt; prints the latter. UserError for less than --min_closed.
+
+    about: clauses of the verdict on what was forgotten.
     """
-    without, behind = (columns[name] for name in TIMED)
+    without, behind = columns[STUDENT], columns.get(TEACHER) or columns[PROMPTED]
     saved = {what: None if None in (behind[name], without[name]) else behind[name] - without[name]
              for what, name in (("tokens saved", "tokens in"), ("seconds saved", "seconds alone"))}
     figures = {f"{name}: {measure}": value for name, row in columns.items()
                for measure, value in row.items()}
-    figures |= {f"{'' if name == 'student' else name + ' '}closed: {measure}": value
+    figures |= {f"{'' if name == STUDENT else name + ' '}closed: {measure}": value
                 for name, way in ways.items() for measure, value in way.items()} | saved
     rows = [{"id": number, "question": text, "held out": label,
              **{name: found[i].text for name, (found, _) in answers.items()}}
@@ -301,6 +358,7 @@ def write_results(args, lines, questions, answers, columns, ways):
     if rates := [f"{name} {metrics.percent(row['follows'])}" for name, row in columns.items()
                  if row["follows"] is not None]:
         clauses.append(f"following: {', '.join(rates)}")
+    clauses += about
     if args.control:
         clauses += control_clauses(ways[CONTROL], args.min_closed or HALF)
     notes = [f"saved      {saved['tokens saved']:.1f} tokens of prompt a request",

@@ -134,8 +134,8 @@ from typing import NamedTuple
 
 import torch
 
-from common import checkpoint, distributed, metrics
-from distill import chat, held_out, scores, student, weights
+from common import chat, checkpoint, distributed, metrics
+from distill import held_out, scores, student, weights
 
 
 def pick_labels(parser, lines):

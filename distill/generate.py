@@ -46,8 +46,9 @@ def generate(model, prompts, tokens, ends, processors=(), with_logits=False):
     # in the model, not beside it: what an argument leaves open is taken from the model's
     model.generation_config = GenerationConfig(eos_token_id=list(ends), pad_token_id=ends[0])
     try:
+        # not synced: under FSDP2 transformers would wait for the other ranks, which may draw fewer
         out = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), do_sample=False,
-                             max_new_tokens=tokens, logits_processor=LogitsProcessorList(processors),
+                             synced_gpus=False, max_new_tokens=tokens, logits_processor=LogitsProcessorList(processors),
                              return_dict_in_generate=True, output_logits=with_logits)
     finally:
         model.generation_config = own

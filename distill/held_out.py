@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from common import checkpoint, json_files
+from common import chat, checkpoint, json_files
 from common.distributed import UserError
 from common.json_files import read_text
-from distill import chat, weights
+from distill import weights
 from distill.choices import GROUP, LINES, THINKING
 from distill.dataset import HELD_OUT, key_groups, question_hash
 
@@ -34,6 +34,7 @@ class Lines:
     about: dict                     # JSON-able: how many there are, where from
     ends: list                      # ids that answers end with
     notes: list
+    contexts: list = None           # chats, or "teacher_messages" where a record has them
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -127,8 +128,10 @@ def read_lines(name, run, meta, tokenizer, eval_data_file=None, group_size=None,
              "leaked_lines_left_out": len(rows) - len(kept), "enable_thinking": run.enable_thinking,
              "split": "--eval_data_file" if eval_data_file else "held out by the run",
              "group_size": None if eval_data_file else run.group_size}
-    return Lines(str(path), ids, [messages[:-1] for messages in chats],
-                 list(map(label_of, chats)), about, sorted(encoder.ends), notes)
+    asked = [messages[:-1] for messages in chats]
+    contexts = [row.get("teacher_messages") or before for row, before in zip(kept, asked)]
+    return Lines(str(path), ids, asked, list(map(label_of, chats)), about, sorted(encoder.ends),
+                 notes, contexts)
 
 
 def held_out_lines(name, meta):

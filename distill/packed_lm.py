@@ -25,6 +25,7 @@ from distill.linear_loss import linear_loss
 LOGITS = 2**26          # values of logits at a time: 256 MiB in fp32
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 LENGTH_ROPE = {"dynamic", "longrope"}
+KEPT = ("forward", 0.5, 0)      # divergence of --keep: KL(base, student)
 # Settings that change logits or attention in a way that the packed forward would miss, and the value that does nothing.
 NEUTRAL = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1,
            "lm_head_multiplier": 1, "attention_dropout": 0, "attn_pdrop": 0, "attention_chunk_size": None,
@@ -80,11 +81,15 @@ def head_sums(share, taught, logits, targets, *teacher):
     return loss, right, *parts
 
 
-def chunked_loss(hidden, weight, bias, targets, chunk, teacher=(), share=0.0, prompted=None):
-    """head_sums of rows (R, H) behind the head, `chunk` of them at a time."""
+def chunked_loss(hidden, weight, bias, targets, chunk, teacher=(), share=0.0, prompted=None, head=None):
+    """head_sums of rows (R, H) behind the head, `chunk` of them at a time. head: the teacher's, if it has its own."""
+    matrix, offset = head or (weight, bias)
+
     @torch.no_grad()
-    def logits_of(rows):
-        return F.linear(rows.to(weight.dtype), weight, bias).float()
+    def logits_of(*rows):
+        if len(rows) > 1:       # what a server knows of the teacher's distribution
+            return rows
+        return F.linear(rows[0].to(matrix.dtype), matrix, offset).float()
     sums = functools.partial(head_sums, share, prompted and (logits_of, prompted))
     return linear_loss(sums, hidden, weight, bias, chunk, targets, *teacher)
 
@@ -108,7 +113,8 @@ class PackedLM(nn.Module):
 
     net: a causal LM built with attention=ATTENTION, or the PeftModel around it. recompute: of
     flags.MODES, or None. share: of the teacher's divergence in the loss, where batches have a teacher. prompted:
-    (kind, beta, k) of divergence.divergence where the teacher is this model without its adapters, behind a prompt.
+    (kind, beta, k) of divergence.divergence where a teacher scores the answers: frozen["teacher"], or this model
+    without its adapters. frozen: {name: frozen.Frozen}, no part of this module; "base": for batches that are `kept`.
     """
 
     def __init__(self, net, recompute=None, logits=LOGITS, share=0.0, prompted=None):
@@ -116,6 +122,7 @@ class PackedLM(nn.Module):
         self.net, self.share = net, share
         self.prompted, self.lora = prompted, hasattr(net, "peft_config")
         self.sums = 6 if share else 3       # how many of Sums forward gives
+        self.frozen = {}
         # in a list, torch does not register it again
         self._native = [net.get_base_model() if self.lora else net]
         fused.use(self.native)
@@ -132,15 +139,16 @@ class PackedLM(nn.Module):
 
     def forward(self, batch: PackedChats):
         """Sums of the batch; without a share of divergence the first three, and the loss is the cross-entropy."""
-        teacher = ()
-        if self.prompted:
-            teacher = (self.taught(batch),)
-        elif self.share:
+        teacher, head_of = (), None
+        share, prompted = (1.0, KEPT) if batch.kept else (self.share, self.prompted)
+        if prompted:
+            teacher, head_of = self.taught(batch)
+        elif share:
             teacher = batch.teacher_ids, batch.teacher_logprobs
         rows = self.hidden(batch.input_ids, batch.position_ids, batch.cu_seqlens, batch.longest, batch.rows)
         head = self.native.get_output_embeddings()
         loss, right, *taught = chunked_loss(rows, head.weight, head.bias, batch.targets, self.chunk, teacher,
-                                            self.share, self.prompted)
+                                            share, prompted, head_of)
         # filled on the device: a tensor made of a python number would wait for the GPU
         targets = torch.full_like(right, len(batch.targets))
         return Sums(loss, right, targets, *taught)
@@ -156,7 +164,9 @@ class PackedLM(nn.Module):
 
     @torch.no_grad()
     def taught(self, batch):
-        """(R, H) of the same tokens behind the prompt, by the base alone: without adapters, without dropout."""
+        """((R, H) of the same tokens as the teacher reads them, without dropout; its head, None: the student's)."""
+        if other := self.frozen.get("base" if batch.kept else "teacher"):
+            return other(batch)
         from common import adapters
         training = self.net.training
         self.net.eval()
@@ -164,14 +174,14 @@ class PackedLM(nn.Module):
             rows = self.hidden(batch.prompted_ids, batch.prompted_positions, batch.prompted_cu_seqlens,
                                batch.prompted_longest, batch.prompted_rows)
         self.net.train(training)
-        return rows
+        return (rows,), None
 
 
-def build_empty(folder, dtype, lora=None, recompute=None, share=0.0, prompted=None):
+def build_empty(folder, dtype, lora=None, recompute=None, share=0.0, prompted=None, four_bits=False):
     """(PackedLM of a model folder, on the meta device, {name: [slice handle]} of its weights).
 
     lora: None, or adapters.add_lora's (rank, alpha, dropout, targets, base name): then only the adapters require
-    gradients. recompute, share, prompted: of PackedLM. Raises UserError when the folder does not hold exactly the
+    gradients. recompute, share, prompted: of PackedLM. four_bits: the frozen layers as nf4.py has them. Raises UserError when the folder does not hold exactly the
     model's weights, or the architecture cannot be packed.
     """
     native = net = weights.empty_model(weights.load_config(folder), dtype, folder, ATTENTION)
@@ -181,6 +191,9 @@ def build_empty(folder, dtype, lora=None, recompute=None, share=0.0, prompted=No
     if lora:
         from common import adapters
         net = adapters.add_lora(native, layers, *lora)
+    if four_bits:
+        from common import nf4
+        nf4.convert(layers)
     return PackedLM(net, recompute, share=share, prompted=prompted), parts
 
 
@@ -200,7 +213,11 @@ def load(model, parts, world, *, sharding=None, compiled=False):
     if model.lora:
         from common import adapters
         base = adapters.base_weights(model.net)
-    weights.load_weights(base, parts, world)
+    if any(hasattr(module, "nf4") for module in model.modules()):
+        from common import nf4
+        nf4.load_weights(model, weights.load_weights, base, parts, world)
+    else:
+        weights.load_weights(base, parts, world)
 
 
 def check_resume(model, folder):
@@ -235,9 +252,11 @@ def layer_weights(model):
 
     model: transformers'. Of a mixture of experts those of the experts that a token goes to.
     """
-    return sum(parameter.numel() * (model.config.num_experts_per_tok if parameter.ndim == 3 else 1)
-               // (parameter.shape[0] if parameter.ndim == 3 else 1) for layer in weights.decoder_layers(model)
-               for name, parameter in layer.named_parameters() if parameter.ndim > 1 and ".lora_" not in name)
+    four_bits = sum(module.in_features * module.out_features for module in model.modules() if hasattr(module, "nf4"))
+    return four_bits + sum(
+        parameter.numel() * (model.config.num_experts_per_tok if parameter.ndim == 3 else 1)
+        // (parameter.shape[0] if parameter.ndim == 3 else 1) for layer in weights.decoder_layers(model)
+        for name, parameter in layer.named_parameters() if parameter.ndim > 1 and ".lora_" not in name)
 
 
 def mixture_text(model):

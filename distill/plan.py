@@ -1,4 +1,7 @@
 """--dry_run and --auto of the chat trainer."""
+import copy
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -23,7 +26,10 @@ def loss(model, tokens, targets):
 
 
 def step_of(model):
-    """plan.Step of a PackedLM."""
+    """plan.Step of a PackedLM; frozen models beside it are counted by with_frozen."""
+    if model.frozen:
+        model = copy.copy(model)
+        model.frozen = {}
     return plan.Step(model, lambda model: weights.decoder_layers(model.native), loss)
 
 
@@ -34,7 +40,31 @@ def memory(model, setup, lengths, targets, order, epochs=range(1)):
     """
     tokens = int(np.maximum(plan.epoch_sums(order, epochs, lengths), setup.budget).max())
     trained = int(plan.epoch_sums(order, epochs, targets).max())
-    return plan.memory(step_of(model), setup, (tokens, trained)), tokens
+    found = plan.memory(step_of(model), setup, (tokens, trained))
+    if model.frozen:
+        found = with_frozen(found, model, setup, (tokens, trained))
+    return found, tokens
+
+
+def with_frozen(found, model, setup, pack):
+    """plan.Memory with a PackedLM's frozen models: shards and gathered roots, always, and their forward as a stage."""
+    from distill import frozen
+    value, whole, stages = 2 if setup.bf16 else 4, 0, {}
+    standing = sum(found.parts.get(name, 0) for name in ("weights", "optimizer", "average", "fixed"))
+    standing += found.parts["gradients"] * (not setup.fresh)
+    host = found.host
+    for name, other in frozen.models(model):
+        layers = [sum(p.numel() for p in layer.parameters()) for layer in weights.decoder_layers(other.native)]
+        stored, root = sum(p.nbytes for p in other.parameters()), 0
+        if setup.fsdp:
+            root = value * (sum(p.numel() for p in other.parameters()) - sum(layers))
+        host += stored / setup.shards * bool(setup.offload)
+        whole += root + stored / setup.shards * (not setup.offload)
+        alone = replace(setup, recompute=None, accumulation=1)
+        work = max(plan.step_bytes(step_of(other.packed), alone, pack, train=False).values())
+        stages[f"the {name}'s forward"] = standing + work + (2 * value * max(layers) if setup.fsdp else 0)
+    stages |= found.stages
+    return plan.Memory(found.parts | {"teacher": whole}, {name: of + whole for name, of in stages.items()}, host)
 
 
 def choose(args, world, ranks, model, lengths, targets):
@@ -55,7 +85,11 @@ def print_plan(args, ranks, model, table, split, order, lines, left):
     found, tokens = memory(model, setup, lengths, targets, order, epochs)
     average = (f"{len(lengths) / order.packs_per_epoch:.1f} samples and "
                f"{lengths.sum() / order.packs_per_epoch:,.0f} tokens each on average")
-    print(plan.head_text(setup, model.native), *mixture_text(model), samples_line(table, *split),
+    beside = []
+    if model.frozen:
+        from distill import frozen
+        beside = frozen.text(model)
+    print(plan.head_text(setup, model.native), *mixture_text(model), *beside, samples_line(table, *split),
           plan.packs_text(setup, order, lengths, average), *lines, sep="\n")
     saved = plan.checkpoint_bytes(model.native, setup.adapters)
     plan.print_room(args, setup, found, f"{tokens:,} tokens", saved, left, len(split[1]) > 0)

@@ -6,7 +6,8 @@ is transformers' own, each rank for itself: under FSDP2 the weights are gathered
 import numpy as np
 import torch
 
-from common import distributed
+from common import distributed, run
+from common.gathered import gathered
 from distill.dataset import ChatSamples, collate
 from distill.generate import Draw, generate
 
@@ -27,7 +28,7 @@ def own_answers(args, world, model, table, batches, ends, step, sampler=None):
     """(PackedChats of the same samples with the student's answers in a share of them, targets of all ranks).
 
     args: its on_policy, the chance of a sample, max_new_tokens of an answer (one that is cut off there is trained as
-    far as it goes), seed and bf16. batches: this rank's of the step. ends: ids that end an answer. sampler:
+    far as it goes), seed, bf16 and fp16. batches: this rank's of the step. ends: ids that end an answer. sampler:
     served.Sampler of a server that draws, or None. On every rank at once.
     """
     samples, made = ChatSamples(table), []
@@ -38,7 +39,8 @@ def own_answers(args, world, model, table, batches, ends, step, sampler=None):
     for b, r in chosen:
         _, ids, trained, own = rows[b][r]
         prompts.append((ids[:own][:last_answer(trained[:own])], ids[own:][:last_answer(trained[own:])]))
-    limit = getattr(model.native.config, "max_position_embeddings", None) or 1 << 30
+    nets = [net for net in (model, *model.frozen.values()) if hasattr(net, "native")]
+    limit = min(getattr(net.native.config, "max_position_embeddings", None) or 1 << 30 for net in nets)
     tokens = args.max_new_tokens
     seeds = [int(draw_of(args.seed, step, rows[b][r][0]).integers(2**31)) for b, r in chosen]
     if sampler:
@@ -47,12 +49,12 @@ def own_answers(args, world, model, table, batches, ends, step, sampler=None):
         made = sampler.draw([own for own, _ in prompts], seeds, room, ends)
     else:
         together = max(1, *map(len, rows))
-        with distributed.gathered(model):
+        with gathered(model):
             for start in range(0, len(chosen), together):
                 part = slice(start, start + together)
                 room = limit - max(len(ids) for pair in prompts[part] for ids in pair)
                 made += draw(model.native, [own for own, _ in prompts[part]], seeds[part], min(tokens, room),
-                             ends, args.bf16)
+                             ends, args)
     for (b, r), (own, behind), answer in zip(chosen, prompts, made):
         ids = np.concatenate([own, answer, behind, answer])
         trained = np.zeros(len(ids), bool)
@@ -63,14 +65,14 @@ def own_answers(args, world, model, table, batches, ends, step, sampler=None):
     return found, distributed.all_sum(world, targets).item()
 
 
-def draw(model, prompts, seeds, tokens, ends, bf16):
+def draw(model, prompts, seeds, tokens, ends, args):
     """[ids (n,) of an answer], the token that ends it included, drawn at temperature 1 from the ids of each prompt."""
     training, attention = model.training, model.config._attn_implementation
     device = model.get_input_embeddings().weight.device
     model.eval()
     model.config._attn_implementation = "sdpa"      # the packed one has no cache
     try:
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        with run.autocast(args, device):
             answers, _ = generate(model, prompts, tokens, ends, [Draw(seeds)])
     finally:
         model.config._attn_implementation = attention

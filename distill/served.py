@@ -8,14 +8,13 @@ answers come back as ids: a text has several, and only those that were drawn hav
 """
 import os
 import shutil
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common import adapters, checkpoint, distributed, tensor_files
 from common.distributed import UserError
-from distill.teacher_server import MALFORMED, NOT_SET, TRANSIENT, Refused, Server, explain
+from distill.teacher_server import NOT_SET, Server
 
 UNDER_WAY = 64          # requests of a rank at once
 # the draw is from the softmax, whatever the model's generation_config says
@@ -39,7 +38,7 @@ class Sampler:
         """folder: for adapters, on a disk that the server sees. every: steps between refreshes. timeout: seconds that a
         call may take, and its repetitions again.
         """
-        self.world, self.server, self.timeout = world, Server(base_url, timeout), timeout
+        self.world, self.server = world, Server(base_url, timeout)
         self.folder, self.every = folder, every
         self.run, self.name = "", None
 
@@ -51,19 +50,10 @@ class Sampler:
         return uuid.uuid4().hex[:8]
 
     def call(self, path, body=None, text=False):
-        """The server's answer; what may fail only for a while is tried again. UserError when the time is over."""
-        end, pause = time.monotonic() + self.timeout, 0.5
-        while True:
-            try:
-                return self.server.call(path, body, text)
-            except MALFORMED as error:
-                lasts = isinstance(error, Refused) and error.code not in TRANSIENT
-                if lasts or time.monotonic() + pause > end:
-                    hint = "; it needs --enable-lora, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, a --max-lora-rank of at " \
-                           "least --lora_rank, and to read --output_dir" if "lora" in path else ""
-                    raise UserError(f"--base_url {self.server.url}{path}: {explain(error)}{hint}")
-            time.sleep(pause)
-            pause = min(2 * pause, 30)
+        """The server's answer, of Server.insist."""
+        return self.server.insist(path, body, text, "; it needs --enable-lora, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, a "
+                                  "--max-lora-rank of at least --lora_rank, and to read --output_dir"
+                                  if "lora" in path else "")
 
     def refresh(self, model, step):
         """Have the server answer by a PackedLM's adapters as they are now, if it is time. On every rank at once."""

@@ -104,7 +104,7 @@ def evaluated(p, max_new_tokens):
 
 
 class Prompt(NamedTuple):
-    """role user: text before and behind the last user message; system: a message of its own."""
+    """role user: text around the last user message; system: a message of its own; none: nothing."""
     role: str
     before: str
     after: str = ""
@@ -129,6 +129,8 @@ def with_prompt(prompt, messages):
     """The messages as the teacher gets them. ValueError for a second system message, or when there
     is no message of the user at the end that a prompt could go around.
     """
+    if prompt.role == "none":
+        return list(messages)
     if prompt.role == "system":
         if messages and messages[0]["role"] in ("system", "developer"):
             raise ValueError("has a system message of its own beside --prompt_role system; join "
@@ -139,35 +141,6 @@ def with_prompt(prompt, messages):
                          "--prompt_role user could go")
     text = prompt.before + messages[-1]["content"] + prompt.after
     return [*messages[:-1], {**messages[-1], "content": text}]
-
-
-def behind_prompt(prompt, encoder, chats, tools, results):
-    """[(ids, mask, tokens of the student)] or ValueErrors: encoder.encode's results, each followed
-    by its teacher's.
-
-    The teacher's has the prompt, and the very tokens of the student's answers.
-    """
-    prompted, taught = [], [None] * len(chats)
-    for i, messages in enumerate(chats):
-        try:
-            prompted.append((i, [*with_prompt(prompt, messages[:-1]), messages[-1]]))
-        except ValueError as error:
-            taught[i] = error
-    encoded = encoder.encode([messages for _, messages in prompted],
-                             [tools[i] for i, _ in prompted])
-    for (i, _), result in zip(prompted, encoded):
-        taught[i] = result
-    return list(map(joined, results, taught))
-
-
-def joined(own, theirs):
-    """behind_prompt of one conversation's results."""
-    for result in (own, theirs):
-        if isinstance(result, ValueError):
-            return result
-    if [t for t, m in zip(*own) if m] != [t for t, m in zip(*theirs) if m]:
-        return ValueError("the answer has other tokens behind the prompt")
-    return own[0] + theirs[0], own[1] + theirs[1], len(own[0])
 
 
 # --------------------------------------------------------------------------------------------------

@@ -77,9 +77,10 @@ class Server:
     whole call. The thread is a daemon: waiting for the server must not delay the end.
     """
 
-    def __init__(self, base_url, timeout):
-        need_package("httpx", "--base_url")
+    def __init__(self, base_url, timeout, flag="--base_url"):
+        need_package("httpx", flag)
         import httpx
+        self.flag = flag
         self.timeout, self.failures = timeout, (httpx.HTTPError, httpx.InvalidURL)
         self.url, user = address(base_url)
         headers = {"Content-Type": "application/json", **authorization(user)}
@@ -103,6 +104,21 @@ class Server:
     def call(self, path, body=None, text=False):
         """What fetch() returns, waited for in any other thread."""
         return self.start(self.fetch(path, body, text)).result()
+
+    def insist(self, path, body=None, text=False, hint=""):
+        """call(), and again for another `timeout` seconds where what failed may fail only for a
+        while. UserError when that is over; hint: what it then says beside.
+        """
+        end, pause = time.monotonic() + self.timeout, 0.5
+        while True:
+            try:
+                return self.call(path, body, text)
+            except MALFORMED as error:
+                lasts = isinstance(error, Refused) and error.code not in TRANSIENT
+                if lasts or time.monotonic() + pause > end:
+                    raise UserError(f"{self.flag} {self.url}{path}: {explain(error)}{hint}")
+            time.sleep(pause)
+            pause = min(2 * pause, 30)
 
     async def fetch(self, path, body=None, text=False):
         """GET, or POST of a JSON body; the JSON that comes back, whole within the timeout. Raises

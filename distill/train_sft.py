@@ -4,15 +4,16 @@
         --train_data_file labels.jsonl --output_dir ./out --bf16
     torchrun --nproc_per_node=8 distill/train_sft.py ... --bf16 --use_lora --max_tokens_per_batch 4096 --compile
     torchrun --nproc_per_node=8 distill/train_sft.py ... --use_lora --prompt_file system.txt --prompt_role system
+    torchrun --nproc_per_node=8 distill/train_sft.py ... --teacher_path Qwen/Qwen3-30B-A3B-Instruct-2507 --on_policy 1
     python distill/train_sft.py --model_path ./tiny --train_data_file chats.jsonl --output_dir ./out    # needs no GPU
 
 Loss: cross-entropy of the trained tokens, averaged over all of them in the whole optimizer step (all ranks and
 micro-steps). The counts come from the plan that all ranks share, so no rank has to ask another. Which tokens are
 trained is proven against the tokenizer's chat template (chat.py); a template where that fails is refused.
 
-With --prompt_file the model is its own teacher: without adapters, behind that prompt, it scores each token of the
-answers, and the student, with adapters and without the prompt, learns its distribution (divergence.py). The answers are
-those of the data, or with --on_policy the student's own.
+With --teacher_path a second, frozen model scores each token of the answers, and the student learns its distribution
+(divergence.py); with --prompt_file it reads them behind that prompt, which the student does not have. The teacher may
+be the student's own base. The answers are those of the data, or with --on_policy the student's own.
 
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
 """
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ sta
 from common import flags, run_lock
 from common.flags import need
 from common.text import counted
-from distill.choices import CHECKS, DIVERGENCES, THINKING, TOO_LONG
+from distill.choices import CHECKS, DISTILLING, DIVERGENCES, THINKING, TOO_LONG
 
 # LoRA takes about ten times the rate of full fine-tuning (thinking-machines-lab/tinker-cookbook's rule).
 LORA_RATE, FULL_RATE = 2e-4, 2e-5
@@ -72,14 +73,19 @@ def build_parser():
     flags.loading(g, num_workers=2)
 
     g = p.add_argument_group("distillation")
-    g.add_argument("--prompt_file", help="text; the model behind this prompt, without adapters, teaches all answers")
+    g.add_argument("--teacher_path", help="folder or hub name of a model with the same vocabulary that teaches all "
+                                          "answers; with --prompt_file the default is --model_path, without adapters")
+    g.add_argument("--teacher_url", help="of vLLM's server of that model, which then scores: --teacher_path needs its "
+                                         "config and tokenizer alone; key in OPENAI_API_KEY; see distill/scored.py")
+    g.add_argument("--teacher_name", help="the server's name for it (default: --teacher_path)")
+    g.add_argument("--prompt_file", help="text that the teacher reads and the student does not")
     g.add_argument("--prompt_role", choices=("user", "system"), default="user",
                    help="where the prompt goes: around the last user message, or in a system message of its own")
     g.add_argument("--divergence", choices=DIVERGENCES, default="forward",
-                   help="from the prompted teacher: KL(teacher, student), KL(student, teacher), or Jensen-Shannon")
+                   help="from the teacher: KL(teacher, student), KL(student, teacher), or Jensen-Shannon")
     g.add_argument("--js_beta", type=float, default=0.5, help="the teacher's share in js's mixture, between 0 and 1")
     g.add_argument("--on_policy", type=float, default=0.0,
-                   help="with --prompt_file, share of the samples whose answer the student draws anew at each step")
+                   help="with a teacher, share of the samples whose answer the student draws anew at each step")
     g.add_argument("--max_new_tokens", type=int, default=128, help="tokens an answer drawn for --on_policy may have")
     g.add_argument("--base_url", help="of vLLM's server, e.g. http://localhost:8000/v1, which then draws the answers "
                                       "of --on_policy (see distill/served.py); key in OPENAI_API_KEY")
@@ -88,10 +94,13 @@ def build_parser():
     g.add_argument("--request_timeout", type=float, default=600.0, help="seconds that one request may take in all")
     g.add_argument("--distill_topk", type=int, default=0, metavar="K",
                    help="learn the teacher's K likeliest tokens, as create_data.py --logprobs stored them; 0 = off. "
-                        "With --prompt_file compare those and the sum of all others; 0 = the whole vocabulary")
+                        "With a teacher compare those and the sum of all others; 0 = the whole vocabulary")
     g.add_argument("--distill_weight", type=float,
                    help="share of the divergence in the loss of a token that has a teacher, above 0, up to 1 (default: "
-                        f"1 with --prompt_file, else {DISTILL_WEIGHT})")
+                        f"1 with --teacher_path or --prompt_file, else {DISTILL_WEIGHT})")
+    g.add_argument("--keep", metavar="FILE", help="chats whose answers are to stay as likely as the base makes them")
+    g.add_argument("--keep_weight", type=float, default=1.0, help="of KL(base, student) a token, in the loss")
+    g.add_argument("--keep_every", type=int, default=4, help="steps from one batch of them to the next")
 
     g = p.add_argument_group("batch and length of the run")
     g.add_argument("--per_device_train_batch_size", type=int, default=16, help="samples per micro-step and rank")
@@ -120,7 +129,8 @@ def build_parser():
 def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later; fill in what derives."""
     if args.parallel is None:       # one GPU has nothing to shard with
-        args.parallel = "fsdp" if world_size > 1 or args.cpu_offload or not args.reshard_after_forward else "ddp"
+        sharded = world_size > 1 and args.base_dtype != "nf4"
+        args.parallel = "fsdp" if sharded or args.cpu_offload or not args.reshard_after_forward else "ddp"
     if args.learning_rate is None:
         args.learning_rate = LORA_RATE if args.use_lora else FULL_RATE
     flags.check_shared(args)
@@ -137,7 +147,12 @@ def check_flags(args, world_size):
     flags.check_loading(args, build_parser())
     flags.at_least_one(args, "group_size")
     flags.zero_or_more(args, "gradient_accumulation_steps", "distill_topk")
-    check_distillation(args)
+    distilling = args.distill_topk or args.teacher_path or args.prompt_file
+    if distilling or any(getattr(args, flag) != build_parser().get_default(flag) for flag in DISTILLING):
+        from distill import teaching
+        teaching.check_flags(args, build_parser(), world_size)
+    if distilling and args.distill_weight is None:
+        args.distill_weight = 1.0 if args.teacher_path else DISTILL_WEIGHT
     need(not (args.eval_data_file and args.validation_split),
          "give one of --eval_data_file and --validation_split, not both")
     need(not (args.global_batch_size and args.gradient_accumulation_steps),
@@ -155,34 +170,6 @@ def check_flags(args, world_size):
         args.gradient_accumulation_steps = 1 if args.max_tokens_per_batch else samples // per_micro_step
 
 
-def check_distillation(args):
-    """check_flags for the flags that say what is learned from a teacher."""
-    need(args.distill_topk or args.prompt_file or args.distill_weight is None,
-         "--distill_weight needs --distill_topk or --prompt_file")
-    if args.distill_weight is None:
-        args.distill_weight = 1.0 if args.prompt_file else DISTILL_WEIGHT
-    need(0 < args.distill_weight <= 1, f"--distill_weight is {args.distill_weight}; it must be above 0, at most 1")
-    for flag in ("refresh_steps", "request_timeout"):
-        need(args.base_url or getattr(args, flag) == build_parser().get_default(flag), f"--{flag} needs --base_url")
-    if not args.prompt_file:
-        for flag in ("prompt_role", "divergence", "js_beta", "on_policy", "max_new_tokens", "base_url"):
-            need(getattr(args, flag) == build_parser().get_default(flag), f"--{flag} needs --prompt_file")
-        return
-    flags.share(args, "on_policy")
-    flags.at_least_one(args, "max_new_tokens", "refresh_steps")
-    need(args.on_policy or not args.base_url, "--base_url needs --on_policy")
-    need(not (args.base_url and args.use_dora), "--base_url: vLLM's server loads no DoRA adapters; drop --use_dora")
-    need(args.request_timeout > 0, f"--request_timeout is {args.request_timeout}; it must be above 0")
-    need(args.use_lora, "--prompt_file needs --use_lora: the teacher is the model without its adapters")
-    need(not args.compile, "--compile and --prompt_file exclude each other: the shapes change with every step")
-    need(args.too_long in ("stop", "drop"), f"--too_long {args.too_long} would cut the teacher's prompt: stop or drop")
-    need(0 < args.js_beta < 1, f"--js_beta is {args.js_beta}; it must be between 0 and 1")
-    need(not args.on_policy or args.distill_weight == 1,
-         "--on_policy needs --distill_weight 1: the student's own answers are no targets")
-    if args.prompt_role == "user":
-        args.train_turns = "last"
-
-
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
@@ -191,10 +178,10 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, distributed, loading, metrics, optim, run, tensor_files, watchdog
+from common import chat, checkpoint, distributed, loading, metrics, optim, run, tensor_files, watchdog
 from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.problems import collect
-from distill import chat, packed_lm, weights
+from distill import packed_lm, weights
 from distill.dataset import Reading, make_loader, prepare_table, samples_line, split_samples, write_held_out
 from distill.packed_lm import Sums
 
@@ -205,16 +192,21 @@ from distill.packed_lm import Sums
 def empty_model(folder, args):
     """(PackedLM on the meta device, parts) of packed_lm.build_empty, as the flags want it.
 
-    A frozen base is stored in bfloat16 with --bf16, what is trained in fp32.
+    A frozen base is stored in the dtype of --bf16 or --fp16, what is trained in fp32.
     """
     lora = None
     if args.use_lora:
         lora = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules, args.model_path,
                 args.use_rslora, args.use_dora)
-    dtype = torch.bfloat16 if args.bf16 and args.use_lora else torch.float32
-    share = args.distill_weight if args.distill_topk or args.prompt_file else 0.0
-    prompted = (args.divergence, args.js_beta, args.distill_topk) if args.prompt_file else None
-    return packed_lm.build_empty(folder, dtype, lora, args.gradient_checkpointing, share, prompted)
+    dtype = args.use_lora and run.half(args) or torch.float32
+    share = args.distill_weight or 0.0
+    prompted = (args.divergence, args.js_beta, args.distill_topk) if args.teacher_path else None
+    model, parts = packed_lm.build_empty(folder, dtype, lora, args.gradient_checkpointing, share, prompted,
+                                         args.base_dtype == "nf4")
+    if prompted or args.keep:
+        from distill import frozen
+        frozen.add(model, args)
+    return model, parts
 
 
 def load_model(args, world, model, parts, resume, sharding):
@@ -223,6 +215,9 @@ def load_model(args, world, model, parts, resume, sharding):
     resume: checkpoint folder, or None: then adapters are drawn by the seed. sharding: of packed_lm.load.
     """
     packed_lm.load(model, parts, world, sharding=sharding, compiled=args.compile)
+    if model.frozen:
+        from distill import frozen
+        frozen.load_all(model, world, sharding)
     if model.lora:
         from common import adapters
         if resume:
@@ -236,18 +231,22 @@ def load_model(args, world, model, parts, resume, sharding):
     return model if sharding else distributed.wrap_ddp(model, world)
 
 
-def run_identity(args, folder, table, train_ids):
+def run_identity(args, inputs, data):
     """What a checkpoint must share with the run that resumes it, {name: value}; JSON-able.
 
-    folder: the base model's. train_ids: the samples trained.
+    inputs: Inputs. data: fingerprint of the samples trained.
     """
+    teacher = inputs.table.teacher_fingerprint(inputs.train_ids)
+    if inputs.prompt or inputs.kept:
+        from distill import frozen
+        teacher = frozen.fingerprint(args, inputs.kept, teacher)
     pack = f"{args.per_device_train_batch_size} samples"
     if args.max_tokens_per_batch:
         pack = f"{args.max_tokens_per_batch} tokens"
-    return {"set of trained weights": "lora" if args.use_lora else "full",
-            "base model": weights.fingerprint_weights(folder),
-            "training data": table.fingerprint(train_ids),
-            "teacher": table.teacher_fingerprint(train_ids), "pack": pack, "seed": args.seed}
+    trained = "lora on nf4" if args.base_dtype == "nf4" else "lora"
+    return {"set of trained weights": trained if args.use_lora else "full",
+            "base model": weights.fingerprint_weights(inputs.folder), "training data": data,
+            "teacher": teacher, "pack": pack, "seed": args.seed}
 
 
 def save_checkpoint(world, writer, model, tokenizer, optimizer, meta):
@@ -282,10 +281,6 @@ def save_config(model, tokenizer, folder):
 # Validation, reports
 
 
-def autocast(bf16, device):
-    return torch.autocast(device.type, torch.bfloat16, enabled=bf16)
-
-
 @torch.no_grad()
 def evaluate(args, world, model, table, eval_ids, check):
     """Exact token-weighted validation loss and accuracy {eval/...: float}; all ranks take a share.
@@ -305,23 +300,23 @@ def evaluate(args, world, model, table, eval_ids, check):
             if distributed.any_rank(world, watchdog.stop_requested()).item():
                 model.train()
                 return None
-        with autocast(args.bf16, world.device):
+        with run.autocast(args, world.device):
             sums += model(batch.to(world.device)).stacked().double()
     model.train()
     sums = Sums(*distributed.all_sum(world, sums).tolist())
     return packed_lm.loss_report(sums, "eval")
 
 
-def step_work(table, window, matrix_weights, config, use_lora):
+def step_work(table, window, sizes, use_lora):
     """Totals over the samples `window` of one optimizer step, from the plan: useful work of all ranks, python numbers.
 
-    matrix_weights: of packed_lm.layer_weights.
+    sizes: (packed_lm.layer_weights, config) of student and teacher.
     """
     lengths, targets = table.lengths[window], int(table.targets[window].sum())
     own = table.own[window] if table.prompted else lengths
 
     def flops(lengths, forward_only):
-        return packed_lm.flops(matrix_weights, config, int(lengths.sum()), targets,
+        return packed_lm.flops(*sizes[forward_only], int(lengths.sum()), targets,
                                int((lengths * (lengths + 1) // 2).sum()), use_lora, forward_only)
     work = flops(own, False) + (flops(lengths - own, True) if table.prompted else 0)
     return {"tokens": int(lengths.sum()), "targets": targets, "samples": len(window), "flops": work}
@@ -343,12 +338,9 @@ def print_start(args, world, model, lines):
     where = "CPU"
     if world.device.type == "cuda":
         where = torch.cuda.get_device_name(world.device)
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    every, trained = sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
     print(f"device     {world.size} x {where}, torch {torch.__version__}, {args.parallel}, "
-          f"{'bf16' if args.bf16 else 'fp32'}\n"
-          f"model      {every / 1e6:,.1f} M parameters, {trained / 1e6:,.3f} M trainable "
-          f"({'LoRA' if model.lora else 'full'})", *packed_lm.mixture_text(model), *lines, sep="\n")
+          f"{'bf16' if args.bf16 else 'fp16' if args.fp16 else 'fp32'}\n"
+          f"{metrics.model_text(model, model.lora)}", *packed_lm.mixture_text(model), *lines, sep="\n")
 
 
 def note_ends(args, tokenizer, ends):
@@ -375,41 +367,48 @@ class Inputs(NamedTuple):
     train_ids: object       # sample numbers of the table, int64
     eval_ids: object
     prompt: tuple           # teacher.Prompt or None
+    kept: object            # ChatTable of --keep or None
 
 
 def read_inputs(args, world):
     """Inputs of the run. Raises UserError; a dry run's names all mistakes."""
     dry, work_dir = args.dry_run is not None, run.work_folder(args)
-    distributed.rank0_first(world, weights.find_model, args.model_path)     # one downloads for all
+    for flag in ("model_path", "teacher_path"):     # one downloads for all
+        if name := getattr(args, flag):
+            distributed.rank0_first(world, weights.find_model, name, f"--{flag}")
     folder = weights.find_model(args.model_path)
     config = weights.load_config(folder)
     tokenizer = chat.load_tokenizer(folder, template=args.chat_template)
     weights.check_vocabulary(tokenizer, config)
     encoder = chat.Encoder(tokenizer, args.train_turns, thinking=THINKING[args.enable_thinking])
-    prompt = teacher = None
-    if args.prompt_file:
-        from distill.teacher import read_prompt
-        prompt = read_prompt(args.prompt_file, args.prompt_role)
+    prompt = teacher = behind = None
+    if args.teacher_path:
+        from distill import teaching
+        prompt, behind, config = teaching.open_side(args, config, tokenizer)
     elif args.distill_topk:
         from distill.topk import Alternatives
         teacher = Alternatives(tokenizer, args.distill_topk)
     limit = weights.length_limit(config, args.max_length, args.max_tokens_per_batch)
     reading = Reading(encoder, limit, args.too_long, teacher, prompt, args.drop_bad,
-                      args.preprocess_num_proc)
+                      args.preprocess_num_proc, behind)
     paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
 
     def read_data():
         # rank 0 tokenises into a table on disk that all ranks map
         table, n_train, ends = prepare_table(world, work_dir, paths, reading,
                                              list_in=None if dry else args.output_dir)
-        return table, ends, *split_samples(table, n_train, args.group_size, args.validation_split,
-                                           args.seed)
+        kept = None
+        if args.keep:
+            from distill import keep
+            kept = keep.read(args, world, work_dir, reading)
+        return table, ends, kept, *split_samples(table, n_train, args.group_size, args.validation_split,
+                                                 args.seed)
 
-    *_, (model, parts), (table, ends, train_ids, eval_ids) = collect(
+    *_, (model, parts), (table, ends, kept, train_ids, eval_ids) = collect(
         dry, lambda: run.check_folders(args),
         lambda: distributed.check_bf16(world.device, args.bf16),
         lambda: run.check_float8(args, world.device), lambda: empty_model(folder, args), read_data)
-    return Inputs(folder, tokenizer, model, parts, table, ends, train_ids, eval_ids, prompt)
+    return Inputs(folder, tokenizer, model, parts, table, ends, train_ids, eval_ids, prompt, kept)
 
 
 def open_sampler(args, world):
@@ -445,7 +444,7 @@ def train(args):
                                  table.targets[train_ids]):
         model, parts = empty_model(inputs.folder, args)
     # a checkpoint of a run with another identity is refused; only rank 0 reads the files for it
-    identity = run_identity(args, inputs.folder, table, train_ids) if world.is_main else None
+    identity = world.is_main and run_identity(args, inputs, table.fingerprint(train_ids))
     validation = table.fingerprint(eval_ids)        # losses on other data do not compare
     resume, meta = run.find_resume(args.output_dir, args.resume, identity, world)
 
@@ -455,7 +454,7 @@ def train(args):
                        samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
     packs_per_step = ranks * accumulation
     # static shapes, unless each sample stands there twice
-    pad_to = 0 if args.prompt_file else args.max_tokens_per_batch
+    pad_to = 0 if args.teacher_path else args.max_tokens_per_batch
     steps_per_epoch, total_steps = run_length(
         order.packs_per_epoch, packs_per_step, args.num_train_epochs, args.max_steps, at)
     warmup = round(args.warmup_ratio * total_steps)
@@ -494,8 +493,12 @@ def train(args):
     loader = make_loader(table, packs, num_workers=args.num_workers, pad_id=inputs.ends[0],
                          prefetch_factor=4, pad_to=pad_to)
     batches = loading.ahead(loader, device)
-    sampler = open_sampler(args, world)
-    matrix_weights = packed_lm.layer_weights(model.native)
+    sampler, keeper = open_sampler(args, world), None
+    if args.keep:
+        from distill.keep import Keeper
+        keeper = Keeper(args, world, inputs.kept, wrapped)
+    sizes = [(packed_lm.layer_weights(net), net.config) for net in
+             (model.native, getattr(model.frozen.get("teacher"), "native", model.native))]
     if world.is_main:
         peak = f"peak lr {args.learning_rate:.2e}, warm-up {warmup}"
         print_start(args, world, model, [
@@ -532,7 +535,7 @@ def train(args):
         # samples of this step on all ranks, from the order that every rank knows: nobody has to ask
         # how many targets the loss is divided by
         window = train_ids[state.window()]
-        work = step_work(table, window, matrix_weights, model.native.config, args.use_lora)
+        work = step_work(table, window, sizes, args.use_lora)
         drawn = None
         if args.on_policy:
             from distill import rollouts
@@ -552,15 +555,17 @@ def train(args):
             # one pass, whose gradients ranks sum in the last micro-step; more by --replay_every
             for summed in state.passes(wrapped, trainable, micro):
                 with distributed.gradient_sync(wrapped, summed):
-                    with autocast(args.bf16, device):
+                    with run.autocast(args, device):
                         found = wrapped(batch)          # Sums over this batch's targets, not means
                     # DDP and FSDP2 average gradients over ranks: world.size makes a sum of the
                     # average; the loss is a mean over the targets of all ranks and micro-steps
-                    (found.loss * (world.size / work["targets"])).backward()
+                    (found.loss * (world.size / work["targets"] * state.scale)).backward()
                 # without a host sync: a loss that is not finite is named when the flags of this
                 # step have arrived
                 state.note_loss(found.loss, mine)
             sums += found.stacked()
+
+        more = keeper.learn(state.step, state.scale) if keeper else {}
 
         # -- step: clipped, skipped on every rank where the gradient is not finite -----------------
         factor = optim.lr_factor(state.step, total_steps, warmup, args.lr_scheduler,
@@ -573,6 +578,8 @@ def train(args):
         stopping = state.stop_asked(state.eval_due or saving) and (state.eval_due or not state.last)
 
         # -- log -----------------------------------------------------------------------------------
+        if more and world.is_main:
+            state.log.write(state.step, more)
         empty = max(0, state.at["first"] - order.packs_per_epoch)   # packs of one token of padding
         state.count(packs_per_step * pad_to or work["tokens"] + empty, work)
         if state.due(args.logging_steps):

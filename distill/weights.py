@@ -24,7 +24,7 @@ from common.distributed import UserError
 logging.disable_progress_bar()      # of loading weights: each rank would show one
 
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}    # tensor: matrices of an expert
-IGNORED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")      # buffers that old files hold; now computed
+IGNORED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")      # buffers that old files hold; now computed
 
 
 def find_model(name, flag="--model_path"):

@@ -23,7 +23,7 @@ case $STORY in
 prompt) ;;
 language)
     for name in QUESTIONS PROMPT STEPS BATCH LEARNING_RATE GROUP_SIZE HELD_OUT ANSWER_TOKENS \
-        FOLLOWS TOPIC MIN_CLOSED; do
+        FOLLOWS TOPIC MIN_CLOSED KEEP; do
         [ -z "${!name+set}" ] || die "$name is set, which STORY=language does not read"
     done
     ;;
@@ -44,6 +44,7 @@ setting ANSWER_TOKENS "$([[ $PROMPT = */dictionary.txt ]] && echo 32 || echo 128
 setting FOLLOWS '^(?i:{topic}): [^\n:]+$'           # pattern of answers that follow the prompt
 setting TOPIC '^(?:What|Why|Where) (?:is|are) (\w+)'   # {topic} in it is this, of the question
 setting MIN_CLOSED 0.5                  # part of the way, 0 to 1
+setting KEEP 0          # 1: keep what the base answers to other questions; yet others judge that
 known_settings
 
 for name in GROUP_SIZE BATCH STEPS ANSWER_TOKENS ${RANKS:+RANKS}; do
@@ -52,6 +53,7 @@ done
 for name in HELD_OUT MIN_CLOSED; do
     [[ ${!name} =~ ^(0|1|0?\.[0-9]+|1\.0+|0\.0*)$ ]] || die "$name=${!name}: a share from 0 to 1"
 done
+[[ $KEEP = [01] ]] || die "KEEP=$KEEP: 0 or 1"
 for name in QUESTIONS PROMPT; do need_file "${!name}" $name; done
 OUT=$(realpath -m "$OUT")
 for name in QUESTIONS PROMPT STUDENT; do        # setup.sh changes the folder
@@ -108,6 +110,18 @@ step swapped "$OUT/swapped.jsonl" python distill/demo/swap_answers.py "$OUT/answ
     "$OUT/swapped.jsonl"
 
 threads=$(($(count_cpus) / RANKS))
+kept=() unrelated=()
+if [ "$KEEP" = 1 ]; then
+    for name in keep unrelated; do      # the base itself answers, behind no prompt
+        step "$name" "$OUT/$name.jsonl" python distill/create_data.py \
+            --input_file "distill/demo/data/$name.txt" --prompt_file distill/prompts/none.txt \
+            --parser whole --output_file "$OUT/$name.jsonl" --model_name "$STUDENT" \
+            --engine transformers --batch_size 66 --chunk_size 1024 --temperature 0 \
+            --max_retries 0 --max_tokens 200
+    done
+    kept=(--keep "$OUT/keep.jsonl") unrelated=(--unrelated "$OUT/unrelated.jsonl")
+fi
+
 train() {           # NAME ANSWERS [flags]
     step "$1" "$OUT/$1/checkpoint-$STEPS/manifest.json" \
         env OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}" \
@@ -119,12 +133,12 @@ train() {           # NAME ANSWERS [flags]
         --max_steps "$STEPS" --save_steps 0 --eval_steps 0 --num_workers 0 --logging_steps 4 \
         "${precision[@]}" "${@:3}"
 }
-train training "$OUT/answers.jsonl" --prompt_file "$PROMPT" --prompt_role system "$@"
+train training "$OUT/answers.jsonl" --prompt_file "$PROMPT" --prompt_role system "${kept[@]}" "$@"
 train control "$OUT/swapped.jsonl" "$@"
 step evaluation "$OUT/training/evaluation/evaluation.json" python distill/evaluate_prompt.py \
     --checkpoint "$OUT/training/checkpoint-$STEPS" --control "$OUT/control/checkpoint-$STEPS" \
     --output_dir "$OUT/training/evaluation" --follows "$FOLLOWS" ${TOPIC:+--topic "$TOPIC"} \
-    --max_new_tokens "$ANSWER_TOKENS" --batch_size 64 --min_closed "$MIN_CLOSED"
+    --max_new_tokens "$ANSWER_TOKENS" --batch_size 64 --min_closed "$MIN_CLOSED" "${unrelated[@]}"
 
 if [ "${DRY_RUN:-0}" = 1 ]; then exit; fi
 echo "== result"

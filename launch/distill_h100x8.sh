@@ -6,6 +6,11 @@
 #   bash launch/distill_h100x8.sh [INPUT [OUT]] [flags of distill/train_sft.py]
 #   TEACHER=http://localhost:8000/v1 TEACHER_NAME=NAME bash launch/distill_h100x8.sh lines.txt mine
 #   PARSER=whole PROMPT=system.txt PROMPT_ROLE=system bash launch/distill_h100x8.sh chats.jsonl mine
+#   ON_POLICY=0.5 PARSER=whole bash launch/distill_h100x8.sh chats.jsonl mine
+#
+# With ON_POLICY the student draws that share of the answers anew at each step, and the teacher, of
+# the same vocabulary, scores all (--teacher_path), sharded over the student's GPUs: 30B in bfloat16
+# are 7.6 GB on each of 8. On GPUs of its own it would wait for the student, and the student for it.
 #
 # DRY_RUN=1 prints the command of each step and ends. A step that is finished, by the checksum of
 # what it made, is skipped; Ctrl-C, SIGTERM or a failure lose nothing that was finished, the same
@@ -57,6 +62,8 @@ GROUP_SIZE=${GROUP_SIZE:-15}  # neighbouring lines that are one group, such as t
 HELD_OUT=${HELD_OUT:-0.1}                       # share of groups the student never trains on
 TRUTH=${TRUTH:-}  # JSONL {"id", "label"} that no teacher made, for the judgement
 MIN_AGREEMENT=${MIN_AGREEMENT:-0}  # with the teacher's labels, 0 to 1: exit status 1 below it
+ON_POLICY=${ON_POLICY:-}  # share of answers that the student draws, 0 to 1; empty: labels alone
+TEACHER_PATH=${TEACHER_PATH:-}  # model that scores with ON_POLICY; default: TEACHER
 JUDGE_FLAGS=${JUDGE_FLAGS:-}  # further flags of distill/evaluate_sft.py, or evaluate_prompt.py
 VENV=${VENV:-}  # environment of student and judgement; default: env.sh
 CONDA_ENV=${CONDA_ENV:-}                        # or a conda environment
@@ -74,7 +81,13 @@ whole) LORA=${LORA:-1} ;;
 *) die "PARSER=$PARSER: language or whole" ;;
 esac
 export LORA=${LORA:-0}
-[ "$PARSER$LORA" != whole0 ] || die "PARSER=whole is judged beside the student's base: LORA=1"
+if [ -n "$ON_POLICY" ]; then
+    [ -n "$served" ] || TEACHER_PATH=${TEACHER_PATH:-$TEACHER}
+    [ -n "$TEACHER_PATH" ] ||
+        die "ON_POLICY=$ON_POLICY: set TEACHER_PATH to a folder or hub name of the server's model"
+else
+    unread "which scores with ON_POLICY alone" TEACHER_PATH
+fi
 need_file "$PROMPT" PROMPT
 need_file "$input" INPUT
 [ -z "$TRUTH" ] || need_file "$TRUTH" TRUTH
@@ -105,9 +118,14 @@ fi
 
 # -- student ---------------------------------------------------------------------------------------
 
+scored_by=()
+if [ -n "$ON_POLICY" ]; then
+    scored_by=(--teacher_path "$TEACHER_PATH" --prompt_file "$PROMPT" --prompt_role "$PROMPT_ROLE"
+        --on_policy "$ON_POLICY")
+fi
 step student "$OUT/student/checkpoint-*/manifest.json" env -u GPUS MODEL="$STUDENT" \
     TRAIN_FILE="$answers" VALIDATION="$HELD_OUT" ${GPUS:+NPROC_PER_NODE="$GPUS"} DRY_RUN=0 \
-    bash "$REPO/launch/train_sft_h100x8.sh" "$OUT/student" "$@"
+    bash "$REPO/launch/train_sft_h100x8.sh" "$OUT/student" "${scored_by[@]}" "$@"
 if [ -e "$OUT/student/requeue" ]; then
     rm -f "$OUT/steps/student"
     die "training was asked to stop and has saved; the same command goes on"
@@ -118,10 +136,12 @@ fi
 # shellcheck disable=SC2154     # step names what it has made
 checkpoint=${made%/manifest.json}
 if [ "$DRY_RUN" != 1 ]; then use_environment python torch transformers; fi
+learned=(--prompt_file "$PROMPT" --prompt_role "$PROMPT_ROLE")
+if [ -n "$ON_POLICY" ]; then learned=(); fi     # the run knows its teacher
 if [ "$PARSER" = whole ]; then
     step evaluation "$OUT/evaluation/evaluation.json" python "$REPO/distill/evaluate_prompt.py" \
-        --checkpoint "$checkpoint" --prompt_file "$PROMPT" --prompt_role "$PROMPT_ROLE" \
-        --output_dir "$OUT/evaluation" "${judged_by[@]}" \
+        --checkpoint "$checkpoint" --output_dir "$OUT/evaluation" "${learned[@]}" \
+        "${judged_by[@]}" \
         --max_new_tokens "$(flag_value --max_tokens 1024 "${asked_of[@]}")"
 else
     step evaluation "$OUT/evaluation/evaluation.json" python "$REPO/distill/evaluate_sft.py" \

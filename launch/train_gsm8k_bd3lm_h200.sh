@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Train BD3-LM block diffusion on GSM8K on one H200, then answer the test problems. Arguments go to
+# Train BD3-LM block diffusion on GSM8K on one H200, then answer the test problems; or on chats
+# (SYSTEM=chat), then bound the likelihood of the test chats. Arguments go to
 # diffusion/train_bd3lm.py, after those from here; overrides as BD3-LM's own scripts take them
 # (loader.num_workers=16) are turned into its flags.
 #
@@ -43,7 +44,7 @@ declare -A presets=(            # problems a step; the trainer has the rest of e
     [conservative]=256 [recommended]=512 [aggressive]=768 [extreme]=1024 [source]=256 [finetune]=128
     [convert]=64)
 SAMPLER=${SAMPLER:-$REPO/diffusion/sample_bd3lm.py}       # the script that answers
-SYSTEM=${SYSTEM:-gsm8k}                         # gsm8k or hdp; train_hdp_diffusion_h200.sh sets hdp
+SYSTEM=${SYSTEM:-gsm8k}                         # gsm8k, chat or hdp; train_hdp_diffusion_h200.sh sets hdp
 MIN_GPUS=${MIN_GPUS:-1}  # GPUs that must be there; 0 lets a dry run or a trial start anywhere
 MIN_ACCURACY=${MIN_ACCURACY:-0.8}  # demo: share of new problems to answer right, else status 1
 LOG_DIR=${LOG_DIR:-}  # where the output is kept, over requeues; default OUTPUT_DIR/node_logs
@@ -56,8 +57,9 @@ setting GRAD_ACCUM ''                           # micro-steps a step
 setting LR '' --learning_rate  # default: the preset's, by the root of the step
 setting WARMUP_STEPS '' --warmup_steps          # default: the preset's, as that of the next
 setting MAX_STEPS '' --max_steps                # optimizer steps
-setting TRAIN_DATA openai/gsm8k                 # JSONL, JSON, dataset folder or hub name
-setting TEST_DATA openai/gsm8k                  # the same, answered after training; empty: not
+hub=$([ "$SYSTEM" = chat ] || echo openai/gsm8k)
+setting TRAIN_DATA "$hub"                       # JSONL, JSON, dataset folder or hub name
+setting TEST_DATA "$hub"                        # the same, answered after training; empty: not
 setting TOKENIZER ''  # folder with GPT-2's files or tokenizer.json, or hub name; default gpt2
 setting OUTPUT_DIR ''  # checkpoints, logs, answers; default outputs/SYSTEM_h200, or _demo
 setting SIZE small                              # model: nano, tiny, small, medium
@@ -77,7 +79,7 @@ OUTPUT_DIR=$(flag_value --output_dir "$OUTPUT_DIR" "$@")
 
 # -- checks ----------------------------------------------------------------------------------------
 
-case $SYSTEM in gsm8k | hdp) ;; *) die "SYSTEM=$SYSTEM: gsm8k or hdp" ;; esac
+case $SYSTEM in gsm8k | chat | hdp) ;; *) die "SYSTEM=$SYSTEM: gsm8k, chat or hdp" ;; esac
 preset=${presets[${PRESET:-none}]:-}
 [ -n "$preset" ] || die "PRESET=$PRESET: one of ${!presets[*]}"
 for name in GLOBAL_BATCH_SIZE BATCH_SIZE GRAD_ACCUM GPUS; do
@@ -108,9 +110,10 @@ if [ -n "$demo" ]; then
         --gradient_accumulation_steps 1 --learning_rate 2e-3 --warmup_steps 100
         --lr_scheduler cosine --adam_beta2 0.98 --max_steps "$demo_steps"
         --t_range 0.4 1.0 --ema_decay 0.99 --eval_steps 400 --save_steps 0
-        --logging_steps 200 --strip_calculator --num_workers 1 --report_to none
+        --logging_steps 200 --num_workers 1 --report_to none
         # for under 128 noisy copies a row torch may compile flex without a backward pass
         --attn_backend sdpa)
+    if [ "$SYSTEM" != chat ]; then settings+=(--strip_calculator); fi
     # on busy cores more threads make small steps many times slower
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     TEST_DATA=$OUTPUT_DIR/demo/$([ "$SYSTEM" = hdp ] && echo test_hdp.json || echo test.jsonl)
@@ -143,7 +146,9 @@ if [ -n "$demo" ] && [ -z "$plan" ]; then       # its status is 1 unless the los
 fi
 if [ -z "$plan" ] && [ -n "$TEST_DATA" ]; then
     read -ra sample_flags <<<"$SAMPLE_FLAGS"
-    after+=$(printf '%q ' python "$SAMPLER" --checkpoint "$OUTPUT_DIR" --test_file "$TEST_DATA" \
+    how=--test_file
+    if [ "$SYSTEM" = chat ] && [ -z "$demo" ]; then how=--bound; fi
+    after+=$(printf '%q ' python "$SAMPLER" --checkpoint "$OUTPUT_DIR" $how "$TEST_DATA" \
         "${sample_flags[@]}")
 elif [ -z "$plan" ]; then
     say "no TEST_DATA, so no accuracy"

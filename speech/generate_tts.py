@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ sta
 
 from common import flags
 from common.flags import need
+from speech import choices
 from speech.choices import CHATML, ON_OFF
 
 # flags that a sample's sound depends on, noted in its JSON file
@@ -38,7 +39,8 @@ def build_parser():
     g.add_argument("--prompts", help="file: one text a line, or with the voice to take in it ChatML .json/.jsonl or a "
                                      "list of Seed-TTS-eval, .lst")
     g.add_argument("--reference_audio", help="clip whose voice is taken, for texts and lines")
-    g.add_argument("--reference_text", help="what is said in --reference_audio")
+    g.add_argument("--reference_text", help="what is said in --reference_audio; Higgs TTS 3 clones without it, "
+                   "too")
     g.add_argument("--system_prompt", help="for texts and lines (default: as in training, by the [SPEAKER*] tags of "
                    "each text)")
     g.add_argument("--scene", help="scene description for texts and lines, e.g. 'Audio is recorded from a quiet room.'")
@@ -57,6 +59,13 @@ def build_parser():
     g.add_argument("--max_seconds", type=float, default=30.0, help="of speech; longer speech is cut, and says so")
     g.add_argument("--seed", type=int, default=42, help="of the draws")
     g.add_argument("--batch_size", type=int, default=4, help="prompts generated together on each device")
+    g.add_argument("--best_of", type=int, default=1, help="takes of each text, of which the best is kept: one that "
+                   "ends by itself, of those the one that --asr_model or --asr_command understands best, of those the "
+                   "likest by --speaker_model; a faultless one is not tried again")
+    g.add_argument("--split_text", type=int, default=0, metavar="N", help="speak texts of more than N characters part "
+                   "by part, cut behind sentences; each part behind the reference, or the part before it; 0 = off")
+    choices.recognisers(g)
+    choices.speakers(g)
     g = p.add_argument_group("output")
     g.add_argument("--output_dir", default="./spoken", help="folder for the results; shared by all nodes")
     flags.switch(g, "--overwrite", help="delete results of an earlier run in there first")
@@ -70,13 +79,18 @@ def check_flags(args, world_size):
     chatml = bool(args.prompts) and args.prompts.lower().endswith(CHATML)
     for flag in ("reference_audio", "reference_text", "system_prompt", "scene"):
         need(not (chatml and getattr(args, flag)), f"--{flag} is for texts and lines; a ChatML prompt says so itself")
-    need(bool(args.reference_audio) == bool(args.reference_text),
-         "--reference_audio and --reference_text go together: the model needs to know what the clip says")
+    need(args.reference_audio or not args.reference_text, "--reference_text says what is said in --reference_audio")
     flags.zero_or_more(args, "temperature", "top_k", "ras_window", "ras_repeats", "seed")
     need(args.seed < 2**62, f"--seed is {args.seed}; it must be below 2**62")
     need(args.top_p is None or 0 < args.top_p <= 1, f"--top_p is {args.top_p}; it must be more than 0 and at most 1")
     flags.above_zero(args, "max_seconds")
-    flags.at_least_one(args, "batch_size")
+    flags.at_least_one(args, "batch_size", "best_of")
+    flags.zero_or_more(args, "split_text")
+    choices.check_recognisers(args)
+    need(args.best_of > 1 or not (args.asr_model or args.asr_command or args.speaker_model),
+         "--asr_model, --asr_command and --speaker_model choose among takes: give --best_of; to judge speech, "
+         "speech/evaluate_tts.py")
+    need(not (args.split_text and chatml), "--split_text is for texts and lines, not for ChatML prompts")
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
@@ -154,22 +168,50 @@ def prepare_share(world, samples, mine, batch_size, prepare):
     return share
 
 
-def speak_batch(native, codec, ids, settings, prompts, seed, noted, args):
+def speak_takes(native, codec, ids, settings, prompts, seed, prepare, args):
+    """speak_batch's Prompts and [(codes, ended_by, wave, facts)] with --best_of and --split_text.
+
+    prepare(samples, their numbers) -> Prompts.
+    """
+    from speech.voice import scores, takes
+    judges = scores.load_judges(args.asr_model, args.asr_command, args.speaker_model, language=args.language,
+                                asr_time_limit=args.asr_time_limit)
+
+    def speak(some, turn=0):
+        return takes.speak(native, codec, ids, settings, some, seed + turn * takes.STRIDE * args.best_of,
+                           args.best_of, judges)
+    if not args.split_text:
+        return prompts, speak(prompts)
+
+    def behind(asked):
+        samples = [generate.text_prompts([(prompts[i].source, part)], False, *(reference or ()), system=args.system_prompt,
+                                         scene=args.scene)[0] for i, part, reference in asked]
+        return prepare(samples, [int(prompts[i].name) for i, *_ in asked])
+    given = (args.reference_audio, args.reference_text) if args.reference_audio else None
+    texts = [takes.parts(prompt.text, args.split_text) for prompt in prompts]
+    whole = takes.speak_parts(texts, [given] * len(texts), behind, speak, judges)
+    return [prompt for prompt, *_ in whole], [tuple(found) for _, *found in whole]
+
+
+def speak_batch(native, codec, ids, settings, prompts, seed, noted, prepare, args):
     """Generate, decode and write one batch of Prompts; returns what their JSON files say.
 
-    noted: {name: value} for the JSON files, beside what was spoken.
+    noted: {name: value} for the JSON files, beside what was spoken. prepare: of speak_takes.
     """
     start = time.monotonic()
     try:
-        spoken = generate.generate(native, prompts, ids, settings, seed, codec.device)
-        waves = [generate.decode(codec, codes) for codes, _ in spoken]
+        if args.best_of > 1 or args.split_text:
+            prompts, found = speak_takes(native, codec, ids, settings, prompts, seed, prepare, args)
+        else:
+            spoken = generate.generate(native, prompts, ids, settings, seed, codec.device)
+            found = [(codes, ended_by, generate.decode(codec, codes), {}) for codes, ended_by in spoken]
     except torch.OutOfMemoryError:
         raise UserError(f"the GPU's memory is too small for {len(prompts)} prompts together: lower --batch_size or "
                         "--max_seconds")
     seconds, records = time.monotonic() - start, []
-    total = sum(len(codes) for codes, _ in spoken) / FRAME_RATE
-    for prompt, (codes, ended_by), wave in zip(prompts, spoken, waves):
-        about = {**generate.record(prompt, codes, ended_by, seed, seconds / total if total else None), **noted}
+    total = sum(len(codes) for codes, *_ in found) / FRAME_RATE
+    for prompt, (codes, ended_by, wave, facts) in zip(prompts, found):
+        about = {**generate.record(prompt, codes, ended_by, seed, seconds / total if total else None), **noted, **facts}
         if args.save_codes:
             checkpoint.write_atomically(Path(args.output_dir) / f"{prompt.name}.npy",
                                         lambda path, codes=codes: generate.save_codes(path, codes))
@@ -229,6 +271,8 @@ def main(argv=None):
         module = versions.module(config_dict)
         wanted = args.normalize_text or ("off" if versions.is_third(config_dict["model_type"]) else None)
         normalize, why = setting_to_speak(wanted, folder, args.adapter)
+        need(args.reference_text or not args.reference_audio or versions.is_third(config_dict["model_type"]),
+             "--reference_audio and --reference_text go together: the model needs to know what the clip says")
         samples = read_texts(args, normalize)
         config, tokenizer = module.read_config(config_dict), module.load_tokenizer(folder)
         ids = module.token_ids(tokenizer, config)
@@ -238,9 +282,10 @@ def main(argv=None):
         room = module.positions(config) - settings.max_new_tokens
         # batches are cut from the whole list, so that the number of ranks changes nothing in them
         mine = range(-(-len(samples) // args.batch_size))[world.rank::world.size]
-        share = prepare_share(
-            world, samples, mine, args.batch_size, lambda some, numbers: generate.prepare(
-                some, tokenizer, ids, codec, bandwidth, room, numbers))
+
+        def prepare(some, numbers):
+            return generate.prepare(some, tokenizer, ids, codec, bandwidth, room, numbers)
+        share = prepare_share(world, samples, mine, args.batch_size, prepare)
         dtype = base_dtype(args.dtype, world.device)
         native = load_to_speak(folder, config_dict, args.adapter, dtype, world.device)
         if world.is_main:       # only now that nothing can be wrong any more
@@ -257,7 +302,7 @@ def main(argv=None):
         records = []
         for number in tqdm(mine, unit="batch", disable=None if world.is_main else True):
             records += speak_batch(native, codec, ids, settings, share[number], args.seed + number,
-                                   noted, args)
+                                   noted, prepare, args)
         records = [record for share in distributed.gather_objects(world, records) for record in share]
         if world.is_main:
             lengths = np.array([record["seconds"] for record in records])

@@ -22,7 +22,7 @@ class Data(NamedTuple):
     ids: object             # labels.TokenIds
     train: np.ndarray       # numbers of samples
     held_out: np.ndarray
-    speaker: object         # sample_prompts.Speaker of --sample_prompts, or None
+    speaker: object         # sample_prompts.Speaker of --sample_prompts, keep.Keeper, or None
 
 
 def rows_by_kind(table, ids):

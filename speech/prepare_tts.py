@@ -233,7 +233,8 @@ def main(argv=None):
         args.normalize_text = module.text_setting(args.normalize_text or "")
         tokenizer = module.load_tokenizer(folder)
         ids = module.token_ids(tokenizer, module.read_config(config_dict))
-        sources = Sources(*choices.sources(args), Reading(**choices.reading(args)),
+        sources = Sources(*choices.sources(args), Reading(
+                          **choices.reading(args), lone_reference=ids.lone_reference),
                           args.preprocess_num_proc, args.drop_bad)
         encoding = Encoding(codec_dir, args.code_cache or Path(args.output_dir) / "codes",
                             ids.num_codebooks, args.preprocess_num_proc, args.wait_timeout)

@@ -128,8 +128,9 @@ def test_no_secret_of_a_url_is_stored():
 
 LOADERS = """
 import sys
+from common import chat
 from common.flags import UserError
-from distill import chat, weights
+from distill import weights
 from speech.model import weights as speech_weights
 for load in (chat.load_tokenizer, weights.load_config, speech_weights.load_tokenizer):
     try:

@@ -26,8 +26,8 @@ SPEECH = files("common/", "adapters indexing low_rank") | files("", "train_v2_dd
     "speech/", "choices") | files(
     "speech/data/", "builder code_cache conversations dataset rows text_normalization") | files(
     "speech/model/", "labels loss v2 versions weights")
-CHATS = files("common/", "document_attention indexing") | files(
-    "distill/", "chat choices dataset linear_loss packed_lm train_sft weights")
+CHATS = files("common/", "chat document_attention indexing") | files(
+    "distill/", "choices dataset linear_loss packed_lm train_sft weights")
 BLOCKS = files("diffusion/", "blocks choices dit elbo lines noise problems train_bd3lm weights")
 # {script: (files it may load beside ALL, lines of all together)}
 LIMITS = {"train_v2_ddp.py": (SPEECH, 8_380), "distill/train_sft.py": (CHATS, 6_500),

@@ -79,7 +79,7 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
                 value, was = getattr(reading, name), about["reading"].get(name, default)
                 # a default may stand for any value, but of the texts, as checkpoints keep that
                 fits = (was,) if name == "normalize" else (default, was)
-                if value not in fits and name != "seed":
+                if value not in fits and name not in ("seed", "lone_reference"):
                     was, value = ({True: "on", False: "off"}.get(x, x) for x in (was, value))
                     raise UserError(f"{path}: was prepared with {flag_of(name)} {was}, not "
                                     f"{value}; drop the flag, or prepare it again")

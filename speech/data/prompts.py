@@ -58,7 +58,8 @@ def row_entry(row, opened, paths):
         if scene:
             system.append({"type": "text", "text": "\n\n" + SCENE.format(scene)})
         for tag, transcript, audio in references:
-            turns += [{"role": "user", "content": tag + transcript.strip()}, {"role": "assistant", "content": audio}]
+            said = tag + transcript.strip()
+            turns += [{"role": "user", "content": said}] * bool(said) + [{"role": "assistant", "content": audio}]
     return {"messages": [{"role": "system", "content": system}, *turns,
                          {"role": "user", "content": text},
                          {"role": "assistant", "content": audio_item(row)}],
@@ -147,6 +148,8 @@ def chosen_references(row, task, opened, paths, notes):
     if audio and not text:
         beside = Path(paths.find(audio)).with_suffix(".txt")
         text = read_text(beside) if beside.is_file() else ""
+    if audio and not text and reading.lone_reference:
+        return [("", "", audio_item({"audio": audio}))]
     if not audio or not text:
         notes.append(("no_reference_text", f"what its reference {audio!r} says is not known"))
         return []

@@ -40,6 +40,7 @@ class Reading:
     reference_share: float = 1.0
     seed: int = 42
     normalize: bool = False
+    lone_reference: bool = False    # whether the model takes a clip without its words
 
 
 def flag_of(name):

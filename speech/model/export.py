@@ -18,15 +18,16 @@ from speech.model import versions, weights
 
 
 def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**9, adapter=None,
-           codec=None):
+           codec=None, base_dtype=None):
     """Write the checkpoint `source` (folder or hub name, either layout) into output_dir; returns
     notes to print.
 
     layout: of choices.LAYOUTS. dtype: of choices.DTYPES, or None: as the files have it, but float32
     where an adapter is folded in, since bf16 rounds away most of what a small update changed.
     shard_bytes: limit of one weight file. adapter: folder, or None; its text_normalization.FILE
-    comes along, without one the source's. codec: see weights.save_config. Raises UserError, also
-    when output_dir holds something.
+    comes along, without one the source's. codec: see weights.save_config. base_dtype nf4: the base
+    is rounded as an adapter of such a run has seen it. Raises UserError, also when output_dir holds
+    something.
     """
     folder, config = weights.find_model(source)
     model_module, third = versions.module(config), versions.is_third(config["model_type"])
@@ -37,7 +38,13 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     model = model_module.empty_model(config, torch.float32, folder)
     weights.check_weights(model, parts, folder)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    layers = {layer for part in model_module.layers(model) for layer in part.modules()}
+    linear = [f"{name}.weight" for name, layer in model.named_modules()
+              if layer in layers and type(layer) is torch.nn.Linear]
     folds = find_folds(model, adapter) if adapter else {}
+    if base_dtype == "nf4":
+        from common import nf4
+        folds |= {name: nf4.rounded(folds.get(name)) for name in linear}
     wanted = "float32" if dtype is None and folds and not third else dtype
     dtypes = {name: getattr(torch, wanted) if wanted else parts[name][0][:1].dtype
               for name in shapes}

@@ -20,6 +20,8 @@ def build_parser():
     p.add_argument("--dtype", choices=DTYPES, help="of the weights; default float32 with an "
                    "adapter (bfloat16 halves the size and rounds part of the update away), else "
                    "the source's")
+    p.add_argument("--base_dtype", choices=("nf4",), help="of the run that made the adapter: the base "
+                   "is rounded as that run rounded it, so that the merged model is what it trained")
     p.add_argument("--max_shard_gb", type=float, default=5.0,
                    help="largest weight file in GB, so also the memory this takes")
     p.add_argument("--audio_tokenizer_path", help="folder or hub name that the native processor "
@@ -40,8 +42,9 @@ def check_push(args):
     need(bool(args.adapter) != bool(args.model_path),
          "push: give the checkpoint, as one of --adapter and --model_path")
     need(args.repo_id and args.repo_id.count("/") == 1, "push needs --repo_id OWNER/NAME")
-    need(not (args.format or args.dtype or args.audio_tokenizer_path or args.max_shard_gb != 5.0),
-         "--format, --dtype, --max_shard_gb and --audio_tokenizer_path: push changes no weights; "
+    need(not (args.format or args.dtype or args.base_dtype or args.audio_tokenizer_path
+              or args.max_shard_gb != 5.0),
+         "--format, --dtype, --base_dtype, --max_shard_gb and --audio_tokenizer_path: push changes no weights; "
          "merge or export first")
 
 
@@ -55,4 +58,6 @@ def check_flags(args, world_size):
     args.format = args.format or {"merge": "native", "export": "2025"}[args.command]
     need(args.command == "export" or args.adapter,
          "merge needs --adapter FOLDER; to convert a checkpoint without one: lora.py export")
+    if args.base_dtype:
+        flags.need_package("bitsandbytes", "--base_dtype nf4")
     need(args.max_shard_gb > 0, f"--max_shard_gb {args.max_shard_gb}: must be positive")

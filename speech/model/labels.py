@@ -35,6 +35,7 @@ class TokenIds:
     stream_bos: int
     stream_eos: int
     min_frames = 1          # codec frames of a trained clip
+    lone_reference = False  # the model has to know what a reference says
 
     @property
     def audio_placeholder_id(self):

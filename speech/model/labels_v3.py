@@ -48,6 +48,7 @@ class Ids:
     stream_eos: int = 1025      # EOC
     audio_placeholder_id = AUDIO_PLACEHOLDER
     min_frames = MIN_FRAMES
+    lone_reference = True       # a reference may stand without its text
 
     def forbidden(self, tokenizer):
         """{id: token} of what no text may spell: every added token but control tags."""

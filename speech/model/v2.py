@@ -118,7 +118,7 @@ def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
     cu_seqlens (B + 1,) int32 on the device. CUDA in half precision: torch's variable-length flash
     attention. Elsewhere: SDPA sample by sample, same result, by seqlens (B,) int64 on the CPU.
     """
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+    if q.is_cuda and q.dtype in fused.FLASH:
         gqa = {"enable_gqa": True} if VARLEN_GQA else {}
         if not VARLEN_GQA:
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
@@ -221,7 +221,7 @@ class PackedHiggs(nn.Module):
         text = text.to(fused.stream_dtype(text))
         hidden = torch.cat([text, model.embed_audio_tokens(batch.audio_ids).to(text.dtype)])
         cos, sin = model.rotary_emb(hidden, batch.position_ids[None])
-        varlen = hidden.is_cuda and torch.is_autocast_enabled("cuda")
+        varlen = hidden.is_cuda and hidden.dtype in fused.FLASH
         packed = Packed(n_text, order, batch.seq_index, cos[0], sin[0], batch.cu_seqlens,
                         batch.longest, None if varlen else torch.tensor(batch.seqlens))
         for layer in model.layers:
@@ -231,17 +231,26 @@ class PackedHiggs(nn.Module):
                 hidden = layer(hidden, packed=packed)
         return model.norm(hidden)
 
-    def forward(self, batch):
+    def audio_logits(self, hidden, batch):
+        """(R, K, C) fp32 logits of the rows that predict audio. hidden: of hidden_states."""
+        config, head = self.base_model.config, self.base_model.audio_lm_head
+        logits = head(hidden.index_select(0, batch.audio_rows)).float()
+        return logits.view(-1, config.num_codebooks, config.codebook_size)
+
+    def forward(self, batch, keep=False):
         """(audio (K,), text (), eos (5,)) of a labels.PackedBatch: fp32 sums over its targets.
 
         audio: cross-entropy per codebook; text: cross-entropy. eos (detached): of the end-of-stream
         targets cross-entropy, correct argmax and number; of codebook 0 alone, which ends speech,
         correct end-of-streams and false ones (argmax is end-of-stream, the target a code).
+        keep: divergence.from_base instead.
         """
+        if keep:
+            from speech.model import divergence
+            return divergence.from_base(self, batch)
         config, base = self.base_model.config, self.base_model
         hidden = self.hidden_states(batch)
-        logits = base.audio_lm_head(hidden.index_select(0, batch.audio_rows)).float()
-        logits = logits.view(-1, config.codebook_size)      # (R * K, C)
+        logits = self.audio_logits(hidden, batch).flatten(0, 1)     # (R * K, C)
         targets = batch.audio_targets.view(-1)              # (R * K,)
         losses = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
         text_logits = base.text_lm_head(hidden.index_select(0, batch.text_rows)).float()

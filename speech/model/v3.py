@@ -221,17 +221,23 @@ class PackedHiggs3(nn.Module):
                          position_ids=batch.position_ids[None], cu_seq_lens_q=batch.cu_seqlens,
                          max_length_q=batch.longest).last_hidden_state[0]
 
-    def forward(self, batch):
+    def audio_logits(self, hidden, batch):
+        """(R, K, C) fp32 logits of the rows that predict audio. hidden: of hidden_states."""
+        places = torch.cat([batch.text_pos, batch.audio_pos]).index_select(0, batch.audio_rows)
+        return self.base_model.logits(hidden.index_select(0, places))
+
+    def forward(self, batch, keep=False):
         """(audio (K,), text (), eos (5,)) of a labels.PackedBatch: fp32 sums over its targets, as PackedHiggs has them.
 
         text is 0: text is not trained. eos (detached): of the EOC targets cross-entropy, correct argmax and number;
         of codebook 0, whose first EOC ends speech, how many of those first ones are right, and how many codes are
         taken for EOC.
         """
+        if keep:        # instead: how far it is from its base
+            from speech.model import divergence
+            return divergence.from_base(self, batch)
         config, books = self.base_model.config, self.base_model.config.num_codebooks
-        places = torch.cat([batch.text_pos, batch.audio_pos]).index_select(0, batch.audio_rows)
-        hidden = self.hidden_states(batch).index_select(0, places)
-        logits, targets = self.base_model.logits(hidden).flatten(0, 1), batch.audio_targets.view(-1)
+        logits, targets = self.audio_logits(self.hidden_states(batch), batch).flatten(0, 1), batch.audio_targets.view(-1)
         losses = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
         with torch.no_grad():
             is_eos, says_eos = targets == config.audio_stream_eos_id, logits.argmax(-1) == config.audio_stream_eos_id

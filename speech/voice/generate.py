@@ -145,9 +145,9 @@ def text_prompts(named_texts, normalize, reference_audio=None, reference_text=No
     """
     reference = []
     if reference_audio:
-        reference = [{"role": "user", "content": reference_text},
-                     {"role": "assistant",
-                      "content": {"type": "audio", "audio_url": reference_audio}}]
+        reference = [{"role": "user", "content": reference_text}] * bool(reference_text)
+        reference += [{"role": "assistant",
+                       "content": {"type": "audio", "audio_url": reference_audio}}]
     def messages(text):
         said, heard_in = system, scene
         if not system:
@@ -216,6 +216,9 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
             users.setdefault(number, {})[builder.names[i].tobytes().decode()] = True
     for number in sorted(users):
         clip, why = builder.clips[number], ""
+        if clip.path.endswith(".npy"):      # of save_codes: heard as they are, without a way through sound
+            codes[number] = np.load(clip.path).astype(np.int64)
+            continue
         try:
             wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
             codes[number] = encode_clip(codec, filled(wave) if clip.filled else wave, bandwidth, ids.num_codebooks)
@@ -238,7 +241,8 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
             problems.append(f"{sample.name}: its true recording {target.path} {error}; mend it, or leave it out")
         prompts.append(Prompt(f"{number:04d}", sample.name, spoken_text(sample), row["input_ids"], row["audio_ids"],
                               row["is_audio"],
-                              [builder.clips[c].path for c in clips[:-1]], target if target.path else None, length))
+                              [path for c in clips[:-1] if not (path := builder.clips[c].path).endswith(".npy")],
+                              target if target.path else None, length))
         assert len(row["input_ids"]) >= MIN_TOKENS or not isinstance(ids, TokenIds)
         if len(row["input_ids"]) > room:
             problems.append(f"{sample.name}: {len(row['input_ids'])} tokens; the model's positions have room for "

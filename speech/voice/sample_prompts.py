@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import distributed
+from common import distributed, run
 from common.distributed import UserError
 from common.flags import need_package
+from common.gathered import gathered
 from common.watchdog import stop_requested
 from speech.data import text_normalization
 from speech.data.code_cache import FRAME_RATE
@@ -76,13 +77,13 @@ class Speaker:
     seed: int
     time_limit: float
 
-    def speak(self, world, model, state, bf16):
+    def speak(self, world, model, state, args):
         """{eval/...: float} of the prompts spoken by model, a versions.packed. Rank 0 speaks, the
         others wait.
         """
         model.eval()
-        autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=bf16)
-        with distributed.gathered(model), autocast:
+        autocast = run.autocast(args, world.device)
+        with gathered(model), autocast:
             values = distributed.rank0_first(world, lambda: self.speak_all(
                 model.base_model, state.step, state.log, stop_requested))
         model.train()

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from common import indexing, json_files
+from common import chat, indexing, json_files
 from common.distributed import UserError
 from common.indexing import Column, Lists, parallel_map_ordered, token_lists
-from distill import chat
 from distill import dataset as chat_table
 from tests.helpers import chats
 from tests.helpers.fork import in_a_fork

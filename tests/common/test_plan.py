@@ -137,7 +137,7 @@ def test_choices_for_a_model_of_4b(students, tmp_path, capsys, gpus, gib, words,
     (Setup(1, adapters=False, offload=False, budget=4096), 0.05, "--parallel fsdp --cpu_offload, --use_lora"),
     (Setup(1, adapters=False, offload=False, budget=4096), 20, "--gradient_checkpointing, a smaller "
      "--max_tokens_per_batch, --parallel fsdp --cpu_offload, --use_lora"),
-    (Setup(8, adapters=True, offload=False), 0.05, "--parallel fsdp, --parallel fsdp --cpu_offload"),
+    (Setup(8, adapters=True, offload=False), 0.05, "--base_dtype nf4, --parallel fsdp, --parallel fsdp --cpu_offload"),
     (Setup(8, "fsdp", adapters=True, offload=False, accumulation=2), 0.05, "--gradient_accumulation_steps 1, "
      "--cpu_offload"), (Setup(1), 20, "--gradient_checkpointing")], ids=str)
 def test_advice_on_memory_names_what_helps(setup, activations, helps):
@@ -197,7 +197,7 @@ def test_a_resumed_run_keeps_its_choice(tmp_path, capfd):
     flags = {name: state["args"][name] for name in (*plan.FLAGS, "packs_per_step")}
     assert flags == {"parallel": "ddp", "max_tokens_per_batch": 2048, "per_device_train_batch_size": 16,
                      "gradient_checkpointing": None, "gradient_accumulation_steps": 2, "packs_per_step": 2,
-                     "cpu_offload": False}
+                     "base_dtype": None, "cpu_offload": False}
     assert state["identity"]["pack"] == "2048 tokens"
     said = run("--max_steps", 2, "--gpu_memory", 1)
     assert "as the run that is resumed began: --parallel ddp, --max_tokens_per_batch 2048" in said

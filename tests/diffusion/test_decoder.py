@@ -395,15 +395,23 @@ def test_sdar_goes_out_and_in_and_answers_the_same(sdar, block):
 
 
 @pytest.mark.slow
-def test_sdars_files_are_named_as_servers_want_them(sdar, models, tmp_path):
+def test_sdars_files_are_named_as_servers_want_them(sdar, models, demo, tmp_path, capsys):
     run, folder = sdar
     config = json.loads((folder / "config.json").read_text())
     wanted = {"model_type": "sdar", "architectures": ["SDARForCausalLM"], "block_size": 4, "mask_token_id": 151669,
               "tie_word_embeddings": False, "vocab_size": 151936}
     assert wanted.items() <= config.items()
+    # SDAR's class and SGLang's read the theta here, and take 10,000 where it is missing
+    theta = weights.load_checkpoint(resume.newest_whole(run))[0].config.theta
+    assert config["rope_theta"] == theta and "rope_parameters" not in config
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     assert tokenizer.convert_tokens_to_ids("<|MASK|>") == 151669 == tokenizer.mask_token_id
     assert "<|im_start|>" in tokenizer.apply_chat_template([{"role": "user", "content": "1"}], tokenize=False)
+    train_bd3lm.main(["--init_from", str(folder), "--batch_preset", "convert", "--train_data_file",
+                      str(demo / "train.jsonl"), "--block_size", "4", "--max_length", "96", "--dry_run", "--output_dir",
+                      str(tmp_path / "on"), "--report_to", "none"])
+    said = capsys.readouterr().out       # memory and all, from a head of its own, and no new row
+    assert "memory" in said and said.endswith("dry run ok\n") and "new rows" not in said
     other = weights.load_checkpoint(resume.newest_whole(run))[0]
     other.config.mask_id = 5
     with pytest.raises(UserError, match="the mask has id 5, and servers look for 151669"):

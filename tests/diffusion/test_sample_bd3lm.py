@@ -226,7 +226,7 @@ def test_prompts_of_lm_eval(trained, tmp_path, capsys):
     wanted = run(folder, file, "--order", "confidence")["answers"]
     model, _ = weights.load_checkpoint(folder / "checkpoint-5")
     solver = answers.Solver(model, tokens, documents.layout, Sampling("confidence", temperature=0.0))
-    ours = lm_eval_bd3lm.harness_model(object, solver, 3)
+    ours = lm_eval_bd3lm.harness_model(object, solver, 3, 16)
     prompts = [f"Question: {answer['question']}\nAnswer:" for answer in wanted] + ["word " * 200]
     stops = [[], "\n", ["####"], ["no", "\n####"]]
     requests = [types.SimpleNamespace(args=(prompt, {"until": stops[i % 4]})) for i, prompt in enumerate(prompts)]
@@ -357,7 +357,7 @@ def test_too_long_questions_are_refused_or_counted_as_wrong(trained, tmp_path, c
     (["--test_file", "none.jsonl"], "none.jsonl: no such file or folder"),
     (["--output", "."], "--output . is a folder; give a file"),
     (["--checkpoint", "nowhere"], "--checkpoint nowhere: no such folder"),
-    (["--question", "Why?"], "give one of --test_file, --question, --question_file and --interactive"),
+    (["--question", "Why?"], "give one of --test_file, --question, --question_file, --interactive, --chat and --"),
 ])
 def test_bad_flags_are_one_clear_line(trained, flags, message, capsys):
     if not torch.cuda.is_available():

@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 
-from distill import chat
+from common import chat
 from distill.dataset import ChatTable, Reading, split_groups, write_table
 from tests.helpers import chats
 from tests.helpers.students import HELD_OUT, SEED

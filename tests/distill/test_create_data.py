@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common import distributed
+from common import chat, distributed
 from diffusion import make_problems
-from distill import chat, create_data, dataset, journal, teacher
+from distill import create_data, dataset, journal, teacher
 from distill.choices import LINES
 from distill.labels import LANGUAGES, make_parser, read_label
 from tests.helpers import chats, tiny_teacher

@@ -14,9 +14,9 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import adapters, distributed
+from common import adapters, chat, distributed
 from common.distributed import UserError
-from distill import chat, evaluate_prompt, packed_lm, rollouts, weights
+from distill import evaluate_prompt, packed_lm, rollouts, weights
 from distill.dataset import ChatSamples, ChatTable, Reading, collate, write_table
 from distill.divergence import divergence
 from distill.teacher import read_prompt, with_prompt
@@ -347,11 +347,11 @@ def test_drawn_answers_are_draws(made, tmp_path):
     prompt = ids[1][:rollouts.last_answer(ids[2][:ids[3]])]
     share = torch.softmax(reference(torch.from_numpy(prompt)[None]).logits[0, -1], -1)
     end = share.argmax().item()
-    drawn = rollouts.draw(model.native, [prompt] * 40, list(range(40)), 3, [end], False)
+    drawn = rollouts.draw(model.native, [prompt] * 40, list(range(40)), 3, [end], SimpleNamespace(bf16=False))
     assert {len(answer) for answer in drawn if end not in answer} == {3}, "what is cut off gets no end"
     ended = [answer.tolist() for answer in drawn if end in answer]
     assert ended and all(answer.index(end) == len(answer) - 1 for answer in ended), "an end belongs to its answer"
-    drawn = rollouts.draw(model.native, [prompt] * 1500, list(range(1500)), 1, [end], False)
+    drawn = rollouts.draw(model.native, [prompt] * 1500, list(range(1500)), 1, [end], SimpleNamespace(bf16=False))
     for token in share.topk(4).indices.tolist():
         p = share[token].item()
         assert abs(np.mean([answer[0] == token for answer in drawn]) - p) < 4 * (p * (1 - p) / 1500) ** 0.5

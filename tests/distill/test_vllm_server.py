@@ -21,6 +21,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from distill import scored
 from tests.helpers import chats
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
@@ -158,6 +159,19 @@ def test_answers_token_by_token(server, checkpoint):
             ids = model.generate(**prompt, do_sample=False, max_new_tokens=12)[0, prompt["input_ids"].shape[1]:]
         assert answer["prompt_token_ids"] == prompt["input_ids"][0].tolist()
         assert answer["choices"][0]["token_ids"] == ids.tolist()
+
+
+def test_scores_of_an_answer(server, checkpoint):
+    """prompt_logprobs of ids, as distill/scored.py asks for them."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    ids = tokenizer.apply_chat_template(chats.ask(LINES[0], "Final Answer: de"), return_dict=False)
+    rows = scored.Scorer(server, "teacher", 5, 60.0).ask(ids)
+    with torch.no_grad():
+        wanted = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    for place in range(1, len(ids)):
+        tokens, logprobs = rows[place]
+        torch.testing.assert_close(torch.tensor(logprobs), wanted[place - 1, list(tokens)], rtol=0, atol=1e-3)
+        torch.testing.assert_close(torch.tensor(logprobs), wanted[place - 1].topk(5).values, rtol=0, atol=1e-3)
 
 
 def test_labels_of_the_engine(checkpoint, reference, tmp_path):

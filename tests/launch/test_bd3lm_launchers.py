@@ -129,13 +129,27 @@ def test_the_demo_is_small_and_needs_neither_gpu_nor_files(system, demo):
     assert args.output_dir == sample.checkpoint == f"outputs/{system}_demo"
 
 
+def test_chats_take_the_same_launcher(tmp_path):
+    """No data of the hub; the test chats' likelihood is bounded; the demo answers its problems."""
+    there = {"DRY_RUN": "1", "MIN_GPUS": "0", "SYSTEM": "chat"}
+    data = tmp_path / "a.jsonl"
+    data.touch()
+    _, args, sample = printed(launch(LAUNCHERS["gsm8k"], TRAIN_DATA=str(data), TEST_DATA="b.jsonl", **there))
+    train_bd3lm.check_flags(args, 1)
+    assert args.system == "chat" and (sample.bound, sample.test_file) == ("b.jsonl", None)
+    assert "TRAIN_DATA is not set" in launch(LAUNCHERS["gsm8k"], **there).stderr
+    _, args, sample = printed(launch(LAUNCHERS["gsm8k"], "--demo", **there))
+    train_bd3lm.check_flags(args, 1)
+    assert sample.test_file == "outputs/chat_demo/demo/test.jsonl" and not args.strip_calculator
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("system, settings, message", [
     ("gsm8k", {}, r"has 0 GPUs, 1 are needed \(MIN_GPUS\); --demo needs none"),
     ("gsm8k", {"PRESET": "huge"}, r"PRESET=huge: one of .*recommended"),
-    ("gsm8k", {"SYSTEM": "both"}, r"SYSTEM=both: gsm8k or hdp"),
+    ("gsm8k", {"SYSTEM": "both"}, r"SYSTEM=both: gsm8k, chat or hdp"),
     ("hdp", {"MIN_GPUS": "0"}, r"TRAIN_DATA is not set"),
 ])
 def test_errors_are_one_clear_line(system, settings, message):

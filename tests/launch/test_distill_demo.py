@@ -231,6 +231,7 @@ def refused(tmp_path, **settings):
     ({"STORY": "poems"}, "STORY=poems: prompt or language"),
     ({"STORY": "language", "BATCH": "3"}, "BATCH is set, which STORY=language does not read"),
     ({"BATCH": "0"}, "BATCH=0: a number from 1 on"), ({"RANKS": "two"}, "RANKS=two: a number from 1 on"),
+    ({"KEEP": "yes"}, "KEEP=yes: 0 or 1"), ({"STORY": "language", "KEEP": "1"}, "KEEP is set, which STORY=language"),
     ({"MIN_CLOSED": "2"}, "MIN_CLOSED=2: a share from 0 to 1"), ({"HELD_OUT": "15"}, "HELD_OUT=15: a share"),
     ({"PROMPT": "/nowhere/p.txt"}, "PROMPT: no such file: /nowhere/p.txt"),
     ({"QUESTIONS": "/nowhere/q.txt"}, "QUESTIONS: no such file: /nowhere/q.txt")])

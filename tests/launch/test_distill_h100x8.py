@@ -22,7 +22,7 @@ LAUNCHER = "distill_h100x8.sh"
 OWN = {"TEACHER": "a/teacher", "TP": "2", "GPUS": "6", "MAX_MODEL_LEN": "77", "PROMPT": "p.txt",
        "TEACHER_FLAGS": "--seed 5", "VLLM": "vllm==9", "VLLM_VENV": "a venv", "PYTHON": "python9",
        "STUDENT": "a/student", "HELD_OUT": "0.3", "TRUTH": "t.jsonl", "MIN_AGREEMENT": "0.8",
-       "JUDGE_FLAGS": "--batch_size 3"}
+       "JUDGE_FLAGS": "--batch_size 3", "ON_POLICY": "0.5", "TEACHER_PATH": "a/scorer"}
 SERVED = {"TEACHER": "http://anna:se$cret@h/v1", "TEACHER_NAME": "x", "PARSER": "whole", "GPUS": "6",
           "PROMPT": "p.txt", "PROMPT_ROLE": "system", "TEACHER_FLAGS": "--max_tokens 99"}
 FOR_ALL_BELOW = {"LORA", "EPOCHS", "GROUP_SIZE", "VENV", "CONDA_ENV"}       # train_sft_h100x8.sh and env.sh read them
@@ -62,6 +62,10 @@ def test_every_setting_is_in_a_command(folder):
     assert answers[answers.index("lines.txt") + 2] == "2"
     assert {"MODEL=a/student", "VALIDATION=0.3", "NPROC_PER_NODE=6"} < set(student)
     assert " ".join(judged).endswith(" --min_agreement 0.8 --truth_file t.jsonl --batch_size 3")
+    assert student[-8:] == ["--teacher_path", "a/scorer", "--prompt_file", "p.txt", "--prompt_role", "user",
+                            "--on_policy", "0.5"]
+    *_, student, judged = commands(folder, ON_POLICY="1", PARSER="whole", LORA="0")
+    assert "Qwen/Qwen3-30B-A3B-Instruct-2507" in student and "--prompt_file" not in judged
     answers, _, judged = commands(folder, **SERVED)
     args = flags.parse(create_data.build_parser(), create_data.check_flags, answers[2:])
     assert (args.base_url, args.model_name, args.parser, args.prompt_role, args.max_tokens) == (
@@ -70,7 +74,8 @@ def test_every_setting_is_in_a_command(folder):
 
 
 @pytest.mark.parametrize("settings, message", [
-    ({"PARSER": "whole", "LORA": "0"}, "PARSER=whole is judged beside the student's base: LORA=1"),
+    ({"TEACHER": "http://h/v1", "TEACHER_NAME": "x", "ON_POLICY": "1"}, "ON_POLICY=1: set TEACHER_PATH"),
+    ({"TEACHER_PATH": "x"}, "TEACHER_PATH is set, which scores with ON_POLICY alone"),
     ({"PARSER": "whole", "TRUTH": "t.jsonl"}, "TRUTH is set, but PARSER=whole has no labels"),
     ({"TEACHER": "http://h/v1"}, "TEACHER=http://h/v1: set TEACHER_NAME"),
     ({"TEACHER": "http://h/v1", "TEACHER_NAME": "x", "TP": "2"}, "TP is set, but TEACHER is a server"),
@@ -83,18 +88,22 @@ def test_settings_that_would_do_nothing_are_refused(folder, settings, message):
 @pytest.mark.slow
 @pytest.mark.race
 def test_a_whole_run_that_is_killed_on_its_way(tmp_path):
-    """kill -9 of the script alone, amid the answers: its step ends as well, and the same command does the rest."""
+    """kill -9 of the script alone, amid the answers: its step ends as well, and the same command does the rest; the
+    student draws half of the answers, which a mixture of experts scores.
+    """
     lines = [f"{label} slow line {i}" for i in range(4) for label in ("ar", "de", "el", "en", "es", "fr")]
     (tmp_path / "lines.txt").write_text("".join(line + "\n" for line in lines))
     (tmp_path / "p.txt").write_text("Last line: Final Answer: xx\n{text}\n")
     chats.student(tmp_path / "model")
+    chats.student(tmp_path / "larger", "moe", hidden_size=48)
     log, mark = tmp_path / "asked", uuid.uuid4().hex
     server = subprocess.Popen([sys.executable, str(ROOT / "tests" / "helpers" / "label_server.py"), str(log)],
                               text=True, stdout=subprocess.PIPE)
     settings = environment(
         MARK=mark, TEACHER=f"http://anna:secret@127.0.0.1:{int(server.stdout.readline())}/v1", TEACHER_NAME="teacher",
         TEACHER_FLAGS="--concurrency 1", STUDENT=str(tmp_path / "model"), PROMPT="p.txt", GROUP_SIZE="6",
-        HELD_OUT="0.25", EPOCHS="1", SWITCHES="", REPORT_TO="", JUDGE_FLAGS="--prompt_max_new_tokens 4")
+        HELD_OUT="0.25", EPOCHS="1", ON_POLICY="0.5", TEACHER_PATH=str(tmp_path / "larger"), SWITCHES="", REPORT_TO="",
+        JUDGE_FLAGS="--prompt_max_new_tokens 4")
 
     def start():
         return subprocess.Popen(["bash", str(ROOT / "launch" / LAUNCHER), "lines.txt", "out"], cwd=tmp_path, text=True,

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -18,6 +19,7 @@ from speech.data.decode import decode_audio, opened
 from speech.data.encode import share_work
 from speech.data.formats import find_source
 from speech.data.rows import Reading, open_source, read_chunks, read_samples
+from speech.model import labels_v3
 from speech.voice.generate import canonical_prompt, text_prompts
 
 
@@ -515,6 +517,20 @@ def test_shares_and_references_that_are_given(folder):
     few, more = (references(read(path, reference_share=share)[1]) for share in (0.2, 0.5))
     kept = [{text for text, ref in found.items() if ref} for found in (few, more)]
     assert kept[0] < kept[1] and 20 < len(kept[0]) < 60 and 75 < len(kept[1]) < 125
+
+
+def test_tts_3_clones_a_clip_whose_words_are_not_known(folder):
+    """A manifest's row and a text to speak give the sequence that the servers have for it, and nothing is left out."""
+    path = lines(folder / "m.jsonl", {"audio": "a.wav", "text": "Ho.", "ref_audio": "c.wav"})
+    ids = labels_v3.Ids(tts=1, text=2, audio=3, ref_audio=4, ref_text=5)
+    _, (row,), problems = read(path, lone_reference=True)
+    asked, = text_prompts([("x", "Ho.")], False, str(folder / "c.wav"))
+    asked.turns[-1].trained = True
+    assert not problems and not row.notes
+    for sample in (row, asked):
+        ((_, pieces),), _ = ids.streams(sample)
+        assert [p if isinstance(p, str) else Path(p.path).stem for p, _ in pieces[:-1]] == [
+            "<|tts|>", "<|ref_audio|>", "c", "<|text|>", "Ho.", "<|audio|>"]
 
 
 def test_the_text_of_a_reference_may_stand_beside_it(folder):

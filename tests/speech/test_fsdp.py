@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 
 import train_v2_ddp
 from common import checkpoint, distributed, tensor_files
+from common.run import autocast
 from data import collate
 from speech.demo import make_tiny
 from speech.model import v2
@@ -332,7 +333,7 @@ def step_on_odd_batches(argv, folder):
         lambda module, _: computed_in.add(str(module.weight.dtype)))
     for number, pack in enumerate(mine):
         with distributed.gradient_sync(wrapped, number == len(mine) - 1):
-            with train_v2_ddp.autocast(args.bf16, world.device):
+            with autocast(args, world.device):
                 audio, text, _ = wrapped(pack)
             loss = v2.total_loss(audio, n_audio, text, n_text, "mean", 1.0)
             (loss * world.size).backward()

@@ -94,14 +94,14 @@ def as_messages(record):
     What follows the last answer is left out: nothing there is trained.
     """
     if isinstance(record, dict) and "messages" not in record:
-        from distill import forms
-        record = forms.of_sharegpt(record) | forms.of_pair(record)
+        from common import chat_forms
+        record = chat_forms.of_sharegpt(record) | chat_forms.of_pair(record)
     record = with_tools(record)
     if isinstance(record, dict) and isinstance(record.get("messages"), list):
         messages = record["messages"]
         if any(isinstance(message, dict) and isinstance(message.get("content"), list) for message in messages):
-            from distill import forms
-            messages = [forms.with_text(message) for message in messages]
+            from common import chat_forms
+            messages = [chat_forms.with_text(message) for message in messages]
         roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
         if "assistant" in roles and roles[-1] in ROLES:
             messages = messages[:len(roles) - roles[::-1].index("assistant")]
@@ -122,7 +122,7 @@ def files_of(path):
     name, path = str(path), Path(path)
     if path.is_file():
         return [name]
-    from distill.forms import find_files
+    from common.chat_forms import find_files
     return find_files(name)
 
 

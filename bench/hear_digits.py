@@ -1,0 +1,23 @@
+"""What pocketsphinx hears in wav files when it knows digits alone, a line for each: an --asr_command for launch/voice.
+
+    python bench/hear_digits.py spoken/0000.wav spoken/0001.wav
+"""
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    p.add_argument("files", nargs="+", metavar="FILE", help="wav files")
+    files = p.parse_args(argv).files
+    from speech.demo.judge_demo import GRAMMAR
+    from speech.voice import scores, speech_metrics
+    waves = [speech_metrics.read_audio(path) for path in files]
+    print(*scores.recognise_pocketsphinx(waves, speech_metrics.RATE, GRAMMAR), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

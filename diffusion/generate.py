@@ -1,0 +1,144 @@
+"""Answer questions with the block-diffusion model in this file's folder. Needs torch, transformers and tokenizers only.
+
+    python generate.py "Ben has 3 boxes of 6 pens. How many pens has he?"
+    python generate.py --temperature 1 --threshold 0.8 "..."
+    python generate.py --chat chat.json         # the answer to a list of messages, or to {"messages": [...]}
+
+export_bd3lm.py of flat-trainers puts it beside a language model that was converted to block diffusion, and its answers
+are those of sample_bd3lm.py --order confidence, token by token. From Python:
+
+    model, tokenizer, form = load("FOLDER")
+    ids = generate(model, prompt(tokenizer, form, "..."), form)
+    print(tokenizer.decode(ids))
+
+The text is written in blocks of form["block_size"] tokens, counted from the prompt's first. A block begins as masks,
+behind the prompt's last tokens where the prompt ends inside it. A token sees its own block, both ways, and all earlier
+ones, whose keys and values are cached. In every pass the masks whose token is sure enough get it, at least the surest.
+"""
+import argparse
+import inspect
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+
+def load(folder, device="cpu", dtype=torch.float32):
+    """(transformers model in eval mode, tokenizers.Tokenizer, form) of an exported folder.
+
+    form: how the model was trained: block_size, mask_token_id, end_token_id, max_length (tokens of prompt and answer),
+    prompt (text with {question}; "": Question: ... Answer:), begin_token_id (before a prompt without such a text).
+    """
+    given = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    kind = "qwen3" if given.pop("model_type") == "sdar" else None      # SDAR is Qwen3 under another mask
+    form = given.pop("block_diffusion")
+    given.pop("auto_map", None)
+    config = AutoConfig.for_model(kind, **given) if kind else AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
+    return model.to(device).eval(), Tokenizer.from_file(str(Path(folder) / "tokenizer.json")), form
+
+
+def prompt(tokenizer, form, question):
+    """Ids of a question in the form that the model was trained on."""
+    text = (form["prompt"] or "Question: {question}\nAnswer:").replace("{question}", question)
+    begin = [] if form["prompt"] else [form["begin_token_id"]]
+    return begin + tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def chat_prompt(folder, tokenizer, messages):
+    """Ids of messages by the folder's chat template, up to where the answer begins. Thinking is off."""
+    text = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def run(model, ids, first, cache, seen=None):
+    """Logits (n, V) of ids (n,) at the places from `first` on, behind a cache that grows by them.
+
+    seen: (n, n) bool, who sees whom of them; None: all see all.
+    """
+    n = len(ids)
+    bias = torch.zeros(n, first + n, device=ids.device, dtype=model.dtype)
+    if seen is not None:
+        bias[:, first:].masked_fill_(~seen, torch.finfo(model.dtype).min)
+    places = torch.arange(first, first + n, device=ids.device)
+    # transformers renames it
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return model(input_ids=ids[None], attention_mask=bias[None, None], position_ids=places[None], use_cache=True,
+                 **{name: cache}).logits[0]
+
+
+def draw(logits, temperature, generator):
+    """One token of each row of logits (n, V) -> (ids (n,), its probability by the logits (n,)). temperature 0: the
+    likeliest.
+    """
+    logits = logits.double()
+    sure = logits.softmax(-1)
+    ids = logits.argmax(-1)
+    if temperature:
+        ids = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
+    return ids, sure.gather(-1, ids[:, None])[:, 0]
+
+
+@torch.no_grad()
+def generate(model, ids, form, threshold=0.9, temperature=0.0, max_length=None, seed=0):
+    """Ids of the answer to a prompt's ids, without the end token, or as many as there is room for.
+
+    threshold: probability from which on a pass writes a token, 0 to 1. temperature: 0 = the likeliest token, 1 = as the
+    model says. max_length: tokens of prompt and answer; default: as in training.
+    """
+    size, mask, end, device = form["block_size"], form["mask_token_id"], form["end_token_id"], model.device
+    generator = torch.Generator(device).manual_seed(seed)
+    first, cache, written = len(ids) // size * size, DynamicCache(), []
+    if first:
+        block = torch.arange(first, device=device) // size
+        run(model, torch.tensor(ids[:first], device=device), 0, cache, block[:, None] >= block)
+    given = ids[first:]
+    while first + size <= (max_length or form["max_length"]):
+        new = torch.tensor(given + [mask] * (size - len(given)), device=device)
+        masked = new == mask
+        while masked.any():
+            logits = run(model, new, first, cache)[masked]
+            cache.crop(-size)               # keys of a block that is not finished are not kept
+            logits[:, mask] = -torch.inf    # the mask is never an answer
+            found, sure = draw(logits, temperature, generator)
+            chosen = sure >= threshold
+            chosen[sure.argmax()] = True
+            places = masked.nonzero()[:, 0][chosen]
+            new[places], masked[places] = found[chosen], False
+        written += new[len(given):].tolist()
+        if end in written:
+            return written[:written.index(end)]
+        run(model, new, first, cache)       # once more, now finished, for its keys and values
+        first, given = first + size, []
+    return written
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Answer questions with the model in this file's folder.")
+    parser.add_argument("questions", nargs="*")
+    parser.add_argument("--chat", help='JSON file: a list of messages, or {"messages": [...]}')
+    parser.add_argument("--threshold", type=float, default=0.9, help="probability of tokens that a pass writes")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 = the likeliest token")
+    parser.add_argument("--max_length", type=int, help="tokens of prompt and answer (default: as in training)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    folder = Path(__file__).resolve().parent
+    model, tokenizer, form = load(folder, args.device)
+    prompts = [prompt(tokenizer, form, question) for question in args.questions]
+    if args.chat:
+        chat = json.loads(Path(args.chat).read_text(encoding="utf-8"))
+        prompts.append(chat_prompt(folder, tokenizer, chat["messages"] if isinstance(chat, dict) else chat))
+    if not prompts:
+        parser.error("give a question, or --chat")
+    for ids in prompts:
+        answer = generate(model, ids, form, args.threshold, args.temperature, args.max_length, args.seed)
+        print(tokenizer.decode(answer, skip_special_tokens=False).strip())
+
+
+if __name__ == "__main__":
+    main()

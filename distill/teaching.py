@@ -1,0 +1,151 @@
+"""What a student learns from a teacher that scores its answers: the flags for it, and what the
+teacher reads.
+
+The teacher is --teacher_path, or the student's own base. It reads the student's very tokens of an
+answer, behind its own template of the conversation, of a record's "teacher_messages" in place of
+that, and of --prompt_file around both. So both must have one vocabulary: it is proven token by
+token, names say nothing. Imports no torch: flags come first.
+"""
+from common import flags
+from common.flags import UserError, need
+
+LABELS = "its labels alone can be learned, as distill/create_data.py makes them"
+OF_TEACHER = ("divergence", "js_beta", "on_policy", "max_new_tokens", "base_url")
+
+
+def check_flags(args, parser, world_size):
+    """UserError for what would fail, or do nothing, later. A prompt alone: the base reads it."""
+    def given(flag):
+        return getattr(args, flag) != parser.get_default(flag)
+    args.teacher_path = args.teacher_path or (args.prompt_file and args.model_path)
+    need(args.prompt_file or not given("prompt_role"), "--prompt_role needs --prompt_file")
+    need(args.distill_topk or args.teacher_path or args.distill_weight is None,
+         "--distill_weight needs --distill_topk, --teacher_path or --prompt_file")
+    if args.distill_weight is not None:
+        need(0 < args.distill_weight <= 1,
+             f"--distill_weight is {args.distill_weight}; it must be above 0, at most 1")
+    for flag in ("refresh_steps", "request_timeout"):
+        need(args.base_url or args.teacher_url and flag == "request_timeout" or not given(flag),
+             f"--{flag} needs --base_url")
+    need(args.teacher_url or not given("teacher_name"), "--teacher_name needs --teacher_url")
+    if args.teacher_url:
+        need(args.teacher_path,
+             "--teacher_url needs --teacher_path, a folder with the server's config.json and "
+             "tokenizer: they prove that the student has its vocabulary")
+        need(args.distill_topk,
+             "--teacher_url needs --distill_topk: a server tells the likeliest tokens")
+    for flag in ("keep_weight", "keep_every"):
+        need(args.keep or not given(flag), f"--{flag} needs --keep")
+    if args.keep:
+        flags.at_least_one(args, "keep_every")
+        need(args.keep_weight > 0, f"--keep_weight is {args.keep_weight}; it must be above 0")
+        need(not args.compile, "--compile and --keep exclude each other: the shapes change")
+    if not args.teacher_path:
+        for flag in OF_TEACHER:
+            need(not given(flag), f"--{flag} needs --prompt_file or --teacher_path")
+        return
+    flags.share(args, "on_policy")
+    flags.at_least_one(args, "max_new_tokens", "refresh_steps")
+    need(args.on_policy or not args.base_url, "--base_url needs --on_policy")
+    need(not args.base_url or args.use_lora,
+         "--base_url needs --use_lora: the server is given adapters")
+    need(not (args.base_url and args.use_dora),
+         "--base_url: vLLM's server loads no DoRA adapters; drop --use_dora")
+    need(args.request_timeout > 0, "--request_timeout must be above 0")
+    need(not args.compile,
+         "--compile and a teacher exclude each other: the shapes change with every step")
+    need(args.too_long in ("stop", "drop"),
+         f"--too_long {args.too_long} would cut the teacher's prompt: stop or drop")
+    need(0 < args.js_beta < 1, f"--js_beta is {args.js_beta}; it must be between 0 and 1")
+    need(not args.on_policy or args.distill_weight in (None, 1),
+         "--on_policy needs --distill_weight 1: the student's own answers are no targets")
+    if args.prompt_file and args.prompt_role == "user":
+        args.train_turns = "last"
+
+
+# --------------------------------------------------------------------------------------------------
+# What the teacher reads
+
+
+def check_same(ours, theirs, rows, name):
+    """Raise UserError unless two tokenizers have the same token at each id that both models have.
+
+    rows: of the smaller of the two embeddings. name: of the teacher, for the message.
+    """
+    a, b = ({i: token for token, i in tokenizer.get_vocab().items() if i < rows}
+            for tokenizer in (ours, theirs))
+    if odd := sorted(i for i in a.keys() | b.keys() if a.get(i) != b.get(i)):
+        one, other = a.get(odd[0]), b.get(odd[0])
+        raise UserError(f"--teacher_path {name}: has another vocabulary than --model_path: id "
+                        f"{odd[0]} is {other!r} there, {one!r} here ({len(odd)} such ids), so it "
+                        f"cannot score the student's tokens; {LABELS}")
+
+
+def open_side(args, config, tokenizer):
+    """(Prompt, chat.Encoder of the teacher or None where that is the student's, the config with
+    fewer positions). config, tokenizer: the student's. Raises UserError.
+    """
+    from common import chat
+    from distill import weights
+    from distill.choices import THINKING
+    from distill.teacher import Prompt, read_prompt
+    named = args.prompt_file
+    prompt = read_prompt(named, args.prompt_role) if named else Prompt("none", "")
+    if args.teacher_path == args.model_path and not args.teacher_url:
+        return prompt, None, config
+    folder = weights.find_model(args.teacher_path, "--teacher_path")
+    theirs = weights.load_config(folder)
+    own = chat.load_tokenizer(folder, template=args.chat_template)
+    weights.check_vocabulary(own, theirs)
+    check_same(tokenizer, own, min(config.vocab_size, theirs.vocab_size), args.teacher_path)
+    smaller = min(config, theirs,
+                  key=lambda c: getattr(c, "max_position_embeddings", None) or 1 << 30)
+    encoder = chat.Encoder(own, args.train_turns, thinking=THINKING[args.enable_thinking])
+    return prompt, encoder, smaller
+
+
+def context(record):
+    """(the messages that the teacher gets before the last answer, the last answer). ValueError."""
+    from common.chat import check_messages
+    messages = record["messages"]
+    given = record.get("teacher_messages")
+    if given is None:
+        return messages[:-1], messages[-1]
+    try:
+        whole = [*given, messages[-1]] if isinstance(given, list) and given else given
+        check_messages({"messages": whole})
+    except ValueError as error:
+        raise ValueError(f'its "teacher_messages": {error}')
+    # answers among them are context: only the last one is learned
+    return [m | {"weight": 0} if m["role"] == "assistant" else m for m in given], messages[-1]
+
+
+def behind_prompt(prompt, encoder, records, results):
+    """[(ids, mask, tokens of the student)] or ValueErrors: the student's results of encoder.encode,
+    each followed by the teacher's, which has its context and the very tokens of the answers.
+    """
+    from distill.teacher import with_prompt
+    asked, taught = [], [None] * len(records)
+    for i, record in enumerate(records):
+        try:
+            before, answer = context(record)
+            asked.append((i, [*with_prompt(prompt, before), answer]))
+        except ValueError as error:
+            taught[i] = error
+    encoded = encoder.encode([messages for _, messages in asked],
+                             [records[i].get("tools") for i, _ in asked])
+    for (i, _), result in zip(asked, encoded):
+        taught[i] = result
+    return [joined(own, theirs, "teacher_messages" in record)
+            for own, theirs, record in zip(results, taught, records)]
+
+
+def joined(own, theirs, contexts):
+    """behind_prompt of one conversation's results. contexts: has the record teacher_messages?"""
+    for result in (own, theirs):
+        if isinstance(result, ValueError):
+            return result
+    if [t for t, m in zip(*own) if m] != [t for t, m in zip(*theirs) if m]:
+        hint = "; with teacher_messages give --train_turns last" if contexts else ""
+        return ValueError(f"the teacher's template gives the answer other tokens{hint}")
+    return own[0] + theirs[0], own[1] + theirs[1], len(own[0])

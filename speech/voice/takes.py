@@ -1,0 +1,104 @@
+"""--best_of and --split_text: the best of several takes, and long texts part by part."""
+import re
+import tempfile
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from speech.data.text_normalization import heard
+from speech.voice import generate, scores
+from speech.voice.sample_prompts import judge
+
+STRIDE = 1_000_003      # between the seeds of a prompt's takes: batches number theirs one by one
+PAUSE_S = 0.12          # of silence between parts
+FADE_S = 0.01           # at both ends of a part, so that a joint makes no click
+SENTENCE = r"(?<=[.!?…])\s+|(?<=[。！？])"        # ends there
+
+
+def speak(native, codec, ids, settings, prompts, seed, takes, judges):
+    """[(codes, ended_by, wave, {fact: value})] of each Prompt, of so many takes the best one.
+
+    Best is what ended by itself, of those what has the fewest character errors, of those what is
+    likest to the voice. judges: scores.Judges. A prompt that nothing is wrong with is not spoken
+    again, unless likeness is asked for.
+    """
+    kept, left = [None] * len(prompts), list(range(len(prompts)))
+    for take in range(takes):
+        some = [prompts[i] for i in left]
+        spoken = generate.generate(native, some, ids, settings, seed + take * STRIDE,
+                                   codec.device)
+        waves = [generate.decode(codec, codes) for codes, _ in spoken]
+        facts, _ = judge(some, waves, judges, codec.device)
+        for i, (codes, ended_by), wave, found in zip(left, spoken, waves, facts):
+            bad = ended_by != "eos" or not len(codes)
+            likeness = found.get("speaker_similarity") or 0.0
+            rank = bad, found.get("cer") or 0.0, -likeness
+            if kept[i] is None or rank < kept[i][0]:
+                kept[i] = rank, (codes, ended_by, wave, {**found, "take": take})
+        left = [i for i in left if kept[i][0][:2] != (False, 0.0) or judges.embed]
+        if not left:
+            break
+    return [found for _, found in kept]
+
+
+def parts(text, most):
+    """[part] of a text, of at most `most` characters but for longer words: cut behind sentences,
+    and longer sentences between words.
+    """
+    found = []
+    for sentence in re.split(SENTENCE, text):
+        for piece in textwrap.wrap(sentence, most, break_long_words=False, break_on_hyphens=False):
+            if found and len(found[-1]) + 1 + len(piece) <= most:
+                found[-1] += (" " if found[-1][-1].isascii() else "") + piece
+            else:
+                found.append(piece)
+    return found
+
+
+def join(waves, rate):
+    """(n,) of waves one after another, faded at their ends, with a pause between."""
+    ramp, pieces = np.linspace(0, 1, round(FADE_S * rate), dtype=np.float32), []
+    for wave in waves:
+        wave, n = wave.copy(), min(len(wave) // 2, len(ramp))
+        wave[:n] *= ramp[:n]
+        wave[len(wave) - n:] *= ramp[:n][::-1]
+        pieces += [wave, np.zeros(round(PAUSE_S * rate), np.float32)]
+    return np.concatenate(pieces[:-1])
+
+
+def speak_parts(texts, references, prepare, speak_some, judges):
+    """[(Prompt, codes, ended_by, wave, facts)] of texts, each a list of parts, spoken part by part.
+
+    references: of each text (path, what it says) or None: then each part is spoken behind the codes
+    of the part before. prepare([(number, part, reference)]) -> [Prompt]. speak_some(Prompts, round)
+    -> speak()'s list.
+    """
+    said = [[] for _ in texts]
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(max(map(len, texts))):
+            now = [i for i, text in enumerate(texts) if turn < len(text)]
+            asked = []
+            for i in now:
+                behind = references[i]
+                # the least that TTS 3 can hear is 8 frames
+                if not behind and said[i] and len(said[i][-1][1]) >= 8:
+                    behind = str(Path(folder) / f"{i}-{turn}.npy"), texts[i][turn - 1]
+                    generate.save_codes(behind[0], said[i][-1][1])
+                asked.append((i, texts[i][turn], behind))
+            prompts = prepare(asked)
+            for i, prompt, found in zip(now, prompts, speak_some(prompts, turn)):
+                said[i].append((prompt, *found))
+    whole = []
+    for spoken in said:
+        prompts, codes, ends, waves, facts = zip(*spoken)
+        about, text = dict(facts[-1]), " ".join(prompt.text for prompt in prompts)
+        if judges.hear:
+            about["heard"] = " ".join(found["heard"] for found in facts)
+            rates, _ = scores.word_rates([heard(text)], [about["heard"]], judges.language)
+            about |= rates[0]
+        ended_by = next((end for end in ends if end != "eos"), "eos")
+        whole.append((replace(prompts[0], text=text), np.concatenate(codes), ended_by,
+                      join(waves, generate.SAMPLE_RATE), about))
+    return whole

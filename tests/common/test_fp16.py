@@ -1,0 +1,128 @@
+"""--fp16: the scale against torch's GradScaler, and real training: skipped steps, resume, ranks that agree."""
+import json
+import shutil
+
+import pytest
+import torch
+
+import train_v2_ddp
+from common import fp16
+from common.distributed import UserError
+from distill import train_sft
+from tests.helpers import chats
+from tests.helpers.trainer import Run, bad_token, main_with_a_bad_token, train_forked
+from tests.speech.test_train_v2_ddp import assert_same_bits
+
+FLAGS = ("--use_lora", "--lora_rank", 4, "--lora_alpha", 8, "--fp16", "--lora_target_modules", "all-linear",
+         "--max_bad_steps", 2, "--disable_eval", "--per_device_train_batch_size", 1)
+HIGH = 2.0 ** 19        # a first scale that overflows some steps, and then fits
+
+
+def test_the_scale_is_that_of_torch(monkeypatch):
+    """Halved by an overflow, doubled after so many steps without; gradients are divided by it."""
+    monkeypatch.setattr(fp16, "LONG", 5)
+    theirs, ours = torch.amp.GradScaler("cpu", growth_interval=5), fp16.Scaler(torch.device("cpu"))
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    grad, scales = torch.randn(3), set()
+    for step in range(40):
+        bad = step in (0, 1, 7, 8, 9, 22)
+        theirs.scale(torch.zeros(()))
+        parameter.grad = grad * theirs.get_scale() * (float("inf") if bad else 1)
+        mine = torch.nn.Parameter(torch.zeros(3))
+        mine.grad = parameter.grad.clone()
+        theirs.unscale_(optimizer)
+        ours.unscale([mine])
+        assert torch.equal(mine.grad, parameter.grad) and (bad or torch.equal(mine.grad, grad))
+        theirs.step(optimizer)
+        theirs.update()
+        ours.update(torch.tensor(float(bad)))
+        if step % 3 == 0:       # saved and restored
+            ours = fp16.Scaler(torch.device("cpu"), ours.saved())
+        assert ours.scale.item() == theirs.get_scale()
+        scales.add(theirs.get_scale())
+    assert len(scales) == 5
+    for _ in range(40):
+        ours.update(torch.ones(()))
+    assert ours.scale.item() == 1, "never below"
+
+
+def high(argv):
+    fp16.START = HIGH
+    train_v2_ddp.main(argv)
+
+
+def high_chats(argv):
+    fp16.START = HIGH
+    train_sft.main(argv)
+
+
+def low(argv):
+    fp16.START = 2.0 ** 10
+    train_v2_ddp.main(argv)
+
+
+def low_with_a_bad_token(argv):
+    fp16.START = 2.0 ** 10
+    main_with_a_bad_token(argv)
+
+
+@pytest.mark.slow
+def test_overflows_are_skipped_and_resume_is_exact(pool, tiny, tmp_path):
+    """More in a row than --max_bad_steps: they are no fault. A resumed run is the same; two ranks agree."""
+    def run(name, *flags, **options):
+        return train_forked(pool, tiny, tmp_path / name, *FLAGS, "--max_steps", 8, "--save_steps", 4, *flags,
+                            main=f"{__name__}.high", **options)
+    one = run("one", "--gradient_accumulation_steps", 2, "--lora_dropout", 0.1)
+    scales = one.metrics("train/loss_scale")
+    skipped = int(one.metrics("train/bad_steps")[8])
+    assert 2 < skipped < 8 and scales[8] == HIGH / 2 ** skipped and scales[1] == HIGH / 2
+    assert one.output.count("every loss was finite") == skipped
+    shutil.copytree(one.output_dir, tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoint-8")
+    again = run("again", "--gradient_accumulation_steps", 2, "--lora_dropout", 0.1)
+    assert "resumed from" in again.output
+    assert_same_bits(one, again)
+    two = run("two", "--lora_dropout", 0.1, "--replay_every", 7, ranks=2)
+    more = int(two.metrics("train/bad_steps")[8])      # the loss is multiplied by the number of ranks before
+    assert skipped <= more <= skipped + 2 and two.metrics("train/loss_scale")[8] == HIGH / 2 ** more
+    assert two.metrics("train/loss")[8] == pytest.approx(one.metrics("train/loss")[8], rel=0.02)
+
+
+@pytest.mark.slow
+def test_it_learns_what_fp32_does_and_a_loss_without_a_number_still_ends_the_run(pool, tiny, tmp_path):
+    def losses(name, *flags):
+        return train_forked(pool, tiny, tmp_path / name, *flags, "--max_steps", 4,
+                            main=f"{__name__}.low").metrics("train/loss")
+    half, full = losses("half", *FLAGS), losses("full", *(flag for flag in FLAGS if flag != "--fp16"))
+    assert half == pytest.approx(full, rel=5e-3) and half != full
+    bad = bad_token(tiny.model) | {"main": f"{__name__}.low_with_a_bad_token"}
+    everywhere = json.loads((tiny.model / "config.json").read_text())["audio_bos_token_id"]
+    bad["env"]["BAD_TOKEN"] = str(everywhere)
+    ended = train_forked(pool, tiny, tmp_path / "bad", *FLAGS, "--max_steps", 9, ok=False, **bad)
+    assert ended.status and "samples with a non-finite loss" in ended.output, ended.output
+    assert "2 steps in a row had a non-finite gradient" in ended.output
+
+
+@pytest.mark.slow
+def test_chats_skip_overflows_too(pool, tmp_path):
+    line = ["--model_path", chats.student(tmp_path / "student"), "--train_data_file",
+            chats.write(tmp_path / "chats.jsonl", chats.conversations(24)), "--fp16", "--max_steps", 10, "--num_workers", 0,
+            "--logging_steps", 1, "--report_to", "none", "--output_dir", tmp_path / "out", "--max_bad_steps", 2,
+            "--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 1]
+    statuses, output = pool.run(1, f"{__name__}.high_chats", [str(word) for word in line])
+    assert not any(statuses), output[-4000:]
+    run = Run(0, output, tmp_path / "out")
+    skipped = int(run.metrics("train/bad_steps")[10])
+    assert 2 < skipped < 10 and run.metrics("train/loss_scale")[10] == HIGH / 2 ** skipped
+
+
+@pytest.mark.parametrize("flags, reason", [("--bf16", "give one of --bf16 and --fp16"),
+                                           ("--parallel fsdp", "--fp16 needs --parallel ddp")])
+def test_what_fp16_needs(flags, reason):
+    for trainer, more in ((train_v2_ddp, ["--audio_tokenizer_path", "c"]),
+                          (train_sft, ["--gradient_accumulation_steps", "1"])):
+        args = trainer.build_parser().parse_args(["--model_path", "m", "--train_data_file", "d", "--report_to", "none",
+                                                  "--fp16", *flags.split(), *more])
+        with pytest.raises(UserError, match=reason):
+            trainer.check_flags(args, 1)

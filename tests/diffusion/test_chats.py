@@ -1,0 +1,122 @@
+"""Chats as block diffusion: the same losses as GSM8K's form, one document an answer, sampled with what was said."""
+import io
+import json
+import types
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from common.distributed import UserError, World
+from diffusion import blocks, chats, dit, elbo, init_from, sample_bd3lm, train_bd3lm
+from diffusion.problems import load_tokenizer
+from tests.diffusion.test_decoder import CHAT
+from tests.helpers.chats import ask, write
+
+TALK = [{"role": "system", "content": "Be short."}, *ask("How many pens has Ben?", "Ben has 3 pens."),
+        *ask("And Anna?", "Anna has 4.", weight=0), *ask("Both?", "They have 7 pens.")]
+
+
+@pytest.fixture(scope="module")
+def folder(demo, tmp_path_factory):
+    """Folder of the demo's tokenizer with a chat template."""
+    core = Tokenizer.from_file(str(demo / "tokenizer.json"))
+    core.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    made = tmp_path_factory.mktemp("chat")
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", chat_template=CHAT).save_pretrained(made)
+    return made
+
+
+def parts(folder, system, block_size=8):
+    """(Layout, Tokens) of a run with the chat template."""
+    layout = init_from.with_chat(blocks.Layout(system, block_size=block_size, max_length=128), folder)
+    return layout, load_tokenizer(folder, system, layout.end_token)
+
+
+@torch.no_grad()
+def test_a_chat_of_one_turn_has_the_losses_of_the_problem(folder, demo, tmp_path):
+    problems = [json.loads(line) for line in (demo / "train.jsonl").read_text().splitlines()[:12]]
+    data = write(tmp_path / "chats.jsonl", [ask(p["question"], p["answer"]) for p in problems])
+    found = {}
+    for system, path in (("gsm8k", demo / "train.jsonl"), ("chat", data)):
+        layout, tokens = parts(folder, system)
+        made = chats.read(data, folder, tokens, []) if system == "chat" else blocks.read_problems(
+            path, "train", system)[:12]
+        rows = blocks.make_rows(blocks.make_documents(made, tokens, layout), np.arange(12), 128, False)
+        torch.manual_seed(0)
+        model = dit.DiT(dit.config_of("nano", tokens.vocab_size, tokens.mask)).eval()
+        model.head.weight.normal_(0, 0.3)
+        how = elbo.Eval(rows, tokens.mask, batch_rows=4, repeats=2, seed=1, bf16=False)
+        found[system] = elbo.bound(World(device=torch.device("cpu")), model, how, int)
+    assert found["chat"] == pytest.approx(found["gsm8k"], rel=1e-6) and found["chat"]["eval/nll"] > 1
+
+
+def test_every_trained_answer_is_a_document_behind_all_that_was_said(folder, tmp_path):
+    layout, tokens = parts(folder, "chat")
+    bad, data = [], write(tmp_path / "chats.jsonl", [TALK])
+    with open(data, "a") as file:
+        file.write('{"messages": [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "1"}]}\n')
+        file.write('{"messages": [{"role": "user", "content": "no answer"}]}\nno JSON\n')
+    found = chats.read(data, folder, tokens, bad)
+    assert [p.name for p in found] == [f"{data}:1"] * 2
+    said = PreTrainedTokenizerFast.from_pretrained(folder)
+    documents = blocks.make_documents(found, tokens, layout)
+    for problem, until, (first, last) in zip(found, (3, 7), zip(documents.offsets, documents.offsets[1:])):
+        messages = [{k: m[k] for k in ("role", "content")} for m in TALK[:until]]
+        text = said.apply_chat_template(messages, tokenize=False)
+        ids = documents.ids[first:last]
+        fill = "<|im_end|>" * (len(ids) - len(problem.ids))
+        assert tokens.decode(ids) == text.rstrip("\n") + fill
+        assert tokens.decode(ids[documents.target[first:last]]) == messages[-1]["content"] + "<|im_end|>" + fill
+        assert len(ids) % 8 == 0 and set(ids[len(problem.ids):]) <= {tokens.end}
+    words = sorted(str(p).removeprefix(str(data)) for p in bad)
+    assert len(words) == 3 and {p.check for p in bad} == {"invalid"}
+    assert words[0].startswith(":2: answer in message 2: message 1 contains the control token <|im_end|>")
+    assert words[1].startswith(":3: ends with a message of the user") and words[2].startswith(":4: ")
+
+
+def test_answers_of_one_chat_stay_together(folder, tmp_path):
+    """All of them are trained on, or all are held out."""
+    talks = [sum((ask(f"{i} and {k}?", "So.") for k in range(1 + i % 3)), []) for i in range(30)]
+    layout, tokens = parts(folder, "chat")
+    args = types.SimpleNamespace(
+        train_data_file=str(write(tmp_path / "chats.jsonl", talks)), eval_data_file=None, validation_split=0.3, seed=1,
+        row_length=128, pack=True, drop_bad=(), tokenizer=str(folder))
+    rows = blocks.prepare_rows(World(device=torch.device("cpu")), layout, tokens, args)
+    train, held_out = ({part.documents.name(n) for members in part.members for n in members} for part in rows)
+    assert len(train) == 21 and len(held_out) == 9 and not train & held_out
+
+
+def test_an_end_that_is_not_the_templates_is_named(folder, tmp_path):
+    data = write(tmp_path / "chats.jsonl", [TALK])
+    with pytest.raises(UserError, match=r"ends answers with <\|im_end\|>, its end token is <\|endoftext\|>; give --end_"):
+        chats.read(data, folder, load_tokenizer(folder, "chat"), [])
+
+
+def test_train_and_talk(folder, tmp_path, capsys, monkeypatch):
+    """A run on chats, whose held-out part shares no chat with the rest; then answers to files and in the terminal."""
+    talks = [[*ask(f"What is {i}?", f"It is {i}."), *ask(f"And {i} more?", f"It is {2 * i}.")] for i in range(24)]
+    data, out = write(tmp_path / "chats.jsonl", talks), tmp_path / "out"
+    train_bd3lm.main(["--system", "chat", "--train_data_file", str(data), "--tokenizer", str(folder), "--model_size",
+                      "nano", "--block_size", "4", "--max_length", "96", "--row_length", "128", "--max_steps", "2",
+                      "--validation_split", "0.25", "--problems_per_batch", "8", "--num_workers", "0", "--eval_repeats",
+                      "1", "--output_dir", str(out), "--logging_dir", str(tmp_path / "logs"), "--report_to", "none",
+                      "--gradient_accumulation_steps", "1", "--warmup_steps", "0"])
+    said = capsys.readouterr().out
+    assert "36 to train, 12 to validate" in said and "done       step 2" in said, said
+    common = ["--checkpoint", str(out), "--device", "cpu", "--order", "confidence"]
+    sample_bd3lm.main([*common, "--chat", str(data), "--limit", "3", "--output", str(tmp_path / "answers.json")])
+    answers = json.loads((tmp_path / "answers.json").read_text())["answers"]
+    assert [a["question"] for a in answers] == [f"And {i} more?" for i in range(3)]
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is 3?\nAnd <|im_end|>?\n\n"))
+    capsys.readouterr()
+    sample_bd3lm.main([*common, "--chat"])
+    said = capsys.readouterr().out
+    assert said.count("passes") == 1 and "contains the control token <|im_end|>; remove it" in said
+    (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "user"}]}\n{"question": "1"}\n')
+    with pytest.raises(SystemExit):
+        sample_bd3lm.main([*common, "--chat", str(tmp_path / "bad.jsonl")])
+    said = capsys.readouterr().err
+    assert "line 1: message 1 has no text" in said and "line 2: message 1 has no role" in said

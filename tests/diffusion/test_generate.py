@@ -1,0 +1,98 @@
+"""generate.py of an exported folder: without this repository, the tokens of our sampler."""
+import json
+import shutil
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+from diffusion import export_bd3lm, sampler, train_bd3lm, weights
+from diffusion.answers import load_solver, question_state, room
+from diffusion.choices import Layout
+from diffusion.problems import Problem
+from tests.diffusion.test_decoder import CHAT, ROWS, SHAPE
+from tests.helpers.progress import PATIENCE_S
+
+ASK = ["Ben has 3 pens.", "How many apples has Anna, who had 5 and got 2 more?", "1", "Two shells and 12 stamps?"]
+THEIRS = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import generate
+model, tokenizer, form = generate.load(sys.argv[1])
+asked = json.loads(sys.argv[2])
+print(json.dumps([generate.generate(model, generate.prompt(tokenizer, form, question), form, threshold, temperature, seed=7)
+                  for threshold, temperature in ((0.9, 0.0), (0.02, 0.0), (0.02, 1.0)) for question in asked]))
+model, tokenizer, form = generate.load(sys.argv[3])
+print(json.dumps(generate.generate(model, generate.prompt(tokenizer, form, asked[1]), form)))
+assert not any(name.partition(".")[0] in ("diffusion", "common") for name in sys.modules)
+"""
+
+
+@pytest.fixture(scope="module")
+def exported(demo, tmp_path_factory):
+    """(OUTPUT_DIR of a run from a tiny Qwen3, its export)."""
+    base, out = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("run")
+    core = Tokenizer.from_file(str(demo / "tokenizer.json"))
+    core.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", chat_template=CHAT).save_pretrained(base)
+    torch.manual_seed(0)
+    shape = SHAPE | {"initializer_range": 0.4}
+    AutoModelForCausalLM.from_config(Qwen3Config(head_dim=16, vocab_size=ROWS + 3, rope_theta=300.0,
+                                                 **shape)).save_pretrained(base)
+    train_bd3lm.main(["--init_from", str(base), "--chat", "--train_data_file", str(demo / "train.jsonl"),
+                      "--block_size", "4", "--max_length", "96", "--max_steps", "1", "--num_workers", "0",
+                      "--problems_per_batch", "4", "--output_dir", str(out / "run"), "--report_to", "none",
+                      "--eval_steps", "0", "--logging_dir", str(out / "logs"), "--validation_split", "0"])
+    export_bd3lm.main(["--checkpoint", str(out / "run"), "--output_dir", str(out / "exported")])
+    return out / "run", out / "exported"
+
+
+def python(*words):
+    """Output of an interpreter that knows nothing of this repository."""
+    done = subprocess.run([sys.executable, "-I", *map(str, words)], cwd="/", text=True, capture_output=True,
+                          timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def our_answers(run, asked, threshold, temperature, seed):
+    """Ids up to the end token that sample_bd3lm.py's functions write, one question at a time."""
+    args = types.SimpleNamespace(checkpoint=run, pick="newest", ema=True, device="cpu", bf16=False)
+    _, solver = load_solver(args, sampler.Sampling("confidence", threshold=threshold, temperature=temperature))
+    tokens, layout, found = solver.tokens, solver.layout, []
+    for question in asked:
+        state = question_state(Problem("", question, "", ""), tokens, layout)
+        pinned, first = state[1]
+        made, = sampler.generate(solver.model, [state], [room(first, 1, layout)], layout.block_size, tokens.end,
+                                 solver.how, torch.Generator().manual_seed(seed))
+        ids = made.ids[len(pinned):]
+        found.append(ids[:ids.index(tokens.end)] if tokens.end in ids else ids)
+    return found
+
+
+@pytest.mark.slow
+def test_the_file_beside_an_export_writes_our_tokens(exported, tmp_path):
+    """Also where config.json is SDAR's."""
+    run, folder = exported
+    sdar = shutil.copytree(folder, tmp_path / "sdar")
+    model, about = weights.load_checkpoint(weights.find_checkpoint(run, "newest"))
+    text = export_bd3lm.sdar_config((folder / "config.json").read_text(), model, Layout(**about["layout"]))
+    (sdar / "config.json").write_text(text)
+    theirs, of_sdar = map(json.loads, python("-c", THEIRS, folder, json.dumps(ASK), sdar).splitlines())
+    ours = [ids for threshold, temperature in ((0.9, 0.0), (0.02, 0.0), (0.02, 1.0))
+            for ids in our_answers(run, ASK, threshold, temperature, 7)]
+    assert theirs == ours and of_sdar == ours[1] and len({str(ids) for ids in ours}) >= 8
+    chat = tmp_path / "chat.json"
+    chat.write_text(json.dumps([{"role": "user", "content": ASK[0]}]))
+    said = python(folder / "generate.py", ASK[0], "--chat", chat, "--device", "cpu")
+    tokens = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert said == f"{tokens.decode(ours[0], skip_special_tokens=False).strip()}\n" * 2
+
+
+def test_generate_is_small_and_alone():
+    text = (export_bd3lm.Path(export_bd3lm.__file__).with_name("generate.py")).read_text()
+    assert len(text.splitlines()) <= 200 and "from diffusion" not in text and "from common" not in text

@@ -1,0 +1,125 @@
+"""What a student keeps and forgets: --keep beside plain loops, on any ranks, resumed; the judgement of it."""
+import json
+import shutil
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from distill import evaluate_prompt
+from tests.helpers import chats
+from tests.helpers.pool import Pool
+
+PROMPT = "Name the language. the quick brown fox\n"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Folder with a student, a larger teacher, chats to learn, others to keep and to judge by."""
+    folder = tmp_path_factory.mktemp("forgotten")
+    chats.student(folder / "student", max_position_embeddings=512)
+    chats.student(folder / "teacher", "moe", hidden_size=48, max_position_embeddings=512)
+    talks = [[m for m in messages if m["role"] != "system"][-2:] for messages in chats.conversations(40)]
+    chats.write(folder / "chats.jsonl", talks[:12])
+    chats.write(folder / "keep.jsonl", talks[20:24])
+    chats.write(folder / "unrelated.jsonl", talks[30:35])
+    (folder / "system.txt").write_text(PROMPT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def train(made, tmp_path_factory):
+    """train(ranks, output_dir, *flags) -> {step: {metric: value}} of a run of train_sft.py."""
+    pool = Pool(2, tmp_path_factory.mktemp("pool"), "distill.train_sft")
+
+    def run(ranks, output_dir, *more, fails=""):
+        statuses, output = pool.run(ranks, "distill.train_sft.main", [str(part) for part in (
+            "--model_path", made / "student", "--train_data_file", made / "chats.jsonl", "--output_dir", output_dir,
+            "--prompt_file", made / "system.txt", "--prompt_role", "system", "--validation_split", 0.2,
+            "--seed", 5, "--learning_rate", 5e-3, "--num_workers", 0, "--report_to", "none", "--logging_steps", 1,
+            "--max_steps", 5, "--save_steps", 1, "--save_total_limit", 0, "--eval_steps", 0,
+            "--per_device_train_batch_size", 4 // ranks, "--gradient_accumulation_steps", 1, *more)])
+        if fails:
+            assert any(statuses) and fails in output
+            return None
+        assert not any(statuses), output
+        found = {}
+        for line in map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines()):
+            found.setdefault(line["step"], {}).update(line)
+        return found
+    yield run
+    pool.close()
+
+
+def kept_kl(made, student, name="keep.jsonl"):
+    """KL(base, student) per token of the answers of a file, by plain forwards of each chat."""
+    tokenizer = AutoTokenizer.from_pretrained(made / "student")
+    base, total, count = AutoModelForCausalLM.from_pretrained(made / "student"), 0.0, 0
+    for messages in (json.loads(line)["messages"] for line in open(made / name)):
+        start = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(messages, return_dict=False)
+        while tokenizer.decode(ids[-1:]).isspace():
+            ids = ids[:-1]
+        with torch.no_grad():
+            p, q = (net(torch.tensor([ids])).logits[0, len(start) - 1:-1].double().log_softmax(-1)
+                    for net in (base, student))
+        total, count = total + (p.exp() * (p - q)).sum().item(), count + len(p)
+    return total / count
+
+
+def column(found, name):
+    return {step: values[name] for step, values in sorted(found.items()) if name in values}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["lora", "full"])
+def test_kept_answers_are_scored_by_the_untouched_base(made, train, tmp_path, how):
+    """Every second step, on one rank by DDP, on two by FSDP2 or DDP, resumed; and it keeps."""
+    lora = ["--use_lora", "--lora_rank", 4] if how == "lora" else []
+    flags = [*lora, "--keep", made / "keep.jsonl", "--keep_every", 2]
+    one = train(1, tmp_path / "one", "--parallel", "ddp", *flags)
+    found = column(one, "train/keep_kl")
+    assert list(found) == [1, 3, 5] and found[1] == pytest.approx(0, abs=1e-6)
+    folder = tmp_path / "one" / "checkpoint-4"
+    student = AutoModelForCausalLM.from_pretrained(made / "student" if lora else folder)
+    wanted = kept_kl(made, PeftModel.from_pretrained(student, folder) if lora else student)
+    assert found[5] == pytest.approx(wanted, rel=1e-4) and wanted > 1e-4
+    two = train(2, tmp_path / "two", "--parallel", "ddp" if lora else "fsdp", *flags)
+    assert column(two, "train/loss") == pytest.approx(column(one, "train/loss"), rel=1e-4)
+    assert column(two, "train/keep_kl") == pytest.approx(found, rel=1e-3, abs=1e-6)
+
+    shutil.copytree(tmp_path / "one", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-[345]"))
+    again = train(1, tmp_path / "again", "--parallel", "ddp", *flags)
+    assert column(again, "train/loss") == column(one, "train/loss") and column(again, "train/keep_kl") == found
+    name = "adapter_model.safetensors" if lora else "model.safetensors"
+    first, second = (load_file(tmp_path / run / "checkpoint-5" / name) for run in ("one", "again"))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    train(1, tmp_path / "again", "--parallel", "ddp", *flags, "--keep_weight", 3, fails="teacher")
+
+    hard = train(1, tmp_path / "hard", "--parallel", "ddp", *flags[:-1], 1, "--keep_weight", 50)
+    loose = train(1, tmp_path / "loose", "--parallel", "ddp", *flags[:-1], 1, "--keep_weight", 1e-9)
+    assert hard[5]["train/keep_kl"] < 0.5 * loose[5]["train/keep_kl"]
+
+
+@pytest.mark.slow
+def test_the_judge_of_full_students_and_other_teachers(made, train, tmp_path, capsys):
+    """All weights, a mixture as the teacher on two ranks of FSDP2; KL to the base on unrelated chats by plain loops."""
+    train(2, tmp_path / "run", "--parallel", "fsdp", "--teacher_path", made / "teacher", "--on_policy", 0.5,
+          "--max_new_tokens", 4, "--keep", made / "keep.jsonl")
+    folder = tmp_path / "run" / "checkpoint-5"
+    given = ["--checkpoint", str(folder), "--output_dir", str(tmp_path / "judged"), "--follows", "e|t",
+             "--max_new_tokens", "4", "--unrelated"]
+    evaluate_prompt.main([*given, str(made / "unrelated.jsonl")])
+    report = json.loads((tmp_path / "judged" / "evaluation.json").read_text())
+    metrics = report["metrics"]
+    student = AutoModelForCausalLM.from_pretrained(folder)
+    wanted = kept_kl(made, student, "unrelated.jsonl")
+    assert metrics["student: unrelated kl"] == pytest.approx(wanted, rel=1e-4) and wanted > 1e-5
+    assert metrics["base: unrelated kl"] == pytest.approx(0, abs=1e-6) and metrics["base: unrelated same"] == 1
+    assert metrics["teacher: kl"] == 0 < metrics["student: kl"] and metrics["teacher: unrelated kl"] is None
+    assert "on 5 unrelated questions it is" in report["verdict"]
+    with pytest.raises(SystemExit):
+        evaluate_prompt.main([*given, str(made / "keep.jsonl"), "--output_dir", str(tmp_path / "again")])
+    assert "trained 4 of its questions" in capsys.readouterr().err

@@ -1,0 +1,317 @@
+"""Another model as the teacher: packed scores against loops over whole logits, whole runs on any ranks and resumed, on
+the student's own draws; each with the faults that would make it wrong."""
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
+
+from common import chat, distributed
+from common.distributed import UserError
+from common.packing import pack_order
+from common.plan import Setup
+from distill import frozen, packed_lm, plan, rollouts, teaching, train_sft
+from distill.dataset import ChatSamples, ChatTable, Reading, collate, write_table
+from distill.teacher import Prompt
+from tests.helpers import chats
+from tests.helpers.pool import Pool
+
+PROMPT = "Name the language. the quick brown fox\n"
+WORLD = distributed.World(device=torch.device("cpu"))
+# another template than the student's: what stands before an answer is the teacher's own
+SPOKEN = chats.QWEN.replace("'<|im_start|>' + m.role + '\\n'", "'<|im_start|>' + m.role + ' of'").replace(
+    "'<|im_start|>assistant\\n'", "'<|im_start|>assistant of'")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Folder with a student, a larger teacher with a template of its own, one with dropout, chats, a prompt."""
+    folder = tmp_path_factory.mktemp("larger")
+    chats.student(folder / "student", max_position_embeddings=512)
+    chats.student(folder / "teacher", "llama", vocab_size=416, hidden_size=48, num_hidden_layers=3, head_dim=12)
+    theirs = chats.tokenizer(SPOKEN)
+    theirs.save_pretrained(folder / "teacher")
+    torch.manual_seed(1)
+    gpt2 = AutoModelForCausalLM.from_config(GPT2Config(
+        vocab_size=401, n_positions=256, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.4, embd_pdrop=0.4, attn_pdrop=0))
+    gpt2.config.bos_token_id = gpt2.config.eos_token_id = theirs.eos_token_id
+    gpt2.save_pretrained(folder / "dropping")
+    theirs.save_pretrained(folder / "dropping")
+    talks = [[m for m in messages if m["role"] != "system"] for messages in chats.conversations(12)]
+    records = [{"messages": talk} for talk in talks]
+    for record in records[:4]:      # documents and a demonstration, of each sample
+        record["messages"] = record["messages"][-2:]
+        record["teacher_messages"] = [*chats.ask("das ist", "de"), *chats.ask("est la", "fr"),
+                                      record["messages"][-2]]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "few.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records[:4]))
+    (folder / "system.txt").write_text(PROMPT)
+    return folder
+
+
+def table_of(made, folder, teacher, prompt, turns="all"):
+    student, own = (chat.Encoder(chat.load_tokenizer(made / name), turns) for name in ("student", teacher))
+    write_table(folder, [made / "chats.jsonl"], Reading(student, 512, prompt=prompt, behind=own))
+    return ChatTable(folder)
+
+
+def model_of(made, teacher, kind, lora=None):
+    model, parts = packed_lm.build_empty(made / "student", torch.float32, lora, share=1.0, prompted=kind)
+    model.frozen["teacher"] = frozen.empty(made / teacher, torch.float32)
+    packed_lm.load(model, parts, WORLD)
+    frozen.load_all(model, WORLD, None)
+    return model.train()
+
+
+def ids_of(tokenizer, asked, answer):
+    """(ids of the prompt, ids of prompt and answer)."""
+    start = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    whole = tokenizer.apply_chat_template([*asked, answer], return_dict=False)
+    while tokenizer.decode(whole[-1:]).isspace():
+        whole = whole[:-1]
+    assert whole[:len(start)] == start
+    return start, whole
+
+
+def apart(student, teacher, kind, k, rest=True):
+    """Divergence of one row (V,) by plain probabilities in double precision; rest: with a bucket for all but top-k."""
+    size = min(len(student), len(teacher))
+    q, p = (logits[:size].double().softmax(-1) for logits in (student, teacher))
+    if k:
+        kept = p.topk(k).indices
+        p, q = (torch.cat([d[kept], (1 - d[kept].sum())[None]]) if rest else d[kept] for d in (p, q))
+    p, q = (p, q) if kind == "forward" else (q, p)
+    return (p * (p / q).log()).sum()
+
+
+def plain(made, student, teacher, name, records, prompt, kind, k, fault=None):
+    """(sum of divergences, tokens) of every trained token, a conversation at a time, with whole logits."""
+    own, theirs = (AutoTokenizer.from_pretrained(made / each) for each in ("student", name))
+    found = []
+    for record in records:
+        messages = record["messages"]
+        for i in [i for i, m in enumerate(messages) if m["role"] == "assistant"]:
+            before = record.get("teacher_messages") or messages[:i]
+            before = ([{"role": "system", "content": PROMPT.strip()}] if prompt.role == "system" else []) + before
+            asked = before if fault == "leaked" else messages[:i]
+            start, ids = ids_of(own, asked, messages[i])
+            behind, wide = ids_of(theirs, before, messages[i])
+            assert wide[len(behind):] == ids[len(start):]
+            with torch.no_grad():
+                taught = teacher(torch.tensor([wide])).logits[0, len(behind) - 1:-1]
+            rows = student(torch.tensor([ids])).logits[0, len(start) - 1:-1]
+            found += [apart(*pair, kind, k, fault != "no rest") for pair in zip(rows, taught, strict=True)]
+    return sum(found), len(found)
+
+
+@pytest.mark.parametrize("prompt, kind, k", [(Prompt("system", PROMPT.strip()), "forward", 0),
+                                             (Prompt("none", ""), "reverse", 5)])
+def test_scores_and_gradients_are_those_of_whole_logits(made, tmp_path, prompt, kind, k):
+    """With a larger vocabulary that is padding; all weights of the student are trained, none of the teacher's."""
+    table = table_of(made, tmp_path / "table", "teacher", prompt)
+    model = model_of(made, "teacher", (kind, 0.5, k))
+    model.chunk = 7
+    chosen = [0, 3, 5, 7]
+    loss, _, n, _, total, _ = model(collate([ChatSamples(table)[i] for i in chosen], prompted=True))
+    loss.backward()
+    student, teacher = (AutoModelForCausalLM.from_pretrained(made / name) for name in ("student", "teacher"))
+    records = [json.loads(line) for line in open(made / "chats.jsonl")]
+    wanted, count = plain(made, student, teacher, "teacher", [records[i] for i in chosen], prompt, kind, k)
+    wanted.backward()
+    assert n == count and loss.item() == total.item() == pytest.approx(wanted.item(), rel=1e-6)
+    ours = dict(model.native.named_parameters())
+    for name, parameter in student.named_parameters():
+        torch.testing.assert_close(ours[name].grad, parameter.grad, rtol=1e-4, atol=1e-5 * float(
+            parameter.grad.abs().max() + 1))
+    assert not any("frozen" in name or "packed" in name for name, _ in model.named_parameters())
+    assert all(p.grad is None and not p.requires_grad for p in model.frozen["teacher"].parameters())
+    for fault in ["no rest"] * (k > 0) + ["leaked"] * (prompt.role == "system"):
+        wrong, _ = plain(made, student, teacher, "teacher", [records[i] for i in chosen], prompt, kind, k, fault)
+        assert wrong.item() != pytest.approx(wanted.item(), rel=1e-3), f"{fault} would not be seen"
+
+
+def test_a_teacher_has_no_dropout(made, tmp_path):
+    table = table_of(made, tmp_path / "table", "dropping", Prompt("none", ""))
+    batch = collate([ChatSamples(table)[i] for i in (1, 5)], prompted=True)
+    model = model_of(made, "dropping", ("forward", 0.5, 0))
+    student, teacher = (AutoModelForCausalLM.from_pretrained(made / name) for name in ("student", "dropping"))
+    records = [json.loads(line) for line in open(made / "chats.jsonl")]
+    wanted, _ = plain(made, student, teacher.eval(), "dropping", [records[i] for i in (1, 5)], Prompt("none", ""),
+                      "forward", 0)
+    assert model.train()(batch).loss.item() == pytest.approx(wanted.item(), abs=1e-6)
+    model.frozen["teacher"].train()
+    assert model(batch).loss.item() != pytest.approx(wanted.item(), rel=1e-3), "dropout would not be seen"
+
+
+@pytest.mark.parametrize("setup", [Setup(2, "fsdp"), Setup(2, "ddp")])
+def test_its_memory_is_planned(made, setup):
+    """A shard of it and its gathered root, or all of it; its forward is a stage of its own."""
+    model, _ = packed_lm.build_empty(made / "student", torch.float32, share=1.0, prompted=("forward", 0.5, 0))
+    lengths, targets = np.full(8, 100), np.full(8, 30)
+    order = pack_order(lengths, tokens_per_pack=0, samples_per_pack=4, seed=0)
+    alone, _ = plan.memory(model, setup, lengths, targets, order)
+    model.frozen["teacher"] = teacher = frozen.empty(made / "teacher", torch.bfloat16)
+    both, _ = plan.memory(model, setup, lengths, targets, order)
+    every = sum(p.numel() for p in teacher.parameters())
+    layers = sum(p.numel() for layer in teacher.native.model.layers for p in layer.parameters())
+    wanted = 2 * every / 2 + 2 * (every - layers) if setup.fsdp else 2 * every
+    assert both.parts["teacher"] == wanted and "the teacher's forward" in both.stages
+    for stage, found in alone.stages.items():
+        assert both.stages[stage] == found + wanted
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+def test_a_vocabulary_is_proven_by_its_tokens(made):
+    ours, theirs = chats.tokenizer(), chats.tokenizer(SPOKEN)
+    teaching.check_same(ours, theirs, 401, "x")
+    theirs.add_tokens(["<more>"])           # an id that the student's model does not have
+    teaching.check_same(ours, theirs, len(ours), "x")
+    with pytest.raises(UserError, match=r"^--teacher_path x: has another vocabulary than --model_path: id \d+ is "
+                                        r"'<more>' there, None here \(1 such ids\), .*distill/create_data.py"):
+        teaching.check_same(ours, theirs, 401, "x")
+    core = json.loads(ours.backend_tokenizer.to_str())      # the same names, one pair of ids swapped
+    words = core["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    swapped = chats.tokenizer()
+    swapped._tokenizer = type(ours.backend_tokenizer).from_str(json.dumps(core))
+    with pytest.raises(UserError, match=r"\(2 such ids\)"):
+        teaching.check_same(ours, swapped, 401, "x")
+
+
+def test_contexts_of_records(made):
+    encoder = chat.Encoder(chat.load_tokenizer(made / "student"))
+    talk = chats.ask("the dog", "en")
+
+    def behind(**record):
+        record = {"messages": talk} | record
+        return teaching.behind_prompt(Prompt("none", ""), encoder, [record], encoder.encode([record["messages"]]))[0]
+    ids, mask, own = behind(teacher_messages=[{"role": "system", "content": "fox"}, talk[0]])
+    assert ids[own:] != ids[:own] and [t for t, m in zip(ids[own:], mask[own:]) if m] == [
+        t for t, m in zip(ids[:own], mask[:own]) if m]
+    assert str(behind(teacher_messages=[{"role": "user"}])).startswith('its "teacher_messages": message 1 has no text')
+    assert 'its "teacher_messages": has no list' in str(behind(teacher_messages=[]))
+    two = [*talk, *chats.ask("fox", "fr")]
+    assert "give --train_turns last" in str(behind(messages=two, teacher_messages=two[2:3]))
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--on_policy", "1"], "--on_policy needs --prompt_file or --teacher_path"),
+    (["--keep_every", "2"], "--keep_every needs --keep"),
+    (["--teacher_path", "t", "--compile"], "--compile and a teacher exclude each other"),
+    (["--teacher_path", "t", "--on_policy", "1", "--base_url", "http://h/v1"], "--base_url needs --use_lora"),
+    (["--teacher_path", "t", "--prompt_role", "system"], "--prompt_role needs --prompt_file"),
+    (["--keep", "k", "--keep_weight", "0"], "--keep_weight is 0.0; it must be above 0")])
+def test_flags_that_would_do_nothing(flags, message, capsys):
+    with pytest.raises(SystemExit):
+        train_sft.main(["--model_path", "m", "--train_data_file", "d", "--output_dir", "o", *flags])
+    assert message in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs
+
+
+@pytest.fixture(scope="module")
+def train(made, tmp_path_factory):
+    """train(ranks, output_dir, *flags) -> {step: {metric: value}} of a run of train_sft.py."""
+    pool = Pool(2, tmp_path_factory.mktemp("pool"), "distill.train_sft")
+
+    def run(ranks, output_dir, *more, fails=""):
+        statuses, output = pool.run(ranks, "distill.train_sft.main", [str(part) for part in (
+            "--model_path", made / "student", "--train_data_file", made / "few.jsonl", "--output_dir", output_dir,
+            "--seed", 5, "--learning_rate", 2e-3, "--num_workers", 0, "--report_to", "none", "--logging_steps", 1,
+            "--train_turns", "last", "--max_steps", 4, "--save_steps", 1, "--save_total_limit", 0,
+            "--per_device_train_batch_size", 4 // ranks, "--gradient_accumulation_steps", 1, *more)])
+        if fails:
+            assert fails in output
+            return None
+        assert not any(statuses), output
+        found = {}
+        for line in map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines()):
+            found.setdefault(line["step"], {}).update(line)
+        return found
+    yield run
+    pool.close()
+
+
+def losses(found):
+    return [found[step]["train/loss"] for step in sorted(found) if "train/loss" in found[step]]
+
+
+def complete(model, prompt, seed, tokens, end):
+    """Ids drawn from the softmax, one token after the other, each by a whole forward pass."""
+    ids, numbers = list(prompt), torch.Generator().manual_seed(seed)
+    while len(ids) < len(prompt) + tokens and ids[-1:] != [end] or len(ids) == len(prompt):
+        with torch.no_grad():
+            scores = model(torch.tensor([ids])).logits[0, -1]
+        sums = scores.double().softmax(-1).cumsum(-1)
+        ids.append(int((sums <= torch.rand(1, generator=numbers, dtype=torch.float64) * sums[-1]).sum()))
+    return ids[len(prompt):]
+
+
+def own_loss(made, student, step, fault=None):
+    """Mean KL(teacher, student) over what the student draws at a step: plain loops, nothing packed."""
+    own, theirs = (AutoTokenizer.from_pretrained(made / name) for name in ("student", "teacher"))
+    teacher, found = AutoModelForCausalLM.from_pretrained(made / "teacher"), []
+    for number, record in enumerate(json.loads(line) for line in open(made / "few.jsonl")):
+        before = [{"role": "system", "content": PROMPT.strip()}, *record["teacher_messages"]]
+        prompt = own.apply_chat_template(record["messages"][:-1], add_generation_prompt=True, return_dict=False)
+        behind = theirs.apply_chat_template(before, add_generation_prompt=True, return_dict=False)
+        seed = int(rollouts.draw_of(5, step, number).integers(2**31))
+        answer = complete(student, prompt, seed, 6, own.convert_tokens_to_ids("<|im_end|>"))
+        with torch.no_grad():
+            rows = student(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1:-1]
+            taught = teacher(torch.tensor([behind + answer])).logits[0, len(behind) - 1:-1]
+        found += [apart(*pair, "forward", 0) for pair in zip(rows, taught, strict=True)]
+    return (sum(found) / len(found)).item()
+
+
+@pytest.mark.slow
+def test_draws_are_those_of_the_student_of_now(made, train, tmp_path):
+    """The student before each step is in a checkpoint; one step old, it would draw and score otherwise. One rank by DDP,
+    two by FSDP2, and a run that was stopped are the same run."""
+    flags = ("--teacher_path", made / "teacher", "--prompt_file", made / "system.txt", "--prompt_role", "system",
+             "--on_policy", 1, "--max_new_tokens", 6)
+    one = train(1, tmp_path / "one", "--parallel", "ddp", *flags)
+    names = [made / "student", *(tmp_path / "one" / f"checkpoint-{step}" for step in (1, 2, 3))]
+    students = [AutoModelForCausalLM.from_pretrained(name) for name in names]
+    assert losses(one) == pytest.approx([own_loss(made, net, step) for step, net in enumerate(students)], rel=1e-6)
+    for step in (1, 2, 3):
+        assert losses(one)[step] != pytest.approx(own_loss(made, students[step - 1], step), rel=1e-3), "stale"
+
+    two = train(2, tmp_path / "two", "--parallel", "fsdp", *flags)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    shutil.copytree(tmp_path / "one", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-[34]"))
+    again = train(1, tmp_path / "again", "--parallel", "ddp", *flags)
+    assert losses(again) == losses(one) and again[2] == one[2]
+    ends = [load_file(tmp_path / name / "checkpoint-4" / "model.safetensors") for name in ("one", "again")]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    train(1, tmp_path / "again", "--parallel", "ddp", *flags[2:], fails="teacher")      # another teacher: another run
+
+
+@pytest.mark.slow
+def test_all_weights_can_learn_from_a_frozen_copy(made, train, tmp_path):
+    """Step 1 is that of LoRA, whose adapters do nothing yet; the copy stays as it was while the student moves."""
+    flags = ("--prompt_file", made / "system.txt", "--prompt_role", "system")
+    full = train(1, tmp_path / "full", "--parallel", "ddp", *flags)
+    lora = train(1, tmp_path / "lora", "--parallel", "ddp", "--use_lora", *flags)
+    both = train(2, tmp_path / "both", "--parallel", "fsdp", "--bf16", *flags)
+    assert full[1]["train/kl_loss"] == pytest.approx(lora[1]["train/kl_loss"], rel=1e-6)
+    assert both[1]["train/kl_loss"] == pytest.approx(lora[1]["train/kl_loss"], rel=0.1)
+    base = AutoModelForCausalLM.from_pretrained(made / "student")
+    moved = AutoModelForCausalLM.from_pretrained(tmp_path / "full" / "checkpoint-3")
+    records = [json.loads(line) for line in open(made / "few.jsonl")]
+    asked = made, moved, base, "student", records, Prompt("system", ""), "forward", 0
+    wanted, count = plain(*asked)
+    assert full[4]["train/kl_loss"] == pytest.approx(wanted.item() / count, rel=1e-6, abs=1e-7)
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made / "student"),
+                                        tmp_path / "lora" / "checkpoint-3")
+    wanted, count = plain(made, adapted, base, "student", records, Prompt("system", ""), "forward", 0)
+    assert lora[4]["train/kl_loss"] == pytest.approx(wanted.item() / count, rel=1e-6, abs=1e-7)

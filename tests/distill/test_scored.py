@@ -1,0 +1,79 @@
+"""A teacher behind a server is the teacher in this process: the same losses for the same top-k, whatever fails once."""
+import json
+
+import pytest
+import torch
+
+from common.distributed import UserError
+from distill import scored, train_sft
+from tests.helpers import chats
+from tests.helpers.pool import Pool
+from tests.helpers.score_server import ScoreServer
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scored")
+    sizes = {"max_position_embeddings": 512, "initializer_range": 0.2}
+    chats.student(folder / "student", **sizes)
+    chats.student(folder / "teacher", hidden_size=48, num_hidden_layers=3, **sizes)
+    chats.write(folder / "chats.jsonl", [[m for m in talk if m["role"] != "system"] for talk in chats.conversations(12)])
+    (folder / "system.txt").write_text("Name the language. the quick brown fox\n")
+    return folder
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_the_model_itself(made, tmp_path, tmp_path_factory, monkeypatch):
+    """On two ranks, on the student's own draws; the first calls are lost after the work: nothing counts twice. The
+    password of the address and the key stand nowhere."""
+    monkeypatch.setenv("OPENAI_API_KEY", "kept-key")
+    pool = Pool(2, tmp_path_factory.mktemp("pool"), "distill.train_sft")
+
+    def losses(name, *more):
+        statuses, output = pool.run(2, "distill.train_sft.main", [str(part) for part in (
+            "--model_path", made / "student", "--train_data_file", made / "chats.jsonl", "--output_dir",
+            tmp_path / name, "--prompt_file", made / "system.txt", "--prompt_role", "system", "--divergence", "js",
+            "--teacher_path", made / "teacher", "--distill_topk", 5, "--on_policy", 0.5, "--max_new_tokens", 5,
+            "--learning_rate", 2e-3, "--num_workers", 0, "--report_to", "none", "--logging_steps", 1, "--max_steps", 3,
+            "--save_steps", 0, "--eval_steps", 0, "--per_device_train_batch_size", 3,
+            "--gradient_accumulation_steps", 2, "--parallel", "fsdp", *more)])
+        assert not any(statuses), output
+        assert "secret" not in output and "kept-key" not in output
+        return [json.loads(line)["train/loss"] for line in (tmp_path / name / "metrics.jsonl").open()]
+    try:
+        with ScoreServer(made / "teacher", "big", fails=3) as server:
+            address = server.url.replace("http://", "http://anna:secret@")
+            served = losses("served", "--teacher_url", address, "--teacher_name", "big")
+            asked = [tuple(body["prompt"]) for _, body in server.calls]
+        assert served == pytest.approx(losses("here"), rel=1e-4, abs=1e-6)
+        assert len(asked) == 3 * 12 + 3 and min(served) > 0.05
+    finally:
+        pool.close()
+    stored = "".join(path.read_text(errors="replace") for path in (tmp_path / "served").rglob("*") if path.is_file())
+    assert "secret" not in stored and "kept-key" not in stored
+
+
+def test_answers_that_are_no_scores(made):
+    """A server without prompt_logprobs, one that lacks tokens, one that refuses; the rest is what is missing to 1."""
+    with ScoreServer(made / "teacher", "big") as server:
+        scorer = scored.Scorer(server.url, "big", 3, 5.0)
+        ids, logprobs = scorer.ask([5, 6, 7])[2]
+        with torch.no_grad():
+            scores = server.model(torch.tensor([[5, 6]])).logits[0, -1].log_softmax(-1)
+        assert list(ids) == scores.topk(3).indices.tolist()
+        assert logprobs == pytest.approx(scores.topk(3).values.tolist())
+        score = server.score
+        for wrong in (lambda ids, k: None, lambda ids, k: score(ids, 2), lambda ids, k: score(ids, k)[1:]):
+            server.score = wrong
+            with pytest.raises(UserError, match="gave no prompt_logprobs of the 3 likeliest for each of 2 tokens"):
+                scorer.ask([5, 6])
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--teacher_url", "u"], "--teacher_url needs --teacher_path"),
+    (["--teacher_url", "u", "--teacher_path", "t"], "--teacher_url needs --distill_topk"),
+    (["--teacher_name", "n"], "--teacher_name needs --teacher_url")])
+def test_flags_that_would_do_nothing(flags, message, capsys):
+    with pytest.raises(SystemExit):
+        train_sft.main(["--model_path", "m", "--train_data_file", "d", "--output_dir", "o", *flags])
+    assert message in capsys.readouterr().err

@@ -1,0 +1,92 @@
+"""--best_by and --early_stop_patience: the checkpoint that a recogniser understands best is kept, and named with why."""
+import re
+import sys
+
+import pytest
+
+from common.run import TrainState
+from speech.voice import best
+from tests.helpers.trainer import trainer_arguments
+
+# what is heard of "one two three four": of the base, and behind each step
+HEARD = ["one two x x", "x x x x", "one two three x", "one x three four", "x x x x", "x x x x", "one two three four"]
+
+
+class State:
+    """Where a run stands, with TrainState's own comparison."""
+    best_loss, best_step, best_tie, step = None, None, 0.0, 0
+    better = TrainState.better
+
+
+def judged(by, rows, **first):
+    """(best step, validations since) of [(step, values)]."""
+    state, stale, betters = State(), 0, []
+    for state.step, values in rows:
+        better, stale = best.judge(state, values, by, stale)
+        betters.append(better)
+    return state.best_step, stale, betters
+
+
+def test_word_errors_decide_and_of_equal_ones_the_lower_loss():
+    rows = [(step, {"eval/wer": wer, "eval/loss": loss}) for step, wer, loss in (
+        (1, 0.5, 1.0), (2, 0.25, 9.0), (3, 0.25, 8.0), (4, 0.25, 8.5), (5, 0.5, 0.1))]
+    assert judged("wer", rows) == (3, 2, [True, True, True, False, False])
+    assert judged("loss", rows)[0] == 5
+
+
+def test_more_likeness_is_better():
+    rows = [(step, {"eval/speaker_similarity": like, "eval/loss": 1.0}) for step, like in ((1, 0.5), (2, 0.75), (3, 0.6))]
+    assert judged("sim", rows) == (2, 1, [True, True, False])
+
+
+def test_what_was_not_measured_and_the_base_count_neither_way():
+    rows = [(0, {"eval/wer": 0.0}), (1, {"eval/wer": 0.5}), (2, {"eval/loss": 0.1}), (3, {"eval/wer": float("nan")}),
+            (4, {"eval/wer": 0.5})]
+    assert judged("wer", rows) == (1, 2, [False, True, False, False, False])
+
+
+@pytest.mark.parametrize("wers, said", [
+    ({0: 0.3, 1: 0.2, 2: 0.25}, "checkpoint-1 is the best by word errors: 20.0%; the base 30.0%, at the end 25.0%"),
+    ({0: 0.2, 1: 0.2, 2: 0.25}, "NO CHECKPOINT IS BETTER THAN THE BASE by word errors: 20.0% at best, at step 1; the base 20.0%"),
+    ({}, "no checkpoint is the best by word errors: none was measured")])
+def test_the_verdict_names_the_checkpoint_and_the_base(wers, said):
+    rows = [{"step": step, "eval/wer": wer} for step, wer in wers.items()]
+    assert best.clause(rows, "wer", 1 if wers else None) == said
+
+
+@pytest.mark.slow
+def test_a_run_keeps_the_best_understood_checkpoint_and_stops(forked, tiny, tmp_path):
+    """Resumed once: patience goes on where it was."""
+    (tmp_path / "prompts.txt").write_text("one two three four\n")
+    (tmp_path / "hear.py").write_text(f"""import pathlib
+count = pathlib.Path({str(tmp_path / 'count')!r})
+number = len(count.read_text()) if count.exists() else 0
+count.write_text("." * (number + 1))
+print({HEARD!r}[number])
+""")
+    flags = ("--use_lora", "--validation_split", 0.2, "--eval_steps", 1, "--sample_prompts", tmp_path / "prompts.txt",
+             "--sample_seconds", 0.2, "--asr_command", f"{sys.executable} {tmp_path / 'hear.py'}", "--best_by", "wer",
+             "--early_stop_patience", 2, "--save_total_limit", 1, "--num_workers", 0, "--normalize_text", "off")
+    first = forked(*flags, "--max_steps", 4)
+    losses = first.metrics("eval/loss")
+    assert losses[3] < losses[2]        # of 25 % twice the second is the better one
+    assert "checkpoint-3 is the best by word errors: 25.0%; the base 50.0%, at the end 100.0%" in first.output
+    assert first.metrics("eval/wer") == {0: 0.5, 1: 1.0, 2: 0.25, 3: 0.25, 4: 1.0}
+    run = forked(*flags, "--max_steps", 6)      # one more without a better one is enough
+    assert "done       step 5 (nothing better in 2 validations)" in run.output
+    assert "; best word errors 25.0% at step 3" in run.output
+    assert (run.output_dir / "checkpoint-3").is_dir() and (run.output_dir / "checkpoint-5").is_dir()
+
+
+@pytest.mark.parametrize("flags, said", [
+    (("--best_by", "wer", "--sample_prompts", "x"), "--best_by wer needs --sample_prompts and --asr_model"),
+    (("--best_by", "sim", "--sample_prompts", "x"), "--best_by sim needs --sample_prompts and --speaker_model"),
+    (("--early_stop_patience", 3, "--disable_eval"), "--early_stop_patience needs validation"),
+    (("--keep", "x"), "--keep needs --use_lora"), (("--keep_every", 2), "--keep_weight and --keep_every need --keep"),
+    (("--keep", "x", "--use_lora", "--replay_every", 5), "--keep does not go with --replay_every")])
+def test_flags_that_do_not_go_together(tiny, flags, said):
+    import train_v2_ddp
+    from common.flags import UserError
+    words = trainer_arguments(tiny, "out", "--max_steps", 1, *flags)
+    with pytest.raises(UserError, match=re.escape(said)):
+        train_v2_ddp.check_flags(train_v2_ddp.build_parser().parse_args(words), 1)

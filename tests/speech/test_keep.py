@@ -1,0 +1,254 @@
+"""--keep: the divergence from the base is a plain loop's, on any ranks, and a run that resumes goes on the same."""
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import lora
+from common import adapters, checkpoint
+from data import collate
+from speech.demo import make_tiny
+from speech.model import divergence, v2, v3
+from speech.model.labels import IGNORE, audio_targets
+from speech.model.weights import native_config
+from speech.voice import generate, keep
+from tests.helpers import spoken
+from tests.helpers.checkpoints import config_of
+from tests.helpers.trainer import ROOT, Tiny, train_forked
+
+VOICE = ROOT / "launch" / "voice"
+CONVERSATIONS = [spoken.SINGLE, spoken.SHORT, spoken.LONG, spoken.CLONING]
+KEPT = ("--use_lora", "--lora_dropout", 0, "--max_steps", 6, "--learning_rate", 3e-3, "--disable_eval", "--num_workers",
+        0, "--keep_weight", 1.5, "--keep_every", 2, "--save_steps", 2)
+
+
+def filled(net):
+    """Adapters that change something."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in net.named_parameters():
+        if ".lora_" in name:
+            parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+    return net
+
+
+@pytest.fixture(scope="module")
+def data(tiny, tmp_path_factory):
+    return spoken.samples_of(tiny.model, native_config(config_of(tiny.model)), CONVERSATIONS, tmp_path_factory.mktemp("kl"))
+
+
+@pytest.fixture
+def model(tiny):
+    net = lora.add_lora(spoken.native(tiny.model), 4, 8, 0.0, "attention+audio_mlp", "base")
+    return v2.PackedHiggs(filled(net)).train()
+
+
+def plain_loop(net, logits_of, samples):
+    """(K,) of PEFT's own switch and one sample at a time, cell by cell. logits_of(sample) -> (R, K, C)."""
+    found = torch.zeros(8)
+    for sample in samples:
+        ours = logits_of(sample)
+        with torch.no_grad(), net.disable_adapter():
+            base = logits_of(sample)
+        for row, targets in enumerate(audio_targets(sample)[1]):
+            for book in np.flatnonzero(targets != IGNORE):
+                p, q = base[row, book].softmax(-1), ours[row, book].softmax(-1)
+                found[book] = found[book] + (p * (p.log() - q.log())).sum()
+    return found
+
+
+def compare(model, logits_of, samples, ids):
+    """Value and every gradient of the packed forward and the plain loop, over 1,000 cells or more."""
+    batch, net = collate(samples, ids), model.net
+    ours = model(batch, keep=True)
+    ours.sum().backward()
+    gradients = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    net.zero_grad()
+    theirs = plain_loop(net, logits_of, samples)
+    theirs.sum().backward()
+    cells = batch.counts["audio_targets"]
+    assert ours.min() > 1e-3 * cells / 8
+    torch.testing.assert_close(ours / cells, theirs.detach() / cells, rtol=1e-6, atol=1e-6)
+    reached = {name for name, p in net.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+    assert reached and all(".lora_" in name for name in gradients)      # the base gets none
+    for name in reached:
+        torch.testing.assert_close(gradients[name] / cells, dict(net.named_parameters())[name].grad / cells,
+                                   rtol=1e-4, atol=1e-6)
+
+
+def test_divergence_equals_a_plain_loop(model, data):
+    ids, samples = data
+
+    def logits_of(sample):
+        inputs = {name: value for name, value in spoken.native_batch([sample], ids).items() if "labels" not in name}
+        logits = model.base_model(**inputs).logits.view(-1, 8, 1026)
+        following = sample["audio_labels"][1:]
+        return logits[sample["is_audio"].tolist()][:-1][(following != IGNORE).any(axis=1)]
+    compare(model, logits_of, samples, ids)
+
+
+def test_divergence_of_tts_3_equals_a_plain_loop(tmp_path):
+    pytest.importorskip("torchaudio")
+    folder = make_tiny.make_model3(tmp_path, make_tiny.make_codec(tmp_path))
+    native = v3.load(folder)[0]
+    model = v3.PackedHiggs3(filled(lora.add_lora(native, 4, 8, 0.0, "all-linear", "base"))).train()
+    ids = v3.token_ids(v3.load_tokenizer(folder), native.config)
+    codes = [np.random.default_rng(i).integers(0, 1024, (frames, 8)) for i, frames in enumerate((9, 20))]
+    samples = [{"number": i, **ids.assemble(np.array([ids.tts, ids.text, 40 + i, ids.audio, ids.audio_placeholder_id]),
+                                            np.array([False] * 4 + [True]), [spoken])} for i, spoken in enumerate(codes)]
+
+    def logits_of(sample):
+        prompt = sample["input_ids"][:4], np.zeros(4, bool)
+        rows = torch.cat([torch.as_tensor(sample["audio_ids"]), torch.zeros(1, 8, dtype=torch.long)])   # last: no input
+        return v3.forced_logits.__wrapped__(model.base_model, prompt, None, rows)
+    compare(model, logits_of, samples, ids)
+
+
+def test_the_model_against_itself_teaches_nothing(model, data, monkeypatch):
+    """The fault that the plain loop finds: adapters that stay on give no divergence, and no gradient."""
+    ids, samples = data
+    batch = collate(samples, ids)
+    assert model(batch, keep=True).sum() > 1
+    monkeypatch.setattr(adapters, "switched_off", lambda net: torch.no_grad())
+    loss = divergence.from_base(model, batch).sum()
+    loss.backward()
+    assert loss.abs() < 1e-3
+    assert max(p.grad.abs().max() for p in model.parameters() if p.grad is not None) < 1e-3
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_the_base_stays_what_it_was(model, data, frozen):
+    """Steps on the divergence and a loss move the adapters alone; a base that is not frozen would run away with them."""
+    ids, samples = data
+    batch = collate(samples, ids)
+    if not frozen:
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+
+    def base():
+        with torch.no_grad(), adapters.switched_off(model.net):
+            return model.audio_logits(model.hidden_states(batch), batch)
+    before = base()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+    for _ in range(2):
+        (model(batch, keep=True).sum() + model(batch)[0].sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(base(), before) is frozen
+
+
+def test_speech_behind_a_prompt_is_what_training_would_see(tiny, data):
+    """A prompt and codes give the sample that the trainer makes of the same conversation, the text labels aside."""
+    ids, samples = data
+    whole = samples[3]      # cloning: a clip in the prompt
+    rows = len(spoken.codes_of(spoken.clip("target", 11))) + 9
+    stop = int(np.flatnonzero(whole["is_audio"])[-1]) + 1
+    before = stop - rows
+    prompt = generate.Prompt("0", "", "", whole["input_ids"][:before], whole["audio_ids"][:-rows],
+                             whole["is_audio"][:before], [], None)
+    made = keep.with_speech(prompt, spoken.codes_of(spoken.clip("target", 11)).astype(np.int64), ids)
+    for name in ("audio_ids", "audio_labels"):
+        assert np.array_equal(made[name], whole[name]), name
+    for name in ("input_ids", "is_audio"):
+        assert np.array_equal(made[name], whole[name][:stop]), name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole runs
+
+
+@pytest.fixture(scope="module")
+def voice(tmp_path_factory):
+    """A Tiny of launch/voice's base, which speaks, with 8 clips to learn and 5 rows to keep, two of them references."""
+    root = tmp_path_factory.mktemp("voice")
+    for name in ("model", "codec"):
+        (root / name).symlink_to(VOICE / name)
+    samples = json.loads((VOICE / "held.json").read_text())[:10]
+    for sample in samples:
+        clip = sample["messages"][2]["content"]
+        clip["audio_url"] = str(VOICE / clip["audio_url"])
+    (root / "train.json").write_text(json.dumps(samples[:8]))
+    asked = [{"messages": sample["messages"][:2]} for sample in samples[:3]]
+    asked += [{"messages": [*sample["messages"], {"role": "user", "content": "one two"}]} for sample in samples[8:]]
+    (root / "keep.json").write_text(json.dumps(asked))
+    return Tiny(root)
+
+
+@pytest.fixture(scope="module")
+def shared(pool, voice, tmp_path_factory):
+    """shared(ranks, *flags) -> the Run, trained when first asked for."""
+    root, done = tmp_path_factory.mktemp("shared"), {}
+
+    def get(ranks, *flags):
+        if (ranks, flags) not in done:
+            done[ranks, flags] = train_forked(pool, voice, root / str(len(done)), *KEPT, "--keep", voice.root / "keep.json",
+                                              *flags, ranks=ranks)
+        return done[ranks, flags]
+    return get
+
+
+def weights(run):
+    return load_file(checkpoint.checkpoints(run.output_dir)[-1][1] / "adapter_model.safetensors")
+
+
+ONE = (1, "--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2)
+SAME = {"ddp": (2, "--per_device_train_batch_size", 2), "fsdp": (2, "--per_device_train_batch_size", 2, "--parallel", "fsdp")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAME)
+def test_ranks_and_sharding_change_nothing(shared, name):
+    """Packs of 2, 2 and 1 rows: a step's ranks have unequal cells, so only the global count divides rightly."""
+    one, other = shared(*ONE), shared(*SAME[name])
+    ours, theirs = one.metrics("train/keep_kl"), other.metrics("train/keep_kl")
+    assert list(ours) == [1, 3, 5] and ours[1] < 1e-7 < 1e-3 < ours[3] and theirs == pytest.approx(ours, rel=1e-4, abs=1e-9)
+    assert other.metrics("train/grad_norm") == pytest.approx(one.metrics("train/grad_norm"), rel=1e-4)
+    for key, tensor in weights(one).items():
+        torch.testing.assert_close(weights(other)[key], tensor, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_resume_is_exact_and_does_not_speak_anew(shared, pool, voice, tmp_path):
+    whole = shared(*ONE)
+    out = shutil.copytree(whole.output_dir, tmp_path / "out")
+    for step, folder in checkpoint.checkpoints(out):
+        if step > 2:
+            shutil.rmtree(folder)
+    before = (out / keep.FILE).stat().st_mtime_ns
+    flags = (*KEPT, "--keep", voice.root / "keep.json", *ONE[1:])
+    again = train_forked(pool, voice, out, *flags)
+    assert "resumed from" in again.output and (out / keep.FILE).stat().st_mtime_ns == before
+    assert again.metrics("train/keep_kl") == whole.metrics("train/keep_kl")
+    assert all(torch.equal(weights(whole)[key], tensor) for key, tensor in weights(again).items())
+    # other rows would be another run
+    (tmp_path / "other.txt").write_text("nine.\n")
+    other = train_forked(pool, voice, out, *KEPT, "--keep", tmp_path / "other.txt", *ONE[1:], ok=False)
+    assert other.status and "was made with another --keep" in other.output
+
+
+@pytest.mark.slow
+def test_packs_of_tokens_hold_kept_rows_as_well(pool, voice, tmp_path):
+    """Filled to their budget, as training packs are; a row that would not fit is named."""
+    flags = ("--max_steps", 3, "--keep", voice.root / "keep.json")
+    run = train_forked(pool, voice, tmp_path / "out", *KEPT, *flags, "--max_tokens_per_batch", 320)
+    assert "keep       5 rows as the base speaks them" in run.output and run.metrics("train/keep_kl")[3] > 0
+    small = train_forked(pool, voice, tmp_path / "small", *KEPT, *flags, "--max_tokens_per_batch", 120, ok=False)
+    assert small.status and "the model's positions have room for" in small.output
+
+
+@pytest.mark.slow
+def test_what_is_kept_is_less_forgotten(shared, pool, voice, tmp_path):
+    """Without the pull the same run goes further from the base, by the same rows."""
+    held = shared(*ONE).metrics("train/keep_kl")[5]
+    free = train_forked(pool, voice, tmp_path / "out", *KEPT, "--keep", voice.root / "keep.json", *ONE[1:], "--keep_weight",
+                        1e-9).metrics("train/keep_kl")[5]
+    assert held < free
+
+
+@pytest.mark.parametrize("rows, said", [("", "holds no text"), ("<|eot_id|>", "control token")])
+def test_rows_that_cannot_be_spoken_are_named(pool, voice, tmp_path, rows, said):
+    (tmp_path / "rows.txt").write_text(rows)
+    run = train_forked(pool, voice, tmp_path / "out", *KEPT, "--keep", tmp_path / "rows.txt", ok=False)
+    assert run.status and said in run.output and "rows.txt" in run.output
