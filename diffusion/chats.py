@@ -56,13 +56,14 @@ def encoder_of(folder):
     return chat.Encoder(chat.load_tokenizer(folder), thinking=False)
 
 
-def prompt(name, messages, encoder, tokens):
+def prompt(name, messages, encoder, tokens, tools=None):
     """Problem without an answer: messages by the template, up to where the answer begins. Raises UserError."""
     try:
-        chat.check_messages({"messages": [*messages, {"role": "assistant", "content": "-"}]})
+        whole = [*messages, {"role": "assistant", "content": "-"}]
+        chat.check_messages({"messages": whole, **({"tools": tools} if tools else {})})
         if found := encoder.control.search("".join(message["content"] for message in messages)):
             raise ValueError(f"contains the control token {found[0]}; remove it")
-        ids = tokens.encode(encoder.render(messages, True))
+        ids = tokens.encode(encoder.render(messages, True, tools))
     except ValueError as error:
         raise UserError(f"{name}: {HINT.sub('', str(error))}")
     return Problem(name, chat.question(messages), "", "", ids=ids, given=len(ids))
@@ -76,7 +77,8 @@ def read_prompts(path, folder, tokens):
         if isinstance(messages, list) and messages and isinstance(messages[-1], dict):
             messages = messages[:-1] if messages[-1].get("role") == "assistant" else messages
         try:
-            found.append(prompt(name, messages if isinstance(messages, list) else [None], encoder, tokens))
+            found.append(prompt(name, messages if isinstance(messages, list) else [None], encoder, tokens,
+                                entry.get("tools") if isinstance(entry, dict) else None))
         except UserError as error:
             wrong.append(problem(name, "invalid", str(error).partition(": ")[2], path))
     settle(wrong)

@@ -41,17 +41,26 @@ def load(folder, device="cpu", dtype=torch.float32):
     return model.to(device).eval(), Tokenizer.from_file(str(Path(folder) / "tokenizer.json")), form
 
 
+def refuse_control(tokenizer, *texts):
+    """ValueError for a text that holds a special token, which would end a turn or be a mask."""
+    for token in tokenizer.get_added_tokens_decoder().values():
+        if token.special and any(token.content in text for text in texts):
+            raise ValueError(f"the text holds the special token {token.content}")
+
+
 def prompt(tokenizer, form, question):
     """Ids of a question in the form that the model was trained on."""
+    refuse_control(tokenizer, question)
     text = (form["prompt"] or "Question: {question}\nAnswer:").replace("{question}", question)
     begin = [] if form["prompt"] else [form["begin_token_id"]]
     return begin + tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def chat_prompt(folder, tokenizer, messages):
+def chat_prompt(folder, tokenizer, messages, tools=None):
     """Ids of messages by the folder's chat template, up to where the answer begins. Thinking is off."""
+    refuse_control(tokenizer, *(message["content"] or "" for message in messages))
     text = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+        messages, tools=tools, tokenize=False, add_generation_prompt=True, enable_thinking=False)
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
@@ -93,6 +102,8 @@ def generate(model, ids, form, threshold=0.9, temperature=0.0, max_length=None, 
     size, mask, end, device = form["block_size"], form["mask_token_id"], form["end_token_id"], model.device
     generator = torch.Generator(device).manual_seed(seed)
     first, cache, written = len(ids) // size * size, DynamicCache(), []
+    if first + size > (max_length or form["max_length"]):
+        raise ValueError(f"{len(ids)} tokens of prompt leave no room in {max_length or form['max_length']}")
     if first:
         block = torch.arange(first, device=device) // size
         run(model, torch.tensor(ids[:first], device=device), 0, cache, block[:, None] >= block)
@@ -129,15 +140,19 @@ def main():
     args = parser.parse_args()
     folder = Path(__file__).resolve().parent
     model, tokenizer, form = load(folder, args.device)
-    prompts = [prompt(tokenizer, form, question) for question in args.questions]
-    if args.chat:
-        chat = json.loads(Path(args.chat).read_text(encoding="utf-8"))
-        prompts.append(chat_prompt(folder, tokenizer, chat["messages"] if isinstance(chat, dict) else chat))
-    if not prompts:
+    if not args.questions and not args.chat:
         parser.error("give a question, or --chat")
-    for ids in prompts:
-        answer = generate(model, ids, form, args.threshold, args.temperature, args.max_length, args.seed)
-        print(tokenizer.decode(answer, skip_special_tokens=False).strip())
+    try:
+        prompts = [prompt(tokenizer, form, question) for question in args.questions]
+        if args.chat:
+            chat = json.loads(Path(args.chat).read_text(encoding="utf-8"))
+            chat = chat if isinstance(chat, dict) else {"messages": chat}
+            prompts.append(chat_prompt(folder, tokenizer, chat["messages"], chat.get("tools")))
+        for ids in prompts:
+            answer = generate(model, ids, form, args.threshold, args.temperature, args.max_length, args.seed)
+            print(tokenizer.decode(answer, skip_special_tokens=False).strip())
+    except ValueError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

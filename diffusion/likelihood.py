@@ -14,7 +14,7 @@ from common import checkpoint, flags
 from common.distributed import UserError
 from common.problems import settle
 from diffusion import blocks, elbo, noise
-from diffusion.choices import FILL, bound_range
+from diffusion.choices import FILL, QUESTION, bound_range
 from diffusion.problems import Problem, read_problems
 
 
@@ -52,7 +52,9 @@ def continuations(solver, pairs):
     problems = [Problem(name, "", "", "", ids=[*context, *ids], given=len(context)) for name, context, ids in pairs]
     documents = blocks.make_documents(problems, solver.tokens, solver.layout)
     rest = documents.region == FILL
-    documents.ids[rest], documents.target[rest] = solver.tokens.mask, False
+    documents.ids[rest] = solver.tokens.mask
+    # --loss_on_question trains the context, too; here it is given
+    documents.target[rest | (documents.region == QUESTION)] = False
     return documents
 
 

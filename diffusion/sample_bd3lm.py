@@ -74,11 +74,17 @@ def build_parser():
     return p
 
 
+DRAWING = "order", "temperature", "top_p", "tokens_per_step", "threshold", "show"     # flags of it
+
+
 def check_flags(args, world_size):
     """Raise UserError for values that make no sense, or would do nothing."""
     flags.at_least_one(args, "batch_size", "tokens_per_step", "draws")
     need(args.draws > 1, "--draws must be at least 2: one has no error")
     need(args.draws == 16 or args.bound, "--draws needs --bound")
+    for flag in DRAWING if args.bound else ():
+        need(getattr(args, flag) == build_parser().get_default(flag),
+             f"--{flag} does nothing with --bound: nothing is drawn")
     flags.zero_or_more(args, "limit", "show", "seed", "temperature")
     flags.share(args, "min_accuracy")
     need(not args.min_accuracy or args.test_file,

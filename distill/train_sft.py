@@ -129,7 +129,7 @@ def build_parser():
 def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later; fill in what derives."""
     if args.parallel is None:       # one GPU has nothing to shard with
-        sharded = world_size > 1 and args.base_dtype != "nf4"
+        sharded = world_size > 1 and not (args.fp16 or args.float8 or args.base_dtype == "nf4")
         args.parallel = "fsdp" if sharded or args.cpu_offload or not args.reshard_after_forward else "ddp"
     if args.learning_rate is None:
         args.learning_rate = LORA_RATE if args.use_lora else FULL_RATE

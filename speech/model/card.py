@@ -147,11 +147,12 @@ def facts(meta, output_dir):
     args, data = meta["args"], meta.get("data")
     lora = f"adapters, rank {args['lora_rank']}, alpha {args['lora_alpha']}, {args['lora_target_modules']}"
     kinds = [name for name, flag in (("rsLoRA", "use_rslora"), ("DoRA", "use_dora")) if args.get(flag)]
+    kinds += ["on a base in NF4"] * (args.get("base_dtype") == "nf4")
     found = [("data", f"{data['samples']:,} samples, {data['hours']:.2f} h of audio")] if data else []
     found += [("optimizer steps", f"{meta['step']:,}"),
               ("trained", ", ".join([lora, *kinds]) if args["use_lora"] else "all weights"),
               ("peak learning rate", f"{args['learning_rate']:g}, warm-up {args['warmup_steps']} steps"),
-              ("precision", "bfloat16" if args["bf16"] else "float32")]
+              ("precision", "bfloat16" if args["bf16"] else "float16" if args.get("fp16") else "float32")]
     for name, what in LOGGED.items():
         curve = [(row["step"], row[name]) for row in metrics.read_metrics(Path(output_dir) / "metrics.jsonl")
                  if row.get(name) is not None and row["step"] <= meta["step"]]

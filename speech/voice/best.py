@@ -16,7 +16,8 @@ def judge(state, values, by, stale):
     does the base, at step 0: it is no checkpoint.
     """
     name = MEASURES[by][0]
-    if name not in values or not state.step:
+    partial = by != "loss" and values.get("eval/spoken", 1) < 1
+    if name not in values or partial or not state.step:
         return False, stale
     loss = values.get("eval/loss", 0.0)
     number = -values[name] if by == "sim" else values[name]

@@ -151,9 +151,8 @@ class Speaker:
                    (f" | length ratio {values['eval/length_ratio']:5.2f}" if ratios else "") +
                    (f" | word errors {values['eval/wer'] * 100:.1f}%" if "eval/wer" in values else "") +
                    (f" | likeness {values['eval/speaker_similarity']:.2f}" if "eval/speaker_similarity" in values else ""))
-        if why:     # of some prompts alone, they do not compare
-            for name in ("eval/wer", "eval/cer", "eval/speaker_similarity"):
-                values.pop(name, None)
+        if why:     # what is measured of some prompts alone does not compare
+            values["eval/spoken"] = len(whole) / len(prompts)
         return values
 
 

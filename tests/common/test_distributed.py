@@ -71,6 +71,7 @@ for step in (1, 2):
     writer.save(step, {f"{world.rank}.txt": write}, {})
 writer.finish()
 print("saved")
+dist.destroy_process_group()     # as one_clear_error does: its threads outlive no exit
 """
 
 
