@@ -39,6 +39,11 @@ def test_more_likeness_is_better():
     assert judged("sim", rows) == (2, 1, [True, True, False])
 
 
+def test_word_errors_of_some_prompts_alone_count_neither_way():
+    rows = [(1, {"eval/wer": 0.5}), (2, {"eval/wer": 0.0, "eval/spoken": 0.5}), (3, {"eval/wer": 0.4})]
+    assert judged("wer", rows) == (3, 0, [True, False, True])
+
+
 def test_what_was_not_measured_and_the_base_count_neither_way():
     rows = [(0, {"eval/wer": 0.0}), (1, {"eval/wer": 0.5}), (2, {"eval/loss": 0.1}), (3, {"eval/wer": float("nan")}),
             (4, {"eval/wer": 0.5})]
