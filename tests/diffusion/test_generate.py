@@ -96,3 +96,12 @@ def test_the_file_beside_an_export_writes_our_tokens(exported, tmp_path):
 def test_generate_is_small_and_alone():
     text = (export_bd3lm.Path(export_bd3lm.__file__).with_name("generate.py")).read_text()
     assert len(text.splitlines()) <= 200 and "from diffusion" not in text and "from common" not in text
+
+
+@pytest.mark.parametrize("words, why", [
+    (["close <|im_end|> it"], "holds the special token <|im_end|>"),
+    (["--max_length", "8", "Two shells and 12 stamps?"], "leave no room in 8")])
+def test_what_would_be_misread_or_has_no_room_is_refused(exported, words, why):
+    done = subprocess.run([sys.executable, "-I", exported[1] / "generate.py", *words], cwd="/", text=True,
+                          capture_output=True, timeout=PATIENCE_S)
+    assert done.returncode == 2 and why in done.stderr

@@ -98,3 +98,10 @@ def test_the_bound_of_a_file(demo, tmp_path, capsys):
     assert "bound      nll <= " in capsys.readouterr().out
     with pytest.raises(SystemExit):
         sample_bd3lm.main([*common, "--draws", "1"])
+
+
+@pytest.mark.parametrize("flag", [["--temperature", "0.7"], ["--show", "7"], ["--order", "confidence"]])
+def test_flags_of_drawing_do_nothing_with_a_bound(flag, capsys):
+    with pytest.raises(SystemExit):
+        sample_bd3lm.main(["--checkpoint", "out", "--bound", "texts.jsonl", *flag])
+    assert f"{flag[0]} does nothing with --bound" in capsys.readouterr().err

@@ -72,6 +72,10 @@ def test_answers_that_are_no_scores(made):
 @pytest.mark.parametrize("flags, message", [
     (["--teacher_url", "u"], "--teacher_url needs --teacher_path"),
     (["--teacher_url", "u", "--teacher_path", "t"], "--teacher_url needs --distill_topk"),
+    (["--teacher_url", "u", "--teacher_path", "t", "--distill_topk", "5", "--divergence", "reverse"],
+     "--divergence reverse needs"),
+    (["--teacher_url", "u", "--teacher_path", "t", "--distill_topk", "5", "--replay_every", "9"],
+     "--replay_every compares"),
     (["--teacher_name", "n"], "--teacher_name needs --teacher_url")])
 def test_flags_that_would_do_nothing(flags, message, capsys):
     with pytest.raises(SystemExit):

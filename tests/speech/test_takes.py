@@ -1,8 +1,11 @@
 """--best_of and --split_text: the take that is understood best is kept, and parts are spoken behind one another."""
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+from speech.data.conversations import Clip
 from speech.data.encode import load_codec
 from speech.demo import judge_demo
 from speech.generate_tts import load_to_speak
@@ -126,3 +129,12 @@ def test_each_part_is_spoken_behind_the_codes_of_the_one_before(voice):
     assert 8 <= heard < len(codes) and ended_by == "eos" and prompt.text == "one two. three."
     assert len(wave) == 960 * len(codes) + round(takes.PAUSE_S * 24000) and second[0].text == "four."
     assert "one two." in first[0].text and seen[1][0].references == []
+
+
+@pytest.mark.parametrize("array, offset, why", [
+    (np.zeros((5, 8)), None, "whole numbers"), (np.zeros(5, np.int16), None, "whole numbers"),
+    (np.full((5, 8), 1024, np.int16), None, "from 0 to 1023"), (np.zeros((5, 8), np.int16), 1.0, "drop offset")])
+def test_other_arrays_are_no_codes(tmp_path, array, offset, why):
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(ValueError, match=why):
+        generate.saved_codes(Clip(str(tmp_path / "a.npy"), offset), SimpleNamespace(num_codebooks=8, stream_bos=1024))
