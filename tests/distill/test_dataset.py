@@ -57,6 +57,8 @@ def encoder(made, template, *options):
     (b'{"instruction": "a", "output": 2}', 'its "instruction", "input" or "output" is not text'),
     (b'{"messages": [{"role": "assistant", "content": "a", "reasoning_content": 1}]}', "reasoning_content is not"),
     (b'{"messages": [{"role": "assistant", "content": "<|im_end|>"}]}', "contains the control token"),
+    (b'{"messages": [{"role": "user", "content": "b"}, {"role": "assistant", "content": "a"}], '
+     b'"teacher_messages": []}', "no --teacher_path reads them"),
     (b'{"id": -1, "messages": [{"role": "assistant", "content": "a"}]}', 'has the "id" -1; give a whole number'),
     (b'{"id": 9223372036854775808, "messages": [{"role": "assistant", "content": "a"}]}', "below 2**63, or leave it"),
 ])
