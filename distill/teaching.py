@@ -6,6 +6,8 @@ answer, behind its own template of the conversation, of a record's "teacher_mess
 that, and of --prompt_file around both. So both must have one vocabulary: it is proven token by
 token, names say nothing. Imports no torch: flags come first.
 """
+from pathlib import Path
+
 from common import flags
 from common.flags import UserError, need
 
@@ -29,7 +31,7 @@ def check_flags(args, parser, world_size):
              f"--{flag} needs --base_url")
     need(args.teacher_url or not given("teacher_name"), "--teacher_name needs --teacher_url")
     if args.teacher_url:
-        need(args.teacher_path,
+        need(args.teacher_path and Path(args.teacher_path).is_dir(),     # a name would load weights
              "--teacher_url needs --teacher_path, a folder with the server's config.json and "
              "tokenizer: they prove that the student has its vocabulary")
         need(args.distill_topk,
@@ -39,6 +41,10 @@ def check_flags(args, parser, world_size):
              "rounding hides: take forward or js, or --teacher_path alone")
         need(not args.replay_every, "--replay_every compares bit for bit, which a server's scores "
                                     "are not: drop it, or --teacher_url")
+    if args.teacher_url or args.base_url:
+        need(0 < 2 * args.request_timeout < args.collective_timeout,
+             f"--request_timeout {args.request_timeout:g}: a server that fails is waited for twice "
+             f"as long, which must end before --collective_timeout ({args.collective_timeout} s)")
     for flag in ("keep_weight", "keep_every"):
         need(args.keep or not given(flag), f"--{flag} needs --keep")
     if args.keep:
@@ -56,7 +62,6 @@ def check_flags(args, parser, world_size):
          "--base_url needs --use_lora: the server is given adapters")
     need(not (args.base_url and args.use_dora),
          "--base_url: vLLM's server loads no DoRA adapters; drop --use_dora")
-    need(args.request_timeout > 0, "--request_timeout must be above 0")
     need(not args.compile,
          "--compile and a teacher exclude each other: the shapes change with every step")
     need(args.too_long in ("stop", "drop"),
@@ -110,6 +115,23 @@ def open_side(args, config, tokenizer):
                   key=lambda c: getattr(c, "max_position_embeddings", None) or 1 << 30)
     encoder = chat.Encoder(own, args.train_turns, thinking=THINKING[args.enable_thinking])
     return prompt, encoder, smaller
+
+
+def check_lesson(args, table, numbers):
+    """UserError where the base teaches itself what it already says: the divergence is 0 for good.
+
+    numbers: of the samples trained. Beside targets of their own (--distill_weight) it is a pull
+    back to the base.
+    """
+    if args.teacher_path != args.model_path or args.prompt_file or args.distill_weight < 1:
+        return
+    for i in numbers:
+        ids = table.tokens[table.offsets[i]:table.offsets[i + 1]]
+        if ids[:table.own[i]].tolist() != ids[table.own[i]:].tolist():
+            return
+    raise UserError(f"--teacher_path {args.teacher_path} is --model_path and reads what the student "
+                    "reads, so there is nothing to learn: give --prompt_file, records with "
+                    '"teacher_messages", or --distill_weight below 1')
 
 
 def context(record):

@@ -91,7 +91,7 @@ def build_parser():
                                       "of --on_policy (see distill/served.py); key in OPENAI_API_KEY")
     g.add_argument("--refresh_steps", type=int, default=1,
                    help="with --base_url, optimizer steps after which the server gets the adapters anew")
-    g.add_argument("--request_timeout", type=float, default=600.0, help="seconds that one request may take in all")
+    g.add_argument("--request_timeout", type=float, default=240.0, help="seconds that one request may take in all")
     g.add_argument("--distill_topk", type=int, default=0, metavar="K",
                    help="learn the teacher's K likeliest tokens, as create_data.py --logprobs stored them; 0 = off. "
                         "With a teacher compare those and the sum of all others; 0 = the whole vocabulary")
@@ -401,8 +401,11 @@ def read_inputs(args, world):
         if args.keep:
             from distill import keep
             kept = keep.read(args, world, work_dir, reading)
-        return table, ends, kept, *split_samples(table, n_train, args.group_size, args.validation_split,
-                                                 args.seed)
+        train_ids, eval_ids = split_samples(table, n_train, args.group_size, args.validation_split,
+                                            args.seed)
+        if args.teacher_path:
+            teaching.check_lesson(args, table, train_ids)
+        return table, ends, kept, train_ids, eval_ids
 
     *_, (model, parts), (table, ends, kept, train_ids, eval_ids) = collect(
         dry, lambda: run.check_folders(args),

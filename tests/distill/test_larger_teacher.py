@@ -2,6 +2,7 @@
 the student's own draws; each with the faults that would make it wrong."""
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -199,6 +200,16 @@ def test_contexts_of_records(made):
     assert 'its "teacher_messages": has no list' in str(behind(teacher_messages=[]))
     two = [*talk, *chats.ask("fox", "fr")]
     assert "give --train_turns last" in str(behind(messages=two, teacher_messages=two[2:3]))
+
+
+def test_a_base_that_reads_what_the_student_reads_teaches_nothing(made, tmp_path):
+    table = table_of(made, tmp_path / "table", "student", Prompt("none", ""))
+    own = SimpleNamespace(teacher_path="m", model_path="m", prompt_file=None, distill_weight=1.0)
+    with pytest.raises(UserError, match='give --prompt_file, records with "teacher_messages"'):
+        teaching.check_lesson(own, table, range(4, len(table)))
+    teaching.check_lesson(own, table, range(len(table)))        # the first four have contexts
+    own.distill_weight = 0.5
+    teaching.check_lesson(own, table, range(4, len(table)))
 
 
 @pytest.mark.parametrize("flags, message", [

@@ -10,6 +10,8 @@ from tests.helpers import chats
 from tests.helpers.pool import Pool
 from tests.helpers.score_server import ScoreServer
 
+SERVED = ["--teacher_url", "u", "--teacher_path", ".", "--distill_topk", "5"]
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
@@ -71,11 +73,11 @@ def test_answers_that_are_no_scores(made):
 
 @pytest.mark.parametrize("flags, message", [
     (["--teacher_url", "u"], "--teacher_url needs --teacher_path"),
-    (["--teacher_url", "u", "--teacher_path", "t"], "--teacher_url needs --distill_topk"),
-    (["--teacher_url", "u", "--teacher_path", "t", "--distill_topk", "5", "--divergence", "reverse"],
-     "--divergence reverse needs"),
-    (["--teacher_url", "u", "--teacher_path", "t", "--distill_topk", "5", "--replay_every", "9"],
-     "--replay_every compares"),
+    (["--teacher_url", "u", "--teacher_path", "big/teacher"], "--teacher_url needs --teacher_path, a folder"),
+    (["--teacher_url", "u", "--teacher_path", "."], "--teacher_url needs --distill_topk"),
+    ([*SERVED, "--divergence", "reverse"], "--divergence reverse needs"),
+    ([*SERVED, "--replay_every", "9"], "--replay_every compares"),
+    ([*SERVED, "--request_timeout", "300"], "must end before --collective_timeout (600 s)"),
     (["--teacher_name", "n"], "--teacher_name needs --teacher_url")])
 def test_flags_that_would_do_nothing(flags, message, capsys):
     with pytest.raises(SystemExit):
