@@ -180,8 +180,9 @@ def assert_resumed_and_undisturbed(job, undisturbed):
     assert_undisturbed(job, undisturbed)
 
 
-def test_two_nodes_train_to_the_end(submit, undisturbed):
-    job = submit()
+def test_time_limit_saves_queues_again_and_finishes(submit, undisturbed):
+    """On two nodes, which train what one does."""
+    job = submit(sbatch=["--time=60", "--signal=B:USR1@170"])      # minutes, seconds
 
     def ranks_seen():
         """Of the trainers and their loaders, once there are two of them."""
@@ -190,14 +191,21 @@ def test_two_nodes_train_to_the_end(submit, undisturbed):
     places = wait_until(ranks_seen, "two trainers")
     assert {place[0] for place in places} == {"n1", "n2"} and {place[1] for place in places} == {"0", "1"}
     assert {place[2:] for place in places} == {("0", "2")} and len(places) == 2
-    assert job.end() == ("COMPLETED", 0), job.log
+    job.freeze_after(10)
+    job.limit(3)        # minutes; Slurm looks at time limits every 30 s, and warns
+    wait_until(lambda: "USR1: asking what runs to save and stop" in job.log, "Slurm's warning")
+    job.limit(60)
+    job.thaw()
+    state, restarts = job.end()
+    assert state == "COMPLETED" and restarts >= 1, job.log
+    saved = [int(step) for step in re.findall(r"asked to stop by SIGUSR1 at step (\d+); the job is queued", job.log)]
+    assert saved and resumed_at(job) == [0, *saved]     # each start goes on exactly where the one before was stopped
     assert f"job {job.id}, start 1, on n[1-2]: 2 x 1 trainers" in job.log
     assert job.log.count("done       step") == 1
     said = [(job.out / "node_logs" / f"{job.id}-{node}.log").read_text() for node in ("n1", "n2")]
     assert sum("done       step" in text for text in said) == 1         # rank 0's node says it, whichever that is
     assert not (job.out / "requeue").exists()
     assert_undisturbed(job, undisturbed)        # a rank with another one's shard of the data would end elsewhere
-
 
 def test_lost_node_noticed_by_slurm(submit, cluster, undisturbed):
     """The node is called down, Slurm queues the job again by itself, then the node is back."""
@@ -214,28 +222,13 @@ def test_lost_node_noticed_by_slurm(submit, cluster, undisturbed):
 def test_lost_node_not_noticed_by_slurm(submit, cluster, undisturbed):
     """The node is back before Slurm misses it: srun gives up after --wait, and the launcher queues the job again."""
     # gloo may not tell a rank that stood still while its peer died (docs/log.md): then its own limit does
-    job = submit("--collective_timeout", 120, SRUN_WAIT="10")   # torchrun took 5 s to see that the first node had ended
+    job = submit("--collective_timeout", 30, SRUN_WAIT="10")   # torchrun took 5 s to see that the first node had ended
     job.freeze_after(20)
     cluster("kill", "n2")
     cluster("up", "n2")
     job.thaw()
     assert_resumed_and_undisturbed(job, undisturbed)
     assert "train_tts: a node was lost; the job is queued again" in job.log
-
-
-def test_time_limit_saves_queues_again_and_finishes(submit, undisturbed):
-    job = submit(sbatch=["--time=60", "--signal=B:USR1@170"])      # minutes, seconds
-    job.freeze_after(10)
-    job.limit(3)        # minutes; Slurm looks at time limits every 30 s, and warns
-    wait_until(lambda: "USR1: asking what runs to save and stop" in job.log, "Slurm's warning")
-    job.limit(60)
-    job.thaw()
-    state, restarts = job.end()
-    assert state == "COMPLETED" and restarts >= 1, job.log
-    saved = [int(step) for step in re.findall(r"asked to stop by SIGUSR1 at step (\d+); the job is queued", job.log)]
-    assert saved and resumed_at(job) == [0, *saved]     # each start goes on exactly where the one before was stopped
-    assert not (job.out / "requeue").exists()
-    assert_undisturbed(job, undisturbed)
 
 
 def test_what_is_cancelled_or_fails_leaves_no_process_and_is_not_queued_again(submit, tmp_path):
