@@ -50,7 +50,7 @@ def main_with_a_wrong_bit(argv):
 @pytest.mark.parametrize("kind, where", [("ddp", "forward"), ("fsdp", "forward"), ("ddp full", "backward")])
 def test_a_wrong_bit_ends_the_run_and_names_its_rank(pool, tiny, tmp_path, kind, where):
     """Under "ddp" the save of the step before takes longer than a step may, and is waited for."""
-    slow = {"SLOW_DISK_S": "4"} if kind == "ddp" else {}
+    slow = {"SLOW_DISK_S": "1.5"} if kind == "ddp" else {}
     size = json.loads((tiny.model / "config.json").read_text())["vocab_size"]
     run = train_forked(pool, tiny, tmp_path / "out", *FLAGS, *KINDS[kind], "--replay_every", 2, "--save_steps", 1,
                        "--collective_timeout", 6 if slow else 600, ranks=2, ok=False, main=f"{__name__}.main_with_a_wrong_bit",
