@@ -4,16 +4,8 @@ import torch
 from torch import nn
 
 from common import distributed, tensor_files
-from tests.helpers.pool import Pool
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory):
-    ranks = Pool(4, tmp_path_factory.mktemp("pool"), "common.tensor_files")
-    yield ranks
-    ranks.close()
 
 
 @pytest.mark.parametrize("ranks, size", [(1, 0), (2, 0), (3, 0), (4, 0), (4, 2)])     # 4, 2: two copies, two shards

@@ -20,9 +20,8 @@ from distill import evaluate_prompt, packed_lm, rollouts, weights
 from distill.dataset import ChatSamples, ChatTable, Reading, collate, write_table
 from distill.divergence import divergence
 from distill.teacher import read_prompt, with_prompt
-from tests.helpers import chats
+from tests.helpers import chats, students
 from tests.helpers.lora_server import LoraServer
-from tests.helpers.pool import Pool
 
 PROMPT = "Name the language. the quick brown fox jumps over the lazy dog and again\n"
 SMOLLM2 = {"vocab_size": 401, "hidden_size": 36, "intermediate_size": 96, "num_hidden_layers": 3,       # 135M's shape,
@@ -246,24 +245,15 @@ def test_prompts_that_cannot_teach(made, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def train(made, tmp_path_factory):
+def train(pool, made):
     """train(ranks, output_dir, *flags) -> {step: {metric: value}} of a run of train_sft.py."""
-    pool = Pool(2, tmp_path_factory.mktemp("pool"), "distill.train_sft")
-
     def run(ranks, output_dir, *more, student="smollm2", prompted=True):
-        statuses, output = pool.run(ranks, "distill.train_sft.main", [str(part) for part in (
-            "--model_path", made / student, "--train_data_file", made / "chats.jsonl", "--output_dir", output_dir,
+        prompt = ("--prompt_file", made / "system.txt", "--prompt_role", "system") if prompted else ()
+        return students.train(
+            pool, ranks, output_dir, "--model_path", made / student, "--train_data_file", made / "chats.jsonl",
             "--validation_split", 0.2, "--seed", 5, "--use_lora", "--lora_rank", 4, "--learning_rate", 5e-3,
-            "--num_workers", 0, "--report_to", "none", "--logging_steps", 1, "--eval_steps", 3,
-            *(("--prompt_file", made / "system.txt", "--prompt_role", "system") if prompted else ()), *more)])
-        assert not any(statuses), output
-        lines = map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines())
-        found = {}
-        for line in lines:
-            found.setdefault(line["step"], {}).update(line)
-        return found
-    yield run
-    pool.close()
+            "--eval_steps", 3, *prompt, *more)
+    return run
 
 
 def losses(found, start=0):

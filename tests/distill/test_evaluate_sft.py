@@ -23,7 +23,6 @@ from common import distributed, report
 from distill import evaluate_sft, held_out, student, teacher
 from distill.labels import make_parser
 from tests.helpers import chats
-from tests.helpers.pool import Pool
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 
@@ -71,9 +70,9 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def train(made, tmp_path_factory):
+def train(pool, made):
     """train(name, *flags) -> checkpoint folder of a student, trained when first asked for. Look, do not touch."""
-    ranks, done = Pool(1, tmp_path_factory.mktemp("pool"), "distill.train_sft"), {}
+    done = {}
 
     def get(name, *flags, base="full"):
         if name not in done:
@@ -83,12 +82,11 @@ def train(made, tmp_path_factory):
                     out, "--logging_dir", made / "logs", "--report_to", "none", "--num_workers", 0, "--max_steps",
                     steps, "--eval_steps", 0, "--save_steps", 0, "--per_device_train_batch_size", 16,
                     "--global_batch_size", 16, "--learning_rate", 5e-3, *hold_out, *flags]
-            statuses, output = ranks.run(1, "distill.train_sft.main", [str(word) for word in line])
+            statuses, output = pool.run(1, "distill.train_sft.main", [str(word) for word in line])
             assert statuses == [0], output
             done[name] = out / f"checkpoint-{steps}"
         return done[name]
-    yield get
-    ranks.close()
+    return get
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill import evaluate_prompt
-from tests.helpers import chats
-from tests.helpers.pool import Pool
+from tests.helpers import chats, students
 
 PROMPT = "Name the language. the quick brown fox\n"
 
@@ -30,27 +29,15 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def train(made, tmp_path_factory):
+def train(pool, made):
     """train(ranks, output_dir, *flags) -> {step: {metric: value}} of a run of train_sft.py."""
-    pool = Pool(2, tmp_path_factory.mktemp("pool"), "distill.train_sft")
-
     def run(ranks, output_dir, *more, fails=""):
-        statuses, output = pool.run(ranks, "distill.train_sft.main", [str(part) for part in (
-            "--model_path", made / "student", "--train_data_file", made / "chats.jsonl", "--output_dir", output_dir,
-            "--prompt_file", made / "system.txt", "--prompt_role", "system", "--validation_split", 0.2,
-            "--seed", 5, "--learning_rate", 5e-3, "--num_workers", 0, "--report_to", "none", "--logging_steps", 1,
-            "--max_steps", 5, "--save_steps", 1, "--save_total_limit", 0, "--eval_steps", 0,
-            "--per_device_train_batch_size", 4 // ranks, "--gradient_accumulation_steps", 1, *more)])
-        if fails:
-            assert any(statuses) and fails in output
-            return None
-        assert not any(statuses), output
-        found = {}
-        for line in map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines()):
-            found.setdefault(line["step"], {}).update(line)
-        return found
-    yield run
-    pool.close()
+        return students.train(
+            pool, ranks, output_dir, "--model_path", made / "student", "--train_data_file", made / "chats.jsonl",
+            "--prompt_file", made / "system.txt", "--prompt_role", "system", "--validation_split", 0.2, "--seed", 5,
+            "--learning_rate", 5e-3, "--max_steps", 5, "--save_steps", 1, "--save_total_limit", 0, "--eval_steps", 0,
+            "--per_device_train_batch_size", 4 // ranks, "--gradient_accumulation_steps", 1, *more, fails=fails)
+    return run
 
 
 def kept_kl(made, student, name="keep.jsonl"):

@@ -18,8 +18,7 @@ from common.plan import Setup
 from distill import frozen, packed_lm, plan, rollouts, teaching, train_sft
 from distill.dataset import ChatSamples, ChatTable, Reading, collate, write_table
 from distill.teacher import Prompt
-from tests.helpers import chats
-from tests.helpers.pool import Pool
+from tests.helpers import chats, students
 
 PROMPT = "Name the language. the quick brown fox\n"
 WORLD = distributed.World(device=torch.device("cpu"))
@@ -230,26 +229,15 @@ def test_flags_that_would_do_nothing(flags, message, capsys):
 
 
 @pytest.fixture(scope="module")
-def train(made, tmp_path_factory):
+def train(pool, made):
     """train(ranks, output_dir, *flags) -> {step: {metric: value}} of a run of train_sft.py."""
-    pool = Pool(2, tmp_path_factory.mktemp("pool"), "distill.train_sft")
-
     def run(ranks, output_dir, *more, fails=""):
-        statuses, output = pool.run(ranks, "distill.train_sft.main", [str(part) for part in (
-            "--model_path", made / "student", "--train_data_file", made / "few.jsonl", "--output_dir", output_dir,
-            "--seed", 5, "--learning_rate", 2e-3, "--num_workers", 0, "--report_to", "none", "--logging_steps", 1,
-            "--train_turns", "last", "--max_steps", 4, "--save_steps", 1, "--save_total_limit", 0,
-            "--per_device_train_batch_size", 4 // ranks, "--gradient_accumulation_steps", 1, *more)])
-        if fails:
-            assert fails in output
-            return None
-        assert not any(statuses), output
-        found = {}
-        for line in map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines()):
-            found.setdefault(line["step"], {}).update(line)
-        return found
-    yield run
-    pool.close()
+        return students.train(
+            pool, ranks, output_dir, "--model_path", made / "student", "--train_data_file", made / "few.jsonl",
+            "--seed", 5, "--learning_rate", 2e-3, "--train_turns", "last", "--max_steps", 4, "--save_steps", 1,
+            "--save_total_limit", 0, "--per_device_train_batch_size", 4 // ranks, "--gradient_accumulation_steps", 1,
+            *more, fails=fails)
+    return run
 
 
 def losses(found):
@@ -292,10 +280,10 @@ def test_draws_are_those_of_the_student_of_now(made, train, tmp_path):
              "--on_policy", 1, "--max_new_tokens", 6)
     one = train(1, tmp_path / "one", "--parallel", "ddp", *flags)
     names = [made / "student", *(tmp_path / "one" / f"checkpoint-{step}" for step in (1, 2, 3))]
-    students = [AutoModelForCausalLM.from_pretrained(name) for name in names]
-    assert losses(one) == pytest.approx([own_loss(made, net, step) for step, net in enumerate(students)], rel=1e-6)
+    nets = [AutoModelForCausalLM.from_pretrained(name) for name in names]
+    assert losses(one) == pytest.approx([own_loss(made, net, step) for step, net in enumerate(nets)], rel=1e-6)
     for step in (1, 2, 3):
-        assert losses(one)[step] != pytest.approx(own_loss(made, students[step - 1], step), rel=1e-3), "stale"
+        assert losses(one)[step] != pytest.approx(own_loss(made, nets[step - 1], step), rel=1e-3), "stale"
 
     two = train(2, tmp_path / "two", "--parallel", "fsdp", *flags)
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)

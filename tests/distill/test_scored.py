@@ -7,7 +7,6 @@ import torch
 from common.distributed import UserError
 from distill import scored, train_sft
 from tests.helpers import chats
-from tests.helpers.pool import Pool
 from tests.helpers.score_server import ScoreServer
 
 SERVED = ["--teacher_url", "u", "--teacher_path", ".", "--distill_topk", "5"]
@@ -25,11 +24,10 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_losses_are_those_of_the_model_itself(made, tmp_path, tmp_path_factory, monkeypatch):
+def test_losses_are_those_of_the_model_itself(pool, made, tmp_path, monkeypatch):
     """On two ranks, on the student's own draws; the first calls are lost after the work: nothing counts twice. The
     password of the address and the key stand nowhere."""
     monkeypatch.setenv("OPENAI_API_KEY", "kept-key")
-    pool = Pool(2, tmp_path_factory.mktemp("pool"), "distill.train_sft")
 
     def losses(name, *more):
         statuses, output = pool.run(2, "distill.train_sft.main", [str(part) for part in (
@@ -42,15 +40,12 @@ def test_losses_are_those_of_the_model_itself(made, tmp_path, tmp_path_factory, 
         assert not any(statuses), output
         assert "secret" not in output and "kept-key" not in output
         return [json.loads(line)["train/loss"] for line in (tmp_path / name / "metrics.jsonl").open()]
-    try:
-        with ScoreServer(made / "teacher", "big", fails=3) as server:
-            address = server.url.replace("http://", "http://anna:secret@")
-            served = losses("served", "--teacher_url", address, "--teacher_name", "big")
-            asked = [tuple(body["prompt"]) for _, body in server.calls]
-        assert served == pytest.approx(losses("here"), rel=1e-4, abs=1e-6)
-        assert len(asked) == 3 * 12 + 3 and min(served) > 0.05
-    finally:
-        pool.close()
+    with ScoreServer(made / "teacher", "big", fails=3) as server:
+        address = server.url.replace("http://", "http://anna:secret@")
+        served = losses("served", "--teacher_url", address, "--teacher_name", "big")
+        asked = [tuple(body["prompt"]) for _, body in server.calls]
+    assert served == pytest.approx(losses("here"), rel=1e-4, abs=1e-6)
+    assert len(asked) == 3 * 12 + 3 and min(served) > 0.05
     stored = "".join(path.read_text(errors="replace") for path in (tmp_path / "served").rglob("*") if path.is_file())
     assert "secret" not in stored and "kept-key" not in stored
 

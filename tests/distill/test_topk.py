@@ -19,7 +19,6 @@ from distill import create_data, packed_lm, topk
 from distill.dataset import ChatTable, Reading, make_loader, write_table
 from tests.helpers import chats, tiny_teacher
 from tests.helpers.chats import LLAMA, QWEN, ask
-from tests.helpers.pool import Pool
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +252,7 @@ def test_no_rows_weigh_nothing():
 
 
 @pytest.mark.slow
-def test_a_student_comes_nearer_to_its_teacher(tmp_path):
+def test_a_student_comes_nearer_to_its_teacher(pool, tmp_path):
     """create_data.py with a real model, then train_sft.py: the divergence falls, well below a run without the flag."""
     teacher, tokenizer = tiny_teacher.save(tmp_path / "teacher")
     with torch.no_grad():       # parts of characters, which have no text, become rare
@@ -279,7 +278,7 @@ def test_a_student_comes_nearer_to_its_teacher(tmp_path):
     records = list(map(json.loads, lines))
     known = [record for record in records if "logprobs" in record]
     assert len(known) > 8 and all("".join(r["label_tokens"]) == r["messages"][1]["content"] for r in known)
-    pool, found = Pool(1, tmp_path, "distill.train_sft"), {}
+    found = {}
     for weight in (1.0, 1e-6):
         statuses, output = pool.run(1, "distill.train_sft.main", [str(part) for part in (
             "--model_path", tmp_path / "student", "--train_data_file", tmp_path / "labels.jsonl", "--output_dir",
@@ -290,6 +289,5 @@ def test_a_student_comes_nearer_to_its_teacher(tmp_path):
         assert f"{len(known)} of {len(records)} samples have alternatives" in output and "otherwise" not in output
         lines = map(json.loads, (tmp_path / f"out-{weight}" / "metrics.jsonl").read_text().splitlines())
         found[weight] = [line["train/kl_loss"] for line in lines if "train/kl_loss" in line]
-    pool.close()
     assert found[1.0][0] == pytest.approx(found[1e-6][0], rel=1e-5)
     assert found[1.0][-1] < 0.3 * found[1.0][0] and found[1.0][-1] < 0.5 * found[1e-6][-1]

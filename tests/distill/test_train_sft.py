@@ -29,7 +29,6 @@ from common.distributed import UserError
 from common.packing import PackOrder
 from distill import train_sft
 from tests.helpers import chats
-from tests.helpers.pool import Pool
 from tests.helpers.students import HELD_OUT, SEED, sample_loss
 from tests.helpers.trainer import ROOT, Run
 
@@ -45,13 +44,6 @@ METHODS = {"full": (), "lora": ("--use_lora", "--lora_rank", 5), "packs": ("--ma
            "dropout": ("--use_lora", "--lora_rank", 5, "--lora_dropout", 0.2),
            "distill": ("--distill_topk", 3, "--distill_weight", 0.7)}
 EVERY = "--save_steps 1 --save_total_limit 0 --logging_steps 2"
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory):
-    ranks = Pool(2, tmp_path_factory.mktemp("pool"), "distill.train_sft")
-    yield ranks
-    ranks.close()
 
 
 def arguments(made, output_dir, name, *more):
