@@ -21,7 +21,6 @@ from common import checkpoint, distributed, plan, resume
 from common.distributed import UserError
 from diffusion import blocks, demo_problems, dit, elbo, noise, problems, sampler, train_bd3lm, weights
 from diffusion.answers import execution_state, finish_region, question_state, region_text, room
-from tests.helpers.pool import Pool
 from tests.helpers.trainer import Run
 
 LR = 2e-3
@@ -44,13 +43,6 @@ def demo(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
     demo_problems.write_demo(folder, 24, 8)
     return folder
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory):
-    ranks = Pool(2, tmp_path_factory.mktemp("pool"), "diffusion.train_bd3lm")
-    yield ranks
-    ranks.close()
 
 
 def arguments(demo, output_dir, *flags):
