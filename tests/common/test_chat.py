@@ -18,7 +18,7 @@ import pytest
 from common import chat
 from common.distributed import UserError
 from tests.helpers import chats
-from tests.helpers.chats import LLAMA, QWEN, QWEN_OPEN, QWEN_THINK, ask
+from tests.helpers.chats import LLAMA, QWEN, QWEN_OPEN, QWEN_THINK, ask, encoder
 
 SYSTEM = {"role": "system", "content": "Answer with a label."}
 SINGLE = ask("Das ist ein Satz.", "de")
@@ -38,11 +38,6 @@ ANSWER = {QWEN: r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)",
 @pytest.fixture(scope="module")
 def made():
     return chats.tokenizer()
-
-
-def encoder(made, template, *options):
-    made.chat_template = template
-    return chat.Encoder(made, *options)
 
 
 def reference(made, messages, pattern, last=False, **options):

@@ -21,7 +21,7 @@ from distill.dataset import (
     write_table,
 )
 from tests.helpers import chats
-from tests.helpers.chats import QWEN, ask
+from tests.helpers.chats import QWEN, ask, encoder
 from tests.helpers.hub import Hub
 
 SINGLE = ask("Das ist ein Satz.", "de")
@@ -30,11 +30,6 @@ SINGLE = ask("Das ist ein Satz.", "de")
 @pytest.fixture(scope="module")
 def made():
     return chats.tokenizer()
-
-
-def encoder(made, template, *options):
-    made.chat_template = template
-    return chat.Encoder(made, *options)
 
 
 @pytest.mark.parametrize("line, part", [

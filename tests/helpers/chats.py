@@ -7,6 +7,8 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
+from common import chat
+
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>",
            "<|end_header_id|>", "<|eot_id|>"]
 TEXTS = ["the quick brown fox jumps over the lazy dog\n\nand again\n",
@@ -153,3 +155,9 @@ def student(folder, kind="qwen", **settings):
     model.save_pretrained(folder)
     made.save_pretrained(folder)
     return Path(folder)
+
+
+def encoder(made, template, *options):
+    """chat.Encoder of a tokenizer with a template."""
+    made.chat_template = template
+    return chat.Encoder(made, *options)
