@@ -528,7 +528,7 @@ def test_the_demo_of_the_readme(tmp_path):
         clip = sample["messages"][-1]["content"]
         clip["audio_url"] = str(voice / clip["audio_url"])
     (tmp_path / "train.json").write_text(json.dumps(samples))
-    settings |= {"DATA": str(tmp_path / "train.json"), "SENTENCES": "8"}
+    settings |= {"DATA": str(tmp_path / "train.json"), "SENTENCES": "4"}
     done = subprocess.run(["bash", ROOT / "launch" / "demo.sh"], text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, env=environment(**settings))
     assert done.returncode == 1, done.stdout[-3000:]
