@@ -38,15 +38,7 @@ from speech.data.code_cache import (
     look_up,
 )
 from speech.data.conversations import FILLED_S, file_of, unit_of
-from speech.data.decode import (
-    SAVED,
-    check_codes,
-    cut_wave,
-    decode_file,
-    filled,
-    header_frames,
-    read_codes,
-)
+from speech.data.decode import SAVED, check_codes, cut_wave, decode_file, filled, header_frames, read_codes
 
 MEASURES = ("seconds", "peak", "rms", "clipped", "dc")     # of a clip's sound: those of measure()
 SHARD_CLIPS, SHARD_SECONDS = 4096, 60.0     # a crash loses at most this much encoding

@@ -1,6 +1,4 @@
-"""--best_of, --split_text, --max_cer: the best of several takes, long texts part by part, and good takes as training
-data.
-"""
+"""--best_of, --split_text, --max_cer: the best of several takes, long texts part by part, good takes as data."""
 import json
 import re
 import tempfile
@@ -112,10 +110,8 @@ def speak_parts(texts, references, prepare, speak_some, judges):
 
 
 def good_rows(samples, records, max_cer):
-    """[ChatML row] of the takes to learn from, in order: those that ended by themselves, with at most so many character
-    errors a character. Each speaks what its Sample of read_prompts asks for, through the very codes of the take.
-
-    records: what the takes' JSON files say, one for each Sample.
+    """[ChatML row] of the takes that ended by themselves with at most so many errors a character: what a Sample of
+    read_prompts asks for, said by the very codes of its take. records: what the JSON file of each says.
     """
     def part(found):
         if not isinstance(found, Clip):
@@ -135,7 +131,7 @@ def good_rows(samples, records, max_cer):
 def write_good(folder, samples, records, max_cer):
     """Write good_rows as BEST in a folder -> a line about them."""
     rows = good_rows(samples, records, max_cer)
-    write_atomically(Path(folder) / BEST, lambda path: Path(path).write_text(
-        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)))
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_atomically(Path(folder) / BEST, lambda path: Path(path).write_text(lines))
     return (f"best       {len(rows)} of {len(records)} ended by themselves with at most {max_cer:.0%} character errors; "
             f"{folder}/{BEST}, training data")

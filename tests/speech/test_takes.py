@@ -2,7 +2,6 @@
 good takes become training data, code by code.
 """
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
