@@ -12,7 +12,7 @@ from common.distributed import UserError
 from speech.data.builder import TableBuilder
 from speech.data.code_cache import CodeReader
 from speech.data.conversations import Clip
-from speech.data.dataset import Encoding, ensure_codes
+from speech.data.dataset import Encoding, Table, ensure_codes
 from speech.data.decode import check_codes, read_codes
 from speech.data.encode import load_codec, plan_codes
 from speech.data.rows import read_samples
@@ -22,6 +22,7 @@ from speech.model import v2
 from speech.model.labels import delay_rows
 from speech.voice import generate, scores, takes, transcripts
 from tests.helpers.checkpoints import config_of
+from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 
 VOICE = ROOT / "launch" / "voice"
@@ -214,3 +215,31 @@ def test_the_trainer_reads_a_take_as_it_was_asked_for_and_spoken(voice, tmp_path
         assert np.array_equal(row["input_ids"], prompt.tokens) and np.array_equal(row["audio_ids"], prompt.audio_ids)
     with pytest.raises(UserError, match="no sound to hear: drop --asr_model"):
         transcripts.hear(WORLD, clips, np.arange(1), tmp_path / "heard", {"asr_command": "true"}, how)
+
+
+@pytest.mark.slow
+def test_spoken_chosen_and_learnt_through_the_scripts(pool, tmp_path):
+    """What is trained is what was spoken, code by code; a second speaking takes an old best.jsonl away."""
+    pytest.importorskip("pocketsphinx")
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
+
+    def run(script, *words):
+        model = "--model_path", VOICE / "model", "--audio_tokenizer_path", VOICE / "codec"
+        statuses, output = pool.run(1, f"{script}.main", [str(word) for word in (*model, *words)], timeout=PATIENCE_S)
+        assert not any(statuses), output
+        return output
+    speak = ("--prompts", tmp_path / "texts.txt", "--max_seconds", 4, "--ras_window", 0, "--output_dir", tmp_path / "said",
+             "--best_of", 2, "--asr_command", f"python {ROOT}/bench/hear_digits.py")
+    output = run("speech.generate_tts", *speak, "--max_cer", 1)
+    rows = [json.loads(line) for line in (tmp_path / "said" / takes.BEST).read_text().splitlines()]
+    about = [json.loads((tmp_path / "said" / f"{i:04d}.json").read_text()) for i in range(3)]
+    assert f"best       {len(rows)} of 3" in output and [row["cer"] for row in rows] == [
+        found["cer"] for found in about if found["cer"] <= 1] and len(rows) > 1
+    run("train_v2_ddp", "--train_data_file", tmp_path / "said" / takes.BEST, "--output_dir", tmp_path / "out", "--use_lora",
+        "--max_steps", 1, "--disable_eval", "--num_workers", 0, "--report_to", "none", "--code_cache", tmp_path / "codes")
+    table = Table(next((tmp_path / "out").glob("table-*")))
+    trained = [table.reader.codes(*table.where[clip].tolist()) for clip in table.clips.tolist()]
+    spoken = [np.load(tmp_path / "said" / row["messages"][-1]["content"][0]["audio_url"]) for row in rows]
+    assert len(trained) == len(spoken) and all(map(np.array_equal, trained, spoken))
+    run("speech.generate_tts", *speak[:-4], "--overwrite")
+    assert not (tmp_path / "said" / takes.BEST).exists() and not list((tmp_path / "said").glob("*.npy"))
