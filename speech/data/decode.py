@@ -38,7 +38,7 @@ def read_codes(path, cuts):
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             file.seek(0)
-            codes = np.load(file, allow_pickle=False)
+            codes = np.lib.format.read_array(file, allow_pickle=False)
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror or error})")
     if codes.dtype.kind not in "iu" or codes.ndim != 2:

@@ -145,9 +145,11 @@ def test_each_part_is_spoken_behind_the_codes_of_the_one_before(voice):
 @pytest.mark.parametrize("array, offset, why", [
     (np.zeros((5, 8)), None, "whole numbers"), (np.zeros(5, np.int16), None, "whole numbers"),
     (np.full((5, 8), 1024, np.int16), None, "0 to 1023"), (np.zeros((5, 8), np.int16), 1.0, "drop offset"),
-    (np.zeros((5, 4), np.int16), None, "4 codebooks"), (np.zeros((0, 8), np.int16), None, "or none")])
+    (np.zeros((5, 4), np.int16), None, "4 codebooks"), (None, None, "EOF"), (np.zeros((0, 8), np.int16), None, "or none")])
 def test_other_arrays_are_no_codes(tmp_path, array, offset, why):
     np.save(tmp_path / "a.npy", array)
+    if array is None:
+        (tmp_path / "a.npy").write_bytes(b"")
     with pytest.raises(ValueError, match=why):
         check_codes(read_codes(str(tmp_path / "a.npy"), [(offset, None)])[1], 8, 1024)
     bad = {}        # in training data
