@@ -69,6 +69,8 @@ def build_parser():
     g = p.add_argument_group("output")
     g.add_argument("--output_dir", default="./spoken", help="folder for the results; shared by all nodes")
     flags.switch(g, "--overwrite", help="delete results of an earlier run in there first")
+    g.add_argument("--max_cer", type=float, metavar="SHARE", help="with --best_of: write best.jsonl, training data, of "
+                   "the takes that ended by themselves with at most so many character errors, through their codes")
     flags.switch(g, "--save_codes", help="also write <name>.npy, the codec codes (frames, 8) int16")
     return p
 
@@ -90,6 +92,10 @@ def check_flags(args, world_size):
     need(args.best_of > 1 or not (args.asr_model or args.asr_command or args.speaker_model),
          "--asr_model, --asr_command and --speaker_model choose among takes: give --best_of; to judge speech, "
          "speech/evaluate_tts.py")
+    flags.share(args, "max_cer")
+    need(args.max_cer is None or args.asr_model or args.asr_command, "--max_cer needs --best_of and a recogniser")
+    need(args.max_cer is None or not args.split_text, "--max_cer does not go with --split_text: a part is no answer to "
+                                                      "the whole text")
     need(not (args.split_text and chatml), "--split_text is for texts and lines, not for ChatML prompts")
 
 
@@ -145,7 +151,7 @@ def earlier_results(output_dir, overwrite):
     """
     checkpoint.own_output(output_dir)
     old = [path for path in Path(output_dir).iterdir()
-           if path.suffix in (".wav", ".png", ".json", ".npy") and path.stem.isdigit()]
+           if path.suffix in (".wav", ".png", ".json", ".npy") and path.stem.isdigit() or path.name == "best.jsonl"]
     if old and not overwrite:
         raise UserError(f"--output_dir {output_dir} holds an earlier run's results ({old[0].name}, {len(old)} "
                         "files): give another folder, or --overwrite")
@@ -212,7 +218,7 @@ def speak_batch(native, codec, ids, settings, prompts, seed, noted, prepare, arg
     total = sum(len(codes) for codes, *_ in found) / FRAME_RATE
     for prompt, (codes, ended_by, wave, facts) in zip(prompts, found):
         about = {**generate.record(prompt, codes, ended_by, seed, seconds / total if total else None), **noted, **facts}
-        if args.save_codes:
+        if args.save_codes or args.max_cer is not None:
             checkpoint.write_atomically(Path(args.output_dir) / f"{prompt.name}.npy",
                                         lambda path, codes=codes: generate.save_codes(path, codes))
         generate.write_sample(args.output_dir, prompt.name, wave, generate.mel_picture(wave, prompt.text), about)
@@ -312,6 +318,10 @@ def main(argv=None):
             if stopped < len(records):
                 print(f"notice     {len(records) - stopped} were cut off at --max_seconds {args.max_seconds:g}: raise "
                       "it, or the model has not learnt to stop")
+            if args.max_cer is not None:
+                from speech.voice import takes
+                records.sort(key=lambda record: int(record["name"]))
+                print(takes.write_good(args.output_dir, samples, records, args.max_cer))
         distributed.finish()
 
 

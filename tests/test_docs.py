@@ -272,6 +272,12 @@ def shelf(tiny, pool, tmp_path_factory):
         write_speech(root / name / "0000.wav", 200 + 20 * number)
         if name != "clips":
             (root / name / "0000.json").write_text(json.dumps({"text": "Good day.", "ended_by": "eos"}))
+    (root / "takes").mkdir()        # of generate_tts.py --max_cer
+    for i in range(8):
+        np.save(root / "takes" / f"{i:04d}.npy", np.full((12 + i, 8), i, np.int16))
+    (root / "takes" / "best.jsonl").write_text("".join(json.dumps({"messages": [
+        {"role": "user", "content": f"Good day number {i}."},
+        {"role": "assistant", "content": {"type": "audio", "audio_url": f"{i:04d}.npy"}}]}) + "\n" for i in range(8)))
     (root / "judged").mkdir()
     (root / "judged" / "evaluation.json").write_text(json.dumps(
         {"name": "samples", "metrics": {"mcd": 5.0}, "samples": [], "settings": {}}))

@@ -14,6 +14,7 @@ from speech.data.code_cache import SAMPLE_RATE
 from speech.data.conversations import FILLED_S, file_of
 
 MIN_SAMPLES = 960               # one codec frame
+SAVED = ".npy"                  # codes that generate_tts.py --save_codes wrote: taken as they are, without sound
 UNKNOWN = 2**63 - 1             # length of a FLAC file that was written into a pipe, in libsndfile's words
 PIECE = 2**20                   # samples of such a file that are read at a time
 WHOLE = 0.99                    # of the samples that a header promises: with fewer a file is cut off
@@ -27,6 +28,32 @@ def decode_audio(path, cuts):
     """
     digest, rate, parts = decode_file(path, cuts)
     return digest, [cut_wave(part, rate, offset) for part, (offset, _) in zip(parts, cuts)]
+
+
+def read_codes(path, cuts):
+    """(sha256 hex of a .npy file of generate_tts.py --save_codes, its (T, K) codes). cuts: of decode_audio; codes are
+    taken whole. Raises ValueError with the reason.
+    """
+    try:
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            file.seek(0)
+            codes = np.lib.format.read_array(file, allow_pickle=False)
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror or error})")
+    if codes.dtype.kind not in "iu" or codes.ndim != 2:
+        raise ValueError("not (frames, codebooks) whole numbers, as --save_codes writes them")
+    if any(cut != (None, None) for cut in cuts):
+        raise ValueError("a part of saved codes cannot be taken: drop offset and duration")
+    return digest, codes
+
+
+def check_codes(codes, num_codebooks, size):
+    """Raise ValueError unless these are (T, num_codebooks) codes from 0 to size - 1, at least one."""
+    if codes.shape[1] != num_codebooks:
+        raise ValueError(f"has codes of {codes.shape[1]} codebooks, not of {num_codebooks}")
+    if not len(codes) or codes.min() < 0 or codes.max() >= size:
+        raise ValueError(f"has codes beyond 0 to {size - 1}, or none")
 
 
 def opened(path):
@@ -205,6 +232,8 @@ def header_frames(path, cuts, config):
 
     Raises ValueError with the reason. A file damaged behind its header is only found when it is decoded.
     """
+    if path.endswith(SAVED):
+        return [len(read_codes(path, [cut[:2] for cut in cuts])[1]) for _ in cuts]
     import soundfile
     try:
         if not os.path.getsize(file_of(path)):

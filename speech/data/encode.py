@@ -38,7 +38,7 @@ from speech.data.code_cache import (
     look_up,
 )
 from speech.data.conversations import FILLED_S, file_of, unit_of
-from speech.data.decode import cut_wave, decode_file, filled, header_frames
+from speech.data.decode import SAVED, check_codes, cut_wave, decode_file, filled, header_frames, read_codes
 
 MEASURES = ("seconds", "peak", "rms", "clipped", "dc")     # of a clip's sound: those of measure()
 SHARD_CLIPS, SHARD_SECONDS = 4096, 60.0     # a crash loses at most this much encoding
@@ -156,8 +156,13 @@ class _Decode(Dataset):
     def __getitem__(self, i):
         """(i, digest of the file, [(waveform of a cut, its measures), or text of why there is none])."""
         path, _, cuts = self.work[i]
+        stretches = [(clip.offset, clip.duration) for clip in cuts.values()]
         try:
-            digest, rate, parts = decode_file(path, [(clip.offset, clip.duration) for clip in cuts.values()])
+            if path.endswith(SAVED):
+                digest, codes = read_codes(path, stretches)
+                seconds = np.array([len(codes) / FRAME_RATE, *[np.nan] * (len(MEASURES) - 1)], np.float32)
+                return i, digest, [(codes, seconds)] * len(cuts)
+            digest, rate, parts = decode_file(path, stretches)
         except ValueError as error:
             return i, "", [str(error)] * len(cuts)
 
@@ -203,11 +208,14 @@ def _encode_files(world, mine, folder, how, progress, bad):
                 continue
             wave, measures = found
             heard += float(measures[0])
-            key = content_key(digest, clip, clip.filled and float(measures[0]) < FILLED_S)
+            saved = wave.ndim == 2
+            key = content_key(digest, clip, clip.filled and not saved and float(measures[0]) < FILLED_S)
             if key not in seen and not index.has(key) and _claim(world, key):
                 try:
-                    codes = encode_clip(codec, wave, bandwidth, how.num_codebooks)
-                    batch.add_codes(key, codes, measures)
+                    if saved:
+                        check_codes(wave, how.num_codebooks, codec.config.codebook_size)
+                    codes = wave if saved else encode_clip(codec, wave, bandwidth, how.num_codebooks)
+                    batch.add_codes(key, codes.astype(np.int16), measures)
                 except torch.OutOfMemoryError:
                     bad[number] = (f"{path}: {len(wave) / SAMPLE_RATE:.0f} s are too long to encode "
                                    "on this device")

@@ -37,7 +37,7 @@ from speech.data.conversations import (
     system_parts,
     trimmed,
 )
-from speech.data.decode import decode_audio, filled
+from speech.data.decode import SAVED, check_codes, decode_audio, filled, read_codes
 from speech.data.encode import encode_clip
 from speech.data.rows import read_samples
 from speech.model import versions  # imports weights: it explains a torchaudio that breaks every transformers import
@@ -216,13 +216,11 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
             users.setdefault(number, {})[builder.names[i].tobytes().decode()] = True
     for number in sorted(users):
         clip, why = builder.clips[number], ""
-        if clip.path.endswith(".npy"):      # of save_codes: heard as they are, without a way through sound
-            try:
-                codes[number] = saved_codes(clip, ids)
-            except (OSError, ValueError) as error:
-                problems += [f"{name}: its codes {clip.path}: {error}" for name in users[number]]
-            continue
         try:
+            if clip.path.endswith(SAVED):       # heard as they are, without a way through sound
+                codes[number] = read_codes(clip.path, [(clip.offset, clip.duration)])[1].astype(np.int64)
+                check_codes(codes[number], ids.num_codebooks, ids.stream_bos)
+                continue
             wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
             codes[number] = encode_clip(codec, filled(wave) if clip.filled else wave, bandwidth, ids.num_codebooks)
         except ValueError as error:
@@ -244,7 +242,7 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
             problems.append(f"{sample.name}: its true recording {target.path} {error}; mend it, or leave it out")
         prompts.append(Prompt(f"{number:04d}", sample.name, spoken_text(sample), row["input_ids"], row["audio_ids"],
                               row["is_audio"],
-                              [path for c in clips[:-1] if not (path := builder.clips[c].path).endswith(".npy")],
+                              [path for c in clips[:-1] if not (path := builder.clips[c].path).endswith(SAVED)],
                               target if target.path else None, length))
         assert len(row["input_ids"]) >= MIN_TOKENS or not isinstance(ids, TokenIds)
         if len(row["input_ids"]) > room:
@@ -437,18 +435,6 @@ def record(prompt, codes, ended_by, seed, real_time_factor):
             "reference_audio": prompt.references[-1] if prompt.references else None,
             "target_audio": clip and clip.path, "target_offset": clip and clip.offset,
             "target_seconds": prompt.target_seconds}
-
-
-def saved_codes(clip, ids):
-    """(T, K) int64 of a conversations.Clip whose file save_codes wrote. ValueError for another."""
-    codes = np.load(clip.path, allow_pickle=False)
-    if codes.dtype.kind not in "iu" or codes.ndim != 2 or codes.shape[1] != ids.num_codebooks:
-        raise ValueError(f"not (frames, {ids.num_codebooks}) whole numbers, as --save_codes writes them")
-    if len(codes) == 0 or codes.min() < 0 or codes.max() >= ids.stream_bos:
-        raise ValueError(f"not codes from 0 to {ids.stream_bos - 1}, or none")
-    if clip.offset or clip.duration:
-        raise ValueError("a part of saved codes cannot be taken: drop offset and duration")
-    return codes.astype(np.int64)
 
 
 def save_codes(path, codes):

@@ -368,7 +368,11 @@ def load_judges(asr_model=None, asr_command=None, speaker_model=None, mos=False,
     if speaker_model == "resemblyzer":
         embed = load_voices()
     elif speaker_model:
-        embed, model = load_x_vectors(speaker_model)
+        if speaker_model.endswith(".pth"):
+            from speech.voice.verification import load
+        else:
+            load = load_x_vectors
+        embed, model = load(speaker_model)
         models.append(model)
     if mos:
         dnsmos([], RATE)        # is it there?

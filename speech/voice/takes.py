@@ -1,4 +1,5 @@
-"""--best_of and --split_text: the best of several takes, and long texts part by part."""
+"""--best_of, --split_text, --max_cer: the best of several takes, long texts part by part, good takes as data."""
+import json
 import re
 import tempfile
 import textwrap
@@ -7,6 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from common.checkpoint import write_atomically
+from speech.data.conversations import Clip
+from speech.data.decode import SAVED
 from speech.data.text_normalization import heard
 from speech.voice import generate, scores
 from speech.voice.sample_prompts import judge
@@ -14,6 +18,7 @@ from speech.voice.sample_prompts import judge
 STRIDE = 1_000_003      # between the seeds of a prompt's takes: batches number theirs one by one
 PAUSE_S = 0.12          # of silence between parts
 FADE_S = 0.01           # at both ends of a part, so that a joint makes no click
+BEST = "best.jsonl"     # in the output folder: training data
 SENTENCE = r"(?<=[.!?…])\s+|(?<=[。！？])"        # ends there
 
 
@@ -102,3 +107,31 @@ def speak_parts(texts, references, prepare, speak_some, judges):
         whole.append((replace(prompts[0], text=text), np.concatenate(codes), ended_by,
                       join(waves, generate.SAMPLE_RATE), about))
     return whole
+
+
+def good_rows(samples, records, max_cer):
+    """[ChatML row] of the takes that ended by themselves with at most so many errors a character: what a Sample of
+    read_prompts asks for, said by the very codes of its take. records: what the JSON file of each says.
+    """
+    def part(found):
+        if not isinstance(found, Clip):
+            return {"type": "text", "text": found}
+        return {"type": "audio", "audio_url": found.path, "offset": found.offset, "duration": found.duration}
+
+    rows = []
+    for sample, about in zip(samples, records, strict=True):
+        if about["ended_by"] == "eos" and about["frames"] and about["cer"] is not None and about["cer"] <= max_cer:
+            *before, answer = sample.turns
+            messages = [{"role": turn.role, "content": list(map(part, turn.parts))}
+                        for turn in (*before, replace(answer, parts=[*answer.parts[:-1], Clip(about["name"] + SAVED)]))]
+            rows.append({"messages": messages, "cer": about["cer"]})
+    return rows
+
+
+def write_good(folder, samples, records, max_cer):
+    """Write good_rows as BEST in a folder -> a line about them."""
+    rows = good_rows(samples, records, max_cer)
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_atomically(Path(folder) / BEST, lambda path: Path(path).write_text(lines))
+    return (f"best       {len(rows)} of {len(records)} ended by themselves with at most {max_cer:.0%} character errors; "
+            f"{folder}/{BEST}, training data")

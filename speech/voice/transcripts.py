@@ -16,6 +16,7 @@ from common.distributed import UserError
 from common.watchdog import Stopped, stop_requested
 from speech.data import text_normalization
 from speech.data.code_cache import SAMPLE_RATE, file_key, file_keys
+from speech.data.decode import SAVED
 from speech.data.encode import Progress, decoded, share_work
 from speech.voice import scores
 
@@ -38,6 +39,8 @@ def hear(world, clips, numbers, folder, settings, how):
     judges = scores.load_judges(**settings)
 
     def plan():
+        if saved := [clips[i].path for i in numbers if clips[i].path.endswith(SAVED)]:
+            raise UserError(f"{saved[0]}: saved codes have no sound to hear: drop --asr_model and --asr_command")
         folder.mkdir(exist_ok=True)
         known = read_heard(folder, name)
         stats, keys = file_keys(clips[i] for i in numbers)

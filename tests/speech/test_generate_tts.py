@@ -514,6 +514,10 @@ def refuse(tiny, tmp_path, capsys):
     (("--text", "a", "--adapter", "nowhere"), "--adapter nowhere: no such folder"),
     (("--prompts", "gone.txt"), "gone.txt: cannot be read"),
     (("--text", "a", "--model_path", "./gone"), "--model_path ./gone: no such folder"),
+    (("--text", "a", "--max_cer", 0.1), "--max_cer needs --best_of and a recogniser"),
+    (("--text", "a", "--best_of", 2, "--asr_command", "true", "--max_cer", 2), "--max_cer is 2.0; it must lie between 0 and 1"),
+    (("--text", "a", "--best_of", 2, "--asr_command", "true", "--max_cer", 0.1, "--split_text", 9),
+     "--max_cer does not go with --split_text"),
 ])
 def test_mistakes_in_flags(refuse, flags, part):
     assert part in refuse(*flags)

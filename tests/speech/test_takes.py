@@ -1,22 +1,33 @@
-"""--best_of and --split_text: the take that is understood best is kept, and parts are spoken behind one another."""
-from types import SimpleNamespace
+"""--best_of, --split_text, --max_cer: the take that is understood best is kept, parts are spoken behind one another, and
+good takes become training data, code by code.
+"""
+import json
 
 import numpy as np
 import pytest
 import torch
 
+from common import distributed
+from common.distributed import UserError
+from speech.data.builder import TableBuilder
+from speech.data.code_cache import CodeReader
 from speech.data.conversations import Clip
-from speech.data.encode import load_codec
+from speech.data.dataset import Encoding, Table, ensure_codes
+from speech.data.decode import check_codes, read_codes
+from speech.data.encode import load_codec, plan_codes
+from speech.data.rows import read_samples
 from speech.demo import judge_demo
 from speech.generate_tts import load_to_speak
 from speech.model import v2
 from speech.model.labels import delay_rows
-from speech.voice import generate, scores, takes
+from speech.voice import generate, scores, takes, transcripts
 from tests.helpers.checkpoints import config_of
+from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 
 VOICE = ROOT / "launch" / "voice"
 CPU = torch.device("cpu")
+WORLD = distributed.World(device=CPU)
 TEXTS = ["five nine three seven four.", "one one eight zero.", "six two four nine."]
 
 
@@ -133,8 +144,104 @@ def test_each_part_is_spoken_behind_the_codes_of_the_one_before(voice):
 
 @pytest.mark.parametrize("array, offset, why", [
     (np.zeros((5, 8)), None, "whole numbers"), (np.zeros(5, np.int16), None, "whole numbers"),
-    (np.full((5, 8), 1024, np.int16), None, "from 0 to 1023"), (np.zeros((5, 8), np.int16), 1.0, "drop offset")])
+    (np.full((5, 8), 1024, np.int16), None, "0 to 1023"), (np.zeros((5, 8), np.int16), 1.0, "drop offset"),
+    (np.zeros((5, 4), np.int16), None, "4 codebooks"), (None, None, "EOF"), (np.zeros((0, 8), np.int16), None, "or none")])
 def test_other_arrays_are_no_codes(tmp_path, array, offset, why):
     np.save(tmp_path / "a.npy", array)
+    if array is None:
+        (tmp_path / "a.npy").write_bytes(b"")
     with pytest.raises(ValueError, match=why):
-        generate.saved_codes(Clip(str(tmp_path / "a.npy"), offset), SimpleNamespace(num_codebooks=8, stream_bos=1024))
+        check_codes(read_codes(str(tmp_path / "a.npy"), [(offset, None)])[1], 8, 1024)
+    bad = {}        # in training data
+    clip = Clip(str(tmp_path / "a.npy"), offset, offset)
+    ensure_codes(WORLD, [clip], Encoding(VOICE / "codec", tmp_path / "cache", 8), bad)
+    assert why in bad[0] and "a.npy" in bad[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Good takes as training data
+
+
+def asked(tmp_path):
+    """Samples of read_prompts: one text with a voice to take, the others without."""
+    system = {"role": "system", "content": "Speak."}
+    np.save(tmp_path / "voice.npy", np.arange(80).reshape(10, 8).astype(np.int16))
+    voice = [{"role": "user", "content": "one two."},
+             {"role": "assistant", "content": {"type": "audio", "audio_url": "voice.npy"}}]
+    rows = [{"messages": [system, *(voice if text == TEXTS[1] else ()), {"role": "user", "content": text}]} for text in TEXTS]
+    (tmp_path / "prompts.json").write_text(json.dumps(rows))
+    return generate.read_prompts(tmp_path / "prompts.json", True)
+
+
+def records(*scores):
+    """What JSON files of takes say. scores: (character errors, how it ended) of each."""
+    return [{"name": f"{i:04d}", "cer": cer, "ended_by": how, "frames": 9} for i, (cer, how) in enumerate(scores)]
+
+
+def test_takes_that_are_understood_and_ended_are_learnt(tmp_path):
+    """Red when a take has the errors of its neighbour."""
+    samples = asked(tmp_path)
+
+    def kept(found):
+        return [row["messages"][-1]["content"][-1]["audio_url"] for row in takes.good_rows(samples, found, 0.1)]
+    found = records((0.1, "eos"), (0.11, "eos"), (0.0, "eos"))
+    assert kept(found) == ["0000.npy", "0002.npy"]
+    assert kept(records((0.0, "length"), (None, "eos"), (0.05, "eos"))) == ["0002.npy"]
+    shifted = [about | {"cer": other["cer"]} for about, other in zip(found, found[1:] + found[:1])]
+    assert kept(shifted) != kept(found)
+
+
+def test_the_trainer_reads_a_take_as_it_was_asked_for_and_spoken(voice, tmp_path):
+    """The same tokens before it, a voice to take in them, and the very codes: none went through sound."""
+    samples, draw = asked(tmp_path), np.random.default_rng(3)
+    spoken = [draw.integers(0, 256, (9 + i, 8)) for i in range(3)]
+    for i, codes in enumerate(spoken):
+        generate.save_codes(tmp_path / f"{i:04d}.npy", codes)
+    line = takes.write_good(tmp_path, samples, records(*[(0.0, "eos")] * 3), 0.0)
+    assert line.startswith("best       3 of 3 ended by themselves with at most 0% character errors")
+    problems, prompts = [], voice[-1](samples, None)
+    builder = TableBuilder(v2.load_tokenizer(VOICE / "model"), voice[1])
+    builder.add(list(read_samples(tmp_path / takes.BEST, problems, normalize=True)), problems)
+    clips = list(builder.clips)
+    how = Encoding(VOICE / "codec", tmp_path / "cache", 8)
+    assert not problems and [len(builder.clips_of(i)) for i in range(3)] == [1, 2, 1]
+    assert plan_codes(clips, how)[2][:, 2].tolist() == [9, 10, 10, 11]
+    folder, shards, where = ensure_codes(WORLD, clips, how)
+    reader = CodeReader(folder, shards)
+    for i, prompt in enumerate(prompts):
+        *_, answer = codes = [reader.codes(*where[clip].tolist()) for clip in builder.clips_of(i)]
+        assert np.array_equal(answer, spoken[i])
+        tokens = builder.tokens[i].astype(np.int64)
+        tokens = tokens[:np.flatnonzero(tokens == voice[1].audio_placeholder_id)[-1]]
+        row = voice[1].assemble(tokens, np.zeros(len(tokens), bool), codes[:-1])
+        assert np.array_equal(row["input_ids"], prompt.tokens) and np.array_equal(row["audio_ids"], prompt.audio_ids)
+    with pytest.raises(UserError, match="no sound to hear: drop --asr_model"):
+        transcripts.hear(WORLD, clips, np.arange(1), tmp_path / "heard", {"asr_command": "true"}, how)
+
+
+@pytest.mark.slow
+def test_spoken_chosen_and_learnt_through_the_scripts(pool, tmp_path):
+    """What is trained is what was spoken, code by code; a second speaking takes an old best.jsonl away."""
+    pytest.importorskip("pocketsphinx")
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
+
+    def run(script, *words):
+        model = "--model_path", VOICE / "model", "--audio_tokenizer_path", VOICE / "codec"
+        statuses, output = pool.run(1, f"{script}.main", [str(word) for word in (*model, *words)], timeout=PATIENCE_S)
+        assert not any(statuses), output
+        return output
+    speak = ("--prompts", tmp_path / "texts.txt", "--max_seconds", 4, "--ras_window", 0, "--output_dir", tmp_path / "said",
+             "--best_of", 2, "--asr_command", f"python {ROOT}/bench/hear_digits.py")
+    output = run("speech.generate_tts", *speak, "--max_cer", 1)
+    rows = [json.loads(line) for line in (tmp_path / "said" / takes.BEST).read_text().splitlines()]
+    about = [json.loads((tmp_path / "said" / f"{i:04d}.json").read_text()) for i in range(3)]
+    assert f"best       {len(rows)} of 3" in output and [row["cer"] for row in rows] == [
+        found["cer"] for found in about if found["cer"] <= 1] and len(rows) > 1
+    run("train_v2_ddp", "--train_data_file", tmp_path / "said" / takes.BEST, "--output_dir", tmp_path / "out", "--use_lora",
+        "--max_steps", 1, "--disable_eval", "--num_workers", 0, "--report_to", "none", "--code_cache", tmp_path / "codes")
+    table = Table(next((tmp_path / "out").glob("table-*")))
+    trained = [table.reader.codes(*table.where[clip].tolist()) for clip in table.clips.tolist()]
+    spoken = [np.load(tmp_path / "said" / row["messages"][-1]["content"][0]["audio_url"]) for row in rows]
+    assert len(trained) == len(spoken) and all(map(np.array_equal, trained, spoken))
+    run("speech.generate_tts", *speak[:-4], "--overwrite")
+    assert not (tmp_path / "said" / takes.BEST).exists() and not list((tmp_path / "said").glob("*.npy"))
