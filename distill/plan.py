@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from common import plan
+from common import plan, step_memory
 from distill import weights
 from distill.dataset import PackedChats, samples_line
 from distill.packed_lm import mixture_text
@@ -26,28 +26,28 @@ def loss(model, tokens, targets):
 
 
 def step_of(model):
-    """plan.Step of a PackedLM; frozen models beside it are counted by with_frozen."""
+    """step_memory.Step of a PackedLM; frozen models beside it are counted by with_frozen."""
     if model.frozen:
         model = copy.copy(model)
         model.frozen = {}
-    return plan.Step(model, lambda model: weights.decoder_layers(model.native), loss)
+    return step_memory.Step(model, lambda model: weights.decoder_layers(model.native), loss)
 
 
 def memory(model, setup, lengths, targets, order, epochs=range(1)):
-    """(plan.Memory, tokens of the largest pack) of some epochs.
+    """(step_memory.Memory, tokens of the largest pack) of some epochs.
 
     model: the empty PackedLM as trained. lengths, targets: (n,) tokens of samples, trained ones.
     """
     tokens = int(np.maximum(plan.epoch_sums(order, epochs, lengths), setup.budget).max())
     trained = int(plan.epoch_sums(order, epochs, targets).max())
-    found = plan.memory(step_of(model), setup, (tokens, trained))
+    found = step_memory.estimate(step_of(model), setup, (tokens, trained))
     if model.frozen:
         found = with_frozen(found, model, setup, (tokens, trained))
     return found, tokens
 
 
 def with_frozen(found, model, setup, pack):
-    """plan.Memory with a PackedLM's frozen models: shards and gathered roots, always, and their forward as a stage."""
+    """step_memory.Memory with a PackedLM's frozen models: shards and gathered roots, always, and their forward as a stage."""
     from distill import frozen
     value, whole, stages = 2 if setup.bf16 else 4, 0, {}
     standing = sum(found.parts.get(name, 0) for name in ("weights", "optimizer", "average", "fixed"))
@@ -61,10 +61,10 @@ def with_frozen(found, model, setup, pack):
         host += stored / setup.shards * bool(setup.offload)
         whole += root + stored / setup.shards * (not setup.offload)
         alone = replace(setup, recompute=None, accumulation=1)
-        work = max(plan.step_bytes(step_of(other.packed), alone, pack, train=False).values())
+        work = max(step_memory.step_bytes(step_of(other.packed), alone, pack, train=False).values())
         stages[f"the {name}'s forward"] = standing + work + (2 * value * max(layers) if setup.fsdp else 0)
     stages |= found.stages
-    return plan.Memory(found.parts | {"teacher": whole}, {name: of + whole for name, of in stages.items()}, host)
+    return step_memory.Memory(found.parts | {"teacher": whole}, {name: of + whole for name, of in stages.items()}, host)
 
 
 def choose(args, world, ranks, model, lengths, targets):

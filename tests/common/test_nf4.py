@@ -21,10 +21,10 @@ if os.environ.get("BITSANDBYTES"):
 
 import lora
 import train_v2_ddp
-from common import adapters, document_attention, plan
+from common import adapters, document_attention, plan, step_memory
 from common.distributed import UserError, World
 from common.flags import parse
-from common.plan import Setup, step_bytes
+from common.step_memory import Setup, step_bytes
 from distill import packed_lm, train_sft, weights
 from distill import plan as chat_plan
 from speech import plan as speech_plan
@@ -235,8 +235,8 @@ def test_what_is_counted_is_what_a_real_step_has_alive(kind, recompute, monkeypa
     def loss(model, batch):
         return sum(part.sum() for part in model(batch)[:2]) if kind == "speech" else model(batch)[0]
     stored = sum(p.nbytes for p in model.parameters())
-    assert plan.memory(step, setup, pack).parts["weights"] == stored < 0.8 * sum(p.nbytes for p in empty.parameters())
-    found = step_bytes(plan.in_four_bits(step), setup, pack, gpu=False)
+    assert step_memory.estimate(step, setup, pack).parts["weights"] == stored < 0.8 * sum(p.nbytes for p in empty.parameters())
+    found = step_bytes(step_memory.in_four_bits(step), setup, pack, gpu=False)
     assert max(found.values()) == pytest.approx(real_peak(model, batch, loss, True), rel=0.03)
 
 
@@ -283,7 +283,7 @@ def planned(name, capsys, tmp_path):
         else:
             def memory_of(setup, order):
                 text = max(setup.budget * 4 // 10, 1)
-                return plan.memory(speech_plan.step_of(model), setup, (text, setup.budget - text, setup.budget - text,
+                return step_memory.estimate(speech_plan.step_of(model), setup, (text, setup.budget - text, setup.budget - text,
                                                                        text // 4))
             plan.choose_packs(args, ALONE, 1, CLIPS, memory_of)
         how = {None: "", "selective": ", cheap parts recomputed", "all": ", recomputed"}[args.gradient_checkpointing]

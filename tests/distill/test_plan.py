@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from common import adapters, document_attention
-from common.plan import Setup, step_bytes
+from common.step_memory import Setup, step_bytes
 from distill import dataset, packed_lm, plan, train_sft, weights
 from tests.helpers import chats
 from tests.helpers.live_bytes import by_lengths, real_peak
