@@ -32,8 +32,8 @@ def build_parser():
                    "inside a Higgs TTS 3 checkpoint)")
     g.add_argument("--adapter", help="folder with adapter_model.safetensors, used on top of --model_path")
     g.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU when there is one")
-    g.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto",
-                   help="of the base's weights; adapters stay float32; auto: bfloat16 on a GPU")
+    g.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto",
+                   help="of the base's weights; adapters stay float32; auto: bfloat16 on a GPU, float16 on a T4 or V100")
     g = p.add_argument_group("what to say")
     g.add_argument("--text", nargs="+", help="one or more texts")
     g.add_argument("--prompts", help="file: one text a line, or with the voice to take in it ChatML .json/.jsonl or a "
@@ -232,11 +232,12 @@ def record_line(about):
 
 
 def base_dtype(name, device):
-    """torch.dtype of --dtype; "auto" is bfloat16 on GPUs that have it."""
+    """torch.dtype of --dtype; "auto" is bfloat16 on GPUs that have it, float16 on others."""
     if name != "auto":
         return getattr(torch, name)
-    has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    return torch.bfloat16 if has_bf16 else torch.float32
+    if device.type != "cuda":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
 
 
 def load_to_speak(folder, config, adapter, dtype, device):
