@@ -223,12 +223,6 @@ def head_text(setup, model):
             f"{metrics.model_text(model, setup.adapters)}; the weight files have them all")
 
 
-def with_keep(args, lines):
-    """Lines of a plan, and what it leaves out with --keep."""
-    more = ["keep       its packs are not counted: rows longer than the training's need more memory"]
-    return [*lines[:-1], *more * bool(args.keep), lines[-1]]
-
-
 def time_text(flops, shares):
     """The least that training steps of so many FLOPs on each GPU take. shares: for each of RATES, the
     most of its rate that such steps reach by count (bench/roofline.py).
@@ -382,7 +376,9 @@ def cost_text(setup):
     if setup.base_dtype == "nf4":
         parts.append("a base rounded to four bits, made again in each forward and backward")
     if setup.offload:
-        parts.append("weights and gradients cross the bus in each step")
+        other = " (pip install bitsandbytes: --auto would take a base in four bits instead)"
+        parts.append("weights and gradients cross the bus in each step"
+                     + other * (setup.may_round and not can_round()))
     return "; ".join(parts) or "nothing"
 
 

@@ -121,7 +121,8 @@ def print_plan(args, ranks, model, data, order, lines, left, code_cache):
     model: the empty versions.packed as trained. order: PackOrder. lines: on steps, intervals,
     start. left: steps to go. code_cache: folder of encoded audio.
     """
-    lines = plan.with_keep(args, lines)
+    keep = ["keep       its packs are not counted: rows longer than the training's need more memory"]
+    lines = [*lines[:-1], *keep * bool(args.keep), lines[-1]]
     setup, table = plan.setup_of(args, ranks), data.table
     lengths, new = table.lengths[data.train], table.where[:, 0] < 0
     new_frames = int(table.where[new, 2].sum())
