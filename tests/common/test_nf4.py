@@ -4,6 +4,7 @@ Needs bitsandbytes: installed, or in the folder that BITSANDBYTES names.
 """
 import gc
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -28,6 +29,7 @@ from common.step_memory import Setup, step_bytes
 from distill import packed_lm, train_sft, weights
 from distill import plan as chat_plan
 from speech import plan as speech_plan
+from speech.generate_tts import load_to_speak
 from speech.model import v2, v3
 from tests.common.test_float8 import speech, student
 from tests.distill.test_plan import batch_of, built
@@ -84,6 +86,23 @@ def test_a_layer_is_dequantise_then_multiply_bit_for_bit(shape, dtype):
     assert torch.equal(torch.autograd.grad(out, [x], grad.view_as(out))[0], grad @ weight)
     if shape[0] > 1000:
         assert layer.weight.nbytes * 8 < 4.4 * weight.numel()
+
+
+@needs_it
+def test_a_card_of_8_gb_speaks_on_the_base_that_was_trained_on():
+    """launch/voice's model and adapter: the same logits bit for bit as with rounded weights, in a third of the bytes."""
+    folder = ROOT / "launch" / "voice" / "model"
+    config, stored, found = json.loads((folder / "config.json").read_text()), [], []
+    for four_bits in (False, True):
+        native = load_to_speak(folder, config, folder.parent / "adapter", torch.float32, torch.device("cpu"), four_bits)
+        base = [module for name, module in native.model.layers.named_modules()
+                if isinstance(module, torch.nn.Linear) and "lora_" not in name and not hasattr(module, "base_layer")]
+        for module in () if four_bits else base:
+            module.weight.data = rounded(module.weight, torch.float32)
+        stored.append(sum(module.weight.nbytes for module in base))
+        with torch.no_grad():
+            found.append(native(input_ids=torch.arange(1, 30)[None]).logits)
+    assert torch.equal(*found) and stored[1] < stored[0] / 3
 
 
 @needs_it
