@@ -97,7 +97,7 @@ def check_memory(found, limit, setup):
            {"--gradient_checkpointing": smaller and not setup.recompute,
             "--gradient_checkpointing all": smaller and setup.recompute == "selective",
             f"a smaller --{samples}": smaller and (setup.budget or setup.batch_size > 1),
-            "--bf16": not setup.bf16,
+            f"--bf16{' (T4, V100: --fp16)' * (setup.adapters is not None)}": not setup.bf16,
             f"--base_dtype nf4{'' if can_round() else ' (pip install bitsandbytes)'}":
             setup.may_round and setup.base_dtype is None and not setup.fsdp,
             "--parallel fsdp": shards and setup.ranks > 1,
