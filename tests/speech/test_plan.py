@@ -400,7 +400,8 @@ def test_codec_of_another_kind(run, tiny, tmp_path):
 @pytest.mark.slow
 def test_memory_and_disk(run):
     message = complains(run("--gpu_memory", 1.01), "memory: about 1.", "each GPU, which has 1.01 GiB, 5 % of it left "
-                        "for fragmentation; what helps: --bf16 (T4, V100: --fp16), --parallel fsdp --cpu_offload, --use_lora")
+                        "for fragmentation; what helps: --bf16 (T4, V100: --fp16), --parallel fsdp --cpu_offload, "
+                        "--use_lora")
     assert len(message) == 1
     message = complains(run("--gpu_memory", 1.01, "--parallel", "fsdp", "--gradient_checkpointing", "--bf16",
                             "--per_device_train_batch_size", 1, "--use_lora"), "what helps: --cpu_offload")
