@@ -63,6 +63,7 @@ def test_what_is_counted_is_what_a_real_step_has_alive(kind, lora, bf16, recompu
     assert max(found.values()) == pytest.approx(peak, rel=0.03)
 
 
+@pytest.mark.slow
 def test_packs_of_keep_are_counted(monkeypatch):
     """Answers of the untouched base beside them; 600 tokens where training has 200."""
     monkeypatch.setattr(document_attention, "_attention_by_document", lambda q, *others: by_lengths(
