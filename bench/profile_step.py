@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import measure
 from bench.speed import SCRIPTS, SETS, length, make_files, our_command, packed
 from bench.table import origin
-from common import flags, plan, run
+from common import flags, plan, run, step_memory
 
 WARM_UP, ROWS, WIDTH = 4, 25, 64
 GROUPS = {      # the first that a name of an operator or a kernel matches
@@ -104,9 +104,9 @@ def train(name, words, watch):
             raise Finished
         return real_window(now)
 
-    with plan.swapped((plan, "print_room", print_room)):
+    with step_memory.swapped((plan, "print_room", print_room)):
         script.train(parse("--dry_run", "1"))
-    with plan.swapped((run.TrainState, "window", window)), contextlib.suppress(Finished):
+    with step_memory.swapped((run.TrainState, "window", window)), contextlib.suppress(Finished):
         script.train(parse())
     return planned[0]
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import data
 import train_v2_ddp
 from bench import fake_cuda, shapes
-from common import checkpoint, distributed, flags, fused, loading, plan, run, tensor_files, watchdog
+from common import checkpoint, distributed, flags, fused, loading, plan, run, step_memory, tensor_files, watchdog
 from diffusion import choices, dit, noise, train_bd3lm
 from distill import train_sft
 from speech import choices as speech_choices
@@ -197,7 +197,7 @@ def pairs_of(batch):
 def written(ledger, files):
     """Write the files of tensor_files.stage, as far as to reading the copies -> their bytes in pinned memory."""
     read = []
-    with plan.swapped((tensor_files, "save", lambda tensors, path: read.extend(map(ledger.read, tensors.values())))):
+    with step_memory.swapped((tensor_files, "save", lambda tensors, path: read.extend(map(ledger.read, tensors.values())))):
         for name, write in files.items():
             if name.endswith(".safetensors"):
                 write(Path(name))
@@ -280,7 +280,7 @@ def rehearse(trainer, folder, words, layers=2, ranks=1, planned=True):
         (dit, "Model", on_gpu), (dit, "sparse_attention", sparse_attention)]
     if real_load:
         changes.append((script, "load_model", load_model))
-    with plan.swapped(*changes), contextlib.redirect_stdout(io.StringIO()), contextlib.ExitStack() as stack:
+    with step_memory.swapped(*changes), contextlib.redirect_stdout(io.StringIO()), contextlib.ExitStack() as stack:
         if planned:
             script.train(parse("--dry_run", str(ranks)))
         args = parse()

@@ -157,8 +157,8 @@ def inner_compile(module, inputs, **about):
     return run
 
 
-def assembled(name, source):
-    """Code of a Triton kernel for sm_90, in its first configuration."""
+def assembled(name, source, arch=90):
+    """Code of a Triton kernel for sm_90 or another, in its first configuration."""
     import triton
     from torch._inductor.codecache import PyCodeCache
     from triton.backends.compiler import GPUTarget
@@ -170,7 +170,7 @@ def assembled(name, source):
     constants = {key if isinstance(key, tuple) else (arguments.index(key),): value
                  for key, value in (meta["constants"] | config.kwargs).items()}
     given = ASTSource(fn=kernel.fn, signature=kinds, constexprs=constants, attrs=meta["configs"][0])
-    made = triton.compile(given, target=GPUTarget("cuda", 90, 32), options={
+    made = triton.compile(given, target=GPUTarget("cuda", arch, 32), options={
         "num_warps": config.num_warps, "num_stages": config.num_stages})
     ptx = made.asm["ptx"]
     widths = re.findall(r"(?:ld|st)\.global(?:\.L1::evict\w+)*(?:\.L2::\w+)*\.([.\w]+)", ptx)

@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from common import plan
+from common import plan, step_memory
 from common.flags import named
 from diffusion import dit, noise, weights
 
@@ -24,26 +24,26 @@ def loss(model, rows, length, n_noisy, masked):
 
 
 def step_of(config, backend):
-    """plan.Step of a network of a Config. backend: --attn_backend, None for that of GPUs."""
+    """step_memory.Step of a network of a Config. backend: --attn_backend, None for that of GPUs."""
     with torch.device("meta"):
         model = weights.module_of(config).Model(config, backend or "flex")
-    attention = dit, "sparse_attention", lambda q, k, v, mask: plan.Kept.apply(q, k, v)
-    return plan.Step(model, lambda model: model.layers, loss, (attention,), average=True)
+    attention = dit, "sparse_attention", lambda q, k, v, mask: step_memory.Kept.apply(q, k, v)
+    return step_memory.Step(model, lambda model: model.layers, loss, (attention,), average=True)
 
 
 def setup_of(args, ranks):
-    """plan.Setup of the flags; adapters are not for every start."""
+    """step_memory.Setup of the flags; adapters are not for every start."""
     return replace(plan.setup_of(args, ranks), adapters=None)
 
 
 def memory(args, step, setup, rows, eval_rows, targets):
-    """plan.Memory of micro-steps with at most so many targets, of which a share is masked."""
+    """step_memory.Memory of micro-steps with at most so many targets, of which a share is masked."""
     masked = noise.mean_rate(args.t_range, args.noise_schedule) * targets
     size = rows.length, rows.noisy_length
     evaluated = args.per_device_eval_batch_size
     held_out = evaluated, *size, round(masked * evaluated / setup.batch_size)
     pack = setup.batch_size, *size, round(masked)
-    return plan.memory(step, setup, pack, held_out if eval_rows else None)
+    return step_memory.estimate(step, setup, pack, held_out if eval_rows else None)
 
 
 def by_rows(args, setup, rows, row_tokens):

@@ -5,49 +5,60 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from common import plan
+from common import plan, step_memory
+from common.packing import pack_order
 from distill import weights
 from distill.dataset import PackedChats, samples_line
 from distill.packed_lm import mixture_text
 
 
-def loss(model, tokens, targets):
-    """A PackedLM's loss of a pack of so many tokens, of which some are trained."""
+def loss(model, tokens, targets, kept=False):
+    """A PackedLM's loss of a pack of so many tokens, of which some are trained. kept: of --keep."""
     def numbers(*shape):
         return torch.zeros(shape, dtype=torch.int64)
     places, rows = numbers(tokens), numbers(targets)
     teacher = ()
-    if model.prompted:          # the teacher's forward keeps only what the head reads: two tokens
+    if model.prompted or kept:  # the teacher's forward keeps only what the head reads: two tokens
         teacher = (None, None, places[:2], places[:2], places[:2].int(), rows, 2)
     elif model.share:
         teacher = (numbers(targets, 1), torch.zeros(targets, 1))
     batch = PackedChats(places, places, places[:2].int(), rows, rows, tokens, (), {}, *teacher)
-    return model(batch).loss
+    return model(replace(batch, kept=kept)).loss
 
 
 def step_of(model):
-    """plan.Step of a PackedLM; frozen models beside it are counted by with_frozen."""
+    """step_memory.Step of a PackedLM; frozen models beside it are counted by with_frozen."""
     if model.frozen:
         model = copy.copy(model)
         model.frozen = {}
-    return plan.Step(model, lambda model: weights.decoder_layers(model.native), loss)
+    return step_memory.Step(model, lambda model: weights.decoder_layers(model.native), loss)
 
 
-def memory(model, setup, lengths, targets, order, epochs=range(1)):
-    """(plan.Memory, tokens of the largest pack) of some epochs.
+def memory(model, setup, lengths, targets, order, epochs=range(1), kept=None):
+    """(step_memory.Memory, tokens of the largest pack) of some epochs.
 
     model: the empty PackedLM as trained. lengths, targets: (n,) tokens of samples, trained ones.
+    kept: ChatTable of --keep, or None.
     """
     tokens = int(np.maximum(plan.epoch_sums(order, epochs, lengths), setup.budget).max())
     trained = int(plan.epoch_sums(order, epochs, targets).max())
-    found = plan.memory(step_of(model), setup, (tokens, trained))
+    found = step_memory.estimate(step_of(model), setup, (tokens, trained))
+    pack = tokens, trained
+    if kept is not None:
+        order = pack_order(kept.lengths, tokens_per_pack=setup.budget,
+                           samples_per_pack=setup.batch_size, seed=0)
+        theirs = [int(plan.epoch_sums(order, range(20), of).max())
+                  for of in (kept.lengths, kept.targets)]
+        other = step_memory.estimate(step_of(model), setup, (*theirs, model.lora))
+        found = max(found, other, key=lambda memory: memory.peak)
+        pack = tuple(map(max, pack, theirs))
     if model.frozen:
-        found = with_frozen(found, model, setup, (tokens, trained))
+        found = with_frozen(found, model, setup, pack)
     return found, tokens
 
 
 def with_frozen(found, model, setup, pack):
-    """plan.Memory with a PackedLM's frozen models: shards and gathered roots, always, and their forward as a stage."""
+    """step_memory.Memory with a PackedLM's frozen models: shards and gathered roots, always, and their forward as a stage."""
     from distill import frozen
     value, whole, stages = 2 if setup.bf16 else 4, 0, {}
     standing = sum(found.parts.get(name, 0) for name in ("weights", "optimizer", "average", "fixed"))
@@ -61,29 +72,28 @@ def with_frozen(found, model, setup, pack):
         host += stored / setup.shards * bool(setup.offload)
         whole += root + stored / setup.shards * (not setup.offload)
         alone = replace(setup, recompute=None, accumulation=1)
-        work = max(plan.step_bytes(step_of(other.packed), alone, pack, train=False).values())
+        work = max(step_memory.step_bytes(step_of(other.packed), alone, pack, train=False).values())
         stages[f"the {name}'s forward"] = standing + work + (2 * value * max(layers) if setup.fsdp else 0)
     stages |= found.stages
-    return plan.Memory(found.parts | {"teacher": whole}, {name: of + whole for name, of in stages.items()}, host)
+    return step_memory.Memory(found.parts | {"teacher": whole}, {name: of + whole for name, of in stages.items()}, host)
 
 
-def choose(args, world, ranks, model, lengths, targets):
+def choose(args, world, ranks, model, lengths, targets, kept=None):
     """--auto: set the flags that are open; returns whether the model has to be built anew."""
     return plan.choose_packs(args, world, ranks, lengths,
-                             lambda setup, order: memory(model, setup, lengths, targets, order)[0])
+                             lambda setup, order: memory(model, setup, lengths, targets, order, kept=kept)[0])
 
 
-def print_plan(args, ranks, model, table, split, order, lines, left):
+def print_plan(args, ranks, model, table, split, order, lines, left, kept=None):
     """Print what a run comes to; UserError with all that it will not fit into.
 
     model: the empty PackedLM as trained. split: (numbers of samples to train, to validate). order:
     PackOrder. lines: on steps, intervals, start. left: steps to go.
     """
-    lines = plan.with_keep(args, lines)
     setup = plan.setup_of(args, ranks)
     lengths, targets = table.lengths[split[0]], table.targets[split[0]]
     epochs = range(min(20, args.num_train_epochs))
-    found, tokens = memory(model, setup, lengths, targets, order, epochs)
+    found, tokens = memory(model, setup, lengths, targets, order, epochs, kept)
     average = (f"{len(lengths) / order.packs_per_epoch:.1f} samples and "
                f"{lengths.sum() / order.packs_per_epoch:,.0f} tokens each on average")
     beside = []

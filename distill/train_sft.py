@@ -444,7 +444,7 @@ def train(args):
     if args.auto or dry:
         from distill import plan
     if args.auto and plan.choose(args, world, ranks, model, table.lengths[train_ids],
-                                 table.targets[train_ids]):
+                                 table.targets[train_ids], inputs.kept):
         model, parts = empty_model(inputs.folder, args)
     # a checkpoint of a run with another identity is refused; only rank 0 reads the files for it
     identity = world.is_main and run_identity(args, inputs, table.fingerprint(train_ids))
@@ -469,7 +469,7 @@ def train(args):
         lines = [run.steps_text(total_steps, steps_per_epoch, ranks, accumulation, about), often,
                  run.start_text(at["step"], resume)]
         plan.print_plan(args, ranks, model, table, (train_ids, eval_ids), order, lines,
-                        total_steps - at["step"])
+                        total_steps - at["step"], inputs.kept)
         return print("dry run ok")
     held_out = distributed.rank0_first(world, write_held_out, args.output_dir, table, train_ids,
                                        eval_ids, inputs.prompt)

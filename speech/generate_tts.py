@@ -20,7 +20,7 @@ from speech import choices
 from speech.choices import CHATML, ON_OFF
 
 # flags that a sample's sound depends on, noted in its JSON file
-SOUND = ("model_path", "adapter", "batch_size")
+SOUND = ("model_path", "adapter", "base_dtype", "batch_size")
 
 
 def build_parser():
@@ -32,8 +32,10 @@ def build_parser():
                    "inside a Higgs TTS 3 checkpoint)")
     g.add_argument("--adapter", help="folder with adapter_model.safetensors, used on top of --model_path")
     g.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU when there is one")
-    g.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto",
-                   help="of the base's weights; adapters stay float32; auto: bfloat16 on a GPU")
+    g.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto",
+                   help="of the base's weights; adapters stay float32; auto: bfloat16 on a GPU, float16 on a T4 or V100")
+    g.add_argument("--base_dtype", choices=("nf4",), help="keep the base's layers in four bits, as the run did "
+                   "whose adapter this is: for 8 to 12 GB")
     g = p.add_argument_group("what to say")
     g.add_argument("--text", nargs="+", help="one or more texts")
     g.add_argument("--prompts", help="file: one text a line, or with the voice to take in it ChatML .json/.jsonl or a "
@@ -87,6 +89,8 @@ def check_flags(args, world_size):
     need(args.top_p is None or 0 < args.top_p <= 1, f"--top_p is {args.top_p}; it must be more than 0 and at most 1")
     flags.above_zero(args, "max_seconds")
     flags.at_least_one(args, "batch_size", "best_of")
+    if args.base_dtype:
+        flags.need_package("bitsandbytes", "--base_dtype nf4")
     flags.zero_or_more(args, "split_text")
     choices.check_recognisers(args)
     need(args.best_of > 1 or not (args.asr_model or args.asr_command or args.speaker_model),
@@ -103,6 +107,7 @@ def check_flags(args, world_size):
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import time
+from functools import partial
 
 import numpy as np
 import torch
@@ -238,17 +243,19 @@ def record_line(about):
 
 
 def base_dtype(name, device):
-    """torch.dtype of --dtype; "auto" is bfloat16 on GPUs that have it."""
+    """torch.dtype of --dtype; "auto" is bfloat16 on GPUs that have it, float16 on others."""
     if name != "auto":
         return getattr(torch, name)
-    has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    return torch.bfloat16 if has_bf16 else torch.float32
+    if device.type != "cuda":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
 
 
-def load_to_speak(folder, config, adapter, dtype, device):
+def load_to_speak(folder, config, adapter, dtype, device, four_bits=False):
     """Native model for generate on the device, in eval mode; an adapter stays beside its frozen base, in fp32.
 
-    config: the folder's config.json dict. adapter: PEFT folder or None. Raises UserError.
+    config: the folder's config.json dict. adapter: PEFT folder or None. four_bits: the base's layers as nf4.py has
+    them. Raises UserError.
     """
     module = versions.module(config)
     native = net = module.empty_model(config, dtype, folder)
@@ -256,10 +263,17 @@ def load_to_speak(folder, config, adapter, dtype, device):
     weights.check_weights(native, parts, folder)
     if adapter:
         net = adapters.add_saved(native, adapter, whole=module.WHOLE_MODULES)
+    load = weights.load_weights
+    if four_bits:
+        from common import nf4
+        for name, parameter in native.named_parameters():      # what is frozen is converted
+            parameter.requires_grad_("lora_" in name)
+        nf4.convert(module.layers(native))
+        load = partial(nf4.load_weights, native, load)
     net.to_empty(device=device)
     module.reset_buffers(native, device)
     loaded = adapters.base_weights(net) if adapter else dict(native.named_parameters())
-    weights.load_weights(loaded, parts)
+    load(loaded, parts, None)
     if adapter:
         adapters.load_adapters(net, adapter)
     return native.eval()
@@ -293,7 +307,7 @@ def main(argv=None):
             return generate.prepare(some, tokenizer, ids, codec, bandwidth, room, numbers)
         share = prepare_share(world, samples, mine, args.batch_size, prepare)
         dtype = base_dtype(args.dtype, world.device)
-        native = load_to_speak(folder, config_dict, args.adapter, dtype, world.device)
+        native = load_to_speak(folder, config_dict, args.adapter, dtype, world.device, args.base_dtype)
         if world.is_main:       # only now that nothing can be wrong any more
             for path in old:
                 path.unlink()

@@ -4,7 +4,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from common import plan
+from common import plan, step_memory
 from common.packing import PackOrder
 from common.problems import collect
 from speech.data.code_cache import FRAME_RATE
@@ -72,8 +72,8 @@ def layers_of(model):
 
 
 def step_of(model):
-    """plan.Step of a versions.packed; equal for one model, so that its validation is run once."""
-    return plan.Step(model, layers_of, loss, ((v2, "_attention_by_sample", plan.varlen),))
+    """step_memory.Step of a versions.packed; equal for one model, so that its validation is run once."""
+    return step_memory.Step(model, layers_of, loss, ((v2, "_attention_by_sample", step_memory.varlen),))
 
 
 def speaking_bytes(native, setup, speaker):
@@ -89,14 +89,14 @@ def speaking_bytes(native, setup, speaker):
 
 
 def memory(args, model, setup, data, order, epochs=range(1)):
-    """(plan.Memory, (packs, 4) rows) of some epochs. model: the empty versions.packed to train."""
+    """(step_memory.Memory, (packs, 4) rows) of some epochs. model: the empty versions.packed to train."""
     rows, held_out = rows_by_kind(data.table, data.ids), None
     packs = packs_of(order, epochs, rows[data.train], setup.budget)
     if len(data.held_out):
         order = PackOrder(data.table.lengths[data.held_out], shuffle=False,
                           samples_per_pack=args.per_device_eval_batch_size)
         held_out = worst(packs_of(order, [0], rows[data.held_out]))
-    found = plan.memory(step_of(model), setup, worst(packs), held_out)
+    found = step_memory.estimate(step_of(model), setup, worst(packs), held_out)
     if data.speaker:
         state = sum(found.parts[name] for name in ("weights", "gradients", "optimizer", "fixed"))
         speaking = speaking_bytes(model.base_model, setup, data.speaker)
@@ -121,7 +121,8 @@ def print_plan(args, ranks, model, data, order, lines, left, code_cache):
     model: the empty versions.packed as trained. order: PackOrder. lines: on steps, intervals,
     start. left: steps to go. code_cache: folder of encoded audio.
     """
-    lines = plan.with_keep(args, lines)
+    keep = ["keep       its packs are not counted: rows longer than the training's need more memory"]
+    lines = [*lines[:-1], *keep * bool(args.keep), lines[-1]]
     setup, table = plan.setup_of(args, ranks), data.table
     lengths, new = table.lengths[data.train], table.where[:, 0] < 0
     new_frames = int(table.where[new, 2].sum())

@@ -14,7 +14,7 @@ from tests.helpers.trainer import ROOT
 
 ENTRIES = {"README.md", "LICENSE", "AGENTS.md", "CHANGELOG.md", "requirements.txt", "requirements.lock",
            "pyproject.toml", "train_v2_ddp.py", "data.py", "lora.py", "minimal",
-           "speech", "diffusion", "distill", "common", "launch", "tests", "bench", "docs"}
+           "speech", "diffusion", "distill", "common", "launch", "notebooks", "tests", "bench", "docs"}
 MAY_IMPORT = {"common": {"common"}, "speech": {"speech", "common"}, "diffusion": {"diffusion", "common"},
               "distill": {"distill", "common"}, "data": {"speech", "common"}, "lora": {"speech", "common"},
               "train_v2_ddp": {"data", "lora", "speech", "common"}}

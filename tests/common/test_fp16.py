@@ -1,14 +1,17 @@
 """--fp16: the scale against torch's GradScaler, and real training: skipped steps, resume, ranks that agree."""
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import train_v2_ddp
 from common import fp16
 from common.distributed import UserError
-from distill import train_sft
+from distill import packed_lm, train_sft
+from distill.linear_loss import linear_loss
 from tests.helpers import chats
 from tests.helpers.trainer import Run, bad_token, main_with_a_bad_token, train_forked
 from tests.speech.test_train_v2_ddp import assert_same_bits
@@ -126,3 +129,19 @@ def test_what_fp16_needs(flags, reason):
                                                   "--fp16", *flags.split(), *more])
         with pytest.raises(UserError, match=reason):
             trainer.check_flags(args, 1)
+
+
+def test_no_sum_over_rows_overflows_before_the_scale():
+    """The head of a full fine-tuning of chats: 256 rows of one target, hidden states up to 900. The gradient of the
+    weight is a sum over rows, taken before the loss scale comes, so no smaller scale could mend it.
+    """
+    hidden = torch.full((256, 16), 900.0, dtype=torch.float16, requires_grad=True)
+    weight = torch.zeros(8, 16, requires_grad=True)
+    targets = torch.zeros(256, dtype=torch.int64)
+    with torch.autocast("cpu", torch.float16):
+        loss, _ = linear_loss(partial(packed_lm.head_sums, 0.0, None), hidden, weight, None, 256, targets)
+    (loss * 2.0 ** -8).backward()
+    wide = weight.detach().double().requires_grad_()
+    F.cross_entropy(hidden.detach().double() @ wide.t(), targets, reduction="sum").mul(2.0 ** -8).backward()
+    torch.testing.assert_close(weight.grad.double(), wide.grad, rtol=1e-3, atol=0)
+    assert (wide.grad * 2 ** 8).abs().max() > 2 * torch.finfo(torch.float16).max

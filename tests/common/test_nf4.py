@@ -4,6 +4,7 @@ Needs bitsandbytes: installed, or in the folder that BITSANDBYTES names.
 """
 import gc
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -21,13 +22,14 @@ if os.environ.get("BITSANDBYTES"):
 
 import lora
 import train_v2_ddp
-from common import adapters, document_attention, plan
+from common import adapters, document_attention, plan, step_memory
 from common.distributed import UserError, World
 from common.flags import parse
-from common.plan import Setup, step_bytes
+from common.step_memory import Setup, step_bytes
 from distill import packed_lm, train_sft, weights
 from distill import plan as chat_plan
 from speech import plan as speech_plan
+from speech.generate_tts import load_to_speak
 from speech.model import v2, v3
 from tests.common.test_float8 import speech, student
 from tests.distill.test_plan import batch_of, built
@@ -84,6 +86,23 @@ def test_a_layer_is_dequantise_then_multiply_bit_for_bit(shape, dtype):
     assert torch.equal(torch.autograd.grad(out, [x], grad.view_as(out))[0], grad @ weight)
     if shape[0] > 1000:
         assert layer.weight.nbytes * 8 < 4.4 * weight.numel()
+
+
+@needs_it
+def test_a_card_of_8_gb_speaks_on_the_base_that_was_trained_on():
+    """launch/voice's model and adapter: the same logits bit for bit as with rounded weights, in a third of the bytes."""
+    folder = ROOT / "launch" / "voice" / "model"
+    config, stored, found = json.loads((folder / "config.json").read_text()), [], []
+    for four_bits in (False, True):
+        native = load_to_speak(folder, config, folder.parent / "adapter", torch.float32, torch.device("cpu"), four_bits)
+        base = [module for name, module in native.model.layers.named_modules()
+                if isinstance(module, torch.nn.Linear) and "lora_" not in name and not hasattr(module, "base_layer")]
+        for module in () if four_bits else base:
+            module.weight.data = rounded(module.weight, torch.float32)
+        stored.append(sum(module.weight.nbytes for module in base))
+        with torch.no_grad():
+            found.append(native(input_ids=torch.arange(1, 30)[None]).logits)
+    assert torch.equal(*found) and stored[1] < stored[0] / 3
 
 
 @needs_it
@@ -235,8 +254,8 @@ def test_what_is_counted_is_what_a_real_step_has_alive(kind, recompute, monkeypa
     def loss(model, batch):
         return sum(part.sum() for part in model(batch)[:2]) if kind == "speech" else model(batch)[0]
     stored = sum(p.nbytes for p in model.parameters())
-    assert plan.memory(step, setup, pack).parts["weights"] == stored < 0.8 * sum(p.nbytes for p in empty.parameters())
-    found = step_bytes(plan.in_four_bits(step), setup, pack, gpu=False)
+    assert step_memory.estimate(step, setup, pack).parts["weights"] == stored < 0.8 * sum(p.nbytes for p in empty.parameters())
+    found = step_bytes(step_memory.in_four_bits(step), setup, pack, gpu=False)
     assert max(found.values()) == pytest.approx(real_peak(model, batch, loss, True), rel=0.03)
 
 
@@ -283,7 +302,7 @@ def planned(name, cards, capsys, tmp_path):
         else:
             def memory_of(setup, order):
                 text = max(setup.budget * 4 // 10, 1)
-                return plan.memory(speech_plan.step_of(model), setup, (text, setup.budget - text, setup.budget - text,
+                return step_memory.estimate(speech_plan.step_of(model), setup, (text, setup.budget - text, setup.budget - text,
                                                                        text // 4))
             plan.choose_packs(args, ALONE, 1, CLIPS, memory_of)
         how = {None: "", "selective": ", cheap parts recomputed", "all": ", recomputed"}[args.gradient_checkpointing]

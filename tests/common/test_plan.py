@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers
 
-from common import adapters, document_attention, plan
+from common import adapters, document_attention, plan, step_memory
 from common.distributed import World
 from common.flags import Parser, UserError, parse
 from common.packing import PackOrder
-from common.plan import GIB, Memory, Setup
+from common.step_memory import GIB, Memory, Setup
 from diffusion import plan as block_plan
 from distill import packed_lm, train_sft, weights
 from distill import plan as chat_plan
@@ -91,20 +91,20 @@ def students():
 def test_parts_of_the_memory(students):
     """16 bytes a value, over 8 GPUs two; offloaded none; gradients once more where accumulation goes between."""
     step, pack, values = chat_plan.step_of(students[False]), (4096, 2048), 4_022_468_096
-    alone = plan.memory(step, Setup(1, recompute="all"), pack)
+    alone = step_memory.estimate(step, Setup(1, recompute="all"), pack)
     assert [alone.parts[name] / values for name in ("weights", "gradients", "optimizer")] == [4, 4, 8]
     assert alone.parts["copies"] == 0 and alone.parts["fixed"] == GIB
-    sharded = plan.memory(step, Setup(8, "fsdp", recompute="all"), pack)
+    sharded = step_memory.estimate(step, Setup(8, "fsdp", recompute="all"), pack)
     assert sum(sharded.parts[name] for name in ("weights", "gradients", "optimizer")) == 2 * values
     root, layer = 151936 * 2560 + 2560, (values - 151936 * 2560 - 2560) // 36
     assert sharded.parts["copies"] == 2 * (root + 3 * layer) and sharded.parts["fixed"] == 2 * GIB
-    kept = plan.memory(step, Setup(8, "fsdp", recompute="all", reshard=False), pack)
+    kept = step_memory.estimate(step, Setup(8, "fsdp", recompute="all", reshard=False), pack)
     assert kept.parts["copies"] == 2 * values
-    away = plan.memory(step, Setup(8, "fsdp", recompute="all", offload=True), pack)
+    away = step_memory.estimate(step, Setup(8, "fsdp", recompute="all", offload=True), pack)
     assert away.parts["weights"] == away.parts["optimizer"] == 0 and away.host == 2 * values
-    more = plan.memory(step, Setup(8, "fsdp", recompute="all", accumulation=2), pack)
+    more = step_memory.estimate(step, Setup(8, "fsdp", recompute="all", accumulation=2), pack)
     assert more.parts["gradients"] == 4.5 * values and more.peak - sharded.peak > 3.9 * values
-    in_buckets = plan.memory(step, Setup(2, recompute="all"), pack)        # of DDP, all the time
+    in_buckets = step_memory.estimate(step, Setup(2, recompute="all"), pack)        # of DDP, all the time
     assert in_buckets.peak > alone.peak + GIB
 
 
@@ -137,7 +137,9 @@ def test_choices_for_a_model_of_4b(students, tmp_path, capsys, gpus, gib, words,
     (Setup(1, adapters=False, offload=False, budget=4096), 0.05, "--parallel fsdp --cpu_offload, --use_lora"),
     (Setup(1, adapters=False, offload=False, budget=4096), 20, "--gradient_checkpointing, a smaller "
      "--max_tokens_per_batch, --parallel fsdp --cpu_offload, --use_lora"),
-    (Setup(8, adapters=True, offload=False), 0.05, "--base_dtype nf4, --parallel fsdp, --parallel fsdp --cpu_offload"),
+    (Setup(8, adapters=True, offload=False), 0.05, "--parallel fsdp, --parallel fsdp --cpu_offload"),
+    (Setup(8, adapters=True, offload=False, whole=True, budget=1024), 20, "--gradient_checkpointing, a smaller "
+     "--max_tokens_per_batch"),
     (Setup(8, "fsdp", adapters=True, offload=False, accumulation=2), 0.05, "--gradient_accumulation_steps 1, "
      "--cpu_offload"), (Setup(1), 20, "--gradient_checkpointing")], ids=str)
 def test_advice_on_memory_names_what_helps(setup, activations, helps):
@@ -148,6 +150,36 @@ def test_advice_on_memory_names_what_helps(setup, activations, helps):
     assert str(told.value) == ("memory: about 22.90 GiB needed on each GPU, which has 24.00 GiB, 5 % of it left for "
                                f"fragmentation; what helps: {helps}")
     plan.check_memory(found, 24.2 * GIB, setup)
+
+
+@pytest.mark.parametrize("words, installed, open_to", [
+    ("--bf16 --use_lora", True, {"nf4", "fsdp"}), ("--bf16 --use_lora", False, {"fsdp"}), ("--bf16", True, {"fsdp"}),
+    ("--bf16 --use_lora --compile", True, {"fsdp"}), ("--bf16 --use_lora --parallel fsdp", True, {"fsdp"}),
+    ("--fp16 --use_lora", True, {"nf4"}), ("--fp16", True, set()),
+    ("--bf16 --use_lora --base_dtype nf4", True, {"nf4"})], ids=str)
+def test_small_cards_are_told_of_nothing_that_is_refused(words, installed, open_to, monkeypatch):
+    """By advice and by --auto alike, on one GPU and two; the plan says fp16 where it is."""
+    find = plan.importlib.util.find_spec
+    monkeypatch.setattr(plan.importlib.util, "find_spec", lambda name: (
+        installed or None) if name == "bitsandbytes" else find(name))
+    args = parse(train_sft.build_parser(), train_sft.check_flags, [
+        "--model_path", "m", "--train_data_file", "d", "--dry_run", "2", "--report_to", "none", *words.split()])
+    setup = plan.setup_of(args, 2)
+    setup = replace(setup, parallel="fsdp" if "fsdp" in words else "ddp")
+    with pytest.raises(UserError) as told:
+        plan.check_memory(Memory({"activations": 0}, {"": 30 * GIB}, 0), 24 * GIB, setup)
+    told = str(told.value).partition("what helps: ")[2]
+    named = "--parallel" in words or "--base_dtype" in words
+    assert ("--base_dtype nf4" in told) == (not named and (not installed or "nf4" in open_to)), told
+    assert ("nf4 (pip install bitsandbytes)" in told) == (not installed)
+    assert ("--parallel fsdp" in told) == ("fsdp" in open_to and not named), told
+    for ranks in (1, 2):
+        tried = list(plan.by_tokens(args, replace(setup, ranks=ranks), LENGTHS, lambda _: Namespace(packs_per_epoch=9)))
+        assert ({"nf4"} if any(way.base_dtype for way in tried) else set()) == open_to & {"nf4"}
+        assert any(way.fsdp for way in tried) == ("fsdp" in open_to)
+        assert not any(way.fsdp and way.base_dtype for way in tried)
+    wide = "fp16" if "--fp16" in words else "bf16"
+    assert f"ddp, {wide}\n" in plan.head_text(replace(setup, parallel="ddp"), torch.nn.Linear(2, 2))
 
 
 def test_a_run_that_fits_nowhere_is_refused_before_it_starts(tmp_path, monkeypatch):

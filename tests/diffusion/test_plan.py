@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from common.plan import GIB, Setup, memory, step_bytes
+from common.step_memory import GIB, Setup, estimate, step_bytes
 from diffusion import dit, noise, plan
 from tests.helpers.live_bytes import real_peak
 
@@ -48,7 +48,7 @@ def test_the_guides_recommended_micro_step():
     step = step_of("flex", "small", 50258)
 
     def found(**setup):
-        return memory(step, Setup(**setup), (43, 512, 384, 6417))
+        return estimate(step, Setup(**setup), (43, 512, 384, 6417))
     one = found(ranks=1)
     assert (one.peak - one.parts["fixed"]) / GIB == pytest.approx(16.1, rel=0.05)
     assert one.parts["average"] == one.parts["weights"] == one.parts["optimizer"] / 2 == 4 * 169_627_218

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 from common import chat, distributed
 from common.distributed import UserError
 from common.packing import pack_order
-from common.plan import Setup
+from common.step_memory import Setup
 from distill import frozen, packed_lm, plan, rollouts, teaching, train_sft
 from distill.dataset import ChatSamples, ChatTable, Reading, collate, write_table
 from distill.teacher import Prompt

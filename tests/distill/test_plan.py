@@ -1,5 +1,6 @@
 """--dry_run of the chat trainer: what it counts is what a real step has alive."""
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -7,8 +8,9 @@ import torch
 import transformers
 
 from common import adapters, document_attention
-from common.plan import Setup, step_bytes
-from distill import dataset, packed_lm, plan, train_sft, weights
+from common.packing import pack_order
+from common.step_memory import Setup, step_bytes
+from distill import dataset, keep, packed_lm, plan, train_sft, weights
 from tests.helpers import chats
 from tests.helpers.live_bytes import by_lengths, real_peak
 
@@ -59,6 +61,25 @@ def test_what_is_counted_is_what_a_real_step_has_alive(kind, lora, bf16, recompu
     setup = Setup(1, bf16=bf16, recompute=recompute)
     found = step_bytes(plan.step_of(empty), setup, (600, len(batch.rows)), gpu=False)
     assert max(found.values()) == pytest.approx(peak, rel=0.03)
+
+
+@pytest.mark.slow
+def test_packs_of_keep_are_counted(monkeypatch):
+    """Answers of the untouched base beside them; 600 tokens where training has 200."""
+    monkeypatch.setattr(document_attention, "_attention_by_document", lambda q, *others: by_lengths(
+        [150] * 4 if len(q) == 600 else [len(q)])(q, *others))
+    empty, model = built("qwen", True, True, False, None)
+    empty.chunk = model.chunk = 200
+    batch = keep.kept([(i, np.arange(150) % 250, np.arange(150) >= 30, None) for i in range(4)])
+    peak = real_peak(model, batch, lambda model, batch: model(batch).loss, True)
+    setup = Setup(1, batch_size=4)
+    counted = max(step_bytes(plan.step_of(empty), setup, (600, 480, True), gpu=False).values())
+    assert counted == pytest.approx(peak, rel=0.03)
+    order = pack_order(np.full(8, 50), tokens_per_pack=0, samples_per_pack=4, seed=1)
+    few, both, many = (plan.memory(empty, setup, np.full(8, each), np.full(8, each - 10), order, kept=kept)[0].parts
+                       for each, kept in ((50, None), (50, SimpleNamespace(lengths=np.full(8, 150),
+                                                                           targets=np.full(8, 120))), (150, None)))
+    assert few["activations"] < 0.6 * many["activations"] < both["activations"] * 0.7
 
 
 def test_sharded_weights_are_computed_on_in_bfloat16(monkeypatch):

@@ -14,7 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from bench import fake_cuda, rehearsal
-from common import distributed, low_rank, plan, tensor_files
+from common import distributed, low_rank, step_memory, tensor_files
 from diffusion import dit
 from speech.model import v2
 
@@ -84,7 +84,7 @@ STAGING = {
 def staged(change):
     """What is found wrong with tensor_files.stage of two tensors that training changes before and after."""
     device = torch.device("cuda", 0)
-    with plan.swapped(change), fake_cuda.rehearsal() as ledger:
+    with step_memory.swapped(change), fake_cuda.rehearsal() as ledger:
         ledger.begin()
         named = {"weight": torch.zeros(1000, 10, device=device), "step": torch.zeros((), device=device)}
         files = tensor_files.stage(distributed.World(device=device), "model", named)
@@ -100,7 +100,7 @@ def counts(case, folder, planned=True):
     rows = step.ledger.rows
     return {"launches": sum(row.launches for row in rows),
             "elementwise_gb": round(sum(row.size for row in rows if row.kind == "elementwise") / 1e9, 3),
-            "peak_gib": round(step.peak / plan.GIB, 3), "planned_gib": round(step.planned / plan.GIB, 3),
+            "peak_gib": round(step.peak / step_memory.GIB, 3), "planned_gib": round(step.planned / step_memory.GIB, 3),
             "waits": dict(step.ledger.syncs), "save": {
                 "waits": step.waits, "hazards": dict(step.ledger.hazards), "bytes": step.saved, "ranks": ranks,
                 "planned": step.checkpoint}}
@@ -115,7 +115,7 @@ def main():
         for case in CASES:
             print(json.dumps({"case": case, **counts(case, folder)}), file=sys.__stdout__, flush=True)
         for fault, (case, change) in FAULTS.items():
-            with plan.swapped(change):
+            with step_memory.swapped(change):
                 try:
                     found = counts(case, folder, planned=False)
                 except Exception as error:

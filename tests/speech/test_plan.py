@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import HiggsAudioV2Config
 
 import lora
-from common import document_attention, plan
+from common import document_attention, plan, step_memory
 from common.distributed import UserError
-from common.plan import GIB, Setup, step_bytes
+from common.step_memory import GIB, Setup, step_bytes
 from data import collate
 from speech import plan as speech_plan
 from speech.data.dataset import split_validation
@@ -99,9 +99,9 @@ def test_full_fine_tuning_of_3b_fits_eight_gpus(real):
     """Packs of 8192 tokens, checkpointing: room in 80 GB, which DDP has not."""
     step, setup = speech_plan.step_of(v2.PackedHiggs(real)), Setup(8, "fsdp", recompute="all")
     pack = 2048, 6144, 6144, 512
-    assert 12 * GIB < plan.memory(step, setup, pack).peak < 30e9
-    assert plan.memory(step, replace(setup, accumulation=2), pack).peak < 60e9
-    assert plan.memory(step, Setup(8, recompute="all"), pack).peak > 86 * GIB       # whole on every GPU
+    assert 12 * GIB < step_memory.estimate(step, setup, pack).peak < 30e9
+    assert step_memory.estimate(step, replace(setup, accumulation=2), pack).peak < 60e9
+    assert step_memory.estimate(step, Setup(8, recompute="all"), pack).peak > 86 * GIB       # whole on every GPU
 
 
 def test_speaking_takes_what_it_can_use(real):
@@ -400,7 +400,8 @@ def test_codec_of_another_kind(run, tiny, tmp_path):
 @pytest.mark.slow
 def test_memory_and_disk(run):
     message = complains(run("--gpu_memory", 1.01), "memory: about 1.", "each GPU, which has 1.01 GiB, 5 % of it left "
-                        "for fragmentation; what helps: --bf16, --parallel fsdp --cpu_offload, --use_lora")
+                        "for fragmentation; what helps: --bf16 (T4, V100: --fp16), --parallel fsdp --cpu_offload, "
+                        "--use_lora")
     assert len(message) == 1
     message = complains(run("--gpu_memory", 1.01, "--parallel", "fsdp", "--gradient_checkpointing", "--bf16",
                             "--per_device_train_batch_size", 1, "--use_lora"), "what helps: --cpu_offload")

@@ -1,0 +1,61 @@
+"""notebooks/first_voice.ipynb: clean, and every code cell runs, on the CPU with launch/voice's tiny model."""
+import ast
+import json
+import re
+import sys
+import types
+
+import pytest
+
+from tests.helpers.trainer import ROOT
+
+BOOK = ROOT / "notebooks" / "first_voice.ipynb"
+CELLS = json.loads(BOOK.read_text())["cells"]
+
+
+def source(cell):
+    return "".join(cell["source"])
+
+
+def test_it_is_clean():
+    """As nbformat 4.5's schema wants it, no output, no number of a run, no line that Python alone cannot read."""
+    book = json.loads(BOOK.read_text())
+    assert (book["nbformat"], book["nbformat_minor"]) == (4, 5) and set(book) == {
+        "nbformat", "nbformat_minor", "metadata", "cells"}
+    assert 1 < len(CELLS) <= 20 and len({cell["id"] for cell in CELLS}) == len(CELLS)
+    for cell in CELLS:
+        assert re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", cell["id"]) and cell["metadata"] == {}
+        assert all(line.endswith("\n") for line in cell["source"][:-1])
+        if cell["cell_type"] == "code":
+            assert set(cell) == {"cell_type", "id", "metadata", "source", "outputs", "execution_count"}
+            assert cell["outputs"] == [] and cell["execution_count"] is None
+            ast.parse(source(cell))
+            assert max(map(len, source(cell).splitlines())) <= 100
+        else:
+            assert cell["cell_type"] == "markdown" and set(cell) == {"cell_type", "id", "metadata", "source"}
+
+
+@pytest.mark.slow
+def test_its_cells_run(tmp_path, monkeypatch, capsys):
+    """Ten clips, a plan, a training in float16, speech to listen to. Only the settings are other than on a T4."""
+    voice, heard = ROOT / "launch" / "voice", []
+    screen = types.ModuleType("IPython.display")        # of the notebook's server, which no test needs
+    screen.Audio, screen.display = lambda filename: filename, heard.append
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", screen)
+    for name, value in {"MODEL": voice / "model", "CODEC": voice / "codec", "WORK": tmp_path / "work", "VENV": "none",
+                        "LENGTH": "--max_steps 2"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.chdir(BOOK.parent)
+    names, said = {}, {}
+    for cell in CELLS:
+        if cell["cell_type"] == "code":
+            exec(compile(source(cell), cell["id"], "exec"), names)
+            said[cell["id"]] = capsys.readouterr().out
+    assert "GPU: " in said["set-up"] and "ddp, fp16\n" in said["plan"] and said["plan"].endswith("dry run ok\n")
+    assert re.search(r"^data +10 ", said["plan"], re.M), said["plan"]
+    lines = map(json.loads, (tmp_path / "work/out/metrics.jsonl").read_text().splitlines())
+    assert any("train/loss_scale" in line for line in lines) and "done       step 2" in said["train"]
+    assert len(heard) == 2 and all(len(open(path, "rb").read()) > 1000 for path in heard)
+    with pytest.raises(SystemExit, match="train_v2_ddp.py ended with status"):
+        names["run"](names["PYTHON"], "train_v2_ddp.py", "--no_such_flag")
