@@ -64,6 +64,7 @@ setting TEST_DATA "$hub"                        # the same, answered after train
 setting TOKENIZER ''  # folder with GPT-2's files or tokenizer.json, or hub name; default gpt2
 setting OUTPUT_DIR ''  # checkpoints, logs, answers; default outputs/SYSTEM_h200, or _demo
 setting SIZE small                              # model: nano, tiny, small, medium
+# shellcheck disable=SC2153     # setting() made it
 setting BLOCK_SIZE "$([ "$PRESET" = sdar ] && echo 4 || echo 16)"  # tokens of a block
 setting GPUS 1                                  # trainers, which share the problems of a step
 setting WORKERS $((cpus > 16 ? 16 : cpus > 1 ? cpus - 1 : 1))       # loader processes a trainer

@@ -434,6 +434,15 @@ def test_sdars_files_are_named_as_servers_want_them(sdar, models, demo, tmp_path
     said = capsys.readouterr().out       # memory and all, from a head of its own, and no new row
     assert "memory" in said and said.endswith("dry run ok\n") and "new rows" not in said
     assert "; trained in blocks of 4\n" in said
+    # what starts from SDAR goes out as SDAR, asked or not: config.json must not name files that are not there
+    train_bd3lm.main(["--init_from", str(folder), "--train_data_file", str(demo / "train.jsonl"), "--block_size", "4",
+                      "--max_length", "96", "--max_steps", "1", "--problems_per_batch", "1", "--output_dir",
+                      str(tmp_path / "on"), "--gradient_accumulation_steps", "1", "--report_to", "none", "--eval_steps",
+                      "0", "--validation_split", "0", "--num_workers", "0", "--learning_rate", "0"])
+    export_bd3lm.main(["--checkpoint", str(tmp_path / "on"), "--output_dir", str(tmp_path / "again")])
+    assert json.loads((tmp_path / "again" / "config.json").read_text()) == config
+    state, again = (load_file(part / "model.safetensors") for part in (folder, tmp_path / "again"))
+    assert state.keys() == again.keys() and all(torch.equal(state[name], again[name]) for name in state)
     other = weights.load_checkpoint(resume.newest_whole(run))[0]
     other.config.mask_id = 5
     with pytest.raises(UserError, match="the mask has id 5, and servers look for 151669"):
