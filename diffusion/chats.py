@@ -10,7 +10,8 @@ import re
 from common import chat
 from common.distributed import UserError
 from common.problems import problem, settle
-from diffusion.problems import Problem, auto_tokenizer, read_entries
+from diffusion.folders import auto_tokenizer
+from diffusion.problems import Problem, read_entries
 
 CHUNK = 1024        # lines tokenised together
 # advice that names flags of the chat trainer

@@ -15,13 +15,8 @@ from common import checkpoint, json_files, tensor_files
 from common.distributed import UserError
 from diffusion import decoder, dit, official, weights
 from diffusion.choices import SIZES
-from diffusion.problems import (
-    MARKERS,
-    SDAR_MASK,
-    auto_tokenizer,
-    load_tokenizer,
-    tokenizer_from_folder,
-)
+from diffusion.folders import auto_tokenizer
+from diffusion.problems import MARKERS, SDAR_MASK, load_tokenizer, tokenizer_from_folder
 
 # parameters with a row for each token
 ROWS = ("embed.weight", "head.weight", "head.bias", "model.embed_tokens.weight", "lm_head.weight")

@@ -210,21 +210,14 @@ def load_tokenizer(name, system, end_token=""):
     return Tokens(tokenizer, size, -1 if system == "hdp" else begin, last, last, *regions, ids[markers[-1]])
 
 
-def auto_tokenizer(folder):
-    """transformers' tokenizer of a folder. From here on it warns no more: it suspects each config.json it does not know.
-    """
-    import transformers
-    transformers.logging.set_verbosity_error()
-    return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-
-
 def tokenizer_from_folder(folder):
     """tokenizer.json, or OpenAI's (encoder.json, vocab.bpe) or transformers' (vocab.json, merges.txt) GPT-2 files."""
     if (folder / "tokenizer.json").exists():
         return Tokenizer.from_file(str(folder / "tokenizer.json"))
     # Qwen's and SDAR's older folders: vocabulary and merges alone lack the added tokens and how text is split
     if (folder / "tokenizer_config.json").exists():
-        return auto_tokenizer(folder).backend_tokenizer
+        from diffusion import folders
+        return folders.auto_tokenizer(folder).backend_tokenizer
     for vocabulary, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
         if (folder / vocabulary).exists() and (folder / merges).exists():
             tokenizer = Tokenizer(models.BPE.from_file(str(folder / vocabulary), str(folder / merges)))
