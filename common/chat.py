@@ -218,11 +218,14 @@ def check_messages(record):
 # Conversations -> ids and mask
 
 
-def load_tokenizer(folder, template=None):
-    """Tokenizer of a model folder with a chat template, its own or the Jinja file `template`. Raises UserError."""
+def load_tokenizer(folder, template=None, load=None):
+    """Tokenizer of a model folder with a chat template, its own or the Jinja file `template`. Raises UserError.
+
+    load: function of the folder that reads it; None: transformers' own.
+    """
     from transformers import AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = load(folder) if load else AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:      # of many kinds
         raise UserError(f"{folder}: no tokenizer can be loaded from it ({str(error).splitlines()[0]})")
     if template:

@@ -10,6 +10,7 @@ import re
 from common import chat
 from common.distributed import UserError
 from common.problems import problem, settle
+from diffusion.folders import auto_tokenizer
 from diffusion.problems import Problem, read_entries
 
 CHUNK = 1024        # lines tokenised together
@@ -23,7 +24,7 @@ def read(path, folder, tokens, bad):
     folder: tokenizer with a chat template. tokens: problems.Tokens, whose end token must end the template's answers;
     UserError otherwise. bad: a list that takes what cannot be used (common's problems.Problem).
     """
-    encoder, found = chat.Encoder(chat.load_tokenizer(folder), "last", thinking=False), []
+    encoder, found = encoder_of(folder, "last"), []
     for records, wrong in chat.read_chunks(path, CHUNK):
         bad += [problem(p.name, "invalid", p.what, path) for p in wrong]
         asked = [(f"{path}:{line}", i, record) for line, record in records for i in answers(record["messages"])]
@@ -51,9 +52,9 @@ def answers(messages):
     return found or [len(messages) - 1]
 
 
-def encoder_of(folder):
+def encoder_of(folder, turns="all"):
     """chat.Encoder of a tokenizer folder's chat template. Raises UserError."""
-    return chat.Encoder(chat.load_tokenizer(folder), thinking=False)
+    return chat.Encoder(chat.load_tokenizer(folder, load=auto_tokenizer), turns, thinking=False)
 
 
 def prompt(name, messages, encoder, tokens, tools=None):
@@ -77,8 +78,9 @@ def read_prompts(path, folder, tokens):
         if isinstance(messages, list) and messages and isinstance(messages[-1], dict):
             messages = messages[:-1] if messages[-1].get("role") == "assistant" else messages
         try:
-            found.append(prompt(name, messages if isinstance(messages, list) else [None], encoder, tokens,
-                                entry.get("tools") if isinstance(entry, dict) else None))
+            if not isinstance(messages, list) or not messages:
+                raise UserError(f'{name}: has no list "messages" with something asked')
+            found.append(prompt(name, messages, encoder, tokens, entry.get("tools")))
         except UserError as error:
             wrong.append(problem(name, "invalid", str(error).partition(": ")[2], path))
     settle(wrong)

@@ -15,11 +15,11 @@ SIZES = {"nano": (64, 2, 4, 16), "tiny": (256, 8, 8, 64), "small": (768, 12, 12,
 # problems per micro-step, micro-steps (on one GPU), learning rate, warm-up, steps. Rates of 256, 512 and 1024 problems
 # are from ngocbao220/hdp-diffusion's H200 guide, that of 768 follows the square root; source is what its scripts run;
 # finetune and convert are ours, for --init_from: for DiT weights a third of the rate at which BD3-LM is fine-tuned, for
-# a language model twice that of SDAR and E2D2 and 10 passes over GSM8K.
+# a language model twice that of SDAR and E2D2 and 10 passes over GSM8K; sdar, for SDAR's models, has the rate of SDAR.
 PRESETS = {"conservative": (64, 4, 4e-4, 5000, 50_000), "recommended": (128, 4, 5e-4, 5000, 50_000),
            "aggressive": (192, 4, 6e-4, 5000, 50_000), "extreme": (256, 4, 7e-4, 10_000, 50_000),
            "source": (16, 16, 1e-3, 1000, 10_000), "finetune": (64, 2, 1e-4, 100, 3000),
-           "convert": (64, 1, 2e-5, 35, 1170)}
+           "convert": (64, 1, 2e-5, 35, 1170), "sdar": (64, 1, 1e-5, 35, 1170)}
 
 QUESTION, PLAN, EXECUTION, FILL = 0, 1, 2, 3        # regions; gsm8k's answer is PLAN, FILL is what follows an end token
 FULL = (1e-3, 1.0)          # the range of t of the bound itself; an end of a range that equals its end is not enforced

@@ -16,7 +16,8 @@ form. generate.py in it samples it, without this repository; its README.md says 
 
 With --format sdar a converted Qwen3 goes out as an SDAR model (github.com/JetAstra/SDAR), which it is: config.json,
 the mask's name in the tokenizer, and a head of its own are SDAR's. Servers know the mask by its id, 151669: that is
-where training puts it for a Qwen3 tokenizer without a mask. --init_from takes such folders, and SDAR's own.
+where training puts it for a Qwen3 tokenizer without a mask. --init_from takes such folders, and SDAR's own;
+what started from one goes out so without --format, too.
 """
 import sys
 from pathlib import Path
@@ -132,7 +133,10 @@ def export(folder, ema, output, layout_of="usual"):
     model, about = weights.load_checkpoint(folder, ema)
     layout = Layout(**about["layout"])
     tokens = load_tokenizer(folder, layout.system, layout.end_token)
-    converted, sdar = weights.module_of(model.config) is decoder, layout_of == "sdar"
+    converted = weights.module_of(model.config) is decoder
+    # what began as SDAR stays it: its config.json names files that are not here
+    began = about["source"].get("model_type") == "sdar" and model.config.mask_id == SDAR_MASK_ID
+    sdar = layout_of == "sdar" or began
     if sdar and not converted:
         raise UserError("--format sdar: this is a network of BD3-LM's own, SDAR is Qwen3; leave it out")
     if sdar:

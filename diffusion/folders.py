@@ -1,4 +1,4 @@
-"""Dataset folders and hub datasets of problems: the files of a split; tokenizers of the hub."""
+"""Dataset folders and hub datasets of problems: the files of a split; tokenizers of the hub and of slow classes."""
 from pathlib import Path
 
 from common import hub
@@ -39,3 +39,11 @@ def download_tokenizer(name, may_be, hint):
     except Exception as error:      # a dozen kinds: no network, no such name, not allowed
         why = f", and nothing that could be downloaded ({type(error).__name__})"
     raise UserError(f"--tokenizer {name}: no such file or folder{why}; {hint}")
+
+
+def auto_tokenizer(folder):
+    """transformers' tokenizer of a folder. From here on it warns no more: it suspects each config.json it does not know.
+    """
+    import transformers
+    transformers.logging.set_verbosity_error()
+    return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -151,8 +151,10 @@ def main():
         for ids in prompts:
             answer = generate(model, ids, form, args.threshold, args.temperature, args.max_length, args.seed)
             print(tokenizer.decode(answer, skip_special_tokens=False).strip())
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
+    except (KeyError, TypeError):
+        parser.error(f'--chat {args.chat}: is not a list of {{"role": ..., "content": text}}')
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from common import checkpoint, json_files, tensor_files
 from common.distributed import UserError
 from diffusion import decoder, dit, official, weights
 from diffusion.choices import SIZES
+from diffusion.folders import auto_tokenizer
 from diffusion.problems import MARKERS, SDAR_MASK, load_tokenizer, tokenizer_from_folder
 
 # parameters with a row for each token
@@ -78,9 +79,8 @@ def with_chat(layout, folder):
 
     Thinking, where a template knows it, is off. Raises UserError when there is no template.
     """
-    from transformers import AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = auto_tokenizer(folder)
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": "{question}"}],
                                                tokenize=False,
                                                add_generation_prompt=True, enable_thinking=False)
@@ -128,6 +128,8 @@ def read(path, config, tokens, ema=True, seed=0):
         which, tensors, head_size = "causal", decoder.read_folder(path, config), config.head_size
         source, own = json_files.read_object(path / "config.json"), vocabulary(path)
         markers = {name: own.pop(name) for name in (*MARKERS["hdp"], SDAR_MASK) if name in own}
+        size = source.get("block_diffusion", source).get("block_size")
+        note = f"trained in blocks of {size}" if size else ""
     else:
         tensors, head_size, note = official.read(path, ema)
         # behind GPT-2's own tokens

@@ -214,6 +214,10 @@ def tokenizer_from_folder(folder):
     """tokenizer.json, or OpenAI's (encoder.json, vocab.bpe) or transformers' (vocab.json, merges.txt) GPT-2 files."""
     if (folder / "tokenizer.json").exists():
         return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    # Qwen's and SDAR's older folders: vocabulary and merges alone lack the added tokens and how text is split
+    if (folder / "tokenizer_config.json").exists():
+        from diffusion import folders
+        return folders.auto_tokenizer(folder).backend_tokenizer
     for vocabulary, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
         if (folder / vocabulary).exists() and (folder / merges).exists():
             tokenizer = Tokenizer(models.BPE.from_file(str(folder / vocabulary), str(folder / merges)))

@@ -42,7 +42,7 @@ translate "$@"
 set -- "${arguments[@]}"
 declare -A presets=(            # problems a step; the trainer has the rest of each
     [conservative]=256 [recommended]=512 [aggressive]=768 [extreme]=1024 [source]=256 [finetune]=128
-    [convert]=64)
+    [convert]=64 [sdar]=64)
 SAMPLER=${SAMPLER:-$REPO/diffusion/sample_bd3lm.py}       # the script that answers
 SYSTEM=${SYSTEM:-gsm8k}                         # gsm8k, chat or hdp; train_hdp_diffusion_h200.sh sets hdp
 MIN_GPUS=${MIN_GPUS:-1}  # GPUs that must be there; 0 lets a dry run or a trial start anywhere
@@ -50,7 +50,8 @@ MIN_ACCURACY=${MIN_ACCURACY:-0.8}  # demo: share of new problems to answer right
 LOG_DIR=${LOG_DIR:-}  # where the output is kept, over requeues; default OUTPUT_DIR/node_logs
 cpus=$(count_cpus)
 setting INIT_FROM '' --init_from  # weights to start from: hub name, folder, .ckpt; default: none
-setting PRESET "$([ -n "$INIT_FROM" ] && echo finetune || echo recommended)"  # of `presets`
+case $INIT_FROM in '') of=recommended ;; *SDAR*) of=sdar ;; *) of=finetune ;; esac
+setting PRESET "$of"                            # of `presets`
 setting GLOBAL_BATCH_SIZE ''  # problems a step, of all GPUs; default: the preset's
 setting BATCH_SIZE ''                           # problems a GPU and micro-step
 setting GRAD_ACCUM ''                           # micro-steps a step
@@ -63,7 +64,8 @@ setting TEST_DATA "$hub"                        # the same, answered after train
 setting TOKENIZER ''  # folder with GPT-2's files or tokenizer.json, or hub name; default gpt2
 setting OUTPUT_DIR ''  # checkpoints, logs, answers; default outputs/SYSTEM_h200, or _demo
 setting SIZE small                              # model: nano, tiny, small, medium
-setting BLOCK_SIZE 16                           # tokens of a block
+# shellcheck disable=SC2153     # setting() made it
+setting BLOCK_SIZE "$([ "$PRESET" = sdar ] && echo 4 || echo 16)"  # tokens of a block
 setting GPUS 1                                  # trainers, which share the problems of a step
 setting WORKERS $((cpus > 16 ? 16 : cpus > 1 ? cpus - 1 : 1))       # loader processes a trainer
 setting SWITCHES '--bf16 --tf32 --compile --pack --drop_too_long --auto'    # SWITCHES= for none

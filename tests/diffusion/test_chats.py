@@ -119,4 +119,4 @@ def test_train_and_talk(folder, tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         sample_bd3lm.main([*common, "--chat", str(tmp_path / "bad.jsonl")])
     said = capsys.readouterr().err
-    assert "line 1: message 1 has no text" in said and "line 2: message 1 has no role" in said
+    assert "line 1: message 1 has no text" in said and 'line 2: has no list "messages" with something asked' in said

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     LlamaConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -152,6 +153,26 @@ def test_shapes_that_are_not_this_network_are_refused(models, tmp_path, change, 
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=re.escape(words)):
         decoder.config_of(tmp_path, ROWS + 2, ROWS + 1, 0.0)
+
+
+def test_folders_of_slow_tokenizers_are_read_as_transformers_reads_them(models, tmp_path, capfd):
+    """As Qwen's older ones and SDAR's: vocabulary and merges alone would split text as GPT-2 does, and have no ends."""
+    parts = json.loads(Tokenizer.from_file(str(models["chat"] / "tokenizer.json")).to_str())
+    inside = parts["model"]["vocab"]
+    words = sorted(inside, key=inside.get)[:ROWS]
+    ends = {number: token["content"] for token in parts["added_tokens"] if (number := token["id"])}
+    (tmp_path / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, parts["model"]["merges"])]) + "\n")
+    added = {str(number): {"content": name, "special": True} for number, name in ends.items()}
+    about = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
+             "added_tokens_decoder": added, "chat_template": CHAT}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "sdar"}))
+    tokens, theirs = load_tokenizer(tmp_path, "gsm8k", "<|im_end|>"), AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("12345 pens\n\n  and a half.", "Ben's<|im_end|>"):
+        assert tokens.encode(text) == theirs(text)["input_ids"]
+    assert tokens.end == theirs.eos_token_id == ROWS + 2 and tokens.mask == len(theirs) == ROWS + 3
+    assert "without" not in capfd.readouterr().err
 
 
 def test_questions_in_the_chat_template(models, demo):
@@ -412,6 +433,16 @@ def test_sdars_files_are_named_as_servers_want_them(sdar, models, demo, tmp_path
                       str(tmp_path / "on"), "--report_to", "none"])
     said = capsys.readouterr().out       # memory and all, from a head of its own, and no new row
     assert "memory" in said and said.endswith("dry run ok\n") and "new rows" not in said
+    assert "; trained in blocks of 4\n" in said
+    # what starts from SDAR goes out as SDAR, asked or not: config.json must not name files that are not there
+    train_bd3lm.main(["--init_from", str(folder), "--train_data_file", str(demo / "train.jsonl"), "--block_size", "4",
+                      "--max_length", "96", "--max_steps", "1", "--problems_per_batch", "1", "--output_dir",
+                      str(tmp_path / "on"), "--gradient_accumulation_steps", "1", "--report_to", "none", "--eval_steps",
+                      "0", "--validation_split", "0", "--num_workers", "0", "--learning_rate", "0"])
+    export_bd3lm.main(["--checkpoint", str(tmp_path / "on"), "--output_dir", str(tmp_path / "again")])
+    assert json.loads((tmp_path / "again" / "config.json").read_text()) == config
+    state, again = (load_file(part / "model.safetensors") for part in (folder, tmp_path / "again"))
+    assert state.keys() == again.keys() and all(torch.equal(state[name], again[name]) for name in state)
     other = weights.load_checkpoint(resume.newest_whole(run))[0]
     other.config.mask_id = 5
     with pytest.raises(UserError, match="the mask has id 5, and servers look for 151669"):

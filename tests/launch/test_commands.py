@@ -187,6 +187,7 @@ def test_block_diffusion_from_the_folder_in_the_notes(tree):
     ({"PRESET": "aggressive"}, (192, 4, 6e-4, 0, 5000)), ({"PRESET": "extreme"}, (256, 4, 7e-4, 0, 10000)),
     ({"PRESET": "source"}, (16, 16, 1e-3, 0, 1000)), ({"INIT_FROM": "weights"}, (64, 2, 1e-4, 0, 100)),
     ({"INIT_FROM": "Qwen/Qwen3-0.6B", "PRESET": "convert"}, (64, 1, 2e-5, 0, 35)),
+    ({"INIT_FROM": "JetLM/SDAR-1.7B-Chat"}, (64, 1, 1e-5, 0, 35)),
     ({"INIT_FROM": "weights", "PRESET": "recommended", "GPUS": "2"}, (128, 2, 5e-4, 0, 5000)),
     ({"BATCH_SIZE": "64", "GRAD_ACCUM": "8"}, (64, 8, 5e-4, 512, 5000)),         # the preset's 512: the rate stays
     ({"BATCH_SIZE": "32"}, (32, 16, 5e-4, 512, 5000)),
