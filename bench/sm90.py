@@ -11,6 +11,7 @@ kernel), and everything about time.
 """
 import contextlib
 import copy
+import os
 import re
 import types
 from collections import Counter
@@ -87,6 +88,7 @@ class Driver:
 def patch():
     """Make torch.compile take the fake device for an H200, and only note what it would run there."""
     fake_cuda.patch()
+    os.environ.pop("LD_PRELOAD", None)      # of the device: half a second for each start of ptxas
     import torch._inductor.compile_fx as compile_fx
     import torch._inductor.config
     import torch._inductor.fx_passes.joint_graph as joint_graph

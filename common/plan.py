@@ -57,6 +57,9 @@ MARGIN = "5 % of it left for fragmentation"
 FIXED = 1.0 * GIB       # CUDA context and workspaces: about this much on current GPUs
 FIXED_NCCL = 1.0 * GIB  # NCCL's buffers and channels beside it: a guess
 INDENT = "\n           "
+INSTALL = "compiler   no {} here, which a GPU's kernels need: apt-get install gcc python3-dev\n"
+ROUNDED = 1.4           # pinned memory of a tensor is a power of two; of Qwen3 4B's, all together
+PINNED = "pinned_max_round_threshold_mb"    # the allocator's option against that, in torch 2.13
 STAGES = "the heads", "a layer's backward", "the embedding's backward", "the last reduction"
 
 
@@ -422,14 +425,17 @@ def checkpoint_bytes(model, trained_only, average=False):
 
 
 def staged_bytes(setup, weights, moments):
-    """Bytes that a save copies on the node of rank 0, which copies most; of checkpoint_bytes.
+    """Bytes of pinned memory that a save takes on the node of rank 0, which copies most.
 
-    Under DDP rank 0 copies all that is saved, else each writer its own, but rank 0 all adapters.
+    Of checkpoint_bytes. Under DDP rank 0 copies all that is saved, else each writer its own, but
+    rank 0 all adapters.
     """
     writers, here = tensor_files.writers(setup.ranks), 1
     if setup.fsdp:
         here = sum(rank < local_ranks(setup.ranks) for rank in writers) / len(writers)
-    return weights * (1 if setup.adapters else here) + moments * here
+    allocator = [os.environ.get(f"PYTORCH_{name}ALLOC_CONF", "") for name in ("CUDA_", "")]
+    rounded = 1 if PINNED in (allocator[0] or allocator[1]) else ROUNDED
+    return rounded * (weights * (1 if setup.adapters else here) + moments * here)
 
 
 def check_host(needed, limit, setup):
@@ -494,6 +500,7 @@ def print_room(args, setup, found, pack, saved, steps, validates):
     local, one, limit = local_ranks(setup.ranks), sum(saved), gpu_memory(args.gpu_memory)
     offloaded, staged = found.host * local, staged_bytes(setup, *saved)
     host_limit = args.host_memory * GIB if args.host_memory else host_memory()
+    lacking = fused.lacking()
     most = checkpoints_at_once(args, max(0, steps), validates)
     have = sum(folder_bytes(path) for _, path in checkpoint.checkpoints(args.output_dir))
     print(f"memory     estimate for one GPU; it has {size(limit)}, {MARGIN}{INDENT}"
@@ -501,6 +508,7 @@ def print_room(args, setup, found, pack, saved, steps, validates):
           f"host       {size(offloaded + staged)} for the {counted(local, 'rank')} of a node: "
           f"{size(offloaded)} offloaded, {size(staged)} copied by a save; it has "
           f"{size(host_limit)}\n"
+          f"{lacking and INSTALL.format(lacking)}"
           f"disk       {size(one)} a checkpoint, at most {most} at once: {size(one * most)}; "
           f"{size(free_disk(args.output_dir))} free for --output_dir")
     collect(True, lambda: check_memory(found, limit, setup),
