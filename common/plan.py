@@ -500,7 +500,7 @@ def print_room(args, setup, found, pack, saved, steps, validates):
     local, one, limit = local_ranks(setup.ranks), sum(saved), gpu_memory(args.gpu_memory)
     offloaded, staged = found.host * local, staged_bytes(setup, *saved)
     host_limit = args.host_memory * GIB if args.host_memory else host_memory()
-    lacking = fused.lacking()
+    lacking = not torch.cuda.is_available() and fused.lacking()     # there one kernel is tried
     most = checkpoints_at_once(args, max(0, steps), validates)
     have = sum(folder_bytes(path) for _, path in checkpoint.checkpoints(args.output_dir))
     print(f"memory     estimate for one GPU; it has {size(limit)}, {MARGIN}{INDENT}"
@@ -508,7 +508,7 @@ def print_room(args, setup, found, pack, saved, steps, validates):
           f"host       {size(offloaded + staged)} for the {counted(local, 'rank')} of a node: "
           f"{size(offloaded)} offloaded, {size(staged)} copied by a save; it has "
           f"{size(host_limit)}\n"
-          f"{lacking and INSTALL.format(lacking)}"
+          f"{INSTALL.format(lacking) if lacking else ''}"
           f"disk       {size(one)} a checkpoint, at most {most} at once: {size(one * most)}; "
           f"{size(free_disk(args.output_dir))} free for --output_dir")
     collect(True, lambda: check_memory(found, limit, setup),
