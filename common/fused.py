@@ -10,11 +10,7 @@ On a CPU, and in layers that torch.compile sees whole, transformers' own code ru
 import functools
 import inspect
 import math
-import os
-import shutil
 import sys
-import sysconfig
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -55,13 +51,6 @@ def compiles(kind):
         flags.notice(f"torch.compile fails here ({why}), so nothing is compiled; it needs {wanted}")
         return False
     return True
-
-
-def lacking():
-    """What this machine has not that Triton builds a kernel's launcher with, in words, or ""."""
-    there = {"C compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
-             "Python.h": Path(sysconfig.get_path("include"), "Python.h").exists()}
-    return " and no ".join(what for what, found in there.items() if not found)
 
 
 def kernel(function, *args):

@@ -19,6 +19,7 @@ import importlib.util
 import os
 import re
 import shutil
+import sysconfig
 import tempfile
 import weakref
 from collections import Counter
@@ -449,6 +450,13 @@ def check_host(needed, limit, setup):
                f"of a node, which has {size(limit)}", helps)
 
 
+def lacking():
+    """What this machine has not that Triton builds a kernel's launcher with, in words, or ""."""
+    there = {"C compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
+             "Python.h": Path(sysconfig.get_path("include"), "Python.h").exists()}
+    return " and no ".join(what for what, found in there.items() if not found)
+
+
 def existing_folder(path):
     """The folder itself, or the nearest one above it that exists."""
     path = Path(path).absolute()
@@ -500,7 +508,7 @@ def print_room(args, setup, found, pack, saved, steps, validates):
     local, one, limit = local_ranks(setup.ranks), sum(saved), gpu_memory(args.gpu_memory)
     offloaded, staged = found.host * local, staged_bytes(setup, *saved)
     host_limit = args.host_memory * GIB if args.host_memory else host_memory()
-    lacking = not torch.cuda.is_available() and fused.lacking()     # there one kernel is tried
+    lacks = "" if torch.cuda.is_available() else lacking()      # run.start tries a kernel there
     most = checkpoints_at_once(args, max(0, steps), validates)
     have = sum(folder_bytes(path) for _, path in checkpoint.checkpoints(args.output_dir))
     print(f"memory     estimate for one GPU; it has {size(limit)}, {MARGIN}{INDENT}"
@@ -508,7 +516,7 @@ def print_room(args, setup, found, pack, saved, steps, validates):
           f"host       {size(offloaded + staged)} for the {counted(local, 'rank')} of a node: "
           f"{size(offloaded)} offloaded, {size(staged)} copied by a save; it has "
           f"{size(host_limit)}\n"
-          f"{INSTALL.format(lacking) if lacking else ''}"
+          f"{lacks and INSTALL.format(lacks)}"
           f"disk       {size(one)} a checkpoint, at most {most} at once: {size(one * most)}; "
           f"{size(free_disk(args.output_dir))} free for --output_dir")
     collect(True, lambda: check_memory(found, limit, setup),
