@@ -122,23 +122,31 @@ def packed_attention(device):
 
 
 def flex(device):
-    """FlexAttention of block-causal rows of 1024 in both directions, for tiles of 128 and 64, with 4 and 8 warps."""
+    """FlexAttention of block-causal rows of 1024, both ways with 4 and 8 warps; forward alone for tiles of 64 and 128.
+
+    On sm_90 torch 2.13 has one configuration of the backward pass, whose blocks of 128 no tile of 64 holds.
+    """
     q, k, v = (random(device, 16, 12, 1024, 64) for _ in range(3))
     document, found = torch.arange(1024, device=device) // 170, {}
 
     def rule(b, h, i, j):
         return (document[i] == document[j]) & (i // 16 >= j // 16)
+
+    def forward(function, *inputs):
+        return [function(*inputs)]
     at = torch.arange(1024, device=device)
     wanted = with_gradients(lambda *t: F.scaled_dot_product_attention(*t, attn_mask=rule(0, 0, at[:, None], at)), q, k,
                             v)
-    ways = {"tiles of 128": (128, {}), "tiles of 128, 8 warps": (128, dit.KERNEL),
-            "tiles of 64": (64, dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), 64))}
-    for name, (tile, options) in ways.items():
+    ways = {"tiles of 128": (128, {}, with_gradients), "tiles of 128, 8 warps": (128, dit.KERNEL, with_gradients),
+            "tiles of 128, 8 warps, forward": (128, dit.KERNEL, forward),
+            "tiles of 64, forward": (64, {"BLOCK_M": 64, "BLOCK_N": 64}, forward)}
+    for name, (tile, options, run) in ways.items():
         mask = create_block_mask(rule, None, None, 1024, 1024, device=device, BLOCK_SIZE=tile)
         attend = functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=mask,
                                    kernel_options=options)
-        found[f"{name}: apart"] = apart(with_gradients(attend, q, k, v), wanted)
-        found[f"{name}: ms"] = milliseconds(device, with_gradients, attend, q, k, v)
+        given = run(attend, q, k, v)
+        found[f"{name}: apart"] = apart(given, wanted[:len(given)])
+        found[f"{name}: ms"] = milliseconds(device, run, attend, q, k, v)
     return found
 
 

@@ -40,7 +40,8 @@ STEPS = {
                                                          1)),
 }
 # {step: GB that a compiled layer moves}
-COMPILED = {"speech 3B, LoRA on all, no dropout, 8k tokens": 2.74, "chat 4B, LoRA, DDP, 8k tokens": 2.64}
+COMPILED = {"speech 3B, LoRA on all, no dropout, 8k tokens": 2.74, "chat 4B, LoRA, DDP, 8k tokens": 2.64,
+            "block diffusion 170M, 128 problems": 3.80}
 WIDTHS = {"speech": 24 * 128, "speech3": 32 * 128, "chat": 32 * 128, "blocks": 768}     # heads times their size
 KINDS = ("matmul", "attention", "elementwise", "optimizer")
 TOP = 6

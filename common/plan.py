@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 import shutil
+import sysconfig
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,9 @@ RATES = (("an H200", 790e12), ("an RTX 3090", 71e12))
 USABLE = 0.95           # of a GPU's memory, as long as no estimate has been compared with a GPU
 MARGIN = "5 % of it left for fragmentation"
 INDENT = "\n           "
+INSTALL = "compiler   no {} here, which a GPU's kernels need: apt-get install gcc python3-dev\n"
+ROUNDED = 1.4           # pinned memory of a tensor is a power of two; of Qwen3 4B's, all together
+PINNED = "pinned_max_round_threshold_mb"    # the allocator's option against that, in torch 2.13
 FLAGS = {"parallel": "parallel", "max_tokens_per_batch": "budget",
          "per_device_train_batch_size": "batch_size", "gradient_checkpointing": "recompute",
          "gradient_accumulation_steps": "accumulation", "base_dtype": "base_dtype",
@@ -126,14 +130,17 @@ def checkpoint_bytes(model, trained_only, average=False):
 
 
 def staged_bytes(setup, weights, moments):
-    """Bytes that a save copies on the node of rank 0, which copies most; of checkpoint_bytes.
+    """Bytes of pinned memory that a save takes on the node of rank 0, which copies most.
 
-    Under DDP rank 0 copies all that is saved, else each writer its own, but rank 0 all adapters.
+    Of checkpoint_bytes. Under DDP rank 0 copies all that is saved, else each writer its own, but
+    rank 0 all adapters.
     """
     writers, here = tensor_files.writers(setup.ranks), 1
     if setup.fsdp:
         here = sum(rank < local_ranks(setup.ranks) for rank in writers) / len(writers)
-    return weights * (1 if setup.adapters else here) + moments * here
+    allocator = [os.environ.get(f"PYTORCH_{name}ALLOC_CONF", "") for name in ("CUDA_", "")]
+    rounded = 1 if PINNED in (allocator[0] or allocator[1]) else ROUNDED
+    return rounded * (weights * (1 if setup.adapters else here) + moments * here)
 
 
 def check_host(needed, limit, setup):
@@ -145,6 +152,13 @@ def check_host(needed, limit, setup):
     if needed > limit:
         refuse(f"host memory: about {size(needed)} needed by the {local_ranks(setup.ranks)} ranks "
                f"of a node, which has {size(limit)}", helps)
+
+
+def lacking():
+    """What this machine has not that Triton builds a kernel's launcher with, in words, or ""."""
+    there = {"C compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
+             "Python.h": Path(sysconfig.get_path("include"), "Python.h").exists()}
+    return " and no ".join(what for what, found in there.items() if not found)
 
 
 def existing_folder(path):
@@ -198,6 +212,7 @@ def print_room(args, setup, found, pack, saved, steps, validates):
     local, one, limit = local_ranks(setup.ranks), sum(saved), gpu_memory(args.gpu_memory)
     offloaded, staged = found.host * local, staged_bytes(setup, *saved)
     host_limit = args.host_memory * GIB if args.host_memory else host_memory()
+    lacks = "" if torch.cuda.is_available() else lacking()      # run.start tries a kernel there
     most = checkpoints_at_once(args, max(0, steps), validates)
     have = sum(folder_bytes(path) for _, path in checkpoint.checkpoints(args.output_dir))
     print(f"memory     estimate for one GPU; it has {size(limit)}, {MARGIN}{INDENT}"
@@ -205,6 +220,7 @@ def print_room(args, setup, found, pack, saved, steps, validates):
           f"host       {size(offloaded + staged)} for the {counted(local, 'rank')} of a node: "
           f"{size(offloaded)} offloaded, {size(staged)} copied by a save; it has "
           f"{size(host_limit)}\n"
+          f"{lacks and INSTALL.format(lacks)}"
           f"disk       {size(one)} a checkpoint, at most {most} at once: {size(one * most)}; "
           f"{size(free_disk(args.output_dir))} free for --output_dir")
     collect(True, lambda: check_memory(found, limit, setup),

@@ -58,6 +58,10 @@ def test_host_memory(tmp_path, monkeypatch):
         assert plan.host_memory(tmp_path / "meminfo") == said * GIB
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     full, sharded = Setup(16, adapters=False), Setup(16, "fsdp", adapters=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    assert plan.staged_bytes(full, 4, 8) == 12 * plan.ROUNDED       # of pinned memory
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", f"expandable_segments:True,{plan.PINNED}:16")
     assert plan.staged_bytes(full, 4, 8) == 12 == plan.staged_bytes(replace(sharded, ranks=2), 4, 8)
     assert plan.staged_bytes(sharded, 4, 8) == 6 and plan.staged_bytes(replace(sharded, adapters=True), 4, 8) == 8
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

@@ -436,10 +436,13 @@ def test_bad_problems_are_listed_and_dropped(pool, demo, tmp_path):
 @pytest.mark.slow
 def test_a_dry_run_trains_nothing(demo, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plan, "free_disk", lambda path: 64 * 2**30)     # the checkpoints may be more than there is here
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
     train_bd3lm.main(arguments(demo, tmp_path / "out", "--dry_run", "--model_size", "small", "--host_memory", 64))
     said = capsys.readouterr().out
     assert "24 to train, 8 to validate" in said and re.search(r"small, 9[0-9],\d{3},\d{3} parameters", said)
     assert re.search(r"peak estimate +[\d.]+ GiB  reached in", said) and said.endswith("dry run ok\n")
+    assert re.search("^compiler   no C compiler.* here, which a GPU's kernels need: apt-get install gcc", said, re.M)
     assert not (tmp_path / "out").exists()
 
 

@@ -3,6 +3,7 @@
     python tests/gpu/cases.py
 """
 import contextlib
+import gc
 import io
 import json
 import sys
@@ -110,6 +111,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         folder = Path(folder)
         rehearsal.prepare(folder)
+        gc.freeze()         # what torch and transformers keep; it would be looked through again and again
         for name, change in STAGING.items():
             print(json.dumps({"staging": name, **staged(change)}), file=sys.__stdout__, flush=True)
         for case in CASES:

@@ -33,6 +33,7 @@ from speech.model import v2, weights
 fused.compiles = lambda kind: True      # nothing can run on this device, as a trial would
 BF16 = torch.bfloat16
 ROWS = (8192, 8064, 5120)       # tokens of three packs
+PACKS = (2501, 900), (2377, 850), (2600, 1000)      # rows of text, longest sample
 WIDTH, HEADS, HEAD = 8192, 24, 128
 
 
@@ -96,14 +97,14 @@ def functions(names, suffix=""):
         report(function.__name__ + suffix, sm90.GRAPHS, breaks=sum(counters["graph_break"].values()))
 
 
-def three_packs(name, found, call, width, first=2):
-    """Compiled layers both ways, on three packs of 8192 tokens. call(layer, hidden, pack): runs one."""
+def three_packs(name, found, call, width, packs=PACKS):
+    """Compiled layers both ways, on packs of 8192 tokens. call(layer, hidden, pack): runs one."""
     torch._dynamo.reset()
     counters.clear()
     sm90.GRAPHS.clear()
     distributed.compile_layers(found)
     error = ""
-    for pack in ((2501, 900), (2377, 850), (2600, 1000)):       # rows of text, longest sample
+    for pack in packs:
         hidden = tensor(8192, width).requires_grad_()
         try:
             with torch.autocast("cuda", BF16):
@@ -116,7 +117,7 @@ def three_packs(name, found, call, width, first=2):
             break
     moved = sum(graph.moved for graph in sm90.GRAPHS[:2]) / 1e9
     # the first two are those of one length, the others of all
-    report(name, sm90.GRAPHS, first, breaks=sum(counters["graph_break"].values()), error=error,
+    report(name, sm90.GRAPHS, 2 if len(packs) > 1 else 99, breaks=sum(counters["graph_break"].values()), error=error,
            gb_a_layer=round(moved, 3))
 
 
@@ -141,7 +142,7 @@ def speech(name, float8=False, ask=False):
             float8_layers.convert(found)
         if ask:
             found[0].mlp.act_fn.forward = lambda x: F.silu(x) * x.sum().item()
-        three_packs(name, found, call, 3072, first=99 if ask else 2)
+        three_packs(name, found, call, 3072, PACKS[:1] if ask else PACKS)
 
 
 def chat(name):
@@ -192,7 +193,7 @@ def blocks(name):
     torch._dynamo.reset()
     counters.clear()
     sm90.GRAPHS.clear()
-    layer, rows, length = dit.Layer(dit.config_of("small", 50304, 50303, 0.0)), 8, 2048
+    layer, rows, length, noisy = dit.Layer(dit.config_of("small", 50304, 50303)), 43, 896, 384    # of 128 problems
     with sm90.fake():
         layer.to_empty(device="cuda")
         distributed.compile_layers([layer], dynamic=False)
@@ -200,7 +201,7 @@ def blocks(name):
         x = tensor(rows, length, 768).requires_grad_()
         condition = tensor(layer.modulation.in_features, dtype=torch.float32)
         with torch.autocast("cuda", BF16):
-            out = layer(x, condition, cos, torch.empty_like(cos), length, block_mask(rows, 1024, length))
+            out = layer(x, condition, cos, torch.empty_like(cos), length, block_mask(rows, noisy, length))
         out.backward(torch.empty_like(out))
     report(name, sm90.GRAPHS, breaks=sum(counters["graph_break"].values()), error="",
            gb_a_layer=round(sum(graph.moved for graph in sm90.GRAPHS) / 1e9, 3))

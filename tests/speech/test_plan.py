@@ -258,7 +258,7 @@ def run_alone(command, cwd):
     return process.returncode, output, usage.ru_maxrss / 1024
 
 
-EIGHT_GPUS = ("--bf16", "--gradient_checkpointing", "--dry_run", 8, "--parallel", "fsdp", "--host_memory", 65)
+EIGHT_GPUS = ("--bf16", "--gradient_checkpointing", "--dry_run", 8, "--parallel", "fsdp", "--host_memory", 91)
 
 
 @pytest.mark.slow
@@ -273,7 +273,7 @@ def test_the_3b_model_is_planned_without_its_weights(tiny, huge, tmp_path):
         [2.69, 2.69, 5.37]
     assert 15 < number(r"peak estimate +([\d.]+) GiB", output) < 30
     assert number(r"disk +([\d.]+) GiB", output) == pytest.approx(12 * 5.771e9 / GIB, abs=0.05)
-    assert "64.50 GiB for the 8 ranks of a node: 0.00 MiB offloaded, 64.50 GiB copied" in line_of(output, "host")
+    assert "90.30 GiB for the 8 ranks of a node: 0.00 MiB offloaded, 90.30 GiB copied" in line_of(output, "host")
     assert number(r"fixed +([\d.]+) GiB", output) == 2 and "it has 80.00 GiB, 5 % of it left" in output
 
 
@@ -289,18 +289,18 @@ def test_a_checkpoint_of_the_3b_model_needs_room_on_the_disk(run, huge, disk):
 
 @pytest.mark.slow
 def test_too_little_host_memory(run, huge):
-    """A save takes 12 bytes a value on the node of DDP's rank 0; offloading 16 more."""
+    """A save takes 12 bytes a value, times 1.4, on the node of DDP's rank 0; offloading 16 more."""
     offload = ("--model_path", huge, "--bf16", "--parallel", "fsdp", "--cpu_offload", "--dry_run", 16)
-    complains(run(*offload, "--host_memory", 75.2), "host memory: about 75.25 GiB needed by the 8 ranks of a node, "
-              "which has 75.20 GiB; what helps: a node or Slurm job with more (--host_memory", "no --cpu_offload, "
+    complains(run(*offload, "--host_memory", 88.1), "host memory: about 88.15 GiB needed by the 8 ranks of a node, "
+              "which has 88.10 GiB; what helps: a node or Slurm job with more (--host_memory", "no --cpu_offload, "
               "more nodes, --use_lora")
-    assert "host memory:" not in run(*offload, "--host_memory", 75.3).output
+    assert "host memory:" not in run(*offload, "--host_memory", 88.2).output
     complains(run("--host_memory", 0.01), "host memory: about ", "--parallel fsdp on several nodes, --use_lora")
 
 
 @pytest.mark.slow
 def test_full_fine_tuning_of_3b_in_ddp_is_refused(run, huge):
-    complains(run("--model_path", huge, "--bf16", "--dry_run", 8, "--host_memory", 65), "memory: about ", "80.00 GiB",
+    complains(run("--model_path", huge, "--bf16", "--dry_run", 8, "--host_memory", 91), "memory: about ", "80.00 GiB",
               "what helps: --parallel fsdp, --parallel fsdp --cpu_offload, --use_lora")
     lora = run("--model_path", huge, "--bf16", "--use_lora", "--dry_run", 8)
     assert lora.status == 0 and "9.175 M trainable" in lora.output, lora.output
