@@ -179,14 +179,20 @@ def prepare_share(world, samples, mine, batch_size, prepare):
     return share
 
 
+def load_judges(args):
+    """scores.Judges that choose among takes. Raises UserError."""
+    from speech.voice import scores
+    return scores.load_judges(args.asr_model, args.asr_command, args.speaker_model, language=args.language,
+                              asr_time_limit=args.asr_time_limit)
+
+
 def speak_takes(native, codec, ids, settings, prompts, seed, prepare, args):
     """speak_batch's Prompts and [(codes, ended_by, wave, facts)] with --best_of and --split_text.
 
     prepare(samples, their numbers) -> Prompts.
     """
-    from speech.voice import scores, takes
-    judges = scores.load_judges(args.asr_model, args.asr_command, args.speaker_model, language=args.language,
-                                asr_time_limit=args.asr_time_limit)
+    from speech.voice import takes
+    judges = load_judges(args)
 
     def speak(some, turn=0):
         return takes.speak(native, codec, ids, settings, some, seed + turn * takes.STRIDE * args.best_of,
@@ -263,6 +269,8 @@ def load_to_speak(folder, config, adapter, dtype, device, four_bits=False):
     weights.check_weights(native, parts, folder)
     if adapter:
         net = adapters.add_saved(native, adapter, whole=module.WHOLE_MODULES)
+        need(not (four_bits and net.peft_config["default"].use_dora),
+             f"--base_dtype nf4: {adapter} is DoRA, which needs the weights themselves")
     load = weights.load_weights
     if four_bits:
         from common import nf4
@@ -308,6 +316,8 @@ def main(argv=None):
         share = prepare_share(world, samples, mine, args.batch_size, prepare)
         dtype = base_dtype(args.dtype, world.device)
         native = load_to_speak(folder, config_dict, args.adapter, dtype, world.device, args.base_dtype)
+        if args.best_of > 1:
+            distributed.rank0_first(world, lambda: load_judges(args) and None)      # one downloads for all
         if world.is_main:       # only now that nothing can be wrong any more
             for path in old:
                 path.unlink()
@@ -335,7 +345,7 @@ def main(argv=None):
             if args.max_cer is not None:
                 from speech.voice import takes
                 records.sort(key=lambda record: int(record["name"]))
-                print(takes.write_good(args.output_dir, samples, records, args.max_cer))
+                print(takes.write_good(args.output_dir, samples, records, args.max_cer, ids.min_frames))
         distributed.finish()
 
 

@@ -30,26 +30,24 @@ def decode_audio(path, cuts):
     return digest, [cut_wave(part, rate, offset) for part, (offset, _) in zip(parts, cuts)]
 
 
-def read_codes(path, cuts):
-    """(sha256 hex of a .npy file of generate_tts.py --save_codes, its (T, K) codes). cuts: of decode_audio; codes are
-    taken whole. Raises ValueError with the reason.
-    """
+def read_codes(path):
+    """(sha256 hex of a .npy file of generate_tts.py --save_codes, its (T, K) codes). Raises ValueError with the reason."""
     try:
-        with open(path, "rb") as file:
+        with opened(path) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             file.seek(0)
             codes = np.lib.format.read_array(file, allow_pickle=False)
-    except OSError as error:
-        raise ValueError(f"cannot be read ({error.strerror or error})")
+    except Exception as error:      # numpy has many
+        raise ValueError(f"cannot be read ({getattr(error, 'strerror', None) or error})")
     if codes.dtype.kind not in "iu" or codes.ndim != 2:
         raise ValueError("not (frames, codebooks) whole numbers, as --save_codes writes them")
-    if any(cut != (None, None) for cut in cuts):
-        raise ValueError("a part of saved codes cannot be taken: drop offset and duration")
     return digest, codes
 
 
-def check_codes(codes, num_codebooks, size):
-    """Raise ValueError unless these are (T, num_codebooks) codes from 0 to size - 1, at least one."""
+def check_codes(codes, offset, num_codebooks, size):
+    """Raise ValueError unless these are (T, num_codebooks) codes from 0 to size - 1, at least one, and taken whole."""
+    if offset is not None:
+        raise ValueError("a part of saved codes cannot be taken: drop offset and duration")
     if codes.shape[1] != num_codebooks:
         raise ValueError(f"has codes of {codes.shape[1]} codebooks, not of {num_codebooks}")
     if not len(codes) or codes.min() < 0 or codes.max() >= size:
@@ -227,13 +225,16 @@ def count_samples(file, info):
         return audio.frames if audio.frames < UNKNOWN else _parts(audio, [])[1]
 
 
-def header_frames(path, cuts, config):
+def header_frames(path, cuts, config, num_codebooks):
     """Codec frames of each cut (offset, duration, filled) of a file, from its header alone -> [int].
 
     Raises ValueError with the reason. A file damaged behind its header is only found when it is decoded.
     """
     if path.endswith(SAVED):
-        return [len(read_codes(path, [cut[:2] for cut in cuts])[1]) for _ in cuts]
+        codes = read_codes(path)[1]
+        for offset, *_ in cuts:
+            check_codes(codes, offset, num_codebooks, config.codebook_size)
+        return [len(codes)] * len(cuts)
     import soundfile
     try:
         if not os.path.getsize(file_of(path)):

@@ -156,13 +156,12 @@ class _Decode(Dataset):
     def __getitem__(self, i):
         """(i, digest of the file, [(waveform of a cut, its measures), or text of why there is none])."""
         path, _, cuts = self.work[i]
-        stretches = [(clip.offset, clip.duration) for clip in cuts.values()]
         try:
             if path.endswith(SAVED):
-                digest, codes = read_codes(path, stretches)
+                digest, codes = read_codes(path)
                 seconds = np.array([len(codes) / FRAME_RATE, *[np.nan] * (len(MEASURES) - 1)], np.float32)
                 return i, digest, [(codes, seconds)] * len(cuts)
-            digest, rate, parts = decode_file(path, stretches)
+            digest, rate, parts = decode_file(path, [(clip.offset, clip.duration) for clip in cuts.values()])
         except ValueError as error:
             return i, "", [str(error)] * len(cuts)
 
@@ -213,7 +212,7 @@ def _encode_files(world, mine, folder, how, progress, bad):
             if key not in seen and not index.has(key) and _claim(world, key):
                 try:
                     if saved:
-                        check_codes(wave, how.num_codebooks, codec.config.codebook_size)
+                        check_codes(wave, clip.offset, how.num_codebooks, codec.config.codebook_size)
                     codes = wave if saved else encode_clip(codec, wave, bandwidth, how.num_codebooks)
                     batch.add_codes(key, codes.astype(np.int16), measures)
                 except torch.OutOfMemoryError:
@@ -340,13 +339,13 @@ def plan_codes(clips, how, bad=None):
 
     def frames(path):
         try:
-            return header_frames(path, files[path].values(), config)
+            return header_frames(path, files[path].values(), config, how.num_codebooks)
         except ValueError:
             return [one_by_one(path, i, cut) for i, cut in files[path].items()]
 
     def one_by_one(path, i, cut):
         try:
-            return header_frames(path, [cut], config)[0]
+            return header_frames(path, [cut], config, how.num_codebooks)[0]
         except ValueError as error:
             unusable[i] = f"{path}: {error}"
             return 0

@@ -218,8 +218,8 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
         clip, why = builder.clips[number], ""
         try:
             if clip.path.endswith(SAVED):       # heard as they are, without a way through sound
-                codes[number] = read_codes(clip.path, [(clip.offset, clip.duration)])[1].astype(np.int64)
-                check_codes(codes[number], ids.num_codebooks, ids.stream_bos)
+                codes[number] = read_codes(clip.path)[1].astype(np.int64)
+                check_codes(codes[number], clip.offset, ids.num_codebooks, ids.stream_bos)
                 continue
             wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
             codes[number] = encode_clip(codec, filled(wave) if clip.filled else wave, bandwidth, ids.num_codebooks)
@@ -236,14 +236,15 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
         tokens = tokens[:np.flatnonzero(tokens == ids.audio_placeholder_id)[-1]]
         row = ids.assemble(tokens, np.zeros(len(tokens), bool), [codes[c] for c in clips[:-1]])
         target, length = builder.clips[clips[-1]], None
+        heard = target.path and not target.path.endswith(SAVED)     # saved codes are no recording
         try:
-            length = clip_seconds(target) if target.path else None
+            length = clip_seconds(target) if heard else None
         except ValueError as error:
             problems.append(f"{sample.name}: its true recording {target.path} {error}; mend it, or leave it out")
         prompts.append(Prompt(f"{number:04d}", sample.name, spoken_text(sample), row["input_ids"], row["audio_ids"],
                               row["is_audio"],
                               [path for c in clips[:-1] if not (path := builder.clips[c].path).endswith(SAVED)],
-                              target if target.path else None, length))
+                              target if heard else None, length))
         assert len(row["input_ids"]) >= MIN_TOKENS or not isinstance(ids, TokenIds)
         if len(row["input_ids"]) > room:
             problems.append(f"{sample.name}: {len(row['input_ids'])} tokens; the model's positions have room for "

@@ -109,9 +109,10 @@ def speak_parts(texts, references, prepare, speak_some, judges):
     return whole
 
 
-def good_rows(samples, records, max_cer):
+def good_rows(samples, records, max_cer, min_frames):
     """[ChatML row] of the takes that ended by themselves with at most so many errors a character: what a Sample of
-    read_prompts asks for, said by the very codes of its take. records: what the JSON file of each says.
+    read_prompts asks for, said by the very codes of its take. records: what the JSON file of each says. min_frames: of
+    what can be trained.
     """
     def part(found):
         if not isinstance(found, Clip):
@@ -120,7 +121,8 @@ def good_rows(samples, records, max_cer):
 
     rows = []
     for sample, about in zip(samples, records, strict=True):
-        if about["ended_by"] == "eos" and about["frames"] and about["cer"] is not None and about["cer"] <= max_cer:
+        ended = about["ended_by"] == "eos" and about["frames"] >= min_frames
+        if ended and about["cer"] is not None and about["cer"] <= max_cer:
             *before, answer = sample.turns
             messages = [{"role": turn.role, "content": list(map(part, turn.parts))}
                         for turn in (*before, replace(answer, parts=[*answer.parts[:-1], Clip(about["name"] + SAVED)]))]
@@ -128,10 +130,10 @@ def good_rows(samples, records, max_cer):
     return rows
 
 
-def write_good(folder, samples, records, max_cer):
+def write_good(folder, samples, records, max_cer, min_frames):
     """Write good_rows as BEST in a folder -> a line about them."""
-    rows = good_rows(samples, records, max_cer)
+    rows = good_rows(samples, records, max_cer, min_frames)
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    write_atomically(Path(folder) / BEST, lambda path: Path(path).write_text(lines))
-    return (f"best       {len(rows)} of {len(records)} ended by themselves with at most {max_cer:.0%} character errors; "
+    write_atomically(Path(folder) / BEST, lambda path: Path(path).write_text(lines, encoding="utf-8"))
+    return (f"best       {len(rows)} of {len(records)} ended by themselves with at most {100 * max_cer:g}% character errors; "
             f"{folder}/{BEST}, training data")

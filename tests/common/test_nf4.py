@@ -105,6 +105,15 @@ def test_a_card_of_8_gb_speaks_on_the_base_that_was_trained_on():
     assert torch.equal(*found) and stored[1] < stored[0] / 3
 
 
+def test_dora_does_not_speak_on_four_bits(tmp_path):
+    voice = ROOT / "launch" / "voice"
+    about = json.loads((voice / "adapter" / "adapter_config.json").read_text()) | {"use_dora": True}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about))
+    with pytest.raises(UserError, match="--base_dtype nf4: .* is DoRA"):
+        load_to_speak(voice / "model", json.loads((voice / "model" / "config.json").read_text()), tmp_path, torch.float32,
+                      torch.device("cpu"), True)
+
+
 @needs_it
 @pytest.mark.parametrize("make", [speech, student])
 def test_a_model_trains_as_one_of_the_rounded_weights(make):

@@ -167,7 +167,7 @@ def test_what_would_fill_the_memory_is_not_decoded(tmp_path, tiny, monkeypatch):
         with pytest.raises(ValueError, match="lasts 10.0 minutes, of which at most 10.0 are decoded: cut it"):
             decode_audio(path, [cut])
         with pytest.raises(ValueError, match="of which at most 10.0 are decoded"):
-            header_frames(path, [(*cut, False)], config)
+            header_frames(path, [(*cut, False)], config, 8)
     assert len(decode_audio(path, [(600.0, 1.0), (1.0, 600.0)])[1][0]) == 24000
     monkeypatch.setattr("speech.data.decode.PIECE", 1 << 12)
     cuts = [(600.0, 1.0), (3.5, 4.25), (0.25, 0.5), (599.0, None)]
@@ -212,7 +212,7 @@ def test_files_written_into_a_pipe_are_read_to_their_end(tmp_path, tiny, loud_fi
         whole, found = (decode_audio(str(p), [(None, None)])[1][0] for p in (tmp_path / f"a.{kind}", path))
         assert 0 <= len(found) - len(whole) < (1200 if kind == "mp3" else 1)    # the tag says where padding begins
         assert np.abs(np.abs(found[:len(whole)]).mean() / np.abs(whole).mean() - 1) < 0.02
-        assert header_frames(str(path), [(None, None, False)], config) == [codec_frames(len(found), config)]
+        assert header_frames(str(path), [(None, None, False)], config, 8) == [codec_frames(len(found), config)]
 
 
 def test_the_shortest_clip_is_one_frame(tmp_path, tiny):

@@ -553,6 +553,7 @@ def test_overwriting_waits_until_all_is_checked(refuse, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "0007.wav").write_bytes(b"good")
     assert "--adapter nowhere" in refuse("--text", "a", "--overwrite", "--adapter", "nowhere")
+    assert "gone.pth" in refuse("--text", "a", "--overwrite", "--best_of", 2, "--speaker_model", "gone.pth")
     assert (tmp_path / "out" / "0007.wav").read_bytes() == b"good"
 
 

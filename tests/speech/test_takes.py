@@ -145,17 +145,30 @@ def test_each_part_is_spoken_behind_the_codes_of_the_one_before(voice):
 @pytest.mark.parametrize("array, offset, why", [
     (np.zeros((5, 8)), None, "whole numbers"), (np.zeros(5, np.int16), None, "whole numbers"),
     (np.full((5, 8), 1024, np.int16), None, "0 to 1023"), (np.zeros((5, 8), np.int16), 1.0, "drop offset"),
-    (np.zeros((5, 4), np.int16), None, "4 codebooks"), (None, None, "EOF"), (np.zeros((0, 8), np.int16), None, "or none")])
+    (np.zeros((5, 4), np.int16), None, "4 codebooks"), (b"", None, "EOF"), (np.zeros((0, 8), np.int16), None, "or none"),
+    (b"\x93NUMPY\x01\x00\x0a\x00{'shape': (", None, "cannot be read")])
 def test_other_arrays_are_no_codes(tmp_path, array, offset, why):
-    np.save(tmp_path / "a.npy", array)
-    if array is None:
-        (tmp_path / "a.npy").write_bytes(b"")
+    """Nor in training data, where a row that takes the whole file is not blamed for one that takes a part of it."""
+    if isinstance(array, bytes):
+        (tmp_path / "a.npy").write_bytes(array)
+    else:
+        np.save(tmp_path / "a.npy", array)
     with pytest.raises(ValueError, match=why):
-        check_codes(read_codes(str(tmp_path / "a.npy"), [(offset, None)])[1], 8, 1024)
-    bad = {}        # in training data
-    clip = Clip(str(tmp_path / "a.npy"), offset, offset)
-    ensure_codes(WORLD, [clip], Encoding(VOICE / "codec", tmp_path / "cache", 8), bad)
-    assert why in bad[0] and "a.npy" in bad[0]
+        check_codes(read_codes(str(tmp_path / "a.npy"))[1], offset, 8, 1024)
+    clips = [Clip(str(tmp_path / "a.npy"), offset, offset), *[Clip(str(tmp_path / "a.npy"))] * bool(offset)]
+    planned, bad, how = {}, {}, Encoding(VOICE / "codec", tmp_path / "cache", 8)
+    plan_codes(clips, how, planned)         # a dry run says no more, and no less
+    ensure_codes(WORLD, clips, how, bad)
+    assert list(bad) == [0] and why in bad[0] and "a.npy" in bad[0] and planned == bad
+
+
+def test_codes_inside_another_file_are_read(tmp_path):
+    """As parquet and tar files have them."""
+    np.save(tmp_path / "a.npy", np.arange(40).reshape(5, 8))
+    inside = (tmp_path / "a.npy").read_bytes()
+    (tmp_path / "b.tar").write_bytes(b"12" + inside)
+    digest, codes = read_codes(f"{tmp_path}/b.tar::2+{len(inside)}::a.npy")
+    assert digest == read_codes(f"{tmp_path}/a.npy")[0] and np.array_equal(codes, np.arange(40).reshape(5, 8))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -183,10 +196,11 @@ def test_takes_that_are_understood_and_ended_are_learnt(tmp_path):
     samples = asked(tmp_path)
 
     def kept(found):
-        return [row["messages"][-1]["content"][-1]["audio_url"] for row in takes.good_rows(samples, found, 0.1)]
+        return [row["messages"][-1]["content"][-1]["audio_url"] for row in takes.good_rows(samples, found, 0.1, 9)]
     found = records((0.1, "eos"), (0.11, "eos"), (0.0, "eos"))
     assert kept(found) == ["0000.npy", "0002.npy"]
     assert kept(records((0.0, "length"), (None, "eos"), (0.05, "eos"))) == ["0002.npy"]
+    assert not takes.good_rows(samples, found, 0.1, 10)         # too short to be trained
     shifted = [about | {"cer": other["cer"]} for about, other in zip(found, found[1:] + found[:1])]
     assert kept(shifted) != kept(found)
 
@@ -197,7 +211,7 @@ def test_the_trainer_reads_a_take_as_it_was_asked_for_and_spoken(voice, tmp_path
     spoken = [draw.integers(0, 256, (9 + i, 8)) for i in range(3)]
     for i, codes in enumerate(spoken):
         generate.save_codes(tmp_path / f"{i:04d}.npy", codes)
-    line = takes.write_good(tmp_path, samples, records(*[(0.0, "eos")] * 3), 0.0)
+    line = takes.write_good(tmp_path, samples, records(*[(0.0, "eos")] * 3), 0.0, 1)
     assert line.startswith("best       3 of 3 ended by themselves with at most 0% character errors")
     problems, prompts = [], voice[-1](samples, None)
     builder = TableBuilder(v2.load_tokenizer(VOICE / "model"), voice[1])
@@ -215,6 +229,8 @@ def test_the_trainer_reads_a_take_as_it_was_asked_for_and_spoken(voice, tmp_path
         tokens = tokens[:np.flatnonzero(tokens == voice[1].audio_placeholder_id)[-1]]
         row = voice[1].assemble(tokens, np.zeros(len(tokens), bool), codes[:-1])
         assert np.array_equal(row["input_ids"], prompt.tokens) and np.array_equal(row["audio_ids"], prompt.audio_ids)
+    again = voice[-1](generate.read_prompts(tmp_path / takes.BEST, True), None)     # its codes are no recording
+    assert [(prompt.text, prompt.target) for prompt in again] == [(prompt.text, None) for prompt in prompts]
     with pytest.raises(UserError, match="no sound to hear: drop --asr_model"):
         transcripts.hear(WORLD, clips, np.arange(1), tmp_path / "heard", {"asr_command": "true"}, how)
 
