@@ -4,7 +4,7 @@
 set -euo pipefail
 
 # test files that run side by side; many tests wait more than they compute
-TEST_PROCESSES=${TEST_PROCESSES:-3}
+TEST_PROCESSES=${TEST_PROCESSES:-4}
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 # shellcheck source=launch/setup.sh

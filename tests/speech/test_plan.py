@@ -138,7 +138,7 @@ def test_frames_from_the_header_are_those_of_the_codec(tiny, codec, tmp_path, ex
         cuts += [(seconds / 3, None), (0.007, seconds / 2), (0.0, 99.0)] if seconds > 0.1 else []
         _, waves = decode_audio(path, cuts)
         encoded = [len(encode_clip(codec[0], wave, codec[1], 8)) for wave in waves]
-        assert header_frames(path, [(*cut, False) for cut in cuts], config, 8) == encoded
+        assert header_frames(str(path), [(*cut, False) for cut in cuts], config, 8) == encoded
 
 
 def test_samples_after_resampling():
