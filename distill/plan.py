@@ -26,12 +26,18 @@ def loss(model, tokens, targets, kept=False):
     return model(replace(batch, kept=kept)).loss
 
 
+def layers_of(model):
+    return weights.decoder_layers(model.native)
+
+
 def step_of(model):
-    """step_memory.Step of a PackedLM; frozen models beside it are counted by with_frozen."""
+    """step_memory.Step of a PackedLM, equal for one model without frozen ones beside it, so that it
+    is run once; those are counted by with_frozen.
+    """
     if model.frozen:
         model = copy.copy(model)
         model.frozen = {}
-    return step_memory.Step(model, lambda model: weights.decoder_layers(model.native), loss)
+    return step_memory.Step(model, layers_of, loss)
 
 
 def memory(model, setup, lengths, targets, order, epochs=range(1), kept=None):
