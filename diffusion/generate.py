@@ -58,7 +58,7 @@ def prompt(tokenizer, form, question):
 
 def chat_prompt(folder, tokenizer, messages, tools=None):
     """Ids of messages by the folder's chat template, up to where the answer begins. Thinking is off."""
-    refuse_control(tokenizer, *(message["content"] or "" for message in messages))
+    refuse_control(tokenizer, *("" + (message["content"] or "") for message in messages))      # TypeError: no text
     text = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).apply_chat_template(
         messages, tools=tools, tokenize=False, add_generation_prompt=True, enable_thinking=False)
     return tokenizer.encode(text, add_special_tokens=False).ids
