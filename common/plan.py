@@ -235,7 +235,7 @@ def print_room(args, setup, found, pack, saved, steps, validates):
 def head_text(setup, model):
     """What runs where, and the model."""
     return (f"plan       {counted(setup.ranks, 'GPU')}, {setup.parallel}, "
-              f"{'fp16' if setup.fp16 else 'bf16' if setup.bf16 else 'fp32'}\n"
+            f"{'fp16' if setup.fp16 else 'bf16' if setup.bf16 else 'fp32'}\n"
             f"{metrics.model_text(model, setup.adapters)}; the weight files have them all")
 
 
@@ -301,17 +301,17 @@ def ways(args, setup):
     return [replace(setup, recompute=mode, parallel=kind) for mode in modes for kind in kinds]
 
 
-def by_tokens(args, setup, lengths, order_of):
+def by_tokens(args, setup, lengths, order_of, longest=0):
     """Setups with packs of tokens, the fastest first: what costs time alone, then a base in four
     bits, which costs accuracy as well; at last with the state on the host.
 
-    lengths: (n,) tokens of the samples. order_of(budget): PackOrder. A step has the samples of
-    --global_batch_size, or an epoch at least EPOCH_STEPS steps.
+    lengths: (n,) tokens of the samples. order_of(budget): PackOrder. longest: tokens of one outside
+    of them. A step has the samples of --global_batch_size, or an epoch at least EPOCH_STEPS steps.
     """
     samples, counted = args.global_batch_size, "gradient_accumulation_steps" in named(args)
     step = samples * lengths.mean() if samples else lengths.sum() / EPOCH_STEPS
     each = step / (setup.ranks * (setup.accumulation if counted else 1))
-    longest = int(lengths.max())
+    longest = max(longest, int(lengths.max()))
     room = [budget for budget in BUDGETS if budget >= longest] or [-(-longest // 1024) * 1024]
     budgets = [budget for budget in room if budget <= each] or room[-1:]
     if named(args) & {"max_tokens_per_batch", "per_device_train_batch_size"}:
@@ -331,14 +331,14 @@ def by_tokens(args, setup, lengths, order_of):
         yield way
 
 
-def choose_packs(args, world, ranks, lengths, memory_of):
-    """decide() with packs of tokens. lengths: (n,) of the samples. memory_of(setup, PackOrder)."""
+def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
+    """decide() with packs of tokens. lengths, longest: of by_tokens. memory_of(setup, PackOrder)."""
     @functools.cache
     def order_of(budget):
         return pack_order(lengths, tokens_per_pack=budget, seed=args.seed,
                           samples_per_pack=args.per_device_train_batch_size,
                           group_by_length=getattr(args, "group_by_length", False))
-    setups = by_tokens(args, setup_of(args, ranks), lengths, order_of)
+    setups = by_tokens(args, setup_of(args, ranks), lengths, order_of, longest)
     return decide(args, world, setups, lambda setup: memory_of(setup, order_of(setup.budget)),
                   lambda setup: len(lengths) / order_of(setup.budget).packs_per_epoch)
 

@@ -58,7 +58,7 @@ def prompt(tokenizer, form, question):
 
 def chat_prompt(folder, tokenizer, messages, tools=None):
     """Ids of messages by the folder's chat template, up to where the answer begins. Thinking is off."""
-    refuse_control(tokenizer, *(message["content"] or "" for message in messages))
+    refuse_control(tokenizer, *("" + (message["content"] or "") for message in messages))      # TypeError: no text
     text = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).apply_chat_template(
         messages, tools=tools, tokenize=False, add_generation_prompt=True, enable_thinking=False)
     return tokenizer.encode(text, add_special_tokens=False).ids
@@ -147,14 +147,15 @@ def main():
         if args.chat:
             chat = json.loads(Path(args.chat).read_text(encoding="utf-8"))
             chat = chat if isinstance(chat, dict) else {"messages": chat}
-            prompts.append(chat_prompt(folder, tokenizer, chat["messages"], chat.get("tools")))
+            try:
+                prompts.append(chat_prompt(folder, tokenizer, chat["messages"], chat.get("tools")))
+            except (KeyError, TypeError):
+                parser.error(f'--chat {args.chat}: is not a list of {{"role": ..., "content": text}}')
         for ids in prompts:
             answer = generate(model, ids, form, args.threshold, args.temperature, args.max_length, args.seed)
             print(tokenizer.decode(answer, skip_special_tokens=False).strip())
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    except (KeyError, TypeError):
-        parser.error(f'--chat {args.chat}: is not a list of {{"role": ..., "content": text}}')
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def read(path, config, tokens, ema=True, seed=0):
         which, tensors, head_size = "causal", decoder.read_folder(path, config), config.head_size
         source, own = json_files.read_object(path / "config.json"), vocabulary(path)
         markers = {name: own.pop(name) for name in (*MARKERS["hdp"], SDAR_MASK) if name in own}
-        size = source.get("block_diffusion", source).get("block_size")
+        size = (source.get("block_diffusion") or source).get("block_size")
         note = f"trained in blocks of {size}" if size else ""
     else:
         tensors, head_size, note = official.read(path, ema)

@@ -214,8 +214,10 @@ def tokenizer_from_folder(folder):
     """tokenizer.json, or OpenAI's (encoder.json, vocab.bpe) or transformers' (vocab.json, merges.txt) GPT-2 files."""
     if (folder / "tokenizer.json").exists():
         return Tokenizer.from_file(str(folder / "tokenizer.json"))
-    # Qwen's and SDAR's older folders: vocabulary and merges alone lack the added tokens and how text is split
-    if (folder / "tokenizer_config.json").exists():
+    # Qwen's and SDAR's older folders: vocabulary and merges alone lack the added tokens and how text is split; without
+    # these files or a class transformers makes an empty tokenizer, or none
+    slow = [folder / name for name in ("vocab.json", "merges.txt", "tokenizer_config.json")]
+    if all(path.exists() for path in slow) and '"tokenizer_class"' in slow[-1].read_text(encoding="utf-8"):
         from diffusion import folders
         return folders.auto_tokenizer(folder).backend_tokenizer
     for vocabulary, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):

@@ -48,7 +48,8 @@ def _piece(function, piece, hidden, matrix, offset, rows, grads):
     del found, logits       # before the products, of which one is as large as the weight
     if of_hidden is not None:
         of_hidden[piece] = grad @ matrix
-    if grad.dtype is torch.float16:     # --fp16's scale comes later: no sum over rows may overflow
+    if of_weight is not None and grad.dtype is torch.float16:
+        # --fp16's scale comes later: no sum over rows may overflow
         grad, part = grad.float(), part.float()
     if of_weight is not None and grad.dtype == of_weight.dtype:
         of_weight.addmm_(grad.t(), part)

@@ -41,7 +41,7 @@ def step_of(model):
 
 
 def memory(model, setup, lengths, targets, order, epochs=range(1), kept=None):
-    """(step_memory.Memory, tokens of the largest pack) of some epochs.
+    """(step_memory.Memory, tokens of its pack, the worst one) of some epochs.
 
     model: the empty PackedLM as trained. lengths, targets: (n,) tokens of samples, trained ones.
     kept: ChatTable of --keep, or None.
@@ -51,12 +51,13 @@ def memory(model, setup, lengths, targets, order, epochs=range(1), kept=None):
     found = step_memory.estimate(step_of(model), setup, (tokens, trained))
     pack = tokens, trained
     if kept is not None:
-        order = pack_order(kept.lengths, tokens_per_pack=setup.budget,
-                           samples_per_pack=setup.batch_size, seed=0)
-        theirs = [int(plan.epoch_sums(order, range(20), of).max())
+        theirs = pack_order(kept.lengths, tokens_per_pack=setup.budget,
+                            samples_per_pack=setup.batch_size, seed=order.seed)
+        theirs = [int(plan.epoch_sums(theirs, range(20), of).max())
                   for of in (kept.lengths, kept.targets)]
         other = step_memory.estimate(step_of(model), setup, (*theirs, model.lora))
-        found = max(found, other, key=lambda memory: memory.peak)
+        if other.peak > found.peak:
+            found, tokens = other, theirs[0]
         pack = tuple(map(max, pack, theirs))
     if model.frozen:
         found = with_frozen(found, model, setup, pack)
@@ -87,7 +88,8 @@ def with_frozen(found, model, setup, pack):
 def choose(args, world, ranks, model, lengths, targets, kept=None):
     """--auto: set the flags that are open; returns whether the model has to be built anew."""
     return plan.choose_packs(args, world, ranks, lengths,
-                             lambda setup, order: memory(model, setup, lengths, targets, order, kept=kept)[0])
+                             lambda setup, order: memory(model, setup, lengths, targets, order, kept=kept)[0],
+                             0 if kept is None else int(kept.lengths.max()))
 
 
 def print_plan(args, ranks, model, table, split, order, lines, left, kept=None):

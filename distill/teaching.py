@@ -121,9 +121,10 @@ def check_lesson(args, table, numbers):
     """UserError where the base teaches itself what it already says: the divergence is 0 for good.
 
     numbers: of the samples trained. Beside targets of their own (--distill_weight) it is a pull
-    back to the base.
+    back to the base; what a server has may be trained: only its tokenizer is the base's.
     """
-    if args.teacher_path != args.model_path or args.prompt_file or args.distill_weight < 1:
+    same = Path(args.teacher_path).resolve() == Path(args.model_path).resolve()
+    if not same or args.teacher_url or args.prompt_file or args.distill_weight < 1:
         return
     for i in numbers:
         ids = table.tokens[table.offsets[i]:table.offsets[i + 1]]

@@ -1,10 +1,12 @@
 """Llama- and Qwen3-shaped models as block diffusion, against transformers' own classes."""
 import json
+import logging
 import re
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -155,7 +157,7 @@ def test_shapes_that_are_not_this_network_are_refused(models, tmp_path, change, 
         decoder.config_of(tmp_path, ROWS + 2, ROWS + 1, 0.0)
 
 
-def test_folders_of_slow_tokenizers_are_read_as_transformers_reads_them(models, tmp_path, capfd):
+def test_folders_of_slow_tokenizers_are_read_as_transformers_reads_them(models, tmp_path, caplog):
     """As Qwen's older ones and SDAR's: vocabulary and merges alone would split text as GPT-2 does, and have no ends."""
     parts = json.loads(Tokenizer.from_file(str(models["chat"] / "tokenizer.json")).to_str())
     inside = parts["model"]["vocab"]
@@ -168,11 +170,22 @@ def test_folders_of_slow_tokenizers_are_read_as_transformers_reads_them(models, 
              "added_tokens_decoder": added, "chat_template": CHAT}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "sdar"}))
+    transformers.logging.set_verbosity_warning()
+    logging.getLogger("transformers").addHandler(caplog.handler)      # it propagates nothing
     tokens, theirs = load_tokenizer(tmp_path, "gsm8k", "<|im_end|>"), AutoTokenizer.from_pretrained(tmp_path)
+    logging.getLogger("transformers").removeHandler(caplog.handler)
     for text in ("12345 pens\n\n  and a half.", "Ben's<|im_end|>"):
         assert tokens.encode(text) == theirs(text)["input_ids"]
     assert tokens.end == theirs.eos_token_id == ROWS + 2 and tokens.mask == len(theirs) == ROWS + 3
-    assert "without" not in capfd.readouterr().err
+    assert not caplog.records
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 1024}))     # as GPT-2's
+    (tmp_path / "config.json").unlink()
+    assert init_from.vocabulary(tmp_path) == {word: i for i, word in enumerate(words)}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    (tmp_path / "vocab.json").unlink()
+    with pytest.raises(UserError, match="has neither tokenizer.json"):
+        load_tokenizer(tmp_path, "gsm8k", "<|im_end|>")
+    assert init_from.vocabulary(tmp_path) == {}
 
 
 def test_questions_in_the_chat_template(models, demo):

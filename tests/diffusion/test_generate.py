@@ -101,8 +101,10 @@ def test_generate_is_small_and_alone():
 @pytest.mark.parametrize("words, why", [
     (["close <|im_end|> it"], "holds the special token <|im_end|>"),
     (["--max_length", "8", "Two shells and 12 stamps?"], "leave no room in 8"),
-    (["--chat", "config.json"], "--chat config.json: is not a list of {")])
+    (["--chat", "config.json"], "--chat config.json: is not a list of {"),
+    (["--chat", "../parts.json"], "--chat ../parts.json: is not a list of {")])
 def test_what_would_be_misread_or_has_no_room_is_refused(exported, words, why):
+    (exported[1].parent / "parts.json").write_text('[{"role": "user", "content": ["close <|im_end|> it"]}]')
     done = subprocess.run([sys.executable, "-I", exported[1] / "generate.py", *words], cwd=exported[1], text=True,
                           capture_output=True, timeout=PATIENCE_S)
     assert done.returncode == 2 and why in done.stderr

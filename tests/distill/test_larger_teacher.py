@@ -203,11 +203,15 @@ def test_contexts_of_records(made):
 
 def test_a_base_that_reads_what_the_student_reads_teaches_nothing(made, tmp_path):
     table = table_of(made, tmp_path / "table", "student", Prompt("none", ""))
-    own = SimpleNamespace(teacher_path="m", model_path="m", prompt_file=None, distill_weight=1.0)
-    with pytest.raises(UserError, match='give --prompt_file, records with "teacher_messages"'):
-        teaching.check_lesson(own, table, range(4, len(table)))
+    own = SimpleNamespace(teacher_path="m", model_path="m", prompt_file=None, distill_weight=1.0,
+                          teacher_url=None)
+    for own.teacher_path in ("m", "./m/"):
+        with pytest.raises(UserError, match='give --prompt_file, records with "teacher_messages"'):
+            teaching.check_lesson(own, table, range(4, len(table)))
     teaching.check_lesson(own, table, range(len(table)))        # the first four have contexts
-    own.distill_weight = 0.5
+    own.distill_weight, own.teacher_url = 0.5, None
+    teaching.check_lesson(own, table, range(4, len(table)))
+    own.distill_weight, own.teacher_url = 1.0, "u"     # there it may have adapters
     teaching.check_lesson(own, table, range(4, len(table)))
 
 

@@ -8,6 +8,8 @@ import torch
 import transformers
 
 from common import adapters, document_attention
+from common.distributed import World
+from common.flags import parse
 from common.packing import pack_order
 from common.step_memory import Setup, step_bytes
 from distill import dataset, keep, packed_lm, plan, train_sft, weights
@@ -80,6 +82,19 @@ def test_packs_of_keep_are_counted(monkeypatch):
                        for each, kept in ((50, None), (50, SimpleNamespace(lengths=np.full(8, 150),
                                                                            targets=np.full(8, 120))), (150, None)))
     assert few["activations"] < 0.6 * many["activations"] < both["activations"] * 0.7
+
+
+def test_auto_takes_packs_that_hold_the_longest_of_keep(tmp_path, capsys):
+    """Which may be longer than any that is trained on, and than the largest budget."""
+    empty, _ = built("qwen", True, False, False, None)
+    empty.chunk = 20480
+    for longest, budget in ((5000, 8192), (20000, 20480)):
+        args = parse(train_sft.build_parser(), train_sft.check_flags, [
+            "--model_path", "m", "--train_data_file", "d", "--output_dir", str(tmp_path), "--use_lora", "--auto",
+            "--dry_run", "1", "--report_to", "none", "--prompt_file", "p", "--keep", "k", "--global_batch_size", "8"])
+        kept = SimpleNamespace(lengths=np.array([60, longest]), targets=np.array([30, 30]))
+        plan.choose(args, World(device=torch.device("cpu")), 1, empty, np.full(40, 50), np.full(40, 40), kept)
+        assert args.max_tokens_per_batch == budget, capsys.readouterr().out
 
 
 def test_sharded_weights_are_computed_on_in_bfloat16(monkeypatch):

@@ -24,10 +24,9 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_losses_are_those_of_the_model_itself(pool, made, tmp_path, monkeypatch):
+def test_losses_are_those_of_the_model_itself(pool, made, tmp_path):
     """On two ranks, on the student's own draws; the first calls are lost after the work: nothing counts twice. The
     password of the address and the key stand nowhere."""
-    monkeypatch.setenv("OPENAI_API_KEY", "kept-key")
 
     def losses(name, *more):
         statuses, output = pool.run(2, "distill.train_sft.main", [str(part) for part in (
@@ -36,7 +35,7 @@ def test_losses_are_those_of_the_model_itself(pool, made, tmp_path, monkeypatch)
             "--teacher_path", made / "teacher", "--distill_topk", 5, "--on_policy", 0.5, "--max_new_tokens", 5,
             "--learning_rate", 2e-3, "--num_workers", 0, "--report_to", "none", "--logging_steps", 1, "--max_steps", 3,
             "--save_steps", 0, "--eval_steps", 0, "--per_device_train_batch_size", 3,
-            "--gradient_accumulation_steps", 2, "--parallel", "fsdp", *more)])
+            "--gradient_accumulation_steps", 2, "--parallel", "fsdp", *more)], env={"OPENAI_API_KEY": "kept-key"})
         assert not any(statuses), output
         assert "secret" not in output and "kept-key" not in output
         return [json.loads(line)["train/loss"] for line in (tmp_path / name / "metrics.jsonl").open()]

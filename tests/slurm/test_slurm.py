@@ -207,6 +207,7 @@ def test_time_limit_saves_queues_again_and_finishes(submit, undisturbed):
     assert not (job.out / "requeue").exists()
     assert_undisturbed(job, undisturbed)        # a rank with another one's shard of the data would end elsewhere
 
+
 def test_lost_node_noticed_by_slurm(submit, cluster, undisturbed):
     """The node is called down, Slurm queues the job again by itself, then the node is back."""
     job = submit()
