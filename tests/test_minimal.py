@@ -131,6 +131,7 @@ def test_distill(pool, tmp_path):
     assert json.loads((mine / "judged.json").read_text()).keys() == {"base", "base + prompt", "student"}
 
 
+@pytest.mark.slow
 def test_distill_teaches_a_prompt(tmp_path):
     """From nothing but questions: the student comes closer to the prompted model's answers than the bare model is."""
     student = chats.student(tmp_path / "student")

@@ -98,6 +98,7 @@ def test_generate_is_small_and_alone():
     assert len(text.splitlines()) <= 200 and "from diffusion" not in text and "from common" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words, why", [
     (["close <|im_end|> it"], "holds the special token <|im_end|>"),
     (["--max_length", "8", "Two shells and 12 stamps?"], "leave no room in 8"),

@@ -22,6 +22,7 @@ def tiny_chat(tmp_path_factory):
     return folder, *tiny_teacher.save(folder)
 
 
+@pytest.mark.slow
 def test_an_engine_is_imported_where_it_is_used():
     loaded = ("import sys; from distill import create_data, evaluate_sft; "
               "print([name for name in sys.modules if name.startswith('distill.teacher_')])")

@@ -117,6 +117,7 @@ def test_torch_cpu_never_takes_the_build_with_cuda(new_machine):
     assert not (new_machine.repository / ".venv" / "installed").exists()
 
 
+@pytest.mark.slow
 def test_which_versions_are_installed(new_machine):
     """Of three that pip finds; an extra comes along, and another choice in the same environment is made true."""
     for version in ("1.0", "1.1", "1.2", "2.0"):
