@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.library import custom_op
+from torch import library
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -103,30 +103,30 @@ class Step:
     pairs: float        # (query, key) that a layer's attention computes, of all micro-steps of this rank
 
 
-@custom_op("rehearsal::flex_attention", mutates_args={})
+@library.custom_op("rehearsal::flex_attention", mutates_args={})
 def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Stands in for FlexAttention's kernel, which is compiled on a GPU."""
     raise NotImplementedError
 
 
-@custom_op("rehearsal::flex_attention_backward", mutates_args={})
+@library.custom_op("rehearsal::flex_attention_backward", mutates_args={})
 def flex_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
                   log_sum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     raise NotImplementedError
 
 
-@custom_op("rehearsal::rms_norm", mutates_args={})
+@library.custom_op("rehearsal::rms_norm", mutates_args={})
 def norm(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Stands in for F.rms_norm's kernel, which a CPU build does not have."""
     raise NotImplementedError
 
 
-@custom_op("rehearsal::rms_norm_backward", mutates_args={})
+@library.custom_op("rehearsal::rms_norm_backward", mutates_args={})
 def norm_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, quotient: torch.Tensor) -> torch.Tensor:
     raise NotImplementedError
 
 
-@custom_op("rehearsal::rms_norm_weight_backward", mutates_args={})
+@library.custom_op("rehearsal::rms_norm_weight_backward", mutates_args={})
 def norm_weight(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, quotient: torch.Tensor) -> torch.Tensor:
     raise NotImplementedError
 

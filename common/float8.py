@@ -8,7 +8,7 @@ their digits than in e5m2. A frozen weight has no gradient; torchao's training A
 the weight again in every step, so it is not used.
 """
 import torch
-from torch import nn
+from torch import library, nn
 
 from common import fused
 from common.distributed import UserError
@@ -29,7 +29,7 @@ def rounded_kernel(rows):
     return (rows / scales).to(FLOAT8), scales
 
 
-@torch.library.custom_op("flat_trainers::rounded", mutates_args=())
+@library.custom_op("flat_trainers::rounded", mutates_args=())
 def rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """rows (n, width) -> (the same in float8, each divided by its scale so that its largest value
     fits; (n, 1) scales). Scales are float32; a row of zeros has a tiny one.

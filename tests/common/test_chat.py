@@ -60,6 +60,10 @@ def reference(made, messages, pattern, last=False, **options):
     (QWEN_OPEN, IN_TEXT, "last", True, QWEN_OPEN),
 ])
 def test_masks_token_by_token(made, template, messages, turns, thinking, pattern):
+    assert_masks(made, template, messages, turns, thinking, pattern)
+
+
+def assert_masks(made, template, messages, turns, thinking, pattern):
     options = {} if thinking is None else {"enable_thinking": thinking}
     (ids, mask), = encoder(made, template, turns, thinking).encode([messages])
     wanted_ids, wanted = reference(made, messages, ANSWER[pattern], turns == "last", **options)
@@ -84,7 +88,7 @@ def released(name):
     ("llama3", MULTI, "all", None, LLAMA),
 ])
 def test_masks_on_released_templates(made, name, messages, turns, thinking, pattern):
-    test_masks_token_by_token(made, released(name), messages, turns, thinking, pattern)
+    assert_masks(made, released(name), messages, turns, thinking, pattern)
 
 
 @pytest.mark.parametrize("template, messages, thinking", [

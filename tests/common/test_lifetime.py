@@ -176,7 +176,7 @@ def test_a_command_ends_with_who_has_started_it_and_all_that_it_started(start):
     parent = start(sys.executable, "-c", COMMAND, "sh", "-c", f"sleep {LONG} & wait")
     wait_until(lambda: len(in_session(parent.pid)) == 4, "command and its child", progress=parent.log.read_text)
     parent.kill()
-    wait_until(lambda: not in_session(parent.pid), "end of all")
+    assert wait_until(lambda: not in_session(parent.pid), "end of all")
 
 
 def test_every_process_begins_with_what_ends_it():

@@ -15,7 +15,7 @@ from tests.helpers.block_rows import (
     MASK,
     MIXED,
     V,
-    close,
+    assert_close,
     document,
     gradients,
     loss_of,
@@ -190,7 +190,7 @@ def test_loss_and_gradients_equal_the_slow_formula():
     assert 5 < len(inputs.rows) < batch.n_targets
     fused, slow = loss_of(model, inputs, batch.n_targets), slow_loss(model, batch, inputs, t)
     torch.testing.assert_close(fused, slow, rtol=1e-5, atol=1e-5)
-    close(gradients(model, fused), gradients(model, slow))
+    assert_close(gradients(model, fused), gradients(model, slow))
 
 
 def test_gradient_is_the_slope_of_the_loss():
@@ -253,7 +253,7 @@ def test_packed_rows_train_like_padded_ones():
         draws = noise.Draws(rng.random(batch.n_groups), None, tokens)
         loss = loss_of(model, noise.diffuse(batch, draws, MASK), batch.n_targets)
         both.append([loss, *gradients(model, loss)])
-    close(*both)
+    assert_close(*both)
 
 
 def test_chunked_head_and_recomputation_change_nothing(monkeypatch):
@@ -264,8 +264,8 @@ def test_chunked_head_and_recomputation_change_nothing(monkeypatch):
         model = network(recompute=recompute)
         loss = loss_of(model, inputs, batch.n_targets)
         results.append([loss, *gradients(model, loss)])
-    close(results[0], results[1])
-    close(results[0], results[2])
+    assert_close(results[0], results[1])
+    assert_close(results[0], results[2])
 
 
 @pytest.mark.parametrize("pieces", [dit.HEAD_ROWS, 24])
@@ -284,7 +284,7 @@ def test_added_rows_change_nothing(monkeypatch, pieces):
         loss = loss_of(model, inputs := noised(batch, t_range=(0.6, 1.0)), batch.n_targets)
         results.append([loss, *gradients(model, loss)])
     assert len(inputs.rows) % 16 and all(size % 8 == 0 for size in sizes) and results[0][0].isfinite(), sizes
-    close(*results, rtol=1e-6)
+    assert_close(*results, rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -299,8 +299,8 @@ def test_compiled_layers_train_the_same():
         for inputs in (noised(batch), noised(make_blocks(MIXED[::-1], 26, 24))):
             loss = loss_of(model, inputs, batch.n_targets)
             results.append([loss, *gradients(model, loss)])
-    close(results[0], results[2])
-    close(results[1], results[3])
+    assert_close(results[0], results[2])
+    assert_close(results[1], results[3])
 
 
 @pytest.mark.slow

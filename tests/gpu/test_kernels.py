@@ -27,18 +27,22 @@ def why_not():
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """{case: what compiled.py found}, of one process, where cases share what they compile."""
-    folder = tmp_path_factory.mktemp("compiled")
+def cases_of(script, folder):
+    """{case: what a script beside this file found}, in a process of its own with a fake device."""
     env = os.environ | fake_cuda.environment(folder) | measure.MALLOC | {
         "TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
         "TORCHINDUCTOR_COMPILE_THREADS": "1", "TRITON_DISABLE_LINE_INFO": "1",
         "PYTHONPATH": os.environ.get("TRITON", "")}
-    done = subprocess.run([sys.executable, ROOT / "tests/gpu/compiled.py"], env=env, cwd=ROOT,
+    done = subprocess.run([sys.executable, ROOT / "tests" / "gpu" / script], env=env, cwd=ROOT,
                           text=True, capture_output=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return {line["case"]: line for line in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Of one process, where cases share what they compile."""
+    return cases_of("compiled.py", tmp_path_factory.mktemp("compiled"))
 
 
 def narrow(case):

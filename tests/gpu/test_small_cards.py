@@ -2,32 +2,16 @@
 
 Needs triton, as test_kernels.py does.
 """
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
-from bench import fake_cuda, measure
-from tests.gpu.test_kernels import narrow, why_not
-from tests.helpers.trainer import ROOT
+from tests.gpu.test_kernels import cases_of, narrow, why_not
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """{case: what small_cards.py found}."""
-    folder = tmp_path_factory.mktemp("small")
-    env = os.environ | fake_cuda.environment(folder) | measure.MALLOC | {
-        "TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1", "TRITON_DISABLE_LINE_INFO": "1",
-        "PYTHONPATH": os.environ.get("TRITON", "")}
-    done = subprocess.run([sys.executable, ROOT / "tests/gpu/small_cards.py"], env=env, cwd=ROOT, text=True,
-                          capture_output=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {line["case"]: line for line in map(json.loads, done.stdout.splitlines())}
+    return cases_of("small_cards.py", tmp_path_factory.mktemp("small"))
 
 
 def test_functions_spill_nothing_on_sm_75(found):

@@ -69,7 +69,7 @@ def gradients(model, loss):
     return torch.autograd.grad(loss, list(model.parameters()))
 
 
-def close(a, b, rtol=1e-5):
+def assert_close(a, b, rtol=1e-5):
     for x, y in zip(a, b, strict=True):
         torch.testing.assert_close(x, y, rtol=rtol, atol=1e-5 * float(y.detach().abs().max()) + 1e-7)
 

@@ -327,7 +327,7 @@ def test_a_killed_launcher_leaves_no_process(tmp_path, script, start):
     process = start("1000", TRAINER=script(LATE), ORPHAN_S="1")
     wait_until((tmp_path / "started").exists, "trainer")
     process.kill()      # and a parent that does not ask how it ended, as a container's first process may be
-    wait_until(lambda: not alive(process.mark), "end of every process")
+    assert wait_until(lambda: not alive(process.mark), "end of every process")
 
 
 @pytest.mark.slow

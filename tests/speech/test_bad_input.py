@@ -94,16 +94,16 @@ def test_data_file(run, data, content, parts):
 
 
 def test_data_folder(run, tmp_path):
-    complains(run("--train_data_dir", tmp_path / "gone", "--train_data_file", ""), tmp_path / "gone", "cannot be read")
+    assert complains(run("--train_data_dir", tmp_path / "gone", "--train_data_file", ""), tmp_path / "gone", "cannot be read")
     (tmp_path / "folder").mkdir()
     flags = ("--train_data_dir", tmp_path / "folder", "--train_data_file", "")
-    complains(run(*flags), tmp_path / "folder", "has neither a list nor audio files")
+    assert complains(run(*flags), tmp_path / "folder", "has neither a list nor audio files")
     (tmp_path / "folder" / "metadata.json").write_text('{"samples": 3}')
-    complains(run(*flags), "metadata.json: has no list 'samples'")
+    assert complains(run(*flags), "metadata.json: has no list 'samples'")
     (tmp_path / "folder" / "metadata.json").write_text('{"samples": [{"id": "s1", "audio_file": "a.wav"}]}')
-    complains(run(*flags), "metadata.json sample 1 (s1): has no 'transcript_file'")
+    assert complains(run(*flags), "metadata.json sample 1 (s1): has no 'transcript_file'")
     (tmp_path / "folder" / "metadata.json").write_text('{"samples": [')
-    complains(run(*flags), "metadata.json: not valid JSON", "truncated")
+    assert complains(run(*flags), "metadata.json: not valid JSON", "truncated")
 
 
 def change(path, value):
@@ -268,8 +268,8 @@ def test_an_offset_behind_the_end(run, tiny, data):
     sample = tiny.samples()[0]
     target_item(sample).update(offset=99.5, duration=1.0)
     path = written(data, [sample], "odd.json")
-    complains(run("--train_data_file", path), "is too short: 0.000 s from offset 99.5 s",
-              data / target_item(sample)["audio_url"])
+    assert complains(run("--train_data_file", path), "is too short: 0.000 s from offset 99.5 s",
+                     data / target_item(sample)["audio_url"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -302,19 +302,19 @@ def copy_of(folder, to, without):
 
 
 def test_incomplete_model_and_codec_folders(run, tiny, tmp_path):
-    complains(run("--model_path", copy_of(tiny.model, tmp_path / "a", "*.safetensors")), tmp_path / "a", "weights")
-    complains(run("--model_path", copy_of(tiny.model, tmp_path / "b", "tokenizer*")), tmp_path / "b", "tokenizer")
+    assert complains(run("--model_path", copy_of(tiny.model, tmp_path / "a", "*.safetensors")), tmp_path / "a", "weights")
+    assert complains(run("--model_path", copy_of(tiny.model, tmp_path / "b", "tokenizer*")), tmp_path / "b", "tokenizer")
     codec = copy_of(tiny.codec, tmp_path / "c", "*.safetensors")
-    complains(run("--audio_tokenizer_path", codec), codec, "holds no *.safetensors weights")
+    assert complains(run("--audio_tokenizer_path", codec), codec, "holds no *.safetensors weights")
 
 
 def test_output_that_cannot_be_written(run, tiny, tmp_path):
     """A file stands where the folder should be; permissions would not stop a test that runs as root."""
     (tmp_path / "taken").write_text("a file")
-    complains(run(name="taken"), f"--output_dir {tmp_path / 'taken'}: cannot be written")
-    complains(run(name="taken/below"), f"--output_dir {tmp_path / 'taken/below'}: cannot be written")
-    complains(run("--code_cache", tmp_path / "taken"), f"--code_cache {tmp_path / 'taken'}: ",
-              "cannot be written (Not a directory)")
+    assert complains(run(name="taken"), f"--output_dir {tmp_path / 'taken'}: cannot be written")
+    assert complains(run(name="taken/below"), f"--output_dir {tmp_path / 'taken/below'}: cannot be written")
+    assert complains(run("--code_cache", tmp_path / "taken"), f"--code_cache {tmp_path / 'taken'}: ",
+                     "cannot be written (Not a directory)")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
