@@ -66,6 +66,8 @@ def build_parser():
                    "likest by --speaker_model; a faultless one is not tried again")
     g.add_argument("--split_text", type=int, default=0, metavar="N", help="speak texts of more than N characters part "
                    "by part, cut behind sentences; each part behind the reference, or the part before it; 0 = off")
+    g.add_argument("--stream", metavar="FILE", help="with --split_text, of one --text: write its sound part by part as "
+                   "it is spoken, to this WAV file, or raw (24 kHz, 16 bit) to stdout: -")
     choices.recognisers(g)
     choices.speakers(g)
     g = p.add_argument_group("output")
@@ -84,14 +86,13 @@ def check_flags(args, world_size):
     for flag in ("reference_audio", "reference_text", "system_prompt", "scene"):
         need(not (chatml and getattr(args, flag)), f"--{flag} is for texts and lines; a ChatML prompt says so itself")
     need(args.reference_audio or not args.reference_text, "--reference_text says what is said in --reference_audio")
-    flags.zero_or_more(args, "temperature", "top_k", "ras_window", "ras_repeats", "seed")
+    flags.zero_or_more(args, "temperature", "top_k", "ras_window", "ras_repeats", "seed", "split_text")
     need(args.seed < 2**62, f"--seed is {args.seed}; it must be below 2**62")
     need(args.top_p is None or 0 < args.top_p <= 1, f"--top_p is {args.top_p}; it must be more than 0 and at most 1")
     flags.above_zero(args, "max_seconds")
     flags.at_least_one(args, "batch_size", "best_of")
     if args.base_dtype:
         flags.need_package("bitsandbytes", "--base_dtype nf4")
-    flags.zero_or_more(args, "split_text")
     choices.check_recognisers(args)
     need(args.best_of > 1 or not (args.asr_model or args.asr_command or args.speaker_model),
          "--asr_model, --asr_command and --speaker_model choose among takes: give --best_of; to judge speech, "
@@ -101,6 +102,9 @@ def check_flags(args, world_size):
     need(args.max_cer is None or not args.split_text, "--max_cer does not go with --split_text: a part is no answer to "
                                                       "the whole text")
     need(not (args.split_text and chatml), "--split_text is for texts and lines, not for ChatML prompts")
+    need(not args.stream or args.split_text and len(args.text or ()) == world_size == 1,
+         "--stream takes one --text, --split_text and one process")
+    need(args.overwrite or not Path(args.stream or "").is_file(), f"--stream {args.stream} is there: --overwrite it")
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
@@ -128,17 +132,14 @@ def read_texts(args, normalize):
     """The Samples to speak; raises UserError. normalize: of generate.read_prompts."""
     if args.prompts and args.prompts.lower().endswith(CHATML):
         return generate.read_prompts(args.prompts, normalize)
-    lines = [(f"--text {text!r}", text) for text in args.text or ()]
-    lines = generate.read_lines(args.prompts) if args.prompts else lines
+    lines = generate.read_lines(args.prompts) if args.prompts else [(f"--text {text!r}", text) for text in args.text]
     return generate.text_prompts(lines, normalize, args.reference_audio, args.reference_text,
                                  args.system_prompt, args.scene)
 
 
 def setting_to_speak(wanted, model, adapter=None):
-    """(whether to normalise, a line that says so and why).
-
-    wanted: --normalize_text, or None for what the checkpoint was trained with. model, adapter:
-    folders.
+    """(whether to normalise, a line that says so and why). wanted: --normalize_text, or None for what the checkpoint
+    was trained with. model, adapter: folders.
     """
     folder = adapter or model
     saved = text_normalization.saved_setting(folder)
@@ -151,9 +152,7 @@ def setting_to_speak(wanted, model, adapter=None):
 
 
 def earlier_results(output_dir, overwrite):
-    """Make the output folder, this run's from here on; files of an earlier run in it, which only --overwrite allows.
-    Raises UserError.
-    """
+    """Make the output folder, this run's from here on; earlier results in it, which only --overwrite allows. UserError."""
     checkpoint.own_output(output_dir)
     old = [path for path in Path(output_dir).iterdir()
            if path.suffix in (".wav", ".png", ".json", ".npy") and path.stem.isdigit() or path.name == "best.jsonl"]
@@ -206,7 +205,7 @@ def speak_takes(native, codec, ids, settings, prompts, seed, prepare, args):
         return prepare(samples, [int(prompts[i].name) for i, *_ in asked])
     given = (args.reference_audio, args.reference_text) if args.reference_audio else None
     texts = [takes.parts(prompt.text, args.split_text) for prompt in prompts]
-    whole = takes.speak_parts(texts, [given] * len(texts), behind, speak, judges)
+    whole = takes.speak_parts(texts, [given] * len(texts), behind, speak, judges, args.stream and takes.stream(args.stream))
     return [prompt for prompt, *_ in whole], [tuple(found) for _, *found in whole]
 
 
@@ -260,8 +259,7 @@ def base_dtype(name, device):
 def load_to_speak(folder, config, adapter, dtype, device, four_bits=False):
     """Native model for generate on the device, in eval mode; an adapter stays beside its frozen base, in fp32.
 
-    config: the folder's config.json dict. adapter: PEFT folder or None. four_bits: the base's layers as nf4.py has
-    them. Raises UserError.
+    config: config.json's dict. adapter: PEFT folder or None. four_bits: the base's layers as nf4.py's. Raises UserError.
     """
     module = versions.module(config)
     native = net = module.empty_model(config, dtype, folder)
@@ -290,6 +288,8 @@ def load_to_speak(folder, config, adapter, dtype, device, four_bits=False):
 def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+    if args.stream == "-":      # sound alone goes there
+        sys.stdout = sys.stderr
     with distributed.one_clear_error():
         need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
         world = distributed.init(device=None if args.device == "auto" else args.device)

@@ -25,9 +25,8 @@ SENTENCE = r"(?<=[.!?…])\s+|(?<=[。！？])"        # ends there
 def speak(native, codec, ids, settings, prompts, seed, takes, judges):
     """[(codes, ended_by, wave, {fact: value})] of each Prompt, of so many takes the best one.
 
-    Best is what ended by itself, of those what has the fewest character errors, of those what is
-    likest to the voice. judges: scores.Judges. A prompt that nothing is wrong with is not spoken
-    again, unless likeness is asked for.
+    Best is what ended by itself, of those what has the fewest character errors, of those what is likest to the voice.
+    judges: scores.Judges. A prompt that nothing is wrong with is not spoken again, unless likeness is asked for.
     """
     kept, left = [None] * len(prompts), list(range(len(prompts)))
     for take in range(takes):
@@ -49,8 +48,7 @@ def speak(native, codec, ids, settings, prompts, seed, takes, judges):
 
 
 def parts(text, most):
-    """[part] of a text, of at most `most` characters but for longer words: cut behind sentences,
-    and longer sentences between words.
+    """[part] of a text, of at most `most` characters but for longer words, cut behind sentences, long ones between words.
     """
     found = []
     for sentence in re.split(SENTENCE, text):
@@ -73,12 +71,24 @@ def join(waves, rate):
     return np.concatenate(pieces[:-1])
 
 
-def speak_parts(texts, references, prepare, speak_some, judges):
+def stream(path):
+    """write(wave so far), for --stream: adds what is new to a WAV file, or raw to stdout ("-")."""
+    import soundfile
+    where, how = (1, "RAW") if path == "-" else (path, "WAV")
+    file = soundfile.SoundFile(where, "w", generate.SAMPLE_RATE, 1, "PCM_16", format=how, closefd=False)
+
+    def write(wave):
+        file.write(wave[file.frames:])
+        file.flush()
+    return write
+
+
+def speak_parts(texts, references, prepare, speak_some, judges, write=None):
     """[(Prompt, codes, ended_by, wave, facts)] of texts, each a list of parts, spoken part by part.
 
-    references: of each text (path, what it says) or None: then each part is spoken behind the codes
-    of the part before. prepare([(number, part, reference)]) -> [Prompt]. speak_some(Prompts, round)
-    -> speak()'s list.
+    references: of each text (path, what it says) or None: then each part is spoken behind the codes of the part before.
+    prepare([(number, part, reference)]) -> [Prompt]. speak_some(Prompts, round) -> speak()'s list. write: of stream(), of
+    a single text.
     """
     said = [[] for _ in texts]
     with tempfile.TemporaryDirectory() as folder:
@@ -95,6 +105,8 @@ def speak_parts(texts, references, prepare, speak_some, judges):
             prompts = prepare(asked)
             for i, prompt, found in zip(now, prompts, speak_some(prompts, turn)):
                 said[i].append((prompt, *found))
+                if write:
+                    write(join([wave for *_, wave, _ in said[i]], generate.SAMPLE_RATE))
     whole = []
     for spoken in said:
         prompts, codes, ends, waves, facts = zip(*spoken)

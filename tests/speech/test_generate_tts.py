@@ -518,6 +518,9 @@ def refuse(tiny, tmp_path, capsys):
     (("--text", "a", "--best_of", 2, "--asr_command", "true", "--max_cer", 2), "--max_cer is 2.0; it must lie between 0 and 1"),
     (("--text", "a", "--best_of", 2, "--asr_command", "true", "--max_cer", 0.1, "--split_text", 9),
      "--max_cer does not go with --split_text"),
+    (("--text", "a", "--stream", "-"), "--stream takes one --text, --split_text and one process"),
+    (("--text", "a", "b", "--split_text", 9, "--stream", "-"), "--stream takes one --text"),
+    (("--text", "a", "--split_text", 9, "--stream", __file__), "test_generate_tts.py is there: --overwrite it"),
 ])
 def test_mistakes_in_flags(refuse, flags, part):
     assert part in refuse(*flags)

@@ -2,9 +2,12 @@
 good takes become training data, code by code.
 """
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 
 from common import distributed
@@ -140,6 +143,38 @@ def test_each_part_is_spoken_behind_the_codes_of_the_one_before(voice):
     assert 8 <= heard < len(codes) and ended_by == "eos" and prompt.text == "one two. three."
     assert len(wave) == 960 * len(codes) + round(takes.PAUSE_S * 24000) and second[0].text == "four."
     assert "one two." in first[0].text and seen[1][0].references == []
+
+
+def test_a_part_can_be_heard_before_the_next_one_is_spoken(voice, tmp_path):
+    """--stream: a WAV file that any reader takes at each part; at the end, sample by sample, what stands without it."""
+    native, ids, codec, settings, prepare = voice
+    path, before = str(tmp_path / "now.wav"), []
+
+    def behind(asked):
+        return prepare([generate.text_prompts([(part, part)], False)[0] for _, part, _ in asked], [0])
+
+    def speak(prompts, turn):
+        before.append(soundfile.info(path).frames)
+        return takes.speak(native, codec, ids, settings, prompts, turn, 1, scores.load_judges())
+    streamed = takes.speak_parts([["one.", "two.", "three."]], [None], behind, speak, scores.load_judges(), takes.stream(path))
+    heard = soundfile.read(path, dtype="int16")[0]
+    assert before[0] == 0 < before[1] < before[2] < len(heard) == len(streamed[0][3])
+    (_, codes, _, wave, _), = takes.speak_parts([["one.", "two.", "three."]], [None], behind, speak, scores.load_judges())
+    generate.write_sample(tmp_path, "whole", wave, np.zeros((2, 2, 3), np.uint8), {})
+    whole = soundfile.read(tmp_path / "whole.wav", dtype="int16")[0]
+    assert np.array_equal(codes, streamed[0][1]) and np.array_equal(heard, whole) and heard.any()
+
+
+@pytest.mark.slow
+def test_sound_alone_goes_to_stdout(tmp_path):
+    """--stream -: through a pipe, beside the WAV file as always; what is printed goes to stderr."""
+    command = [sys.executable, ROOT / "speech" / "generate_tts.py", "--model_path", VOICE / "model", "--audio_tokenizer_path",
+               VOICE / "codec", "--output_dir", tmp_path / "said", "--text", "one two. three four.", "--split_text", 9,
+               "--max_seconds", 2, "--ras_window", 0, "--overwrite", "--stream"]
+    done = subprocess.run([str(word) for word in [*command, "-"]], capture_output=True, timeout=PATIENCE_S)
+    heard = np.frombuffer(done.stdout, "<i2")
+    assert np.array_equal(heard, soundfile.read(tmp_path / "said" / "0000.wav", dtype="int16")[0]) and heard.any()
+    assert b"done       1 samples" in done.stderr
 
 
 @pytest.mark.parametrize("array, offset, why", [
