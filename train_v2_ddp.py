@@ -1,5 +1,5 @@
-"""Fine-tune Higgs-Audio V2 or Higgs TTS 3 (text to speech): LoRA or full, on one process or under
-DDP or FSDP2.
+"""Fine-tune Higgs-Audio V2 or Higgs TTS 3 (text to speech): LoRA or full; one process, DDP or
+FSDP2.
 
     torchrun --nproc_per_node=8 train_v2_ddp.py --model_path bosonai/higgs-audio-v2-generation-3B-base \
         --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --train_data_file train.json --output_dir ./out \
@@ -9,8 +9,7 @@ DDP or FSDP2.
 
 Loss: cross-entropy of the next row of codes, averaged over every trained code of the whole
 optimizer step (all ranks, all micro-steps, all 8 codebooks), plus --text_loss_weight times the same
-average over text targets. The counts come from the plan that all ranks share, so no rank has to ask
-another.
+average over text targets. The counts come from the plan that all ranks share.
 
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the
 launcher; exit status 0.
@@ -95,9 +94,7 @@ def build_parser():
 
 
 def check_flags(args, world_size):
-    """Raise UserError for values and combinations that would fail, or do nothing, later; fill in
-    what derives.
-    """
+    """Raise UserError for flags that would fail, or do nothing, later; fill in what derives."""
     flags.check_shared(args)
     flags.check_bad_samples(args, CHECKS)
     if args.dry_run is None:        # long before the imports are done
@@ -177,9 +174,9 @@ def empty_trained_model(module, folder, config, args):
     """(module.packed on the meta device, {weight name: handles of that weight in the files}).
 
     folder, config: of the model to train, and its config.json dict. With --use_lora the native
-    model inside has the adapters. Only the weights that shall be trained require gradients.
-    Raises UserError when the folder does not hold exactly the model's weights, or nothing is left
-    to train.
+    model inside has the adapters. Only the weights to be trained require gradients. Raises
+    UserError when the folder does not hold exactly the model's weights, or nothing is left to
+    train.
     """
     dtype = args.use_lora and run.half(args) or torch.float32
     native = net = module.empty_model(config, dtype, folder)
@@ -270,8 +267,7 @@ def run_identity(folder, table, train, args):
 def save_checkpoint(module, world, writer, model, tokenizer, source, optimizer, meta):
     """Copy all of checkpoint-<meta["step"]> off the device and start writing it. On every rank.
 
-    source: folder of the model that was trained from, whose processor files a full checkpoint takes
-    over.
+    source: the base model's folder, whose processor files a full checkpoint takes over.
     """
     writer.begin(meta["step"])
     distributed.reshard(model)
@@ -305,8 +301,7 @@ def save_checkpoint(module, world, writer, model, tokenizer, source, optimizer, 
 def evaluate(module, world, model, table, ids, held_out, writer, args):
     """Exact target-weighted validation losses {eval/...: float}; each rank takes a share.
 
-    Now and then calls writer.check(), which may raise, and looks for a request to stop: then it
-    returns None, on all ranks.
+    Returns None, on all ranks, when asked to stop. Raises what writer.check() raises.
     """
     order = PackOrder(table.lengths[held_out], samples_per_pack=args.per_device_eval_batch_size,
                       shuffle=False)
@@ -318,7 +313,7 @@ def evaluate(module, world, model, table, ids, held_out, writer, args):
     for i, batch in enumerate(loading.each(loader)):
         if i % 16 == 0:     # often enough for a prompt stop, seldom enough to cost nothing
             writer.check()
-            if distributed.any_rank(world, bool(stop_requested())).item():
+            if distributed.largest(world, bool(stop_requested())).item():
                 model.train()
                 return None
         with run.autocast(args, world.device):
@@ -335,9 +330,7 @@ def sums_of(losses, batch):
 
 
 def load_prompts(args, tokenizer, ids, config, codec_dir, world):
-    """(sample_prompts.Speaker of --sample_prompts, or None, keep.Keeper of --keep, or None); on
-    every rank. Raises UserError.
-    """
+    """(sample_prompts.Speaker or None, keep.Keeper or None) of the flags. Raises UserError."""
     speaker, keeper = None, None
     if args.sample_prompts:
         from speech.voice import sample_prompts
@@ -405,18 +398,13 @@ def print_sample(table, tokenizer, batch):
 # Data
 
 
-def code_cache(args):
-    """Folder of encoded audio."""
-    return args.code_cache or Path(args.output_dir) / "codes"
-
-
 def read_data(args, tokenizer, ids, codec_dir, work_dir, world):
     """The Table of the user's files, made in work_dir. A dry run encodes nothing."""
     sources = Sources(*choices.sources(args), Reading(
                       **choices.reading(args), lone_reference=ids.lone_reference),
                       args.preprocess_num_proc, args.drop_bad)
-    encoding = Encoding(codec_dir, code_cache(args), ids.num_codebooks, args.preprocess_num_proc,
-                        args.wait_timeout)
+    encoding = Encoding(codec_dir, args.code_cache or Path(args.output_dir) / "codes",
+                        ids.num_codebooks, args.preprocess_num_proc, args.wait_timeout)
     return prepare_table(world, tokenizer, ids, sources, encoding, work_dir,
                          dry=args.dry_run is not None)
 
@@ -431,7 +419,7 @@ def main(argv=None):
 
 
 def train(args):
-    # -- ranks, data, empty model --------------------------------------------------------------
+    # -- ranks, data, empty model ------------------------------------------------------------------
     ranks, dry, work_dir = run.ranks(args), args.dry_run is not None, run.work_folder(args)
     world, watch = run.start(args, cpu_too=args.cpu_offload or args.auto)
     device, main_rank = world.device, world.is_main
@@ -482,10 +470,8 @@ def train(args):
     validates = bool(len(eval_ids) or speaker)
     choices.check_measured(args, len(eval_ids))
     often = run.intervals(args, total_steps, meta, validates)
-    peak_lr = args.learning_rate
-    if args.scale_lr_from_batch:
-        samples = per_step * args.per_device_train_batch_size
-        peak_lr = optim.sqrt_lr(args.learning_rate, samples, args.scale_lr_from_batch)
+    samples = per_step * args.per_device_train_batch_size
+    peak_lr = optim.sqrt_lr(args.learning_rate, samples, args.scale_lr_from_batch or samples)
 
     if dry:
         check_resume(module, model, resume)
@@ -499,7 +485,7 @@ def train(args):
             left = (total_steps - at["step"]) / steps_per_epoch
             lines.insert(2, plan.time_text(epoch * left / ranks, frozen))
         plan.print_plan(args, ranks, model, data, order, lines, total_steps - at["step"],
-                        code_cache(args))
+                        args.code_cache or Path(args.output_dir) / "codes")
         return print("dry run ok")
 
     # -- model, optimizer, resume ----------------------------------------------------------------
@@ -510,9 +496,8 @@ def train(args):
         model, parts = empty_trained_model(module, resume, config_dict, args)
     wrapped = load_model(module, world, model, parts, resume, args)
     trainable = [p for p in model.parameters() if p.requires_grad]
-    betas = (0.9, args.adam_beta2)
-    optimizer = optim.build_adamw(
-        model.named_parameters(), peak_lr, args.weight_decay, betas, decays)
+    optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
+                                  (0.9, args.adam_beta2), decays)
     if keeper:
         watch.moved("the base speaks --keep", args.wait_timeout)
         often += "\n" + keeper.speak(world, model)
@@ -596,8 +581,7 @@ def train(args):
             planned = table.audio_targets[mine].sum()
             assert batch.counts["audio_targets"] == planned, "loader and plan disagree"
             # full packs have one shape, so compiled layers and the allocator see no other
-            filled = args.max_tokens_per_batch in (0, len(batch.input_ids))
-            assert filled, "the pack is not filled to its budget"
+            assert args.max_tokens_per_batch in (0, len(batch.input_ids)), "pack not filled"
             shown = micro == state.step % args.strategic_logging_steps == 0
             if args.enable_strategic_logging and main_rank and shown:
                 print_sample(table, tokenizer, batch)
@@ -623,8 +607,7 @@ def train(args):
         state.update(optimizer, trainable, peak_lr * factor, sums)
 
         # the same on every rank, so that all take part in what follows
-        state.eval_due = bool(validates and state.due(args.eval_steps))
-        saving = state.save_due()
+        state.eval_due, saving = bool(validates and state.due(args.eval_steps)), state.save_due()
         # a request to stop counts one step late, so that no step waits for the device
         stopping = state.stop_asked(state.eval_due or saving)
         stopping = stopping and (state.eval_due or not state.last)
