@@ -1,10 +1,8 @@
-"""Validation by answers: some held-out problems are answered by the averaged weights; a few are
-kept block by block.
+"""Validation by answers: some held-out problems are answered by the averaged weights.
 
-Each rank answers its share on its own, so that ranks which wait for nobody may take as many passes
-as they need. The time is bounded by the number of problems and their longest answer. Sampling is
-certain (temperature 0, all tokens of probability 0.9 and more in a pass), so that numbers of
-different steps compare.
+Each rank answers its share on its own, so ranks wait for nobody, however many passes they take.
+Sampling is certain (temperature 0, all tokens of probability 0.9 and more in a pass), so that
+numbers of different steps compare.
 """
 import json
 import math
@@ -25,19 +23,17 @@ FOLDER = "answers"  # in OUTPUT_DIR
 
 
 def choose(rows, n, tokens, seed):
-    """[(Problem, its question_state)] of n held-out problems, all if there are fewer: those of
-    the seed. rows: blocks.Rows.
+    """[(Problem, its question_state)] of n held-out problems, drawn by the seed. rows: blocks.Rows.
     """
-    documents, numbers = rows.documents, sorted(number for members in rows.members
-                                                for number in members)
+    documents = rows.documents
+    numbers = sorted(number for members in rows.members for number in members)
     chosen = np.random.default_rng((seed, 4)).permutation(numbers)[:n]
     return [(problem, question_state(problem, tokens, documents.layout))
             for problem in (documents.problems[number] for number in chosen)]
 
 
 def accuracy(world, model, how, asked, tokens):
-    """({"eval/accuracy": strict, ...}, answers to the first SHOWN with their text behind every
-    block). Collective.
+    """({"eval/accuracy": strict, ...}, answers to the first SHOWN, block by block). Collective.
 
     model: the network, sharded or not, in eval mode, with the weights to judge. how: elbo.Eval.
     asked: of choose.
@@ -57,16 +53,14 @@ def accuracy(world, model, how, asked, tokens):
             written = answer_batch(solver, [state for _, state in batch], how.seed, show)
         for number, ((problem, _), answer) in enumerate(zip(batch, written)):
             strict, flexible = score(answer["text"], problem.answer)
-            answers.append(answer | {"name": problem.name, "question": problem.question,
-                                     "answer": problem.answer,
-                                     "strict": strict, "flexible": flexible,
-                                     "growth": growth.get(number, [])})
+            answers.append(answer | {
+                "name": problem.name, "question": problem.question, "answer": problem.answer,
+                "strict": strict, "flexible": flexible, "growth": growth.get(number, [])})
     del whole, solver
     of_ranks = distributed.gather_objects(world, answers)
     answers = [of_ranks[i % world.size][i // world.size] for i in range(len(asked))]
     means = {name: float(np.mean([answer[name] for answer in answers]))
-             for name in ("strict", "flexible", "ended",
-                                                                                    "forwards")}
+             for name in ("strict", "flexible", "ended", "forwards")}
     right = means["strict"]
     return {"eval/accuracy": right, "eval/accuracy_flexible": means["flexible"],
             "eval/accuracy_stderr": math.sqrt(right * (1 - right) / len(answers)),
@@ -76,8 +70,7 @@ def accuracy(world, model, how, asked, tokens):
 
 @torch.no_grad()
 def whole_model(model):
-    """The model itself, or a copy that is not sharded, whose passes need no other rank. Collective.
-    """
+    """The model itself, or a copy that is not sharded, whose passes need no other rank."""
     distributed.reshard(model)
     parameters = dict(model.named_parameters())
     if not any(isinstance(p, DTensor) for p in parameters.values()):

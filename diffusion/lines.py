@@ -1,6 +1,4 @@
-"""What a block diffusion run says of itself: its start, a line of training, a line of
-validation.
-"""
+"""What a block diffusion run says of itself: its start, a line of training or of validation."""
 import math
 from typing import NamedTuple
 
@@ -31,8 +29,8 @@ def step_sums(numbers):
 
 def loss_report(numbers, regions):
     """Numbers of step_sums, of all ranks -> {name: value}."""
-    losses, targets, (cross_entropy,), (masked,) = (part.tolist()
-                                                    for part in step_sums(numbers.cpu()))
+    parts = [part.tolist() for part in step_sums(numbers.cpu())]
+    losses, targets, (cross_entropy,), (masked,) = parts
     if not sum(targets):        # every step was skipped: no loss to claim
         return {"train/loss": math.nan, "train/masked_loss": math.nan, "train/masked": math.nan}
     values = {"train/loss": sum(losses) / sum(targets),

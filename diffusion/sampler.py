@@ -1,9 +1,7 @@
-"""Blockwise sampling: one block after the other is unmasked behind the cached keys and values of
-clean tokens.
+"""Blockwise sampling: block after block is unmasked behind cached keys and values of clean tokens.
 
-Many problems at a time, each with its own context; those that reach their end token leave the
-batch. Orders of unmasking: one random token a pass (first hitting, as BD3-LM samples), the k
-surest, or all that are sure enough.
+Problems that reach their end token leave the batch. Orders of unmasking: one random token a pass
+(first hitting, as BD3-LM samples), the k surest, or all that are sure enough.
 """
 from typing import NamedTuple
 
@@ -13,37 +11,29 @@ import torch
 
 class Generated(NamedTuple):
     """What generate wrote for one problem."""
-    # whole blocks, pinned ids first; the last one holds the end token, or uses up the room
-    ids: list
-    # network passes until its last token was there (NFE); passes that fill the cache not counted
-    forwards: int
+    ids: list           # whole blocks, pinned ids first; ends with the end token's, or without room
+    forwards: int       # network passes until its last token (NFE); none that fill the cache
     ended: bool         # whether the end token came
 
 
 class Sampling(NamedTuple):
     """How blocks are filled."""
-    # a pass fills a random token; "top_k": the surest; "confidence": all sure ones
-    order: str = "first_hitting"
+    order: str = "first_hitting"    # a pass fills a random token; top_k: the surest; confidence
     tokens_per_step: int = 1        # top_k: tokens a pass
-    # confidence: probability that a token must have; the surest is always taken
-    threshold: float = 0.9
+    threshold: float = 0.9          # confidence: probability of all taken but the surest
     temperature: float = 1.0        # 0: the likeliest token
-    # draw from the fewest likeliest tokens that together reach this probability
-    top_p: float = 1.0
+    top_p: float = 1.0              # draw from the likeliest tokens that together reach it
     use_cache: bool = True          # False: compute the context again for every pass
 
 
 def prefill(model, tokens, position, block, known):
-    """Cache [(keys, values)] of clean context. tokens, position, block (B, P) ints; known (B, P)
-    bool, no padding.
-    """
+    """[(keys, values)] of clean context. tokens, position, block: (B, P) ints; known: bool."""
     device, config = tokens.device, model.config
-    kind = device.type
     dtype = model.embed.weight.dtype
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-    empty = torch.zeros(len(tokens), config.kv_heads, 0, config.head_size, device=device,
-                        dtype=dtype)
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    size = len(tokens), config.kv_heads, 0, config.head_size
+    empty = torch.zeros(size, device=device, dtype=dtype)
     past = [(empty, empty)] * config.layers
     if not tokens.shape[1]:
         return past
@@ -53,8 +43,8 @@ def prefill(model, tokens, position, block, known):
 
 
 def pick(logits, how, generator):
-    """Draw one token from each row of logits (n, V) -> (ids (n,), probability of each under the
-    logits (n,)).
+    """Draw a token from each row of logits (n, V) -> (ids (n,), their probability by the logits
+    (n,)).
 
     how: Sampling. generator: on the device of the logits, or None.
     """
@@ -73,19 +63,17 @@ def pick(logits, how, generator):
 
 
 def unmask(model, hidden, tokens, masked, how, generator):
-    """One step: put tokens at some of the masked positions, at least at one in each row that has
-    any; in place.
+    """In place: put tokens at some masked positions, at least at one in each row that has any.
 
     hidden (B, T, H), tokens (B, T), masked (B, T) bool.
     """
     if how.order == "first_hitting":
-        chance = torch.rand(tokens.shape, generator=generator,
-                            device=tokens.device).masked_fill(~masked, -1)
+        chance = torch.rand(tokens.shape, generator=generator, device=tokens.device)
+        chance.masked_fill_(~masked, -1)
         chosen = masked & (chance == chance.amax(1, keepdim=True))
         tokens[chosen] = pick(model.logits(hidden[chosen]), how, generator)[0]
     else:
-        proposed, sure = tokens.clone(), torch.full(tokens.shape, -1.0, dtype=torch.float64,
-                                                    device=tokens.device)
+        proposed, sure = tokens.clone(), torch.full_like(tokens, -1, dtype=torch.float64)
         proposed[masked], sure[masked] = pick(model.logits(hidden[masked]), how, generator)
         rank = sure.argsort(1, descending=True).argsort(1)
         if how.order == "top_k":
@@ -105,14 +93,12 @@ def keep(rows, tensors, past):
 
 @torch.no_grad()
 def generate(model, states, rooms, block_size, end, how=Sampling(), generator=None, progress=None):
-    """Generate blocks for every problem until `end` comes or its room is used up -> list of
-    Generated.
+    """Generate blocks for every problem until `end` comes or its room is used up -> [Generated].
 
     model: DiT in eval mode. states: (context, (pinned, first)) of each problem. context: (3, n)
     ints, ids, positions and block numbers of clean tokens. pinned: ids that the first block begins
     with, fewer than block_size; first: its position. rooms: blocks each may have. generator: on the
-    model's device. progress(number, ids): called behind every block of a problem with all ids it
-    has so far.
+    model's device. progress(number, ids): called behind every block with all ids so far.
     """
     contexts, pinned = zip(*states)
     device, config = model.embed.weight.device, model.config
@@ -134,8 +120,8 @@ def generate(model, states, rooms, block_size, end, how=Sampling(), generator=No
         new = torch.full((len(active), block_size), config.mask_id, device=device)
         if done == 0:
             for row, i in enumerate(active):
-                new[row, :len(pinned[i][0])] = torch.tensor(pinned[i][0], dtype=torch.int64,
-                                                            device=device)
+                given = pinned[i][0]
+                new[row, :len(given)] = torch.tensor(given, dtype=torch.int64, device=device)
         masked = new == config.mask_id
         given = ~masked
         at = starts[rows, None] + done * block_size + torch.arange(block_size, device=device)

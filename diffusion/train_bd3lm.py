@@ -35,13 +35,9 @@ from diffusion.choices import Layout, bound_range, check_range
 # Flags
 
 
-# steps between validations and checkpoints, by default
-OFTEN = {"eval_steps": 500, "save_steps": 2000}
-
-
-def default_workers():
-    """Loader processes of this rank: its share of the CPUs it may use, 1 to 16."""
-    return min(16, max(1, flags.usable_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+OFTEN = {"eval_steps": 500, "save_steps": 2000}     # steps between them, by default
+# loader processes of a rank: its share of the CPUs it may use
+WORKERS = min(16, max(1, flags.usable_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def build_parser():
@@ -89,7 +85,7 @@ def build_parser():
         help="several problems in a row instead of padding; same loss")
     add("--row_length", type=int, default=0,
         help="clean tokens of a row, 0 = the longest problem allowed")
-    flags.loading(g, num_workers=default_workers())
+    flags.loading(g, num_workers=WORKERS)
 
     g = p.add_argument_group("model and noise")
     add = g.add_argument
@@ -172,8 +168,8 @@ def layout_of(args):
 
 
 def share_step(args, ranks):
-    """Split the problems of a step, --global_batch_size: what is not given of --problems_per_batch
-    and --gradient_accumulation_steps follows, by the preset's problems while there are as many.
+    """Split --global_batch_size, problems of a step: what is not given of --problems_per_batch and
+    --gradient_accumulation_steps follows, by the preset's problems while there are as many.
     """
     share, problems = args.global_batch_size // ranks, args.problems_per_batch
     steps = args.gradient_accumulation_steps
@@ -184,8 +180,7 @@ def share_step(args, ranks):
          f"--global_batch_size {args.global_batch_size}: cannot be shared out; {problems} problems "
          f"x {steps} micro-steps x {ranks} ranks = {problems * steps * ranks}")
     args.problems_per_batch, args.gradient_accumulation_steps = problems, steps
-    if hasattr(args, "named"):
-        args.named |= {"problems_per_batch", "gradient_accumulation_steps"}
+    args.named = flags.named(args) | {"problems_per_batch", "gradient_accumulation_steps"}
 
 
 def check_flags(args, world_size):
@@ -294,9 +289,8 @@ class Network(NamedTuple):
 
 def prepare(args, world):
     """The Job that the flags name. Raises UserError; a dry run's names all mistakes."""
-    layout, path = layout_of(args), None
+    layout, path, dry = layout_of(args), None, args.dry_run is not None
     files, made = {}, "gpt2"
-    dry = args.dry_run is not None
     if args.demo is not None:
         from diffusion import demo_problems
         folder = Path(run.work_folder(args)) / "demo"
@@ -331,8 +325,8 @@ def prepare(args, world):
         from diffusion import accuracy
         asked = accuracy.choose(eval_rows, args.eval_accuracy, tokens, args.seed)
     name = path.name if path and init_from.is_causal(path) else args.model_size
-    return Job(layout, tokens, rows, eval_rows, blocks.row_table(rows), asked, config, given, name,
-               files)
+    table = blocks.row_table(rows)
+    return Job(layout, tokens, rows, eval_rows, table, asked, config, given, name, files)
 
 
 def adapters_of(args):
@@ -356,9 +350,8 @@ def validation_of(args, job):
     """What losses of validations must share to compare, None without validation."""
     if not job.eval_rows:
         return None
-    answers = [len(job.asked), args.best_by] if job.asked else []
-    return [job.eval_rows.fingerprint(), args.eval_repeats, args.per_device_eval_batch_size,
-            *answers]
+    noise_of = [job.eval_rows.fingerprint(), args.eval_repeats, args.per_device_eval_batch_size]
+    return noise_of + ([len(job.asked), args.best_by] if job.asked else [])
 
 
 def build_network(args, world, ranks, job, resume):
@@ -374,8 +367,7 @@ def build_network(args, world, ranks, job, resume):
     if args.compile:
         # FlexAttention of unknown lengths is slow
         distributed.compile_layers(model.layers, dynamic=False)
-    sharding = run.sharding(args, ranks)
-    if sharding:
+    if sharding := run.sharding(args, ranks):
         distributed.shard(model, model.layers, world, **sharding)
     if job.given:
         from diffusion import init_from
@@ -397,8 +389,8 @@ def build_network(args, world, ranks, job, resume):
 def resume_validation(args, job, meta, validation):
     """(noise range, validations since the best one, best values so far, whether one is due).
 
-    meta: of the checkpoint, or None. Weights that were given are validated first. Bounds on other
-    data or by other noise (`validation`) do not compare.
+    meta: of the checkpoint, or None: given weights are validated first. Bounds on other data or by
+    other noise (`validation`) do not compare.
     """
     if not meta:
         return args.t_range, 0, {}, bool(job.given and validation)
@@ -412,10 +404,8 @@ def resume_validation(args, job, meta, validation):
 
 
 def validate(args, state, job, network, t_range):
-    """(values, noise range to train on from here, answers to show); None: asked to stop.
-
-    By the averaged weights. values: of elbo.bound, and of accuracy.accuracy. t_range: the range so
-    far, which stays unless it is searched.
+    """By the averaged weights: (values of elbo.bound and accuracy.accuracy, noise range to train on
+    from here, answers to show); None: asked to stop. t_range: so far; it stays unless searched.
     """
     model, world, check = network.model, state.world, state.writer.check
     how = elbo.Eval(job.eval_rows, job.tokens.mask, args.per_device_eval_batch_size,
