@@ -32,7 +32,6 @@ def build_parser():
     return p
 
 
-# parsed before torch is imported: --help and a mistake in a flag answer at once
 def check_flags(args, world_size):
     """Raise UserError for counts that make no data."""
     flags.at_least_one(args, "speakers")
@@ -41,6 +40,7 @@ def check_flags(args, world_size):
                f"--clips is {args.clips}; it must be at least 2 a speaker, {2 * args.speakers}: one is a reference")
 
 
+# parsed before torch is imported: --help and a mistake in a flag answer at once
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import json
@@ -53,12 +53,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from common import tensor_files
 from speech.model import layout_2025, v3  # first: v3 explains a broken torchaudio
 
-from transformers import (  # isort: skip
-    GenerationConfig,
-    HiggsAudioV2Config,
-    HiggsAudioV2ForConditionalGeneration,
-    PreTrainedTokenizerFast,
-)
+from transformers import GenerationConfig, HiggsAudioV2Config  # isort: skip
+from transformers import HiggsAudioV2ForConditionalGeneration as HiggsAudioV2  # isort: skip
+from transformers import PreTrainedTokenizerFast  # isort: skip
 
 VOCAB_SIZE = 600
 CODEC_RATE = 24000  # Hz
@@ -72,8 +69,7 @@ SPECIAL_TOKENS = [
     "<|eom_id|>", "<|eot_id|>", "<|python_tag|>", "<|audio_bos|>", "<|audio_eos|>", "<|audio_out_bos|>",
     "<|reserved_special_token_6|>", "<|AUDIO|>", "<|AUDIO_OUT|>", "<|recipient|>", "<|scene_desc_start|>",
     "<|scene_desc_end|>", "<|reserved_special_token_3|>", "<|reserved_special_token_4|>",
-    "<|reserved_special_token_5|>", "<|reserved_special_token_7|>",
-]  # fmt: skip
+    "<|reserved_special_token_5|>", "<|reserved_special_token_7|>"]
 
 # Some of Higgs TTS 3's added tokens, in the order of their ids, and of its 43 control tags.
 SPECIAL_TOKENS_3 = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|tts|>", "<|audio|>", "<|audio_end|>", "<|text|>",
@@ -81,10 +77,8 @@ SPECIAL_TOKENS_3 = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|tts|>", "<
                     "<|style:whispering|>", "<|sfx:laughter|>", "<|prosody:pause|>"]
 
 # How the Llama 3 family cuts text before byte-pair merging: contractions, words, up to three digits, signs, space.
-WORD_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
+WORD_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 STORY = """\
 The kettle is singing on the stove. Please leave the window open tonight. Remember this: the door is never locked.
@@ -123,8 +117,7 @@ SOUNDS = {
     "z": (250, 4000, 5500, 0.3, 0.4), "j": (300, 2200, 3500, 0.3, 0.3), "s": (4500, 5800, 7000, 0.0, 0.8),
     "f": (1500, 4500, 6500, 0.0, 0.4), "h": (700, 1500, 2600, 0.0, 0.3), "c": (2000, 3800, 5000, 0.0, 0.6),
     "x": (3000, 5000, 6500, 0.0, 0.6), "p": (500, 1000, 2200, 0.0, 0.2), "t": (3000, 4200, 5500, 0.0, 0.4),
-    "k": (1500, 2200, 3000, 0.0, 0.3), "q": (1500, 2000, 2800, 0.0, 0.3),
-}  # fmt: skip
+    "k": (1500, 2200, 3000, 0.0, 0.3), "q": (1500, 2000, 2800, 0.0, 0.3)}
 PAUSE = (500, 1500, 2500, 0.0, 0.0)
 
 
@@ -134,14 +127,9 @@ def make_tokenizer(out_dir, sentences=SENTENCES):
     The special tokens come last, as in the real one. It adds no begin-of-text token by itself.
     """
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=train_bpe(SPECIAL_TOKENS, sentences),
-        bos_token="<|begin_of_text|>",
-        eos_token="<|eot_id|>",
-        pad_token="<|end_of_text|>",
-        clean_up_tokenization_spaces=False,
-        model_max_length=2048,
-        model_input_names=["input_ids", "attention_mask"],
-    )
+        tokenizer_object=train_bpe(SPECIAL_TOKENS, sentences), bos_token="<|begin_of_text|>",
+        eos_token="<|eot_id|>", pad_token="<|end_of_text|>", clean_up_tokenization_spaces=False,
+        model_max_length=2048, model_input_names=["input_ids", "attention_mask"])
     tokenizer.save_pretrained(Path(out_dir) / "model")
     return tokenizer
 
@@ -150,15 +138,11 @@ def train_bpe(special_tokens, sentences=SENTENCES):
     """Returns a byte-level BPE Tokenizer of at most 600 ids, trained on sentences; the special tokens come last."""
     bpe = Tokenizer(models.BPE())
     words = pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated")
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
     bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(special_tokens),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE - len(special_tokens), show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     bpe.train_from_iterator(sentences, trainer)
     bpe.add_special_tokens(special_tokens)
     return bpe
@@ -168,64 +152,48 @@ def make_model(out_dir, tokenizer, seed=0, **config_overrides):
     """Saves a random float32 language model with its processor in OUT_DIR/model and returns it.
 
     The text head is part of it, as in the released checkpoint. config_overrides are
-    HiggsAudioV2Config fields; an unknown name is stored there and has no effect. Does not need
-    torchaudio.
+    HiggsAudioV2Config fields. Does not need torchaudio.
     """
     token_id = tokenizer.convert_tokens_to_ids
-    config = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 2048,
-        "initializer_range": 0.06,  # the frozen heads must reach far enough for adapters alone to lower the loss
-        "num_codebooks": 8,
-        "codebook_size": 1026,  # 1024 codes and the stream's own begin and end
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "audio_token_id": token_id("<|AUDIO_OUT|>"),
-        "audio_bos_token_id": token_id("<|audio_out_bos|>"),
-        "audio_delay_token_id": token_id("<|reserved_special_token_6|>"),
-        **config_overrides,
-    }
+    special = {name: getattr(tokenizer, name)
+               for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    # wide weights: the frozen heads must reach far enough for adapters alone to lower the loss
+    config = {"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 256,
+              "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+              "head_dim": 32, "max_position_embeddings": 2048, "initializer_range": 0.06,
+              "num_codebooks": 8, "codebook_size": 1026,     # codes, the stream's begin and end
+              **special, "audio_token_id": token_id("<|AUDIO_OUT|>"),
+              "audio_bos_token_id": token_id("<|audio_out_bos|>"),
+              "audio_delay_token_id": token_id("<|reserved_special_token_6|>"), **config_overrides}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = HiggsAudioV2ForConditionalGeneration(HiggsAudioV2Config(**config), use_text_head=True).eval()
-    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 50, "top_p": 0.95}
-    repetition = {"ras_win_len": 7, "ras_win_max_num_repeat": 2}
-    special = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    model.generation_config = GenerationConfig(**special, **sampling, **repetition)
-    model.save_pretrained(Path(out_dir) / "model")
-    tensor_files.allow_others(Path(out_dir) / "model")
-    layout_2025.save_processor(Path(out_dir) / "model", tokenizer)
-    layout_2025.name_codec(Path(out_dir) / "model", str((Path(out_dir) / "codec").resolve()))
+        model = HiggsAudioV2(HiggsAudioV2Config(**config), use_text_head=True).eval()
+    special = {name: config[name] for name in special}
+    model.generation_config = GenerationConfig(
+        **special, do_sample=True, temperature=1.0, top_k=50, top_p=0.95, ras_win_len=7,
+        ras_win_max_num_repeat=2)
+    folder = Path(out_dir) / "model"
+    model.save_pretrained(folder)
+    tensor_files.allow_others(folder)
+    layout_2025.save_processor(folder, tokenizer)
+    layout_2025.name_codec(folder, str((Path(out_dir) / "codec").resolve()))
     return model
 
 
 def make_codec(out_dir, seed=0):
-    """Saves a random codec in OUT_DIR/codec and returns it: (B, 1, n) audio at 24 kHz -> (B, 8,
-    about n / 960) codes.
-
-    Raises ImportError where torchaudio is missing: the codec resamples with it.
+    """Saves a random codec, (B, 1, n) audio at 24 kHz -> (B, 8, about n / 960), in OUT_DIR/codec;
+    -> it. Raises ImportError without torchaudio: the codec resamples with it.
     """
     from transformers import DacConfig, HiggsAudioV2TokenizerConfig, HiggsAudioV2TokenizerModel, HubertConfig
-
     sizes = {"encoder_hidden_size": 2, "decoder_hidden_size": 64, "hidden_size": 16}
     acoustic = DacConfig(downsampling_ratios=CODEC_STRIDES, upsampling_ratios=CODEC_STRIDES, **sizes)
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     position = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
     semantic = HubertConfig(conv_dim=(8,) * 7, mask_time_prob=0.0, **sizes, **position)
+    # kbit/s; the last is 8 codebooks of 10 bits at 25 frames per second
     config = HiggsAudioV2TokenizerConfig(
-        target_bandwidths=[0.5, 1, 1.5, 2],  # kbit/s; the last is 8 codebooks of 10 bits at 25 frames per second
-        codebook_size=1024,
-        codebook_dim=8,
-        acoustic_model_config=acoustic,
-        semantic_model_config=semantic,
-    )
+        target_bandwidths=[0.5, 1, 1.5, 2], codebook_size=1024, codebook_dim=8,
+        acoustic_model_config=acoustic, semantic_model_config=semantic)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         codec = HiggsAudioV2TokenizerModel(config).eval()
@@ -245,8 +213,7 @@ def make_model3(out_dir, codec, seed=0, **text_overrides):
     """
     folder = Path(out_dir) / "model"
     folder.mkdir(parents=True, exist_ok=True)
-    bpe = train_bpe(SPECIAL_TOKENS_3)
-    bpe.save(str(folder / "tokenizer.json"))
+    train_bpe(SPECIAL_TOKENS_3).save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>",
                 "pad_token": "<|endoftext|>", "model_max_length": 32768}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
@@ -265,8 +232,7 @@ def make_model3(out_dir, codec, seed=0, **text_overrides):
         torch.manual_seed(seed)
         model = v3.Higgs3(v3.read_config(config))
         torch.nn.init.normal_(model.audio_embedding.weight, std=text["initializer_range"])
-    published = {ours: name for name, ours in v3.OURS.items()}
-    tensors = {published.get(name, name): value.detach() for name, value in model.named_parameters()}
+    tensors = v3.published({name: value.detach() for name, value in model.named_parameters()})
     tensors |= {head: tensors[table].clone() for head, table in v3.HEADS.items()}
     tensors |= {v3.CODEC + name: value for name, value in codec.state_dict().items()}
     tensor_files.save({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
@@ -296,7 +262,6 @@ def synthesise(text, speaker, sample_rate, rng):
 
     def windows(signal):
         return np.lib.stride_tricks.sliding_window_view(signal, 2 * hop)[::hop]
-
     source = windows(pulses) * track[:, 3:4] + windows(noise) * track[:, 4:5]
     hann = 0.5 - 0.5 * np.cos(np.pi * np.arange(2 * hop) / hop)
     hertz = np.fft.rfftfreq(2 * hop, 1 / sample_rate)
@@ -313,10 +278,7 @@ def synthesise(text, speaker, sample_rate, rng):
 
 def make_speech(out_dir, clips=48, speakers=4, seed=0):
     """Writes OUT_DIR/speech/*.wav (PCM_16, every sixth clip stereo), one sentence per clip,
-    speakers taking turns; each has at least two, so that there is another clip to take the voice
-    from.
-
-    Returns a list of {"text", "speaker": number, "path": relative to OUT_DIR, "seconds"}.
+    speakers taking turns -> [{"text", "speaker": number, "path": relative to OUT_DIR, "seconds"}].
     """
     import soundfile
 
@@ -342,23 +304,22 @@ def make_dataset(out_dir, speech):
     """
     samples = []
     for number, target in enumerate(speech):
-        others = [clip for clip in speech[number + 1 :] + speech[:number]
-                  if clip["speaker"] == target["speaker"]]
-        samples.append(voice_cloning_sample(f"sample_{number:08d}", others[0], target))
+        other = next(clip for clip in speech[number + 1:] + speech[:number]
+                     if clip["speaker"] == target["speaker"])
+        samples.append(voice_cloning_sample(f"sample_{number:08d}", other, target))
     path = Path(out_dir) / "train.json"
     path.write_text(json.dumps(samples, indent=1) + "\n")
     return path
 
 
 def voice_cloning_sample(name, reference, target):
-    """Returns one ChatML sample (a dict): hear the reference clip, speak the target's text in its voice."""
-
+    """A ChatML sample (a dict): hear the reference clip, speak the target's text in its voice."""
     def text(content):
         return {"type": "text", "text": content}
 
     def audio(clip, duration=None):
-        return {"type": "audio", "audio_url": clip["path"], "raw_audio": "", "duration": duration, "offset": None}
-
+        return {"type": "audio", "audio_url": clip["path"], "raw_audio": "", "duration": duration,
+                "offset": None}
     system = "You are a helpful assistant capable of generating speech in the voice of the provided reference audio."
     request = f"Please generate speech for given text in reference audio's voice: {target['text']}"
     return {
@@ -367,20 +328,13 @@ def voice_cloning_sample(name, reference, target):
             {"role": "user", "content": [text(reference["text"]), audio(reference), text(request)]},
             {"role": "assistant", "content": [text(target["text"]), audio(target, target["seconds"])]},
         ],
-        "start_index": 0,
-        "speaker": f"speaker{target['speaker']}",
-        "misc": {
-            "sample_id": name,
-            "ref_transcript": reference["text"],
-            "target_transcript": target["text"],
-            "duration": target["seconds"],
-        },
-    }
+        "start_index": 0, "speaker": f"speaker{target['speaker']}",
+        "misc": {"sample_id": name, "ref_transcript": reference["text"],
+                 "target_transcript": target["text"], "duration": target["seconds"]}}
 
 
 def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
-
     speech = make_speech(args.out_dir, args.clips, args.speakers, args.seed)
     dataset = make_dataset(args.out_dir, speech)
     codec = make_codec(args.out_dir, args.seed)
@@ -391,7 +345,6 @@ def main(argv=None):
         tokenizer = make_tokenizer(args.out_dir)
         model = make_model(args.out_dir, tokenizer, args.seed)
         made = f"{model.num_parameters():,} parameters, {len(tokenizer)} token ids"
-
     print(f"{args.out_dir / 'speech'}: {len(speech)} clips, {sum(clip['seconds'] for clip in speech):.0f} s of speech")
     print(f"{dataset}: {len(speech)} samples, {args.speakers} speakers")
     print(f"{args.out_dir / 'model'}: {made}")
