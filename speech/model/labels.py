@@ -1,10 +1,9 @@
-"""Which tokens and codes of a conversation the model sees, and which of them are trained: the
-collator's rules.
+"""Which tokens and codes of a conversation the model sees, and which are trained.
 
-They are those of boson-ai/higgs-audio's collator: a clip of T frames takes T + 9 rows, codebook k
-is delayed by k rows, its T codes and one end-of-stream are trained, begin-of-stream and the fill
-never. A trained assistant turn's text, <|audio_out_bos|>, <|audio_eos|> and <|eot_id|> are text
-targets.
+The rules are those of boson-ai/higgs-audio's collator: a clip of T frames takes T + 9 rows,
+codebook k is delayed by k rows, its T codes and one end-of-stream are trained, begin-of-stream and
+the fill never. A trained assistant turn's text, <|audio_out_bos|>, <|audio_eos|> and <|eot_id|> are
+text targets.
 """
 from dataclasses import dataclass
 
@@ -23,11 +22,7 @@ CONTROL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
 
 @dataclass
 class TokenIds:
-    """Ids the trainer needs, from the tokenizer and the model's config, and the layout that goes
-    with them.
-
-    labels_v3.Ids has the same methods for Higgs TTS 3.
-    """
+    """Ids from the tokenizer and the model's config, and their layout; as labels_v3.Ids."""
     audio: int              # <|AUDIO_OUT|>, stands for one row of codes
     delay: int              # marks the last num_codebooks - 1 rows of a clip
     pad: int
@@ -73,18 +68,14 @@ class TokenIds:
 
 
 def token_ids(tokenizer, config):
-    """TokenIds of a native Higgs config; raises UserError when tokenizer and model do not belong
-    together.
-    """
+    """TokenIds of a native Higgs config. UserError when tokenizer and model do not fit."""
     for name in CONTROL_TOKENS:
         if tokenizer.convert_tokens_to_ids(name) in (None, tokenizer.unk_token_id):
-            raise UserError(f"the tokenizer in --model_path has no token {name}: it is not "
-                            "Higgs-Audio's")
+            raise UserError(f"--model_path: its tokenizer has no {name}: it is not Higgs-Audio's")
     audio = tokenizer.convert_tokens_to_ids("<|AUDIO_OUT|>")
     if audio != config.audio_token_id or len(tokenizer) > config.vocab_size:
-        raise UserError("tokenizer and model disagree: "
-                        f"<|AUDIO_OUT|> is {audio} and {config.audio_token_id}, "
-                        f"{len(tokenizer)} tokens and {config.vocab_size}")
+        raise UserError(f"tokenizer and model disagree: <|AUDIO_OUT|> is {audio} and "
+                        f"{config.audio_token_id}, {len(tokenizer)} tokens and {config.vocab_size}")
     return TokenIds(audio, config.audio_delay_token_id, config.pad_token_id, config.num_codebooks,
                     config.audio_stream_bos_id, config.audio_stream_eos_id)
 
@@ -94,9 +85,7 @@ def token_ids(tokenizer, config):
 
 
 def conversation_pieces(sample):
-    """[(text or Clip, labelled)] in the order of the token stream: the official template, turn by
-    turn.
-    """
+    """[(text or Clip, labelled)] of the token stream: the official template, turn by turn."""
     # written out, not by the tokenizer's template: the pieces tell what is trained
     pieces = [("<|begin_of_text|>", False)]
     for number, turn in enumerate(sample.turns):
@@ -110,8 +99,8 @@ def conversation_pieces(sample):
                     pieces.append((text, turn.trained))
                 text = ""
                 # all three are targets: the model has to begin and to end speech by itself
-                pieces += [(piece, turn.trained)
-                           for piece in ("<|audio_out_bos|>", part, "<|audio_eos|>")]
+                for piece in ("<|audio_out_bos|>", part, "<|audio_eos|>"):
+                    pieces.append((piece, turn.trained))
             else:
                 text += part
         if text:
@@ -124,9 +113,7 @@ def conversation_pieces(sample):
 
 
 def delay_rows(codes, bos, eos):
-    """(T, K) codes -> (T + K + 1, K) model inputs: [BOS, codes, EOS] with codebook k shifted down
-    by k rows.
-    """
+    """(T, K) codes -> (T + K + 1, K) inputs: [BOS, codes, EOS], codebook k k rows down."""
     frames, books = codes.shape
     # filled with end-of-stream, so what follows a codebook's last code needs no writing
     rows = np.full((frames + books + 1, books), eos, np.int64)
@@ -138,22 +125,18 @@ def delay_rows(codes, bos, eos):
 
 
 def delay_labels(codes, eos):
-    """(T, K) codes -> (T + K + 1, K) labels aligned with delay_rows: T codes and one EOS per
-    codebook, else -100.
-    """
+    """(T, K) codes -> (T + K + 1, K) labels of delay_rows: T codes and an EOS a book, else -100."""
     frames, books = codes.shape
     labels = np.full((frames + books + 1, books), IGNORE, np.int64)
     for k in range(books):
-        # one row below the begin-of-stream rows, which nobody predicts; one end-of-stream, since
-        # generation fills in the rest itself
+        # one end-of-stream: generation fills in the rest itself
         labels[k + 1:k + 1 + frames, k] = codes[:, k]
         labels[k + 1 + frames, k] = eos
     return labels
 
 
 def assemble(tokens, labelled, codes, ids):
-    """One sample as the model sees it: each of its clips takes the place of its <|AUDIO_OUT|>, in
-    delayed rows.
+    """One sample as the model sees it: each <|AUDIO_OUT|> becomes the delayed rows of its clip.
 
     tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of
     input_ids (n,), is_audio (n,), text_labels (n,), audio_ids (a, 8), audio_labels (a, 8).
@@ -187,13 +170,11 @@ def audio_targets(sample):
     """(R,) positions in a sample that predict a row of codes, (R, 8) that row, IGNORE where not
     trained.
 
-    sample: of assemble, whose labels stand beside the rows they belong to, or of
-    labels_v3.assemble.
+    sample: of assemble, whose labels stand beside their own rows, or of labels_v3.assemble.
     """
     if "audio_at" in sample:
         return sample["audio_at"], sample["audio_targets"]
-    # a row predicts the one behind it; row 0 of a clip is never a label, so none reaches into the
-    # next clip
+    # a row predicts the one behind it; row 0 of a clip is never a label, so none reaches another
     following = sample["audio_labels"][1:]
     trained = np.flatnonzero((following != IGNORE).any(axis=1))
     return np.flatnonzero(sample["is_audio"])[trained], following[trained]
@@ -201,11 +182,10 @@ def audio_targets(sample):
 
 @dataclass
 class PackedBatch:
-    """B samples of S tokens in all, A of them audio rows, on one flat axis. All tensors int64
-    unless said.
+    """B samples of S tokens in all, A of them audio rows, on one flat axis; int64 unless said.
 
-    The model keeps hidden states in modality order (text rows first, then audio rows), so that each
-    FFN works on one contiguous slice; attention permutes to sequence order and back.
+    Hidden states are kept in modality order (text rows first, then audio rows), so that each FFN
+    works on one contiguous slice; attention permutes to sequence order and back.
     """
     input_ids: torch.Tensor         # (S,) sequence order; audio rows hold native placeholders
     position_ids: torch.Tensor      # (S,) position within its sample

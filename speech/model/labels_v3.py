@@ -1,7 +1,4 @@
-"""Sequences of Higgs TTS 3: prompts, delay pattern, labels, and how a conversation becomes one of
-them.
-
-A prompt has neither roles nor a system text:
+"""Sequences of Higgs TTS 3: prompts, delay pattern, labels. A prompt has no roles, no system text:
 
     plain             <|tts|> <|text|> text <|audio|>
     clone             <|tts|> <|ref_text|> text <|ref_audio|> rows <|text|> text <|audio|>
@@ -9,9 +6,9 @@ A prompt has neither roles nor a system text:
 
 T frames of codes become T + 7 rows: codebook k holds k begin-of-codes (BOC), its T codes, 7 - k
 end-of-codes (EOC). The hidden state at <|audio|> predicts row 0, that of row r row r + 1; the last
-row is never an input. Trained are the codes and all EOC: a model that was not taught to fill the
-codebooks that have ended never stops, since nothing fills them for it when it speaks. The layout is
-what sglang-omni 0.1.9 and vllm-omni 0.30 serve.
+row is never an input. Trained are the codes and all EOC: when the model speaks, nothing fills the
+codebooks that have ended, so one that was not taught to never stops. The layout is what sglang-omni
+0.1.9 and vllm-omni 0.30 serve.
 """
 import re
 from dataclasses import dataclass, replace
@@ -32,10 +29,8 @@ SPEAKER = re.compile(r"\[SPEAKER\d+\]\s*")
 
 @dataclass(frozen=True)
 class Ids:
-    """Special token ids and codes. ref_text is None for a tokenizer without it: a reference then
-    has no transcript.
-
-    The methods are those of labels.TokenIds, for this layout.
+    """Special token ids and codes, with the methods of labels.TokenIds. ref_text: None where the
+    tokenizer has none; then references have no transcript.
     """
     tts: int
     text: int
@@ -85,34 +80,29 @@ class Ids:
 
 
 def delay(codes, bos=1024, eos=1025):
-    """(T, K) codes -> (T + K - 1, K) int64 rows: codebook k is k BOC, its T codes, K - 1 - k EOC.
-    """
+    """(T, K) codes -> (T + K - 1, K) int64 rows: book k is k BOC, its T codes, K - 1 - k EOC."""
     codes = torch.as_tensor(codes).long()
     frames, books = codes.shape
     rows = torch.full((frames + books - 1, books), eos)
-    for k in range(books):
-        # unlike V2 no row of BOC alone comes first, and none of EOC alone last
+    for k in range(books):      # unlike V2 no row of BOC or EOC alone
         rows[:k, k] = bos
         rows[k:k + frames, k] = codes[:, k]
     return rows
 
 
 def undelay(rows):
-    """(T + K - 1, K) rows -> (T, K) codes, the inverse of delay; (0, K) for fewer rows than a frame
-    takes.
+    """(T + K - 1, K) rows -> (T, K) codes, delay's inverse; (0, K) for fewer rows than a frame's.
     """
     rows = torch.as_tensor(rows)
     books = rows.shape[1]
-    # speech that was cut off may have fewer rows than a frame
-    frames = max(0, len(rows) - books + 1)
+    frames = max(0, len(rows) - books + 1)      # fewer: speech that was cut off
     return torch.stack([rows[k:k + frames, k] for k in range(books)], dim=1)
 
 
 def label_mask(frames, books=8):
     """(T + 7, 8) bool, True where a cell of delay's rows is trained: codes and every EOC."""
     # the server forces BOC while the delay builds up; EOC it never fills in: they are learnt
-    row, book = torch.arange(frames + books - 1)[:, None], torch.arange(books)
-    return row >= book
+    return torch.arange(frames + books - 1)[:, None] >= torch.arange(books)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -120,8 +110,7 @@ def label_mask(frames, books=8):
 
 
 def streams(sample, ids):
-    """([(name, [(text or Clip, labelled)])], [what was left out]) of a canonical Sample, for
-    speech.data.dataset.
+    """([(name, [(text or Clip, labelled)])], [what was left out]) of a Sample.
 
     One stream for each trained clip: its text, and as its reference the assistant's clip before it
     with that one's text. Raises BadSample for a text of several speakers, or a clip without text.
@@ -140,8 +129,7 @@ def streams(sample, ids):
         spoken = said_by_clip(turn, asked) if turn.role == "assistant" else []
         for place, (text, clip) in enumerate(spoken):
             if turn.trained and len(set(map(str.strip, SPEAKER.findall(text)))) > 1:
-                raise BadSample("has several speakers in one clip, which Higgs TTS 3 has no marks "
-                                "for")
+                raise BadSample("has several speakers in one clip; Higgs TTS 3 has no marks for")
             # [SPEAKER0] would be read aloud: the model has never seen it
             if SPEAKER.search(text):
                 left_out.append("lose a speaker's mark")
@@ -165,11 +153,8 @@ def streams(sample, ids):
 
 
 def said_by_clip(turn, asked):
-    """[(text, Clip)] of an assistant's turn. Of several clips each says what stands between it and
-    the clip before.
-
-    asked: the user's text before the turn, which the first clip says where no text stands before
-    that.
+    """[(text, Clip)] of an assistant's turn: each says what stands between it and the clip before;
+    the first one `asked`, the user's text before the turn, where nothing does.
     """
     if len(turn.clips) < 2:
         return [(turn.text.strip() or asked, clip) for clip in turn.clips]
@@ -181,15 +166,12 @@ def said_by_clip(turn, asked):
             found.append((words.strip() or ("" if found else asked), part))
             words = ""
     if words.strip() and turn.trained:
-        raise BadSample("has text behind the last of several clips in one message: put each text "
-                        "before its clip")
+        raise BadSample("has text behind the last of several clips: put each text before its clip")
     return found
 
 
 def pieces(text, clip, reference, marks_text):
-    """[(text or Clip, labelled)] of a prompt and its clip. reference: (text, Clip) or None;
-    marks_text: with text.
-    """
+    """[(text or Clip, labelled)] of a prompt and its clip. reference: (text, Clip) or None."""
     stream = [(TOKENS["tts"], False)]
     # text of the reference only where the tokenizer can mark it
     if reference and reference[0] and marks_text:
@@ -201,8 +183,7 @@ def pieces(text, clip, reference, marks_text):
 
 
 def assemble(tokens, labelled, codes, ids):
-    """One sample as the model sees it: each of its clips takes the place of its AUDIO_PLACEHOLDER,
-    in delayed rows.
+    """One sample as the model sees it: each AUDIO_PLACEHOLDER becomes the delayed rows of its clip.
 
     tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of
     input_ids (n,), is_audio (n,), text_labels (n,), audio_ids (a, 8), audio_at (R,), audio_targets

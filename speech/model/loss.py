@@ -5,8 +5,7 @@ import torch
 
 
 class Ends(NamedTuple):
-    """Sums over the end-of-stream targets: cross-entropy, how many argmax gets right, how many
-    there are.
+    """Sums over the end-of-stream targets: cross-entropy, how many argmax gets right, their number.
 
     stops, false_stops: of codebook 0 alone, which ends speech: ends that argmax gets right, and
     codes that argmax takes for an end.
@@ -19,9 +18,7 @@ class Ends(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over the targets of batches. Tensors on the device where they add up, floats in a
-    report.
-    """
+    """Sums over the targets of batches: tensors on the device, or floats in a report."""
     audio: torch.Tensor     # (K,) cross-entropy of each codebook
     text: torch.Tensor      # () cross-entropy
     ends: Ends              # (5,)
@@ -59,18 +56,14 @@ def total_loss(audio, n_audio, text, n_text, reduction, text_weight):
 
 
 def named(values, sums, prefix):
-    """{"prefix/name": value} of a report; NaN where no target was counted, since every step was
-    skipped.
-    """
+    """{"prefix/name": value} of a report; NaN where every step was skipped: no target."""
     if sums.audio_targets + sums.text_targets == 0:
         values = dict.fromkeys(values, float("nan"))
     return {f"{prefix}/{name}": value for name, value in values.items()}
 
 
 def decays(name, parameter):
-    """Weight decay shrinks matrices, but neither norms nor embeddings, of which a batch has few
-    rows.
-    """
+    """Weight decay shrinks matrices, not norms, nor embeddings: a batch has few of their rows."""
     return parameter.ndim > 1 and "embed" not in name
 
 

@@ -22,17 +22,32 @@ except (ImportError, OSError, RuntimeError) as broken:
                       "transformers import fails with it. Run launch/setup.sh, or: pip uninstall torchaudio (training "
                       "from a filled --code_cache needs none)")
 
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    HiggsAudioV2Config,
-    HiggsAudioV2ForConditionalGeneration,
-    logging,
-)
+from transformers import AutoTokenizer, GenerationConfig, HiggsAudioV2Config, logging
+from transformers import HiggsAudioV2ForConditionalGeneration as HiggsAudioV2
 
 logging.disable_progress_bar()      # of weights: one per rank would fill the log
 
 EXTRA_FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja")
+
+
+class Wrapped(torch.nn.Module):
+    """A native model, or the PeftModel around it, as net; forward is the version's."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+        # in a list, where torch does not look for modules: else parameters would be there twice
+        self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
+
+    @property
+    def base_model(self):
+        """The native model, adapters inside."""
+        return self._base[0]
+
+    @property
+    def has_adapters(self):
+        """Whether LoRA adapters are trained on a frozen base."""
+        return self.net is not self.base_model
 
 
 def find_checkpoint(name, flag, model_types, advice):
@@ -89,7 +104,7 @@ def empty_model(config, dtype, folder=None):
     format's ends at a token that speech never reaches and has no repetition guard: generate would run to its limit.
     """
     with torch.device("meta"):
-        model = HiggsAudioV2ForConditionalGeneration(config, use_text_head=True).to(dtype)
+        model = HiggsAudioV2(config, use_text_head=True).to(dtype)
     config.architectures, config.dtype = [type(model).__name__], dtype
     stored = Path(folder or "") / "generation_config.json"
     if folder and stored.is_file() and "ras_win_len" in json_files.read_object(stored):
@@ -106,11 +121,16 @@ def released_generation(config):
                             ras_win_len=7, ras_win_max_num_repeat=2, use_text_head=True)
 
 
+def open_model(folder):
+    """{name in the files: slice handle} of a folder's model weights. Raises UserError."""
+    if found := tensor_files.open_tensors(tensor_files.files_in(folder, "model")):
+        return found
+    raise UserError(f"{folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
+
+
 def weight_parts(folder, config):
     """{native name: [slice handles]} of a native or 2025-format folder; config: its config.json dict. UserError."""
-    found = tensor_files.open_tensors(tensor_files.files_in(folder, "model"))
-    if not found:
-        raise UserError(f"{folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
+    found = open_model(folder)
     if config["model_type"] == "higgs_audio_v2":
         return {name: [part] for name, part in found.items()}
     from speech.model import layout_2025
@@ -152,11 +172,10 @@ def load_tokenizer(folder):
 
 
 def save_config(model, tokenizer, folder, source, codec=None):
-    """The files of a native checkpoint beside its weights. -> {file that source did not have: what
-    was made of it}.
+    """The files of a native checkpoint beside its weights -> {file that source lacks: how it was
+    made}.
 
-    codec: folder or hub name that the processor shall name as its codec; None: what source names,
-    else the hub's.
+    codec: folder or hub name of the processor's codec; None: what source names, else the hub's.
     """
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
