@@ -154,11 +154,10 @@ def find_audio(facts, key, path):
         return None
     if not isinstance(name, str):
         raise UserError(f'{path}: "{key}" is {name!r}, not a path')
-    places = [Path(name), path.parent / name]
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
-        raise UserError(f'{path}: "{key}" {name} is not there; looked here and in {path.parent}')
-    return found
+    for place in (Path(name), path.parent / name):
+        if place.is_file():
+            return place
+    raise UserError(f'{path}: "{key}" {name} is not there; looked here and in {path.parent}')
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -228,7 +227,6 @@ def check_same_prompts(folders, found):
     """Raise UserError unless all folders hold the same prompts by name: else a difference would mean nothing."""
     def texts_of(samples):      # normalised: with one checkpoint they may be, with the other not
         return {sample.name: sample.text and text_normalization.normalise(sample.text) for sample in samples}
-
     first = texts_of(found[0])
     for folder, samples in zip(folders[1:], found[1:]):
         texts = texts_of(samples)
@@ -315,16 +313,15 @@ def main(argv=None):
         by = scores.load_judges(
             asr_model=args.asr_model, asr_command=args.asr_command, speaker_model=args.speaker_model, mos=args.mos,
             language=args.language, batch_size=args.batch_size, asr_time_limit=args.asr_time_limit)
-        settings = {key: str(value) if isinstance(value, Path) else value for key, value in flags.stored(args).items()
-                    if key != "folders"}
+        settings = {key: value for key, value in flags.stored(args).items() if key != "folders"}
         with by.on(args.device):
             runs = [evaluate(folder, samples, by, settings) for folder, samples in zip(args.folders, found)]
         for folder, run in zip(args.folders, runs):
             text = json.dumps(run, indent=1, ensure_ascii=False)
             write_atomically(Path(folder) / "evaluation.json", lambda path, text=text: path.write_text(text + "\n"))
         print(*table(runs), sep="\n")
-        for note in [note for run in runs for note in run["settings"]["notes"]]:
-            print(f"note: {note}")
+        for run in runs:
+            print(*(f"note: {note}\n" for note in run["settings"]["notes"]), sep="", end="")
 
 
 if __name__ == "__main__":
