@@ -55,10 +55,8 @@ def sha256_file(path):
 
 
 def remove_named(folder, *patterns, keep=None):
-    """Delete the files and folders in `folder` whose whole names match a pattern; [names gone].
-
-    keep: a name that stays. What cannot be deleted stays, too: NFS keeps folders with files that
-    somebody has open.
+    """Delete what in `folder` matches a pattern as a whole name, but `keep`; [names gone]. What
+    cannot be deleted stays: NFS keeps folders with files that somebody has open.
     """
     gone = []
     for path in sorted(Path(folder).iterdir()) if os.path.isdir(folder) else ():
@@ -75,10 +73,7 @@ def remove_named(folder, *patterns, keep=None):
 
 
 def new_table(folder):
-    """Path in `folder` for the table of a data set, which is made anew at each start.
-
-    A running job keeps the one that it has mapped; earlier ones go by remove_named.
-    """
+    """Path of a data set's table, new at each start: a running job keeps the one it has mapped."""
     return Path(folder) / f"table-{uuid.uuid4().hex[:8]}"
 
 
@@ -103,6 +98,16 @@ def write_atomically(path, write):
             fsync_path(path.parent)     # the renaming itself
     finally:
         temporary.unlink(missing_ok=True)       # of a write that failed
+
+
+def write_text(path, text):
+    """Write a text in UTF-8, atomically."""
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def write_json(path, value, **options):
+    """Write a value as indented JSON, atomically. options: of json.dumps."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False, **options) + "\n")
 
 
 def pickled(value):
@@ -150,8 +155,7 @@ def rng_state(device):
              "torch": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
-    # bytes, since they travel to rank 0, which writes those of all ranks
-    buffer = io.BytesIO()
+    buffer = io.BytesIO()      # bytes, since they travel to rank 0, which writes those of all ranks
     torch.save(state, buffer)
     return buffer.getvalue()
 
@@ -177,13 +181,10 @@ class Writer:
         self.run = distributed.rank0_first(world, lambda: uuid.uuid4().hex[:8])
 
     def begin(self, step):
-        """End the last write, make the folder of checkpoint-<step>. On every rank.
-
-        Before its files are put together. A collective has to follow before save(), so that the
-        folder is there for all.
+        """End the last write, make the folder of checkpoint-<step>. On every rank; a collective has
+        to follow before save(), so that the folder is there for all.
         """
-        # one at a time: two would hold twice the copies in host memory
-        self.finish()
+        self.finish()        # one at a time: two would hold twice the copies in host memory
         if self.world.is_main:
             try:
                 # what could not be deleted before, on NFS, or another save that failed
@@ -297,10 +298,7 @@ class Writer:
 
 
 def write_files(folder, files):
-    """Call each write(path), sync to disk; {relative path: {"bytes", "sha256"}} of what is there.
-
-    Raises OSError, which names the file.
-    """
+    """Call each write(path), sync; {relative path: {"bytes", "sha256"}}. OSError names the file."""
     written = {}
     for name, write in files.items():
         names = [name]
@@ -332,9 +330,7 @@ def write_several(folder, write):
 
 
 def checkpoints(output_dir):
-    """[(step, path)] of the renamed, thus complete, checkpoint folders, oldest first.
-
-    PermissionError as it comes.
+    """[(step, path)] of the renamed, thus complete, checkpoints, oldest first. PermissionError too.
     """
     found = []
     for path in Path(output_dir).iterdir() if os.path.exists(output_dir) else ():

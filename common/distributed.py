@@ -180,8 +180,7 @@ def what_is_lacking(error):
     if number in FULL:
         return f"{file} cannot be written ({error.strerror})"
     if isinstance(error, PermissionError):      # says nothing about what is in the file
-        return (f"{file}: {error.strerror}: this user may not read or write it; its owner can allow "
-                "it (chmod)")
+        return f"{file}: {error.strerror}: this user may not read or write it; its owner can (chmod)"
     if isinstance(error, IsADirectoryError):
         return f"{file} is a folder, not a file; move it away"
     if number and name or number in (errno.EIO, errno.ESTALE):      # the disk does not answer
@@ -191,8 +190,7 @@ def what_is_lacking(error):
 
 @contextlib.contextmanager
 def naming(path):
-    """An OSError in this context is about `path`. Most come without a name, that of a full disk,
-    say; others have that of a temporary file.
+    """An OSError in this context is about `path`: most have no name, or that of a temporary file.
     """
     try:
         yield
@@ -367,11 +365,6 @@ def largest(world, number):
     return found
 
 
-def any_rank(world, yes):
-    """0-d float tensor on the device, 1 where `yes` (bool) holds on any rank. No host sync."""
-    return largest(world, bool(yes))
-
-
 def compile_layers(layers, **options):
     """torch.compile each layer in place; parameters keep their names. options: of torch.compile.
 
@@ -401,9 +394,10 @@ def shard(module, layers, world, bf16=False, reshard_after_forward=True, cpu_off
     # groups inside a mesh have 10 minutes, whatever the default group has
     for group in mesh.get_all_groups():
         dist.distributed_c10d._set_pg_timeout(world.limit, group)
-    options = {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy(),
-               "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype={
-                   "fp32": torch.float32, "bf16": torch.bfloat16}[reduce], cast_forward_inputs=False)}
+    offload = CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
+    options = {"mesh": mesh, "offload_policy": offload, "mp_policy": MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if bf16 else None, cast_forward_inputs=False,
+        reduce_dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[reduce])}
     for layer in layers:
         fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(module, reshard_after_forward=False, **options)     # needed again at once, by the backward

@@ -35,8 +35,8 @@ USUAL = """help config dry_run model_path train_data_file eval_data_file validat
     auto parallel bf16 compile gradient_checkpointing output_dir report_to eval_steps save_steps
     resume"""
 
-# Flags of launch lines that people have, which no --help shows: of Hugging Face's scripts, of
-# ms-swift and of earlier trainers. Those with a like here, taken for it:
+# Flags of people's launch lines (Hugging Face's scripts, ms-swift, earlier trainers), which no
+# --help shows. Those with a like here, taken for it:
 OLD_NAMES = {
     "--model_name_or_path": "--model_path", "--lora_r": "--lora_rank",
     "--train_data": "--train_data_file", "--eval_data": "--eval_data_file",
@@ -134,11 +134,9 @@ def accept_old(parser):
 
 def spellings(parser):
     """Every flag, in all its spellings, of a parser and its subcommands."""
-    found = {*parser._option_string_actions}
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            found = found.union(*map(spellings, action.choices.values()))
-    return found
+    parts = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    inner = [spellings(sub) for part in parts for sub in part.choices.values()]
+    return set(parser._option_string_actions).union(*inner)
 
 
 def nearest(name, known):
@@ -150,9 +148,7 @@ def nearest(name, known):
 
 
 class Args(argparse.Namespace):
-    """Parsed flags. Not in vars(): given, as they were before a script's check filled in what
-    derives; named, those that the command line or its file names.
-    """
+    """Parsed flags. Not in vars(): given, as before any check; named by command line or file."""
     __slots__ = ("given", "named")
 
 
@@ -227,9 +223,9 @@ def allocator_setting():
 def write_config(path, given, script):
     """Write the flags `given` as the YAML file that --config of the script takes."""
     lines = [f"# {Path(script).name} --config {CONFIG} repeats this run; flags after it count more"]
-    lines += [f"{name}: {json.dumps(value, ensure_ascii=False)}"       # JSON's values are YAML's
-              for name, value in given.items()
-              if value is not None and name not in ("config", "dry_run")]
+    for name, value in given.items():
+        if value is not None and name not in ("config", "dry_run"):     # JSON's values are YAML's
+            lines.append(f"{name}: {json.dumps(value, ensure_ascii=False)}")
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -282,9 +278,8 @@ def alias(**names):
 def before_the_run(parser):
     g = parser.add_argument_group("before the run")
     add = g.add_argument
-    add("--config", metavar="FILE",
-        help="YAML file of lines `flag: value`; flags of the command line count more. Every run "
-             "leaves the file that repeats it, OUTPUT_DIR/run.yaml")
+    add("--config", metavar="FILE", help="YAML file of lines `flag: value`; flags of the command "
+             "line count more. Every run leaves the file that repeats it, OUTPUT_DIR/run.yaml")
     add("--dry_run", nargs="?", type=int, const=0, metavar="GPUS",
         help="check everything, print what the run will be and take, and stop; needs "
              "no GPU. GPUS: plan for so many (default: the processes of this launch)")
@@ -318,10 +313,9 @@ def loading(group, num_workers):
 
 def bad_samples(group, checks):
     """Flags about samples that cannot be used; checks: names of what finds them."""
-    group.add_argument("--drop_bad", nargs="*", metavar="CHECK",
-                       help="drop and count samples that cannot be used instead of stopping, or "
-                            f"only those that these checks find: {', '.join(checks)}; "
-                            "OUTPUT_DIR/problems.jsonl lists all")
+    group.add_argument("--drop_bad", nargs="*", metavar="CHECK", help="drop and count samples that "
+                            "cannot be used instead of stopping, or only those that these checks "
+                       f"find: {', '.join(checks)}; OUTPUT_DIR/problems.jsonl lists all")
     switch(group, "--drop_too_long", help="the same as --drop_bad too_long")
 
 
@@ -350,8 +344,7 @@ def speed(parser, parallel, bf16_help):
     g = parser.add_argument_group("speed and memory")
     add = g.add_argument
     unless_given = "" if parallel else " (default: ddp on one GPU, else fsdp)"
-    switch(g, "--auto",
-           help="choose what no flag names by the memory plan, and print why: "
+    switch(g, "--auto", help="choose what no flag names by the memory plan, and print why: "
                 "batches, --gradient_checkpointing, --parallel; a resumed run keeps its choice")
     add("--parallel", type=sharding_way, choices=PARALLEL, default=parallel,
         help="a whole model on every GPU; weights, gradients, optimizer sharded over all GPUs "
@@ -363,10 +356,9 @@ def speed(parser, parallel, bf16_help):
     switch(g, "--bf16", help=bf16_help)
     switch(g, "--tf32", help="TF32 for float32 matrix products on CUDA")
     add("--gradient_checkpointing", nargs="?", const="all", type=recomputation,
-        metavar="all|selective",
-        help="compute layers again in the backward pass: all of them, or (selective) "
-             "all but attention and matrix products, which costs less time and more "
-             "memory; the flag alone means all")
+        metavar="all|selective", help="compute layers again in the backward pass: all of them, or "
+             "(selective) all but attention and matrix products, which costs less time and more "
+        "memory; the flag alone means all")
     switch(g, "--compile", help="torch.compile each layer")
     add("--collective_timeout", type=int, default=600,
         help="seconds a step may take, or a rank be silent, before it is named and all stop")
@@ -410,9 +402,8 @@ def logging(parser, logging_steps, save_total_limit, eval_steps="a fifth of the 
         help=f"optimizer steps between validations, 0 = at the end (default: {eval_steps})")
     add("--save_steps", type=int,
         help=f"optimizer steps between checkpoints, 0 = at the end (default: {save_steps})")
-    add("--save_minutes", type=float,
-        help="save as well when the last checkpoint is so many minutes old, 0 = never "
-             "(default: 30 without --save_steps, never with it)")
+    add("--save_minutes", type=float, help="save as well when the last checkpoint is so many "
+             "minutes old, 0 = never (default: 30 without --save_steps, never with it)")
     add("--save_total_limit", type=int, default=save_total_limit,
         help="newest checkpoints kept besides the best, 0 = all")
     add("--resume", type=alias(true="auto", false="none"), default="auto",
@@ -430,16 +421,11 @@ def notice(text):
 # Checks; all raise UserError
 
 
-def values(args, names):
-    """(name, value) of the flags among names that the script has and that are set."""
-    found = [(name, getattr(args, name, None)) for name in names]
-    return [(name, value) for name, value in found if value is not None]
-
-
 def check_values(args, names, good, words):
-    """UserError for a flag among names whose value is not good(value). words: what it must do."""
-    for name, value in values(args, names):
-        need(good(value), f"--{name} is {value}; it must {words}")
+    """UserError for a flag among names that is set, but not good(value). words: what it must do."""
+    for name in names:
+        value = getattr(args, name, None)
+        need(value is None or good(value), f"--{name} is {value}; it must {words}")
 
 
 def at_least_one(args, *names):
@@ -470,8 +456,7 @@ def check_shared(args):
     zero_or_more(args, "max_tokens_per_batch", "global_batch_size", "max_steps", "warmup_steps",
                  "eval_steps", "dry_run", "save_steps", "save_minutes", "save_total_limit",
                  "num_workers", "preprocess_num_proc", "max_length", "scale_lr_from_batch",
-                 "replay_every",
-                 "weight_decay", "max_grad_norm", "learning_rate", "seed")
+                 "replay_every", "weight_decay", "max_grad_norm", "learning_rate", "seed")
     below_one(args, "lora_dropout", "dropout", "validation_split", "adam_beta2")
     share(args, "min_lr_ratio", "warmup_ratio")
     above_zero(args, "gpu_memory", "host_memory")
@@ -545,9 +530,8 @@ def check_parallel(args, world_size):
     need(auto or args.parallel != "ddp" or args.reduce_dtype == "fp32",
          "--reduce_dtype bf16 needs --parallel fsdp or hsdp")
     size = args.shard_size or local_ranks(world_size)
-    need(args.parallel != "hsdp" or world_size % size == 0,
-         f"--parallel hsdp: {counted(world_size, 'rank')} cannot be cut into groups of {size} "
-         "(--shard_size)")
+    need(args.parallel != "hsdp" or world_size % size == 0, "--parallel hsdp: "
+         f"{counted(world_size, 'rank')} cannot be cut into groups of {size} (--shard_size)")
 
 
 def check_sharding(args):

@@ -1,11 +1,9 @@
-"""Numbers of a run: written, read again, and what they say in words.
-
-metrics.jsonl always; TensorBoard, W&B and trackio when asked. In words, on the last line of a run:
+"""Numbers of a run: written, read again, and what they say in words, on its last line:
 
     verdict    validation loss was best at step 420 (4.8123) and 2.1 % higher at step 525 while the
                training loss fell: overfitting, take checkpoint-420; 90 % of the sample prompts ...
 
-Importing this needs the standard library alone: report.py reads and judges where no torch is.
+Imports the standard library alone: report.py reads and judges where no torch is.
 """
 import json
 import math
@@ -69,8 +67,7 @@ def speed_report(totals, seconds, steps, slots, waited, device, world_size):
     """Throughput of all ranks over `seconds` of training -> {metric name: float}.
 
     totals: useful work of all ranks, {"tokens", "samples", "flops"} (numbers); slots: tokens with
-    padding; waited: seconds this rank waited for data. MFU is model FLOP/s over the known bf16 peak
-    of all GPUs.
+    padding; waited: seconds this rank waited for data. MFU is of the known bf16 peak of all GPUs.
     """
     memory, peak = peak_memory(device), peak_flops(device)
     values = {"train/throughput": totals["tokens"] / seconds,
@@ -111,9 +108,8 @@ class MetricsLog:
     """Rank 0's record of a run. Make it on rank 0 only. report_to: some of flags.TRACKERS.
 
     Lines of metrics.jsonl and TensorBoard points later than resumed_step (work lost in a crash) are
-    dropped first, so no step stands there twice. A metrics.jsonl with other lines than ours is
-    moved aside whole, its good lines go on in a new one. Every start adds a line to starts.jsonl:
-    when, where, from which step, how configured.
+    dropped first. A metrics.jsonl with other lines than ours is moved aside whole, its good lines
+    go on in a new one. Every start adds a line to starts.jsonl.
     """
 
     def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, project=None,
@@ -128,7 +124,8 @@ class MetricsLog:
         if rows:
             kept = [row for row in rows if row["step"] <= resumed_step]
             if eval_due:        # by a run that was killed before its next checkpoint
-                kept = [row for row in kept if row["step"] < resumed_step or not is_validation(row)]
+                kept = [row for row in kept if row["step"] < resumed_step
+                        or not any(name.startswith("eval/") for name in row)]
             text = "".join(json.dumps(row) + "\n" for row in kept)
             checkpoint.write_atomically(self.path, lambda path: path.write_text(text))
         elif self.path.exists():        # nothing but the beginning of a line
@@ -234,11 +231,6 @@ def tensorboard(logging_dir, resumed_step, config):
 # Read
 
 
-def is_validation(row):
-    """Whether a row of metrics.jsonl is of a validation."""
-    return any(name.startswith("eval/") for name in row)
-
-
 def read_rows(path):
     """(rows of a metrics.jsonl, what is wrong with it or "").
 
@@ -324,16 +316,15 @@ def loss_clause(rows):
 
 def understood(share):
     """A word error rate in words."""
-    word = "not understood"
-    if share <= PARTLY:
-        word = "understood" if share <= UNDERSTOOD else "partly understood"
+    word = "partly understood" if share <= PARTLY else "not understood"
+    word = "understood" if share <= UNDERSTOOD else word
     return f"speech is {word} (word errors {percent(share)})"
 
 
 def speech_clauses(rows, evaluations):
     """What the last sample prompts say, and what evaluations heard."""
-    stops, errors = curve(rows, "eval/stop_rate"), curve(rows, "eval/wer")
-    voices = curve(rows, "eval/speaker_similarity")
+    names = "eval/stop_rate", "eval/wer", "eval/speaker_similarity"
+    stops, errors, voices = (curve(rows, name) for name in names)
     judged = [(PurePath(found["name"]).name, share) for found in evaluations
               if (share := found["metrics"].get("wer")) is not None and math.isfinite(share)]
     clauses = []

@@ -29,8 +29,7 @@ def new_folder(output_dir, size=0, flag="--output_dir"):
         remove_unfinished(final, flag)
         building.mkdir(parents=True)
         with run_lock.acquire(building, flag) as lock:
-            # before hours of work, not after
-            free = shutil.disk_usage(building).free
+            free = shutil.disk_usage(building).free        # before hours of work, not after
             if free < size:
                 raise UserError(f"{flag} {output_dir}: {size / 1e9:.1f} GB are to be written, "
                                 f"{free / 1e9:.1f} GB are free there")

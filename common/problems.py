@@ -20,17 +20,16 @@ class Problem(str):
     number in a table of all, if there is one already; names are not unique where a file is given twice.
     """
 
-    def __new__(cls, text, name="", what="", check="", file="", sample=None):
-        made = super().__new__(cls, text)
-        made.name, made.what, made.check = name, what, check
-        made.file, made.sample = file, sample
-        return made
+    name = what = check = file = ""
+    sample = None
 
 
 def problem(name, check, what, file="", sample=None):
     """Problem of the sample that stands at `name`; both texts made printable."""
     name, what = printable(name), printable(what)
-    return Problem(f"{name}: {what}", name, what, check, str(file), sample)
+    made = Problem(f"{name}: {what}")
+    made.name, made.what, made.check, made.file, made.sample = name, what, check, str(file), sample
+    return made
 
 
 class Problems:

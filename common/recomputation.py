@@ -42,9 +42,7 @@ def leave_products(model, mode):
 
 
 def set_mode(model, layers, mode):
-    """Have a model's layers be called as `mode` of flags.MODES wants it; None: plainly. layers: of transformers, or
-    the model calls them by model.call.
-    """
+    """Have a model's layers be called as `mode` of flags.MODES wants it; None: plainly."""
     leave_products(model, mode)
     if hasattr(model, "call"):
         model.call = caller(mode)

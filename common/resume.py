@@ -43,9 +43,7 @@ class Damaged(Exception):
 
 
 def read_json(path, kinds):
-    """A JSON object from a file, or None where it is not one, or lacks a key of {key: type} kinds,
-    or has something else or a negative count there.
-    """
+    """A file's JSON object, or None unless it has {key: type} kinds and no negative count."""
     try:
         found = json_files.loads(path.read_bytes())
     except ValueError:      # is not JSON
@@ -54,8 +52,7 @@ def read_json(path, kinds):
         return None
     for key, kind in kinds.items():
         value = found[key]
-        # to Python true is an int
-        if isinstance(value, bool) or not isinstance(value, kind):
+        if isinstance(value, bool) or not isinstance(value, kind):     # to Python true is an int
             return None
         if isinstance(value, int) and value < 0:
             return None
@@ -106,8 +103,7 @@ def listed(path):
         if not isinstance(entry, dict) or any(
                 type(entry.get(key)) is not kind for key, kind in facts.items()):
             raise Damaged(f"unreadable {MANIFEST}")
-    # an empty list would prove any folder whole
-    if f"{STATE_DIR}/state.json" not in files:
+    if f"{STATE_DIR}/state.json" not in files:        # an empty list would prove any folder whole
         raise Damaged(f"{MANIFEST} does not list {STATE_DIR}/state.json")
     return files
 
@@ -118,8 +114,7 @@ def compare(path, files):
         file, name = path / name, printable(name, NAME)
         if not is_file(file):
             raise Damaged(f"{name} is missing")
-        # first, as it costs nothing
-        size = file.stat().st_size
+        size = file.stat().st_size        # first, as it costs nothing
         if size != facts["bytes"]:
             raise Damaged(f"{name} has {size} bytes instead of {facts['bytes']}")
         if sha256_file(file) != facts["sha256"]:
@@ -155,8 +150,7 @@ def whole_one(folders, output_dir, resume, identity, world):
         if not wrong:
             meta = distributed.rank0_first(world, fitting_meta, path, output_dir, resume, identity)
             return path, meta
-        # one that was named is not replaced by another in silence
-        if resume != "auto":
+        if resume != "auto":        # one that was named is not replaced by another in silence
             raise UserError(f"--resume {path}: {wrong}")
         if world.is_main:
             print(f"checkpoint {path} is damaged ({wrong}); trying the one before")
@@ -169,8 +163,7 @@ def fitting_meta(path, output_dir, resume, identity):
     """state.json of a whole checkpoint of find_resume. UserError where it does not fit the run."""
     meta = load_meta(path)
     later = [str(p) for step, p in checkpoints(output_dir) if step > meta["step"]]
-    # or the next --resume auto would take up the abandoned ones
-    if later and resume != "auto":
+    if later and resume != "auto":      # or the next --resume auto would take up the abandoned ones
         raise UserError(f"--resume {path}: later checkpoints stand in --output_dir "
                         f"({', '.join(later)}); move them away or give another --output_dir")
     # what decides the order of the data, or which weights there are; other flags may change

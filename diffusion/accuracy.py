@@ -4,7 +4,6 @@ Each rank answers its share on its own, so ranks wait for nobody, however many p
 Sampling is certain (temperature 0, all tokens of probability 0.9 and more in a pass), so that
 numbers of different steps compare.
 """
-import json
 import math
 import time
 from pathlib import Path
@@ -89,6 +88,4 @@ def write(output_dir, step, answers):
     """OUTPUT_DIR/answers/step-N.json for the report, of answers of accuracy()."""
     folder = Path(output_dir) / FOLDER
     checkpoint.prepare_output(folder)
-    text = json.dumps({"step": step, "answers": answers}, indent=1, ensure_ascii=False)
-    checkpoint.write_atomically(folder / f"step-{step}.json",
-                                lambda path: path.write_text(text + "\n", "utf-8"))
+    checkpoint.write_json(folder / f"step-{step}.json", {"step": step, "answers": answers})

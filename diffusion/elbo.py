@@ -106,9 +106,7 @@ def target_counts(rows):
 
 
 def report(sums, variance, counts, regions):
-    """{"eval/...": float} of sums of losses (repeats, 4 * PLACES), the variance of their mean over
-    repeats, and numbers of targets (4 * PLACES,).
-    """
+    """{"eval/...": float} of sums (repeats, 4 * PLACES), their variance, targets (4 * PLACES,)."""
     per_cell, counts = sums.mean(0).reshape(4, PLACES), counts.reshape(4, PLACES)
     text = max(1, counts[:blocks.FILL].sum())
     nll = per_cell.sum() / text

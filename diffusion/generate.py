@@ -81,8 +81,7 @@ def run(model, ids, first, cache, seen=None):
 
 
 def draw(logits, temperature, generator):
-    """One token of each row of logits (n, V) -> (ids (n,), its probability by the logits (n,)). temperature 0: the
-    likeliest.
+    """A token of each row of logits (n, V) -> (ids (n,), their probability (n,)). 0: the likeliest.
     """
     logits = logits.double()
     sure = logits.softmax(-1)

@@ -5,13 +5,11 @@
     python diffusion/train_bd3lm.py --demo --model_size nano --max_steps 300 ...    # offline
 
 Loss: a bound on the negative log-likelihood (noise.py), averaged over every target of the whole
-optimizer step, all ranks and micro-steps. The counts come from the plan that all ranks share, and
-so does the noise, which is drawn for the whole step: any split of a step over ranks and
-micro-steps trains the same model (dropout aside).
+optimizer step, all ranks and micro-steps. Counts and noise come from the plan that all ranks share:
+any split of a step over ranks and micro-steps trains the same model (dropout aside).
 
 Validation, early stopping and samples use the averaged weights. 50,000 steps of 512 problems are
-3,400 passes over GSM8K's 7,473, and of 512 packed rows, three problems each, 10,000: such a run
-memorises, so watch eval/nll and keep --early_stop_patience on.
+3,400 passes over GSM8K: such a run memorises, so keep --early_stop_patience on.
 
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the
 launcher; exit status 0.
@@ -91,20 +89,18 @@ def build_parser():
     add = g.add_argument
     add("--model_size", choices=tuple(choices.SIZES), default="small",
         help="nano is for demos and tests")
-    add("--init_from", metavar="WEIGHTS",
-        help="start from published BD3-LM or MDLM weights (hub name "
-             "kuleshov-group/bd3lm-owt-block_size16, folder, Lightning .ckpt), a checkpoint or "
-             "export of ours, whatever its block size, whose prompt form is kept, or a causal "
-             "language model shaped like Llama or Qwen3 (folder, hub name Qwen/Qwen3-0.6B)")
+    add("--init_from", metavar="WEIGHTS", help="start from published BD3-LM or MDLM weights (hub "
+             "name kuleshov-group/bd3lm-owt-block_size16, folder, Lightning .ckpt), a checkpoint "
+        "or export of ours, whatever its block size, whose prompt form is kept, or a causal "
+        "language model shaped like Llama or Qwen3 (folder, hub name Qwen/Qwen3-0.6B)")
     add("--init_ema", action=argparse.BooleanOptionalAction, default=True,
         help="of --init_from take the averaged weights; no-: the last ones")
     add("--dropout", type=float, default=0.1, help="on the output of attention and MLP, 0 to 1")
     add("--noise_schedule", choices=choices.SCHEDULES, default="loglinear",
         help="masked share as t grows")
-    add("--t_range", type=float, nargs=2, metavar=("LOW", "HIGH"),
-        help="noise levels trained on; a clipped range also clips the masked share of every block "
-             f"(default: {choices.FULL[0]:g} to 1; 1 where all blocks are single tokens: "
-             "autoregressive)")
+    add("--t_range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="noise levels trained on; "
+             "a clipped range also clips the masked share of every block (default: "
+        f"{choices.FULL[0]:g} to 1; 1 where all blocks are single tokens: autoregressive)")
     add("--clip_search_widths", type=float, nargs="*", default=(), metavar="WIDTH",
         help="after each validation train on the range of such a width whose loss varies least")
     add("--clip_search_batches", type=int, default=4, help="validation batches that search may use")
@@ -122,9 +118,8 @@ def build_parser():
              "recommended; finetune with --init_from): "
         + "; ".join(f"{name} {problems} x {steps}, {lr:g}"
                     for name, (problems, steps, lr, _, _) in choices.PRESETS.items()))
-    add("--per_device_train_batch_size", type=int,
-        help="rows per micro-step and rank (default: as many as hold "
-             "--problems_per_batch on average)")
+    add("--per_device_train_batch_size", type=int, help="rows per micro-step and rank (default: as "
+             "many as hold --problems_per_batch on average)")
     add("--problems_per_batch", type=int,
         help="problems per micro-step and rank (default: preset's)")
     add("--gradient_accumulation_steps", type=int,
@@ -144,18 +139,16 @@ def build_parser():
         help="multiply the rate by sqrt(problems per optimizer step / N), 0 = off")
 
     add = flags.speed(p, parallel="ddp", bf16_help="bfloat16 compute, float32 weights").add_argument
-    add("--attn_backend", choices=("flex", "sdpa"),
-        help="block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU); flex "
-             "is dense in rows of fewer than 128 noisy copies")
+    add("--attn_backend", choices=("flex", "sdpa"), help="block-sparse or dense masks (default: "
+             "flex on CUDA, sdpa on a CPU); flex is dense in rows of fewer than 128 noisy copies")
 
     add = flags.logging(p, logging_steps=50, save_total_limit=3, **OFTEN).add_argument
     add("--eval_repeats", type=int, default=4,
         help="draws of the noise in a validation, for its error bar")
     add("--eval_accuracy", type=int, default=0, metavar="PROBLEMS",
         help="answer so many held-out problems in every validation, 0 = none")
-    add("--best_by", choices=("bound", "accuracy"), default="bound",
-        help="what makes a checkpoint the best one; accuracy: strict, of "
-             "--eval_accuracy, the better bound of equal ones")
+    add("--best_by", choices=("bound", "accuracy"), default="bound", help="what makes a checkpoint "
+             "the best one; accuracy: strict, of --eval_accuracy, the better bound of equal ones")
     add("--early_stop_patience", type=int, default=10,
         help="stop after so many validations without a better bound or accuracy, 0 = never")
     return flags.accept_old(p)
@@ -168,8 +161,7 @@ def layout_of(args):
 
 
 def share_step(args, ranks):
-    """Split --global_batch_size, problems of a step: what is not given of --problems_per_batch and
-    --gradient_accumulation_steps follows, by the preset's problems while there are as many.
+    """Split --global_batch_size: what is not given of the other two flags follows from the preset.
     """
     share, problems = args.global_batch_size // ranks, args.problems_per_batch
     steps = args.gradient_accumulation_steps
@@ -394,9 +386,6 @@ def resume_validation(args, job, meta, validation):
     """
     if not meta:
         return args.t_range, 0, {}, bool(job.given and validation)
-    if missing := {"t_range", "stale", "best", "averaged"} - meta.keys():
-        raise UserError(f"--output_dir {args.output_dir}: the state.json of its checkpoint has no "
-                        f"{', '.join(sorted(missing))}; it is not of this trainer")
     t_range = tuple(meta["t_range"]) if args.clip_search_widths else args.t_range
     same = meta["validation"] == validation
     return (t_range, meta["stale"] if same else 0, meta["best"] if same else {},

@@ -67,7 +67,6 @@ def check_flags(args, world_size):
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
-import json
 import math
 import tempfile
 from dataclasses import dataclass
@@ -75,7 +74,7 @@ from dataclasses import dataclass
 import torch
 
 from common import json_files, run_lock
-from common.checkpoint import write_atomically
+from common.checkpoint import write_json
 from common.distributed import one_clear_error, problem_text
 from speech.data import text_normalization
 from speech.voice import scores, speech_metrics
@@ -317,8 +316,7 @@ def main(argv=None):
         with by.on(args.device):
             runs = [evaluate(folder, samples, by, settings) for folder, samples in zip(args.folders, found)]
         for folder, run in zip(args.folders, runs):
-            text = json.dumps(run, indent=1, ensure_ascii=False)
-            write_atomically(Path(folder) / "evaluation.json", lambda path, text=text: path.write_text(text + "\n"))
+            write_json(Path(folder) / "evaluation.json", run)
         print(*table(runs), sep="\n")
         for run in runs:
             print(*(f"note: {note}\n" for note in run["settings"]["notes"]), sep="", end="")

@@ -181,9 +181,7 @@ def make_model(out_dir, tokenizer, seed=0, **config_overrides):
 
 
 def make_codec(out_dir, seed=0):
-    """Saves a random codec, (B, 1, n) audio at 24 kHz -> (B, 8, about n / 960), in OUT_DIR/codec;
-    -> it. Raises ImportError without torchaudio: the codec resamples with it.
-    """
+    """Saves a random codec, (B, 1, n) at 24 kHz -> (B, 8, about n / 960). Needs torchaudio."""
     from transformers import DacConfig, HiggsAudioV2TokenizerConfig, HiggsAudioV2TokenizerModel, HubertConfig
     sizes = {"encoder_hidden_size": 2, "decoder_hidden_size": 64, "hidden_size": 16}
     acoustic = DacConfig(downsampling_ratios=CODEC_STRIDES, upsampling_ratios=CODEC_STRIDES, **sizes)
@@ -299,9 +297,7 @@ def make_speech(out_dir, clips=48, speakers=4, seed=0):
 
 
 def make_dataset(out_dir, speech):
-    """Writes OUT_DIR/train.json, a ChatML list with one sample per clip of make_speech, and returns
-    its path. Each sample takes the voice from the same speaker's next clip.
-    """
+    """Writes OUT_DIR/train.json, ChatML, -> its path; the voice is of the speaker's next clip."""
     samples = []
     for number, target in enumerate(speech):
         other = next(clip for clip in speech[number + 1:] + speech[:number]

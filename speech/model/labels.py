@@ -63,8 +63,34 @@ class TokenIds:
         return frames + self.num_codebooks
 
     def assemble(self, tokens, labelled, codes):
-        """See assemble."""
-        return assemble(tokens, labelled, codes, self)
+        """One sample as the model sees it: each <|AUDIO_OUT|> becomes the delayed rows of its clip.
+
+        tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of
+        input_ids (n,), is_audio (n,), text_labels (n,), audio_ids (a, 8), audio_labels (a, 8).
+        """
+        # in the table a clip is one token; here it takes as many rows as its codes
+        places = np.flatnonzero(tokens == self.audio)
+        repeats = np.ones(len(tokens), np.int64)
+        rows, labels, placeholders = [], [], []
+        for place, clip in zip(places, codes):
+            rows.append(delay_rows(clip, self.stream_bos, self.stream_eos))
+            # a reference is heard, but not trained
+            labels.append(delay_labels(clip, self.stream_eos) if labelled[place]
+                          else np.full_like(rows[-1], IGNORE))
+            repeats[place] = len(rows[-1])
+            placeholders.append(np.full(len(rows[-1]), self.audio))
+            # the native processor's other placeholder, for rows that wait for the last codebooks
+            placeholders[-1][-(self.num_codebooks - 1):] = self.delay
+        is_audio = np.repeat(tokens == self.audio, repeats)
+        input_ids = np.repeat(tokens, repeats)
+        # audio rows are trained by their codes, and have no text
+        text_labels = np.where(np.repeat(labelled, repeats) & ~is_audio, input_ids, IGNORE)
+        empty = np.empty((0, self.num_codebooks), np.int64)     # a sample may have no clip
+        if placeholders:
+            input_ids[is_audio] = np.concatenate(placeholders)
+        return {"input_ids": input_ids, "is_audio": is_audio, "text_labels": text_labels,
+                "audio_ids": np.concatenate([empty, *rows]),
+                "audio_labels": np.concatenate([empty, *labels])}
 
 
 def token_ids(tokenizer, config):
@@ -134,36 +160,6 @@ def delay_labels(codes, eos):
         labels[k + 1 + frames, k] = eos
     return labels
 
-
-def assemble(tokens, labelled, codes, ids):
-    """One sample as the model sees it: each <|AUDIO_OUT|> becomes the delayed rows of its clip.
-
-    tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of
-    input_ids (n,), is_audio (n,), text_labels (n,), audio_ids (a, 8), audio_labels (a, 8).
-    """
-    # in the table a clip is one token; here it takes as many rows as its codes
-    places = np.flatnonzero(tokens == ids.audio)
-    repeats = np.ones(len(tokens), np.int64)
-    rows, labels, placeholders = [], [], []
-    for place, clip in zip(places, codes):
-        rows.append(delay_rows(clip, ids.stream_bos, ids.stream_eos))
-        # a reference is heard, but not trained
-        untrained = np.full_like(rows[-1], IGNORE)
-        labels.append(delay_labels(clip, ids.stream_eos) if labelled[place] else untrained)
-        repeats[place] = len(rows[-1])
-        placeholders.append(np.full(len(rows[-1]), ids.audio))
-        # the native processor has another placeholder for the rows that wait for the last codebooks
-        placeholders[-1][-(ids.num_codebooks - 1):] = ids.delay
-    is_audio = np.repeat(tokens == ids.audio, repeats)
-    input_ids = np.repeat(tokens, repeats)
-    # audio rows are trained by their codes, and have no text
-    text_labels = np.where(np.repeat(labelled, repeats) & ~is_audio, input_ids, IGNORE)
-    empty = np.empty((0, ids.num_codebooks), np.int64)      # a sample may have no clip
-    if placeholders:
-        input_ids[is_audio] = np.concatenate(placeholders)
-    return {"input_ids": input_ids, "is_audio": is_audio, "text_labels": text_labels,
-            "audio_ids": np.concatenate([empty, *rows]),
-            "audio_labels": np.concatenate([empty, *labels])}
 
 
 def audio_targets(sample):

@@ -29,9 +29,7 @@ SPEAKER = re.compile(r"\[SPEAKER\d+\]\s*")
 
 @dataclass(frozen=True)
 class Ids:
-    """Special token ids and codes, with the methods of labels.TokenIds. ref_text: None where the
-    tokenizer has none; then references have no transcript.
-    """
+    """Special token ids and codes, with labels.TokenIds' methods. ref_text: None if it has none."""
     tts: int
     text: int
     audio: int
@@ -71,8 +69,32 @@ class Ids:
         return frames + self.num_codebooks - 1
 
     def assemble(self, tokens, labelled, codes):
-        """See assemble."""
-        return assemble(tokens, labelled, codes, self)
+        """One sample as the model sees it: each placeholder becomes its clip's delayed rows.
+
+        tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of
+        input_ids (n,), is_audio (n,), text_labels (n,), audio_ids (a, 8), audio_at (R,),
+        audio_targets (R, 8); text is never a label.
+        """
+        places = np.flatnonzero(tokens == AUDIO_PLACEHOLDER)
+        repeats, rows = np.ones(len(tokens), np.int64), []
+        at, targets = np.empty(0, np.int64), np.empty((0, self.num_codebooks), np.int64)
+        for place, clip in zip(places, codes):
+            whole = delay(clip, self.stream_bos, self.stream_eos).numpy()
+            # the last row of a trained clip is predicted, but predicts nothing
+            rows.append(whole[:-1] if labelled[place] else whole)
+            repeats[place] = len(rows[-1])
+            if labelled[place]:
+                # row r is predicted one place before it: row 0 by <|audio|>
+                at = np.arange(len(whole)) + repeats[:place].sum() - 1
+                targets = np.where(label_mask(len(clip), self.num_codebooks).numpy(), whole, IGNORE)
+        is_audio = np.repeat(tokens == AUDIO_PLACEHOLDER, repeats)
+        input_ids = np.where(is_audio, self.pad, np.repeat(tokens, repeats))
+        empty = np.empty((0, self.num_codebooks), np.int64)
+        # targets stand at the places that predict them; V2's stand beside their own rows
+        return {"input_ids": input_ids, "is_audio": is_audio,
+                "text_labels": np.full(len(input_ids), IGNORE),
+                "audio_ids": np.concatenate([empty, *rows]), "audio_at": at,
+                "audio_targets": targets}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -180,31 +202,3 @@ def pieces(text, clip, reference, marks_text):
         # short references are filled up with silence, as the servers do
         stream += [(TOKENS["ref_audio"], False), (replace(reference[1], filled=True), False)]
     return [*stream, (TOKENS["text"], False), (text, False), (TOKENS["audio"], False), (clip, True)]
-
-
-def assemble(tokens, labelled, codes, ids):
-    """One sample as the model sees it: each AUDIO_PLACEHOLDER becomes the delayed rows of its clip.
-
-    tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of
-    input_ids (n,), is_audio (n,), text_labels (n,), audio_ids (a, 8), audio_at (R,), audio_targets
-    (R, 8); text is never a label.
-    """
-    places = np.flatnonzero(tokens == AUDIO_PLACEHOLDER)
-    repeats, rows = np.ones(len(tokens), np.int64), []
-    at, targets = np.empty(0, np.int64), np.empty((0, ids.num_codebooks), np.int64)
-    for place, clip in zip(places, codes):
-        whole = delay(clip, ids.stream_bos, ids.stream_eos).numpy()
-        # the last row of a trained clip is predicted, but predicts nothing
-        rows.append(whole[:-1] if labelled[place] else whole)
-        repeats[place] = len(rows[-1])
-        if labelled[place]:
-            # row r is predicted one place before it: row 0 by <|audio|>
-            at = np.arange(len(whole)) + repeats[:place].sum() - 1
-            targets = np.where(label_mask(len(clip), ids.num_codebooks).numpy(), whole, IGNORE)
-    is_audio = np.repeat(tokens == AUDIO_PLACEHOLDER, repeats)
-    input_ids = np.where(is_audio, ids.pad, np.repeat(tokens, repeats))
-    empty = np.empty((0, ids.num_codebooks), np.int64)
-    # targets stand at the places that predict them; V2's stand beside their own rows
-    return {"input_ids": input_ids, "is_audio": is_audio,
-            "text_labels": np.full(len(input_ids), IGNORE),
-            "audio_ids": np.concatenate([empty, *rows]), "audio_at": at, "audio_targets": targets}
