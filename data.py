@@ -106,9 +106,8 @@ class SpeechSamples(Dataset):
 
 
 def collate(samples, ids, pad_to=0):
-    """List of sample dicts -> PackedBatch. pad_to: fill the flat sequence to this many tokens with padding samples.
-
-    An empty list gives a batch of padding that has no targets and weighs nothing.
+    """List of sample dicts -> PackedBatch. pad_to: fill the flat sequence to this many tokens with
+    padding samples. An empty list gives a batch of padding that has no targets and weighs nothing.
     """
     total = sum(len(s["input_ids"]) for s in samples)
     padding = max(pad_to - total, 0 if samples else 1)

@@ -201,7 +201,6 @@ def empty_trained_model(module, folder, config, args):
 
 def load_model(module, world, model, parts, resume, args):
     """Load empty_trained_model's model on this rank's device -> what to call: it, or DDP around it.
-
     resume: checkpoint folder, or None: then adapters are drawn by the seed.
     """
     native, net, sharding = model.base_model, model.net, run.sharding(args, world.size)
@@ -242,9 +241,8 @@ def check_resume(module, model, resume):
 
 
 def run_identity(folder, table, train, args):
-    """What a checkpoint must share with the run that resumes it, {name: value}; JSON-able.
-
-    folder: the base model's. train: numbers of the samples trained.
+    """What a checkpoint must share with the run that resumes it, {name: value}; JSON-able. folder:
+    the base model's. train: numbers of the samples trained.
     """
     trained = "full"
     if args.use_lora:
@@ -266,7 +264,6 @@ def run_identity(folder, table, train, args):
 
 def save_checkpoint(module, world, writer, model, tokenizer, source, optimizer, meta):
     """Copy all of checkpoint-<meta["step"]> off the device and start writing it. On every rank.
-
     source: the base model's folder, whose processor files a full checkpoint takes over.
     """
     writer.begin(meta["step"])
@@ -299,9 +296,8 @@ def save_checkpoint(module, world, writer, model, tokenizer, source, optimizer, 
 
 @torch.no_grad()
 def evaluate(module, world, model, table, ids, held_out, writer, args):
-    """Exact target-weighted validation losses {eval/...: float}; each rank takes a share.
-
-    Returns None, on all ranks, when asked to stop. Raises what writer.check() raises.
+    """Exact target-weighted validation losses {eval/...: float}; each rank takes a share. Returns
+    None, on all ranks, when asked to stop. Raises what writer.check() raises.
     """
     order = PackOrder(table.lengths[held_out], samples_per_pack=args.per_device_eval_batch_size,
                       shuffle=False)

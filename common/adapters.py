@@ -69,9 +69,8 @@ def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=Fal
 
 
 def attach(model, config, base_name=None, autocast=True):
-    """Wrap a model as a peft LoraConfig says; adapters in fp32, the base frozen.
-
-    autocast: it will run under that, or all in fp32; else PEFT casts the inputs itself.
+    """Wrap a model as a peft LoraConfig says; adapters in fp32, the base frozen. autocast: it will
+    run under that, or all in fp32; else PEFT casts the inputs itself.
     """
     with warnings.catch_warnings():     # peft asks transformers in a way that newer transformers finds old
         warnings.simplefilter("ignore", FutureWarning)
@@ -162,9 +161,8 @@ def init_adapters(model, seed):
 
 @contextlib.contextmanager
 def switched_off(model):
-    """Within this context the model computes as its base. For a forward without gradients.
-
-    PEFT's own disable_adapter also changes requires_grad, which FSDP2 copies when it gathers a layer.
+    """Within this context the model computes as its base. For a forward without gradients. PEFT's
+    own disable_adapter also changes requires_grad, which FSDP2 copies when it gathers a layer.
     """
     layers = [(module, module._disable_adapters) for module in model.modules() if isinstance(module, BaseTunerLayer)]
     for layer, _ in layers:

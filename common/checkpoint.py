@@ -330,8 +330,7 @@ def write_several(folder, write):
 
 
 def checkpoints(output_dir):
-    """[(step, path)] of the renamed, thus complete, checkpoints, oldest first. PermissionError too.
-    """
+    """[(step, path)] of the renamed, so complete, checkpoints, oldest first. PermissionError."""
     found = []
     for path in Path(output_dir).iterdir() if os.path.exists(output_dir) else ():
         match = re.fullmatch(r"checkpoint-(\d+)", path.name)

@@ -155,7 +155,6 @@ def one_clear_error():
 
 def what_is_lacking(error):
     """One line that names the disk, memory, limit, file or right that an error is due to, or None.
-
     An error in a loader process comes with its text, but without its number.
     """
     text, number = str(error), getattr(error, "errno", None)
@@ -190,8 +189,7 @@ def what_is_lacking(error):
 
 @contextlib.contextmanager
 def naming(path):
-    """An OSError in this context is about `path`: most have no name, or that of a temporary file.
-    """
+    """An OSError in this context is about `path`: most have no name, or a temporary one."""
     try:
         yield
     except OSError as error:
@@ -294,9 +292,8 @@ def rank0_first(world, work, *args):
 
 
 def tree(rank, size):
-    """(parent, children) of a rank in a binomial tree over all ranks; rank 0 has none above it, None.
-
-    Nobody has more than log2(size) children, and no way to rank 0 is longer.
+    """(parent, children) of a rank in a binomial tree over all ranks; rank 0 has none above it,
+    None. Nobody has more than log2(size) children, and no way to rank 0 is longer.
     """
     children = []
     while not rank >> len(children) & 1 and rank + (1 << len(children)) < size:

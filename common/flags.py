@@ -88,9 +88,8 @@ class ShowHelp(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """ArgumentParser without abbreviations, which change meaning with each new flag.
-
-    usual: names of flags that --help shows beside those of USUAL; None: --help shows all.
+    """ArgumentParser without abbreviations, which change meaning with each new flag. usual: names
+    of flags that --help shows beside those of USUAL; None: --help shows all.
     """
 
     def __init__(self, description=None, usual=None, **more):

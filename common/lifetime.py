@@ -80,9 +80,8 @@ def end_with_trainer():
 
 
 def end_with_torchrun():
-    """To be called by every script, first of all. Does nothing in a process that torchrun has not started.
-
-    Torchrun itself may have lost its parent, as under nohup.
+    """To be called by every script, first of all. Does nothing in a process that torchrun has not
+    started. Torchrun itself may have lost its parent, as under nohup.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")       # no stacks of a store that is gone

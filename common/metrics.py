@@ -168,9 +168,8 @@ class MetricsLog:
             run.log(values, step=step)
 
     def write_speech(self, step, name, wave, rate, picture):
-        """A sound and its picture, to all but metrics.jsonl.
-
-        wave (n,) float32 in -1..1 at `rate` Hz, picture (H, W, 3) uint8.
+        """A sound and its picture, to all but metrics.jsonl. wave (n,) float32 in -1..1 at `rate`
+        Hz, picture (H, W, 3) uint8.
         """
         wave = wave.clip(-1, 1)
         if self.board:
@@ -341,7 +340,6 @@ def speech_clauses(rows, evaluations):
 
 def verdict(rows, evaluations=()):
     """[clause] about a run. rows: of metrics.jsonl, {"step": int, metric: number or None}.
-
     evaluations: what an evaluation.json has, {"name", "metrics": {metric: number or None}}.
     """
     clauses = [loss_clause(rows), *speech_clauses(rows, evaluations)]

@@ -57,9 +57,8 @@ def sqrt_lr(lr, batch, base_batch):
 
 
 def clip_gradients(parameters, max_norm):
-    """Global L2 norm of the gradients, a 0-d tensor on their device; scales them to max_norm when max_norm > 0.
-
-    Collective when the gradients are sharded: the norm is over all shards.
+    """Global L2 norm of the gradients, a 0-d tensor on their device; scales them to max_norm when
+    max_norm > 0. Collective when the gradients are sharded: the norm is over all shards.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
@@ -92,9 +91,8 @@ class StepFlags:
         self.save, self.stop = False, False
 
     def push(self, bad, asked, about):
-        """Start fetching the flags of the step just queued, 0-d tensors; pop returns `about` when it was bad.
-
-        asked: 0, SAVE or STOP, which a save goes with.
+        """Start fetching the flags of the step just queued, 0-d tensors; pop returns `about` when
+        it was bad. asked: 0, SAVE or STOP, which a save goes with.
         """
         self.host.copy_(torch.stack([bad, asked]), non_blocking=True)
         if self.event:

@@ -174,9 +174,8 @@ def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
 
 
 def pack_order(lengths, *, tokens_per_pack, samples_per_pack, seed, group_by_length=False):
-    """PackOrder of a run's training samples: packs of tokens_per_pack where that is above 0, else of samples_per_pack.
-
-    lengths: (n,) tokens.
+    """PackOrder of a run's training samples: packs of tokens_per_pack where that is above 0, else
+    of samples_per_pack. lengths: (n,) tokens.
     """
     return PackOrder(lengths, seed=seed, group_by_length=group_by_length, tokens_per_pack=tokens_per_pack,
                      samples_per_pack=0 if tokens_per_pack else samples_per_pack)

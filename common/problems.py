@@ -94,9 +94,8 @@ def settle(problems, drop=(), folder=None, hint="", more=False):
 
 
 def collect(dry, *works):
-    """[what work() returns for each of works, none of which needs another's].
-
-    A run ends at the first UserError; a dry run does all the work, and then raises one UserError with all problems.
+    """[what work() returns for each of works, none of which needs another's]. A run ends at the
+    first UserError; a dry run does all the work, and then raises one UserError with all problems.
     """
     if not dry:
         return [work() for work in works]

@@ -108,9 +108,8 @@ def read_run(folder):
 
 
 def read_checkpoints(folder):
-    """[{"step", "bytes", "time", "wrong": "" or why it is damaged}] by step.
-
-    Checksums are left to the trainer, which compares them when it resumes: hashing takes minutes.
+    """[{"step", "bytes", "time", "wrong": "" or why it is damaged}] by step. Checksums are left to
+    the trainer, which compares them when it resumes: hashing takes minutes.
     """
     found = []
     for path in folder.glob("checkpoint-*"):
@@ -350,9 +349,8 @@ def sample_rows(columns):
 
 
 def answer_rows(columns):
-    """Each problem with its answers at several steps, the blocks of one side by side.
-
-    columns: [(label, [{"question", "answer", "text", "strict", "growth": [[part, text so far]]}])].
+    """Each problem with its answers at several steps, the blocks of one side by side. columns:
+    [(label, [{"question", "answer", "text", "strict", "growth": [[part, text so far]]}])].
     """
     found = {}
     for label, answers in columns:

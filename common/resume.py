@@ -69,8 +69,7 @@ def damage(path, world=ALONE):
     """
     path = Path(path)
     wrong, files = distributed.rank0_first(world, told, listed, path)
-    if not wrong:
-        # by size, so that the ranks have about the same to read
+    if not wrong:       # by size, so that the ranks have about the same to read
         ordered = sorted(files, key=lambda name: (-files[name]["bytes"], name))
         share = {name: files[name] for name in ordered[world.rank::world.size]}
         found = distributed.gather_objects(world, told(compare, path, share))
@@ -97,9 +96,7 @@ def listed(path):
         raise Damaged(f"no {MANIFEST}")     # a folder that somebody has made or copied in part
     files = (read_json(path / MANIFEST, {"files": dict}) or {}).get("files")
     facts = {"bytes": int, "sha256": str}
-    if files is None:
-        raise Damaged(f"unreadable {MANIFEST}")
-    for entry in files.values():
+    for entry in (None,) if files is None else files.values():
         if not isinstance(entry, dict) or any(
                 type(entry.get(key)) is not kind for key, kind in facts.items()):
             raise Damaged(f"unreadable {MANIFEST}")
@@ -177,7 +174,6 @@ def fitting_meta(path, output_dir, resume, identity):
 
 def last_args(output_dir, resume):
     """Flags of the run that --resume goes on with, as its newest checkpoint has them, or None.
-
     find_resume proves it later.
     """
     folders = [Path(resume)]

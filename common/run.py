@@ -289,8 +289,7 @@ class TrainState:
         yield micro == self.args.gradient_accumulation_steps - 1
 
     def note_loss(self, loss, samples):
-        """Note, without a host sync, whether a micro-step's loss is finite; samples: its numbers.
-        """
+        """Note, without a host sync, whether a micro-step's loss is finite, and its samples."""
         self.loss = loss.detach()
         self.finite.append((torch.isfinite(loss.detach()), list(samples)))
 
@@ -378,9 +377,8 @@ class TrainState:
         self.bar.update(1)
 
     def log_step(self, values, console, **per_second):
-        """On rank 0, complete and log the values of the steps since the last line; console(values) is printed.
-
-        per_second: more amounts of the same steps, logged under their names as rates.
+        """On rank 0, complete and log the values of the steps since the last line; console(values)
+        is printed. per_second: more amounts of the same steps, logged under their names as rates.
         """
         seconds = time.monotonic() - self.since
         values |= {**{f"train/{name}": amount / seconds for name, amount in per_second.items()},
@@ -404,8 +402,7 @@ class TrainState:
     # -- checkpoints, the end ------------------------------------------------------------------------------------------
 
     def better(self, loss, tie=0.0):
-        """Whether a validation loss is the best so far; notes it. tie: decides between equal ones.
-        """
+        """Whether a validation loss is the best so far; notes it. tie: decides among equals."""
         first = self.best_loss is None or (loss, tie) < (self.best_loss, self.best_tie)
         found = math.isfinite(loss + tie) and first
         if found:

@@ -86,9 +86,8 @@ def check_free(folder, flag="--output_dir", name=NAME):
 
 
 def patience():
-    """Seconds to wait for an owner that is about to end.
-
-    A job that Slurm has queued again may have lost its node, whose locks the file server keeps.
+    """Seconds to wait for an owner that is about to end. A job that Slurm has queued again may have
+    lost its node, whose locks the file server keeps.
     """
     return LEASE_S if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" else WAIT_S
 

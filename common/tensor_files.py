@@ -30,7 +30,6 @@ FLOATS = ("F64", "F32", "F16", "BF16")      # what weights are; integers and flo
 
 def save(tensors, path, about=None, write=save_file):
     """Write a safetensors file with the mode of any new file there; the library's is its owner's.
-
     about: {str: str} for its header. write: safetensors' function for the kind of tensors.
     """
     open(path, "wb").close()
@@ -50,9 +49,8 @@ def allow_others(folder):
 
 
 def find_folder(name, flag, more=()):
-    """Local folder of a checkpoint given as a path or hub name, which is downloaded. Raises UserError.
-
-    more: patterns of files to download beside configuration, tokenizer and safetensors.
+    """Local folder of a checkpoint given as a path or hub name, which is downloaded. Raises
+    UserError. more: patterns of files to download beside configuration, tokenizer and safetensors.
     """
     folder = Path(name)
     if folder.is_dir():
@@ -102,9 +100,8 @@ class Slice:
 
 
 def open_tensors(paths):
-    """{tensor name: Slice} over safetensors files; reads only their headers.
-
-    Raises UserError for a file that is no safetensors file, or a name that stands in two of them.
+    """{tensor name: Slice} over safetensors files; reads only their headers. Raises UserError for a
+    file that is no safetensors file, or a name that stands in two of them.
     """
     found = {}
     for path in paths:
@@ -324,9 +321,14 @@ def stage(world, stem, named, spread=True, parts=lambda name, tensor: {name: ten
         size = sum(tensor.numel() * tensor.element_size() for tensor in named.values())
         places = {name: Path(files[owner]).name for stored, owner in owners.items()
                   for name in parts(stored, torch.empty(named[stored].shape, device="meta"))}
-        index = json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=1)
-        writes[f"{stem}.safetensors.index.json"] = lambda path: path.write_text(index)
+        writes[f"{stem}.safetensors.index.json"] = lambda path: write_index(path, places, size)
     return writes
+
+
+def write_index(path, places, size):
+    """The index of several weight files that from_pretrained reads. places: {tensor: file name}."""
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+    path.write_text(json.dumps(index, indent=1) + "\n")
 
 
 def file_name(stem, number, files):

@@ -22,8 +22,7 @@ FOLDER = "answers"  # in OUTPUT_DIR
 
 
 def choose(rows, n, tokens, seed):
-    """[(Problem, its question_state)] of n held-out problems, drawn by the seed. rows: blocks.Rows.
-    """
+    """[(Problem, its question_state)] of n held-out problems of blocks.Rows, by the seed."""
     documents = rows.documents
     numbers = sorted(number for members in rows.members for number in members)
     chosen = np.random.default_rng((seed, 4)).permutation(numbers)[:n]

@@ -31,7 +31,6 @@ class Eval(NamedTuple):
 
 def share_of_batches(world, rows, batch_rows, most=None):
     """Yield (number, Blocks) of this rank's part of the first `most` batches of rows (blocks.Rows).
-
     Every rank gets equally many; the last ones may hold padding only.
     """
     order = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, shuffle=False)

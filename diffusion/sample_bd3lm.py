@@ -160,8 +160,7 @@ def usable_states(problems, solver, drop_too_long):
 
 
 def answer_all(solver, problems, args):
-    """(list of dicts, one per problem, in order; seconds the model took). args: the script's flags.
-    """
+    """([dict] of the problems, in order; seconds the model took). args: the script's flags."""
     states = usable_states(problems, solver, args.drop_too_long)
     empty = {"text": "", "forwards": 0, "tokens": 0, "ended": False}
     answers = [{"name": p.name, "question": p.question, "answer": p.answer, **empty}

@@ -44,9 +44,7 @@ def prefill(model, tokens, position, block, known):
 
 def pick(logits, how, generator):
     """Draw a token from each row of logits (n, V) -> (ids (n,), their probability by the logits
-    (n,)).
-
-    how: Sampling. generator: on the device of the logits, or None.
+    (n,)). how: Sampling. generator: on the device of the logits, or None.
     """
     logits = logits.double()
     plain = logits.softmax(-1)
@@ -64,7 +62,6 @@ def pick(logits, how, generator):
 
 def unmask(model, hidden, tokens, masked, how, generator):
     """In place: put tokens at some masked positions, at least at one in each row that has any.
-
     hidden (B, T, H), tokens (B, T), masked (B, T) bool.
     """
     if how.order == "first_hitting":

@@ -161,8 +161,7 @@ def layout_of(args):
 
 
 def share_step(args, ranks):
-    """Split --global_batch_size: what is not given of the other two flags follows from the preset.
-    """
+    """Split --global_batch_size: what is open of the other two flags follows the preset."""
     share, problems = args.global_batch_size // ranks, args.problems_per_batch
     steps = args.gradient_accumulation_steps
     if not problems:
@@ -440,9 +439,8 @@ def save_checkpoint(state, job, network, optimizer, meta):
 
 
 def step_work(config, table, window, masked_share):
-    """{name: total over the rows of one optimizer step}: work of all ranks, from the plan.
-
-    table: blocks.row_table. masked_share: of the targets; only masked ones reach the head.
+    """{name: total over the rows of one optimizer step}: work of all ranks, from the plan. table:
+    blocks.row_table. masked_share: of the targets; only masked ones reach the head.
     """
     work = {name: int(values[window].sum()) for name, values in table.items()}
     return work | {"flops": weights.module_of(config).flops(

@@ -74,8 +74,7 @@ CHECKPOINT_3 = """# the servers also want the codec in the folder: export it wit
 hf download {repo} --local-dir checkpoint
 python lora.py export --model_path checkpoint --audio_tokenizer_path {codec} --dtype bfloat16 --output_dir served
 """ + SERVE_3
-SERVED_3 = """hf download {repo} --local-dir served
-""" + SERVE_3
+SERVED_3 = "hf download {repo} --local-dir served\n" + SERVE_3
 TERMS_3 = """For research and non-commercial use only: the base is under the Boson Higgs TTS 3 Research and
 Non-Commercial License, which goes with what is made of it. No voice may be cloned without its owner's consent."""
 
@@ -129,7 +128,7 @@ def write(source, output_dir, repo_id, base=None, languages=()):
         third = is_third(source, adapter)
         card = text(repo_id, base, adapter, languages, facts(meta, source.parent), source, third)
         (building / "README.md").write_text(card, encoding="utf-8")
-    notes += ([f"{v3.LICENCE}: read it before you publish"] if third else [])
+    notes += [f"{v3.LICENCE}: read it before you publish"] * third
     return [f"{len(files) + 1} files, {size / 1e9:.3f} GB, {'adapter' if adapter else 'model'}", *notes]
 
 

@@ -113,8 +113,7 @@ def delay(codes, bos=1024, eos=1025):
 
 
 def undelay(rows):
-    """(T + K - 1, K) rows -> (T, K) codes, delay's inverse; (0, K) for fewer rows than a frame's.
-    """
+    """(T + K - 1, K) rows -> (T, K) codes, delay's inverse; (0, K) for less than a frame's."""
     rows = torch.as_tensor(rows)
     books = rows.shape[1]
     frames = max(0, len(rows) - books + 1)      # fewer: speech that was cut off

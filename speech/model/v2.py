@@ -120,12 +120,10 @@ class Packed(NamedTuple):
 
 
 class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
-    """The native layer with a second forward for packed batches; without `packed` the native one.
-    """
+    """The native layer with a forward of its own for packed batches: where `packed` is given."""
 
     def __init_subclass__(cls, **kwargs):
-        """FSDP2 subclasses: transformers would wrap the forward once more, for torch.compile too.
-        """
+        """FSDP2 subclasses: transformers would wrap the forward once more, compiled too."""
 
     def forward(self, hidden_states, *args, packed=None, **kwargs):
         """(S, H) -> (S, H) in modality order. packed: a Packed."""
@@ -152,9 +150,8 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
 
 
 class PackedHiggs(weights.Wrapped):
-    """What DDP wraps: forward(batch) -> sums, not means, so that any split of a step adds up.
-
-    net: the native model, or the PeftModel around it. recompute: of flags.MODES, or None.
+    """What DDP wraps: forward(batch) -> sums, not means, so that any split of a step adds up. net:
+    the native model, or the PeftModel around it. recompute: of flags.MODES, or None.
     """
 
     def __init__(self, net, recompute=None):

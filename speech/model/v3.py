@@ -77,8 +77,7 @@ def weight_names(native):
 
 
 def save_config(native, tokenizer, folder, source, codec=None):
-    """Copy the files of `source`, the base's folder, that stand beside weights -> {}: nothing made.
-    """
+    """Copy the files of `source`, the base, that stand beside weights -> {}: nothing made."""
     for path in Path(source).iterdir():
         if path.name in OWN_FILES:
             shutil.copyfile(path, Path(folder) / path.name)
@@ -218,9 +217,8 @@ packed = PackedHiggs3       # of module()
 
 
 def loss_report(sums, reduction, text_weight, prefix):
-    """v2.loss_report with the counts of this layout; text is not trained.
-
-    A clip of T frames has T codes in each codebook and K - 1 - k EOC in codebook k.
+    """v2.loss_report with the counts of this layout; text is not trained. A clip of T frames has T
+    codes in each codebook and K - 1 - k EOC in codebook k.
     """
     sums = Sums.of(sums)
     audio, ends, n_audio = sums.audio, sums.ends, sums.audio_targets
@@ -430,7 +428,6 @@ def step(logits, state, sampling, generator=None):
 @torch.no_grad()
 def forced_logits(model, prompt, ref_rows, rows):
     """float32 (T + 7, 8, 1026) logits of every row, each from the prompt and the true rows before.
-
     prompt: (input_ids, is_audio). ref_rows: (R, 8) or None. rows: (T + 7, 8) of delay().
     """
     input_ids, is_audio = (torch.as_tensor(values).to(model.audio_embedding.weight.device) for values in prompt)

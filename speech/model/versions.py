@@ -26,7 +26,6 @@ def module(config):
 
 def find_files(world, model_path, codec_path, output_dir):
     """(model folder, its config.json as a dict, codec folder). Raises UserError. Collective.
-
     codec_path None: the codec inside the checkpoint, unpacked in output_dir.
     """
     for find, path in ((weights.find_model, model_path), (weights.find_codec, codec_path)):

@@ -51,9 +51,8 @@ class Wrapped(torch.nn.Module):
 
 
 def find_checkpoint(name, flag, model_types, advice):
-    """(local folder, its config.json as a dict) of a checkpoint given as a path or hub name. Raises UserError.
-
-    advice: {model_type of some other checkpoint: what to tell the user who gave it}.
+    """(local folder, its config.json as a dict) of a checkpoint given as a path or hub name. Raises
+    UserError. advice: {model_type of some other checkpoint: what to tell the user who gave it}.
     """
     folder = tensor_files.find_folder(name, flag)
     try:
