@@ -356,8 +356,7 @@ def eval_line(step, v):
     """One aligned line of a validation, with units."""
     return (f"eval   step {step:>6} | loss {v['eval/loss']:7.4f} | "
             f"audio {v['eval/audio_loss']:6.3f} | text {v['eval/text_loss']:6.3f} | "
-            f"eos {v['eval/eos_loss']:6.3f} "
-            f"stop {v['eval/stop_recall'] * 100:5.1f}%")
+            f"eos {v['eval/eos_loss']:6.3f} stop {v['eval/stop_recall'] * 100:5.1f}%")
 
 
 def step_work(config, table, window, use_lora):

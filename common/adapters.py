@@ -25,10 +25,9 @@ INITS = (True, False, None, "gaussian", "eva", "orthogonal")        # of adapter
 
 
 class AddingLinear(Linear):
-    """PEFT's LoRA linear layer whose update is added by the matrix product that makes it.
-
-    PEFT's own forward writes the update, scales it and adds it: three more passes over memory as wide as the output,
-    which at rank 16 take longer than the products. Same numbers but for rounding, same names and files.
+    """PEFT's LoRA linear layer whose update is added by the matrix product that makes it. PEFT's
+    own forward passes three more times over memory as wide as the output, which at rank 16 takes
+    longer than the products.
     """
     adds_in_place = True        # False copies the base's output first: recomputation may have kept it
 

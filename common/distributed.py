@@ -365,9 +365,8 @@ def largest(world, number):
 def compile_layers(layers, **options):
     """torch.compile each layer in place; parameters keep their names. options: of torch.compile.
 
-    torch keeps compiled graphs in a folder and finds them again by a key that lacks the processor's vector width. What
-    was generated for 16 floats at a time would be built for 8 and leave half of its results unwritten (torch 2.13,
-    after a change of ATEN_CPU_CAPABILITY or in a folder that unlike machines share), so the key gets it here.
+    torch's cache of compiled graphs has keys without the processor's vector width: a graph for 16
+    floats at a time would leave half its results unwritten on a machine of 8 (torch 2.13).
     """
     # else each layer is cut where DDP's buckets end, which a layer is too small to gain from
     torch._dynamo.config.optimize_ddp = False

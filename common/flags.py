@@ -464,8 +464,7 @@ def check_shared(args):
          "--gpu_memory needs --dry_run")
     need(args.dry_run is not None or not args.host_memory, "--host_memory needs --dry_run")
     need(not (args.compile and args.gradient_checkpointing == "selective"),
-         "--gradient_checkpointing selective does not go with --compile: inside a compiled layer "
-         "nothing can be picked out; drop one of the two")
+         "--gradient_checkpointing selective does not go with --compile; drop one of the two")
     names = list(dict.fromkeys(words_of(args.report_to)))
     need("none" not in names or names == ["none"], "--report_to none goes with no other")
     args.report_to = [name for name in names if name != "none"]

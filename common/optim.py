@@ -21,9 +21,8 @@ def build_adamw(named_parameters, lr, weight_decay, betas, decays):
 
 
 def state_tensors(optimizer, named_parameters):
-    """{"parameter name.exp_avg" and so on: tensor} of all that AdamW remembers, to be saved or filled in place.
-
-    Parameters that had no step yet get the zeros that their first step would give them.
+    """{"parameter name.exp_avg" and so on: tensor} of all that AdamW remembers, to be saved or
+    filled in place; zeros where there was no step yet.
     """
     tensors, known = {}, {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in named_parameters:
@@ -38,9 +37,8 @@ def state_tensors(optimizer, named_parameters):
 
 
 def lr_factor(step, total_steps, warmup_steps, scheduler="cosine", min_ratio=0.0):
-    """Multiplier of the learning rate for optimizer step `step` (0-based): linear warm-up, then cosine or linear decay.
-
-    Reaches min_ratio at total_steps. The first step already moves: its factor is 1 / warmup_steps.
+    """Multiplier of the learning rate for optimizer step `step` (0-based): linear warm-up from 1 /
+    warmup_steps on, then cosine or linear decay to min_ratio at total_steps.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
@@ -68,9 +66,8 @@ def clip_gradients(parameters, max_norm):
 
 
 def guarded_step(optimizer, bad):
-    """optimizer.step() that does nothing where `bad` (0-d float tensor on the device) is 1: no host sync to decide.
-
-    Uses the hook that torch's GradScaler uses on fused optimizers; step counters do not advance either.
+    """optimizer.step() that does nothing where `bad` (0-d float tensor on the device) is 1, by the
+    hook that torch's GradScaler uses on fused optimizers: no host sync.
     """
     optimizer.grad_scale, optimizer.found_inf = None, bad
     try:

@@ -93,12 +93,11 @@ def _shuffled(packs, size, rng):
 
 
 class PackOrder:
-    """Deterministic packs of every epoch.
+    """Deterministic packs of every epoch. lengths: (n,) tokens per sample.
 
-    lengths: (n,) tokens per sample. Either samples_per_pack > 0 (fixed count) or tokens_per_pack > 0 (whole samples up
-    to a token budget; which samples share a pack is then fixed by the seed and epochs shuffle the packs).
-    group_by_length: packs of similar lengths (fixed count only), shuffled in blocks so that ranks stay balanced.
-    shuffle=False keeps the file's order, for validation.
+    Either samples_per_pack > 0 (fixed count) or tokens_per_pack > 0 (whole samples up to a token
+    budget; the seed fixes which share a pack, epochs shuffle the packs). group_by_length: packs of
+    similar lengths (fixed count only). shuffle=False keeps the file's order, for validation.
     """
 
     def __init__(self, lengths, *, samples_per_pack=0, tokens_per_pack=0, seed=0, group_by_length=False, shuffle=True):
@@ -157,10 +156,9 @@ class PackOrder:
 
 
 def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
-    """Yield this rank's packs (lists of sample indices) from position (epoch, first) to the end of `epochs` epochs.
-
-    Every rank gets the same number of packs; empty lists are zero-weight packs. Feed it to a DataLoader as its
-    batch_sampler.
+    """Yield this rank's packs (lists of sample indices), for a DataLoader's batch_sampler, from
+    position (epoch, first) to the end of `epochs` epochs: as many as every rank, the last ones
+    empty.
     """
     per_step = world_size * accumulation
     while epoch < epochs:

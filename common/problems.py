@@ -14,10 +14,8 @@ SHOWN = 20                  # problems in an error
 
 
 class Problem(str):
-    """A line about a sample: "NAME: what is wrong".
-
-    name: where the sample stands, which begins with its file. check: what found it, as --drop_bad names it. sample: its
-    number in a table of all, if there is one already; names are not unique where a file is given twice.
+    """A line about a sample: "NAME: what is wrong". name: where it stands, its file first. check:
+    as --drop_bad names it. sample: its number in a table of all, if there is one.
     """
 
     name = what = check = file = ""
@@ -62,10 +60,9 @@ class Problems:
         return sum(n for check, n in self.counts.items() if check not in self.drop)
 
     def settle(self, hint=""):
-        """Text of how many samples each check drops, "" if none; UserError with the problems that stop the run.
-
-        LIST then has all of them, one JSON object a line {"file", "entry", "check", "problem"}; none: there is no list.
-        hint: what helps, the error's last line.
+        """Text of how many samples each check drops, "" if none; UserError with the problems that
+        stop the run, `hint` behind them. LIST has all of them, one JSON object a line; none: there
+        is no list.
         """
         if self.rows:
             checkpoint.write_atomically(self.path, self._write)

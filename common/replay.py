@@ -1,13 +1,11 @@
 """--replay_every: a GPU that computes wrongly without saying so is found, and named.
 
-Of every N-th step the first micro-step is computed twice before it is computed for good: from the
-same random state, with the same batch. Loss, gradient norm and a checksum of every gradient must be
-equal bit for bit. Nothing of the two passes stays: on a CPU a run is the same with them and without
-(on a GPU cuBLAS is asked for one order of adding, which may choose other kernels).
+Of every N-th step the first micro-step is computed twice before it is computed for good, from the
+same random state. Loss, gradient norm and a checksum of every gradient must be equal bit for bit.
+Nothing of the two passes stays (on a GPU cuBLAS is asked for one order of adding).
 
-Gradients are compared before ranks sum them, and the rank that differs is the one that is wrong.
-FSDP2 has gradients only as sums over ranks: there the loss names the rank, and where only gradients
-differ every rank whose shard differs is named, of which one or another is wrong.
+Gradients are compared before ranks sum them, and the rank that differs is wrong. FSDP2 has only
+their sums: there the loss names the rank, else every rank whose shard differs is named.
 """
 import contextlib
 import socket
@@ -50,8 +48,7 @@ def passes(state, module, parameters):
         # a rank whose loss differs has spoilt the sums of the others
         named = [line for line in wrong if "loss" in line] or [line for line in wrong if line]
         raise WrongResult(f"step {state.step + 1} computed twice is not the same on "
-                          f"{'; '.join(named)}. Nothing of this step is saved; the same command "
-                          "goes on from the last checkpoint, without that machine")
+                          f"{'; '.join(named)}. Give the same command again without that machine")
 
 
 def results(loss, parameters):

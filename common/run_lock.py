@@ -93,10 +93,8 @@ def patience():
 
 
 def try_lock(path, make=True):
-    """Descriptor of a locked file, or None while another process has the lock. See open_lock.
-
-    make: make the file if need be, and lock it for this process alone; else it is only looked
-    whether that could be done.
+    """Descriptor of a locked file, or None while another process has the lock. make: make the file
+    if need be, and lock it for this process alone; else only look whether that could be done.
     """
     fd = open_lock(path, make)
     try:

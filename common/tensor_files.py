@@ -222,9 +222,8 @@ def pinned_like(tensor):
 
 
 def to_host(tensors, stream=None):
-    """{name: CPU copy} of {name: tensor}. stream: of a GPU; copies go over it and are there when it has come so far.
-
-    What the current stream does next, such as to change the tensors, waits for that; the host does not.
+    """{name: CPU copy} of {name: tensor}, over a GPU's stream, if given, for which only the device
+    waits.
     """
     if stream is None:
         return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}

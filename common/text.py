@@ -1,8 +1,5 @@
 """What is printed of users' files, and why a process ends: bounded lines, no control characters, no
-passwords.
-
-A name in a data file may hold line feeds and terminal escapes, and be megabytes long: printed as it
-is, it could pass for a line of ours. Standard library only.
+passwords. Standard library only.
 """
 import contextlib
 import json

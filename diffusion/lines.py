@@ -85,12 +85,14 @@ def print_start(args, job, device, ranks, shards):
     held_out = sum(len(m) for m in eval_rows.members) if eval_rows else 0
     dropped = f", {rows.documents.dropped} dropped" if rows.documents.dropped else ""
     state = (20 * trained + base) / shards        # fp32 weights, gradients, two moments, average
+    filled = table["clean"].sum() / (len(rows) * rows.length)
     lengths = np.concatenate([rows.documents.tokens[m] for m in rows.members])
     print(f"device     {ranks} x {where}, torch {torch.__version__}, "
-          f"{'bf16 autocast' if args.bf16 else 'fp32'}\nmodel      {job.name}, {size:,} "
-          f"parameters{kind}; weights, gradients, optimizer and average {gib(state)} a "
-          f"GPU\nproblems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; "
-          f"tokens mean {lengths.mean():.0f} max {lengths.max()}\nrows       {len(rows)} of "
-          f"{rows.length} clean and {rows.noisy_length} noisy tokens, "
-          f"{table['clean'].sum() / (len(rows) * rows.length) * 100:.1f}% of the clean ones "
-          f"filled, {table['samples'].mean():.2f} problems each")
+          f"{'bf16 autocast' if args.bf16 else 'fp32'}\n"
+          f"model      {job.name}, {size:,} parameters{kind}; weights, gradients, optimizer and "
+          f"average {gib(state)} a GPU\n"
+          f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; tokens "
+          f"mean {lengths.mean():.0f} max {lengths.max()}\n"
+          f"rows       {len(rows)} of {rows.length} clean and {rows.noisy_length} noisy tokens, "
+          f"{filled * 100:.1f}% of the clean ones filled, {table['samples'].mean():.2f} problems "
+          "each")

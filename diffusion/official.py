@@ -65,9 +65,7 @@ def official_names(layers):
 
 def from_official(state):
     """({our name: tensor}, size of an attention head or 0) of a state dict with the official names.
-
-    Prefixes are stripped; buffers, which some files have, are checked and left out. Raises KeyError, naming what is
-    missing, unknown or not ours.
+    Prefixes are stripped; buffers are checked and left out. KeyError names what is wrong.
     """
     plain = {PREFIX.sub("", name): tensor for name, tensor in state.items()}
     pairs = official_names(count_layers(plain, "blocks"))

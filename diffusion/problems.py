@@ -41,10 +41,9 @@ class Problem:
 
 
 def read_problems(path, split, system, strip_calculator=False, bad=None):
-    """List of Problems of a JSONL or JSON file, a dataset folder or a hub dataset (both: its `split`).
-
-    strip_calculator removes GSM8K's <<48/2=24>> marks. bad: a list that takes what cannot be used (problems.Problem of
-    common); None: UserError with all of them.
+    """List of Problems of a JSONL or JSON file, a dataset folder or a hub dataset (both: its
+    `split`), without GSM8K's <<48/2=24>> by strip_calculator. bad: a list that takes what cannot be
+    used (problems.Problem of common); None: UserError.
     """
     problems, wrong = [], []
     for name, entry in read_entries(path, split):
@@ -189,8 +188,7 @@ def load_tokenizer(name, system, end_token=""):
     end = tokenizer.token_to_id(end_token)
     if end is None and system != "hdp":
         raise UserError(f"--tokenizer {name}: has no token {end_token} to end answers with; give "
-                        "one that it has (--end_token '</s>'), or --chat where it has a chat "
-                        "template")
+                        "one that it has (--end_token '</s>'), or --chat where it has a template")
     # a question begins with <|endoftext|>, or with what this tokenizer puts before every text
     begins = [tokenizer.token_to_id(END), *tokenizer.encode("").ids, end]
     begin = next((number for number in begins if number is not None), -1)

@@ -292,8 +292,8 @@ def main(argv=None):
                "top_k": f"the {args.tokens_per_step} surest tokens a pass",
                "confidence": f"all tokens from probability {args.threshold:g} on"}[args.order]
         print(f"model      {folder}, {'averaged' if args.ema else 'last'} weights, "
-              f"{layout.system}, on {solver.model.embed.weight.device}\nsampling   {how}; "
-              f"temperature {args.temperature:g}, top_p {args.top_p:g}")
+              f"{layout.system}, on {solver.model.embed.weight.device}\n"
+              f"sampling   {how}; temperature {args.temperature:g}, top_p {args.top_p:g}")
         if args.bound:
             from diffusion import likelihood
             return likelihood.report(args, folder, solver)

@@ -203,13 +203,11 @@ def check_flags(args, world_size):
     need(args.init_ema or args.init_from, "--no-init_ema needs --init_from")
     flags.check_lora(args, build_parser())
     need(not args.use_lora or (args.init_from and args.system != "hdp"),
-         "--use_lora needs --init_from of a language model, and no --system hdp: of new tokens it "
-         "learns the mask only")
+         "--use_lora needs --init_from of a language model, and no --system hdp")
     need(not args.chat or args.system == "gsm8k",
          "--chat needs --system gsm8k: plans have a form of their own, chats are in their template")
-    need(args.system != "chat" or not (args.eval_accuracy or args.strip_calculator
-                                       or args.loss_on_question),
-         "--system chat has no --eval_accuracy, --strip_calculator and --loss_on_question")
+    for flag in ("eval_accuracy", "strip_calculator", "loss_on_question"):
+        need(args.system != "chat" or not getattr(args, flag), f"--system chat has no --{flag}")
     need(not args.end_token or not (args.system == "hdp" or args.chat),
          "--end_token needs --system gsm8k, and no --chat, or --system chat")
     need(args.demo is None or not args.eval_data_file,
@@ -217,13 +215,12 @@ def check_flags(args, world_size):
     flags.at_least_one(args, *names[:2], "max_steps", "eval_repeats", "clip_search_batches", "demo")
     flags.zero_or_more(args, "row_length", "early_stop_patience", "eval_accuracy")
     need(args.best_by == "bound" or args.eval_accuracy, "--best_by accuracy needs --eval_accuracy")
-    need(not args.eval_accuracy or args.eval_data_file or args.demo or args.validation_split,
-         "--eval_accuracy needs validation data")
+    for flag in ("eval_accuracy", "clip_search_widths"):
+        need(not getattr(args, flag) or args.eval_data_file or args.demo or args.validation_split,
+             f"--{flag} needs validation data")
     flags.below_one(args, "ema_decay")
     need(all(0 < width < 1 for width in args.clip_search_widths),
          f"--clip_search_widths {args.clip_search_widths}: widths must lie between 0 and 1")
-    need(not args.clip_search_widths or args.eval_data_file or args.demo or args.validation_split,
-         "--clip_search_widths needs validation data")
     need(args.hdp_layout == "hierarchical" or args.system == "hdp",
          "--hdp_layout flat needs --system hdp")
     need(args.hdp_layout == "hierarchical" or not args.pack,

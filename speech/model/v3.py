@@ -257,10 +257,9 @@ def reset_buffers(model, device):
 
 
 def weight_parts(folder, config_dict=None):
-    """{our name: [slice handle]} of a folder's model weights, the codec's aside. Raises UserError.
-
-    The files hold both tables twice, as embedding and as head; copies that differ are refused: served, the model would
-    be another than the one trained.
+    """{our name: [slice handle]} of a folder's model weights, the codec's aside. UserError, also
+    where the two copies of a table, embedding and head, differ: served, the model would be another
+    one.
     """
     found = weights.open_model(folder)
     for head, table in HEADS.items():
@@ -285,10 +284,9 @@ def published(named):
 
 
 def whole_files(tensors, folder, codec=None):
-    """{name in the files: (slice handles, dtype, fold)} of a folder as servers want it, from that of our names.
-
-    Both heads beside their tables, and the codec: that of `codec`, a native folder, or the one inside `folder`. Raises
-    UserError without any: no server loads such a folder.
+    """{name in the files: (slice handles, dtype, fold)} of a folder as servers want it, from that
+    of our names: both heads beside their tables, and the codec of `codec`, a native folder, or of
+    `folder`. UserError without any.
     """
     tensors = published(tensors)
     for head, table in HEADS.items():

@@ -28,6 +28,7 @@ from transformers import HiggsAudioV2ForConditionalGeneration as HiggsAudioV2
 logging.disable_progress_bar()      # of weights: one per rank would fill the log
 
 EXTRA_FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja")
+SWAPPED = "--model_path and --audio_tokenizer_path are swapped"
 
 
 class Wrapped(torch.nn.Module):
@@ -72,15 +73,14 @@ def find_checkpoint(name, flag, model_types, advice):
 def find_model(name, flag="--model_path"):
     """find_checkpoint for the language model: V2 in its native or 2025 format, or Higgs TTS 3."""
     return find_checkpoint(name, flag, ("higgs_audio_v2", "higgs_audio", "higgs_multimodal_qwen3"),
-                           {"higgs_audio_v2_tokenizer": "--model_path and --audio_tokenizer_path are swapped"})
+                           {"higgs_audio_v2_tokenizer": SWAPPED})
 
 
 def find_codec(name, flag="--audio_tokenizer_path"):
     """find_checkpoint for the native audio tokenizer."""
-    return find_checkpoint(name, flag, ("higgs_audio_v2_tokenizer",), {
-        "higgs_audio_v2": "--model_path and --audio_tokenizer_path are swapped",
-        "higgs_audio": "--model_path and --audio_tokenizer_path are swapped",
-        None: "the 2025 codec format is not read, use the native one"})
+    advice = {"higgs_audio_v2": SWAPPED, "higgs_audio": SWAPPED,
+              None: "the 2025 codec format is not read, use the native one"}
+    return find_checkpoint(name, flag, ("higgs_audio_v2_tokenizer",), advice)
 
 
 def native_config(config):
