@@ -83,10 +83,6 @@ def prepare_table(world, tokenizer, ids, sources, encoding, output_dir, dry=Fals
         raise
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Packed batches
-
-
 class SpeechSamples(Dataset):
     """Samples of a Table, assembled on demand: numpy arrays of one sample by its number in the table."""
 

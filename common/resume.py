@@ -24,10 +24,6 @@ STATE = {"step": int, "epoch": int, "first": int, "identity": dict, "skipped": i
          "best_loss": (float, int, type(None))}
 
 
-# --------------------------------------------------------------------------------------------------
-# Damage
-
-
 def is_file(path):
     """Path.is_file, but PermissionError where this user may not know."""
     try:
@@ -134,10 +130,6 @@ def newest_whole(output_dir, report=print):
             return path
         report(f"checkpoint {path} is damaged ({wrong}); trying the one before")
     return None
-
-
-# --------------------------------------------------------------------------------------------------
-# Going on
 
 
 def whole_one(folders, output_dir, resume, identity, world):

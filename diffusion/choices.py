@@ -4,7 +4,7 @@ before torch is imported.
 import math
 from dataclasses import dataclass
 
-from common.flags import need
+from common.flags import at_least_one, need, zero_or_more
 
 SYSTEMS = ("gsm8k", "chat", "hdp")
 CHECKS = ("invalid", "control_token", "too_long")        # of problems, for --drop_bad
@@ -23,10 +23,6 @@ PRESETS = {"conservative": (64, 4, 4e-4, 5000, 50_000), "recommended": (128, 4, 
 
 QUESTION, PLAN, EXECUTION, FILL = 0, 1, 2, 3        # regions; gsm8k's answer is PLAN, FILL is what follows an end token
 FULL = (1e-3, 1.0)          # the range of t of the bound itself; an end of a range that equals its end is not enforced
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Layout
 
 
 @dataclass
@@ -67,10 +63,10 @@ class Layout:
 
     def check(self):
         """Raise UserError for a layout that does not come out even, or settings that would do nothing."""
-        for flag in ("block_size", "question_budget", "plan_budget", "execution_budget", "max_length"):
-            need(getattr(self, flag) >= 1, f"--{flag} is {getattr(self, flag)}; it must be at least 1")
+        at_least_one(self, "block_size", "question_budget", "plan_budget", "execution_budget",
+                     "max_length")
         for flag in ("plan_block_size", "execution_block_size"):
-            need(getattr(self, flag) >= 0, f"--{flag} is {getattr(self, flag)}; it must be 0 or more")
+            zero_or_more(self, flag)
             need(not getattr(self, flag) or (self.system == "hdp" and not self.flat),
                  f"--{flag} needs --system hdp and --hdp_layout hierarchical")
         if self.system != "hdp":
@@ -83,10 +79,6 @@ class Layout:
                     ("execution_block_size", self.region_block(EXECUTION), "execution_budget", self.execution_budget)]
         for flag, size, name, total in even:
             need(total % size == 0, f"--{name} {total} is not a multiple of --{flag} {size}: a block would be cut")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Ranges of t
 
 
 def bound_range(layout):

@@ -180,9 +180,6 @@ def quality(entries):
             "longer than the solution": share(lambda e: len(e["plan"].split()) > len(e["execution"].split()))}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def main(argv=None):
     args = ARGS or flags.parse(build_parser(), None, argv)
     with distributed.one_clear_error():

@@ -24,10 +24,6 @@ HUB_NAME = re.compile(r"(?!.*\.jsonl?$)\w[\w.-]*(/[\w.-]+)?")      # openai/gsm8
 CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Files -> problems
-
-
 @dataclass
 class Problem:
     """One problem. name says where it stands in the user's files; answer is the final number as text."""
@@ -111,10 +107,6 @@ def read_entries(path, split):
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield f"{file} line {number}", json_files.parse(line, file, number)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tokenizer
 
 
 @dataclass

@@ -106,10 +106,6 @@ def token_ids(tokenizer, config):
                     config.audio_stream_bos_id, config.audio_stream_eos_id)
 
 
-# --------------------------------------------------------------------------------------------------
-# From a conversation to rows
-
-
 def conversation_pieces(sample):
     """[(text or Clip, labelled)] of the token stream: the official template, turn by turn."""
     # written out, not by the tokenizer's template: the pieces tell what is trained
@@ -159,7 +155,6 @@ def delay_labels(codes, eos):
         labels[k + 1:k + 1 + frames, k] = codes[:, k]
         labels[k + 1 + frames, k] = eos
     return labels
-
 
 
 def audio_targets(sample):

@@ -97,10 +97,6 @@ class Ids:
                 "audio_targets": targets}
 
 
-# --------------------------------------------------------------------------------------------------
-# Rows
-
-
 def delay(codes, bos=1024, eos=1025):
     """(T, K) codes -> (T + K - 1, K) int64 rows: book k is k BOC, its T codes, K - 1 - k EOC."""
     codes = torch.as_tensor(codes).long()
@@ -124,10 +120,6 @@ def label_mask(frames, books=8):
     """(T + 7, 8) bool, True where a cell of delay's rows is trained: codes and every EOC."""
     # the server forces BOC while the delay builds up; EOC it never fills in: they are learnt
     return torch.arange(frames + books - 1)[:, None] >= torch.arange(books)
-
-
-# --------------------------------------------------------------------------------------------------
-# From a conversation to rows
 
 
 def streams(sample, ids):

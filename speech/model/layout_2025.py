@@ -126,10 +126,6 @@ def save_original_config(native, tokenizer, folder, source, config):
     return {}
 
 
-# --------------------------------------------------------------------------------------------------
-# Files of a native processor, which folders of that layout lack
-
-
 def name_codec(folder, codec):
     """Write into a folder's processor files which codec is theirs: a folder or hub name."""
     # by hand: a processor can only name a codec that is loaded, and loading one takes torchaudio
