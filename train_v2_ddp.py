@@ -463,7 +463,8 @@ def train(args):
     steps_per_epoch, total_steps = run_length(
         order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps, at)
     validates = bool(len(eval_ids) or speaker)
-    choices.check_measured(args, len(eval_ids))
+    need(len(eval_ids) or not args.early_stop_patience or args.best_by != "loss",
+         "--early_stop_patience needs held-out samples: raise --validation_split or give --best_by")
     often = run.intervals(args, total_steps, meta, validates)
     samples = per_step * args.per_device_train_batch_size
     peak_lr = optim.sqrt_lr(args.learning_rate, samples, args.scale_lr_from_batch or samples)

@@ -164,7 +164,8 @@ def what_is_lacking(error):
         return (f"too many open files: a process may have {limit} here (ulimit -n); raise that, as "
                 "with ulimit -n 4096, or give fewer --num_workers")
     # a semaphore; torch < 2.13 names an older error behind what it cannot allocate
-    nameless = number == errno.ENOSPC and error.filename is None and not free_bytes(SHARED)
+    room = os.path.isdir(SHARED) and shutil.disk_usage(SHARED).free
+    nameless = number == errno.ENOSPC and error.filename is None and not room
     full = "unable to allocate shared memory" in text
     if nameless or full or "shared memory" in text and "No space left" in text:
         return (f"{SHARED} is full: processes that load data hand it over there; make it larger, as "
@@ -197,14 +198,6 @@ def naming(path):
             raise UserError(f"{path} cannot be written ({error})")
         error.filename, error.filename2 = str(path), None
         raise
-
-
-def free_bytes(folder):
-    """Space left on a folder's disk; 0 where there is no such folder."""
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return 0
 
 
 def first_to_fail(store, store_gone=False):

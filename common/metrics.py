@@ -30,24 +30,6 @@ UNDERSTOOD, PARTLY = 0.15, 0.5      # word error rates: up to here speech is und
 # Speed
 
 
-def peak_flops(device):
-    """Peak bf16 FLOP/s of this device, or None when unknown: then no MFU is claimed."""
-    if device.type != "cuda":
-        return None
-    import torch
-    name = torch.cuda.get_device_name(device)
-    found = (peak for part, peak in PEAK_BF16.items() if re.search(rf"\b{part}\b", name))
-    return next(found, None)
-
-
-def peak_memory(device):
-    """GiB: peak allocated GPU memory, or this process's peak resident memory on a CPU."""
-    if device.type == "cuda":
-        import torch
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
-
-
 def duration(seconds):
     """Seconds as 1:02:03."""
     seconds = int(seconds)
@@ -69,17 +51,20 @@ def speed_report(totals, seconds, steps, slots, waited, device, world_size):
     totals: useful work of all ranks, {"tokens", "samples", "flops"} (numbers); slots: tokens with
     padding; waited: seconds this rank waited for data. MFU is of the known bf16 peak of all GPUs.
     """
-    memory, peak = peak_memory(device), peak_flops(device)
     values = {"train/throughput": totals["tokens"] / seconds,
               "train/samples_per_second": totals["samples"] / seconds,
               "train/step_seconds": seconds / steps,
               "train/padding": 1 - totals["tokens"] / slots,
               "train/data_wait_seconds": waited,
-              "train/memory_gib": memory}
-    if device.type == "cuda":
-        values["system/gpu_memory_allocated"] = memory
-    if peak:
-        values["train/mfu"] = totals["flops"] / seconds / (peak * world_size)
+              "train/memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+    if device.type == "cuda":       # peak allocated memory instead of the process's
+        import torch
+        values["train/memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+        values["system/gpu_memory_allocated"] = values["train/memory_gib"]
+        name = torch.cuda.get_device_name(device)
+        known = (peak for part, peak in PEAK_BF16.items() if re.search(rf"\b{part}\b", name))
+        if peak := next(known, None):       # else no MFU is claimed
+            values["train/mfu"] = totals["flops"] / seconds / (peak * world_size)
     return values
 
 

@@ -144,10 +144,6 @@ class Tokens:
         """Text -> list of ids."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode_all(self, texts):
-        """List of texts -> list of lists of ids."""
-        return [e.ids for e in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
-
     def decode(self, ids):
         """Ids -> text, special tokens spelled out."""
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)

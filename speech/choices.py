@@ -100,12 +100,6 @@ def check_best(args):
          "--early_stop_patience needs validation: drop --disable_eval")
 
 
-def check_measured(args, held_out):
-    """UserError where --early_stop_patience waits for a validation loss of no samples."""
-    need(held_out or not args.early_stop_patience or args.best_by != "loss",
-         "--early_stop_patience needs held-out samples: raise --validation_split, or give --best_by")
-
-
 def keep(group):
     """Flags of what a fine-tuning shall not undo (speech/voice/keep.py)."""
     group.add_argument("--keep", metavar="FILE", help="texts, with or without a voice, as --sample_prompts takes them: "

@@ -268,19 +268,14 @@ def table(runs):
                 worst = row if better(key, row[key], worst[key]) else worst
             line += f" {len(rows):>12}  {worst['name']} {worst[key]:.4f}"
         for run, value in zip(runs[1:], values[1:]):
-            pairs = paired(key, runs[0], run)
+            there = {row["name"]: row[key] for row in run["samples"] if row[key] is not None}
+            pairs = [(row[key], there[row["name"]]) for row in runs[0]["samples"]
+                     if row[key] is not None and row["name"] in there]
             wins = f"{sum(better(key, a, b) for a, b in pairs)} of {len(pairs)}"
             known = value is not None and values[0] is not None
             line += f" {number(value - values[0]) if known else '-':>12} {wins:>11}"
         lines.append(line)
     return lines
-
-
-def paired(key, a, b):
-    """[(value in run a, value in run b)] of the samples that have one in both."""
-    there = {row["name"]: row[key] for row in b["samples"]}
-    return [(row[key], there[row["name"]]) for row in a["samples"]
-            if row[key] is not None and there[row["name"]] is not None]
 
 
 def pick_device(name):
