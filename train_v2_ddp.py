@@ -109,10 +109,9 @@ def check_flags(args, world_size):
          "--disable_eval and validation data exclude each other")
     flags.at_least_one(args, "gradient_accumulation_steps", "strategic_logging_steps")
     flags.zero_or_more(args, "text_loss_weight")
-    flags.above_zero(args, "sample_seconds", "sample_time_limit")
-    for flag in ("sample_seconds", "sample_time_limit"):
-        need(args.sample_prompts or getattr(args, flag) == {"sample_seconds": 10, "sample_time_limit": 120}[flag],
-             f"--{flag} needs --sample_prompts")
+    for flag, usual in {"sample_seconds": 10, "sample_time_limit": 120}.items():
+        flags.above_zero(args, flag)
+        need(args.sample_prompts or getattr(args, flag) == usual, f"--{flag} needs --sample_prompts")
     choices.check_judges(args, bool(args.sample_prompts))
     choices.check_keep(args)
     choices.check_best(args)

@@ -58,7 +58,6 @@ from transformers import HiggsAudioV2ForConditionalGeneration as HiggsAudioV2  #
 from transformers import PreTrainedTokenizerFast  # isort: skip
 
 VOCAB_SIZE = 600
-CODEC_RATE = 24000  # Hz
 CODEC_STRIDES = [8, 5, 4, 2, 3]  # product: 960 samples a frame
 CLIP_RATES = (22050, 24000, 44100, 16000)  # Hz
 
