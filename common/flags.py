@@ -314,7 +314,7 @@ def bad_samples(group, checks):
     """Flags about samples that cannot be used; checks: names of what finds them."""
     group.add_argument("--drop_bad", nargs="*", metavar="CHECK", help="drop and count samples that "
                             "cannot be used instead of stopping, or only those that these checks "
-                       f"find: {', '.join(checks)}; OUTPUT_DIR/problems.jsonl lists all")
+                            f"find: {', '.join(checks)}; OUTPUT_DIR/problems.jsonl lists all")
     switch(group, "--drop_too_long", help="the same as --drop_bad too_long")
 
 
@@ -357,7 +357,7 @@ def speed(parser, parallel, bf16_help):
     add("--gradient_checkpointing", nargs="?", const="all", type=recomputation,
         metavar="all|selective", help="compute layers again in the backward pass: all of them, or "
              "(selective) all but attention and matrix products, which costs less time and more "
-        "memory; the flag alone means all")
+             "memory; the flag alone means all")
     switch(g, "--compile", help="torch.compile each layer")
     add("--collective_timeout", type=int, default=600,
         help="seconds a step may take, or a rank be silent, before it is named and all stop")

@@ -35,30 +35,30 @@ def build_parser():
     answer_flags(p, "first_hitting")
     add = p.add_argument
     add("--test_file", help="problems in the form the model was trained on: JSONL, "
-                        "JSON, dataset folder, or hub name")
+        "JSON, dataset folder, or hub name")
     add("--question", nargs="+", metavar="TEXT", help="questions to answer, printed block by block")
     add("--question_file", help='questions without answers: a text file of lines, or '
-                        'JSON objects with "question"')
+        'JSON objects with "question"')
     flags.switch(p, "--interactive", help="read questions from the terminal, until an empty line")
     add("--chat", nargs="?", const="", metavar="FILE",
-                   help='answer chats, by the chat template: JSONL or JSON of {"messages": ...}; '
-                        "the flag alone: talk in the terminal, until an empty line")
+        help='answer chats, by the chat template: JSONL or JSON of {"messages": ...}; '
+             "the flag alone: talk in the terminal, until an empty line")
     add("--bound", metavar="FILE", help="bound the likelihood of the answers in a file "
-                        "of the form the model was trained on: nats and bits per token")
+        "of the form the model was trained on: nats and bits per token")
     add("--split", default="test", help="split of a dataset folder or hub name")
     add("--limit", type=int, default=0, help="answer only the first so many problems, 0 = all")
     flags.switch(p, "--drop_too_long", help="count problems whose question does not fit as wrong, "
-                      "or leave them out of --bound, instead of stopping")
+        "or leave them out of --bound, instead of stopping")
     add("--tokens_per_step", type=int, default=1, help="top_k: tokens a pass")
     add("--temperature", type=float, default=0.0,
-                   help="0 = the likeliest token, 1 = as the model says")
+        help="0 = the likeliest token, 1 = as the model says")
     add("--top_p", type=float, default=1.0,
-                   help="nucleus: draw from the likeliest tokens up to this share")
+        help="nucleus: draw from the likeliest tokens up to this share")
     add("--use_cache", action=argparse.BooleanOptionalAction, default=True, help="keep keys and "
-             "values of finished blocks; no-: compute them again in every pass")
+        "values of finished blocks; no-: compute them again in every pass")
     add("--seed", type=int, default=0, help="of order and temperature")
     add("--min_accuracy", type=float, default=0.0, metavar="SHARE", help="exit status 1 "
-                        "unless this share of the problems is answered right, strictly; 0 to 1")
+        "unless this share of the problems is answered right, strictly; 0 to 1")
     add("--show", type=int, default=3, help="answers to print")
     add("--output", help="JSON file for all answers of a file (default: beside the checkpoint)")
     return p

@@ -91,8 +91,8 @@ def build_parser():
         help="nano is for demos and tests")
     add("--init_from", metavar="WEIGHTS", help="start from published BD3-LM or MDLM weights (hub "
              "name kuleshov-group/bd3lm-owt-block_size16, folder, Lightning .ckpt), a checkpoint "
-        "or export of ours, whatever its block size, whose prompt form is kept, or a causal "
-        "language model shaped like Llama or Qwen3 (folder, hub name Qwen/Qwen3-0.6B)")
+             "or export of ours, whatever its block size, whose prompt form is kept, or a causal "
+             "language model shaped like Llama or Qwen3 (folder, hub name Qwen/Qwen3-0.6B)")
     add("--init_ema", action=argparse.BooleanOptionalAction, default=True,
         help="of --init_from take the averaged weights; no-: the last ones")
     add("--dropout", type=float, default=0.1, help="on the output of attention and MLP, 0 to 1")
@@ -100,7 +100,7 @@ def build_parser():
         help="masked share as t grows")
     add("--t_range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="noise levels trained on; "
              "a clipped range also clips the masked share of every block (default: "
-        f"{choices.FULL[0]:g} to 1; 1 where all blocks are single tokens: autoregressive)")
+             f"{choices.FULL[0]:g} to 1; 1 where all blocks are single tokens: autoregressive)")
     add("--clip_search_widths", type=float, nargs="*", default=(), metavar="WIDTH",
         help="after each validation train on the range of such a width whose loss varies least")
     add("--clip_search_batches", type=int, default=4, help="validation batches that search may use")

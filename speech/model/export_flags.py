@@ -10,7 +10,7 @@ def build_parser():
     p.usage = "%(prog)s {merge,export,push} [--flag value ...]"
     p.add_argument("command", choices=["merge", "export", "push"], help="merge: adapter and base "
                         "into a native checkpoint; export: for other code, adapter or not; push: "
-                   "an adapter or a full checkpoint as it is, with a model card, to the hub")
+                        "an adapter or a full checkpoint as it is, with a model card, to the hub")
     p.add_argument("--model_path", help="base model or full fine-tuning's checkpoint, or hub name")
     p.add_argument("--adapter", help="folder with adapter_model.safetensors; merge needs one")
     p.add_argument("--output_dir", required=True, help="new folder for the checkpoint")
