@@ -34,8 +34,6 @@ from diffusion.choices import Layout, bound_range, check_range
 
 
 OFTEN = {"eval_steps": 500, "save_steps": 2000}     # steps between them, by default
-# loader processes of a rank: its share of the CPUs it may use
-WORKERS = min(16, max(1, flags.usable_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def build_parser():
@@ -83,7 +81,8 @@ def build_parser():
         help="several problems in a row instead of padding; same loss")
     add("--row_length", type=int, default=0,
         help="clean tokens of a row, 0 = the longest problem allowed")
-    flags.loading(g, num_workers=WORKERS)
+    share = flags.usable_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))     # of this rank
+    flags.loading(g, num_workers=min(16, max(1, share)))
 
     g = p.add_argument_group("model and noise")
     add = g.add_argument
