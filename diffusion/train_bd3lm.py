@@ -381,6 +381,9 @@ def resume_validation(args, job, meta, validation):
     """
     if not meta:
         return args.t_range, 0, {}, bool(job.given and validation)
+    if missing := {"t_range", "stale", "best", "averaged"} - meta.keys():
+        raise UserError(f"--output_dir {args.output_dir}: the state.json of its checkpoint has no "
+                        f"{', '.join(sorted(missing))}; it is not of this trainer")
     t_range = tuple(meta["t_range"]) if args.clip_search_widths else args.t_range
     same = meta["validation"] == validation
     return (t_range, meta["stale"] if same else 0, meta["best"] if same else {},
