@@ -251,9 +251,8 @@ class TrainState:
         # its later lines are dropped, so not before the checkpoint has proven to fit
         if world.is_main:
             board = Path(args.logging_dir) / Path(args.output_dir).resolve().name
-            checkpoint.write_atomically(
-                Path(args.output_dir) / flags.CONFIG,
-                lambda path: flags.write_config(path, args.given, sys.argv[0]))
+            checkpoint.write_text(Path(args.output_dir) / flags.CONFIG,
+                                  flags.config_text(args.given, sys.argv[0]))
             self.log = metrics.MetricsLog(args.output_dir, board, args.report_to,
                                           flags.stored(args), self.step, args.wandb_project,
                                           self.eval_due)

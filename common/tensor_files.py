@@ -335,6 +335,14 @@ def file_name(stem, number, files):
     return f"{stem}.safetensors" if files == 1 else f"{stem}-{number + 1:05d}-of-{files:05d}.safetensors"
 
 
+def model_files(folder, flag=""):
+    """The weight files of a model's folder. UserError, which begins with flag, without any."""
+    if files := files_in(folder, "model"):
+        return files
+    raise UserError(f"{flag}{folder}: holds no weights (model.safetensors, or "
+                    "model-*-of-*.safetensors)")
+
+
 def files_in(folder, stem):
     """The files of file_name in a folder, whatever their number."""
     return sorted(Path(folder).glob(f"{stem}.safetensors")) or sorted(Path(folder).glob(f"{stem}-*-of-*.safetensors"))

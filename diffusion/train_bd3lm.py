@@ -89,17 +89,16 @@ def build_parser():
     add("--model_size", choices=tuple(choices.SIZES), default="small",
         help="nano is for demos and tests")
     add("--init_from", metavar="WEIGHTS", help="start from published BD3-LM or MDLM weights (hub "
-             "name kuleshov-group/bd3lm-owt-block_size16, folder, Lightning .ckpt), a checkpoint "
-             "or export of ours, whatever its block size, whose prompt form is kept, or a causal "
-             "language model shaped like Llama or Qwen3 (folder, hub name Qwen/Qwen3-0.6B)")
+        "name kuleshov-group/bd3lm-owt-block_size16, folder, .ckpt), a checkpoint or export of "
+        "ours, or a language model shaped like Llama or Qwen3 (folder, hub name)")
     add("--init_ema", action=argparse.BooleanOptionalAction, default=True,
         help="of --init_from take the averaged weights; no-: the last ones")
     add("--dropout", type=float, default=0.1, help="on the output of attention and MLP, 0 to 1")
     add("--noise_schedule", choices=choices.SCHEDULES, default="loglinear",
         help="masked share as t grows")
-    add("--t_range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="noise levels trained on; "
-             "a clipped range also clips the masked share of every block (default: "
-             f"{choices.FULL[0]:g} to 1; 1 where all blocks are single tokens: autoregressive)")
+    add("--t_range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="noise levels trained on, "
+        "and so, if clipped, the masked share of every block (default: "
+        f"{choices.FULL[0]:g} to 1; 1 where all blocks are single tokens)")
     add("--clip_search_widths", type=float, nargs="*", default=(), metavar="WIDTH",
         help="after each validation train on the range of such a width whose loss varies least")
     add("--clip_search_batches", type=int, default=4, help="validation batches that search may use")
@@ -297,9 +296,8 @@ def prepare(args, world):
     if args.init_from or templated:
         files = init_from.chat_files(tokenizer)
     tokens = distributed.rank0_first(world, load_tokenizer, tokenizer, args.system, layout.end_token)
-    config = dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout)
-    if path:
-        config = init_from.config_for(path, args.model_size, tokens, args.dropout)
+    config = init_from.config_for(path, args.model_size, tokens, args.dropout) if path else \
+        dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout)
     *_, (rows, eval_rows), given = collect(
         dry, lambda: run.check_folders(args),
         lambda: distributed.check_bf16(world.device, args.bf16),

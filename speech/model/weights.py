@@ -122,9 +122,7 @@ def released_generation(config):
 
 def open_model(folder):
     """{name in the files: slice handle} of a folder's model weights. Raises UserError."""
-    if found := tensor_files.open_tensors(tensor_files.files_in(folder, "model")):
-        return found
-    raise UserError(f"{folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
+    return tensor_files.open_tensors(tensor_files.model_files(folder))
 
 
 def weight_parts(folder, config):
