@@ -259,8 +259,9 @@ def sharding_way(text):
     if "zero3" in text.lower():
         return "fsdp"
     if text not in PARALLEL:
-        raise argparse.ArgumentTypeError(f"{text!r} is not ddp, fsdp or hsdp; zero3 is fsdp, the "
-                                         "nearest to zero2 fsdp --no-reshard_after_forward")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not ddp, fsdp or hsdp; of DeepSpeed's stages zero3 is fsdp, the nearest "
+            "to zero2 fsdp --no-reshard_after_forward, to none of both ddp")
     return text
 
 
