@@ -34,11 +34,9 @@ def build_parser():
     checkpoint_flags(p)
     answer_flags(p, "first_hitting")
     add = p.add_argument
-    add("--test_file", help="problems in the form the model was trained on: JSONL, "
-        "JSON, dataset folder, or hub name")
+    add("--test_file", help="problems of the trained form: JSONL, JSON, dataset folder or hub name")
     add("--question", nargs="+", metavar="TEXT", help="questions to answer, printed block by block")
-    add("--question_file", help='questions without answers: a text file of lines, or '
-        'JSON objects with "question"')
+    add("--question_file", help='questions: a text file of lines, or JSON objects with "question"')
     flags.switch(p, "--interactive", help="read questions from the terminal, until an empty line")
     add("--chat", nargs="?", const="", metavar="FILE",
         help='answer chats, by the chat template: JSONL or JSON of {"messages": ...}; '

@@ -51,16 +51,14 @@ def build_parser():
         help="the same (test split) for validation; else --validation_split is held out")
     add("--validation_split", type=float, default=0.05,
         help="share of problems held out, 0 = no validation")
-    add("--tokenizer",
-        help="tokenizer.json, folder with it or with GPT-2's files, hub name (default: that of "
-             "--init_from where it has one, the demo's own with --demo, else gpt2)")
+    add("--tokenizer", help="tokenizer.json, folder with it or with GPT-2's files, hub name "
+        "(default: that of --init_from or --demo, else gpt2)")
     flags.switch(g, "--chat",
                  help="gsm8k: questions in the tokenizer's chat template, answers end as its turns")
     add("--end_token", default="", metavar="TOKEN",
         help="token that ends an answer; gsm8k: <|endoftext|>, chat: the tokenizer's end token")
-    add("--demo", nargs="?", type=int, const=2000, metavar="PROBLEMS",
-        help="make so many arithmetic problems and a small tokenizer in OUTPUT_DIR/demo "
-             "and train on them; the flag alone: 2000")
+    add("--demo", nargs="?", type=int, const=2000, metavar="PROBLEMS", help="train on so many "
+        "arithmetic problems, made in OUTPUT_DIR/demo with a tokenizer; the flag alone: 2000")
     add("--hdp_layout", choices=("hierarchical", "flat"), default="hierarchical",
         help="hdp: flat is the source's padded form, for comparison")
     add("--block_size", type=int, default=16, help="tokens of a block; 1 is autoregressive")
@@ -122,9 +120,8 @@ def build_parser():
         help="problems per micro-step and rank (default: preset's)")
     add("--gradient_accumulation_steps", type=int,
         help="micro-steps per optimizer step (default: preset's)")
-    add("--global_batch_size", type=int, default=0,
-        help="problems per optimizer step, of all ranks: what is not given of the two above "
-             "follows (default with --auto: the preset's)")
+    add("--global_batch_size", type=int, default=0, help="problems per optimizer step: what is "
+        "not given of the two above follows (default with --auto: the preset's)")
     add("--per_device_eval_batch_size", type=int, default=32, help="rows per validation batch")
     add("--max_steps", type=int, help="optimizer steps (default: preset's)")
 
