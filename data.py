@@ -83,6 +83,10 @@ def prepare_table(world, tokenizer, ids, sources, encoding, output_dir, dry=Fals
         raise
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Packed batches
+
+
 class SpeechSamples(Dataset):
     """Samples of a Table, assembled on demand: numpy arrays of one sample by its number in the table."""
 
@@ -102,8 +106,9 @@ class SpeechSamples(Dataset):
 
 
 def collate(samples, ids, pad_to=0):
-    """List of sample dicts -> PackedBatch. pad_to: fill the flat sequence to this many tokens with
-    padding samples. An empty list gives a batch of padding that has no targets and weighs nothing.
+    """List of sample dicts -> PackedBatch. pad_to: fill the flat sequence to this many tokens with padding samples.
+
+    An empty list gives a batch of padding that has no targets and weighs nothing.
     """
     total = sum(len(s["input_ids"]) for s in samples)
     padding = max(pad_to - total, 0 if samples else 1)

@@ -1,5 +1,5 @@
-"""Fine-tune Higgs-Audio V2 or Higgs TTS 3 (text to speech): LoRA or full; one process, DDP or
-FSDP2.
+"""Fine-tune Higgs-Audio V2 or Higgs TTS 3 (text to speech): LoRA or full, on one process or under
+DDP or FSDP2.
 
     torchrun --nproc_per_node=8 train_v2_ddp.py --model_path bosonai/higgs-audio-v2-generation-3B-base \
         --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --train_data_file train.json --output_dir ./out \
@@ -9,7 +9,8 @@ FSDP2.
 
 Loss: cross-entropy of the next row of codes, averaged over every trained code of the whole
 optimizer step (all ranks, all micro-steps, all 8 codebooks), plus --text_loss_weight times the same
-average over text targets. The counts come from the plan that all ranks share.
+average over text targets. The counts come from the plan that all ranks share, so no rank has to ask
+another.
 
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the
 launcher; exit status 0.
@@ -171,9 +172,9 @@ def empty_trained_model(module, folder, config, args):
     """(module.packed on the meta device, {weight name: handles of that weight in the files}).
 
     folder, config: of the model to train, and its config.json dict. With --use_lora the native
-    model inside has the adapters. Only the weights to be trained require gradients. Raises
-    UserError when the folder does not hold exactly the model's weights, or nothing is left to
-    train.
+    model inside has the adapters. Only the weights that shall be trained require gradients.
+    Raises UserError when the folder does not hold exactly the model's weights, or nothing is left
+    to train.
     """
     dtype = args.use_lora and run.half(args) or torch.float32
     native = net = module.empty_model(config, dtype, folder)
@@ -238,8 +239,9 @@ def check_resume(module, model, resume):
 
 
 def run_identity(folder, table, train, args):
-    """What a checkpoint must share with the run that resumes it, {name: value}; JSON-able. folder:
-    the base model's. train: numbers of the samples trained.
+    """What a checkpoint must share with the run that resumes it, {name: value}; JSON-able.
+
+    folder: the base model's. train: numbers of the samples trained.
     """
     trained = "full"
     if args.use_lora:
@@ -261,7 +263,9 @@ def run_identity(folder, table, train, args):
 
 def save_checkpoint(module, world, writer, model, tokenizer, source, optimizer, meta):
     """Copy all of checkpoint-<meta["step"]> off the device and start writing it. On every rank.
-    source: the base model's folder, whose processor files a full checkpoint takes over.
+
+    source: folder of the model that was trained from, whose processor files a full checkpoint takes
+    over.
     """
     writer.begin(meta["step"])
     distributed.reshard(model)
@@ -293,8 +297,10 @@ def save_checkpoint(module, world, writer, model, tokenizer, source, optimizer, 
 
 @torch.no_grad()
 def evaluate(module, world, model, table, ids, held_out, writer, args):
-    """Exact target-weighted validation losses {eval/...: float}; each rank takes a share. Returns
-    None, on all ranks, when asked to stop. Raises what writer.check() raises.
+    """Exact target-weighted validation losses {eval/...: float}; each rank takes a share.
+
+    Now and then calls writer.check(), which may raise, and looks for a request to stop: then it
+    returns None, on all ranks.
     """
     order = PackOrder(table.lengths[held_out], samples_per_pack=args.per_device_eval_batch_size,
                       shuffle=False)
@@ -353,7 +359,8 @@ def eval_line(step, v):
     """One aligned line of a validation, with units."""
     return (f"eval   step {step:>6} | loss {v['eval/loss']:7.4f} | "
             f"audio {v['eval/audio_loss']:6.3f} | text {v['eval/text_loss']:6.3f} | "
-            f"eos {v['eval/eos_loss']:6.3f} stop {v['eval/stop_recall'] * 100:5.1f}%")
+            f"eos {v['eval/eos_loss']:6.3f} "
+            f"stop {v['eval/stop_recall'] * 100:5.1f}%")
 
 
 def step_work(config, table, window, use_lora):
@@ -411,7 +418,7 @@ def main(argv=None):
 
 
 def train(args):
-    # -- ranks, data, empty model ------------------------------------------------------------------
+    # -- ranks, data, empty model --------------------------------------------------------------
     ranks, dry, work_dir = run.ranks(args), args.dry_run is not None, run.work_folder(args)
     world, watch = run.start(args, cpu_too=args.cpu_offload or args.auto)
     device, main_rank = world.device, world.is_main

@@ -25,9 +25,10 @@ INITS = (True, False, None, "gaussian", "eva", "orthogonal")        # of adapter
 
 
 class AddingLinear(Linear):
-    """PEFT's LoRA linear layer whose update is added by the matrix product that makes it. PEFT's
-    own forward passes three more times over memory as wide as the output, which at rank 16 takes
-    longer than the products.
+    """PEFT's LoRA linear layer whose update is added by the matrix product that makes it.
+
+    PEFT's own forward writes the update, scales it and adds it: three more passes over memory as wide as the output,
+    which at rank 16 take longer than the products. Same numbers but for rounding, same names and files.
     """
     adds_in_place = True        # False copies the base's output first: recomputation may have kept it
 
@@ -68,8 +69,9 @@ def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=Fal
 
 
 def attach(model, config, base_name=None, autocast=True):
-    """Wrap a model as a peft LoraConfig says; adapters in fp32, the base frozen. autocast: it will
-    run under that, or all in fp32; else PEFT casts the inputs itself.
+    """Wrap a model as a peft LoraConfig says; adapters in fp32, the base frozen.
+
+    autocast: it will run under that, or all in fp32; else PEFT casts the inputs itself.
     """
     with warnings.catch_warnings():     # peft asks transformers in a way that newer transformers finds old
         warnings.simplefilter("ignore", FutureWarning)
@@ -160,8 +162,9 @@ def init_adapters(model, seed):
 
 @contextlib.contextmanager
 def switched_off(model):
-    """Within this context the model computes as its base. For a forward without gradients. PEFT's
-    own disable_adapter also changes requires_grad, which FSDP2 copies when it gathers a layer.
+    """Within this context the model computes as its base. For a forward without gradients.
+
+    PEFT's own disable_adapter also changes requires_grad, which FSDP2 copies when it gathers a layer.
     """
     layers = [(module, module._disable_adapters) for module in model.modules() if isinstance(module, BaseTunerLayer)]
     for layer, _ in layers:

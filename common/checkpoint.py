@@ -55,8 +55,10 @@ def sha256_file(path):
 
 
 def remove_named(folder, *patterns, keep=None):
-    """Delete what in `folder` matches a pattern as a whole name, but `keep`; [names gone]. What
-    cannot be deleted stays: NFS keeps folders with files that somebody has open.
+    """Delete the files and folders in `folder` whose whole names match a pattern; [names gone].
+
+    keep: a name that stays. What cannot be deleted stays, too: NFS keeps folders with files that
+    somebody has open.
     """
     gone = []
     for path in sorted(Path(folder).iterdir()) if os.path.isdir(folder) else ():
@@ -155,7 +157,8 @@ def rng_state(device):
              "torch": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
-    buffer = io.BytesIO()      # bytes, since they travel to rank 0, which writes those of all ranks
+    # bytes, since they travel to rank 0, which writes those of all ranks
+    buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
 
@@ -181,10 +184,13 @@ class Writer:
         self.run = distributed.rank0_first(world, lambda: uuid.uuid4().hex[:8])
 
     def begin(self, step):
-        """End the last write, make the folder of checkpoint-<step>. On every rank; a collective has
-        to follow before save(), so that the folder is there for all.
+        """End the last write, make the folder of checkpoint-<step>. On every rank.
+
+        Before its files are put together. A collective has to follow before save(), so that the
+        folder is there for all.
         """
-        self.finish()        # one at a time: two would hold twice the copies in host memory
+        # one at a time: two would hold twice the copies in host memory
+        self.finish()
         if self.world.is_main:
             try:
                 # what could not be deleted before, on NFS, or another save that failed
@@ -298,7 +304,10 @@ class Writer:
 
 
 def write_files(folder, files):
-    """Call each write(path), sync; {relative path: {"bytes", "sha256"}}. OSError names the file."""
+    """Call each write(path), sync to disk; {relative path: {"bytes", "sha256"}} of what is there.
+
+    Raises OSError, which names the file.
+    """
     written = {}
     for name, write in files.items():
         names = [name]

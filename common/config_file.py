@@ -10,8 +10,9 @@ from common.text import UserError, need
 def words_of(parser, words, known, nearest, boolean):
     """The words of a command line for the YAML file that --config names there, if it does.
 
-    Values are taken as they are written (on, 5e-5, 007); an empty one or null gives no flag. known,
-    nearest, boolean: flags.spellings of the parser, and its functions. Raises UserError.
+    Values are taken as they are written, so on, 5e-5 and 007 stay what they are; an empty one or
+    null gives no flag. known, nearest, boolean: flags.spellings of the parser, and its functions.
+    Raises UserError.
     """
     files = [words[i + 1] for i, word in enumerate(words[:-1]) if word == "--config"]
     files += [word.removeprefix("--config=") for word in words if word.startswith("--config=")]

@@ -285,8 +285,9 @@ def rank0_first(world, work, *args):
 
 
 def tree(rank, size):
-    """(parent, children) of a rank in a binomial tree over all ranks; rank 0 has none above it,
-    None. Nobody has more than log2(size) children, and no way to rank 0 is longer.
+    """(parent, children) of a rank in a binomial tree over all ranks; rank 0 has none above it, None.
+
+    Nobody has more than log2(size) children, and no way to rank 0 is longer.
     """
     children = []
     while not rank >> len(children) & 1 and rank + (1 << len(children)) < size:
@@ -358,8 +359,9 @@ def largest(world, number):
 def compile_layers(layers, **options):
     """torch.compile each layer in place; parameters keep their names. options: of torch.compile.
 
-    torch's cache of compiled graphs has keys without the processor's vector width: a graph for 16
-    floats at a time would leave half its results unwritten on a machine of 8 (torch 2.13).
+    torch keeps compiled graphs in a folder and finds them again by a key that lacks the processor's vector width. What
+    was generated for 16 floats at a time would be built for 8 and leave half of its results unwritten (torch 2.13,
+    after a change of ATEN_CPU_CAPABILITY or in a folder that unlike machines share), so the key gets it here.
     """
     # else each layer is cut where DDP's buckets end, which a layer is too small to gain from
     torch._dynamo.config.optimize_ddp = False

@@ -35,8 +35,8 @@ USUAL = """help config dry_run model_path train_data_file eval_data_file validat
     auto parallel bf16 compile gradient_checkpointing output_dir report_to eval_steps save_steps
     resume"""
 
-# Flags of people's launch lines (Hugging Face's scripts, ms-swift, earlier trainers), which no
-# --help shows. Those with a like here, taken for it:
+# Flags of launch lines that people have, which no --help shows: of Hugging Face's scripts, of
+# ms-swift and of earlier trainers. Those with a like here, taken for it:
 OLD_NAMES = {
     "--model_name_or_path": "--model_path", "--lora_r": "--lora_rank",
     "--train_data": "--train_data_file", "--eval_data": "--eval_data_file",
@@ -88,8 +88,9 @@ class ShowHelp(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """ArgumentParser without abbreviations, which change meaning with each new flag. usual: names
-    of flags that --help shows beside those of USUAL; None: --help shows all.
+    """ArgumentParser without abbreviations, which change meaning with each new flag.
+
+    usual: names of flags that --help shows beside those of USUAL; None: --help shows all.
     """
 
     def __init__(self, description=None, usual=None, **more):
@@ -133,9 +134,11 @@ def accept_old(parser):
 
 def spellings(parser):
     """Every flag, in all its spellings, of a parser and its subcommands."""
-    parts = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    inner = [spellings(sub) for part in parts for sub in part.choices.values()]
-    return set(parser._option_string_actions).union(*inner)
+    found = {*parser._option_string_actions}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found = found.union(*map(spellings, action.choices.values()))
+    return found
 
 
 def nearest(name, known):
@@ -342,7 +345,8 @@ def speed(parser, parallel, bf16_help):
     g = parser.add_argument_group("speed and memory")
     add = g.add_argument
     unless_given = "" if parallel else " (default: ddp on one GPU, else fsdp)"
-    switch(g, "--auto", help="choose what no flag names by the memory plan, and print why: "
+    switch(g, "--auto",
+           help="choose what no flag names by the memory plan, and print why: "
                 "batches, --gradient_checkpointing, --parallel; a resumed run keeps its choice")
     add("--parallel", type=sharding_way, choices=PARALLEL, default=parallel,
         help="a whole model on every GPU; weights, gradients, optimizer sharded over all GPUs "
@@ -398,8 +402,9 @@ def logging(parser, logging_steps, save_total_limit, eval_steps="a fifth of the 
         help=f"optimizer steps between validations, 0 = at the end (default: {eval_steps})")
     add("--save_steps", type=int,
         help=f"optimizer steps between checkpoints, 0 = at the end (default: {save_steps})")
-    add("--save_minutes", type=float, help="save as well when the last checkpoint is so many "
-             "minutes old, 0 = never (default: 30 without --save_steps, never with it)")
+    add("--save_minutes", type=float,
+        help="save as well when the last checkpoint is so many minutes old, 0 = never "
+             "(default: 30 without --save_steps, never with it)")
     add("--save_total_limit", type=int, default=save_total_limit,
         help="newest checkpoints kept besides the best, 0 = all")
     add("--resume", type=alias(true="auto", false="none"), default="auto",
@@ -452,7 +457,8 @@ def check_shared(args):
     zero_or_more(args, "max_tokens_per_batch", "global_batch_size", "max_steps", "warmup_steps",
                  "eval_steps", "dry_run", "save_steps", "save_minutes", "save_total_limit",
                  "num_workers", "preprocess_num_proc", "max_length", "scale_lr_from_batch",
-                 "replay_every", "weight_decay", "max_grad_norm", "learning_rate", "seed")
+                 "replay_every",
+                 "weight_decay", "max_grad_norm", "learning_rate", "seed")
     below_one(args, "lora_dropout", "dropout", "validation_split", "adam_beta2")
     share(args, "min_lr_ratio", "warmup_ratio")
     above_zero(args, "gpu_memory", "host_memory")
@@ -525,8 +531,9 @@ def check_parallel(args, world_size):
     need(auto or args.parallel != "ddp" or args.reduce_dtype == "fp32",
          "--reduce_dtype bf16 needs --parallel fsdp or hsdp")
     size = args.shard_size or local_ranks(world_size)
-    need(args.parallel != "hsdp" or world_size % size == 0, "--parallel hsdp: "
-         f"{counted(world_size, 'rank')} cannot be cut into groups of {size} (--shard_size)")
+    need(args.parallel != "hsdp" or world_size % size == 0,
+         f"--parallel hsdp: {counted(world_size, 'rank')} cannot be cut into groups of {size} "
+         "(--shard_size)")
 
 
 def check_sharding(args):

@@ -76,8 +76,9 @@ def one_set(path, names, advice):
 
 
 def find_shards(path, kinds):
-    """[path] of the shards that OWNER/NAME, with @REVISION or /PATTERN behind it, names. Raises
-    UserError. kinds: endings of their names.
+    """[path] of the shards that OWNER/NAME, with @REVISION or /PATTERN behind it, names. Raises UserError.
+
+    kinds: endings of their names.
     """
     found = NAME.fullmatch(str(path).removeprefix(PREFIX))
     if not found:

@@ -129,18 +129,21 @@ def parallel_map_ordered(share, processes, take):
 
 def token_lists(tokenizer):
     """Function of a list of texts -> their lists of ids, no special tokens added: tokenizer(texts), but faster."""
-    backend, way = getattr(tokenizer, "backend_tokenizer", None), []
-
     def plain(texts):
         return tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+    backend, way = getattr(tokenizer, "backend_tokenizer", None), []
 
     def direct(texts):
         return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def lists(texts):
-        if texts and not way:   # chosen by the first texts; plain() also switches truncation off
+        if not texts:
+            return []
+        if not way:     # chosen by the first texts; plain() also switches off truncation, which a tokenizer may have on
             ids = plain(texts)
             way.append(direct if backend is not None and direct(texts) == ids else plain)
             return ids
-        return way[0](texts) if texts else []
+        return way[0](texts)
+
     return lists

@@ -1,9 +1,10 @@
 """Processes that end with the one that started them, however that one ends; kill -9 included.
 
-A rank ends with its torchrun, from before torch is imported on; a loader process with its trainer,
-a command with the process that start()ed it. A thread asks for the parent's number: when a process
-ends, the kernel gives its children another parent. A process that is stopped runs no thread: the
-kernel sends it a signal when the thread that started it ends. Standard library only.
+A rank ends with its torchrun, from before torch is imported on; a loader process ends with its
+trainer, and a command with the process that start()ed it. A thread asks for the parent's number:
+when a process ends, the kernel gives its children another parent. It needs no pipe, whose ends
+every fork would inherit, and a parent's threads may come and go. A process that is stopped runs no
+thread: the kernel sends it a signal when the thread that started it ends. Standard library only.
 """
 import contextlib
 import ctypes
@@ -79,8 +80,9 @@ def end_with_trainer():
 
 
 def end_with_torchrun():
-    """To be called by every script, first of all. Does nothing in a process that torchrun has not
-    started. Torchrun itself may have lost its parent, as under nohup.
+    """To be called by every script, first of all. Does nothing in a process that torchrun has not started.
+
+    Torchrun itself may have lost its parent, as under nohup.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")       # no stacks of a store that is gone

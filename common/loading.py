@@ -78,16 +78,19 @@ def to(batch, device):
 
 
 def report_unsent(queue, error, item):
-    """What a loader process cannot hand over, as /dev/shm is full, say, is its error instead: the
-    trainer would wait, and multiprocessing's own hook, _on_queue_feeder_error, print a traceback.
+    """What a loader process cannot hand over, because /dev/shm is full or no file can be opened, is its error instead.
+
+    multiprocessing's own hook of that name, _on_queue_feeder_error, prints a traceback, and the trainer would wait.
     """
     number, _ = item
     queue.put((number, ExceptionWrapper((type(error), error, error.__traceback__), "in a loader process")))
 
 
 def named(error, batches):
-    """An error of next(batches), or the one that names the signal which ended a loader process of
-    that iterator: torch names it only where its SIGCHLD handler comes first.
+    """An error of next(batches), or the one that names the signal which ended a loader process of that iterator.
+
+    Torch names it only where its SIGCHLD handler comes first. A next() in another thread may find the process gone
+    before ("exited unexpectedly"), or its connection broken off; the exit status says the same in every order.
     """
     if isinstance(error, UserError):        # a loader process's has that one's traceback before it
         return UserError(str(error).rpartition("UserError: ")[2].strip())

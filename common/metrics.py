@@ -1,9 +1,11 @@
-"""Numbers of a run: written, read again, and what they say in words, on its last line:
+"""Numbers of a run: written, read again, and what they say in words.
+
+metrics.jsonl always; TensorBoard, W&B and trackio when asked. In words, on the last line of a run:
 
     verdict    validation loss was best at step 420 (4.8123) and 2.1 % higher at step 525 while the
                training loss fell: overfitting, take checkpoint-420; 90 % of the sample prompts ...
 
-Imports the standard library alone: report.py reads and judges where no torch is.
+Importing this needs the standard library alone: report.py reads and judges where no torch is.
 """
 import json
 import math
@@ -30,6 +32,24 @@ UNDERSTOOD, PARTLY = 0.15, 0.5      # word error rates: up to here speech is und
 # Speed
 
 
+def peak_flops(device):
+    """Peak bf16 FLOP/s of this device, or None when unknown: then no MFU is claimed."""
+    if device.type != "cuda":
+        return None
+    import torch
+    name = torch.cuda.get_device_name(device)
+    found = (peak for part, peak in PEAK_BF16.items() if re.search(rf"\b{part}\b", name))
+    return next(found, None)
+
+
+def peak_memory(device):
+    """GiB: peak allocated GPU memory, or this process's peak resident memory on a CPU."""
+    if device.type == "cuda":
+        import torch
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
+
+
 def duration(seconds):
     """Seconds as 1:02:03."""
     seconds = int(seconds)
@@ -49,22 +69,20 @@ def speed_report(totals, seconds, steps, slots, waited, device, world_size):
     """Throughput of all ranks over `seconds` of training -> {metric name: float}.
 
     totals: useful work of all ranks, {"tokens", "samples", "flops"} (numbers); slots: tokens with
-    padding; waited: seconds this rank waited for data. MFU is of the known bf16 peak of all GPUs.
+    padding; waited: seconds this rank waited for data. MFU is model FLOP/s over the known bf16 peak
+    of all GPUs.
     """
+    memory, peak = peak_memory(device), peak_flops(device)
     values = {"train/throughput": totals["tokens"] / seconds,
               "train/samples_per_second": totals["samples"] / seconds,
               "train/step_seconds": seconds / steps,
               "train/padding": 1 - totals["tokens"] / slots,
               "train/data_wait_seconds": waited,
-              "train/memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
-    if device.type == "cuda":       # peak allocated memory instead of the process's
-        import torch
-        values["train/memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
-        values["system/gpu_memory_allocated"] = values["train/memory_gib"]
-        name = torch.cuda.get_device_name(device)
-        known = (peak for part, peak in PEAK_BF16.items() if re.search(rf"\b{part}\b", name))
-        if peak := next(known, None):       # else no MFU is claimed
-            values["train/mfu"] = totals["flops"] / seconds / (peak * world_size)
+              "train/memory_gib": memory}
+    if device.type == "cuda":
+        values["system/gpu_memory_allocated"] = memory
+    if peak:
+        values["train/mfu"] = totals["flops"] / seconds / (peak * world_size)
     return values
 
 
@@ -93,8 +111,9 @@ class MetricsLog:
     """Rank 0's record of a run. Make it on rank 0 only. report_to: some of flags.TRACKERS.
 
     Lines of metrics.jsonl and TensorBoard points later than resumed_step (work lost in a crash) are
-    dropped first. A metrics.jsonl with other lines than ours is moved aside whole, its good lines
-    go on in a new one. Every start adds a line to starts.jsonl.
+    dropped first, so no step stands there twice. A metrics.jsonl with other lines than ours is
+    moved aside whole, its good lines go on in a new one. Every start adds a line to starts.jsonl:
+    when, where, from which step, how configured.
     """
 
     def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, project=None,
@@ -109,8 +128,7 @@ class MetricsLog:
         if rows:
             kept = [row for row in rows if row["step"] <= resumed_step]
             if eval_due:        # by a run that was killed before its next checkpoint
-                kept = [row for row in kept if row["step"] < resumed_step
-                        or not any(name.startswith("eval/") for name in row)]
+                kept = [row for row in kept if row["step"] < resumed_step or not is_validation(row)]
             text = "".join(json.dumps(row) + "\n" for row in kept)
             checkpoint.write_atomically(self.path, lambda path: path.write_text(text))
         elif self.path.exists():        # nothing but the beginning of a line
@@ -153,8 +171,9 @@ class MetricsLog:
             run.log(values, step=step)
 
     def write_speech(self, step, name, wave, rate, picture):
-        """A sound and its picture, to all but metrics.jsonl. wave (n,) float32 in -1..1 at `rate`
-        Hz, picture (H, W, 3) uint8.
+        """A sound and its picture, to all but metrics.jsonl.
+
+        wave (n,) float32 in -1..1 at `rate` Hz, picture (H, W, 3) uint8.
         """
         wave = wave.clip(-1, 1)
         if self.board:
@@ -213,6 +232,11 @@ def tensorboard(logging_dir, resumed_step, config):
 
 # --------------------------------------------------------------------------------------------------
 # Read
+
+
+def is_validation(row):
+    """Whether a row of metrics.jsonl is of a validation."""
+    return any(name.startswith("eval/") for name in row)
 
 
 def read_rows(path):
@@ -300,15 +324,16 @@ def loss_clause(rows):
 
 def understood(share):
     """A word error rate in words."""
-    word = "partly understood" if share <= PARTLY else "not understood"
-    word = "understood" if share <= UNDERSTOOD else word
+    word = "not understood"
+    if share <= PARTLY:
+        word = "understood" if share <= UNDERSTOOD else "partly understood"
     return f"speech is {word} (word errors {percent(share)})"
 
 
 def speech_clauses(rows, evaluations):
     """What the last sample prompts say, and what evaluations heard."""
-    names = "eval/stop_rate", "eval/wer", "eval/speaker_similarity"
-    stops, errors, voices = (curve(rows, name) for name in names)
+    stops, errors = curve(rows, "eval/stop_rate"), curve(rows, "eval/wer")
+    voices = curve(rows, "eval/speaker_similarity")
     judged = [(PurePath(found["name"]).name, share) for found in evaluations
               if (share := found["metrics"].get("wer")) is not None and math.isfinite(share)]
     clauses = []
@@ -325,6 +350,7 @@ def speech_clauses(rows, evaluations):
 
 def verdict(rows, evaluations=()):
     """[clause] about a run. rows: of metrics.jsonl, {"step": int, metric: number or None}.
+
     evaluations: what an evaluation.json has, {"name", "metrics": {metric: number or None}}.
     """
     clauses = [loss_clause(rows), *speech_clauses(rows, evaluations)]

@@ -29,7 +29,8 @@ def new_folder(output_dir, size=0, flag="--output_dir"):
         remove_unfinished(final, flag)
         building.mkdir(parents=True)
         with run_lock.acquire(building, flag) as lock:
-            free = shutil.disk_usage(building).free        # before hours of work, not after
+            # before hours of work, not after
+            free = shutil.disk_usage(building).free
             if free < size:
                 raise UserError(f"{flag} {output_dir}: {size / 1e9:.1f} GB are to be written, "
                                 f"{free / 1e9:.1f} GB are free there")

@@ -1,8 +1,9 @@
 """--base_dtype nf4: frozen linear layers in four bits a value (QLoRA, arXiv 2305.14314).
 
 64 neighbouring values share a scale, of eight bits, and 256 scales a float32: 4.13 bits a value in
-all. A layer is one tensor of bytes, made when its weight is read. Forward and backward make the
-weight again, multiply, and drop it. The arithmetic is bitsandbytes', on CPU and CUDA.
+all. A layer is one tensor of bytes, made when its weight is read from the file, so that never more
+than one weight is whole. Forward and backward make the weight again in the dtype they compute in,
+multiply, and drop it. The arithmetic is that of the package bitsandbytes, on CPU and CUDA.
 """
 import math
 

@@ -21,8 +21,9 @@ def build_adamw(named_parameters, lr, weight_decay, betas, decays):
 
 
 def state_tensors(optimizer, named_parameters):
-    """{"parameter name.exp_avg" and so on: tensor} of all that AdamW remembers, to be saved or
-    filled in place; zeros where there was no step yet.
+    """{"parameter name.exp_avg" and so on: tensor} of all that AdamW remembers, to be saved or filled in place.
+
+    Parameters that had no step yet get the zeros that their first step would give them.
     """
     tensors, known = {}, {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in named_parameters:
@@ -37,8 +38,9 @@ def state_tensors(optimizer, named_parameters):
 
 
 def lr_factor(step, total_steps, warmup_steps, scheduler="cosine", min_ratio=0.0):
-    """Multiplier of the learning rate for optimizer step `step` (0-based): linear warm-up from 1 /
-    warmup_steps on, then cosine or linear decay to min_ratio at total_steps.
+    """Multiplier of the learning rate for optimizer step `step` (0-based): linear warm-up, then cosine or linear decay.
+
+    Reaches min_ratio at total_steps. The first step already moves: its factor is 1 / warmup_steps.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
@@ -55,8 +57,9 @@ def sqrt_lr(lr, batch, base_batch):
 
 
 def clip_gradients(parameters, max_norm):
-    """Global L2 norm of the gradients, a 0-d tensor on their device; scales them to max_norm when
-    max_norm > 0. Collective when the gradients are sharded: the norm is over all shards.
+    """Global L2 norm of the gradients, a 0-d tensor on their device; scales them to max_norm when max_norm > 0.
+
+    Collective when the gradients are sharded: the norm is over all shards.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
@@ -66,8 +69,9 @@ def clip_gradients(parameters, max_norm):
 
 
 def guarded_step(optimizer, bad):
-    """optimizer.step() that does nothing where `bad` (0-d float tensor on the device) is 1, by the
-    hook that torch's GradScaler uses on fused optimizers: no host sync.
+    """optimizer.step() that does nothing where `bad` (0-d float tensor on the device) is 1: no host sync to decide.
+
+    Uses the hook that torch's GradScaler uses on fused optimizers; step counters do not advance either.
     """
     optimizer.grad_scale, optimizer.found_inf = None, bad
     try:
@@ -88,8 +92,9 @@ class StepFlags:
         self.save, self.stop = False, False
 
     def push(self, bad, asked, about):
-        """Start fetching the flags of the step just queued, 0-d tensors; pop returns `about` when
-        it was bad. asked: 0, SAVE or STOP, which a save goes with.
+        """Start fetching the flags of the step just queued, 0-d tensors; pop returns `about` when it was bad.
+
+        asked: 0, SAVE or STOP, which a save goes with.
         """
         self.host.copy_(torch.stack([bad, asked]), non_blocking=True)
         if self.event:

@@ -93,11 +93,12 @@ def _shuffled(packs, size, rng):
 
 
 class PackOrder:
-    """Deterministic packs of every epoch. lengths: (n,) tokens per sample.
+    """Deterministic packs of every epoch.
 
-    Either samples_per_pack > 0 (fixed count) or tokens_per_pack > 0 (whole samples up to a token
-    budget; the seed fixes which share a pack, epochs shuffle the packs). group_by_length: packs of
-    similar lengths (fixed count only). shuffle=False keeps the file's order, for validation.
+    lengths: (n,) tokens per sample. Either samples_per_pack > 0 (fixed count) or tokens_per_pack > 0 (whole samples up
+    to a token budget; which samples share a pack is then fixed by the seed and epochs shuffle the packs).
+    group_by_length: packs of similar lengths (fixed count only), shuffled in blocks so that ranks stay balanced.
+    shuffle=False keeps the file's order, for validation.
     """
 
     def __init__(self, lengths, *, samples_per_pack=0, tokens_per_pack=0, seed=0, group_by_length=False, shuffle=True):
@@ -156,9 +157,10 @@ class PackOrder:
 
 
 def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
-    """Yield this rank's packs (lists of sample indices), for a DataLoader's batch_sampler, from
-    position (epoch, first) to the end of `epochs` epochs: as many as every rank, the last ones
-    empty.
+    """Yield this rank's packs (lists of sample indices) from position (epoch, first) to the end of `epochs` epochs.
+
+    Every rank gets the same number of packs; empty lists are zero-weight packs. Feed it to a DataLoader as its
+    batch_sampler.
     """
     per_step = world_size * accumulation
     while epoch < epochs:
@@ -172,8 +174,9 @@ def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
 
 
 def pack_order(lengths, *, tokens_per_pack, samples_per_pack, seed, group_by_length=False):
-    """PackOrder of a run's training samples: packs of tokens_per_pack where that is above 0, else
-    of samples_per_pack. lengths: (n,) tokens.
+    """PackOrder of a run's training samples: packs of tokens_per_pack where that is above 0, else of samples_per_pack.
+
+    lengths: (n,) tokens.
     """
     return PackOrder(lengths, seed=seed, group_by_length=group_by_length, tokens_per_pack=tokens_per_pack,
                      samples_per_pack=0 if tokens_per_pack else samples_per_pack)

@@ -14,20 +14,23 @@ SHOWN = 20                  # problems in an error
 
 
 class Problem(str):
-    """A line about a sample: "NAME: what is wrong". name: where it stands, its file first. check:
-    as --drop_bad names it. sample: its number in a table of all, if there is one.
+    """A line about a sample: "NAME: what is wrong".
+
+    name: where the sample stands, which begins with its file. check: what found it, as --drop_bad names it. sample: its
+    number in a table of all, if there is one already; names are not unique where a file is given twice.
     """
 
-    name = what = check = file = ""
-    sample = None
+    def __new__(cls, text, name="", what="", check="", file="", sample=None):
+        made = super().__new__(cls, text)
+        made.name, made.what, made.check = name, what, check
+        made.file, made.sample = file, sample
+        return made
 
 
 def problem(name, check, what, file="", sample=None):
     """Problem of the sample that stands at `name`; both texts made printable."""
     name, what = printable(name), printable(what)
-    made = Problem(f"{name}: {what}")
-    made.name, made.what, made.check, made.file, made.sample = name, what, check, str(file), sample
-    return made
+    return Problem(f"{name}: {what}", name, what, check, str(file), sample)
 
 
 class Problems:
@@ -60,9 +63,10 @@ class Problems:
         return sum(n for check, n in self.counts.items() if check not in self.drop)
 
     def settle(self, hint=""):
-        """Text of how many samples each check drops, "" if none; UserError with the problems that
-        stop the run, `hint` behind them. LIST has all of them, one JSON object a line; none: there
-        is no list.
+        """Text of how many samples each check drops, "" if none; UserError with the problems that stop the run.
+
+        LIST then has all of them, one JSON object a line {"file", "entry", "check", "problem"}; none: there is no list.
+        hint: what helps, the error's last line.
         """
         if self.rows:
             checkpoint.write_atomically(self.path, self._write)
@@ -91,8 +95,9 @@ def settle(problems, drop=(), folder=None, hint="", more=False):
 
 
 def collect(dry, *works):
-    """[what work() returns for each of works, none of which needs another's]. A run ends at the
-    first UserError; a dry run does all the work, and then raises one UserError with all problems.
+    """[what work() returns for each of works, none of which needs another's].
+
+    A run ends at the first UserError; a dry run does all the work, and then raises one UserError with all problems.
     """
     if not dry:
         return [work() for work in works]

@@ -1,11 +1,13 @@
 """--replay_every: a GPU that computes wrongly without saying so is found, and named.
 
-Of every N-th step the first micro-step is computed twice before it is computed for good, from the
-same random state. Loss, gradient norm and a checksum of every gradient must be equal bit for bit.
-Nothing of the two passes stays (on a GPU cuBLAS is asked for one order of adding).
+Of every N-th step the first micro-step is computed twice before it is computed for good: from the
+same random state, with the same batch. Loss, gradient norm and a checksum of every gradient must be
+equal bit for bit. Nothing of the two passes stays: on a CPU a run is the same with them and without
+(on a GPU cuBLAS is asked for one order of adding, which may choose other kernels).
 
-Gradients are compared before ranks sum them, and the rank that differs is wrong. FSDP2 has only
-their sums: there the loss names the rank, else every rank whose shard differs is named.
+Gradients are compared before ranks sum them, and the rank that differs is the one that is wrong.
+FSDP2 has gradients only as sums over ranks: there the loss names the rank, and where only gradients
+differ every rank whose shard differs is named, of which one or another is wrong.
 """
 import contextlib
 import socket

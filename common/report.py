@@ -108,8 +108,9 @@ def read_run(folder):
 
 
 def read_checkpoints(folder):
-    """[{"step", "bytes", "time", "wrong": "" or why it is damaged}] by step. Checksums are left to
-    the trainer, which compares them when it resumes: hashing takes minutes.
+    """[{"step", "bytes", "time", "wrong": "" or why it is damaged}] by step.
+
+    Checksums are left to the trainer, which compares them when it resumes: hashing takes minutes.
     """
     found = []
     for path in folder.glob("checkpoint-*"):
@@ -349,8 +350,9 @@ def sample_rows(columns):
 
 
 def answer_rows(columns):
-    """Each problem with its answers at several steps, the blocks of one side by side. columns:
-    [(label, [{"question", "answer", "text", "strict", "growth": [[part, text so far]]}])].
+    """Each problem with its answers at several steps, the blocks of one side by side.
+
+    columns: [(label, [{"question", "answer", "text", "strict", "growth": [[part, text so far]]}])].
     """
     found = {}
     for label, answers in columns:
@@ -475,8 +477,9 @@ def write_report(runs, args):
 
 
 def check_fell(run):
-    """Print how a run's training loss changed from the mean of its first fifth to that of its last,
-    and whether it fell: -> bool. Raises UserError.
+    """Print how a run's training loss changed, and whether it fell: -> bool. Raises UserError.
+
+    Compared are the means over the first and the last fifth of the logged steps that have a loss.
     """
     losses = run.values("train/loss")
     need(len(losses) > 1, f"{run.folder}/metrics.jsonl holds {len(losses)} training steps with a "

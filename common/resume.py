@@ -24,6 +24,10 @@ STATE = {"step": int, "epoch": int, "first": int, "identity": dict, "skipped": i
          "best_loss": (float, int, type(None))}
 
 
+# --------------------------------------------------------------------------------------------------
+# Damage
+
+
 def is_file(path):
     """Path.is_file, but PermissionError where this user may not know."""
     try:
@@ -48,7 +52,8 @@ def read_json(path, kinds):
         return None
     for key, kind in kinds.items():
         value = found[key]
-        if isinstance(value, bool) or not isinstance(value, kind):     # to Python true is an int
+        # to Python true is an int
+        if isinstance(value, bool) or not isinstance(value, kind):
             return None
         if isinstance(value, int) and value < 0:
             return None
@@ -65,7 +70,8 @@ def damage(path, world=ALONE):
     """
     path = Path(path)
     wrong, files = distributed.rank0_first(world, told, listed, path)
-    if not wrong:       # by size, so that the ranks have about the same to read
+    if not wrong:
+        # by size, so that the ranks have about the same to read
         ordered = sorted(files, key=lambda name: (-files[name]["bytes"], name))
         share = {name: files[name] for name in ordered[world.rank::world.size]}
         found = distributed.gather_objects(world, told(compare, path, share))
@@ -92,11 +98,14 @@ def listed(path):
         raise Damaged(f"no {MANIFEST}")     # a folder that somebody has made or copied in part
     files = (read_json(path / MANIFEST, {"files": dict}) or {}).get("files")
     facts = {"bytes": int, "sha256": str}
-    for entry in (None,) if files is None else files.values():
+    if files is None:
+        raise Damaged(f"unreadable {MANIFEST}")
+    for entry in files.values():
         if not isinstance(entry, dict) or any(
                 type(entry.get(key)) is not kind for key, kind in facts.items()):
             raise Damaged(f"unreadable {MANIFEST}")
-    if f"{STATE_DIR}/state.json" not in files:        # an empty list would prove any folder whole
+    # an empty list would prove any folder whole
+    if f"{STATE_DIR}/state.json" not in files:
         raise Damaged(f"{MANIFEST} does not list {STATE_DIR}/state.json")
     return files
 
@@ -107,7 +116,8 @@ def compare(path, files):
         file, name = path / name, printable(name, NAME)
         if not is_file(file):
             raise Damaged(f"{name} is missing")
-        size = file.stat().st_size        # first, as it costs nothing
+        # first, as it costs nothing
+        size = file.stat().st_size
         if size != facts["bytes"]:
             raise Damaged(f"{name} has {size} bytes instead of {facts['bytes']}")
         if sha256_file(file) != facts["sha256"]:
@@ -132,6 +142,10 @@ def newest_whole(output_dir, report=print):
     return None
 
 
+# --------------------------------------------------------------------------------------------------
+# Going on
+
+
 def whole_one(folders, output_dir, resume, identity, world):
     """run.find_resume among folders, in this order, at least one."""
     for path in folders:
@@ -139,7 +153,8 @@ def whole_one(folders, output_dir, resume, identity, world):
         if not wrong:
             meta = distributed.rank0_first(world, fitting_meta, path, output_dir, resume, identity)
             return path, meta
-        if resume != "auto":        # one that was named is not replaced by another in silence
+        # one that was named is not replaced by another in silence
+        if resume != "auto":
             raise UserError(f"--resume {path}: {wrong}")
         if world.is_main:
             print(f"checkpoint {path} is damaged ({wrong}); trying the one before")
@@ -152,7 +167,8 @@ def fitting_meta(path, output_dir, resume, identity):
     """state.json of a whole checkpoint of find_resume. UserError where it does not fit the run."""
     meta = load_meta(path)
     later = [str(p) for step, p in checkpoints(output_dir) if step > meta["step"]]
-    if later and resume != "auto":      # or the next --resume auto would take up the abandoned ones
+    # or the next --resume auto would take up the abandoned ones
+    if later and resume != "auto":
         raise UserError(f"--resume {path}: later checkpoints stand in --output_dir "
                         f"({', '.join(later)}); move them away or give another --output_dir")
     # what decides the order of the data, or which weights there are; other flags may change

@@ -376,8 +376,9 @@ class TrainState:
         self.bar.update(1)
 
     def log_step(self, values, console, **per_second):
-        """On rank 0, complete and log the values of the steps since the last line; console(values)
-        is printed. per_second: more amounts of the same steps, logged under their names as rates.
+        """On rank 0, complete and log the values of the steps since the last line; console(values) is printed.
+
+        per_second: more amounts of the same steps, logged under their names as rates.
         """
         seconds = time.monotonic() - self.since
         values |= {**{f"train/{name}": amount / seconds for name, amount in per_second.items()},
@@ -402,11 +403,12 @@ class TrainState:
 
     def better(self, loss, tie=0.0):
         """Whether a validation loss is the best so far; notes it. tie: decides among equals."""
-        first = self.best_loss is None or (loss, tie) < (self.best_loss, self.best_tie)
-        found = math.isfinite(loss + tie) and first
-        if found:
-            self.best_loss, self.best_tie, self.best_step = loss, tie, self.step
-        return found
+        if not math.isfinite(loss + tie):
+            return False
+        if self.best_loss is not None and (loss, tie) >= (self.best_loss, self.best_tie):
+            return False
+        self.best_loss, self.best_tie, self.best_step = loss, tie, self.step
+        return True
 
     def to_save(self, identity, **more):
         """state.json of a checkpoint made now. Collective. more: the script's; see find_resume."""

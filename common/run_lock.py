@@ -86,15 +86,18 @@ def check_free(folder, flag="--output_dir", name=NAME):
 
 
 def patience():
-    """Seconds to wait for an owner that is about to end. A job that Slurm has queued again may have
-    lost its node, whose locks the file server keeps.
+    """Seconds to wait for an owner that is about to end.
+
+    A job that Slurm has queued again may have lost its node, whose locks the file server keeps.
     """
     return LEASE_S if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" else WAIT_S
 
 
 def try_lock(path, make=True):
-    """Descriptor of a locked file, or None while another process has the lock. make: make the file
-    if need be, and lock it for this process alone; else only look whether that could be done.
+    """Descriptor of a locked file, or None while another process has the lock. See open_lock.
+
+    make: make the file if need be, and lock it for this process alone; else it is only looked
+    whether that could be done.
     """
     fd = open_lock(path, make)
     try:

@@ -49,8 +49,9 @@ def allow_others(folder):
 
 
 def find_folder(name, flag, more=()):
-    """Local folder of a checkpoint given as a path or hub name, which is downloaded. Raises
-    UserError. more: patterns of files to download beside configuration, tokenizer and safetensors.
+    """Local folder of a checkpoint given as a path or hub name, which is downloaded. Raises UserError.
+
+    more: patterns of files to download beside configuration, tokenizer and safetensors.
     """
     folder = Path(name)
     if folder.is_dir():
@@ -100,8 +101,9 @@ class Slice:
 
 
 def open_tensors(paths):
-    """{tensor name: Slice} over safetensors files; reads only their headers. Raises UserError for a
-    file that is no safetensors file, or a name that stands in two of them.
+    """{tensor name: Slice} over safetensors files; reads only their headers.
+
+    Raises UserError for a file that is no safetensors file, or a name that stands in two of them.
     """
     found = {}
     for path in paths:
@@ -222,8 +224,9 @@ def pinned_like(tensor):
 
 
 def to_host(tensors, stream=None):
-    """{name: CPU copy} of {name: tensor}, over a GPU's stream, if given, for which only the device
-    waits.
+    """{name: CPU copy} of {name: tensor}. stream: of a GPU; copies go over it and are there when it has come so far.
+
+    What the current stream does next, such as to change the tensors, waits for that; the host does not.
     """
     if stream is None:
         return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}

@@ -1,5 +1,8 @@
 """What is printed of users' files, and why a process ends: bounded lines, no control characters, no
-passwords. Standard library only.
+passwords.
+
+A name in a data file may hold line feeds and terminal escapes, and be megabytes long: printed as it
+is, it could pass for a line of ours. Standard library only.
 """
 import contextlib
 import json

@@ -108,8 +108,9 @@ class Watchdog:
             threading.Thread(target=self._watch_store, daemon=True).start()
 
     def moved(self, where, limit_s=None):
-        """Call on every rank, at the same places, whenever the main thread has come further. where:
-        what it does now, for the message. limit_s: how long that may take, default as for a step.
+        """Call on every rank, at the same places, whenever the main thread has come further.
+
+        where: what it does now, for the message. limit_s: how long that may take, default as for a step.
         """
         self.state = (self.state[0] + 1, where, time.monotonic(), limit_s or self.limit_s)
 

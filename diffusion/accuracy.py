@@ -1,8 +1,10 @@
-"""Validation by answers: some held-out problems are answered by the averaged weights.
+"""Validation by answers: some held-out problems are answered by the averaged weights; a few are
+kept block by block.
 
-Each rank answers its share on its own, so ranks wait for nobody, however many passes they take.
-Sampling is certain (temperature 0, all tokens of probability 0.9 and more in a pass), so that
-numbers of different steps compare.
+Each rank answers its share on its own, so that ranks which wait for nobody may take as many passes
+as they need. The time is bounded by the number of problems and their longest answer. Sampling is
+certain (temperature 0, all tokens of probability 0.9 and more in a pass), so that numbers of
+different steps compare.
 """
 import math
 import time
@@ -31,7 +33,8 @@ def choose(rows, n, tokens, seed):
 
 
 def accuracy(world, model, how, asked, tokens):
-    """({"eval/accuracy": strict, ...}, answers to the first SHOWN, block by block). Collective.
+    """({"eval/accuracy": strict, ...}, answers to the first SHOWN with their text behind every
+    block). Collective.
 
     model: the network, sharded or not, in eval mode, with the weights to judge. how: elbo.Eval.
     asked: of choose.
@@ -51,14 +54,16 @@ def accuracy(world, model, how, asked, tokens):
             written = answer_batch(solver, [state for _, state in batch], how.seed, show)
         for number, ((problem, _), answer) in enumerate(zip(batch, written)):
             strict, flexible = score(answer["text"], problem.answer)
-            answers.append(answer | {
-                "name": problem.name, "question": problem.question, "answer": problem.answer,
-                "strict": strict, "flexible": flexible, "growth": growth.get(number, [])})
+            answers.append(answer | {"name": problem.name, "question": problem.question,
+                                     "answer": problem.answer,
+                                     "strict": strict, "flexible": flexible,
+                                     "growth": growth.get(number, [])})
     del whole, solver
     of_ranks = distributed.gather_objects(world, answers)
     answers = [of_ranks[i % world.size][i // world.size] for i in range(len(asked))]
     means = {name: float(np.mean([answer[name] for answer in answers]))
-             for name in ("strict", "flexible", "ended", "forwards")}
+             for name in ("strict", "flexible", "ended",
+                                                                                    "forwards")}
     right = means["strict"]
     return {"eval/accuracy": right, "eval/accuracy_flexible": means["flexible"],
             "eval/accuracy_stderr": math.sqrt(right * (1 - right) / len(answers)),

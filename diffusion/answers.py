@@ -20,7 +20,8 @@ def question_state(problem, tokens, layout):
     """What is given before the first generated region: (context, (pinned ids, their first
     position)).
 
-    context: (3, n) int64 ids, position, block of clean tokens. UserError: the question is too long.
+    context: (3, n) int64 ids, position, block of clean tokens. Raises UserError when the question
+    is too long.
     """
     if problem.ids:
         return ids_state(problem.name, problem.ids[:problem.given], layout)
@@ -111,7 +112,8 @@ def load_solver(args, how):
 
 
 def answer_batch(solver, states, seed, show=None):
-    """A Solver's answers to question_states -> list of dicts. seed: of what is drawn.
+    """A Solver's answers to problems with these question_state states -> list of dicts. seed: of
+    what is drawn.
 
     show(number, "plan" or "text", the text so far): called behind every block. The dicts hold text,
     hdp's also plan; forwards, the network passes; tokens, generated ones up to and with the end
@@ -130,7 +132,8 @@ def answer_batch(solver, states, seed, show=None):
                 show(i, name, region_text(ids, skip[i], tokens))
         with torch.autocast(device.type, torch.bfloat16, enabled=solver.bf16):
             written = sampler.generate(solver.model, states, rooms, layout.region_block(region),
-                                       tokens.end, solver.how, generator, progress)
+                                       tokens.end,
+                                       solver.how, generator, progress)
         finished = [finish_region(w.ids, given, tokens.end)[0] for w, given in zip(written, skip)]
         for answer, w, ids, given in zip(answers, written, finished, skip):
             body = ids[given:]
@@ -147,8 +150,8 @@ def answer_batch(solver, states, seed, show=None):
 def score(text, answer):
     """(strict, flexible) of a generated text against the final number.
 
-    strict is openai/grade-school-math's rule: the number right behind `#### `, commas removed, is
-    the same text. flexible: the last number anywhere has the same value.
+    strict is openai/grade-school-math's rule: the number right behind `#### `, commas removed, must
+    be the same text. flexible: the last number anywhere has the same value.
     """
     gold = answer.replace(",", "")
     marked = re.search(r"#### (-?[0-9.,]+)", text)

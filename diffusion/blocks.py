@@ -104,8 +104,9 @@ def pieces(problem, layout):
 
 
 def regions_of(ids, tokens, layout):
-    """Token ids of a problem's pieces -> [(region, ids, pinned)]: the first `pinned` ids are given,
-    not generated. An end token follows every generated region; the fill behind it is not there yet.
+    """Token ids of a problem's pieces -> [(region, ids, pinned)]: the first `pinned` ids are given, not generated.
+
+    An end token follows every generated region; the fill behind it is not there yet.
     """
     if layout.system != "hdp":
         head = head_of(ids[0], tokens, layout)
@@ -174,8 +175,10 @@ def hint(bad):
 
 
 def make_documents(problems, tokens, layout, bad=None, path=""):
-    """Documents of a list of Problems of the file `path`. bad: a list that takes what is too long
-    or holds a special token (common's problems.Problem); None: UserError with all of them.
+    """Documents of a list of Problems of the file `path`.
+
+    bad: a list that takes what is too long or holds a special token (common's problems.Problem); None: UserError with
+    all of them.
     """
     texts = [[] if p.ids else pieces(p, layout) for p in problems]
     encoded = iter(tokens.tokenizer.encode_batch([text for group in texts for text in group],

@@ -25,6 +25,10 @@ QUESTION, PLAN, EXECUTION, FILL = 0, 1, 2, 3        # regions; gsm8k's answer is
 FULL = (1e-3, 1.0)          # the range of t of the bound itself; an end of a range that equals its end is not enforced
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Layout
+
+
 @dataclass
 class Layout:
     """How a problem becomes blocks; JSON-able through dataclasses.asdict. Lengths in tokens."""
@@ -79,6 +83,10 @@ class Layout:
                     ("execution_block_size", self.region_block(EXECUTION), "execution_budget", self.execution_budget)]
         for flag, size, name, total in even:
             need(total % size == 0, f"--{name} {total} is not a multiple of --{flag} {size}: a block would be cut")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranges of t
 
 
 def bound_range(layout):

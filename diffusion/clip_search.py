@@ -1,4 +1,5 @@
-"""--clip_search_widths: the noise range under which losses of blocks vary least (BD3-LM's var_min).
+"""--clip_search_widths: the noise range under which losses of blocks vary least, as BD3-LM
+searches it (var_min).
 """
 import torch
 
@@ -8,8 +9,10 @@ from diffusion.choices import EXECUTION, FULL, PLAN, range_fits
 
 
 def candidates(widths, block_sizes):
-    """[(low, high)] to try: all of (0, 1], and of each width those that start at 0, 0.05, 0.10 and
-    so on and leave a full block a possible number of masked tokens.
+    """Ranges to try, [(low, high)]: all of (0, 1], and for each width those that start at 0, 0.05,
+    0.10 and so on.
+
+    Ranges without a possible number of masked tokens in a full block are left out.
     """
     found = [FULL]
     for width in widths:
@@ -22,10 +25,12 @@ def candidates(widths, block_sizes):
 
 @torch.no_grad()
 def search_range(world, model, how, check, args):
-    """(low, high) of the candidate under which losses of blocks vary least; None: asked to stop.
+    """(low, high) of the candidate under which losses of blocks vary least, or None when asked to
+    stop.
 
-    Less variance between blocks means less noise in gradients. All candidates get the same random
-    numbers. how: elbo.Eval; check: as in elbo.bound; args: the trainer's flags.
+    Less variance between blocks means less noise in gradients. Costs one forward pass for each
+    candidate and each of the first --clip_search_batches batches. All candidates get the same
+    random numbers. how: elbo.Eval; check: as in elbo.bound; args: the trainer's flags.
     """
     layout, device = how.rows.documents.layout, world.device
     tried = candidates(args.clip_search_widths,

@@ -181,9 +181,10 @@ def masks_of(model, inputs):
 
 
 def _logits(head, x, mask_id):
-    """Logits (..., V or more) of x (..., H), -inf for mask_id and what lies behind the vocabulary:
-    tensor cores want rows whose bytes are a multiple of 16
-    (docs.nvidia.com/deeplearning/performance).
+    """Logits (..., V or more) of x (..., H), -inf for mask_id and what lies behind the vocabulary.
+
+    Behind it: tensor cores want rows whose bytes are a multiple of 16 (docs.nvidia.com/deeplearning/performance), which
+    those of GPT-2's 50,258 tokens are not.
     """
     weight, size = head.weight, len(head.weight)
     bias = torch.zeros(size, device=x.device) if head.bias is None else head.bias

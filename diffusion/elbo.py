@@ -30,7 +30,9 @@ class Eval(NamedTuple):
 
 
 def share_of_batches(world, rows, batch_rows, most=None):
-    """Yield (number, Blocks) of this rank's part of the first `most` batches of rows (blocks.Rows).
+    """Yield (number, Blocks) of this rank's part of the first `most` batches of rows (blocks.Rows),
+    in order.
+
     Every rank gets equally many; the last ones may hold padding only.
     """
     order = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, shuffle=False)
@@ -59,14 +61,14 @@ def weighted_losses(model, inputs, device, bf16):
 
 @torch.no_grad()
 def bound(world, model, how, check):
-    """Bound on the negative log-likelihood of an Eval's rows -> {"eval/...": float}; None: asked to
-    stop.
+    """Bound on the negative log-likelihood of an Eval's rows -> {"eval/...": float}, or None when
+    asked to stop.
 
     check(): called before every batch; may raise.
 
     eval/loss: nats per target. eval/nll: the same sum per token of text (targets without fill);
     eval/stderr: its standard error. eval/nll_REGION, eval/nll_block_NN: nats per target of one
-    region or block number. Noise is loglinear whatever schedule is trained on: the bound is the
+    region or block number. Noise is loglinear whatever schedule is trained on. The bound is the
     same under every schedule, but under the others more of it comes from levels below FULL, which
     are never drawn. The standard error is that of the noise alone, from how the draws of each block
     differ; low levels are rare and weigh much (1/t), so with few blocks it is rough.
@@ -74,7 +76,8 @@ def bound(world, model, how, check):
     rows, repeats, device = how.rows, how.repeats, world.device
     layout = rows.documents.layout
     sums = torch.zeros(repeats, 4 * PLACES, dtype=torch.float64, device=device)
-    variance = torch.zeros((), dtype=torch.float64, device=device)      # of their mean
+    # of the mean of the repeats' sums
+    variance = torch.zeros((), dtype=torch.float64, device=device)
     for number, batch in share_of_batches(world, rows, how.batch_rows):
         check()
         if asked_to_stop(world):
@@ -105,7 +108,9 @@ def target_counts(rows):
 
 
 def report(sums, variance, counts, regions):
-    """{"eval/...": float} of sums (repeats, 4 * PLACES), their variance, targets (4 * PLACES,)."""
+    """Sums of losses (repeats, 4 * PLACES), variance of their mean over repeats, and numbers of
+    targets (4 * PLACES,) -> {"eval/...": float}.
+    """
     per_cell, counts = sums.mean(0).reshape(4, PLACES), counts.reshape(4, PLACES)
     text = max(1, counts[:blocks.FILL].sum())
     nll = per_cell.sum() / text
@@ -124,7 +129,10 @@ def report(sums, variance, counts, regions):
 
 def improved(best, values):
     """Whether a validation has a better bound or accuracy than any before; `best`, {name: value},
-    takes them over. Bounds rise while answers still get better, so either counts.
+    takes them over.
+
+    Bounds rise while answers still get better, when a model becomes too sure of itself; so either
+    counts.
     """
     news = {"nll": values["eval/nll"]}
     if "eval/accuracy" in values:

@@ -1,22 +1,23 @@
-"""Write a checkpoint of train_bd3lm.py as others read it: BD3-LM's published layout, or a
-transformers language model.
+"""Write a checkpoint of train_bd3lm.py as others read it: BD3-LM's published layout, or a transformers language model.
 
     python diffusion/export_bd3lm.py --checkpoint out --output_dir exported
     python diffusion/export_bd3lm.py --checkpoint out --output_dir served --format sdar     # of Qwen3, for servers
 
-The folder holds config.json, model.safetensors (the averaged weights) and tokenizer.json.
+The folder holds config.json, model.safetensors and tokenizer.json; weights are the averaged ones, as in published
+files.
 
-A network of BD3-LM's own goes out in the published layout, whose config.json names the classes on
-the hub: transformers before version 5 loads it with trust_remote_code=True.
+A network of BD3-LM's own goes out in the published layout. config.json names the classes of the published models on
+the hub (Apache-2.0), so that transformers before version 5 loads it with trust_remote_code=True; their forward takes
+ids of twice model_length, [noisy | clean].
 
-What was converted from a language model goes out as that model's own class, float32, adapters
-merged, with a row for the mask, its chat template, and the form it was trained on; --init_from
-takes it back bit for bit. generate.py in it samples it, without this repository; its README.md says
-how.
+What was converted from a language model goes out as that model's own class, float32, adapters merged, with a row for
+the mask, its chat template, and the form it was trained on; --init_from takes it back bit for bit and goes on in that
+form. generate.py in it samples it, without this repository; its README.md says how that is done.
 
-With --format sdar a converted Qwen3 goes out as the SDAR model (github.com/JetAstra/SDAR) that it
-is. Servers know the mask by its id, 151669: training puts it there for a Qwen3 tokenizer without a
-mask. What started from an SDAR model goes out so without --format, too.
+With --format sdar a converted Qwen3 goes out as an SDAR model (github.com/JetAstra/SDAR), which it is: config.json,
+the mask's name in the tokenizer, and a head of its own are SDAR's. Servers know the mask by its id, 151669: that is
+where training puts it for a Qwen3 tokenizer without a mask. --init_from takes such folders, and SDAR's own;
+what started from one goes out so without --format, too.
 """
 import sys
 from pathlib import Path

@@ -44,8 +44,9 @@ def errors(found):
 
 
 def continuations(solver, pairs):
-    """Documents of (name, ids of a context, ids behind it), of which only those behind it count.
-    UserError. Places behind the text in its last block stay masked: nothing is said of them.
+    """Documents of (name, ids of a context, ids behind it), of which only those behind it count. UserError.
+
+    Places behind the text in its last block stay masked: nothing is said of them.
     """
     problems = [Problem(name, "", "", "", ids=[*context, *ids], given=len(context)) for name, context, ids in pairs]
     documents = blocks.make_documents(problems, solver.tokens, solver.layout)
@@ -86,8 +87,9 @@ def report(args, folder, solver):
 
 
 def request_bounds(solver, requests, draws, batch_rows, seed):
-    """[(minus the bound of -log p(continuation | context), False)] of lm-eval's requests.
-    UserError. False: whether greedy decoding would write it is not looked at.
+    """[(minus the bound of -log p(continuation | context), False)] of lm-eval's requests. UserError.
+
+    False: whether greedy decoding would write it is not looked at.
     """
     pairs = []
     for number, request in enumerate(requests):

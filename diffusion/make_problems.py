@@ -69,8 +69,9 @@ def words_of(text):
 
 
 def said_before(text):
-    """(words of what a step finds, whether they are a thing) from the text before its expression. A
-    thing: "the price of the juice" of "The price of the juice was"; else a clause: "Betty has".
+    """(words of what a step finds, whether they are a thing) from the text before its expression.
+
+    A thing: "the price of the juice" of "The price of the juice was"; else a clause: "Betty has".
     """
     clause = re.split(r"[.;!?](?=\s|$)|\n|>>", text.replace("\u2019", "'"))[-1]
     clause = re.sub(r"(?<=\d)\s*[xX]\s*(?=[\d$])", "*", clause)
@@ -89,8 +90,9 @@ def said_before(text):
 
 
 def rule_plan(solution):
-    """GSM8K's worked answer with calculator marks -> a plan in words, without digits. What a step
-    finds is named by the words behind its result and by those before its expression.
+    """GSM8K's worked answer with calculator marks -> a plan in words, without digits.
+
+    What a step finds is named by the words behind its result and by those before its expression.
     """
     found, last = [], 0
     for step in STEP.finditer(solution):
@@ -123,8 +125,9 @@ def teacher_line(problem):
 
 
 def read_teacher(path, problems):
-    """Plans of a chat JSONL that create_data.py made from the teacher_lines of these problems, in
-    their order. Raises UserError when one has no plan, or the file was made from other problems.
+    """Plans of a chat JSONL that create_data.py made from the teacher_lines of these problems, in their order.
+
+    Raises UserError when one has no plan, or the file was made from other problems.
     """
     plans = {}
     for number, text in enumerate(json_files.read_text(path, "--teacher ").removesuffix("\n").split("\n"), 1):
@@ -145,8 +148,9 @@ def read_teacher(path, problems):
 
 
 def make_plans(path, split="train", teacher=None):
-    """GSM8K file, dataset folder or hub name -> list of dicts {id, question, plan, execution,
-    answer, plan_source}. teacher: chat JSONL of create_data.py with the plans; None: plans by rule.
+    """GSM8K file, dataset folder or hub name -> list of dicts {id, question, plan, execution, answer, plan_source}.
+
+    teacher: chat JSONL of create_data.py with the plans; None: plans by rule.
     """
     problems, entries = read_problems(path, split, "gsm8k"), []
     plans = read_teacher(teacher, problems) if teacher else None

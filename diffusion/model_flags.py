@@ -16,8 +16,9 @@ def checkpoint_flags(parser):
 def answer_flags(parser, order):
     """Flags of the scripts that let a model answer. order: the default of --order."""
     parser.add_argument("--batch_size", type=int, default=64, help="problems answered side by side")
-    parser.add_argument("--order", choices=ORDERS, default=order, help="which masked tokens a pass "
-                             "fills: one at random, the surest ones, or all that are sure enough")
+    parser.add_argument("--order", choices=ORDERS, default=order,
+                        help="which masked tokens a pass fills: one at random, the surest ones, or all that are sure "
+                             "enough")
     parser.add_argument("--threshold", type=float, default=0.9,
                         help="confidence: probability a token must have, 0 to 1")
     parser.add_argument("--draws", type=int, default=16, help="draws of the noise for the bound of a likelihood")

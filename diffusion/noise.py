@@ -65,6 +65,10 @@ def send(tensor, device):
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Random numbers and noise
+
+
 class Draws(NamedTuple):
     """Uniform random numbers for some rows."""
     levels: np.ndarray          # (G,) stratified over all groups drawn together: becomes t

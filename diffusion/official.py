@@ -65,7 +65,9 @@ def official_names(layers):
 
 def from_official(state):
     """({our name: tensor}, size of an attention head or 0) of a state dict with the official names.
-    Prefixes are stripped; buffers are checked and left out. KeyError names what is wrong.
+
+    Prefixes are stripped; buffers, which some files have, are checked and left out. Raises KeyError, naming what is
+    missing, unknown or not ours.
     """
     plain = {PREFIX.sub("", name): tensor for name, tensor in state.items()}
     pairs = official_names(count_layers(plain, "blocks"))
@@ -95,8 +97,9 @@ def load_official_state_dict(model, state):
 
 
 def read(path, ema=True):
-    """Published of a folder, or of a .ckpt or .bin file; ema: the averaged weights. Raises
-    UserError. A folder's are averaged, so ema=False needs a Lightning file.
+    """Published of a folder, or of a .ckpt or .bin file; ema: the averaged weights. Raises UserError.
+
+    A folder's are averaged, so ema=False needs a Lightning file.
     """
     path, config = Path(path), {}
     if path.is_dir():
@@ -159,8 +162,9 @@ class Nothing:
 
 
 def restricted(left_out):
-    """A stand-in for the pickle module that imports nothing: other objects than tensors and plain
-    values are Nothing. left_out: a set that takes their classes' names.
+    """A stand-in for the pickle module that imports nothing: other objects than tensors and plain values are Nothing.
+
+    left_out: a set that takes their classes' names.
     """
     class Unpickler(pickle.Unpickler):
         def find_class(self, module, name):

@@ -47,8 +47,9 @@ def memory(args, step, setup, rows, eval_rows, targets):
 
 
 def by_rows(args, setup, rows, row_tokens):
-    """Setups with micro-steps of rows of one length, the fastest first: as few as fit. rows: of an
-    optimizer step, of all ranks; row_tokens: that a row is computed on.
+    """Setups with micro-steps of rows of one length, the fastest first: as few as fit.
+
+    rows: of an optimizer step, of all ranks; row_tokens: that a row is computed on.
     """
     splits, accumulation = [], 1
     if named(args) & {"per_device_train_batch_size", "problems_per_batch",
@@ -76,8 +77,9 @@ def choose(args, world, ranks, config, rows, eval_rows, table):
 
 
 def print_plan(args, ranks, config, rows, eval_rows, table, order, left):
-    """Print what a run takes; UserError with all that it will not fit into. table: blocks.row_table
-    of rows. order: PackOrder of them. left: steps to go.
+    """Print what a run takes; UserError with all that it will not fit into.
+
+    table: blocks.row_table of rows. order: PackOrder of them. left: steps to go.
     """
     setup, step = setup_of(args, ranks), step_of(config, args.attn_backend)
     targets = plan.epoch_sums(order, [0], table["targets"]).max()

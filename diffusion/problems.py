@@ -24,6 +24,10 @@ HUB_NAME = re.compile(r"(?!.*\.jsonl?$)\w[\w.-]*(/[\w.-]+)?")      # openai/gsm8
 CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Files -> problems
+
+
 @dataclass
 class Problem:
     """One problem. name says where it stands in the user's files; answer is the final number as text."""
@@ -37,9 +41,10 @@ class Problem:
 
 
 def read_problems(path, split, system, strip_calculator=False, bad=None):
-    """List of Problems of a JSONL or JSON file, a dataset folder or a hub dataset (both: its
-    `split`), without GSM8K's <<48/2=24>> by strip_calculator. bad: a list that takes what cannot be
-    used (problems.Problem of common); None: UserError.
+    """List of Problems of a JSONL or JSON file, a dataset folder or a hub dataset (both: its `split`).
+
+    strip_calculator removes GSM8K's <<48/2=24>> marks. bad: a list that takes what cannot be used (problems.Problem of
+    common); None: UserError with all of them.
     """
     problems, wrong = [], []
     for name, entry in read_entries(path, split):
@@ -107,6 +112,10 @@ def read_entries(path, split):
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield f"{file} line {number}", json_files.parse(line, file, number)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizer
 
 
 @dataclass

@@ -1,4 +1,5 @@
-"""Answer GSM8K or HDP problems with a block-diffusion model: texts, exact match, passes, speed.
+"""Answer GSM8K or HDP problems with a block-diffusion model: texts, exact match, network passes,
+tokens per second.
 
     python diffusion/sample_bd3lm.py --checkpoint out --test_file test.jsonl
     python diffusion/sample_bd3lm.py --checkpoint out/checkpoint-5000 --test_file test.jsonl \
@@ -9,10 +10,11 @@
     python diffusion/sample_bd3lm.py --checkpoint out --chat        # with all that was said
     python diffusion/sample_bd3lm.py --checkpoint out --chat chats.jsonl      # {"messages": ...}
 
-gsm8k: the answer block by block until <|endoftext|>. hdp: first the plan until its end token, then
-the execution with <|answer|>. Strict exact match compares the number behind #### (hdp: behind
-<|answer|>) as openai/grade-school-math does; flexible takes the last number's value. NFE is the
-mean number of network passes a problem needed.
+Everything is conditioned on the question. gsm8k: the answer block by block until <|endoftext|>.
+hdp: first the plan until its end token, then, behind the finished plan, the execution with
+<|answer|>. Strict exact match takes the number behind #### (hdp: behind <|answer|>) and compares
+texts as openai/grade-school-math does; flexible takes the last number in the text and compares
+values. NFE is the mean number of network passes a problem needed.
 """
 import argparse
 import sys
@@ -88,8 +90,9 @@ def check_flags(args, world_size):
          "--threshold needs --order confidence")
     given = [args.test_file, args.question, args.question_file, args.interactive,
              args.chat is not None, args.bound]
-    need(sum(map(bool, given)) == 1, "give one of --test_file, --question, --question_file, "
-         "--interactive, --chat and --bound")
+    need(sum(map(bool, given)) == 1,
+         "give one of --test_file, --question, --question_file, --interactive, --chat and "
+         "--bound")
     need(not args.output or args.test_file or args.question_file or args.chat or args.bound,
          "--output needs --test_file, --question_file, --chat FILE or --bound")
     need(not args.output or not Path(args.output).is_dir(),
@@ -283,14 +286,16 @@ def main(argv=None):
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     with distributed.one_clear_error():
         sampling = Sampling(args.order, args.tokens_per_step, args.threshold, args.temperature,
-                            args.top_p, args.use_cache)
+                            args.top_p,
+                            args.use_cache)
         folder, solver = load_solver(args, sampling)
         layout = solver.layout
         how = {"first_hitting": "one random token a pass",
                "top_k": f"the {args.tokens_per_step} surest tokens a pass",
                "confidence": f"all tokens from probability {args.threshold:g} on"}[args.order]
         print(f"model      {folder}, {'averaged' if args.ema else 'last'} weights, "
-              f"{layout.system}, on {solver.model.embed.weight.device}\n"
+              f"{layout.system}, on "
+              f"{solver.model.embed.weight.device}\n"
               f"sampling   {how}; temperature {args.temperature:g}, top_p {args.top_p:g}")
         if args.bound:
             from diffusion import likelihood

@@ -1,7 +1,9 @@
-"""Blockwise sampling: block after block is unmasked behind cached keys and values of clean tokens.
+"""Blockwise sampling: one block after the other is unmasked behind the cached keys and values of
+clean tokens.
 
-Problems that reach their end token leave the batch. Orders of unmasking: one random token a pass
-(first hitting, as BD3-LM samples), the k surest, or all that are sure enough.
+Many problems at a time, each with its own context; those that reach their end token leave the
+batch. Orders of unmasking: one random token a pass (first hitting, as BD3-LM samples), the k
+surest, or all that are sure enough.
 """
 from typing import NamedTuple
 
@@ -11,18 +13,23 @@ import torch
 
 class Generated(NamedTuple):
     """What generate wrote for one problem."""
-    ids: list           # whole blocks, pinned ids first; ends with the end token's, or without room
-    forwards: int       # network passes until its last token (NFE); none that fill the cache
+    # whole blocks, pinned ids first; the last one holds the end token, or uses up the room
+    ids: list
+    # network passes until its last token was there (NFE); passes that fill the cache not counted
+    forwards: int
     ended: bool         # whether the end token came
 
 
 class Sampling(NamedTuple):
     """How blocks are filled."""
-    order: str = "first_hitting"    # a pass fills a random token; top_k: the surest; confidence
+    # a pass fills a random token; "top_k": the surest; "confidence": all sure ones
+    order: str = "first_hitting"
     tokens_per_step: int = 1        # top_k: tokens a pass
-    threshold: float = 0.9          # confidence: probability of all taken but the surest
+    # confidence: probability that a token must have; the surest is always taken
+    threshold: float = 0.9
     temperature: float = 1.0        # 0: the likeliest token
-    top_p: float = 1.0              # draw from the likeliest tokens that together reach it
+    # draw from the fewest likeliest tokens that together reach this probability
+    top_p: float = 1.0
     use_cache: bool = True          # False: compute the context again for every pass
 
 
@@ -43,8 +50,10 @@ def prefill(model, tokens, position, block, known):
 
 
 def pick(logits, how, generator):
-    """Draw a token from each row of logits (n, V) -> (ids (n,), their probability by the logits
-    (n,)). how: Sampling. generator: on the device of the logits, or None.
+    """Draw one token from each row of logits (n, V) -> (ids (n,), probability of each under the
+    logits (n,)).
+
+    how: Sampling. generator: on the device of the logits, or None.
     """
     logits = logits.double()
     plain = logits.softmax(-1)
@@ -61,7 +70,9 @@ def pick(logits, how, generator):
 
 
 def unmask(model, hidden, tokens, masked, how, generator):
-    """In place: put tokens at some masked positions, at least at one in each row that has any.
+    """One step: put tokens at some of the masked positions, at least at one in each row that has
+    any; in place.
+
     hidden (B, T, H), tokens (B, T), masked (B, T) bool.
     """
     if how.order == "first_hitting":
@@ -90,12 +101,14 @@ def keep(rows, tensors, past):
 
 @torch.no_grad()
 def generate(model, states, rooms, block_size, end, how=Sampling(), generator=None, progress=None):
-    """Generate blocks for every problem until `end` comes or its room is used up -> [Generated].
+    """Generate blocks for every problem until `end` comes or its room is used up -> list of
+    Generated.
 
     model: DiT in eval mode. states: (context, (pinned, first)) of each problem. context: (3, n)
     ints, ids, positions and block numbers of clean tokens. pinned: ids that the first block begins
     with, fewer than block_size; first: its position. rooms: blocks each may have. generator: on the
-    model's device. progress(number, ids): called behind every block with all ids so far.
+    model's device. progress(number, ids): called behind every block of a problem with all ids it
+    has so far.
     """
     contexts, pinned = zip(*states)
     device, config = model.embed.weight.device, model.config

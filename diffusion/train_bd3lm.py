@@ -5,11 +5,13 @@
     python diffusion/train_bd3lm.py --demo --model_size nano --max_steps 300 ...    # offline
 
 Loss: a bound on the negative log-likelihood (noise.py), averaged over every target of the whole
-optimizer step, all ranks and micro-steps. Counts and noise come from the plan that all ranks share:
-any split of a step over ranks and micro-steps trains the same model (dropout aside).
+optimizer step, all ranks and micro-steps. The counts come from the plan that all ranks share, and
+so does the noise, which is drawn for the whole step: any split of a step over ranks and
+micro-steps trains the same model (dropout aside).
 
 Validation, early stopping and samples use the averaged weights. 50,000 steps of 512 problems are
-3,400 passes over GSM8K: such a run memorises, so keep --early_stop_patience on.
+3,400 passes over GSM8K's 7,473, and of 512 packed rows, three problems each, 10,000: such a run
+memorises, so watch eval/nll and keep --early_stop_patience on.
 
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the
 launcher; exit status 0.
@@ -114,8 +116,9 @@ def build_parser():
              "recommended; finetune with --init_from): "
         + "; ".join(f"{name} {problems} x {steps}, {lr:g}"
                     for name, (problems, steps, lr, _, _) in choices.PRESETS.items()))
-    add("--per_device_train_batch_size", type=int, help="rows per micro-step and rank (default: as "
-             "many as hold --problems_per_batch on average)")
+    add("--per_device_train_batch_size", type=int,
+        help="rows per micro-step and rank (default: as many as hold "
+             "--problems_per_batch on average)")
     add("--problems_per_batch", type=int,
         help="problems per micro-step and rank (default: preset's)")
     add("--gradient_accumulation_steps", type=int,
@@ -134,16 +137,18 @@ def build_parser():
         help="multiply the rate by sqrt(problems per optimizer step / N), 0 = off")
 
     add = flags.speed(p, parallel="ddp", bf16_help="bfloat16 compute, float32 weights").add_argument
-    add("--attn_backend", choices=("flex", "sdpa"), help="block-sparse or dense masks (default: "
-             "flex on CUDA, sdpa on a CPU); flex is dense in rows of fewer than 128 noisy copies")
+    add("--attn_backend", choices=("flex", "sdpa"),
+        help="block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU); flex "
+             "is dense in rows of fewer than 128 noisy copies")
 
     add = flags.logging(p, logging_steps=50, save_total_limit=3, **OFTEN).add_argument
     add("--eval_repeats", type=int, default=4,
         help="draws of the noise in a validation, for its error bar")
     add("--eval_accuracy", type=int, default=0, metavar="PROBLEMS",
         help="answer so many held-out problems in every validation, 0 = none")
-    add("--best_by", choices=("bound", "accuracy"), default="bound", help="what makes a checkpoint "
-             "the best one; accuracy: strict, of --eval_accuracy, the better bound of equal ones")
+    add("--best_by", choices=("bound", "accuracy"), default="bound",
+        help="what makes a checkpoint the best one; accuracy: strict, of "
+             "--eval_accuracy, the better bound of equal ones")
     add("--early_stop_patience", type=int, default=10,
         help="stop after so many validations without a better bound or accuracy, 0 = never")
     return flags.accept_old(p)
@@ -371,8 +376,8 @@ def build_network(args, world, ranks, job, resume):
 def resume_validation(args, job, meta, validation):
     """(noise range, validations since the best one, best values so far, whether one is due).
 
-    meta: of the checkpoint, or None: given weights are validated first. Bounds on other data or by
-    other noise (`validation`) do not compare.
+    meta: of the checkpoint, or None. Weights that were given are validated first. Bounds on other
+    data or by other noise (`validation`) do not compare.
     """
     if not meta:
         return args.t_range, 0, {}, bool(job.given and validation)
@@ -386,8 +391,10 @@ def resume_validation(args, job, meta, validation):
 
 
 def validate(args, state, job, network, t_range):
-    """By the averaged weights: (values of elbo.bound and accuracy.accuracy, noise range to train on
-    from here, answers to show); None: asked to stop. t_range: so far; it stays unless searched.
+    """(values, noise range to train on from here, answers to show); None: asked to stop.
+
+    By the averaged weights. values: of elbo.bound, and of accuracy.accuracy. t_range: the range so
+    far, which stays unless it is searched.
     """
     model, world, check = network.model, state.world, state.writer.check
     how = elbo.Eval(job.eval_rows, job.tokens.mask, args.per_device_eval_batch_size,
@@ -433,8 +440,9 @@ def save_checkpoint(state, job, network, optimizer, meta):
 
 
 def step_work(config, table, window, masked_share):
-    """{name: total over the rows of one optimizer step}: work of all ranks, from the plan. table:
-    blocks.row_table. masked_share: of the targets; only masked ones reach the head.
+    """{name: total over the rows of one optimizer step}: work of all ranks, from the plan.
+
+    table: blocks.row_table. masked_share: of the targets; only masked ones reach the head.
     """
     work = {name: int(values[window].sum()) for name, values in table.items()}
     return work | {"flops": weights.module_of(config).flops(

@@ -164,8 +164,9 @@ def find_audio(facts, key, path):
 
 
 def evaluate(folder, samples, judges, settings):
-    """The contents of evaluation.json for one folder and its [Sample]. judges: scores.Judges, on
-    their device. settings: {flag: value}, noted in the file.
+    """The contents of evaluation.json for one folder and its [Sample].
+
+    judges: scores.Judges, on their device. settings: {flag: value}, noted in the file.
     """
     rows, voices, notes = [], {}, []
     for sample in samples:

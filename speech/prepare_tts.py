@@ -100,7 +100,8 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, limits, recogn
     """Make the prepared folder, on every rank; returns its report on rank 0.
 
     sources: rows.Sources. encoding: dataset.Encoding. limits: checks.Limits. recogniser: of
-    transcripts.hear, or None. Raises UserError with all errors in the data that are not dropped.
+    transcripts.hear, or None. Raises UserError with all errors in the data, unless they are
+    dropped.
     """
     out, start = Path(output_dir), time.monotonic()
     bad, noted, drop = {}, [], sources.drop

@@ -133,8 +133,9 @@ def interval(texts, errors):
 
 
 def judge_all(voice_dir, spoken):
-    """Judgements of the recordings, the base, the base in the new voice, and the adapter; and both
-    voices. spoken: read_spoken of the base and of the adapter.
+    """Judgements of the recordings, the base, the base in the new voice, and the adapter; and both voices.
+
+    spoken: read_spoken of the base and of the adapter.
     """
     (texts, waves, codes, ends), (texts_after, waves_after, _, ends_after) = spoken
     if texts != texts_after:

@@ -32,6 +32,7 @@ def build_parser():
     return p
 
 
+# parsed before torch is imported: --help and a mistake in a flag answer at once
 def check_flags(args, world_size):
     """Raise UserError for counts that make no data."""
     flags.at_least_one(args, "speakers")
@@ -40,7 +41,6 @@ def check_flags(args, world_size):
                f"--clips is {args.clips}; it must be at least 2 a speaker, {2 * args.speakers}: one is a reference")
 
 
-# parsed before torch is imported: --help and a mistake in a flag answer at once
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import json
@@ -68,7 +68,8 @@ SPECIAL_TOKENS = [
     "<|eom_id|>", "<|eot_id|>", "<|python_tag|>", "<|audio_bos|>", "<|audio_eos|>", "<|audio_out_bos|>",
     "<|reserved_special_token_6|>", "<|AUDIO|>", "<|AUDIO_OUT|>", "<|recipient|>", "<|scene_desc_start|>",
     "<|scene_desc_end|>", "<|reserved_special_token_3|>", "<|reserved_special_token_4|>",
-    "<|reserved_special_token_5|>", "<|reserved_special_token_7|>"]
+    "<|reserved_special_token_5|>", "<|reserved_special_token_7|>",
+]  # fmt: skip
 
 # Some of Higgs TTS 3's added tokens, in the order of their ids, and of its 43 control tags.
 SPECIAL_TOKENS_3 = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|tts|>", "<|audio|>", "<|audio_end|>", "<|text|>",
@@ -76,8 +77,10 @@ SPECIAL_TOKENS_3 = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|tts|>", "<
                     "<|style:whispering|>", "<|sfx:laughter|>", "<|prosody:pause|>"]
 
 # How the Llama 3 family cuts text before byte-pair merging: contractions, words, up to three digits, signs, space.
-WORD_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+WORD_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
 
 STORY = """\
 The kettle is singing on the stove. Please leave the window open tonight. Remember this: the door is never locked.
@@ -116,7 +119,8 @@ SOUNDS = {
     "z": (250, 4000, 5500, 0.3, 0.4), "j": (300, 2200, 3500, 0.3, 0.3), "s": (4500, 5800, 7000, 0.0, 0.8),
     "f": (1500, 4500, 6500, 0.0, 0.4), "h": (700, 1500, 2600, 0.0, 0.3), "c": (2000, 3800, 5000, 0.0, 0.6),
     "x": (3000, 5000, 6500, 0.0, 0.6), "p": (500, 1000, 2200, 0.0, 0.2), "t": (3000, 4200, 5500, 0.0, 0.4),
-    "k": (1500, 2200, 3000, 0.0, 0.3), "q": (1500, 2000, 2800, 0.0, 0.3)}
+    "k": (1500, 2200, 3000, 0.0, 0.3), "q": (1500, 2000, 2800, 0.0, 0.3),
+}  # fmt: skip
 PAUSE = (500, 1500, 2500, 0.0, 0.0)
 
 
@@ -126,9 +130,14 @@ def make_tokenizer(out_dir, sentences=SENTENCES):
     The special tokens come last, as in the real one. It adds no begin-of-text token by itself.
     """
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=train_bpe(SPECIAL_TOKENS, sentences), bos_token="<|begin_of_text|>",
-        eos_token="<|eot_id|>", pad_token="<|end_of_text|>", clean_up_tokenization_spaces=False,
-        model_max_length=2048, model_input_names=["input_ids", "attention_mask"])
+        tokenizer_object=train_bpe(SPECIAL_TOKENS, sentences),
+        bos_token="<|begin_of_text|>",
+        eos_token="<|eot_id|>",
+        pad_token="<|end_of_text|>",
+        clean_up_tokenization_spaces=False,
+        model_max_length=2048,
+        model_input_names=["input_ids", "attention_mask"],
+    )
     tokenizer.save_pretrained(Path(out_dir) / "model")
     return tokenizer
 
@@ -151,7 +160,8 @@ def make_model(out_dir, tokenizer, seed=0, **config_overrides):
     """Saves a random float32 language model with its processor in OUT_DIR/model and returns it.
 
     The text head is part of it, as in the released checkpoint. config_overrides are
-    HiggsAudioV2Config fields. Does not need torchaudio.
+    HiggsAudioV2Config fields; an unknown name is stored there and has no effect. Does not need
+    torchaudio.
     """
     token_id = tokenizer.convert_tokens_to_ids
     special = {name: getattr(tokenizer, name)
@@ -187,10 +197,13 @@ def make_codec(out_dir, seed=0):
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     position = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
     semantic = HubertConfig(conv_dim=(8,) * 7, mask_time_prob=0.0, **sizes, **position)
-    # kbit/s; the last is 8 codebooks of 10 bits at 25 frames per second
     config = HiggsAudioV2TokenizerConfig(
-        target_bandwidths=[0.5, 1, 1.5, 2], codebook_size=1024, codebook_dim=8,
-        acoustic_model_config=acoustic, semantic_model_config=semantic)
+        target_bandwidths=[0.5, 1, 1.5, 2],  # kbit/s; the last is 8 codebooks of 10 bits at 25 frames per second
+        codebook_size=1024,
+        codebook_dim=8,
+        acoustic_model_config=acoustic,
+        semantic_model_config=semantic,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         codec = HiggsAudioV2TokenizerModel(config).eval()
@@ -275,7 +288,10 @@ def synthesise(text, speaker, sample_rate, rng):
 
 def make_speech(out_dir, clips=48, speakers=4, seed=0):
     """Writes OUT_DIR/speech/*.wav (PCM_16, every sixth clip stereo), one sentence per clip,
-    speakers taking turns -> [{"text", "speaker": number, "path": relative to OUT_DIR, "seconds"}].
+    speakers taking turns; each has at least two, so that there is another clip to take the voice
+    from.
+
+    Returns a list of {"text", "speaker": number, "path": relative to OUT_DIR, "seconds"}.
     """
     import soundfile
 
@@ -313,8 +329,8 @@ def voice_cloning_sample(name, reference, target):
         return {"type": "text", "text": content}
 
     def audio(clip, duration=None):
-        return {"type": "audio", "audio_url": clip["path"], "raw_audio": "", "duration": duration,
-                "offset": None}
+        return {"type": "audio", "audio_url": clip["path"], "raw_audio": "", "duration": duration, "offset": None}
+
     system = "You are a helpful assistant capable of generating speech in the voice of the provided reference audio."
     request = f"Please generate speech for given text in reference audio's voice: {target['text']}"
     return {
@@ -323,9 +339,15 @@ def voice_cloning_sample(name, reference, target):
             {"role": "user", "content": [text(reference["text"]), audio(reference), text(request)]},
             {"role": "assistant", "content": [text(target["text"]), audio(target, target["seconds"])]},
         ],
-        "start_index": 0, "speaker": f"speaker{target['speaker']}",
-        "misc": {"sample_id": name, "ref_transcript": reference["text"],
-                 "target_transcript": target["text"], "duration": target["seconds"]}}
+        "start_index": 0,
+        "speaker": f"speaker{target['speaker']}",
+        "misc": {
+            "sample_id": name,
+            "ref_transcript": reference["text"],
+            "target_transcript": target["text"],
+            "duration": target["seconds"],
+        },
+    }
 
 
 def main(argv=None):

@@ -74,7 +74,8 @@ CHECKPOINT_3 = """# the servers also want the codec in the folder: export it wit
 hf download {repo} --local-dir checkpoint
 python lora.py export --model_path checkpoint --audio_tokenizer_path {codec} --dtype bfloat16 --output_dir served
 """ + SERVE_3
-SERVED_3 = "hf download {repo} --local-dir served\n" + SERVE_3
+SERVED_3 = """hf download {repo} --local-dir served
+""" + SERVE_3
 TERMS_3 = """For research and non-commercial use only: the base is under the Boson Higgs TTS 3 Research and
 Non-Commercial License, which goes with what is made of it. No voice may be cloned without its owner's consent."""
 

@@ -18,14 +18,15 @@ from speech.model import versions, weights
 
 def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**9, adapter=None,
            codec=None, base_dtype=None):
-    """Write the checkpoint `source` (folder or hub name, either layout) into output_dir -> notes to
-    print.
+    """Write the checkpoint `source` (folder or hub name, either layout) into output_dir; returns
+    notes to print.
 
     layout: of choices.LAYOUTS. dtype: of choices.DTYPES, or None: as the files have it, but float32
-    where an adapter is folded in. shard_bytes: limit of one weight file. adapter: folder, or None;
-    its text_normalization.FILE comes along, else the source's. codec: see weights.save_config.
-    base_dtype nf4: the base is rounded as such a run has seen it. Raises UserError, also when
-    output_dir holds something.
+    where an adapter is folded in, since bf16 rounds away most of what a small update changed.
+    shard_bytes: limit of one weight file. adapter: folder, or None; its text_normalization.FILE
+    comes along, without one the source's. codec: see weights.save_config. base_dtype nf4: the base
+    is rounded as an adapter of such a run has seen it. Raises UserError, also when output_dir holds
+    something.
     """
     folder, config = weights.find_model(source)
     model_module, third = versions.module(config), versions.is_third(config["model_type"])

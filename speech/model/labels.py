@@ -1,9 +1,10 @@
-"""Which tokens and codes of a conversation the model sees, and which are trained.
+"""Which tokens and codes of a conversation the model sees, and which of them are trained: the
+collator's rules.
 
-The rules are those of boson-ai/higgs-audio's collator: a clip of T frames takes T + 9 rows,
-codebook k is delayed by k rows, its T codes and one end-of-stream are trained, begin-of-stream and
-the fill never. A trained assistant turn's text, <|audio_out_bos|>, <|audio_eos|> and <|eot_id|> are
-text targets.
+They are those of boson-ai/higgs-audio's collator: a clip of T frames takes T + 9 rows, codebook k
+is delayed by k rows, its T codes and one end-of-stream are trained, begin-of-stream and the fill
+never. A trained assistant turn's text, <|audio_out_bos|>, <|audio_eos|> and <|eot_id|> are text
+targets.
 """
 from dataclasses import dataclass
 
@@ -100,10 +101,15 @@ def token_ids(tokenizer, config):
             raise UserError(f"--model_path: its tokenizer has no {name}: it is not Higgs-Audio's")
     audio = tokenizer.convert_tokens_to_ids("<|AUDIO_OUT|>")
     if audio != config.audio_token_id or len(tokenizer) > config.vocab_size:
-        raise UserError(f"tokenizer and model disagree: <|AUDIO_OUT|> is {audio} and "
-                        f"{config.audio_token_id}, {len(tokenizer)} tokens and {config.vocab_size}")
+        raise UserError("tokenizer and model disagree: "
+                        f"<|AUDIO_OUT|> is {audio} and {config.audio_token_id}, "
+                        f"{len(tokenizer)} tokens and {config.vocab_size}")
     return TokenIds(audio, config.audio_delay_token_id, config.pad_token_id, config.num_codebooks,
                     config.audio_stream_bos_id, config.audio_stream_eos_id)
+
+
+# --------------------------------------------------------------------------------------------------
+# From a conversation to rows
 
 
 def conversation_pieces(sample):
@@ -151,7 +157,8 @@ def delay_labels(codes, eos):
     frames, books = codes.shape
     labels = np.full((frames + books + 1, books), IGNORE, np.int64)
     for k in range(books):
-        # one end-of-stream: generation fills in the rest itself
+        # one row below the begin-of-stream rows, which nobody predicts; one end-of-stream, since
+        # generation fills in the rest itself
         labels[k + 1:k + 1 + frames, k] = codes[:, k]
         labels[k + 1 + frames, k] = eos
     return labels
@@ -161,11 +168,13 @@ def audio_targets(sample):
     """(R,) positions in a sample that predict a row of codes, (R, 8) that row, IGNORE where not
     trained.
 
-    sample: of assemble, whose labels stand beside their own rows, or of labels_v3.assemble.
+    sample: of assemble, whose labels stand beside the rows they belong to, or of
+    labels_v3.assemble.
     """
     if "audio_at" in sample:
         return sample["audio_at"], sample["audio_targets"]
-    # a row predicts the one behind it; row 0 of a clip is never a label, so none reaches another
+    # a row predicts the one behind it; row 0 of a clip is never a label, so none reaches into the
+    # next clip
     following = sample["audio_labels"][1:]
     trained = np.flatnonzero((following != IGNORE).any(axis=1))
     return np.flatnonzero(sample["is_audio"])[trained], following[trained]
@@ -173,10 +182,11 @@ def audio_targets(sample):
 
 @dataclass
 class PackedBatch:
-    """B samples of S tokens in all, A of them audio rows, on one flat axis; int64 unless said.
+    """B samples of S tokens in all, A of them audio rows, on one flat axis. All tensors int64
+    unless said.
 
-    Hidden states are kept in modality order (text rows first, then audio rows), so that each FFN
-    works on one contiguous slice; attention permutes to sequence order and back.
+    The model keeps hidden states in modality order (text rows first, then audio rows), so that each
+    FFN works on one contiguous slice; attention permutes to sequence order and back.
     """
     input_ids: torch.Tensor         # (S,) sequence order; audio rows hold native placeholders
     position_ids: torch.Tensor      # (S,) position within its sample

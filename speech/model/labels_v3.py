@@ -1,4 +1,7 @@
-"""Sequences of Higgs TTS 3: prompts, delay pattern, labels. A prompt has no roles, no system text:
+"""Sequences of Higgs TTS 3: prompts, delay pattern, labels, and how a conversation becomes one of
+them.
+
+A prompt has neither roles nor a system text:
 
     plain             <|tts|> <|text|> text <|audio|>
     clone             <|tts|> <|ref_text|> text <|ref_audio|> rows <|text|> text <|audio|>
@@ -6,9 +9,9 @@
 
 T frames of codes become T + 7 rows: codebook k holds k begin-of-codes (BOC), its T codes, 7 - k
 end-of-codes (EOC). The hidden state at <|audio|> predicts row 0, that of row r row r + 1; the last
-row is never an input. Trained are the codes and all EOC: when the model speaks, nothing fills the
-codebooks that have ended, so one that was not taught to never stops. The layout is what sglang-omni
-0.1.9 and vllm-omni 0.30 serve.
+row is never an input. Trained are the codes and all EOC: a model that was not taught to fill the
+codebooks that have ended never stops, since nothing fills them for it when it speaks. The layout is
+what sglang-omni 0.1.9 and vllm-omni 0.30 serve.
 """
 import re
 from dataclasses import dataclass, replace
@@ -102,7 +105,8 @@ def delay(codes, bos=1024, eos=1025):
     codes = torch.as_tensor(codes).long()
     frames, books = codes.shape
     rows = torch.full((frames + books - 1, books), eos)
-    for k in range(books):      # unlike V2 no row of BOC or EOC alone
+    for k in range(books):
+        # unlike V2 no row of BOC alone comes first, and none of EOC alone last
         rows[:k, k] = bos
         rows[k:k + frames, k] = codes[:, k]
     return rows
@@ -112,7 +116,8 @@ def undelay(rows):
     """(T + K - 1, K) rows -> (T, K) codes, delay's inverse; (0, K) for less than a frame's."""
     rows = torch.as_tensor(rows)
     books = rows.shape[1]
-    frames = max(0, len(rows) - books + 1)      # fewer: speech that was cut off
+    # speech that was cut off may have fewer rows than a frame
+    frames = max(0, len(rows) - books + 1)
     return torch.stack([rows[k:k + frames, k] for k in range(books)], dim=1)
 
 
@@ -123,7 +128,8 @@ def label_mask(frames, books=8):
 
 
 def streams(sample, ids):
-    """([(name, [(text or Clip, labelled)])], [what was left out]) of a Sample.
+    """([(name, [(text or Clip, labelled)])], [what was left out]) of a canonical Sample, for
+    speech.data.dataset.
 
     One stream for each trained clip: its text, and as its reference the assistant's clip before it
     with that one's text. Raises BadSample for a text of several speakers, or a clip without text.
@@ -166,8 +172,11 @@ def streams(sample, ids):
 
 
 def said_by_clip(turn, asked):
-    """[(text, Clip)] of an assistant's turn: each says what stands between it and the clip before;
-    the first one `asked`, the user's text before the turn, where nothing does.
+    """[(text, Clip)] of an assistant's turn. Of several clips each says what stands between it and
+    the clip before.
+
+    asked: the user's text before the turn, which the first clip says where no text stands before
+    that.
     """
     if len(turn.clips) < 2:
         return [(turn.text.strip() or asked, clip) for clip in turn.clips]

@@ -66,9 +66,10 @@ def original_names(names):
 
 
 def original_config(native, tokenizer, dtype):
-    """config.json dict of the 2025 layout for a native config: key by key that of the released
-    checkpoint, Llama 3.2's rope numbers. Ids without a place there are added only where they differ
-    from the released model's.
+    """config.json dict of the 2025 layout for a native config: key by key that of the released checkpoint.
+
+    The rope parameters are Llama 3.2's spelling, numerically the native ones. Ids that the layout has no place for are
+    added only where they differ from the released model's; boson's config class keeps keys it does not know.
     """
     def token(name):
         return tokenizer.convert_tokens_to_ids(name)
@@ -124,6 +125,10 @@ def save_original_config(native, tokenizer, folder, source, config):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     path.write_text(json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
     return {}
+
+
+# --------------------------------------------------------------------------------------------------
+# Files of a native processor, which folders of that layout lack
 
 
 def name_codec(folder, codec):

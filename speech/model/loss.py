@@ -5,7 +5,8 @@ import torch
 
 
 class Ends(NamedTuple):
-    """Sums over the end-of-stream targets: cross-entropy, how many argmax gets right, their number.
+    """Sums over the end-of-stream targets: cross-entropy, how many argmax gets right, how many
+    there are.
 
     stops, false_stops: of codebook 0 alone, which ends speech: ends that argmax gets right, and
     codes that argmax takes for an end.
@@ -56,7 +57,9 @@ def total_loss(audio, n_audio, text, n_text, reduction, text_weight):
 
 
 def named(values, sums, prefix):
-    """{"prefix/name": value} of a report; NaN where every step was skipped: no target."""
+    """{"prefix/name": value} of a report; NaN where no target was counted, since every step was
+    skipped.
+    """
     if sums.audio_targets + sums.text_targets == 0:
         values = dict.fromkeys(values, float("nan"))
     return {f"{prefix}/{name}": value for name, value in values.items()}

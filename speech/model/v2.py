@@ -2,8 +2,9 @@
 
 Parameter names stay transformers' own, so hub checkpoints load, PEFT attaches and save_pretrained
 and generate work. What changes is the training forward: one flat axis for all samples, hidden
-states in modality order (text rows, then audio rows) so that each FFN works on a contiguous slice,
-variable-length attention, heads on supervised rows only, no host sync anywhere.
+states in modality order (text rows, then audio rows) so that each FFN of the dual-FFN layers works
+on a contiguous slice, variable-length attention, heads on supervised rows only, no host sync
+anywhere.
 """
 import inspect
 from typing import NamedTuple
@@ -36,7 +37,8 @@ weight_parts = weights.weight_parts
 
 
 def text_setting(wanted):
-    """--normalize_text as "on" or "off"; by default on, as boson-ai's inference does."""
+    """--normalize_text as "on" or "off"; on where nothing is wanted, as boson-ai's inference does.
+    """
     return wanted or "on"
 
 
@@ -51,8 +53,11 @@ def empty_model(config_dict, dtype, folder):
 
 
 def positions(config):
-    """Tokens that a prompt and its speech may have: more than config.json's 2,048 may be trained.
-    Positions are rotary, scaled for the 131,072 of the released checkpoint's own config.json.
+    """Tokens that a prompt and its speech may have: what --max_length trains beyond config.json's
+    2,048 is spoken, too.
+
+    Positions are rotary, scaled for the 131,072 that the released checkpoint's own config.json
+    says.
     """
     return max(config.max_position_embeddings, 131072)
 
@@ -85,7 +90,8 @@ class Permute(torch.autograd.Function):
 
 
 def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
-    """Causal attention inside each sample. q (S, heads, D), k and v (S, kv_heads, D) -> like q.
+    """Causal attention inside each sample. q (S, heads, D), k and v (S, kv_heads, D) -> (S, heads,
+    D).
 
     cu_seqlens (B + 1,) int32 on the device. CUDA in half precision: torch's variable-length flash
     attention. Elsewhere: SDPA sample by sample, same result, by seqlens (B,) int64 on the CPU.
@@ -242,7 +248,8 @@ def loss_report(sums, reduction, text_weight, prefix):
 
 
 def freeze_unreachable(model, text_loss_weight):
-    """Freeze what no loss reaches, for weight decay and optimizer state as well -> names.
+    """Freeze what no loss can reach, so that neither weight decay nor optimizer state touches it;
+    returns the names.
 
     Without a text loss these are the text head and the last layer's text FFN: audio is predicted
     from audio rows only.

@@ -1,8 +1,9 @@
-"""Higgs TTS 3 (higgs-audio-v3-tts-4b, higgs-tts-3-4b): the model, its loss and its step machine.
+"""Higgs TTS 3 (higgs-audio-v3-tts-4b, higgs-tts-3-4b): the model, its sequences, its loss and its step machine.
 
-The model is a plain Qwen3 body and one audio table of num_codebooks x codebook_size rows that is
-both the embedding and the head; labels_v3.py has the layout of its sequences. The weights are for
-research and non-commercial use (Boson Higgs TTS 3 licence); none are part of this project.
+The model is a plain Qwen3 body and one audio table of num_codebooks x codebook_size rows that is both the embedding and
+the head. labels_v3.py has the layout of its sequences.
+
+The weights are for research and non-commercial use (Boson Higgs TTS 3 licence); none are part of this project.
 """
 import shutil
 from dataclasses import dataclass
@@ -18,7 +19,13 @@ from common.document_attention import ATTENTION
 from common.new_folder import new_folder
 from speech.model import weights  # first: it explains a torchaudio that breaks every transformers import
 from speech.model.labels import IGNORE
-from speech.model.labels_v3 import TOKENS, Ids, delay, label_mask, undelay  # noqa: F401
+from speech.model.labels_v3 import (  # noqa: F401  (offered here, too)
+    TOKENS,
+    Ids,
+    delay,
+    label_mask,
+    undelay,
+)
 from speech.model.loss import Sums, named
 
 from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3Config, Qwen3Model  # isort: skip
@@ -217,8 +224,9 @@ packed = PackedHiggs3       # of module()
 
 
 def loss_report(sums, reduction, text_weight, prefix):
-    """v2.loss_report with the counts of this layout; text is not trained. A clip of T frames has T
-    codes in each codebook and K - 1 - k EOC in codebook k.
+    """v2.loss_report with the counts of this layout; text is not trained.
+
+    A clip of T frames has T codes in each codebook and K - 1 - k EOC in codebook k.
     """
     sums = Sums.of(sums)
     audio, ends, n_audio = sums.audio, sums.ends, sums.audio_targets
@@ -257,9 +265,10 @@ def reset_buffers(model, device):
 
 
 def weight_parts(folder, config_dict=None):
-    """{our name: [slice handle]} of a folder's model weights, the codec's aside. UserError, also
-    where the two copies of a table, embedding and head, differ: served, the model would be another
-    one.
+    """{our name: [slice handle]} of a folder's model weights, the codec's aside. Raises UserError.
+
+    The files hold both tables twice, as embedding and as head; copies that differ are refused: served, the model would
+    be another than the one trained.
     """
     found = weights.open_model(folder)
     for head, table in HEADS.items():
@@ -284,9 +293,10 @@ def published(named):
 
 
 def whole_files(tensors, folder, codec=None):
-    """{name in the files: (slice handles, dtype, fold)} of a folder as servers want it, from that
-    of our names: both heads beside their tables, and the codec of `codec`, a native folder, or of
-    `folder`. UserError without any.
+    """{name in the files: (slice handles, dtype, fold)} of a folder as servers want it, from that of our names.
+
+    Both heads beside their tables, and the codec: that of `codec`, a native folder, or the one inside `folder`. Raises
+    UserError without any: no server loads such a folder.
     """
     tensors = published(tensors)
     for head, table in HEADS.items():
@@ -330,12 +340,11 @@ def unpack_codec(folder, config_dict, into):
         raise UserError(f"{folder}: its codec lacks {len(missing)} weights, first {', '.join(missing[:5])}; give "
                         "--audio_tokenizer_path")
     if extra := sorted(parts.keys() - wanted.keys()):
-        print(f"codec      {len(extra)} tensors of the checkpoint's codec are not used, first "
-              f"{', '.join(extra[:3])}")
+        print(f"codec      {len(extra)} tensors of the checkpoint's codec are not used, first {', '.join(extra[:3])}")
     if into.exists():
         if not holds(into, {name: parts[name] for name in wanted}):
-            raise UserError(f"{into}: is not the codec inside {folder}; delete that folder, or "
-                            "give another --output_dir")
+            raise UserError(f"{into}: is not the codec inside {folder}; delete that folder, or give another "
+                            "--output_dir")
         return into
     with new_folder(into) as building:
         config.save_pretrained(building)
@@ -425,7 +434,9 @@ def step(logits, state, sampling, generator=None):
 
 @torch.no_grad()
 def forced_logits(model, prompt, ref_rows, rows):
-    """float32 (T + 7, 8, 1026) logits of every row, each from the prompt and the true rows before.
+    """float32 (T + 7, 8, 1026) logits of every row, each from the prompt and the true rows before
+    it.
+
     prompt: (input_ids, is_audio). ref_rows: (R, 8) or None. rows: (T + 7, 8) of delay().
     """
     input_ids, is_audio = (torch.as_tensor(values).to(model.audio_embedding.weight.device) for values in prompt)

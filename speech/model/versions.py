@@ -1,8 +1,10 @@
-"""Higgs-Audio V2 or Higgs TTS 3, by the model_type in config.json; only that one is imported.
+"""Higgs-Audio V2 or Higgs TTS 3: chosen once, by the model_type in config.json; only the chosen one
+is imported.
 
 v2.py and v3.py have the same functions: read_config, load_tokenizer, token_ids, text_setting,
-unpack_codec, empty_model, weight_parts, reset_buffers, layers, packed, freeze_unreachable,
-loss_report, weight_names, save_config; and constants LICENCE, LORA_TARGETS, WHOLE_MODULES, DRAWS.
+own_codec, empty_model, weight_parts, reset_buffers, layers, packed, freeze_unreachable,
+loss_report, weight_names, save_config; and the constants LICENCE, LORA_TARGETS, WHOLE_MODULES,
+DRAWS.
 """
 from pathlib import Path
 

@@ -52,8 +52,9 @@ class Wrapped(torch.nn.Module):
 
 
 def find_checkpoint(name, flag, model_types, advice):
-    """(local folder, its config.json as a dict) of a checkpoint given as a path or hub name. Raises
-    UserError. advice: {model_type of some other checkpoint: what to tell the user who gave it}.
+    """(local folder, its config.json as a dict) of a checkpoint given as a path or hub name. Raises UserError.
+
+    advice: {model_type of some other checkpoint: what to tell the user who gave it}.
     """
     folder = tensor_files.find_folder(name, flag)
     try:
@@ -169,10 +170,11 @@ def load_tokenizer(folder):
 
 
 def save_config(model, tokenizer, folder, source, codec=None):
-    """The files of a native checkpoint beside its weights -> {file that source lacks: how it was
-    made}.
+    """The files of a native checkpoint beside its weights. -> {file that source did not have: what
+    was made of it}.
 
-    codec: folder or hub name of the processor's codec; None: what source names, else the hub's.
+    codec: folder or hub name that the processor shall name as its codec; None: what source names,
+    else the hub's.
     """
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
