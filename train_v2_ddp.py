@@ -470,8 +470,10 @@ def train(args):
     need(len(eval_ids) or not args.early_stop_patience or args.best_by != "loss",
          "--early_stop_patience needs held-out samples: raise --validation_split or give --best_by")
     often = run.intervals(args, total_steps, meta, validates)
-    samples = per_step * args.per_device_train_batch_size
-    peak_lr = optim.sqrt_lr(args.learning_rate, samples, args.scale_lr_from_batch or samples)
+    peak_lr = args.learning_rate
+    if args.scale_lr_from_batch:
+        samples = per_step * args.per_device_train_batch_size
+        peak_lr = optim.sqrt_lr(args.learning_rate, samples, args.scale_lr_from_batch)
 
     if dry:
         check_resume(module, model, resume)
@@ -581,7 +583,8 @@ def train(args):
             planned = table.audio_targets[mine].sum()
             assert batch.counts["audio_targets"] == planned, "loader and plan disagree"
             # full packs have one shape, so compiled layers and the allocator see no other
-            assert args.max_tokens_per_batch in (0, len(batch.input_ids)), "pack not filled"
+            filled = args.max_tokens_per_batch in (0, len(batch.input_ids))
+            assert filled, "the pack is not filled to its budget"
             shown = micro == state.step % args.strategic_logging_steps == 0
             if args.enable_strategic_logging and main_rank and shown:
                 print_sample(table, tokenizer, batch)
@@ -607,7 +610,8 @@ def train(args):
         state.update(optimizer, trainable, peak_lr * factor, sums)
 
         # the same on every rank, so that all take part in what follows
-        state.eval_due, saving = bool(validates and state.due(args.eval_steps)), state.save_due()
+        state.eval_due = bool(validates and state.due(args.eval_steps))
+        saving = state.save_due()
         # a request to stop counts one step late, so that no step waits for the device
         stopping = state.stop_asked(state.eval_due or saving)
         stopping = stopping and (state.eval_due or not state.last)
