@@ -53,8 +53,7 @@ def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kin
     for name in names or [targets]:     # nothing but commas is a target that matches nothing
         if not any(n == name or n.endswith("." + name) for n in linear):
             raise UserError(f"--lora_target_modules {name!r} matches no linear layer; use one of "
-                            f"{', '.join(LORA_TARGETS)} or endings such as q_proj, mlp.gate_proj, "
-                            "audio_mlp.gate_proj")
+                            f"{', '.join(LORA_TARGETS)} or endings such as audio_mlp.gate_proj")
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names,
                         bias="none", modules_to_save=list(whole) if table else None, **kinds)
     net = adapters.attach(model, config, base_name)

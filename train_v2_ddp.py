@@ -35,13 +35,11 @@ def build_parser():
     g = p.add_argument_group("model")
     g.add_argument("--model_path", required=True,
                    help="folder or hub name: Higgs-Audio V2 (native or 2025 format) or Higgs TTS 3")
-    g.add_argument("--audio_tokenizer_path", help="native audio tokenizer, folder or hub name (default: the codec "
-                   "inside a Higgs TTS 3 checkpoint)")
+    choices.codec(g)
     flags.lora(g, rank=16, alpha=32, dropout=0.0, targets=None,
                targets_help=f"{', '.join(LORA_TARGETS)}, or comma-separated module name endings (default: attention; "
                             "Higgs TTS 3: all-linear)")
-    flags.switch(g, "--train_audio_table", help="beside the adapters, the audio embedding of Higgs TTS 3, which is its "
-                                                "head as well")
+    flags.switch(g, "--train_audio_table", help="with adapters: the audio table of Higgs TTS 3")
     flags.switch(g, "--freeze_llm", help="full fine-tuning of the audio embedding and head only")
 
     g = p.add_argument_group("data")
@@ -95,9 +93,7 @@ def build_parser():
 
 
 def check_flags(args, world_size):
-    """Raise UserError for values and combinations that would fail, or do nothing, later; fill in
-    what derives.
-    """
+    """Raise UserError for flags that would fail, or do nothing, later; fill in what derives."""
     flags.check_shared(args)
     flags.check_bad_samples(args, CHECKS)
     if args.dry_run is None:        # long before the imports are done
@@ -112,10 +108,9 @@ def check_flags(args, world_size):
          "--disable_eval and validation data exclude each other")
     flags.at_least_one(args, "gradient_accumulation_steps", "strategic_logging_steps")
     flags.zero_or_more(args, "text_loss_weight")
-    flags.above_zero(args, "sample_seconds", "sample_time_limit")
-    for flag in ("sample_seconds", "sample_time_limit"):
-        need(args.sample_prompts or getattr(args, flag) == {"sample_seconds": 10, "sample_time_limit": 120}[flag],
-             f"--{flag} needs --sample_prompts")
+    for flag, usual in {"sample_seconds": 10, "sample_time_limit": 120}.items():
+        flags.above_zero(args, flag)
+        need(args.sample_prompts or getattr(args, flag) == usual, f"--{flag} needs --sample_prompts")
     choices.check_judges(args, bool(args.sample_prompts))
     choices.check_keep(args)
     choices.check_best(args)
@@ -204,7 +199,6 @@ def empty_trained_model(module, folder, config, args):
 
 def load_model(module, world, model, parts, resume, args):
     """Load empty_trained_model's model on this rank's device -> what to call: it, or DDP around it.
-
     resume: checkpoint folder, or None: then adapters are drawn by the seed.
     """
     native, net, sharding = model.base_model, model.net, run.sharding(args, world.size)
@@ -318,7 +312,7 @@ def evaluate(module, world, model, table, ids, held_out, writer, args):
     for i, batch in enumerate(loading.each(loader)):
         if i % 16 == 0:     # often enough for a prompt stop, seldom enough to cost nothing
             writer.check()
-            if distributed.any_rank(world, bool(stop_requested())).item():
+            if distributed.largest(world, bool(stop_requested())).item():
                 model.train()
                 return None
         with run.autocast(args, world.device):
@@ -335,9 +329,7 @@ def sums_of(losses, batch):
 
 
 def load_prompts(args, tokenizer, ids, config, codec_dir, world):
-    """(sample_prompts.Speaker of --sample_prompts, or None, keep.Keeper of --keep, or None); on
-    every rank. Raises UserError.
-    """
+    """(sample_prompts.Speaker or None, keep.Keeper or None) of the flags. Raises UserError."""
     speaker, keeper = None, None
     if args.sample_prompts:
         from speech.voice import sample_prompts
@@ -405,18 +397,13 @@ def print_sample(table, tokenizer, batch):
 # Data
 
 
-def code_cache(args):
-    """Folder of encoded audio."""
-    return args.code_cache or Path(args.output_dir) / "codes"
-
-
 def read_data(args, tokenizer, ids, codec_dir, work_dir, world):
     """The Table of the user's files, made in work_dir. A dry run encodes nothing."""
     sources = Sources(*choices.sources(args), Reading(
                       **choices.reading(args), lone_reference=ids.lone_reference),
                       args.preprocess_num_proc, args.drop_bad)
-    encoding = Encoding(codec_dir, code_cache(args), ids.num_codebooks, args.preprocess_num_proc,
-                        args.wait_timeout)
+    encoding = Encoding(codec_dir, args.code_cache or Path(args.output_dir) / "codes",
+                        ids.num_codebooks, args.preprocess_num_proc, args.wait_timeout)
     return prepare_table(world, tokenizer, ids, sources, encoding, work_dir,
                          dry=args.dry_run is not None)
 
@@ -480,7 +467,8 @@ def train(args):
     steps_per_epoch, total_steps = run_length(
         order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps, at)
     validates = bool(len(eval_ids) or speaker)
-    choices.check_measured(args, len(eval_ids))
+    need(len(eval_ids) or not args.early_stop_patience or args.best_by != "loss",
+         "--early_stop_patience needs held-out samples: raise --validation_split or give --best_by")
     often = run.intervals(args, total_steps, meta, validates)
     peak_lr = args.learning_rate
     if args.scale_lr_from_batch:
@@ -499,7 +487,7 @@ def train(args):
             left = (total_steps - at["step"]) / steps_per_epoch
             lines.insert(2, plan.time_text(epoch * left / ranks, frozen))
         plan.print_plan(args, ranks, model, data, order, lines, total_steps - at["step"],
-                        code_cache(args))
+                        args.code_cache or Path(args.output_dir) / "codes")
         return print("dry run ok")
 
     # -- model, optimizer, resume ----------------------------------------------------------------
@@ -510,9 +498,8 @@ def train(args):
         model, parts = empty_trained_model(module, resume, config_dict, args)
     wrapped = load_model(module, world, model, parts, resume, args)
     trainable = [p for p in model.parameters() if p.requires_grad]
-    betas = (0.9, args.adam_beta2)
-    optimizer = optim.build_adamw(
-        model.named_parameters(), peak_lr, args.weight_decay, betas, decays)
+    optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
+                                  (0.9, args.adam_beta2), decays)
     if keeper:
         watch.moved("the base speaks --keep", args.wait_timeout)
         often += "\n" + keeper.speak(world, model)

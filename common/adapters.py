@@ -33,9 +33,7 @@ class AddingLinear(Linear):
     adds_in_place = True        # False copies the base's output first: recomputation may have kept it
 
     def forward(self, x, *args, **kwargs):
-        """x (..., in_features) -> (..., out_features); anything but plain training or inference is
-        PEFT's.
-        """
+        """x (..., in) -> (..., out); anything but plain training or inference is PEFT's."""
         if self.disable_adapters or self.merged or args or kwargs:
             return super().forward(x, *args, **kwargs)
         if low_rank.joins(self):

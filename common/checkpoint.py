@@ -75,10 +75,7 @@ def remove_named(folder, *patterns, keep=None):
 
 
 def new_table(folder):
-    """Path in `folder` for the table of a data set, which is made anew at each start.
-
-    A running job keeps the one that it has mapped; earlier ones go by remove_named.
-    """
+    """Path of a data set's table, new at each start: a running job keeps the one it has mapped."""
     return Path(folder) / f"table-{uuid.uuid4().hex[:8]}"
 
 
@@ -103,6 +100,16 @@ def write_atomically(path, write):
             fsync_path(path.parent)     # the renaming itself
     finally:
         temporary.unlink(missing_ok=True)       # of a write that failed
+
+
+def write_text(path, text):
+    """Write a text in UTF-8, atomically."""
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def write_json(path, value, **options):
+    """Write a value as indented JSON, atomically. options: of json.dumps."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False, **options) + "\n")
 
 
 def pickled(value):
@@ -332,10 +339,7 @@ def write_several(folder, write):
 
 
 def checkpoints(output_dir):
-    """[(step, path)] of the renamed, thus complete, checkpoint folders, oldest first.
-
-    PermissionError as it comes.
-    """
+    """[(step, path)] of the renamed, so complete, checkpoints, oldest first. PermissionError."""
     found = []
     for path in Path(output_dir).iterdir() if os.path.exists(output_dir) else ():
         match = re.fullmatch(r"checkpoint-(\d+)", path.name)

@@ -155,7 +155,6 @@ def one_clear_error():
 
 def what_is_lacking(error):
     """One line that names the disk, memory, limit, file or right that an error is due to, or None.
-
     An error in a loader process comes with its text, but without its number.
     """
     text, number = str(error), getattr(error, "errno", None)
@@ -165,7 +164,8 @@ def what_is_lacking(error):
         return (f"too many open files: a process may have {limit} here (ulimit -n); raise that, as "
                 "with ulimit -n 4096, or give fewer --num_workers")
     # a semaphore; torch < 2.13 names an older error behind what it cannot allocate
-    nameless = number == errno.ENOSPC and error.filename is None and not free_bytes(SHARED)
+    room = os.path.isdir(SHARED) and shutil.disk_usage(SHARED).free
+    nameless = number == errno.ENOSPC and error.filename is None and not room
     full = "unable to allocate shared memory" in text
     if nameless or full or "shared memory" in text and "No space left" in text:
         return (f"{SHARED} is full: processes that load data hand it over there; make it larger, as "
@@ -180,8 +180,7 @@ def what_is_lacking(error):
     if number in FULL:
         return f"{file} cannot be written ({error.strerror})"
     if isinstance(error, PermissionError):      # says nothing about what is in the file
-        return (f"{file}: {error.strerror}: this user may not read or write it; its owner can allow "
-                "it (chmod)")
+        return f"{file}: {error.strerror}: this user may not read or write it; its owner can (chmod)"
     if isinstance(error, IsADirectoryError):
         return f"{file} is a folder, not a file; move it away"
     if number and name or number in (errno.EIO, errno.ESTALE):      # the disk does not answer
@@ -191,9 +190,7 @@ def what_is_lacking(error):
 
 @contextlib.contextmanager
 def naming(path):
-    """An OSError in this context is about `path`. Most come without a name, that of a full disk,
-    say; others have that of a temporary file.
-    """
+    """An OSError in this context is about `path`: most have no name, or a temporary one."""
     try:
         yield
     except OSError as error:
@@ -201,14 +198,6 @@ def naming(path):
             raise UserError(f"{path} cannot be written ({error})")
         error.filename, error.filename2 = str(path), None
         raise
-
-
-def free_bytes(folder):
-    """Space left on a folder's disk; 0 where there is no such folder."""
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return 0
 
 
 def first_to_fail(store, store_gone=False):
@@ -367,11 +356,6 @@ def largest(world, number):
     return found
 
 
-def any_rank(world, yes):
-    """0-d float tensor on the device, 1 where `yes` (bool) holds on any rank. No host sync."""
-    return largest(world, bool(yes))
-
-
 def compile_layers(layers, **options):
     """torch.compile each layer in place; parameters keep their names. options: of torch.compile.
 
@@ -401,9 +385,10 @@ def shard(module, layers, world, bf16=False, reshard_after_forward=True, cpu_off
     # groups inside a mesh have 10 minutes, whatever the default group has
     for group in mesh.get_all_groups():
         dist.distributed_c10d._set_pg_timeout(world.limit, group)
-    options = {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy(),
-               "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype={
-                   "fp32": torch.float32, "bf16": torch.bfloat16}[reduce], cast_forward_inputs=False)}
+    offload = CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
+    options = {"mesh": mesh, "offload_policy": offload, "mp_policy": MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if bf16 else None, cast_forward_inputs=False,
+        reduce_dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[reduce])}
     for layer in layers:
         fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(module, reshard_after_forward=False, **options)     # needed again at once, by the backward

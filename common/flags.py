@@ -150,9 +150,7 @@ def nearest(name, known):
 
 
 class Args(argparse.Namespace):
-    """Parsed flags. Not in vars(): given, as they were before a script's check filled in what
-    derives; named, those that the command line or its file names.
-    """
+    """Parsed flags. Not in vars(): given, as before any check; named by command line or file."""
     __slots__ = ("given", "named")
 
 
@@ -224,13 +222,13 @@ def allocator_setting():
             notice(f"{name}={value} is read as {os.environ[name]}")
 
 
-def write_config(path, given, script):
-    """Write the flags `given` as the YAML file that --config of the script takes."""
+def config_text(given, script):
+    """The flags `given` as the YAML that --config of the script takes."""
     lines = [f"# {Path(script).name} --config {CONFIG} repeats this run; flags after it count more"]
-    lines += [f"{name}: {json.dumps(value, ensure_ascii=False)}"       # JSON's values are YAML's
-              for name, value in given.items()
-              if value is not None and name not in ("config", "dry_run")]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for name, value in given.items():
+        if value is not None and name not in ("config", "dry_run"):     # JSON's values are YAML's
+            lines.append(f"{name}: {json.dumps(value, ensure_ascii=False)}")
+    return "\n".join(lines) + "\n"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -282,12 +280,10 @@ def alias(**names):
 def before_the_run(parser):
     g = parser.add_argument_group("before the run")
     add = g.add_argument
-    add("--config", metavar="FILE",
-        help="YAML file of lines `flag: value`; flags of the command line count more. Every run "
-             "leaves the file that repeats it, OUTPUT_DIR/run.yaml")
-    add("--dry_run", nargs="?", type=int, const=0, metavar="GPUS",
-        help="check everything, print what the run will be and take, and stop; needs "
-             "no GPU. GPUS: plan for so many (default: the processes of this launch)")
+    add("--config", metavar="FILE", help="YAML file of lines `flag: value`; flags of the command "
+             "line count more. Every run leaves the file that repeats it, OUTPUT_DIR/run.yaml")
+    add("--dry_run", nargs="?", type=int, const=0, metavar="GPUS", help="check everything, print "
+        "what the run will take on so many GPUs (default: those of this launch), and stop")
     add("--gpu_memory", type=float, metavar="GIB",
         help="dry run, --auto: memory of one GPU (default: of the GPU here, else 80)")
     add("--host_memory", type=float, metavar="GIB",
@@ -318,10 +314,9 @@ def loading(group, num_workers):
 
 def bad_samples(group, checks):
     """Flags about samples that cannot be used; checks: names of what finds them."""
-    group.add_argument("--drop_bad", nargs="*", metavar="CHECK",
-                       help="drop and count samples that cannot be used instead of stopping, or "
-                            f"only those that these checks find: {', '.join(checks)}; "
-                            "OUTPUT_DIR/problems.jsonl lists all")
+    group.add_argument("--drop_bad", nargs="*", metavar="CHECK", help="drop samples that cannot be "
+                       f"used, or that these checks find: {', '.join(checks)}, instead of "
+                       "stopping; OUTPUT_DIR/problems.jsonl lists all")
     switch(group, "--drop_too_long", help="the same as --drop_bad too_long")
 
 
@@ -363,16 +358,13 @@ def speed(parser, parallel, bf16_help):
     switch(g, "--bf16", help=bf16_help)
     switch(g, "--tf32", help="TF32 for float32 matrix products on CUDA")
     add("--gradient_checkpointing", nargs="?", const="all", type=recomputation,
-        metavar="all|selective",
-        help="compute layers again in the backward pass: all of them, or (selective) "
-             "all but attention and matrix products, which costs less time and more "
-             "memory; the flag alone means all")
+        metavar="all|selective", help="compute layers again in the backward pass: all of them, or "
+        "(selective) all but attention and matrix products, for less time and more memory")
     switch(g, "--compile", help="torch.compile each layer")
     add("--collective_timeout", type=int, default=600,
         help="seconds a step may take, or a rank be silent, before it is named and all stop")
-    add("--replay_every", type=int, default=0,
-        help="compute the first micro-step of every N-th step twice more and compare bit for bit: "
-             "finds a GPU that computes wrongly; status 3 (torchrun: 1); 0 = never")
+    add("--replay_every", type=int, default=0, help="compute the first micro-step of every N-th "
+        "step twice more, bit for bit: finds a GPU that computes wrongly; status 3; 0 = never")
     add("--wait_timeout", type=int, default=21600,
         help="seconds to wait for data preparation, validation, saving")
     return g
@@ -430,16 +422,11 @@ def notice(text):
 # Checks; all raise UserError
 
 
-def values(args, names):
-    """(name, value) of the flags among names that the script has and that are set."""
-    found = [(name, getattr(args, name, None)) for name in names]
-    return [(name, value) for name, value in found if value is not None]
-
-
 def check_values(args, names, good, words):
-    """UserError for a flag among names whose value is not good(value). words: what it must do."""
-    for name, value in values(args, names):
-        need(good(value), f"--{name} is {value}; it must {words}")
+    """UserError for a flag among names that is set, but not good(value). words: what it must do."""
+    for name in names:
+        value = getattr(args, name, None)
+        need(value is None or good(value), f"--{name} is {value}; it must {words}")
 
 
 def at_least_one(args, *names):
@@ -480,8 +467,7 @@ def check_shared(args):
          "--gpu_memory needs --dry_run")
     need(args.dry_run is not None or not args.host_memory, "--host_memory needs --dry_run")
     need(not (args.compile and args.gradient_checkpointing == "selective"),
-         "--gradient_checkpointing selective does not go with --compile: inside a compiled layer "
-         "nothing can be picked out; drop one of the two")
+         "--gradient_checkpointing selective does not go with --compile; drop one of the two")
     names = list(dict.fromkeys(words_of(args.report_to)))
     need("none" not in names or names == ["none"], "--report_to none goes with no other")
     args.report_to = [name for name in names if name != "none"]

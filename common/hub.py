@@ -111,12 +111,12 @@ def saved_shards(folder):
     return [folder / str(file.get("filename")) for file in state.get("_data_files") or [] if isinstance(file, dict)]
 
 
-def download(path):
+def download(path, **where):
     """Path in the hub's cache here of a file on the hub, downloaded unless it is there already."""
     repo, commit, name = NAME.fullmatch(path.removeprefix(PREFIX)).groups()
     with asking(path):
         from huggingface_hub import hf_hub_download
-        return hf_hub_download(repo, name, repo_type="dataset", revision=commit)
+        return hf_hub_download(repo, name, repo_type="dataset", revision=commit, **where)
 
 
 @contextlib.contextmanager
@@ -127,10 +127,7 @@ def fetched(path, folder):
         return
     place = tempfile.mkdtemp(prefix=".hub-", dir=folder)        # one of COPIES
     try:
-        repo, commit, name = NAME.fullmatch(path.removeprefix(PREFIX)).groups()
-        with asking(path):
-            from huggingface_hub import hf_hub_download
-            _fetched[path] = hf_hub_download(repo, name, repo_type="dataset", revision=commit, local_dir=place)
+        _fetched[path] = download(path, local_dir=place)
         yield
     finally:
         _fetched.pop(path, None)

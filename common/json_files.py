@@ -146,9 +146,13 @@ def parse(text, path, line=1):
     try:
         return shallow(DECODER.decode(text), text.count("[") + text.count("{"))
     except json.JSONDecodeError as error:
-        raise _not_json(error, path, line)
+        whole = text.rstrip()
+        cut = error.pos >= len(whole) - 1 or whole[-1] not in "]}"
+        raise UserError(f"{path}: not valid JSON at line {line + error.lineno - 1} column "
+                        f"{error.colno}: {'the file looks truncated' if cut else error.msg}")
     except (ValueError, RecursionError) as error:
-        raise _unreadable(error, path, line)
+        why = "is nested too deeply" if isinstance(error, RecursionError) else error
+        raise UserError(f"{path}: JSON that cannot be read, from line {line} on: {why}")
 
 
 def json_value(path, flag=""):
@@ -162,21 +166,6 @@ def read_object(path, flag=""):
     if not isinstance(found, dict):
         raise UserError(f"{flag}{path}: holds a JSON {type(found).__name__}, not an object")
     return found
-
-
-def _not_json(error, path, line):
-    """UserError of a JSONDecodeError in a text that begins at this line of the file."""
-    whole = error.doc.rstrip()
-    cut = error.pos >= len(whole) - 1 or whole[-1] not in "]}"
-    return UserError(f"{path}: not valid JSON at line {line + error.lineno - 1} "
-                     f"column {error.colno}: "
-                     f"{'the file looks truncated' if cut else error.msg}")
-
-
-def _unreadable(error, path, line):
-    """UserError of what is JSON but is not read."""
-    why = "is nested too deeply" if isinstance(error, RecursionError) else error
-    return UserError(f"{path}: JSON that cannot be read, from line {line} on: {why}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

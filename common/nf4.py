@@ -101,7 +101,6 @@ def convert(layers):
 
 def load_weights(model, load, weights, parts, world):
     """load(weights, parts, world) that reads one weight at a time, and packs those of NF4Linear.
-
     weights: {name: parameter} of the base in `model`. load: the system's own load_weights.
     """
     layers = {module.weight: module for module in model.modules() if isinstance(module, NF4Linear)}

@@ -35,16 +35,15 @@ class EpochPlan:
 
 
 def best_fit(lengths, order, budget):
-    """Pack whole samples into bins of at most `budget` tokens, longest first inside each window of 4096 samples.
+    """[[sample index]] of bins of at most `budget` tokens: all of windows()."""
+    return list(itertools.chain.from_iterable(windows(lengths, order, budget)))
 
-    lengths (n,) tokens; order (n,) sample indices to pack. Returns a list of lists of sample indices.
-    Raises ValueError when a sample is longer than the budget.
+
+def windows(lengths, order, budget):
+    """Yield, for each window of 4096 samples, lists of samples of at most `budget` tokens, longest first.
+
+    lengths (n,) tokens; order (n,) sample indices to pack. ValueError: one is longer than the budget.
     """
-    return list(itertools.chain.from_iterable(_windows(lengths, order, budget)))
-
-
-def _windows(lengths, order, budget):
-    """best_fit's bins, window by window."""
     for start in range(0, len(order), 4096):
         window = order[start:start + 4096]
         # long samples first: short ones then fill what those leave
@@ -68,13 +67,12 @@ def _windows(lengths, order, budget):
         yield bins
 
 
-def _flat(windows):
-    """Lists of packs, each a list of sample indices, one after the other -> EpochPlan."""
+def _flat(packs):
+    """Packs, each a list of sample indices -> EpochPlan."""
     samples, sizes = array("q"), array("q")
-    for packs in windows:
-        for pack in packs:
-            samples.extend(pack)
-            sizes.append(len(pack))
+    for pack in packs:
+        samples.extend(pack)
+        sizes.append(len(pack))
     return EpochPlan(np.asarray(samples), np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
 
 
@@ -116,7 +114,8 @@ class PackOrder:
             # once, by the seed alone: packing is slow, and each epoch shuffles these packs
             if shuffle:
                 order = np.random.default_rng((seed, 0)).permutation(order)
-            self._bins = _flat(_windows(self.lengths, order, tokens_per_pack))
+            bins = windows(self.lengths, order, tokens_per_pack)
+            self._bins = _flat(itertools.chain.from_iterable(bins))
         self.packs_per_epoch = len(self._bins) if self._bins else -(-len(self.lengths) // samples_per_pack)
 
     def epoch(self, epoch):

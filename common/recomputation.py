@@ -20,14 +20,12 @@ PRODUCTS = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1,      
 WIDER = 8       # a product is kept unless its rows grow by more: an adapter's second half, rank to width, does
 
 
-def keeps_product(inner, outer):
-    """Whether selective checkpointing keeps rows of width `outer` that were made from rows of width `inner`."""
-    return outer <= WIDER * inner
-
-
 def keeps(op, args):
     """Whether selective checkpointing keeps the output of an operator with these arguments."""
-    return keeps_product(*args[PRODUCTS[op] + 1].shape[-2:]) if op in PRODUCTS else op in ATTENTION
+    if op not in PRODUCTS:
+        return op in ATTENTION
+    inner, outer = args[PRODUCTS[op] + 1].shape[-2:]
+    return outer <= WIDER * inner
 
 
 def _policy(context, op, *args, **kwargs):
@@ -42,9 +40,7 @@ def leave_products(model, mode):
 
 
 def set_mode(model, layers, mode):
-    """Have a model's layers be called as `mode` of flags.MODES wants it; None: plainly. layers: of transformers, or
-    the model calls them by model.call.
-    """
+    """Have a model's layers be called as `mode` of flags.MODES wants it; None: plainly."""
     leave_products(model, mode)
     if hasattr(model, "call"):
         model.call = caller(mode)

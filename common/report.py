@@ -45,6 +45,7 @@ PLACES = (("eos_loss", "End of speech", "nats"), ("length_ratio", "End of speech
           ("learning_rate|norm|bad_steps|epoch", "Optimisation", ""), ("", "Other", ""))
 SECTIONS = ("Loss", "Answers", "Speech", "End of speech", "Samples", "Evaluation", "Optimisation",
             "Speed and memory", "Other")
+DATE = "%Y-%m-%d %H:%M"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -280,10 +281,6 @@ def number(value, digits=4):
     return f"{value:.{digits}g}"
 
 
-def date(seconds):
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
-
-
 def data_uri(path):
     kind = PLAYABLE.get(path.suffix.lower(), "image/png")
     return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
@@ -337,10 +334,7 @@ def sample_cell(label, sample):
 
 
 def sample_rows(columns):
-    """The same prompt, name and text, of every step and folder side by side.
-
-    columns: [(label, [facts of read_samples])].
-    """
+    """The same prompt of all steps and folders side by side. columns: [(label, [facts of one])]."""
     rows, parts = {}, []
     for label, samples in columns:
         for sample in samples:
@@ -397,7 +391,8 @@ def checkpoint_table(run):
     """Step, losses, size, time and whether each checkpoint is whole, as sizes of files tell."""
     losses = [dict(metrics.curve(run.rows, name)) for name in ("train/loss", "eval/loss")]
     rows = [[f"{found['step']:,}", *(number(loss.get(found["step"])) for loss in losses),
-             f"{found['bytes'] / 2**20:,.1f} MiB", date(found["time"]),
+             f"{found['bytes'] / 2**20:,.1f} MiB",
+             time.strftime(DATE, time.localtime(found["time"])),
              tag("span", f"damaged: {found['wrong']}" if found["wrong"] else "whole",
                  class_="bad" if found["wrong"] else "good")] for found in run.checkpoints]
     head = ["step", "training loss", "validation loss", "size", "saved", "files"]
@@ -441,7 +436,7 @@ def page(runs, sample_columns, evaluations, answer_columns=()):
     template = Path(__file__).resolve().with_name("report_page.html").read_text(encoding="utf-8")
     script = re.search(r"<script>(.*?)</script>", template, re.DOTALL)[1].encode()
     values = {"title": escape(" and ".join(run.name for run in runs)), "links": "".join(links),
-              "made": date(time.time()), "body": "".join(body), "summary": "".join(top),
+              "made": time.strftime(DATE), "body": "".join(body), "summary": "".join(top),
               "data": data,      # and the only script that the page allows to run:
               "script": base64.b64encode(hashlib.sha256(script).digest()).decode()}
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
@@ -466,8 +461,8 @@ def write_report(runs, args):
         need(clips, f"--samples {folder}: no .wav file in it; give a folder of generate_tts.py")
         columns.append((folder.resolve().name, clips))
     found = sum(len(samples) for _, samples in columns)
-    if args.sample_count:       # the same prompts at every step: the first by name
-        columns = [(label, samples[:args.sample_count]) for label, samples in columns]
+    # the same prompts at every step: the first by name
+    columns = [(label, samples[:args.sample_count or None]) for label, samples in columns]
     shown = sum(len(samples) for _, samples in columns)
     there = [path.resolve() for path in evaluations]
     evaluations += [path for path in map(Path, args.evaluations) if path.resolve() not in there]

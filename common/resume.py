@@ -43,9 +43,7 @@ class Damaged(Exception):
 
 
 def read_json(path, kinds):
-    """A JSON object from a file, or None where it is not one, or lacks a key of {key: type} kinds,
-    or has something else or a negative count there.
-    """
+    """A file's JSON object, or None unless it has {key: type} kinds and no negative count."""
     try:
         found = json_files.loads(path.read_bytes())
     except ValueError:      # is not JSON
@@ -184,7 +182,6 @@ def fitting_meta(path, output_dir, resume, identity):
 
 def last_args(output_dir, resume):
     """Flags of the run that --resume goes on with, as its newest checkpoint has them, or None.
-
     find_resume proves it later.
     """
     folders = [Path(resume)]

@@ -91,8 +91,7 @@ def work_folder(args):
 
 
 def check_folders(args):
-    """UserError when a dry run finds a folder that the run could not write; a run finds out itself.
-    """
+    """UserError for a folder that a run could not write, found by its dry run."""
     if args.dry_run is None:
         return
     from common import plan
@@ -241,9 +240,7 @@ class TrainState:
         return self.step == self.total_steps
 
     def restore(self, model, optimizer):
-        """Put back the checkpoint's moments and random states, if the run resumes; then open the
-        log, on rank 0.
-        """
+        """Put back the checkpoint's moments and random states, if any; open the log, on rank 0."""
         args, world = self.args, self.world
         if self.resume:
             from common import resume
@@ -254,9 +251,8 @@ class TrainState:
         # its later lines are dropped, so not before the checkpoint has proven to fit
         if world.is_main:
             board = Path(args.logging_dir) / Path(args.output_dir).resolve().name
-            checkpoint.write_atomically(
-                Path(args.output_dir) / flags.CONFIG,
-                lambda path: flags.write_config(path, args.given, sys.argv[0]))
+            checkpoint.write_text(Path(args.output_dir) / flags.CONFIG,
+                                  flags.config_text(args.given, sys.argv[0]))
             self.log = metrics.MetricsLog(args.output_dir, board, args.report_to,
                                           flags.stored(args), self.step, args.wandb_project,
                                           self.eval_due)
@@ -292,9 +288,7 @@ class TrainState:
         yield micro == self.args.gradient_accumulation_steps - 1
 
     def note_loss(self, loss, samples):
-        """Note, without a host sync, whether a micro-step's loss is finite: its samples are named if the step is
-        skipped. samples: their numbers.
-        """
+        """Note, without a host sync, whether a micro-step's loss is finite, and its samples."""
         self.loss = loss.detach()
         self.finite.append((torch.isfinite(loss.detach()), list(samples)))
 
@@ -408,9 +402,7 @@ class TrainState:
     # -- checkpoints, the end ------------------------------------------------------------------------------------------
 
     def better(self, loss, tie=0.0):
-        """Whether a validation loss is the best so far; notes it. One that is not finite never is. tie: what
-        decides between equal losses, less is better.
-        """
+        """Whether a validation loss is the best so far; notes it. tie: decides among equals."""
         if not math.isfinite(loss + tie):
             return False
         if self.best_loss is not None and (loss, tie) >= (self.best_loss, self.best_tie):
@@ -419,9 +411,7 @@ class TrainState:
         return True
 
     def to_save(self, identity, **more):
-        """state.json of a checkpoint made now. Collective. identity: find_resume's; more:
-        the script's.
-        """
+        """state.json of a checkpoint made now. Collective. more: the script's; see find_resume."""
         self.watch.moved(f"saving at step {self.step}", self.args.wait_timeout)
         self.saved_step, self.saved_at = self.step, time.monotonic()
         self.asked_to_save, self.flags.save = False, False

@@ -30,7 +30,6 @@ FLOATS = ("F64", "F32", "F16", "BF16")      # what weights are; integers and flo
 
 def save(tensors, path, about=None, write=save_file):
     """Write a safetensors file with the mode of any new file there; the library's is its owner's.
-
     about: {str: str} for its header. write: safetensors' function for the kind of tensors.
     """
     open(path, "wb").close()
@@ -324,14 +323,27 @@ def stage(world, stem, named, spread=True, parts=lambda name, tensor: {name: ten
         size = sum(tensor.numel() * tensor.element_size() for tensor in named.values())
         places = {name: Path(files[owner]).name for stored, owner in owners.items()
                   for name in parts(stored, torch.empty(named[stored].shape, device="meta"))}
-        index = json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=1)
-        writes[f"{stem}.safetensors.index.json"] = lambda path: path.write_text(index)
+        writes[f"{stem}.safetensors.index.json"] = lambda path: write_index(path, places, size)
     return writes
+
+
+def write_index(path, places, size):
+    """The index of several weight files that from_pretrained reads. places: {tensor: file name}."""
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+    path.write_text(json.dumps(index, indent=1) + "\n")
 
 
 def file_name(stem, number, files):
     """model.safetensors, or model-00002-of-00008.safetensors: the names that transformers looks for."""
     return f"{stem}.safetensors" if files == 1 else f"{stem}-{number + 1:05d}-of-{files:05d}.safetensors"
+
+
+def model_files(folder, flag=""):
+    """The weight files of a model's folder. UserError, which begins with flag, without any."""
+    if files := files_in(folder, "model"):
+        return files
+    raise UserError(f"{flag}{folder}: holds no weights (model.safetensors, or "
+                    "model-*-of-*.safetensors)")
 
 
 def files_in(folder, stem):

@@ -73,7 +73,6 @@ def error_text(message, lines=LINES):
 
 def print_error(text, short=""):
     """Print why this process ends, and leave it to torchrun, which repeats it in its last lines.
-
     short: what torchrun gets instead of the text.
     """
     print(text, file=sys.stderr, flush=True)

@@ -6,7 +6,6 @@ as they need. The time is bounded by the number of problems and their longest an
 certain (temperature 0, all tokens of probability 0.9 and more in a pass), so that numbers of
 different steps compare.
 """
-import json
 import math
 import time
 from pathlib import Path
@@ -25,11 +24,9 @@ FOLDER = "answers"  # in OUTPUT_DIR
 
 
 def choose(rows, n, tokens, seed):
-    """[(Problem, its question_state)] of n held-out problems, all if there are fewer: those of
-    the seed. rows: blocks.Rows.
-    """
-    documents, numbers = rows.documents, sorted(number for members in rows.members
-                                                for number in members)
+    """[(Problem, its question_state)] of n held-out problems of blocks.Rows, by the seed."""
+    documents = rows.documents
+    numbers = sorted(number for members in rows.members for number in members)
     chosen = np.random.default_rng((seed, 4)).permutation(numbers)[:n]
     return [(problem, question_state(problem, tokens, documents.layout))
             for problem in (documents.problems[number] for number in chosen)]
@@ -76,8 +73,7 @@ def accuracy(world, model, how, asked, tokens):
 
 @torch.no_grad()
 def whole_model(model):
-    """The model itself, or a copy that is not sharded, whose passes need no other rank. Collective.
-    """
+    """The model itself, or a copy that is not sharded, whose passes need no other rank."""
     distributed.reshard(model)
     parameters = dict(model.named_parameters())
     if not any(isinstance(p, DTensor) for p in parameters.values()):
@@ -96,6 +92,4 @@ def write(output_dir, step, answers):
     """OUTPUT_DIR/answers/step-N.json for the report, of answers of accuracy()."""
     folder = Path(output_dir) / FOLDER
     checkpoint.prepare_output(folder)
-    text = json.dumps({"step": step, "answers": answers}, indent=1, ensure_ascii=False)
-    checkpoint.write_atomically(folder / f"step-{step}.json",
-                                lambda path: path.write_text(text + "\n", "utf-8"))
+    checkpoint.write_json(folder / f"step-{step}.json", {"step": step, "answers": answers})

@@ -1,6 +1,4 @@
-"""Questions to answers: what the sampler is given, the regions it writes one after the other,
-their text, scores.
-"""
+"""Questions to answers: what the sampler is given, the regions it writes, their text, scores."""
 import re
 from typing import NamedTuple
 
@@ -102,9 +100,7 @@ class Solver(NamedTuple):
 
 
 def load_solver(args, how):
-    """(checkpoint folder, Solver) that a script's flags name (model_flags.checkpoint_flags,
-    answer_flags). how: Sampling. Raises UserError.
-    """
+    """(checkpoint folder, Solver) of flags of model_flags. how: Sampling. Raises UserError."""
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no GPU here")
     folder = weights.find_checkpoint(args.checkpoint, args.pick)

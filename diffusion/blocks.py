@@ -181,10 +181,11 @@ def make_documents(problems, tokens, layout, bad=None, path=""):
     all of them.
     """
     texts = [[] if p.ids else pieces(p, layout) for p in problems]
-    encoded = iter(tokens.encode_all([text for group in texts for text in group]))
+    encoded = iter(tokens.tokenizer.encode_batch([text for group in texts for text in group],
+                                                 add_special_tokens=False))
     kept, parts, wrong = [], [], []
     for problem, group in zip(problems, texts):
-        ids = [next(encoded) for _ in group]
+        ids = [next(encoded).ids for _ in group]
         if token := tokens.smuggled(problem.question, problem.plan, problem.solution, problem.answer):
             wrong.append(bad_problem(problem.name, "control_token", f"its text holds the special token {token}; remove "
                                      "it", path))

@@ -4,7 +4,7 @@ before torch is imported.
 import math
 from dataclasses import dataclass
 
-from common.flags import need
+from common.flags import at_least_one, need, zero_or_more
 
 SYSTEMS = ("gsm8k", "chat", "hdp")
 CHECKS = ("invalid", "control_token", "too_long")        # of problems, for --drop_bad
@@ -67,10 +67,10 @@ class Layout:
 
     def check(self):
         """Raise UserError for a layout that does not come out even, or settings that would do nothing."""
-        for flag in ("block_size", "question_budget", "plan_budget", "execution_budget", "max_length"):
-            need(getattr(self, flag) >= 1, f"--{flag} is {getattr(self, flag)}; it must be at least 1")
+        at_least_one(self, "block_size", "question_budget", "plan_budget", "execution_budget",
+                     "max_length")
         for flag in ("plan_block_size", "execution_block_size"):
-            need(getattr(self, flag) >= 0, f"--{flag} is {getattr(self, flag)}; it must be 0 or more")
+            zero_or_more(self, flag)
             need(not getattr(self, flag) or (self.system == "hdp" and not self.flat),
                  f"--{flag} needs --system hdp and --hdp_layout hierarchical")
         if self.system != "hdp":

@@ -69,16 +69,9 @@ def config_of(folder, vocab_size, mask_id, dropout):
         kind in ("qwen3", "sdar"), kind == "qwen2", dropout)
 
 
-def weight_files(folder):
-    """The safetensors files of a transformers folder. Raises UserError."""
-    if files := tensor_files.files_in(folder, "model"):
-        return files
-    raise UserError(f"--init_from {folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
-
-
 def read_folder(folder, config):
     """{name: CPU tensor} of a transformers folder, without the second name of a tied head. Raises UserError."""
-    files = weight_files(folder)
+    files = tensor_files.model_files(folder, "--init_from ")
     tensor_files.open_tensors(files)        # names what cannot be read
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()
                if not name.endswith("rotary_emb.inv_freq")}
@@ -277,7 +270,8 @@ def read_base(model):
     """Fill the frozen weights from the language model that the checkpoint's config names. UserError when it changed."""
     config = model.config
     folder = tensor_files.find_folder(config.lora["base"], "the language model of these adapters,")
-    if tensor_files.fingerprint_files(weight_files(folder)) != config.lora["identity"]:
+    files = tensor_files.model_files(folder)
+    if tensor_files.fingerprint_files(files) != config.lora["identity"]:
         raise UserError(f"{folder}: its weights are not those that these adapters were trained on")
     tensors = read_folder(folder, config)
     for name, parameter in base_weights(model).items():

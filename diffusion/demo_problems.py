@@ -75,8 +75,9 @@ def write_demo(folder, n_train=2000, n_test=200, seed=0):
     for split, part in parts.items():
         gsm8k = [{"question": p["question"], "answer": p["solution"]} for p in part]
         hdp = [{key: p[key] for key in ("id", "question", "plan", "execution", "answer")} for p in part]
-        write_text(folder / f"{split}.jsonl", "".join(json.dumps(entry) + "\n" for entry in gsm8k))
-        write_text(folder / f"{split}_hdp.json", json.dumps(hdp, indent=1) + "\n")
+        checkpoint.write_text(folder / f"{split}.jsonl",
+                              "".join(json.dumps(entry) + "\n" for entry in gsm8k))
+        checkpoint.write_json(folder / f"{split}_hdp.json", hdp)
     texts = [text for p in parts["train"] for text in (f"Question: {p['question']}\nAnswer: {p['solution']}",
                                                        f" {p['plan']}", f" {p['execution']} ")]
     train_tokenizer(texts).save(str(folder / "tokenizer.json"))
@@ -94,18 +95,14 @@ def write_chats(folder):
         chats = [{"messages": [{"role": "user", "content": p["question"]},
                                {"role": "assistant", "content": CALCULATOR.sub("", p["answer"])}]}
                  for p in problems]
-        write_text(folder / f"{split}_chat.jsonl", "".join(json.dumps(chat) + "\n" for chat in chats))
+        checkpoint.write_text(folder / f"{split}_chat.jsonl",
+                              "".join(json.dumps(chat) + "\n" for chat in chats))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     checkpoint.prepare_output(folder / "chat", "demo folder")
     tokenizer.save(str(folder / "chat" / "tokenizer.json"))
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": CHAT}
-    write_text(folder / "chat" / "tokenizer_config.json", json.dumps(about, indent=1) + "\n")
-
-
-def write_text(path, text):
-    """Write a file whole or not at all."""
-    checkpoint.write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    checkpoint.write_json(folder / "chat" / "tokenizer_config.json", about)
 
 
 def prepare(folder, system, n):

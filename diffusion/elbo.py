@@ -48,7 +48,7 @@ def share_of_batches(world, rows, batch_rows, most=None):
 
 def asked_to_stop(world):
     """True on all ranks when any of them was asked to stop. Collective."""
-    return bool(distributed.any_rank(world, watchdog.stop_requested()).item())
+    return bool(distributed.largest(world, bool(watchdog.stop_requested())).item())
 
 
 def weighted_losses(model, inputs, device, bf16):

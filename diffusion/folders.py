@@ -6,8 +6,7 @@ from common.distributed import UserError
 
 
 def find_split(folder, split):
-    """The JSONL or JSON file of a split in a dataset folder, or its list of parquet or arrow files.
-    """
+    """JSONL or JSON file of a split in a dataset folder, or its list of parquet or arrow files."""
     for name in (f"{split}.jsonl", f"{split}.json"):
         if (folder / name).is_file():
             return folder / name
@@ -28,9 +27,7 @@ def download(name):
 
 
 def download_tokenizer(name, may_be, hint):
-    """tokenizer.json of a hub model, downloaded or from the cache. may_be: it can be a hub's name.
-    Raises UserError, whose last words are `hint`.
-    """
+    """tokenizer.json of a hub model. may_be: whether the name can be a hub's. UserError + hint."""
     why = ""
     try:
         if may_be:
@@ -42,8 +39,7 @@ def download_tokenizer(name, may_be, hint):
 
 
 def auto_tokenizer(folder):
-    """transformers' tokenizer of a folder. From here on it warns no more: it suspects each config.json it does not know.
-    """
+    """transformers' tokenizer of a folder; no warning from here on of config.json it knows not."""
     import transformers
     transformers.logging.set_verbosity_error()
     return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

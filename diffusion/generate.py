@@ -66,7 +66,6 @@ def chat_prompt(folder, tokenizer, messages, tools=None):
 
 def run(model, ids, first, cache, seen=None):
     """Logits (n, V) of ids (n,) at the places from `first` on, behind a cache that grows by them.
-
     seen: (n, n) bool, who sees whom of them; None: all see all.
     """
     n = len(ids)
@@ -81,9 +80,7 @@ def run(model, ids, first, cache, seen=None):
 
 
 def draw(logits, temperature, generator):
-    """One token of each row of logits (n, V) -> (ids (n,), its probability by the logits (n,)). temperature 0: the
-    likeliest.
-    """
+    """A token of each row of logits (n, V) -> (ids (n,), their probability (n,))."""
     logits = logits.double()
     sure = logits.softmax(-1)
     ids = logits.argmax(-1)

@@ -3,7 +3,6 @@
 -log p(text) is at most what these numbers are the mean of (noise.py); in blocks of one token it is equal, and one draw
 is enough. Each has the standard error of its draws.
 """
-import json
 import math
 from pathlib import Path
 
@@ -80,9 +79,8 @@ def report(args, folder, solver):
              for p, nats, e, n in zip(documents.problems, found.mean(1), error, counts)]
     output = Path(args.output or folder.parent / f"bound-{folder.name}-{Path(args.bound).stem}.json")
     checkpoint.prepare_output(output.parent, "--output")
-    result = json.dumps({"checkpoint": str(folder), "settings": flags.stored(args), "summary": summary,
-                         "texts": texts}, indent=1)
-    checkpoint.write_atomically(output, lambda path: path.write_text(result + "\n", encoding="utf-8"))
+    checkpoint.write_json(output, {"checkpoint": str(folder), "settings": flags.stored(args),
+                                   "summary": summary, "texts": texts})
     print(f"bound      {'nll =' if exact else 'nll <='} {total:.4f} +- {spread:.4f} nats/token, "
           f"{summary['bits_per_token']:.4f} +- {summary['bits_stderr']:.4f} bits/token; {summary['tokens']} tokens in "
           f"{len(found)} texts, {found.shape[1]} draws of the noise\ntexts      {output}")

@@ -1,6 +1,4 @@
-"""What a block diffusion run says of itself: its start, a line of training, a line of
-validation.
-"""
+"""What a block diffusion run says of itself: its start, a line of training or of validation."""
 import math
 from typing import NamedTuple
 
@@ -31,8 +29,8 @@ def step_sums(numbers):
 
 def loss_report(numbers, regions):
     """Numbers of step_sums, of all ranks -> {name: value}."""
-    losses, targets, (cross_entropy,), (masked,) = (part.tolist()
-                                                    for part in step_sums(numbers.cpu()))
+    parts = [part.tolist() for part in step_sums(numbers.cpu())]
+    losses, targets, (cross_entropy,), (masked,) = parts
     if not sum(targets):        # every step was skipped: no loss to claim
         return {"train/loss": math.nan, "train/masked_loss": math.nan, "train/masked": math.nan}
     values = {"train/loss": sum(losses) / sum(targets),
@@ -86,8 +84,8 @@ def print_start(args, job, device, ranks, shards):
     kind = f", {trained:,} of them trained" if base else ""
     held_out = sum(len(m) for m in eval_rows.members) if eval_rows else 0
     dropped = f", {rows.documents.dropped} dropped" if rows.documents.dropped else ""
-    # fp32 weights, gradients, two moments, average
-    state = (20 * trained + base) / shards
+    state = (20 * trained + base) / shards        # fp32 weights, gradients, two moments, average
+    filled = table["clean"].sum() / (len(rows) * rows.length)
     lengths = np.concatenate([rows.documents.tokens[m] for m in rows.members])
     print(f"device     {ranks} x {where}, torch {torch.__version__}, "
           f"{'bf16 autocast' if args.bf16 else 'fp32'}\n"
@@ -96,5 +94,5 @@ def print_start(args, job, device, ranks, shards):
           f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; tokens "
           f"mean {lengths.mean():.0f} max {lengths.max()}\n"
           f"rows       {len(rows)} of {rows.length} clean and {rows.noisy_length} noisy tokens, "
-          f"{table['clean'].sum() / (len(rows) * rows.length) * 100:.1f}% of the clean ones filled"
-          f", {table['samples'].mean():.2f} problems each")
+          f"{filled * 100:.1f}% of the clean ones filled, {table['samples'].mean():.2f} problems "
+          "each")

@@ -39,8 +39,6 @@ def check_flags(args, world_size):
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
-import json
-
 from common import checkpoint, distributed
 from common.distributed import UserError
 from diffusion.answers import answer_batch, load_solver, text_state
@@ -105,10 +103,10 @@ def main(argv=None):
             log_samples=False,
             task_manager=lm_eval.tasks.TaskManager(include_path=args.include_path))
         output = Path(args.output or folder.parent / f"lm-eval-{folder.name}.json")
-        result = json.dumps({"checkpoint": str(folder), "lm_eval": lm_eval.__version__, "settings": flags.stored(args),
-                             "too_long": ours.too_long, "monte_carlo_bounds": ours.bounds, "results": found["results"]},
-                            indent=1, default=str)
-        checkpoint.write_atomically(output, lambda path: path.write_text(result + "\n", encoding="utf-8"))
+        checkpoint.write_json(output, {
+            "checkpoint": str(folder), "lm_eval": lm_eval.__version__,
+            "settings": flags.stored(args), "too_long": ours.too_long,
+            "monte_carlo_bounds": ours.bounds, "results": found["results"]}, default=str)
         for task, metrics in found["results"].items():
             for name, value in metrics.items():
                 if isinstance(value, float):

@@ -37,12 +37,10 @@ def build_parser():
 # parsed before anything else is imported: --help and a mistake in a flag answer at once
 ARGS = flags.parse(build_parser()) if __name__ == "__main__" else None
 
-import json
 import re
 
 from common import checkpoint, distributed, json_files
 from common.distributed import UserError
-from diffusion.demo_problems import write_text
 from diffusion.problems import CALCULATOR, read_problems
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -186,21 +184,18 @@ def quality(entries):
             "longer than the solution": share(lambda e: len(e["plan"].split()) > len(e["execution"].split()))}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def main(argv=None):
     args = ARGS or flags.parse(build_parser(), None, argv)
     with distributed.one_clear_error():
         if args.command == "lines":
             texts = [teacher_line(problem) for problem in read_problems(args.input, args.split, "gsm8k")]
             checkpoint.prepare_output(Path(args.output).resolve().parent, "--output")
-            write_text(Path(args.output), "".join(text + "\n" for text in texts))
+            checkpoint.write_text(args.output, "".join(text + "\n" for text in texts))
             print(f"{args.output}: {len(texts)} lines for create_data.py")
         else:
             entries = make_plans(args.input, args.split, args.teacher)
             checkpoint.prepare_output(Path(args.output).resolve().parent, "--output")
-            write_text(Path(args.output), json.dumps(entries, indent=1, ensure_ascii=False) + "\n")
+            checkpoint.write_json(args.output, entries)
             print(f"{args.output}: {len(entries)} problems with plans by {'a teacher' if args.teacher else 'rule'}")
             found = quality(entries)
             print(f"plans      {found.pop('sentences'):.1f} sentences each; "

@@ -126,12 +126,6 @@ def bound_weight(t, schedule):
     return (1 - COSINE_FLOOR) * math.pi / 2 * torch.sin(math.pi / 2 * t) / mask_rate(t, schedule)
 
 
-def allowed_counts(n, t_range):
-    """(fewest, most) masked tokens of blocks with n (G,) targets; fewest > most where no number lies in the range."""
-    low, high = enforced(t_range)
-    return torch.ceil(low * n - 1e-9).long(), torch.floor(high * n + 1e-9).long()
-
-
 def truncated_counts(n, rate, t_range, uniform):
     """Masked tokens (G,) of blocks with n (G,) targets: binomial(n, rate) given that the share lies in t_range.
 
@@ -139,9 +133,9 @@ def truncated_counts(n, rate, t_range, uniform):
     Blocks too short to have any share inside, or only 0, get the nearest numbers on both sides, so that every token
     is masked at times. rate, uniform: (G,) float64.
     """
-    n = n.double()
-    fewest, most = allowed_counts(n, t_range)
-    fewest, most = torch.minimum(fewest, most), torch.maximum(fewest, most).clamp(min=1)
+    n, (low, high) = n.double(), enforced(t_range)
+    ends = torch.ceil(low * n - 1e-9).long(), torch.floor(high * n + 1e-9).long()
+    fewest, most = torch.minimum(*ends), torch.maximum(*ends).clamp(min=1)
     k = torch.arange(int(n.max()) + 1, dtype=torch.float64)
     left, rate = (n[:, None] - k).clamp(min=0), rate.clamp(max=1 - 1e-12)[:, None]
     log_pmf = torch.lgamma(n[:, None] + 1) - torch.lgamma(k + 1) - torch.lgamma(left + 1) \

@@ -51,9 +51,10 @@ LAST = (("output_layer.norm_final.weight", "norm.weight"),
         ("output_layer.adaLN_modulation.bias", "modulation.bias"))
 
 
-def count_layers(tensors):
-    """Layers of a DiT, from our names of its parameters."""
-    return 1 + max((int(name.split(".")[1]) for name in tensors if name.startswith("layers.")), default=-1)
+def count_layers(names, stem="layers"):
+    """Layers of a DiT, from the names of its parameters, ours or official ones (stem blocks)."""
+    found = (re.match(rf"{stem}\.(\d+)\.", name) for name in names)
+    return 1 + max((int(match[1]) for match in found if match), default=-1)
 
 
 def official_names(layers):
@@ -69,8 +70,7 @@ def from_official(state):
     missing, unknown or not ours.
     """
     plain = {PREFIX.sub("", name): tensor for name, tensor in state.items()}
-    pairs = official_names(1 + max((int(name.split(".")[1]) for name in plain if re.match(r"blocks\.\d+\.", name)),
-                                   default=-1))
+    pairs = official_names(count_layers(plain, "blocks"))
     if wrong := sorted({theirs for theirs, _ in pairs} ^ (plain.keys() - set(BUFFERS))):
         raise KeyError(f"{len(wrong)} names are missing or unknown, first {', '.join(wrong[:5])}")
     if odd := [name for name, tensor in plain.items() if not isinstance(tensor, torch.Tensor)]:
@@ -185,12 +185,11 @@ def read_pickle(path):
     try:
         if not zipfile.is_zipfile(path):
             raise ValueError("no file that torch.save wrote since version 1.6")
+        left_out, how = set(), {"map_location": "cpu", "mmap": True}
         try:
-            state, left_out = torch.load(path, map_location="cpu", weights_only=True, mmap=True), set()
+            state = torch.load(path, weights_only=True, **how)
         except pickle.UnpicklingError:
-            left_out = set()
-            state = torch.load(path, map_location="cpu", weights_only=False, mmap=True,
-                               pickle_module=restricted(left_out))
+            state = torch.load(path, weights_only=False, pickle_module=restricted(left_out), **how)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})")
     except Exception as error:      # whatever a damaged or hostile pickle brings about

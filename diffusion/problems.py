@@ -153,10 +153,6 @@ class Tokens:
         """Text -> list of ids."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode_all(self, texts):
-        """List of texts -> list of lists of ids."""
-        return [e.ids for e in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
-
     def decode(self, ids):
         """Ids -> text, special tokens spelled out."""
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -189,8 +185,7 @@ def load_tokenizer(name, system, end_token=""):
     end = tokenizer.token_to_id(end_token)
     if end is None and system != "hdp":
         raise UserError(f"--tokenizer {name}: has no token {end_token} to end answers with; give "
-                        "one that it has (--end_token '</s>'), or --chat where it has a chat "
-                        "template")
+                        "one that it has (--end_token '</s>'), or --chat where it has a template")
     # a question begins with <|endoftext|>, or with what this tokenizer puts before every text
     begins = [tokenizer.token_to_id(END), *tokenizer.encode("").ids, end]
     begin = next((number for number in begins if number is not None), -1)

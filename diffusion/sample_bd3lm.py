@@ -35,42 +35,32 @@ def build_parser():
     p = flags.Parser("Answer problems with a block-diffusion model.")
     checkpoint_flags(p)
     answer_flags(p, "first_hitting")
-    p.add_argument("--test_file",
-                   help="problems in the form the model was trained on: JSONL, JSON, dataset "
-                        "folder, or hub name")
-    p.add_argument("--question", nargs="+", metavar="TEXT",
-                   help="questions to answer, printed block by block")
-    p.add_argument("--question_file",
-                   help='questions without answers: a text file of lines, or JSON objects with '
-                        '"question"')
+    add = p.add_argument
+    add("--test_file", help="problems of the trained form: JSONL, JSON, dataset folder or hub name")
+    add("--question", nargs="+", metavar="TEXT", help="questions to answer, printed block by block")
+    add("--question_file", help='questions: a text file of lines, or JSON objects with "question"')
     flags.switch(p, "--interactive", help="read questions from the terminal, until an empty line")
-    p.add_argument("--chat", nargs="?", const="", metavar="FILE",
-                   help='answer chats, by the chat template: JSONL or JSON of {"messages": ...}; '
-                        "the flag alone: talk in the terminal, until an empty line")
-    p.add_argument("--bound", metavar="FILE",
-                   help="bound the likelihood of the answers in a file of the form the model was "
-                        "trained on: nats and bits per token")
-    p.add_argument("--split", default="test", help="split of a dataset folder or hub name")
-    p.add_argument("--limit", type=int, default=0,
-                   help="answer only the first so many problems, 0 = all")
-    flags.switch(p, "--drop_too_long",
-                 help="count problems whose question does not fit as wrong, or leave them out of "
-                      "--bound, instead of stopping")
-    p.add_argument("--tokens_per_step", type=int, default=1, help="top_k: tokens a pass")
-    p.add_argument("--temperature", type=float, default=0.0,
-                   help="0 = the likeliest token, 1 = as the model says")
-    p.add_argument("--top_p", type=float, default=1.0,
-                   help="nucleus: draw from the likeliest tokens up to this share")
-    p.add_argument("--use_cache", action=argparse.BooleanOptionalAction, default=True,
-                   help="keep keys and values of finished blocks; no-: compute them again in "
-                        "every pass")
-    p.add_argument("--seed", type=int, default=0, help="of order and temperature")
-    p.add_argument("--min_accuracy", type=float, default=0.0, metavar="SHARE",
-                   help="exit status 1 unless this share of the problems is answered right, "
-                        "strictly; 0 to 1")
-    p.add_argument("--show", type=int, default=3, help="answers to print")
-    p.add_argument("--output",
-                   help="JSON file for all answers of a file (default: beside the checkpoint)")
+    add("--chat", nargs="?", const="", metavar="FILE",
+        help='answer chats, by the chat template: JSONL or JSON of {"messages": ...}; '
+             "the flag alone: talk in the terminal, until an empty line")
+    add("--bound", metavar="FILE", help="bound the likelihood of the answers in a file "
+        "of the form the model was trained on: nats and bits per token")
+    add("--split", default="test", help="split of a dataset folder or hub name")
+    add("--limit", type=int, default=0, help="answer only the first so many problems, 0 = all")
+    flags.switch(p, "--drop_too_long", help="count problems whose question does not fit as wrong, "
+        "or leave them out of --bound, instead of stopping")
+    add("--tokens_per_step", type=int, default=1, help="top_k: tokens a pass")
+    add("--temperature", type=float, default=0.0,
+        help="0 = the likeliest token, 1 = as the model says")
+    add("--top_p", type=float, default=1.0,
+        help="nucleus: draw from the likeliest tokens up to this share")
+    add("--use_cache", action=argparse.BooleanOptionalAction, default=True, help="keep keys and "
+        "values of finished blocks; no-: compute them again in every pass")
+    add("--seed", type=int, default=0, help="of order and temperature")
+    add("--min_accuracy", type=float, default=0.0, metavar="SHARE", help="exit status 1 "
+        "unless this share of the problems is answered right, strictly; 0 to 1")
+    add("--show", type=int, default=3, help="answers to print")
+    add("--output", help="JSON file for all answers of a file (default: beside the checkpoint)")
     return p
 
 
@@ -112,7 +102,6 @@ def check_flags(args, world_size):
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
-import json
 import math
 import time
 
@@ -169,17 +158,15 @@ def usable_states(problems, solver, drop_too_long):
 
 
 def answer_all(solver, problems, args):
-    """(list of dicts, one per problem, in order; seconds the model took). args: the script's flags.
-    """
+    """([dict] of the problems, in order; seconds the model took). args: the script's flags."""
     states = usable_states(problems, solver, args.drop_too_long)
     empty = {"text": "", "forwards": 0, "tokens": 0, "ended": False}
     answers = [{"name": p.name, "question": p.question, "answer": p.answer, **empty}
                for p in problems]
     todo = [i for i, state in enumerate(states) if state is not None]
-    # questions of like length side by side: less padding
-    todo.sort(key=lambda i: states[i][0].shape[1])
-    seconds, batches = 0.0, [todo[a:a + args.batch_size]
-                             for a in range(0, len(todo), args.batch_size)]
+    todo.sort(key=lambda i: states[i][0].shape[1])      # of like length side by side: less padding
+    starts = range(0, len(todo), args.batch_size)
+    seconds, batches = 0.0, [todo[a:a + args.batch_size] for a in starts]
     for number, batch in enumerate(batches, 1):
         began = time.monotonic()
         written = answer_batch(solver, [states[i] for i in batch], args.seed + 1_000_003 * number)
@@ -280,16 +267,14 @@ def print_summary(total, output, least=0.0):
                  for rule in ("strict", "flexible")]
         print(f"accuracy   {', '.join(rates)} of {total['problems']} problems; "
               f"{total['ended']:.1%} ended by themselves")
-        failed = []
         if total["strict"] < least:
-            failed = [f"FAILED: not {metrics.percent(least)} of the answers are right"]
-        found = [*failed,
-                 f"{metrics.percent(total['strict'])} of {total['problems']} problems were "
-                 f"answered right"]
+            found = [f"FAILED: not {metrics.percent(least)} of the answers are right"]
+        found.append(f"{metrics.percent(total['strict'])} of {total['problems']} problems were "
+                     "answered right")
     print(f"speed      NFE {total['nfe']:.1f}, {total['tokens_per_forward']:.2f} tokens a pass, "
           f"{total['tokens_per_second']:,.1f} tok/s, {total['seconds']:.1f} s\nanswers    {output}")
-    print(metrics.verdict_line([*found,
-                        f"{metrics.percent(total['ended'])} of the answers ended by themselves"]))
+    found.append(f"{metrics.percent(total['ended'])} of the answers ended by themselves")
+    print(metrics.verdict_line(found))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -341,11 +326,9 @@ def main(argv=None):
         print(f"problems   {len(problems)} from {source}")
         answers, seconds = answer_all(solver, problems, args)
         total = summarise(answers, seconds)
-        result = json.dumps({"checkpoint": str(folder), "settings": flags.stored(args),
-                             "summary": total, "answers": answers},
-                            indent=1, ensure_ascii=False)
-        checkpoint.write_atomically(output,
-                                    lambda path: path.write_text(result + "\n", encoding="utf-8"))
+        found = {"checkpoint": str(folder), "settings": flags.stored(args), "summary": total,
+                 "answers": answers}
+        checkpoint.write_json(output, found)
         for answer in answers[:args.show]:
             print_answer(answer)
         print_summary(total, output, args.min_accuracy)

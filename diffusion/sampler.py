@@ -34,16 +34,13 @@ class Sampling(NamedTuple):
 
 
 def prefill(model, tokens, position, block, known):
-    """Cache [(keys, values)] of clean context. tokens, position, block (B, P) ints; known (B, P)
-    bool, no padding.
-    """
+    """[(keys, values)] of clean context. tokens, position, block: (B, P) ints; known: bool."""
     device, config = tokens.device, model.config
-    kind = device.type
     dtype = model.embed.weight.dtype
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-    empty = torch.zeros(len(tokens), config.kv_heads, 0, config.head_size, device=device,
-                        dtype=dtype)
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    size = len(tokens), config.kv_heads, 0, config.head_size
+    empty = torch.zeros(size, device=device, dtype=dtype)
     past = [(empty, empty)] * config.layers
     if not tokens.shape[1]:
         return past
@@ -79,13 +76,12 @@ def unmask(model, hidden, tokens, masked, how, generator):
     hidden (B, T, H), tokens (B, T), masked (B, T) bool.
     """
     if how.order == "first_hitting":
-        chance = torch.rand(tokens.shape, generator=generator,
-                            device=tokens.device).masked_fill(~masked, -1)
+        chance = torch.rand(tokens.shape, generator=generator, device=tokens.device)
+        chance.masked_fill_(~masked, -1)
         chosen = masked & (chance == chance.amax(1, keepdim=True))
         tokens[chosen] = pick(model.logits(hidden[chosen]), how, generator)[0]
     else:
-        proposed, sure = tokens.clone(), torch.full(tokens.shape, -1.0, dtype=torch.float64,
-                                                    device=tokens.device)
+        proposed, sure = tokens.clone(), torch.full_like(tokens, -1, dtype=torch.float64)
         proposed[masked], sure[masked] = pick(model.logits(hidden[masked]), how, generator)
         rank = sure.argsort(1, descending=True).argsort(1)
         if how.order == "top_k":
@@ -134,8 +130,8 @@ def generate(model, states, rooms, block_size, end, how=Sampling(), generator=No
         new = torch.full((len(active), block_size), config.mask_id, device=device)
         if done == 0:
             for row, i in enumerate(active):
-                new[row, :len(pinned[i][0])] = torch.tensor(pinned[i][0], dtype=torch.int64,
-                                                            device=device)
+                given = pinned[i][0]
+                new[row, :len(given)] = torch.tensor(given, dtype=torch.int64, device=device)
         masked = new == config.mask_id
         given = ~masked
         at = starts[rows, None] + done * block_size + torch.arange(block_size, device=device)

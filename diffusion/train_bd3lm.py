@@ -35,13 +35,7 @@ from diffusion.choices import Layout, bound_range, check_range
 # Flags
 
 
-# steps between validations and checkpoints, by default
-OFTEN = {"eval_steps": 500, "save_steps": 2000}
-
-
-def default_workers():
-    """Loader processes of this rank: its share of the CPUs it may use, 1 to 16."""
-    return min(16, max(1, flags.usable_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+OFTEN = {"eval_steps": 500, "save_steps": 2000}     # steps between them, by default
 
 
 def build_parser():
@@ -59,16 +53,14 @@ def build_parser():
         help="the same (test split) for validation; else --validation_split is held out")
     add("--validation_split", type=float, default=0.05,
         help="share of problems held out, 0 = no validation")
-    add("--tokenizer",
-        help="tokenizer.json, folder with it or with GPT-2's files, hub name (default: that of "
-             "--init_from where it has one, the demo's own with --demo, else gpt2)")
+    add("--tokenizer", help="tokenizer.json, folder with it or with GPT-2's files, hub name "
+        "(default: that of --init_from or --demo, else gpt2)")
     flags.switch(g, "--chat",
                  help="gsm8k: questions in the tokenizer's chat template, answers end as its turns")
     add("--end_token", default="", metavar="TOKEN",
         help="token that ends an answer; gsm8k: <|endoftext|>, chat: the tokenizer's end token")
-    add("--demo", nargs="?", type=int, const=2000, metavar="PROBLEMS",
-        help="make so many arithmetic problems and a small tokenizer in OUTPUT_DIR/demo "
-             "and train on them; the flag alone: 2000")
+    add("--demo", nargs="?", type=int, const=2000, metavar="PROBLEMS", help="train on so many "
+        "arithmetic problems, made in OUTPUT_DIR/demo with a tokenizer; the flag alone: 2000")
     add("--hdp_layout", choices=("hierarchical", "flat"), default="hierarchical",
         help="hdp: flat is the source's padded form, for comparison")
     add("--block_size", type=int, default=16, help="tokens of a block; 1 is autoregressive")
@@ -89,26 +81,24 @@ def build_parser():
         help="several problems in a row instead of padding; same loss")
     add("--row_length", type=int, default=0,
         help="clean tokens of a row, 0 = the longest problem allowed")
-    flags.loading(g, num_workers=default_workers())
+    share = flags.usable_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))     # of this rank
+    flags.loading(g, num_workers=min(16, max(1, share)))
 
     g = p.add_argument_group("model and noise")
     add = g.add_argument
     add("--model_size", choices=tuple(choices.SIZES), default="small",
         help="nano is for demos and tests")
-    add("--init_from", metavar="WEIGHTS",
-        help="start from published BD3-LM or MDLM weights (hub name "
-             "kuleshov-group/bd3lm-owt-block_size16, folder, Lightning .ckpt), a checkpoint or "
-             "export of ours, whatever its block size, whose prompt form is kept, or a causal "
-             "language model shaped like Llama or Qwen3 (folder, hub name Qwen/Qwen3-0.6B)")
+    add("--init_from", metavar="WEIGHTS", help="start from published BD3-LM or MDLM weights (hub "
+        "name kuleshov-group/bd3lm-owt-block_size16, folder, .ckpt), a checkpoint or export of "
+        "ours, or a language model shaped like Llama or Qwen3 (folder, hub name)")
     add("--init_ema", action=argparse.BooleanOptionalAction, default=True,
         help="of --init_from take the averaged weights; no-: the last ones")
     add("--dropout", type=float, default=0.1, help="on the output of attention and MLP, 0 to 1")
     add("--noise_schedule", choices=choices.SCHEDULES, default="loglinear",
         help="masked share as t grows")
-    add("--t_range", type=float, nargs=2, metavar=("LOW", "HIGH"),
-        help="noise levels trained on; a clipped range also clips the masked share of every block "
-             f"(default: {choices.FULL[0]:g} to 1; 1 where all blocks are single tokens: "
-             "autoregressive)")
+    add("--t_range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="noise levels trained on, "
+        "and so, if clipped, the masked share of every block (default: "
+        f"{choices.FULL[0]:g} to 1; 1 where all blocks are single tokens)")
     add("--clip_search_widths", type=float, nargs="*", default=(), metavar="WIDTH",
         help="after each validation train on the range of such a width whose loss varies least")
     add("--clip_search_batches", type=int, default=4, help="validation batches that search may use")
@@ -133,9 +123,8 @@ def build_parser():
         help="problems per micro-step and rank (default: preset's)")
     add("--gradient_accumulation_steps", type=int,
         help="micro-steps per optimizer step (default: preset's)")
-    add("--global_batch_size", type=int, default=0,
-        help="problems per optimizer step, of all ranks: what is not given of the two above "
-             "follows (default with --auto: the preset's)")
+    add("--global_batch_size", type=int, default=0, help="problems per optimizer step: what is "
+        "not given of the two above follows (default with --auto: the preset's)")
     add("--per_device_eval_batch_size", type=int, default=32, help="rows per validation batch")
     add("--max_steps", type=int, help="optimizer steps (default: preset's)")
 
@@ -172,9 +161,7 @@ def layout_of(args):
 
 
 def share_step(args, ranks):
-    """Split the problems of a step, --global_batch_size: what is not given of --problems_per_batch
-    and --gradient_accumulation_steps follows, by the preset's problems while there are as many.
-    """
+    """Split --global_batch_size: what is open of the other two flags follows the preset."""
     share, problems = args.global_batch_size // ranks, args.problems_per_batch
     steps = args.gradient_accumulation_steps
     if not problems:
@@ -184,8 +171,7 @@ def share_step(args, ranks):
          f"--global_batch_size {args.global_batch_size}: cannot be shared out; {problems} problems "
          f"x {steps} micro-steps x {ranks} ranks = {problems * steps * ranks}")
     args.problems_per_batch, args.gradient_accumulation_steps = problems, steps
-    if hasattr(args, "named"):
-        args.named |= {"problems_per_batch", "gradient_accumulation_steps"}
+    args.named = flags.named(args) | {"problems_per_batch", "gradient_accumulation_steps"}
 
 
 def check_flags(args, world_size):
@@ -217,13 +203,11 @@ def check_flags(args, world_size):
     need(args.init_ema or args.init_from, "--no-init_ema needs --init_from")
     flags.check_lora(args, build_parser())
     need(not args.use_lora or (args.init_from and args.system != "hdp"),
-         "--use_lora needs --init_from of a language model, and no --system hdp: of new tokens it "
-         "learns the mask only")
+         "--use_lora needs --init_from of a language model, and no --system hdp")
     need(not args.chat or args.system == "gsm8k",
          "--chat needs --system gsm8k: plans have a form of their own, chats are in their template")
-    need(args.system != "chat" or not (args.eval_accuracy or args.strip_calculator
-                                       or args.loss_on_question),
-         "--system chat has no --eval_accuracy, --strip_calculator and --loss_on_question")
+    for flag in ("eval_accuracy", "strip_calculator", "loss_on_question"):
+        need(args.system != "chat" or not getattr(args, flag), f"--system chat has no --{flag}")
     need(not args.end_token or not (args.system == "hdp" or args.chat),
          "--end_token needs --system gsm8k, and no --chat, or --system chat")
     need(args.demo is None or not args.eval_data_file,
@@ -231,13 +215,12 @@ def check_flags(args, world_size):
     flags.at_least_one(args, *names[:2], "max_steps", "eval_repeats", "clip_search_batches", "demo")
     flags.zero_or_more(args, "row_length", "early_stop_patience", "eval_accuracy")
     need(args.best_by == "bound" or args.eval_accuracy, "--best_by accuracy needs --eval_accuracy")
-    need(not args.eval_accuracy or args.eval_data_file or args.demo or args.validation_split,
-         "--eval_accuracy needs validation data")
+    for flag in ("eval_accuracy", "clip_search_widths"):
+        need(not getattr(args, flag) or args.eval_data_file or args.demo or args.validation_split,
+             f"--{flag} needs validation data")
     flags.below_one(args, "ema_decay")
     need(all(0 < width < 1 for width in args.clip_search_widths),
          f"--clip_search_widths {args.clip_search_widths}: widths must lie between 0 and 1")
-    need(not args.clip_search_widths or args.eval_data_file or args.demo or args.validation_split,
-         "--clip_search_widths needs validation data")
     need(args.hdp_layout == "hierarchical" or args.system == "hdp",
          "--hdp_layout flat needs --system hdp")
     need(args.hdp_layout == "hierarchical" or not args.pack,
@@ -294,9 +277,8 @@ class Network(NamedTuple):
 
 def prepare(args, world):
     """The Job that the flags name. Raises UserError; a dry run's names all mistakes."""
-    layout, path = layout_of(args), None
+    layout, path, dry = layout_of(args), None, args.dry_run is not None
     files, made = {}, "gpt2"
-    dry = args.dry_run is not None
     if args.demo is not None:
         from diffusion import demo_problems
         folder = Path(run.work_folder(args)) / "demo"
@@ -316,9 +298,8 @@ def prepare(args, world):
     if args.init_from or templated:
         files = init_from.chat_files(tokenizer)
     tokens = distributed.rank0_first(world, load_tokenizer, tokenizer, args.system, layout.end_token)
-    config = dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout)
-    if path:
-        config = init_from.config_for(path, args.model_size, tokens, args.dropout)
+    config = init_from.config_for(path, args.model_size, tokens, args.dropout) if path else \
+        dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout)
     *_, (rows, eval_rows), given = collect(
         dry, lambda: run.check_folders(args),
         lambda: distributed.check_bf16(world.device, args.bf16),
@@ -331,8 +312,8 @@ def prepare(args, world):
         from diffusion import accuracy
         asked = accuracy.choose(eval_rows, args.eval_accuracy, tokens, args.seed)
     name = path.name if path and init_from.is_causal(path) else args.model_size
-    return Job(layout, tokens, rows, eval_rows, blocks.row_table(rows), asked, config, given, name,
-               files)
+    table = blocks.row_table(rows)
+    return Job(layout, tokens, rows, eval_rows, table, asked, config, given, name, files)
 
 
 def adapters_of(args):
@@ -356,9 +337,8 @@ def validation_of(args, job):
     """What losses of validations must share to compare, None without validation."""
     if not job.eval_rows:
         return None
-    answers = [len(job.asked), args.best_by] if job.asked else []
-    return [job.eval_rows.fingerprint(), args.eval_repeats, args.per_device_eval_batch_size,
-            *answers]
+    noise_of = [job.eval_rows.fingerprint(), args.eval_repeats, args.per_device_eval_batch_size]
+    return noise_of + ([len(job.asked), args.best_by] if job.asked else [])
 
 
 def build_network(args, world, ranks, job, resume):
@@ -374,8 +354,7 @@ def build_network(args, world, ranks, job, resume):
     if args.compile:
         # FlexAttention of unknown lengths is slow
         distributed.compile_layers(model.layers, dynamic=False)
-    sharding = run.sharding(args, ranks)
-    if sharding:
+    if sharding := run.sharding(args, ranks):
         distributed.shard(model, model.layers, world, **sharding)
     if job.given:
         from diffusion import init_from

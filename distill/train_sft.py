@@ -297,7 +297,7 @@ def evaluate(args, world, model, table, eval_ids, check):
     for i, batch in enumerate(loading.each(loader)):
         if i % 16 == 0:
             check()
-            if distributed.any_rank(world, watchdog.stop_requested()).item():
+            if distributed.largest(world, bool(watchdog.stop_requested())).item():
                 model.train()
                 return None
         with run.autocast(args, world.device):

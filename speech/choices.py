@@ -38,24 +38,26 @@ CHATML = (".json", ".jsonl", ".lst")     # files whose prompts say themselves wh
 DEFAULT_SYSTEM = "Generate audio following instruction."
 
 
+def codec(group):
+    """The flag of the audio codec."""
+    group.add_argument("--audio_tokenizer_path", help="native audio tokenizer, folder or hub name "
+                       "(default: the codec inside a Higgs TTS 3 checkpoint)")
+
+
 def recognisers(group):
     """Flags of what understands speech (scores.py)."""
-    group.add_argument("--asr_model", help="recogniser that gives word errors: folder or hub name of a transformers "
-                                           "model, or pocketsphinx")
-    group.add_argument("--asr_command", help="the same by a command that gets paths of wav files behind its own words "
-                                             "and prints a line of text for each")
-    group.add_argument("--asr_time_limit", type=float, default=3600.0, help="seconds that one start of --asr_command "
-                                                                            "may take; then the run ends")
-    group.add_argument("--language", help="language code, for Whisper and for the rules by which texts are compared; "
-                                          "en unifies numbers and contractions (default: Whisper finds out, plain "
-                                          "rules)")
+    add = group.add_argument
+    add("--asr_model", help="what hears words: pocketsphinx, folder or hub name of a recogniser")
+    add("--asr_command", help="the same: paths of wav files behind its words, a line of text each")
+    add("--asr_time_limit", type=float, default=3600.0, help="seconds that --asr_command may take")
+    add("--language", help="language code, for Whisper and for the rules by which texts are "
+        "compared; en unifies numbers and contractions (default: Whisper finds out, plain rules)")
 
 
 def speakers(group):
     """The flag of what tells voices apart (scores.py)."""
-    group.add_argument("--speaker_model", help="encoder that gives the likeness of voices: resemblyzer, "
-                       "wavlm_large_finetune.pth of UniSpeech, which Seed-TTS-eval takes, or folder or hub name of a "
-                       "transformers x-vector model, such as WavLM's")
+    group.add_argument("--speaker_model", help="what hears the likeness of voices: resemblyzer, "
+                       "Seed-TTS-eval's wavlm_large_finetune.pth, or an x-vector model's folder")
 
 
 def judges(group):
@@ -84,8 +86,7 @@ def check_judges(args, speaks=True):
 def best(group):
     """Flags of speech/voice/best.py."""
     group.add_argument("--best_by", choices=("loss", "wer", "cer", "sim"), default="loss",
-                       help="validation loss, or of the sample prompts word errors, character errors, or the likeness "
-                            "of voices; of equal ones the lower loss decides")
+                       help="loss of validation; of sample prompts word errors or likeness")
     group.add_argument("--early_stop_patience", type=int, default=0,
                        help="stop after so many validations without a better one, 0 = never")
 
@@ -100,20 +101,13 @@ def check_best(args):
          "--early_stop_patience needs validation: drop --disable_eval")
 
 
-def check_measured(args, held_out):
-    """UserError where --early_stop_patience waits for a validation loss of no samples."""
-    need(held_out or not args.early_stop_patience or args.best_by != "loss",
-         "--early_stop_patience needs held-out samples: raise --validation_split, or give --best_by")
-
-
 def keep(group):
     """Flags of what a fine-tuning shall not undo (speech/voice/keep.py)."""
     group.add_argument("--keep", metavar="FILE", help="texts, with or without a voice, as --sample_prompts takes them: "
                        "the base speaks them once, and the model is held near it there; needs --use_lora")
-    group.add_argument("--keep_weight", type=float, default=1.0, help="weight of that divergence beside the loss, whatever "
-                       "--keep_every is")
-    group.add_argument("--keep_every", type=int, default=10, help="steps from one with packs of --keep to the next; the "
-                       "default takes about a fifth of the time")
+    group.add_argument("--keep_weight", type=float, default=1.0, help="weight of that divergence")
+    group.add_argument("--keep_every", type=int, default=10, help="steps between those with packs "
+                       "of --keep; the default takes about a fifth of the time")
 
 
 def check_keep(args):
@@ -131,8 +125,7 @@ def data(group):
     """Flags of data sources and of what becomes of their rows."""
     g = group
     g.add_argument("--train_data_file", nargs="+", metavar="PATH[:WEIGHT]",
-                   help="data of any format that docs/speech.md lists; several are mixed: the weight is how often an "
-                        "epoch goes over one (1 without it)")
+                   help="data of any format of docs/speech.md; weight: how often in an epoch")
     g.add_argument("--train_data_dir", nargs="+", metavar="PATH[:WEIGHT]",
                    help="the same for folders: made by prepare_tts.py, with metadata.json, audio with texts beside it")
     g.add_argument("--eval_data_file", help="validation data; without it --validation_split is held out")
@@ -140,17 +133,14 @@ def data(group):
     g.add_argument("--data_format", choices=("auto", *FORMATS), default="auto",
                    help="format of the data, where it cannot be told from what is in them")
     g.add_argument("--columns", default="", metavar="MEANING=NAME,...",
-                   help="columns of a table by their names: audio=clip,text=caption; also speaker, language, ref_audio "
-                        "and the others that docs/speech.md lists")
+                   help="columns of a table: audio=clip,text=caption, others of docs/speech.md")
     g.add_argument("--task_type", choices=TASK_TYPES, default="single_speaker_smart_voice",
                    help="shape of the prompt, of samples that name none themselves; ChatML has its own")
     flags.switch(g, "--ref_audio_in_system_message", help="put reference clips into the scene description; not ChatML")
-    g.add_argument("--normalize_text", choices=ON_OFF, help="texts to speak: punctuation and sound tags "
-                   "as boson-ai's inference gives them to the model; the checkpoint keeps the setting for speaking "
-                   "(default: on for Higgs-Audio V2, off for Higgs TTS 3)")
+    g.add_argument("--normalize_text", choices=ON_OFF, help="punctuation and sound tags as boson-ai's "
+                   "inference has them; the checkpoint keeps it (default: on for V2, off for TTS 3)")
     g.add_argument("--reference", choices=REFERENCES, default="given",
-                   help="clip before the text, to clone: the one that the data give, another clip of the same speaker, "
-                        "none; not ChatML")
+                   help="clip to clone: that of the data, another of the speaker; not ChatML")
     g.add_argument("--reference_share", type=float, default=1.0,
                    help="share of the samples that keep their reference, 0 to 1, drawn by --seed")
 

@@ -67,7 +67,6 @@ def check_flags(args, world_size):
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
-import json
 import math
 import tempfile
 from dataclasses import dataclass
@@ -75,7 +74,7 @@ from dataclasses import dataclass
 import torch
 
 from common import json_files, run_lock
-from common.checkpoint import write_atomically
+from common.checkpoint import write_json
 from common.distributed import one_clear_error, problem_text
 from speech.data import text_normalization
 from speech.voice import scores, speech_metrics
@@ -154,11 +153,10 @@ def find_audio(facts, key, path):
         return None
     if not isinstance(name, str):
         raise UserError(f'{path}: "{key}" is {name!r}, not a path')
-    places = [Path(name), path.parent / name]
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
-        raise UserError(f'{path}: "{key}" {name} is not there; looked here and in {path.parent}')
-    return found
+    for place in (Path(name), path.parent / name):
+        if place.is_file():
+            return place
+    raise UserError(f'{path}: "{key}" {name} is not there; looked here and in {path.parent}')
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -228,7 +226,6 @@ def check_same_prompts(folders, found):
     """Raise UserError unless all folders hold the same prompts by name: else a difference would mean nothing."""
     def texts_of(samples):      # normalised: with one checkpoint they may be, with the other not
         return {sample.name: sample.text and text_normalization.normalise(sample.text) for sample in samples}
-
     first = texts_of(found[0])
     for folder, samples in zip(folders[1:], found[1:]):
         texts = texts_of(samples)
@@ -272,19 +269,14 @@ def table(runs):
                 worst = row if better(key, row[key], worst[key]) else worst
             line += f" {len(rows):>12}  {worst['name']} {worst[key]:.4f}"
         for run, value in zip(runs[1:], values[1:]):
-            pairs = paired(key, runs[0], run)
+            there = {row["name"]: row[key] for row in run["samples"] if row[key] is not None}
+            pairs = [(row[key], there[row["name"]]) for row in runs[0]["samples"]
+                     if row[key] is not None and row["name"] in there]
             wins = f"{sum(better(key, a, b) for a, b in pairs)} of {len(pairs)}"
             known = value is not None and values[0] is not None
             line += f" {number(value - values[0]) if known else '-':>12} {wins:>11}"
         lines.append(line)
     return lines
-
-
-def paired(key, a, b):
-    """[(value in run a, value in run b)] of the samples that have one in both."""
-    there = {row["name"]: row[key] for row in b["samples"]}
-    return [(row[key], there[row["name"]]) for row in a["samples"]
-            if row[key] is not None and there[row["name"]] is not None]
 
 
 def pick_device(name):
@@ -315,16 +307,14 @@ def main(argv=None):
         by = scores.load_judges(
             asr_model=args.asr_model, asr_command=args.asr_command, speaker_model=args.speaker_model, mos=args.mos,
             language=args.language, batch_size=args.batch_size, asr_time_limit=args.asr_time_limit)
-        settings = {key: str(value) if isinstance(value, Path) else value for key, value in flags.stored(args).items()
-                    if key != "folders"}
+        settings = {key: value for key, value in flags.stored(args).items() if key != "folders"}
         with by.on(args.device):
             runs = [evaluate(folder, samples, by, settings) for folder, samples in zip(args.folders, found)]
         for folder, run in zip(args.folders, runs):
-            text = json.dumps(run, indent=1, ensure_ascii=False)
-            write_atomically(Path(folder) / "evaluation.json", lambda path, text=text: path.write_text(text + "\n"))
+            write_json(Path(folder) / "evaluation.json", run)
         print(*table(runs), sep="\n")
-        for note in [note for run in runs for note in run["settings"]["notes"]]:
-            print(f"note: {note}")
+        for run in runs:
+            print(*(f"note: {note}\n" for note in run["settings"]["notes"]), sep="", end="")
 
 
 if __name__ == "__main__":

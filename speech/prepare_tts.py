@@ -28,16 +28,14 @@ def build_parser():
     g = p.add_argument_group("model")
     g.add_argument("--model_path", required=True,
                    help="Higgs-Audio V2 folder or hub name, native or 2025 format; its tokenizer is used")
-    g.add_argument("--audio_tokenizer_path", help="native audio tokenizer, folder or hub name (default: the codec "
-                   "inside a Higgs TTS 3 checkpoint)")
+    choices.codec(g)
     g.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU when there is one")
     g = p.add_argument_group("data")
     choices.data(g)
     g.add_argument("--seed", type=int, default=42, help="of references and of the samples that have one")
     g = p.add_argument_group("checks")
     g.add_argument("--min_clip_seconds", type=float, default=0.32, help="a shorter clip is an error, too_short")
-    g.add_argument("--max_clip_seconds", type=float, default=60.0, help="a longer clip is an error, too_long "
-                   f"(at most {LONGEST_CLIP_S})")
+    g.add_argument("--max_clip_seconds", type=float, default=60.0, help="a longer one is too_long")
     g.add_argument("--drop_bad", nargs="*", metavar="CHECK",
                    help=f"drop samples with errors ({', '.join(ERRORS)}) instead of stopping, and those with the "
                         f"warnings that are named: {', '.join(WARNINGS)}")
@@ -54,9 +52,7 @@ def build_parser():
 
 
 def check_flags(args, world_size):
-    """Raise UserError for values and combinations that would fail later; drop_bad becomes the
-    checks to drop.
-    """
+    """Raise UserError for flags that would fail later; drop_bad becomes the checks to drop."""
     choices.check_data(args)
     flags.zero_or_more(args, "min_clip_seconds", "seed", "preprocess_num_proc")
     flags.above_zero(args, "max_clip_seconds")
@@ -67,17 +63,14 @@ def check_flags(args, world_size):
     choices.check_recognisers(args)
     need(args.max_cer is None or args.asr_model or args.asr_command, "--max_cer needs --asr_model or --asr_command")
     need(args.max_cer is None or args.max_cer >= 0, f"--max_cer is {args.max_cer}; it must be 0 or more")
-    if args.drop_bad is None:
-        args.drop_bad = ()
-    else:
-        names = [name for word in args.drop_bad for name in word.split(",") if name]
-        for name in names:
-            need(name in (*ERRORS, *WARNINGS), f"--drop_bad {name}: no such check; there are "
-                                               f"{', '.join((*ERRORS, *WARNINGS))}")
-        need("transcript" not in names or args.max_cer is not None, "--drop_bad transcript: give its limit, --max_cer")
-        args.drop_bad = tuple(dict.fromkeys([*ERRORS, *names]))
-    if args.max_cer is not None:
-        args.drop_bad = (*args.drop_bad, "transcript") if "transcript" not in args.drop_bad else args.drop_bad
+    names, known = flags.words_of(args.drop_bad), (*ERRORS, *WARNINGS)
+    for name in names:
+        need(name in known, f"--drop_bad {name}: no such check; there are {', '.join(known)}")
+    need("transcript" not in names or args.max_cer is not None,
+         "--drop_bad transcript: give its limit, --max_cer")
+    dropped = [] if args.drop_bad is None else [*ERRORS, *names]
+    dropped += ["transcript"] * (args.max_cer is not None)
+    args.drop_bad = tuple(dict.fromkeys(dropped))
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
@@ -123,9 +116,8 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, limits, recogn
         print(f"data       {len(builder)} samples, {len(builder.clips)} distinct clips (read in "
               f"{time.monotonic() - start:.1f} s)", flush=True)
         if found.stopping:
-            print(f"notice     {found.stopping} rows stop this: they are listed together with what "
-                  "is wrong with the audio of the others, once that is encoded, which is kept",
-                  flush=True)
+            print(f"notice     {found.stopping} rows stop this: they are listed once the audio of "
+                  "the others is encoded, with what is wrong with that", flush=True)
 
     def write():
         cache, shards, where = codes
@@ -142,16 +134,15 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, limits, recogn
         left_out = np.zeros(len(builder), bool)
         left_out[[p.sample for p in problems if p.sample is not None and p.check in drop]] = True
         if left_out.all():
-            raise UserError(f"no samples are left: all {len(builder)} are dropped; see "
-                            f"{out / LIST}")
+            raise UserError(f"no samples are left: all {len(builder)} are dropped: {out / LIST}")
         report = make_report(builder, parts, where, left_out, found.counts, drop)
         report["dropped"] += refused
         if recogniser:
-            by = recogniser["asr_model"] or recogniser["asr_command"]
-            known, kept = ~np.isnan(cer), ~np.isnan(cer) & ~left_out
+            known = ~np.isnan(cer)
             report["transcripts"] = {
-                "recogniser": by, "samples": int(known.sum()), "mean_cer": _mean(cer[known]),
-                "mean_cer_kept": _mean(cer[kept])}
+                "recogniser": recogniser["asr_model"] or recogniser["asr_command"],
+                "samples": int(known.sum()), "mean_cer": _mean(cer[known]),
+                "mean_cer_kept": _mean(cer[known & ~left_out])}
         inside = out in Path(cache).parents
         cache = os.path.relpath(cache, table) if inside else os.path.abspath(cache)
         builder.write(table, cache, shards, where, parts, left_out)
@@ -172,10 +163,11 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, limits, recogn
         distributed.rank0_first(world, read)
         codes = ensure_codes(world, builder.clips if builder else [], encoding, bad)
         if recogniser:
-            there = np.unique(checks.targets(builder)) if builder else np.empty(0, np.int64)
-            there = there[codes[-1][there, 2] > 0] if builder else there
-            heard = transcripts.hear(world, builder.clips if builder else [], there, out / "heard",
-                                     recogniser, encoding)
+            clips, there = [], np.empty(0, np.int64)
+            if builder:
+                clips, there = builder.clips, np.unique(checks.targets(builder))
+                there = there[codes[-1][there, 2] > 0]
+            heard = transcripts.hear(world, clips, there, out / "heard", recogniser, encoding)
         return distributed.rank0_first(world, write)
     except BaseException:
         if world.is_main:

@@ -40,7 +40,7 @@ import numpy as np
 import torch
 
 from common import metrics
-from common.checkpoint import write_atomically
+from common.checkpoint import write_json
 from common.distributed import UserError, one_clear_error
 from speech.data.encode import load_codec
 from speech.voice import generate, scores, speech_metrics
@@ -59,8 +59,7 @@ MIN_PITCH = 0.9                             # share of clips nearer to the new v
 
 def read_spoken(folder):
     """([text], [wave], [(T, 8) codes], [ended_by]) of what generate_tts.py wrote, in order. Raises UserError."""
-    texts, waves = [], []
-    codes, ends = [], []
+    texts, waves, codes, ends = [], [], [], []
     for path in sorted(path for path in Path(folder).glob("*.json") if path.stem.isdigit()):
         if not path.with_suffix(".npy").exists():
             raise UserError(f"{path.with_suffix('.npy')}: is missing; speak with --save_codes")
@@ -154,9 +153,7 @@ def judge_all(voice_dir, spoken):
 
 
 def gates(recordings, found, gain):
-    """[(what, format, values of recordings, base, base in the new voice and adapter, passed,
-    gate)].
-    """
+    """[(what, format, [recordings, base, base in the new voice, adapter], passed, gate)]."""
     new, old = recordings
     before, control, after = found
 
@@ -194,8 +191,7 @@ def write(folder, found, said=None):
     about = {"name": Path(folder).name, "metrics": kept, "settings": {"recogniser": "pocketsphinx"}}
     if said:
         about["verdict"] = said
-    write_atomically(Path(folder) / "evaluation.json",
-                     lambda path: path.write_text(json.dumps(about, indent=1) + "\n"))
+    write_json(Path(folder) / "evaluation.json", about)
 
 
 def main(argv=None):

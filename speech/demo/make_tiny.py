@@ -53,15 +53,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from common import tensor_files
 from speech.model import layout_2025, v3  # first: v3 explains a broken torchaudio
 
-from transformers import (  # isort: skip
-    GenerationConfig,
-    HiggsAudioV2Config,
-    HiggsAudioV2ForConditionalGeneration,
-    PreTrainedTokenizerFast,
-)
+from transformers import GenerationConfig, HiggsAudioV2Config  # isort: skip
+from transformers import HiggsAudioV2ForConditionalGeneration as HiggsAudioV2  # isort: skip
+from transformers import PreTrainedTokenizerFast  # isort: skip
 
 VOCAB_SIZE = 600
-CODEC_RATE = 24000  # Hz
 CODEC_STRIDES = [8, 5, 4, 2, 3]  # product: 960 samples a frame
 CLIP_RATES = (22050, 24000, 44100, 16000)  # Hz
 
@@ -150,15 +146,11 @@ def train_bpe(special_tokens, sentences=SENTENCES):
     """Returns a byte-level BPE Tokenizer of at most 600 ids, trained on sentences; the special tokens come last."""
     bpe = Tokenizer(models.BPE())
     words = pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated")
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
     bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(special_tokens),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE - len(special_tokens), show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     bpe.train_from_iterator(sentences, trainer)
     bpe.add_special_tokens(special_tokens)
     return bpe
@@ -172,48 +164,34 @@ def make_model(out_dir, tokenizer, seed=0, **config_overrides):
     torchaudio.
     """
     token_id = tokenizer.convert_tokens_to_ids
-    config = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 2048,
-        "initializer_range": 0.06,  # the frozen heads must reach far enough for adapters alone to lower the loss
-        "num_codebooks": 8,
-        "codebook_size": 1026,  # 1024 codes and the stream's own begin and end
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "audio_token_id": token_id("<|AUDIO_OUT|>"),
-        "audio_bos_token_id": token_id("<|audio_out_bos|>"),
-        "audio_delay_token_id": token_id("<|reserved_special_token_6|>"),
-        **config_overrides,
-    }
+    special = {name: getattr(tokenizer, name)
+               for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    # wide weights: the frozen heads must reach far enough for adapters alone to lower the loss
+    config = {"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 256,
+              "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+              "head_dim": 32, "max_position_embeddings": 2048, "initializer_range": 0.06,
+              "num_codebooks": 8, "codebook_size": 1026,     # codes, the stream's begin and end
+              **special, "audio_token_id": token_id("<|AUDIO_OUT|>"),
+              "audio_bos_token_id": token_id("<|audio_out_bos|>"),
+              "audio_delay_token_id": token_id("<|reserved_special_token_6|>"), **config_overrides}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = HiggsAudioV2ForConditionalGeneration(HiggsAudioV2Config(**config), use_text_head=True).eval()
-    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 50, "top_p": 0.95}
-    repetition = {"ras_win_len": 7, "ras_win_max_num_repeat": 2}
-    special = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    model.generation_config = GenerationConfig(**special, **sampling, **repetition)
-    model.save_pretrained(Path(out_dir) / "model")
-    tensor_files.allow_others(Path(out_dir) / "model")
-    layout_2025.save_processor(Path(out_dir) / "model", tokenizer)
-    layout_2025.name_codec(Path(out_dir) / "model", str((Path(out_dir) / "codec").resolve()))
+        model = HiggsAudioV2(HiggsAudioV2Config(**config), use_text_head=True).eval()
+    special = {name: config[name] for name in special}
+    model.generation_config = GenerationConfig(
+        **special, do_sample=True, temperature=1.0, top_k=50, top_p=0.95, ras_win_len=7,
+        ras_win_max_num_repeat=2)
+    folder = Path(out_dir) / "model"
+    model.save_pretrained(folder)
+    tensor_files.allow_others(folder)
+    layout_2025.save_processor(folder, tokenizer)
+    layout_2025.name_codec(folder, str((Path(out_dir) / "codec").resolve()))
     return model
 
 
 def make_codec(out_dir, seed=0):
-    """Saves a random codec in OUT_DIR/codec and returns it: (B, 1, n) audio at 24 kHz -> (B, 8,
-    about n / 960) codes.
-
-    Raises ImportError where torchaudio is missing: the codec resamples with it.
-    """
+    """Saves a random codec, (B, 1, n) at 24 kHz -> (B, 8, about n / 960). Needs torchaudio."""
     from transformers import DacConfig, HiggsAudioV2TokenizerConfig, HiggsAudioV2TokenizerModel, HubertConfig
-
     sizes = {"encoder_hidden_size": 2, "decoder_hidden_size": 64, "hidden_size": 16}
     acoustic = DacConfig(downsampling_ratios=CODEC_STRIDES, upsampling_ratios=CODEC_STRIDES, **sizes)
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
@@ -245,8 +223,7 @@ def make_model3(out_dir, codec, seed=0, **text_overrides):
     """
     folder = Path(out_dir) / "model"
     folder.mkdir(parents=True, exist_ok=True)
-    bpe = train_bpe(SPECIAL_TOKENS_3)
-    bpe.save(str(folder / "tokenizer.json"))
+    train_bpe(SPECIAL_TOKENS_3).save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>",
                 "pad_token": "<|endoftext|>", "model_max_length": 32768}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
@@ -265,8 +242,7 @@ def make_model3(out_dir, codec, seed=0, **text_overrides):
         torch.manual_seed(seed)
         model = v3.Higgs3(v3.read_config(config))
         torch.nn.init.normal_(model.audio_embedding.weight, std=text["initializer_range"])
-    published = {ours: name for name, ours in v3.OURS.items()}
-    tensors = {published.get(name, name): value.detach() for name, value in model.named_parameters()}
+    tensors = v3.published({name: value.detach() for name, value in model.named_parameters()})
     tensors |= {head: tensors[table].clone() for head, table in v3.HEADS.items()}
     tensors |= {v3.CODEC + name: value for name, value in codec.state_dict().items()}
     tensor_files.save({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
@@ -296,7 +272,6 @@ def synthesise(text, speaker, sample_rate, rng):
 
     def windows(signal):
         return np.lib.stride_tricks.sliding_window_view(signal, 2 * hop)[::hop]
-
     source = windows(pulses) * track[:, 3:4] + windows(noise) * track[:, 4:5]
     hann = 0.5 - 0.5 * np.cos(np.pi * np.arange(2 * hop) / hop)
     hertz = np.fft.rfftfreq(2 * hop, 1 / sample_rate)
@@ -337,22 +312,19 @@ def make_speech(out_dir, clips=48, speakers=4, seed=0):
 
 
 def make_dataset(out_dir, speech):
-    """Writes OUT_DIR/train.json, a ChatML list with one sample per clip of make_speech, and returns
-    its path. Each sample takes the voice from the same speaker's next clip.
-    """
+    """Writes OUT_DIR/train.json, ChatML, -> its path; the voice is of the speaker's next clip."""
     samples = []
     for number, target in enumerate(speech):
-        others = [clip for clip in speech[number + 1 :] + speech[:number]
-                  if clip["speaker"] == target["speaker"]]
-        samples.append(voice_cloning_sample(f"sample_{number:08d}", others[0], target))
+        other = next(clip for clip in speech[number + 1:] + speech[:number]
+                     if clip["speaker"] == target["speaker"])
+        samples.append(voice_cloning_sample(f"sample_{number:08d}", other, target))
     path = Path(out_dir) / "train.json"
     path.write_text(json.dumps(samples, indent=1) + "\n")
     return path
 
 
 def voice_cloning_sample(name, reference, target):
-    """Returns one ChatML sample (a dict): hear the reference clip, speak the target's text in its voice."""
-
+    """A ChatML sample (a dict): hear the reference clip, speak the target's text in its voice."""
     def text(content):
         return {"type": "text", "text": content}
 
@@ -380,7 +352,6 @@ def voice_cloning_sample(name, reference, target):
 
 def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
-
     speech = make_speech(args.out_dir, args.clips, args.speakers, args.seed)
     dataset = make_dataset(args.out_dir, speech)
     codec = make_codec(args.out_dir, args.seed)
@@ -391,7 +362,6 @@ def main(argv=None):
         tokenizer = make_tokenizer(args.out_dir)
         model = make_model(args.out_dir, tokenizer, args.seed)
         made = f"{model.num_parameters():,} parameters, {len(tokenizer)} token ids"
-
     print(f"{args.out_dir / 'speech'}: {len(speech)} clips, {sum(clip['seconds'] for clip in speech):.0f} s of speech")
     print(f"{dataset}: {len(speech)} samples, {args.speakers} speakers")
     print(f"{args.out_dir / 'model'}: {made}")

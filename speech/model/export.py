@@ -4,7 +4,6 @@ The 2025 layout is the one boson-ai's own code serves. Higgs TTS 3 has one layou
 tied tables inside, which sglang-omni and vllm-omni serve. Weights go from file to file tensor by tensor, so no more
 than one output file (and the largest tensor in fp32) is ever in memory. The folder appears whole or not at all.
 """
-import json
 import math
 from pathlib import Path
 
@@ -56,17 +55,19 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     tensors = {names[name]: (parts[name], dtypes[name], folds.get(name)) for name in shapes}
     if third:
         tensors = model_module.whole_files(tensors, folder, codec)
-    files = plan_files({name: math.prod(tensor_files.shape_of(found)) * kind.itemsize
-                        for name, (found, kind, _) in tensors.items()}, shard_bytes)
-
-    with new_folder(output_dir, sum(size for file in files for size in file.values())) as building:
+    sizes = {name: math.prod(tensor_files.shape_of(found)) * kind.itemsize
+             for name, (found, kind, _) in tensors.items()}
+    files, total = plan_files(sizes, shard_bytes), sum(sizes.values())
+    with new_folder(output_dir, total) as building:
         for number, file in enumerate(files):
             written = {name: read(*tensors[name]) for name in file}
             tensor_files.check_finite(written, f"{source}, with its adapter," if folds else source)
             name = tensor_files.file_name("model", number, len(files))
             tensor_files.save(written, building / name)
         if len(files) > 1:
-            write_index(building, files)
+            places = {name: tensor_files.file_name("model", number, len(files))
+                      for number, file in enumerate(files) for name in file}
+            tensor_files.write_index(building / "model.safetensors.index.json", places, total)
         if not third:
             model.config.dtype = dtypes["model.embed_tokens.weight"]
         if third or layout == "native":
@@ -77,7 +78,6 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
         if setting := text_normalization.saved_setting(adapter or folder):
             text_normalization.save_setting(building / text_normalization.FILE, setting)
     kinds = sorted({str(kind).removeprefix("torch.") for kind in dtypes.values()})
-    total = sum(size for file in files for size in file.values())
     notes = [f"{len(tensors)} tensors, {len(folds)} of them with an adapter's update, "
              f"{total / 1e9:.3f} GB of {' and '.join(kinds)} in {len(files)} file{'s'[:len(files) > 1]}"]
     joined = sum(len(found) > 1 for found in parts.values())
@@ -142,10 +142,3 @@ def read(parts, dtype, fold):
     return (fold(tensor.float()) if fold else tensor).to(dtype).contiguous()
 
 
-def write_index(folder, files):
-    """The index that from_pretrained reads when there are several weight files; files: [{name: bytes}]."""
-    places = {name: tensor_files.file_name("model", number, len(files)) for number, file in enumerate(files)
-              for name in file}
-    total = sum(size for file in files for size in file.values())
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

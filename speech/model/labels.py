@@ -23,11 +23,7 @@ CONTROL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
 
 @dataclass
 class TokenIds:
-    """Ids the trainer needs, from the tokenizer and the model's config, and the layout that goes
-    with them.
-
-    labels_v3.Ids has the same methods for Higgs TTS 3.
-    """
+    """Ids from the tokenizer and the model's config, and their layout; as labels_v3.Ids."""
     audio: int              # <|AUDIO_OUT|>, stands for one row of codes
     delay: int              # marks the last num_codebooks - 1 rows of a clip
     pad: int
@@ -68,18 +64,41 @@ class TokenIds:
         return frames + self.num_codebooks
 
     def assemble(self, tokens, labelled, codes):
-        """See assemble."""
-        return assemble(tokens, labelled, codes, self)
+        """One sample as the model sees it: each <|AUDIO_OUT|> becomes the delayed rows of its clip.
+
+        tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of
+        input_ids (n,), is_audio (n,), text_labels (n,), audio_ids (a, 8), audio_labels (a, 8).
+        """
+        # in the table a clip is one token; here it takes as many rows as its codes
+        places = np.flatnonzero(tokens == self.audio)
+        repeats = np.ones(len(tokens), np.int64)
+        rows, labels, placeholders = [], [], []
+        for place, clip in zip(places, codes):
+            rows.append(delay_rows(clip, self.stream_bos, self.stream_eos))
+            # a reference is heard, but not trained
+            labels.append(delay_labels(clip, self.stream_eos) if labelled[place]
+                          else np.full_like(rows[-1], IGNORE))
+            repeats[place] = len(rows[-1])
+            placeholders.append(np.full(len(rows[-1]), self.audio))
+            # the native processor's other placeholder, for rows that wait for the last codebooks
+            placeholders[-1][-(self.num_codebooks - 1):] = self.delay
+        is_audio = np.repeat(tokens == self.audio, repeats)
+        input_ids = np.repeat(tokens, repeats)
+        # audio rows are trained by their codes, and have no text
+        text_labels = np.where(np.repeat(labelled, repeats) & ~is_audio, input_ids, IGNORE)
+        empty = np.empty((0, self.num_codebooks), np.int64)     # a sample may have no clip
+        if placeholders:
+            input_ids[is_audio] = np.concatenate(placeholders)
+        return {"input_ids": input_ids, "is_audio": is_audio, "text_labels": text_labels,
+                "audio_ids": np.concatenate([empty, *rows]),
+                "audio_labels": np.concatenate([empty, *labels])}
 
 
 def token_ids(tokenizer, config):
-    """TokenIds of a native Higgs config; raises UserError when tokenizer and model do not belong
-    together.
-    """
+    """TokenIds of a native Higgs config. UserError when tokenizer and model do not fit."""
     for name in CONTROL_TOKENS:
         if tokenizer.convert_tokens_to_ids(name) in (None, tokenizer.unk_token_id):
-            raise UserError(f"the tokenizer in --model_path has no token {name}: it is not "
-                            "Higgs-Audio's")
+            raise UserError(f"--model_path: its tokenizer has no {name}: it is not Higgs-Audio's")
     audio = tokenizer.convert_tokens_to_ids("<|AUDIO_OUT|>")
     if audio != config.audio_token_id or len(tokenizer) > config.vocab_size:
         raise UserError("tokenizer and model disagree: "
@@ -94,9 +113,7 @@ def token_ids(tokenizer, config):
 
 
 def conversation_pieces(sample):
-    """[(text or Clip, labelled)] in the order of the token stream: the official template, turn by
-    turn.
-    """
+    """[(text or Clip, labelled)] of the token stream: the official template, turn by turn."""
     # written out, not by the tokenizer's template: the pieces tell what is trained
     pieces = [("<|begin_of_text|>", False)]
     for number, turn in enumerate(sample.turns):
@@ -110,8 +127,8 @@ def conversation_pieces(sample):
                     pieces.append((text, turn.trained))
                 text = ""
                 # all three are targets: the model has to begin and to end speech by itself
-                pieces += [(piece, turn.trained)
-                           for piece in ("<|audio_out_bos|>", part, "<|audio_eos|>")]
+                for piece in ("<|audio_out_bos|>", part, "<|audio_eos|>"):
+                    pieces.append((piece, turn.trained))
             else:
                 text += part
         if text:
@@ -124,9 +141,7 @@ def conversation_pieces(sample):
 
 
 def delay_rows(codes, bos, eos):
-    """(T, K) codes -> (T + K + 1, K) model inputs: [BOS, codes, EOS] with codebook k shifted down
-    by k rows.
-    """
+    """(T, K) codes -> (T + K + 1, K) inputs: [BOS, codes, EOS], codebook k k rows down."""
     frames, books = codes.shape
     # filled with end-of-stream, so what follows a codebook's last code needs no writing
     rows = np.full((frames + books + 1, books), eos, np.int64)
@@ -138,9 +153,7 @@ def delay_rows(codes, bos, eos):
 
 
 def delay_labels(codes, eos):
-    """(T, K) codes -> (T + K + 1, K) labels aligned with delay_rows: T codes and one EOS per
-    codebook, else -100.
-    """
+    """(T, K) codes -> (T + K + 1, K) labels of delay_rows: T codes and an EOS a book, else -100."""
     frames, books = codes.shape
     labels = np.full((frames + books + 1, books), IGNORE, np.int64)
     for k in range(books):
@@ -149,38 +162,6 @@ def delay_labels(codes, eos):
         labels[k + 1:k + 1 + frames, k] = codes[:, k]
         labels[k + 1 + frames, k] = eos
     return labels
-
-
-def assemble(tokens, labelled, codes, ids):
-    """One sample as the model sees it: each of its clips takes the place of its <|AUDIO_OUT|>, in
-    delayed rows.
-
-    tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of
-    input_ids (n,), is_audio (n,), text_labels (n,), audio_ids (a, 8), audio_labels (a, 8).
-    """
-    # in the table a clip is one token; here it takes as many rows as its codes
-    places = np.flatnonzero(tokens == ids.audio)
-    repeats = np.ones(len(tokens), np.int64)
-    rows, labels, placeholders = [], [], []
-    for place, clip in zip(places, codes):
-        rows.append(delay_rows(clip, ids.stream_bos, ids.stream_eos))
-        # a reference is heard, but not trained
-        untrained = np.full_like(rows[-1], IGNORE)
-        labels.append(delay_labels(clip, ids.stream_eos) if labelled[place] else untrained)
-        repeats[place] = len(rows[-1])
-        placeholders.append(np.full(len(rows[-1]), ids.audio))
-        # the native processor has another placeholder for the rows that wait for the last codebooks
-        placeholders[-1][-(ids.num_codebooks - 1):] = ids.delay
-    is_audio = np.repeat(tokens == ids.audio, repeats)
-    input_ids = np.repeat(tokens, repeats)
-    # audio rows are trained by their codes, and have no text
-    text_labels = np.where(np.repeat(labelled, repeats) & ~is_audio, input_ids, IGNORE)
-    empty = np.empty((0, ids.num_codebooks), np.int64)      # a sample may have no clip
-    if placeholders:
-        input_ids[is_audio] = np.concatenate(placeholders)
-    return {"input_ids": input_ids, "is_audio": is_audio, "text_labels": text_labels,
-            "audio_ids": np.concatenate([empty, *rows]),
-            "audio_labels": np.concatenate([empty, *labels])}
 
 
 def audio_targets(sample):

@@ -32,11 +32,7 @@ SPEAKER = re.compile(r"\[SPEAKER\d+\]\s*")
 
 @dataclass(frozen=True)
 class Ids:
-    """Special token ids and codes. ref_text is None for a tokenizer without it: a reference then
-    has no transcript.
-
-    The methods are those of labels.TokenIds, for this layout.
-    """
+    """Special token ids and codes, with labels.TokenIds' methods. ref_text: None if it has none."""
     tts: int
     text: int
     audio: int
@@ -76,17 +72,36 @@ class Ids:
         return frames + self.num_codebooks - 1
 
     def assemble(self, tokens, labelled, codes):
-        """See assemble."""
-        return assemble(tokens, labelled, codes, self)
+        """One sample as the model sees it: each placeholder becomes its clip's delayed rows.
 
-
-# --------------------------------------------------------------------------------------------------
-# Rows
+        tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of
+        input_ids (n,), is_audio (n,), text_labels (n,), audio_ids (a, 8), audio_at (R,),
+        audio_targets (R, 8); text is never a label.
+        """
+        places = np.flatnonzero(tokens == AUDIO_PLACEHOLDER)
+        repeats, rows = np.ones(len(tokens), np.int64), []
+        at, targets = np.empty(0, np.int64), np.empty((0, self.num_codebooks), np.int64)
+        for place, clip in zip(places, codes):
+            whole = delay(clip, self.stream_bos, self.stream_eos).numpy()
+            # the last row of a trained clip is predicted, but predicts nothing
+            rows.append(whole[:-1] if labelled[place] else whole)
+            repeats[place] = len(rows[-1])
+            if labelled[place]:
+                # row r is predicted one place before it: row 0 by <|audio|>
+                at = np.arange(len(whole)) + repeats[:place].sum() - 1
+                targets = np.where(label_mask(len(clip), self.num_codebooks).numpy(), whole, IGNORE)
+        is_audio = np.repeat(tokens == AUDIO_PLACEHOLDER, repeats)
+        input_ids = np.where(is_audio, self.pad, np.repeat(tokens, repeats))
+        empty = np.empty((0, self.num_codebooks), np.int64)
+        # targets stand at the places that predict them; V2's stand beside their own rows
+        return {"input_ids": input_ids, "is_audio": is_audio,
+                "text_labels": np.full(len(input_ids), IGNORE),
+                "audio_ids": np.concatenate([empty, *rows]), "audio_at": at,
+                "audio_targets": targets}
 
 
 def delay(codes, bos=1024, eos=1025):
-    """(T, K) codes -> (T + K - 1, K) int64 rows: codebook k is k BOC, its T codes, K - 1 - k EOC.
-    """
+    """(T, K) codes -> (T + K - 1, K) int64 rows: book k is k BOC, its T codes, K - 1 - k EOC."""
     codes = torch.as_tensor(codes).long()
     frames, books = codes.shape
     rows = torch.full((frames + books - 1, books), eos)
@@ -98,9 +113,7 @@ def delay(codes, bos=1024, eos=1025):
 
 
 def undelay(rows):
-    """(T + K - 1, K) rows -> (T, K) codes, the inverse of delay; (0, K) for fewer rows than a frame
-    takes.
-    """
+    """(T + K - 1, K) rows -> (T, K) codes, delay's inverse; (0, K) for less than a frame's."""
     rows = torch.as_tensor(rows)
     books = rows.shape[1]
     # speech that was cut off may have fewer rows than a frame
@@ -111,12 +124,7 @@ def undelay(rows):
 def label_mask(frames, books=8):
     """(T + 7, 8) bool, True where a cell of delay's rows is trained: codes and every EOC."""
     # the server forces BOC while the delay builds up; EOC it never fills in: they are learnt
-    row, book = torch.arange(frames + books - 1)[:, None], torch.arange(books)
-    return row >= book
-
-
-# --------------------------------------------------------------------------------------------------
-# From a conversation to rows
+    return torch.arange(frames + books - 1)[:, None] >= torch.arange(books)
 
 
 def streams(sample, ids):
@@ -140,8 +148,7 @@ def streams(sample, ids):
         spoken = said_by_clip(turn, asked) if turn.role == "assistant" else []
         for place, (text, clip) in enumerate(spoken):
             if turn.trained and len(set(map(str.strip, SPEAKER.findall(text)))) > 1:
-                raise BadSample("has several speakers in one clip, which Higgs TTS 3 has no marks "
-                                "for")
+                raise BadSample("has several speakers in one clip; Higgs TTS 3 has no marks for")
             # [SPEAKER0] would be read aloud: the model has never seen it
             if SPEAKER.search(text):
                 left_out.append("lose a speaker's mark")
@@ -181,15 +188,12 @@ def said_by_clip(turn, asked):
             found.append((words.strip() or ("" if found else asked), part))
             words = ""
     if words.strip() and turn.trained:
-        raise BadSample("has text behind the last of several clips in one message: put each text "
-                        "before its clip")
+        raise BadSample("has text behind the last of several clips: put each text before its clip")
     return found
 
 
 def pieces(text, clip, reference, marks_text):
-    """[(text or Clip, labelled)] of a prompt and its clip. reference: (text, Clip) or None;
-    marks_text: with text.
-    """
+    """[(text or Clip, labelled)] of a prompt and its clip. reference: (text, Clip) or None."""
     stream = [(TOKENS["tts"], False)]
     # text of the reference only where the tokenizer can mark it
     if reference and reference[0] and marks_text:
@@ -198,32 +202,3 @@ def pieces(text, clip, reference, marks_text):
         # short references are filled up with silence, as the servers do
         stream += [(TOKENS["ref_audio"], False), (replace(reference[1], filled=True), False)]
     return [*stream, (TOKENS["text"], False), (text, False), (TOKENS["audio"], False), (clip, True)]
-
-
-def assemble(tokens, labelled, codes, ids):
-    """One sample as the model sees it: each of its clips takes the place of its AUDIO_PLACEHOLDER,
-    in delayed rows.
-
-    tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of
-    input_ids (n,), is_audio (n,), text_labels (n,), audio_ids (a, 8), audio_at (R,), audio_targets
-    (R, 8); text is never a label.
-    """
-    places = np.flatnonzero(tokens == AUDIO_PLACEHOLDER)
-    repeats, rows = np.ones(len(tokens), np.int64), []
-    at, targets = np.empty(0, np.int64), np.empty((0, ids.num_codebooks), np.int64)
-    for place, clip in zip(places, codes):
-        whole = delay(clip, ids.stream_bos, ids.stream_eos).numpy()
-        # the last row of a trained clip is predicted, but predicts nothing
-        rows.append(whole[:-1] if labelled[place] else whole)
-        repeats[place] = len(rows[-1])
-        if labelled[place]:
-            # row r is predicted one place before it: row 0 by <|audio|>
-            at = np.arange(len(whole)) + repeats[:place].sum() - 1
-            targets = np.where(label_mask(len(clip), ids.num_codebooks).numpy(), whole, IGNORE)
-    is_audio = np.repeat(tokens == AUDIO_PLACEHOLDER, repeats)
-    input_ids = np.where(is_audio, ids.pad, np.repeat(tokens, repeats))
-    empty = np.empty((0, ids.num_codebooks), np.int64)
-    # targets stand at the places that predict them; V2's stand beside their own rows
-    return {"input_ids": input_ids, "is_audio": is_audio,
-            "text_labels": np.full(len(input_ids), IGNORE),
-            "audio_ids": np.concatenate([empty, *rows]), "audio_at": at, "audio_targets": targets}

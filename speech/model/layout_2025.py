@@ -142,9 +142,7 @@ def name_codec(folder, codec):
 
 
 def save_processor(folder, tokenizer):
-    """Processor files for a base without any, as 2025-format ones are; the codec's name is still to
-    be put in.
-    """
+    """Processor files for a base without any; the codec's name is still to be put in."""
     from transformers import HiggsAudioV2Processor
     extractor = feature_extractor()
     extractor.save_pretrained(folder)

@@ -19,9 +19,7 @@ class Ends(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over the targets of batches. Tensors on the device where they add up, floats in a
-    report.
-    """
+    """Sums over the targets of batches: tensors on the device, or floats in a report."""
     audio: torch.Tensor     # (K,) cross-entropy of each codebook
     text: torch.Tensor      # () cross-entropy
     ends: Ends              # (5,)
@@ -68,9 +66,7 @@ def named(values, sums, prefix):
 
 
 def decays(name, parameter):
-    """Weight decay shrinks matrices, but neither norms nor embeddings, of which a batch has few
-    rows.
-    """
+    """Weight decay shrinks matrices, not norms, nor embeddings: a batch has few of their rows."""
     return parameter.ndim > 1 and "embed" not in name
 
 

@@ -11,26 +11,13 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
 from common import fused
 from common.distributed import UserError
 from speech.model import weights  # first: explains a torchaudio that breaks transformers
 from speech.model.labels import IGNORE, token_ids  # noqa: F401  (of module())
-from speech.model.loss import (  # noqa: F401  (of module(), too)
-    Sums,
-    decays,
-    flops_per_pack,
-    named,
-    total_loss,
-)
-from speech.model.weights import (  # noqa: F401  (of module())
-    load_tokenizer,
-    reset_buffers,
-    save_config,
-    weight_parts,
-)
+from speech.model.loss import Sums, decays, flops_per_pack, named, total_loss  # noqa: F401
 
 from transformers.models.higgs_audio_v2 import modeling_higgs_audio_v2 as modeling  # isort: skip
 
@@ -44,12 +31,9 @@ DRAWS = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "ras_window": 7, "ras_r
 # --------------------------------------------------------------------------------------------------
 # What speech/model/versions.py's module() promises, beside what is imported above and follows below
 
-
-def read_config(config_dict):
-    """HiggsAudioV2Config of a config.json dict: hidden_size, num_codebooks, codebook_size, ...
-    Raises UserError.
-    """
-    return weights.native_config(config_dict)
+load_tokenizer, reset_buffers = weights.load_tokenizer, weights.reset_buffers
+read_config, save_config = weights.native_config, weights.save_config
+weight_parts = weights.weight_parts
 
 
 def text_setting(wanted):
@@ -58,14 +42,13 @@ def text_setting(wanted):
     return wanted or "on"
 
 
-def own_codec(folder, config_dict, output_dir):
+def unpack_codec(folder, config_dict, into):
     """The codec inside a model folder. Raises UserError: a V2 folder has none."""
     raise UserError("give --audio_tokenizer_path: a Higgs-Audio V2 checkpoint holds no codec")
 
 
 def empty_model(config_dict, dtype, folder):
-    """The native model on the meta device: names, shapes and dtypes, no memory. Raises UserError.
-    """
+    """The native model on the meta device: names, shapes and dtypes, no memory. UserError."""
     return weights.empty_model(read_config(config_dict), dtype, folder)
 
 
@@ -82,11 +65,6 @@ def positions(config):
 def layers(native):
     """The decoder layers."""
     return native.model.layers
-
-
-def packed(net, recompute=None):
-    """What DDP wraps around the native model, or the PeftModel around it."""
-    return PackedHiggs(net, recompute)
 
 
 def weight_names(native):
@@ -122,8 +100,8 @@ def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
         gqa = {"enable_gqa": True} if VARLEN_GQA else {}
         if not VARLEN_GQA:
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0),
-                           **gqa)
+        causal = {"window_size": (-1, 0), **gqa}
+        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **causal)
     return _attention_by_sample(q, k, v, seqlens)
 
 
@@ -136,9 +114,7 @@ def _attention_by_sample(q, k, v, seqlens):
 
 
 class Packed(NamedTuple):
-    """What all layers need of a batch: (S,) tensors but for cos, sin (S, D); n_text, longest are
-    ints.
-    """
+    """What all layers need of a batch: (S,) tensors, cos and sin (S, D)."""
     n_text: int                 # rows of text, which stand first
     order: torch.Tensor         # sequence position of each row
     seq_index: torch.Tensor     # row of each sequence position
@@ -150,14 +126,10 @@ class Packed(NamedTuple):
 
 
 class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
-    """The native layer with a second forward for packed batches; without `packed` it is the native
-    one (generate).
-    """
+    """The native layer with a forward of its own for packed batches: where `packed` is given."""
 
     def __init_subclass__(cls, **kwargs):
-        """FSDP2 subclasses. transformers would wrap the forward once more, and torch.compile reach
-        its limit sooner.
-        """
+        """FSDP2 subclasses: transformers would wrap the forward once more, compiled too."""
 
     def forward(self, hidden_states, *args, packed=None, **kwargs):
         """(S, H) -> (S, H) in modality order. packed: a Packed."""
@@ -173,8 +145,8 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
             normed, attn.q_proj, attn.k_proj, attn.v_proj))
         # looked up there: fused.use changes it
         q, k = modeling.apply_rotary_pos_emb(q, k, p.cos, p.sin)
-        out = packed_attention(q.to(v.dtype), k.to(v.dtype), v, p.cu_seqlens, p.longest,
-                               p.seqlens)
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        out = packed_attention(q, k, v, p.cu_seqlens, p.longest, p.seqlens)
         out = attn.o_proj(out.reshape(rows, -1))
         hidden_states = hidden_states + Permute.apply(out, p.order, p.seq_index)
         text, audio = hidden_states.split(kinds)
@@ -183,34 +155,19 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
         return torch.cat([text, audio])
 
 
-class PackedHiggs(nn.Module):
-    """What DDP wraps: forward(batch) -> sums, not means, so that any split over ranks and
-    micro-steps adds up.
-
-    net: the native model, or the PeftModel around it. recompute: of flags.MODES, or None.
+class PackedHiggs(weights.Wrapped):
+    """What DDP wraps: forward(batch) -> sums, not means, so that any split of a step adds up. net:
+    the native model, or the PeftModel around it. recompute: of flags.MODES, or None.
     """
 
     def __init__(self, net, recompute=None):
-        super().__init__()
-        self.net, self.call = net, None
-        # in a list, where torch does not look for modules: else its parameters would be registered
-        # twice
-        self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
+        super().__init__(net)
+        self.call = None
         for layer in fused.use(self.base_model).model.layers:
             layer.__class__ = PackedDecoderLayer
         if recompute:
             from common import recomputation
             recomputation.set_mode(self, layers(self.base_model), recompute)
-
-    @property
-    def base_model(self):
-        """The native HiggsAudioV2ForConditionalGeneration, adapters inside."""
-        return self._base[0]
-
-    @property
-    def has_adapters(self):
-        """Whether LoRA adapters are trained on a frozen base."""
-        return self.net is not self.base_model
 
     def hidden_states(self, batch):
         """Final hidden states (S, H) in modality order of a labels.PackedBatch."""
@@ -264,6 +221,9 @@ class PackedHiggs(nn.Module):
             eos = torch.stack([(losses.detach() * is_eos).sum(), correct.sum(), is_eos.sum(),
                                correct[:, 0].sum(), false[:, 0].sum()]).float()
         return losses.view(-1, config.num_codebooks).sum(0), text, eos
+
+
+packed = PackedHiggs        # of module()
 
 
 def loss_report(sums, reduction, text_weight, prefix):

@@ -62,11 +62,6 @@ def text_setting(wanted):
     return "off"
 
 
-def own_codec(folder, config_dict, output_dir):
-    """The codec inside a model folder, unpacked in output_dir -> its folder there. Raises UserError."""
-    return unpack_codec(folder, config_dict, Path(output_dir) / "codec")
-
-
 def positions(config):
     """Tokens that a prompt and its speech may have."""
     return config.max_position_embeddings
@@ -75,11 +70,6 @@ def positions(config):
 def layers(native):
     """The decoder layers."""
     return native.body.layers
-
-
-def packed(net, recompute=None):
-    """What DDP wraps around a Higgs3, or the PeftModel around it."""
-    return PackedHiggs3(net, recompute)
 
 
 def freeze_unreachable(native, text_loss_weight):
@@ -94,10 +84,7 @@ def weight_names(native):
 
 
 def save_config(native, tokenizer, folder, source, codec=None):
-    """The files of a checkpoint beside its weights, as they stand in `source` -> {}: nothing is made.
-
-    source: the folder of the model that was trained from.
-    """
+    """Copy the files of `source`, the base, that stand beside weights -> {}: nothing made."""
     for path in Path(source).iterdir():
         if path.name in OWN_FILES:
             shutil.copyfile(path, Path(folder) / path.name)
@@ -185,31 +172,15 @@ class Higgs3(nn.Module):
         return flat.view(*hidden.shape[:-1], self.config.num_codebooks, self.config.codebook_size)
 
 
-class PackedHiggs3(nn.Module):
-    """What DDP wraps: forward(batch) -> sums, not means, so that any split over ranks and micro-steps adds up.
-
-    net: a Higgs3, or the PeftModel around it. recompute: of flags.MODES, or None.
-    """
+class PackedHiggs3(weights.Wrapped):
+    """What DDP wraps, as PackedHiggs: forward(batch) -> sums."""
 
     def __init__(self, net, recompute=None):
-        super().__init__()
-        self.net = net
-        # in a list, where torch does not look for modules: else its parameters would be registered twice
-        self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
+        super().__init__(net)
         fused.use(self.base_model)
         if recompute:
             from common import recomputation
             recomputation.set_mode(self, layers(self.base_model), recompute)
-
-    @property
-    def base_model(self):
-        """The Higgs3, adapters inside."""
-        return self._base[0]
-
-    @property
-    def has_adapters(self):
-        """Whether LoRA adapters are trained on a frozen base."""
-        return self.net is not self.base_model
 
     def hidden_states(self, batch):
         """Final hidden states (S, H) in sequence order of a labels.PackedBatch."""
@@ -249,6 +220,9 @@ class PackedHiggs3(nn.Module):
         return losses.view(-1, books).sum(0), losses.new_zeros(()), eos
 
 
+packed = PackedHiggs3       # of module()
+
+
 def loss_report(sums, reduction, text_weight, prefix):
     """v2.loss_report with the counts of this layout; text is not trained.
 
@@ -274,10 +248,7 @@ def loss_report(sums, reduction, text_weight, prefix):
 
 
 def empty_model(config_dict, dtype, folder=None):
-    """Higgs3 with its parameters on the meta device: names, shapes and dtypes, no memory; reset_buffers is to follow.
-
-    config_dict: of config.json. folder: where that stands; nothing else is read there.
-    """
+    """Higgs3 with its parameters on the meta device; config_dict: of config.json."""
     config = read_config(config_dict)
     with torch.device("meta"):
         model = Higgs3(config).to(dtype)
@@ -299,9 +270,7 @@ def weight_parts(folder, config_dict=None):
     The files hold both tables twice, as embedding and as head; copies that differ are refused: served, the model would
     be another than the one trained.
     """
-    found = tensor_files.open_tensors(tensor_files.files_in(folder, "model"))
-    if not found:
-        raise UserError(f"{folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
+    found = weights.open_model(folder)
     for head, table in HEADS.items():
         if head in found and table in found and not same(found[head], found[table]):
             raise UserError(f"{folder}: {head} and {table} differ, but the model has one table for both; a trainer or "

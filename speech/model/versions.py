@@ -6,13 +6,14 @@ own_codec, empty_model, weight_parts, reset_buffers, layers, packed, freeze_unre
 loss_report, weight_names, save_config; and the constants LICENCE, LORA_TARGETS, WHOLE_MODULES,
 DRAWS.
 """
+from pathlib import Path
+
 from common import distributed
 from speech.model import weights
 
 
 def is_third(model_type):
-    """Whether a model_type, of config.json or of a config of read_config, is that of Higgs TTS 3.
-    """
+    """Whether a model_type, of config.json or of read_config, is that of Higgs TTS 3."""
     return model_type in ("higgs_multimodal_qwen3", "qwen3")
 
 
@@ -27,7 +28,6 @@ def module(config):
 
 def find_files(world, model_path, codec_path, output_dir):
     """(model folder, its config.json as a dict, codec folder). Raises UserError. Collective.
-
     codec_path None: the codec inside the checkpoint, unpacked in output_dir.
     """
     for find, path in ((weights.find_model, model_path), (weights.find_codec, codec_path)):
@@ -38,5 +38,5 @@ def find_files(world, model_path, codec_path, output_dir):
         print(f"licence    {module(config).LICENCE}", flush=True)
     if codec_path:
         return folder, config, weights.find_codec(codec_path)[0]
-    own_codec = module(config).own_codec
-    return folder, config, distributed.rank0_first(world, own_codec, folder, config, output_dir)
+    unpack, into = module(config).unpack_codec, Path(output_dir) / "codec"
+    return folder, config, distributed.rank0_first(world, unpack, folder, config, into)

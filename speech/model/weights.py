@@ -22,17 +22,33 @@ except (ImportError, OSError, RuntimeError) as broken:
                       "transformers import fails with it. Run launch/setup.sh, or: pip uninstall torchaudio (training "
                       "from a filled --code_cache needs none)")
 
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    HiggsAudioV2Config,
-    HiggsAudioV2ForConditionalGeneration,
-    logging,
-)
+from transformers import AutoTokenizer, GenerationConfig, HiggsAudioV2Config, logging
+from transformers import HiggsAudioV2ForConditionalGeneration as HiggsAudioV2
 
 logging.disable_progress_bar()      # of weights: one per rank would fill the log
 
 EXTRA_FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja")
+SWAPPED = "--model_path and --audio_tokenizer_path are swapped"
+
+
+class Wrapped(torch.nn.Module):
+    """A native model, or the PeftModel around it, as net; forward is the version's."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+        # in a list, where torch does not look for modules: else parameters would be there twice
+        self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
+
+    @property
+    def base_model(self):
+        """The native model, adapters inside."""
+        return self._base[0]
+
+    @property
+    def has_adapters(self):
+        """Whether LoRA adapters are trained on a frozen base."""
+        return self.net is not self.base_model
 
 
 def find_checkpoint(name, flag, model_types, advice):
@@ -58,15 +74,14 @@ def find_checkpoint(name, flag, model_types, advice):
 def find_model(name, flag="--model_path"):
     """find_checkpoint for the language model: V2 in its native or 2025 format, or Higgs TTS 3."""
     return find_checkpoint(name, flag, ("higgs_audio_v2", "higgs_audio", "higgs_multimodal_qwen3"),
-                           {"higgs_audio_v2_tokenizer": "--model_path and --audio_tokenizer_path are swapped"})
+                           {"higgs_audio_v2_tokenizer": SWAPPED})
 
 
 def find_codec(name, flag="--audio_tokenizer_path"):
     """find_checkpoint for the native audio tokenizer."""
-    return find_checkpoint(name, flag, ("higgs_audio_v2_tokenizer",), {
-        "higgs_audio_v2": "--model_path and --audio_tokenizer_path are swapped",
-        "higgs_audio": "--model_path and --audio_tokenizer_path are swapped",
-        None: "the 2025 codec format is not read, use the native one"})
+    advice = {"higgs_audio_v2": SWAPPED, "higgs_audio": SWAPPED,
+              None: "the 2025 codec format is not read, use the native one"}
+    return find_checkpoint(name, flag, ("higgs_audio_v2_tokenizer",), advice)
 
 
 def native_config(config):
@@ -89,7 +104,7 @@ def empty_model(config, dtype, folder=None):
     format's ends at a token that speech never reaches and has no repetition guard: generate would run to its limit.
     """
     with torch.device("meta"):
-        model = HiggsAudioV2ForConditionalGeneration(config, use_text_head=True).to(dtype)
+        model = HiggsAudioV2(config, use_text_head=True).to(dtype)
     config.architectures, config.dtype = [type(model).__name__], dtype
     stored = Path(folder or "") / "generation_config.json"
     if folder and stored.is_file() and "ras_win_len" in json_files.read_object(stored):
@@ -106,11 +121,14 @@ def released_generation(config):
                             ras_win_len=7, ras_win_max_num_repeat=2, use_text_head=True)
 
 
+def open_model(folder):
+    """{name in the files: slice handle} of a folder's model weights. Raises UserError."""
+    return tensor_files.open_tensors(tensor_files.model_files(folder))
+
+
 def weight_parts(folder, config):
     """{native name: [slice handles]} of a native or 2025-format folder; config: its config.json dict. UserError."""
-    found = tensor_files.open_tensors(tensor_files.files_in(folder, "model"))
-    if not found:
-        raise UserError(f"{folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
+    found = open_model(folder)
     if config["model_type"] == "higgs_audio_v2":
         return {name: [part] for name, part in found.items()}
     from speech.model import layout_2025

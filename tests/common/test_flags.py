@@ -238,7 +238,7 @@ def test_a_time_limit_of_what_was_not_asked_for_refuses_nothing():
 def test_the_file_that_a_run_leaves_repeats_it(tmp_path, script, words):
     """Before what derives was filled in: a derived number beside the one that it comes of would be refused."""
     args = flags.parse(script.build_parser(), script.check_flags, words)
-    flags.write_config(tmp_path / "run.yaml", args.given, script.__file__)
+    (tmp_path / "run.yaml").write_text(flags.config_text(args.given, script.__file__), encoding="utf-8")
     again = flags.parse(script.build_parser(), script.check_flags, ["--config", str(tmp_path / "run.yaml")])
     assert json.loads(json.dumps(vars(again) | {"config": None})) == json.loads(json.dumps(vars(args)))     # lists
 
