@@ -39,7 +39,8 @@ def build_parser():
     flags.lora(g, rank=16, alpha=32, dropout=0.0, targets=None,
                targets_help=f"{', '.join(LORA_TARGETS)}, or comma-separated module name endings (default: attention; "
                             "Higgs TTS 3: all-linear)")
-    flags.switch(g, "--train_audio_table", help="with adapters: the audio table of Higgs TTS 3")
+    flags.switch(g, "--train_audio_table", help="beside the adapters, the audio embedding of Higgs TTS 3, which is its "
+                                                "head as well")
     flags.switch(g, "--freeze_llm", help="full fine-tuning of the audio embedding and head only")
 
     g = p.add_argument_group("data")

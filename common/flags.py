@@ -280,10 +280,12 @@ def alias(**names):
 def before_the_run(parser):
     g = parser.add_argument_group("before the run")
     add = g.add_argument
-    add("--config", metavar="FILE", help="YAML file of lines `flag: value`; flags of the command "
-             "line count more. Every run leaves the file that repeats it, OUTPUT_DIR/run.yaml")
-    add("--dry_run", nargs="?", type=int, const=0, metavar="GPUS", help="check everything, print "
-        "what the run will take on so many GPUs (default: those of this launch), and stop")
+    add("--config", metavar="FILE",
+        help="YAML file of lines `flag: value`; flags of the command line count more. Every run "
+             "leaves the file that repeats it, OUTPUT_DIR/run.yaml")
+    add("--dry_run", nargs="?", type=int, const=0, metavar="GPUS",
+        help="check everything, print what the run will be and take, and stop; needs "
+             "no GPU. GPUS: plan for so many (default: the processes of this launch)")
     add("--gpu_memory", type=float, metavar="GIB",
         help="dry run, --auto: memory of one GPU (default: of the GPU here, else 80)")
     add("--host_memory", type=float, metavar="GIB",
@@ -314,9 +316,10 @@ def loading(group, num_workers):
 
 def bad_samples(group, checks):
     """Flags about samples that cannot be used; checks: names of what finds them."""
-    group.add_argument("--drop_bad", nargs="*", metavar="CHECK", help="drop samples that cannot be "
-                       f"used, or that these checks find: {', '.join(checks)}, instead of "
-                       "stopping; OUTPUT_DIR/problems.jsonl lists all")
+    group.add_argument("--drop_bad", nargs="*", metavar="CHECK",
+                       help="drop and count samples that cannot be used instead of stopping, or "
+                            f"only those that these checks find: {', '.join(checks)}; "
+                            "OUTPUT_DIR/problems.jsonl lists all")
     switch(group, "--drop_too_long", help="the same as --drop_bad too_long")
 
 
@@ -358,13 +361,16 @@ def speed(parser, parallel, bf16_help):
     switch(g, "--bf16", help=bf16_help)
     switch(g, "--tf32", help="TF32 for float32 matrix products on CUDA")
     add("--gradient_checkpointing", nargs="?", const="all", type=recomputation,
-        metavar="all|selective", help="compute layers again in the backward pass: all of them, or "
-        "(selective) all but attention and matrix products, for less time and more memory")
+        metavar="all|selective",
+        help="compute layers again in the backward pass: all of them, or (selective) "
+             "all but attention and matrix products, which costs less time and more "
+             "memory; the flag alone means all")
     switch(g, "--compile", help="torch.compile each layer")
     add("--collective_timeout", type=int, default=600,
         help="seconds a step may take, or a rank be silent, before it is named and all stop")
-    add("--replay_every", type=int, default=0, help="compute the first micro-step of every N-th "
-        "step twice more, bit for bit: finds a GPU that computes wrongly; status 3; 0 = never")
+    add("--replay_every", type=int, default=0,
+        help="compute the first micro-step of every N-th step twice more and compare bit for bit: "
+             "finds a GPU that computes wrongly; status 3 (torchrun: 1); 0 = never")
     add("--wait_timeout", type=int, default=21600,
         help="seconds to wait for data preparation, validation, saving")
     return g

@@ -53,14 +53,16 @@ def build_parser():
         help="the same (test split) for validation; else --validation_split is held out")
     add("--validation_split", type=float, default=0.05,
         help="share of problems held out, 0 = no validation")
-    add("--tokenizer", help="tokenizer.json, folder with it or with GPT-2's files, hub name "
-        "(default: that of --init_from or --demo, else gpt2)")
+    add("--tokenizer",
+        help="tokenizer.json, folder with it or with GPT-2's files, hub name (default: that of "
+             "--init_from where it has one, the demo's own with --demo, else gpt2)")
     flags.switch(g, "--chat",
                  help="gsm8k: questions in the tokenizer's chat template, answers end as its turns")
     add("--end_token", default="", metavar="TOKEN",
         help="token that ends an answer; gsm8k: <|endoftext|>, chat: the tokenizer's end token")
-    add("--demo", nargs="?", type=int, const=2000, metavar="PROBLEMS", help="train on so many "
-        "arithmetic problems, made in OUTPUT_DIR/demo with a tokenizer; the flag alone: 2000")
+    add("--demo", nargs="?", type=int, const=2000, metavar="PROBLEMS",
+        help="make so many arithmetic problems and a small tokenizer in OUTPUT_DIR/demo "
+             "and train on them; the flag alone: 2000")
     add("--hdp_layout", choices=("hierarchical", "flat"), default="hierarchical",
         help="hdp: flat is the source's padded form, for comparison")
     add("--block_size", type=int, default=16, help="tokens of a block; 1 is autoregressive")
@@ -88,17 +90,20 @@ def build_parser():
     add = g.add_argument
     add("--model_size", choices=tuple(choices.SIZES), default="small",
         help="nano is for demos and tests")
-    add("--init_from", metavar="WEIGHTS", help="start from published BD3-LM or MDLM weights (hub "
-        "name kuleshov-group/bd3lm-owt-block_size16, folder, .ckpt), a checkpoint or export of "
-        "ours, or a language model shaped like Llama or Qwen3 (folder, hub name)")
+    add("--init_from", metavar="WEIGHTS",
+        help="start from published BD3-LM or MDLM weights (hub name "
+             "kuleshov-group/bd3lm-owt-block_size16, folder, Lightning .ckpt), a checkpoint or "
+             "export of ours, whatever its block size, whose prompt form is kept, or a causal "
+             "language model shaped like Llama or Qwen3 (folder, hub name Qwen/Qwen3-0.6B)")
     add("--init_ema", action=argparse.BooleanOptionalAction, default=True,
         help="of --init_from take the averaged weights; no-: the last ones")
     add("--dropout", type=float, default=0.1, help="on the output of attention and MLP, 0 to 1")
     add("--noise_schedule", choices=choices.SCHEDULES, default="loglinear",
         help="masked share as t grows")
-    add("--t_range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="noise levels trained on, "
-        "and so, if clipped, the masked share of every block (default: "
-        f"{choices.FULL[0]:g} to 1; 1 where all blocks are single tokens)")
+    add("--t_range", type=float, nargs=2, metavar=("LOW", "HIGH"),
+        help="noise levels trained on; a clipped range also clips the masked share of every block "
+             f"(default: {choices.FULL[0]:g} to 1; 1 where all blocks are single tokens: "
+             "autoregressive)")
     add("--clip_search_widths", type=float, nargs="*", default=(), metavar="WIDTH",
         help="after each validation train on the range of such a width whose loss varies least")
     add("--clip_search_batches", type=int, default=4, help="validation batches that search may use")
@@ -123,8 +128,9 @@ def build_parser():
         help="problems per micro-step and rank (default: preset's)")
     add("--gradient_accumulation_steps", type=int,
         help="micro-steps per optimizer step (default: preset's)")
-    add("--global_batch_size", type=int, default=0, help="problems per optimizer step: what is "
-        "not given of the two above follows (default with --auto: the preset's)")
+    add("--global_batch_size", type=int, default=0,
+        help="problems per optimizer step, of all ranks: what is not given of the two above "
+             "follows (default with --auto: the preset's)")
     add("--per_device_eval_batch_size", type=int, default=32, help="rows per validation batch")
     add("--max_steps", type=int, help="optimizer steps (default: preset's)")
 

@@ -46,18 +46,22 @@ def codec(group):
 
 def recognisers(group):
     """Flags of what understands speech (scores.py)."""
-    add = group.add_argument
-    add("--asr_model", help="what hears words: pocketsphinx, folder or hub name of a recogniser")
-    add("--asr_command", help="the same: paths of wav files behind its words, a line of text each")
-    add("--asr_time_limit", type=float, default=3600.0, help="seconds that --asr_command may take")
-    add("--language", help="language code, for Whisper and for the rules by which texts are "
-        "compared; en unifies numbers and contractions (default: Whisper finds out, plain rules)")
+    group.add_argument("--asr_model", help="recogniser that gives word errors: folder or hub name of a transformers "
+                                           "model, or pocketsphinx")
+    group.add_argument("--asr_command", help="the same by a command that gets paths of wav files behind its own words "
+                                             "and prints a line of text for each")
+    group.add_argument("--asr_time_limit", type=float, default=3600.0, help="seconds that one start of --asr_command "
+                                                                            "may take; then the run ends")
+    group.add_argument("--language", help="language code, for Whisper and for the rules by which texts are compared; "
+                                          "en unifies numbers and contractions (default: Whisper finds out, plain "
+                                          "rules)")
 
 
 def speakers(group):
     """The flag of what tells voices apart (scores.py)."""
-    group.add_argument("--speaker_model", help="what hears the likeness of voices: resemblyzer, "
-                       "Seed-TTS-eval's wavlm_large_finetune.pth, or an x-vector model's folder")
+    group.add_argument("--speaker_model", help="encoder that gives the likeness of voices: resemblyzer, "
+                       "wavlm_large_finetune.pth of UniSpeech, which Seed-TTS-eval takes, or folder or hub name of a "
+                       "transformers x-vector model, such as WavLM's")
 
 
 def judges(group):
@@ -86,7 +90,8 @@ def check_judges(args, speaks=True):
 def best(group):
     """Flags of speech/voice/best.py."""
     group.add_argument("--best_by", choices=("loss", "wer", "cer", "sim"), default="loss",
-                       help="loss of validation; of sample prompts word errors or likeness")
+                       help="validation loss, or of the sample prompts word errors, character errors, or the likeness "
+                            "of voices; of equal ones the lower loss decides")
     group.add_argument("--early_stop_patience", type=int, default=0,
                        help="stop after so many validations without a better one, 0 = never")
 
@@ -105,9 +110,10 @@ def keep(group):
     """Flags of what a fine-tuning shall not undo (speech/voice/keep.py)."""
     group.add_argument("--keep", metavar="FILE", help="texts, with or without a voice, as --sample_prompts takes them: "
                        "the base speaks them once, and the model is held near it there; needs --use_lora")
-    group.add_argument("--keep_weight", type=float, default=1.0, help="weight of that divergence")
-    group.add_argument("--keep_every", type=int, default=10, help="steps between those with packs "
-                       "of --keep; the default takes about a fifth of the time")
+    group.add_argument("--keep_weight", type=float, default=1.0, help="weight of that divergence beside the loss, whatever "
+                       "--keep_every is")
+    group.add_argument("--keep_every", type=int, default=10, help="steps from one with packs of --keep to the next; the "
+                       "default takes about a fifth of the time")
 
 
 def check_keep(args):
@@ -125,7 +131,8 @@ def data(group):
     """Flags of data sources and of what becomes of their rows."""
     g = group
     g.add_argument("--train_data_file", nargs="+", metavar="PATH[:WEIGHT]",
-                   help="data of any format of docs/speech.md; weight: how often in an epoch")
+                   help="data of any format that docs/speech.md lists; several are mixed: the weight is how often an "
+                        "epoch goes over one (1 without it)")
     g.add_argument("--train_data_dir", nargs="+", metavar="PATH[:WEIGHT]",
                    help="the same for folders: made by prepare_tts.py, with metadata.json, audio with texts beside it")
     g.add_argument("--eval_data_file", help="validation data; without it --validation_split is held out")
@@ -133,14 +140,17 @@ def data(group):
     g.add_argument("--data_format", choices=("auto", *FORMATS), default="auto",
                    help="format of the data, where it cannot be told from what is in them")
     g.add_argument("--columns", default="", metavar="MEANING=NAME,...",
-                   help="columns of a table: audio=clip,text=caption, others of docs/speech.md")
+                   help="columns of a table by their names: audio=clip,text=caption; also speaker, language, ref_audio "
+                        "and the others that docs/speech.md lists")
     g.add_argument("--task_type", choices=TASK_TYPES, default="single_speaker_smart_voice",
                    help="shape of the prompt, of samples that name none themselves; ChatML has its own")
     flags.switch(g, "--ref_audio_in_system_message", help="put reference clips into the scene description; not ChatML")
-    g.add_argument("--normalize_text", choices=ON_OFF, help="punctuation and sound tags as boson-ai's "
-                   "inference has them; the checkpoint keeps it (default: on for V2, off for TTS 3)")
+    g.add_argument("--normalize_text", choices=ON_OFF, help="texts to speak: punctuation and sound tags "
+                   "as boson-ai's inference gives them to the model; the checkpoint keeps the setting for speaking "
+                   "(default: on for Higgs-Audio V2, off for Higgs TTS 3)")
     g.add_argument("--reference", choices=REFERENCES, default="given",
-                   help="clip to clone: that of the data, another of the speaker; not ChatML")
+                   help="clip before the text, to clone: the one that the data give, another clip of the same speaker, "
+                        "none; not ChatML")
     g.add_argument("--reference_share", type=float, default=1.0,
                    help="share of the samples that keep their reference, 0 to 1, drawn by --seed")
 

@@ -35,7 +35,8 @@ def build_parser():
     g.add_argument("--seed", type=int, default=42, help="of references and of the samples that have one")
     g = p.add_argument_group("checks")
     g.add_argument("--min_clip_seconds", type=float, default=0.32, help="a shorter clip is an error, too_short")
-    g.add_argument("--max_clip_seconds", type=float, default=60.0, help="a longer one is too_long")
+    g.add_argument("--max_clip_seconds", type=float, default=60.0, help="a longer clip is an error, too_long "
+                   f"(at most {LONGEST_CLIP_S})")
     g.add_argument("--drop_bad", nargs="*", metavar="CHECK",
                    help=f"drop samples with errors ({', '.join(ERRORS)}) instead of stopping, and those with the "
                         f"warnings that are named: {', '.join(WARNINGS)}")

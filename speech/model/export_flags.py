@@ -8,15 +8,18 @@ def build_parser():
     p = flags.Parser("Write a Higgs-Audio V2 checkpoint with its adapter folded in, or a folder "
                      "for the hub.")
     p.usage = "%(prog)s {merge,export,push} [--flag value ...]"
-    p.add_argument("command", choices=["merge", "export", "push"], help="merge: adapter and base "
-                   "into a native checkpoint; export: for other code; push: to the hub, with a card")
+    p.add_argument("command", choices=["merge", "export", "push"],
+                   help="merge: adapter and base into a native checkpoint; export: for other code, "
+                        "adapter or not; push: an adapter or a full checkpoint as it is, with a "
+                        "model card, to the hub")
     p.add_argument("--model_path", help="base model or full fine-tuning's checkpoint, or hub name")
     p.add_argument("--adapter", help="folder with adapter_model.safetensors; merge needs one")
     p.add_argument("--output_dir", required=True, help="new folder for the checkpoint")
     p.add_argument("--format", choices=LAYOUTS, help="layout to write: native (default of "
                    "merge), or 2025 for boson-ai's own code (default of export)")
-    p.add_argument("--dtype", choices=DTYPES, help="of the weights; default: float32 with an "
-                   "adapter (bfloat16 rounds part of its update away), else the source's")
+    p.add_argument("--dtype", choices=DTYPES, help="of the weights; default float32 with an "
+                   "adapter (bfloat16 halves the size and rounds part of the update away), else "
+                   "the source's")
     p.add_argument("--base_dtype", choices=("nf4",), help="of the run that made the adapter: the base "
                    "is rounded as that run rounded it, so that the merged model is what it trained")
     p.add_argument("--max_shard_gb", type=float, default=5.0,
