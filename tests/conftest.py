@@ -12,6 +12,7 @@ os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")     # threads that load a
 import pytest
 import torch
 
+from tests.helpers.fork_server import ForkServer
 from tests.helpers.pool import Pool
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import Run, Tiny, mount, train_forked, trainer_command
@@ -102,6 +103,14 @@ def pool(tmp_path_factory):
     ranks = Pool(4, tmp_path_factory.mktemp("pool"))
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def quick_python(tmp_path_factory):
+    """Path of an interpreter that starts our scripts with their imports done (fork_server.py)."""
+    server = ForkServer(tmp_path_factory.mktemp("fork_server"))
+    yield str(server.python)
+    server.close()
 
 
 @pytest.fixture
