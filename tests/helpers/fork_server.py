@@ -129,8 +129,8 @@ def serve(listener):
     die_with_parent()
     gc.disable()
     import torch.distributed.run
-    import torch.utils.tensorboard
-    import transformers.models.auto.modeling_auto
+    import torch.utils.tensorboard  # noqa: F401
+    import transformers.models.auto.modeling_auto  # noqa: F401
 
     import train_v2_ddp  # noqa: F401
     gc.freeze()
