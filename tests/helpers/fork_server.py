@@ -2,7 +2,7 @@
 
 For whole programs that come to their end by themselves: bash and torchrun start it as any other. The process that they
 see hands its arguments, environment, folder, streams, ignored signals over, passes signals on and ends as the fork has
-ended, or takes it along. What does not run a file of this repository or import torch is left to the real interpreter.
+ended, or takes it along. What runs no file of this repository, or one beside it (PYTHONPATH), is left to the real interpreter.
 Settings that torch and transformers read while they are imported, such as HF_HUB_OFFLINE=1, are this server's.
 """
 import contextlib
@@ -41,7 +41,8 @@ def ask(path, words):
     """In the process that others see: as the real interpreter with these arguments."""
     start = next((at for at, word in enumerate(words) if word != "-u"), len(words))
     kind, *rest = words[start:] or [""]
-    if not (os.path.realpath(kind).startswith(f"{ROOT}/") and kind.endswith(".py") or rest and (
+    ours = os.path.realpath(kind).startswith(f"{ROOT}/") or os.environ.get("PYTHONPATH") == ROOT
+    if not (ours and kind.endswith(".py") or rest and (
             kind == "-m" and rest[0] == "torch.distributed.run" or kind == "-c" and "import torch" in rest[0])):
         os.execv(sys.executable, [sys.executable, *words])
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -100,6 +101,7 @@ def work(streams, words, folder, environment, ignored):
     kind, status = words[0], 0
     sys.argv = words if kind not in ("-m", "-c") else [kind, *words[2:]]
     sys.path[0] = folder if kind in ("-m", "-c") else os.path.dirname(os.path.realpath(kind))
+    sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     try:
         if kind == "-m":
             sys.modules.pop(words[1], None)
