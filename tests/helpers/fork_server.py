@@ -2,7 +2,7 @@
 
 For whole programs that come to their end by themselves: bash and torchrun start it as any other. The process that they
 see hands its arguments, environment, folder, streams, ignored signals over, passes signals on and ends as the fork has
-ended, or takes it along. What runs no file of this repository, or one beside it (PYTHONPATH), is left to the real interpreter.
+ended, or takes it along. A fork imports what is ours anew, from where it is told; a command (-c) without torch is left to the real interpreter.
 Settings that torch and transformers read while they are imported, such as HF_HUB_OFFLINE=1, are this server's.
 """
 import contextlib
@@ -28,8 +28,9 @@ class ForkServer:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(f"{folder}/socket")       # who comes too early waits
         listener.listen(64)
-        self.server = subprocess.Popen([sys.executable, "-m", "tests.helpers.fork_server", str(listener.fileno())],
-                                       cwd=ROOT, pass_fds=[listener.fileno()], env={**os.environ, "HF_HUB_OFFLINE": "1"})
+        self.server = subprocess.Popen(
+            [sys.executable, "-m", "tests.helpers.fork_server", str(listener.fileno())], cwd=ROOT,
+            pass_fds=[listener.fileno()], env={**os.environ, "HF_HUB_OFFLINE": "1"})
         listener.close()
 
     def close(self):
@@ -41,8 +42,7 @@ def ask(path, words):
     """In the process that others see: as the real interpreter with these arguments."""
     start = next((at for at, word in enumerate(words) if word != "-u"), len(words))
     kind, *rest = words[start:] or [""]
-    ours = os.path.realpath(kind).startswith(f"{ROOT}/") or os.environ.get("PYTHONPATH") == ROOT
-    if not (ours and kind.endswith(".py") or rest and (
+    if not (kind.endswith(".py") or rest and (
             kind == "-m" and rest[0] == "torch.distributed.run" or kind == "-c" and "import torch" in rest[0])):
         os.execv(sys.executable, [sys.executable, *words])
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -135,6 +135,10 @@ def serve(listener):
     import transformers.models.auto.modeling_auto  # noqa: F401
 
     import train_v2_ddp  # noqa: F401
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or sys.prefix
+        if file.startswith(ROOT) and not file.startswith(sys.prefix) and not name.startswith(("tests", "__main__")):
+            del sys.modules[name]
     gc.freeze()
     gc.enable()
     while True:
