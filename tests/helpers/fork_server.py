@@ -1,9 +1,10 @@
 """A `python` that starts our scripts in a millisecond: forks of a process that has imported torch and transformers.
 
 For whole programs that come to their end by themselves: bash and torchrun start it as any other. The process that they
-see hands its arguments, environment, folder, streams, ignored signals over, passes signals on and ends as the fork has
-ended, or takes it along. A fork imports what is ours anew, from where it is told; a command (-c) without torch is left to the real interpreter.
-Settings that torch and transformers read while they are imported, such as HF_HUB_OFFLINE=1, are this server's.
+see hands its arguments, environment, folder, streams and ignored signals over, passes signals on and ends as the fork
+has ended, or takes it along. A fork imports what is ours anew, from where it is told; a command (-c) without torch is
+left to the real interpreter. Settings that torch and transformers read while they are imported, such as
+HF_HUB_OFFLINE=1, are this server's.
 """
 import contextlib
 import json
