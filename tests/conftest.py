@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")      # two busy cores: more threads make a tiny step 40 times slower
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")     # threads that load a model may break torch's pool in a fork
@@ -12,6 +13,7 @@ os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")     # threads that load a
 import pytest
 import torch
 
+from tests.helpers.fork_server import ForkServer
 from tests.helpers.pool import Pool
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import Run, Tiny, mount, train_forked, trainer_command
@@ -102,6 +104,21 @@ def pool(tmp_path_factory):
     ranks = Pool(4, tmp_path_factory.mktemp("pool"))
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def quick_python(tmp_path_factory):
+    """Path of an interpreter that starts our scripts with their imports done (fork_server.py)."""
+    server = ForkServer(tmp_path_factory.mktemp("fork_server"))
+    yield str(server.python)
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def quick(quick_python):
+    """Settings with which bash and torchrun start that one."""
+    folders = Path(quick_python).parent, Path(sys.executable).parent
+    return {"PATH": ":".join([*map(str, folders), os.environ["PATH"]]), "PYTHON_EXEC": quick_python}
 
 
 @pytest.fixture

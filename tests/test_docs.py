@@ -525,7 +525,7 @@ def test_readme_is_short_and_has_what_it_must():
 
 
 @pytest.mark.slow
-def test_the_demo_of_the_readme(tmp_path):
+def test_the_demo_of_the_readme(tmp_path, quick):
     """Few clips, steps and sentences: all its parts work, and its gates say that such a voice is not learnt."""
     assert "bash launch/demo.sh " in TEXTS["README.md"]
     voice, settings = ROOT / "launch" / "voice", {"VENV": "none", "OUT": str(tmp_path), "STEPS": "8", "RANKS": "1"}
@@ -534,7 +534,7 @@ def test_the_demo_of_the_readme(tmp_path):
         clip = sample["messages"][-1]["content"]
         clip["audio_url"] = str(voice / clip["audio_url"])
     (tmp_path / "train.json").write_text(json.dumps(samples))
-    settings |= {"DATA": str(tmp_path / "train.json"), "SENTENCES": "4"}
+    settings |= {"DATA": str(tmp_path / "train.json"), "SENTENCES": "4", **quick}
     done = subprocess.run(["bash", ROOT / "launch" / "demo.sh"], text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, env=environment(**settings))
     assert done.returncode == 1, done.stdout[-3000:]

@@ -1,7 +1,7 @@
 """minimal/: each file is the specification of a big trainer. Same weights, same data: equal losses, norms and weights."""
 import json
+import os
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,14 +16,18 @@ SHARED = ["--max_steps", STEPS, "--gradient_accumulation_steps", 2, "--learning_
 BIG = ["--num_workers", 0, "--report_to", "none"]
 
 
-def run_minimal(name, flags, out, ranks=1):
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    words = [*launcher, ROOT / "minimal" / name, *SHARED, *flags, "--output_dir", out]
-    done = subprocess.run(list(map(str, words)), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert done.returncode == 0, done.stdout[-4000:]
-    return done.stdout
+@pytest.fixture
+def run_minimal(quick_python):
+    def run(name, flags, out, ranks=1):
+        launcher = [quick_python]
+        if ranks > 1:
+            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        words = [*launcher, ROOT / "minimal" / name, *SHARED, *flags, "--output_dir", out]
+        done = subprocess.run(list(map(str, words)), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              env={**os.environ, "PYTHON_EXEC": quick_python})      # torchrun's, for its ranks
+        assert done.returncode == 0, done.stdout[-4000:]
+        return done.stdout
+    return run
 
 
 def run_big(pool, main, flags, out):
@@ -62,7 +66,7 @@ def speech(tiny):
             "--validation_split", 0.25, "--per_device_train_batch_size", 2, "--warmup_steps", 2]
 
 
-def test_higgs(pool, tiny, speech, tmp_path):
+def test_higgs(pool, run_minimal, tiny, speech, tmp_path):
     mine, big = tmp_path / "mine", tmp_path / "big"
     run_minimal("train_higgs.py", speech, mine)
     run_big(pool, "train_v2_ddp.main", [*speech, "--normalize_text", "off", "--code_cache", tiny.codes,
@@ -73,7 +77,7 @@ def test_higgs(pool, tiny, speech, tmp_path):
 
 
 @pytest.mark.slow
-def test_higgs_on_two_ranks_with_adapters(pool, tiny, speech, tmp_path):
+def test_higgs_on_two_ranks_with_adapters(pool, run_minimal, tiny, speech, tmp_path):
     """Equal to the big one on one rank that accumulates twice as often; a resumed run ends bit for bit alike."""
     mine, again, big = (tmp_path / name for name in ("mine", "again", "big"))
     flags = [*speech, "--use_lora"]
@@ -89,7 +93,7 @@ def test_higgs_on_two_ranks_with_adapters(pool, tiny, speech, tmp_path):
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_bd3lm(pool, tmp_path):
+def test_bd3lm(pool, run_minimal, tmp_path):
     from diffusion import demo_problems
     demo_problems.write_demo(data := tmp_path / "data", 60, 12)
     flags = ["--train_data_file", data / "train.jsonl", "--eval_data_file", data / "test.jsonl", "--tokenizer",
@@ -108,7 +112,7 @@ def test_bd3lm(pool, tmp_path):
     assert shown.count("\nsample: ") == 2
 
 
-def test_distill(pool, tmp_path):
+def test_distill(pool, run_minimal, tmp_path):
     """On the answers that the model gave; both are started with the same ones."""
     student = chats.student(tmp_path / "student")
     mine, big = tmp_path / "mine", tmp_path / "big"
@@ -132,7 +136,7 @@ def test_distill(pool, tmp_path):
 
 
 @pytest.mark.slow
-def test_distill_teaches_a_prompt(tmp_path):
+def test_distill_teaches_a_prompt(run_minimal, tmp_path):
     """From nothing but questions: the student comes closer to the prompted model's answers than the bare model is."""
     student = chats.student(tmp_path / "student")
     (tmp_path / "prompt.txt").write_text("Name the language.")

@@ -1,18 +1,24 @@
 """bench/speed.py: ours, minimal/ and transformers' Trainer start at one loss; bench/profile_step.py: all time has a name."""
 import json
+import os
 import re
 import sys
+import time
 
 import pytest
 import torch
 
 from bench import profile_step, speed
 
+SECONDS_OF = speed.seconds_of
 FEW = ("--rounds", "1", "--samples", "6", "--batch", "2")
 
 
 @pytest.fixture(autouse=True)
-def on_cpu(monkeypatch):
+def on_cpu(monkeypatch, quick_python):
+    """And the ways' processes have their imports done, so that the clock tells how long they take."""
+    monkeypatch.setattr(sys, "executable", quick_python)
+    monkeypatch.setattr(speed, "seconds_of", lambda pid: time.monotonic())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
@@ -58,6 +64,10 @@ def test_problems_and_a_way_that_fails(tmp_path, monkeypatch):
     losses = {row[0]: row[loss] for row in rows}
     assert losses["minimal"] == pytest.approx(losses["ours, one problem a row"], rel=1e-5)
     assert rows[-1] == ["broken", *[None] * (len(speed.COLUMNS) - 2), "no such way"]
+
+
+def test_one_thread_is_timed_by_its_core():
+    assert SECONDS_OF(os.getpid()) == pytest.approx(time.process_time(), abs=0.2)
 
 
 def test_other_losses_stop_it():

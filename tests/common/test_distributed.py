@@ -2,6 +2,7 @@
 import os
 import subprocess
 import sys
+import time
 from datetime import timedelta
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import distributed
+from common import checkpoint, distributed, tensor_files
 from tests.helpers.trainer import ROOT
 
 COMPILED = """
@@ -43,55 +44,44 @@ with distributed.one_clear_error():
     distributed._give_way(600)
 """
 
-SLOW_DISK = """
-import sys, time
-from datetime import timedelta
-import torch
-import torch.distributed as dist
-from common import checkpoint, distributed, tensor_files
+def behind_a_slow_disk(folder):
+    """A rank that reads a base and writes checkpoints, rank 0 for longer than a collective may take."""
+    world = distributed.init(1, 60)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), None)
+    tensor = torch.zeros(3)
 
-world = distributed.init(1, 60)
-dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), None)
-tensor = torch.zeros(3)
+    def read():
+        time.sleep(1.5)
+        tensor.fill_(7)
 
-def read():
-    time.sleep(1.5)
-    tensor.fill_(7)
+    def write(path):
+        time.sleep(1.5 if world.is_main else 0)
+        path.write_text("x")
 
-def write(path):
-    time.sleep(1.5 if world.is_main else 0)
-    path.write_text("x")
-
-tensor_files.read_once(world, tensor, read)
-assert tensor.tolist() == [7, 7, 7]
-writer = checkpoint.Writer(world, sys.argv[1])
-for step in (1, 2):
-    writer.begin(step)
-    dist.all_reduce(torch.ones(1))
-    writer.save(step, {f"{world.rank}.txt": write}, {})
-writer.finish()
-print("saved")
-dist.destroy_process_group()     # as one_clear_error does: its threads outlive no exit
-"""
+    tensor_files.read_once(world, tensor, read)
+    assert tensor.tolist() == [7, 7, 7]
+    writer = checkpoint.Writer(world, folder)
+    for step in (1, 2):
+        writer.begin(step)
+        dist.all_reduce(torch.ones(1))
+        writer.save(step, {f"{world.rank}.txt": write}, {})
+    writer.finish()
+    print("saved")
 
 
 @pytest.mark.slow
-def test_a_slow_disk_of_one_rank_is_waited_for(tmp_path):
-    """Reading a base and writing a checkpoint, for longer than a collective may take."""
-    (tmp_path / "slow.py").write_text(SLOW_DISK)
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-                           tmp_path / "slow.py", tmp_path], text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0 and done.stdout.count("saved") == 2, done.stdout[-4000:]
+def test_a_slow_disk_of_one_rank_is_waited_for(pool, tmp_path):
+    statuses, output = pool.run(2, f"{__name__}.behind_a_slow_disk", str(tmp_path))
+    assert statuses == [0, 0] and output.count("saved") == 2, output[-4000:]
 
 
 @pytest.mark.slow
-def test_the_last_lines_of_torchrun_say_why(tmp_path):
+def test_the_last_lines_of_torchrun_say_why(quick_python, tmp_path):
     """Of one rank; what all find at once is in test_bad_input.py. The line stands there once more, by itself."""
     (tmp_path / "fails.py").write_text(FAILS)
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-                           tmp_path / "fails.py"], env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run([quick_python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+                           tmp_path / "fails.py"], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHON_EXEC": quick_python})
     line = "error: train.json: cannot be read"
     assert done.returncode == 1 and done.stdout.splitlines().count(line) == 1, done.stdout
     assert any(last.split() == ["traceback", ":", *line.split()] for last in done.stdout.splitlines()[-5:]), done.stdout
@@ -116,7 +106,8 @@ def test_compiled_layers_of_another_vector_width_are_not_taken_from_the_cache(tm
     """Two kinds of machines, which ATEN_CPU_CAPABILITY stands for, share torch's folder of compiled graphs."""
     (tmp_path / "compiled.py").write_text(COMPILED)
     environment = {name: value for name, value in os.environ.items() if name != "ATEN_CPU_CAPABILITY"} | {
-        "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+        "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+        "TORCHINDUCTOR_VEC_ISA_OK": "1"}        # no trial of each kind of instructions, which takes seconds
 
     def run(*again, **setting):
         done = subprocess.run([sys.executable, tmp_path / "compiled.py", *again], env=environment | setting, text=True,

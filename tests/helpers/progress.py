@@ -4,11 +4,11 @@ import time
 PATIENCE_S = 600    # without any sign of progress; a process that works gets some of its time even at load 20
 
 
-def wait_until(ready, what, alive=None, progress=None, seconds=PATIENCE_S):
+def wait_until(ready, what, alive=None, progress=None, seconds=PATIENCE_S, every=0.02):
     """Until ready() is true; returns its value. what: for the message.
 
     alive: False as soon as nothing can come of it any more. progress: whatever it returns may not stay the same for
-    `seconds`; without it ready() must come within them.
+    `seconds`; without it ready() must come within them. every: seconds between two looks.
     """
     seen, end = None, time.monotonic() + seconds
     while not (value := ready()):
@@ -16,5 +16,5 @@ def wait_until(ready, what, alive=None, progress=None, seconds=PATIENCE_S):
             seen, end = now, time.monotonic() + seconds
         assert alive is None or alive() or ready(), f"no {what}, and the process has ended\n{str(seen)[-4000:]}"
         assert time.monotonic() < end, f"no {what}, and no progress in {seconds} s\n{str(seen)[-4000:]}"
-        time.sleep(0.01)
+        time.sleep(every)
     return value

@@ -53,16 +53,6 @@ def printed(done):
     return train, args, sample or None
 
 
-@pytest.fixture
-def script(tmp_path):
-    """script(text) -> path of a small trainer."""
-    def write(text):
-        path = tmp_path / "trainer.py"
-        path.write_text(text)
-        return str(path)
-    return write
-
-
 # -- what would run ---------------------------------------------------------------------------------------------------
 
 
@@ -188,19 +178,18 @@ sys.exit(task.wait() % 256)
 
 
 @pytest.fixture
-def stand_ins(tmp_path):
-    """Folder of programs to put first on the PATH: a torchrun that starts one trainer without importing torch, and
-    Slurm's commands, of which scontrol says RUNNING and leaves the file queued-JOB; real ones are in test_slurm.py."""
+def stand_ins(tmp_path, light):
+    """A PATH whose torchrun is light, and which has Slurm's commands, of which scontrol says RUNNING and leaves the
+    file queued-JOB; real ones are in test_slurm.py."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, text in {
-            "torchrun": '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\npython "$@"\n',
             "scontrol": f'#!/bin/bash\n[ "$1" != requeue ] || touch "{tmp_path}/queued-$2"\n'
                         'echo "   JobState=${STATE:-RUNNING} Reason=None"\n',
             "squeue": "#!/bin/bash\n", "srun": SRUN}.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    return folder
+    return f"{folder}:{light}"
 
 
 @pytest.fixture
@@ -213,7 +202,7 @@ def started(tmp_path, script, stand_ins):
         process = subprocess.Popen(["bash", str(ROOT / "launch" / LAUNCHERS["gsm8k"])], cwd=tmp_path, process_group=0,
                                    stdout=log.open("w"), stderr=subprocess.STDOUT,
                                    env=environment(TRAINER=script(TRAINER), MIN_GPUS="0", OUTPUT_DIR="out",
-                                                   MARK=mark, PATH=f"{stand_ins}:{os.environ['PATH']}",
+                                                   MARK=mark, PATH=stand_ins,
                                                    TEST_DATA="none.jsonl", **settings))
         process.log, process.mark = log, mark
         running.append(process)
@@ -264,7 +253,7 @@ def test_an_old_marker_neither_stops_nor_requeues(tmp_path, script, stand_ins):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "requeue").write_text("of an earlier start")
     done = launch(LAUNCHERS["gsm8k"], cwd=tmp_path, TRAINER=script("pass"), MIN_GPUS="0", OUTPUT_DIR="out",
-                  TEST_DATA="", AFTER="touch after", **JOB, PATH=f"{stand_ins}:{os.environ['PATH']}")
+                  TEST_DATA="", AFTER="touch after", **JOB, PATH=stand_ins)
     assert done.returncode == 0 and "no TEST_DATA, so no accuracy" in done.stderr, done.stderr
     assert (tmp_path / "after").exists() and not (tmp_path / "queued-7").exists()
 
@@ -273,9 +262,9 @@ def test_an_old_marker_neither_stops_nor_requeues(tmp_path, script, stand_ins):
 
 
 @pytest.mark.slow
-def test_the_demo_trains_and_answers(tmp_path):
+def test_the_demo_trains_and_answers(tmp_path, quick):
     done = launch(LAUNCHERS["hdp"], "--demo", 60, "--max_steps", 12, "--eval_steps", 6, "--warmup_steps", 2,
-                  "--logging_steps", 2, "--output_dir", "out", cwd=tmp_path)
+                  "--logging_steps", 2, "--output_dir", "out", cwd=tmp_path, **quick)
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]      # too short to learn it, and it says so
     assert re.search(r"^verdict    FAILED: not 80 % of the answers are right; .* of 8 problems were answered right; ",
                      done.stdout, re.M)

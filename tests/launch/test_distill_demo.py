@@ -298,18 +298,18 @@ def test_stages_are_ended_whole_and_go_on_where_they_were(tmp_path):
     assert status == 0 and "ran" in said and ran()[9:] == [], "printed, not run"
 
 
-def python_that(folder, cases):
-    """A PATH whose python answers the set-up's questions without an import of torch, and does what sh's cases say."""
+def python_that(folder, python):
+    """A PATH whose python answers the set-up's questions without an import of torch, and else is this one."""
     (folder / "bin").mkdir(exist_ok=True)
     (folder / "bin" / "python").write_text('#!/bin/sh\ncase "$*" in *"device_count()"*) echo 0 ;; '
-                                           f'*"import torchaudio"*) ;; {cases} *) exec {sys.executable} "$@" ;; esac\n')
+                                           f'*"import torchaudio"*) ;; *) exec "{python}" "$@" ;; esac\n')
     (folder / "bin" / "python").chmod(0o755)
     return f"{folder / 'bin'}:{os.environ['PATH']}"
 
 
-def run_demo(folder, *more, cases="", **settings):
-    """(status, what it said) of a demo below `folder` with one training process. cases: of python_that."""
-    settings["PATH"] = python_that(folder, cases)
+def run_demo(folder, *more, python=sys.executable, **settings):
+    """(status, what it said) of a demo below `folder` with one training process."""
+    settings |= {"PATH": python_that(folder, python), "PYTHON_EXEC": python}
     done = subprocess.run(["bash", str(LAUNCHER), "--report_to", "none", *more], text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, timeout=PATIENCE_S, cwd=folder,
                           env=environment(VENV="none", OUT=str(folder / "out"), RANKS="1", OMP_NUM_THREADS="1",
@@ -319,7 +319,7 @@ def run_demo(folder, *more, cases="", **settings):
 
 @pytest.mark.slow
 @pytest.mark.race
-def test_the_prompt_story_with_a_student_that_did_not_learn(tmp_path):
+def test_the_prompt_story_with_a_student_that_did_not_learn(tmp_path, quick_python):
     model, _ = tiny_teacher.save(tmp_path / "model")
     model.lm_head.weight.data[-3:] = 0          # control tokens are no text that can be trained
     model.save_pretrained(tmp_path / "model")
@@ -328,7 +328,7 @@ def test_the_prompt_story_with_a_student_that_did_not_learn(tmp_path):
     (tmp_path / "prompt.txt").write_text("Be short.\n")
     settings = {"STUDENT": str(tmp_path / "model"), "QUESTIONS": "questions.txt", "PROMPT": "prompt.txt", "STEPS": "2",
                 "BATCH": "2", "GROUP_SIZE": "1", "ANSWER_TOKENS": "12"}
-    status, said = run_demo(tmp_path, **settings, MIN_CLOSED="0")
+    status, said = run_demo(tmp_path, python=quick_python, **settings, MIN_CLOSED="0")
     report = json.loads((tmp_path / "out" / "training" / "evaluation" / "evaluation.json").read_text())
     assert {"base: kl", "student: kl", "control: kl", "base + prompt: follows"} <= report["metrics"].keys()
     assert report["metrics"]["tokens saved"] == len("system\nBe short.\n") + 2     # a token is a byte

@@ -91,8 +91,15 @@ def test_torch_cpu_chooses_the_build(new_machine):
 
 @pytest.mark.slow
 def test_torch_cpu_asks_its_own_index_for_torch_alone(new_machine):
-    """pip's own indexes have everything but torch; the other one has torch and a torchaudio that must not be taken."""
-    index = new_machine.folder / "index"
+    """pip's own indexes have all but torch; the other one has torch and a torchaudio that must not be taken. Where that
+    one is not to be found, no build with CUDA is taken either.
+    """
+    index, none = new_machine.folder / "index", f"file://{new_machine.folder}/none"
+    done = new_machine(TORCH_CPU="1", TORCH_INDEX=none, links=("cuda",))
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == (
+        f"setup: error: no torch==2.13.0+cpu where pip looks, nor at TORCH_INDEX={none}; "
+        "TORCH_CPU=0 takes one with CUDA")
+    assert not (new_machine.repository / ".venv" / "installed").exists()
     for name, version in (("torch", "2.13.0+cpu"), ("torchaudio", "2.11.0+cpu")):
         (index / name).mkdir(parents=True)
         make_wheel(index / name, name, version)
@@ -105,16 +112,6 @@ def test_torch_cpu_asks_its_own_index_for_torch_alone(new_machine):
     python = new_machine.repository / ".venv" / "bin" / "python"
     said = subprocess.run([python, "-m", "pip", "list", "--format", "freeze"], text=True, capture_output=True).stdout
     assert "torch==2.13.0+cpu\n" in said and "torchaudio==2.11.0\n" in said
-
-
-@pytest.mark.slow
-def test_torch_cpu_never_takes_the_build_with_cuda(new_machine):
-    index = f"file://{new_machine.folder}/none"
-    done = new_machine(TORCH_CPU="1", TORCH_INDEX=index, links=("cuda",))
-    assert done.returncode == 1 and done.stderr.splitlines()[-1] == (
-        f"setup: error: no torch==2.13.0+cpu where pip looks, nor at TORCH_INDEX={index}; "
-        "TORCH_CPU=0 takes one with CUDA")
-    assert not (new_machine.repository / ".venv" / "installed").exists()
 
 
 @pytest.mark.slow

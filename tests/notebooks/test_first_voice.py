@@ -36,7 +36,7 @@ def test_it_is_clean():
 
 
 @pytest.mark.slow
-def test_its_cells_run(tmp_path, monkeypatch, capsys):
+def test_its_cells_run(tmp_path, monkeypatch, capsys, quick_python):
     """Ten clips, a plan, a training in float16, speech to listen to. Only the settings are other than on a T4."""
     voice, heard = ROOT / "launch" / "voice", []
     screen = types.ModuleType("IPython.display")        # of the notebook's server, which no test needs
@@ -46,6 +46,7 @@ def test_its_cells_run(tmp_path, monkeypatch, capsys):
     for name, value in {"MODEL": voice / "model", "CODEC": voice / "codec", "WORK": tmp_path / "work", "VENV": "none",
                         "LENGTH": "--max_steps 2"}.items():
         monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(sys, "executable", quick_python)
     monkeypatch.chdir(BOOK.parent)
     names, said = {}, {}
     for cell in CELLS:

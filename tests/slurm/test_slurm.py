@@ -104,8 +104,8 @@ class Job:
         """Wait through requeues for the end; returns (state, restarts)."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         state = wait_until(lambda: (now := self.show("JobState")) in ended and now, f"end of job {self.id}",
-                           progress=lambda: self.log)
-        return state, int(wait_until(lambda: self.show("Restarts"), "answer of scontrol"))
+                           progress=lambda: self.log, every=0.5)
+        return state, int(wait_until(lambda: self.show("Restarts"), "answer of scontrol", every=0.5))
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def submit(cluster, tiny, tmp_path):
     yield run
     for job in jobs:
         subprocess.run(["scancel", job.id], capture_output=True)
-    wait_until(lambda: not any(job.processes() for job in jobs), "end of the jobs' processes")
+    wait_until(lambda: not any(job.processes() for job in jobs), "end of the jobs' processes", every=0.2)
 
 
 def assert_undisturbed(job, undisturbed):
@@ -188,7 +188,7 @@ def test_time_limit_saves_queues_again_and_finishes(submit, undisturbed):
         """Of the trainers and their loaders, once there are two of them."""
         found = {(e["SLURMD_NODENAME"], e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"]) for e in job.trainers().values()}
         return len(found) >= 2 and found
-    places = wait_until(ranks_seen, "two trainers")
+    places = wait_until(ranks_seen, "two trainers", every=0.2)
     assert {place[0] for place in places} == {"n1", "n2"} and {place[1] for place in places} == {"0", "1"}
     assert {place[2:] for place in places} == {("0", "2")} and len(places) == 2
     job.freeze_after(10)
@@ -214,7 +214,7 @@ def test_lost_node_noticed_by_slurm(submit, cluster, undisturbed):
     job.freeze_after(20)
     cluster("kill", "n2")
     job.thaw()
-    wait_until(lambda: job.show("Restarts") == "1", "requeue")
+    wait_until(lambda: job.show("Restarts") == "1", "requeue", every=0.5)
     assert "is queued again" not in job.log
     cluster("up", "n2")
     assert_resumed_and_undisturbed(job, undisturbed)
@@ -240,7 +240,7 @@ def test_what_is_cancelled_or_fails_leaves_no_process_and_is_not_queued_again(su
     fails = submit(TRAINER=str(trainer), REQUEUE_ON_FAILURE="any", MAX_REQUEUES="1")
     wait_until(lambda: (cancelled.out / "checkpoint-10").exists(), "first checkpoint")
     subprocess.run(["scancel", cancelled.id], check=True)
-    wait_until(lambda: not cancelled.processes(), "end of the job's processes")
+    wait_until(lambda: not cancelled.processes(), "end of the job's processes", every=0.2)
     assert cancelled.end() == ("CANCELLED", 0)
     assert "is queued again" not in cancelled.log
 
@@ -306,7 +306,7 @@ def test_block_diffusion_is_queued_again_while_training_and_while_answering(clus
     answering = f"answering --checkpoint {job.out} --test_file e.json --order confidence\n"
     assert (job.out / "node_logs" / f"{job.id}-after.log").read_text() == 2 * answering
     assert job.log.count(answering) == 2 and len(list(job.out.glob("start-*"))) == 3
-    wait_until(lambda: not job.processes(), "end of the job's processes")
+    wait_until(lambda: not job.processes(), "end of the job's processes", every=0.2)
 
 
 @pytest.mark.parametrize("where", ["relative", "elsewhere"])

@@ -1,0 +1,162 @@
+"""A `python` that starts our scripts in a millisecond: forks of a process that has imported torch and transformers.
+
+For whole programs that come to their end by themselves: bash and torchrun start it as any other. The process that they
+see hands its arguments, environment, folder, streams and ignored signals over, passes signals on and ends as the fork
+has ended, or takes it along. A fork imports what is ours anew, from where it is told; a command (-c) without torch is
+left to the real interpreter. Settings that torch and transformers read while they are imported, such as
+HF_HUB_OFFLINE=1, are this server's.
+"""
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class ForkServer:
+    """folder: an empty one. Its python is .python; closed, or when this process dies, all ends."""
+
+    def __init__(self, folder):
+        import subprocess
+        self.python = folder / "python"
+        self.python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{__file__}" "{folder}/socket" "$@"\n')
+        self.python.chmod(0o755)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(f"{folder}/socket")       # who comes too early waits
+        listener.listen(64)
+        self.server = subprocess.Popen(
+            [sys.executable, "-m", "tests.helpers.fork_server", str(listener.fileno())], cwd=ROOT,
+            pass_fds=[listener.fileno()], env={**os.environ, "HF_HUB_OFFLINE": "1"})
+        listener.close()
+
+    def close(self):
+        self.server.terminate()
+        self.server.wait()
+
+
+def ask(path, words):
+    """In the process that others see: as the real interpreter with these arguments."""
+    start = next((at for at, word in enumerate(words) if word != "-u"), len(words))
+    kind, *rest = words[start:] or [""]
+    if not (kind.endswith(".py") or rest and (
+            kind == "-m" and rest[0] == "torch.distributed.run" or kind == "-c" and "import torch" in rest[0])):
+        os.execv(sys.executable, [sys.executable, *words])
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.connect(path)
+    ignored = [number for number in PASSED if signal.getsignal(number) is signal.SIG_IGN]
+    job = [words[start:], os.getcwd(), dict(os.environ), ignored]
+    socket.send_fds(server, [json.dumps(job).encode()], [0, 1, 2])
+    for number in PASSED:
+        signal.signal(number, lambda number, _: server.send(b"%d" % number))
+    status = int(server.recv(16) or b"1")
+    if status < 0:
+        if -status in PASSED:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def watch(connection):
+    """Fork a job; pass signals on to it, or SIGKILL when who asked is gone; tell how it ended."""
+    from tests.helpers.pool import die_with_parent
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    die_with_parent()
+    message, streams, _, _ = socket.recv_fds(connection, 2**20, 3)
+    child = os.fork()
+    if child == 0:
+        die_with_parent()
+        connection.close()
+        os._exit(work(streams, *json.loads(message)))
+    for stream in streams:
+        os.close(stream)        # a pipe ends with its writers
+    ended = os.pidfd_open(child)
+    while ended not in select.select([connection, ended], [], [])[0]:
+        os.kill(child, int(connection.recv(16) or signal.SIGKILL))
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    connection.send(b"%d" % status)
+
+
+def work(streams, words, folder, environment, ignored):
+    """Run a job as the interpreter does; returns its status."""
+    import runpy
+
+    import torch
+    for stream, number in zip(streams, range(3)):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number in PASSED:
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in ignored else default)
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS") or os.cpu_count()))
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", errors="backslashreplace")
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=stream is sys.stderr or bool(environment.get("PYTHONUNBUFFERED")))
+    kind, status = words[0], 0
+    sys.argv = words if kind not in ("-m", "-c") else [kind, *words[2:]]
+    sys.path[0] = folder if kind in ("-m", "-c") else os.path.dirname(os.path.realpath(kind))
+    sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    try:
+        if kind == "-m":
+            sys.modules.pop(words[1], None)
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        elif kind == "-c":
+            exec(words[1], {"__name__": "__main__"})
+        else:
+            runpy.run_path(kind, run_name="__main__")
+    except SystemExit as left:
+        status = left.code or 0
+        if isinstance(status, str):
+            print(status, file=sys.stderr)
+            status = 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status & 255
+
+
+def serve(listener):
+    """Import, then fork for each who asks."""
+    import gc
+
+    from tests.helpers.pool import die_with_parent
+    die_with_parent()
+    gc.disable()
+    import torch.distributed.run
+    import torch.utils.tensorboard  # noqa: F401
+    import transformers.models.auto.modeling_auto  # noqa: F401
+
+    import train_v2_ddp  # noqa: F401
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or sys.prefix
+        if file.startswith(ROOT) and not file.startswith(sys.prefix) and not name.startswith(("tests", "__main__")):
+            del sys.modules[name]
+    gc.freeze()
+    gc.enable()
+    while True:
+        connection, _ = listener.accept()
+        with contextlib.suppress(ChildProcessError):        # those that have ended
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if os.fork() == 0:
+            listener.close()
+            try:
+                watch(connection)
+            finally:
+                os._exit(0)
+        connection.close()
+
+
+if __name__ == "__main__":
+    if sys.argv[1].isdigit():
+        serve(socket.socket(fileno=int(sys.argv[1])))
+    ask(sys.argv[1], sys.argv[2:])
