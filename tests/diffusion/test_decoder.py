@@ -31,6 +31,7 @@ from tests.helpers.trainer import Run
 SHAPE = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
          "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "rms_norm_eps": 1e-5}
 ROWS, SPARE = 452, 8        # tokens of the demo's tokenizer, <|endoftext|> the last; rows that no token uses
+SDAR_MASK, SDAR_ROWS = 500, 520     # the mask's id and the rows of SDAR, 151,669 and 151,936, made small
 KINDS = {"llama": LlamaConfig(tie_word_embeddings=True, rope_theta=500.0, vocab_size=ROWS + 1, **SHAPE),
          "qwen3": Qwen3Config(head_dim=16, tie_word_embeddings=False, vocab_size=ROWS + 1 + SPARE, **SHAPE),
          "qwen2": Qwen2Config(tie_word_embeddings=True, vocab_size=ROWS + 1, **SHAPE)}
@@ -361,28 +362,31 @@ def test_work_is_counted_like_a_plain_sum():
     assert decoder.decays("lm_head.weight", named["lm_head.weight"])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# SDAR
+# -- SDAR --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def sdar(demo, tmp_path_factory):
-    """(OUTPUT_DIR of a run from a Qwen3 with as many tokens as the real one, its export as SDAR)."""
+    """(OUTPUT_DIR of a run from a Qwen3 whose tokens end where SDAR's mask begins, its export as SDAR)."""
+    assert export_bd3lm.SDAR_MASK_ID == 151669      # what servers look for
+    patch = pytest.MonkeyPatch()
+    patch.setattr(export_bd3lm, "SDAR_MASK_ID", SDAR_MASK)
     base, out = tmp_path_factory.mktemp("qwen3"), tmp_path_factory.mktemp("sdar")
     tokenizer = Tokenizer.from_file(str(demo / "tokenizer.json"))
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    tokenizer.add_tokens([f"<{i}>" for i in range(export_bd3lm.SDAR_MASK_ID - tokenizer.get_vocab_size())])
+    tokenizer.add_tokens([f"<{i}>" for i in range(SDAR_MASK - tokenizer.get_vocab_size())])
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=CHAT).save_pretrained(base)
     shape = SHAPE | {"hidden_size": 16, "num_hidden_layers": 2, "initializer_range": 0.5}
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(Qwen3Config(head_dim=8, tie_word_embeddings=True, vocab_size=151936,
+    AutoModelForCausalLM.from_config(Qwen3Config(head_dim=8, tie_word_embeddings=True, vocab_size=SDAR_ROWS,
                                                  **shape)).save_pretrained(base)
     train_bd3lm.main(["--init_from", str(base), "--chat", "--train_data_file", str(demo / "train.jsonl"),
                       "--block_size", "4", "--max_length", "96", "--max_steps", "1", "--num_workers", "0",
                       "--problems_per_batch", "4", "--output_dir", str(out / "run"), "--report_to", "none",
                       "--eval_steps", "0", "--logging_dir", str(out / "logs")])
     export_bd3lm.main(["--checkpoint", str(out / "run"), "--output_dir", str(out / "sdar"), "--format", "sdar"])
-    return out / "run", out / "sdar"
+    yield out / "run", out / "sdar"
+    patch.undo()
 
 
 def greedy_blocks(model, ids, block, blocks, mask):
@@ -416,7 +420,7 @@ def test_sdar_goes_out_and_in_and_answers_the_same(sdar, block):
     tokens = load_tokenizer(folder, "gsm8k", "<|im_end|>")
     ours = decoder.Decoder(init_from.config_for(folder, "small", tokens, 0.0)).eval()
     given = init_from.read(folder, ours.config, tokens)
-    assert tokens.mask == export_bd3lm.SDAR_MASK_ID and "new rows" not in given.words
+    assert tokens.mask == SDAR_MASK and "new rows" not in given.words
     ours.load_state_dict(given.tensors)
     draw, how = np.random.default_rng(0), sampler.Sampling("top_k", temperature=0)
     for length in range(3, 23):
@@ -432,14 +436,14 @@ def test_sdar_goes_out_and_in_and_answers_the_same(sdar, block):
 def test_sdars_files_are_named_as_servers_want_them(sdar, models, demo, tmp_path, capsys):
     run, folder = sdar
     config = json.loads((folder / "config.json").read_text())
-    wanted = {"model_type": "sdar", "architectures": ["SDARForCausalLM"], "block_size": 4, "mask_token_id": 151669,
-              "tie_word_embeddings": False, "vocab_size": 151936}
+    wanted = {"model_type": "sdar", "architectures": ["SDARForCausalLM"], "block_size": 4, "mask_token_id": SDAR_MASK,
+              "tie_word_embeddings": False, "vocab_size": SDAR_ROWS}
     assert wanted.items() <= config.items()
     # SDAR's class and SGLang's read the theta here, and take 10,000 where it is missing
     theta = weights.load_checkpoint(resume.newest_whole(run))[0].config.theta
     assert config["rope_theta"] == theta and "rope_parameters" not in config
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    assert tokenizer.convert_tokens_to_ids("<|MASK|>") == 151669 == tokenizer.mask_token_id
+    assert tokenizer.convert_tokens_to_ids("<|MASK|>") == SDAR_MASK == tokenizer.mask_token_id
     assert "<|im_start|>" in tokenizer.apply_chat_template([{"role": "user", "content": "1"}], tokenize=False)
     train_bd3lm.main(["--init_from", str(folder), "--batch_preset", "convert", "--train_data_file",
                       str(demo / "train.jsonl"), "--block_size", "4", "--max_length", "96", "--dry_run", "--output_dir",
@@ -458,7 +462,7 @@ def test_sdars_files_are_named_as_servers_want_them(sdar, models, demo, tmp_path
     assert state.keys() == again.keys() and all(torch.equal(state[name], again[name]) for name in state)
     other = weights.load_checkpoint(resume.newest_whole(run))[0]
     other.config.mask_id = 5
-    with pytest.raises(UserError, match="the mask has id 5, and servers look for 151669"):
+    with pytest.raises(UserError, match=f"the mask has id 5, and servers look for {SDAR_MASK}"):
         export_bd3lm.sdar_state(other)
     with pytest.raises(UserError, match="SDAR is Qwen3"):
         export_bd3lm.sdar_state(opened(models["llama"])[0])

@@ -1,6 +1,5 @@
 """The network against independent slow formulas: who sees whom, its loss and gradients, official weights."""
 import dataclasses
-import math
 from itertools import product
 
 import numpy as np
@@ -9,12 +8,11 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from common import fused
-from diffusion import dit, noise, sampler
+from diffusion import dit, noise
 from tests.helpers.block_rows import (
     CONFIG,
     MASK,
     MIXED,
-    V,
     assert_close,
     document,
     gradients,
@@ -26,8 +24,7 @@ from tests.helpers.block_rows import (
     seen_by,
 )
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Who sees whom
+# -- Who sees whom -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length,size", [(6, 1), (8, 2), (12, 4), (10, 5), (8, 8), (9, 4)])
@@ -157,8 +154,7 @@ def test_masks_are_built_once_a_layout(monkeypatch):
     assert len(built) == 2
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Loss
+# -- Loss --------------------------------------------------------------------------------------------------------------
 
 
 def slow_loss(model, batch, inputs, t_of_group):
@@ -191,55 +187,6 @@ def test_loss_and_gradients_equal_the_slow_formula():
     fused, slow = loss_of(model, inputs, batch.n_targets), slow_loss(model, batch, inputs, t)
     torch.testing.assert_close(fused, slow, rtol=1e-5, atol=1e-5)
     assert_close(gradients(model, fused), gradients(model, slow))
-
-
-def test_gradient_is_the_slope_of_the_loss():
-    batch, model = make_blocks(MIXED, 26, 24), network()
-    inputs = noised(batch)
-    grads = gradients(model, loss_of(model, inputs, batch.n_targets))
-    parameters, step = list(model.parameters()), 1e-3
-    direction = [g / torch.stack([x.norm() for x in grads]).norm() for g in grads]
-
-    def moved(by):
-        with torch.no_grad():
-            torch._foreach_add_(parameters, direction, alpha=by)
-            value = loss_of(model, inputs, batch.n_targets).double()
-            torch._foreach_add_(parameters, direction, alpha=-by)
-        return value
-    slope = (moved(step) - moved(-step)) / (2 * step)
-    expected = sum((g * d).sum() for g, d in zip(grads, direction)).double()
-    torch.testing.assert_close(slope, expected, rtol=1e-2, atol=0)
-
-
-def test_an_untrained_model_guesses_among_all_but_the_mask():
-    inputs = noised(make_blocks(MIXED, 26, 24))
-    torch.testing.assert_close(dit.DiT(CONFIG)(inputs), torch.full((len(inputs.rows),), math.log(V - 1)))
-
-
-def test_blocks_of_one_masked_token_are_autoregressive():
-    batch, model = make_blocks([[document([1] * 9)]], 9, 9), network()
-    inputs = noised(batch, t_range=(1.0, 1.0))
-    assert len(inputs.rows) == 9 and (inputs.weights == 1).all()
-    nll = 0
-    for i in range(9):      # p(token i | tokens before), each from a prefix of its own
-        context = torch.stack([batch.input_ids[0, :i], torch.arange(i), torch.arange(i)])
-        past = sampler.prefill(model, *context[:, None], torch.ones(1, i, dtype=torch.bool))
-        hidden, _ = model.extend(torch.tensor([[MASK]]), torch.tensor([[i]]), torch.ones(1, 1, 1, i + 1) > 0, past)
-        nll -= model.logits(hidden)[0, 0].log_softmax(-1)[batch.input_ids[0, i]]
-    torch.testing.assert_close(model(inputs).sum(), nll, rtol=1e-5, atol=1e-5)
-    again = noised(batch, seed=1, t_range=(1.0, 1.0))       # exact: no noise is left in it
-    assert torch.equal(model(again), model(inputs))
-
-
-def test_one_block_is_masked_diffusion():
-    batch, model = make_blocks([[document([10])]], 10, 10), network()
-    inputs = noised(batch, seed=1)
-    other = inputs.tokens.clone()
-    other[:, 10:] = 3
-    assert torch.equal(model(inputs), model(inputs._replace(tokens=other)))      # nobody reads the clean half
-    hidden, _ = sampled_hidden(model, batch, inputs, 0, 0, 0)                     # a plain bidirectional pass
-    expected = model.row_losses(hidden[inputs.rows], inputs.labels)
-    torch.testing.assert_close(model(inputs), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_packed_rows_train_like_padded_ones():
@@ -322,14 +269,3 @@ def test_a_batch_of_padding_gives_zero_gradients():
     batch, model = make_blocks([[], []], 8, 8), network()
     loss = loss_of(model, noised(batch), 1)
     assert loss == 0 and all((g == 0).all() for g in gradients(model, loss))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sizes and names
-
-
-def test_small_has_the_papers_size():
-    with torch.device("meta"):
-        for vocabulary, expected in ((50258, 169_627_218), (50262, 169_633_366)):
-            model = dit.DiT(dit.config_of("small", vocabulary, vocabulary - 1))
-            assert sum(p.numel() for p in model.parameters()) == expected

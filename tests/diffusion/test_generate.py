@@ -1,5 +1,6 @@
 """generate.py of an exported folder: without this repository, the tokens of our sampler."""
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -75,7 +76,7 @@ def our_answers(run, asked, threshold, temperature, seed):
 
 
 @pytest.mark.slow
-def test_the_file_beside_an_export_writes_our_tokens(exported, tmp_path):
+def test_the_file_beside_an_export_writes_our_tokens(exported, tmp_path, monkeypatch, capsys):
     """Also where config.json is SDAR's."""
     run, folder = exported
     sdar = shutil.copytree(folder, tmp_path / "sdar")
@@ -88,14 +89,25 @@ def test_the_file_beside_an_export_writes_our_tokens(exported, tmp_path):
     assert theirs == ours and of_sdar == ours[1] and len({str(ids) for ids in ours}) >= 8
     chat = tmp_path / "chat.json"
     chat.write_text(json.dumps([{"role": "user", "content": ASK[0]}]))
-    said = python(folder / "generate.py", ASK[0], "--chat", chat, "--device", "cpu")
+    run_here(folder, [ASK[0], "--chat", chat, "--device", "cpu"], monkeypatch, capsys)
     tokens = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    assert said == f"{tokens.decode(ours[0], skip_special_tokens=False).strip()}\n" * 2
+    assert capsys.readouterr().out == f"{tokens.decode(ours[0], skip_special_tokens=False).strip()}\n" * 2
 
 
 def test_generate_is_small_and_alone():
     text = (export_bd3lm.Path(export_bd3lm.__file__).with_name("generate.py")).read_text()
     assert len(text.splitlines()) <= 200 and "from diffusion" not in text and "from common" not in text
+
+
+def run_here(folder, words, monkeypatch, capsys):
+    """How generate.py of a folder ends in this process, as SystemExit; None: by itself."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, words)])
+    capsys.readouterr()
+    try:
+        runpy.run_path(str(folder / "generate.py"), run_name="__main__")
+    except SystemExit as end:
+        return end
 
 
 @pytest.mark.slow
@@ -104,8 +116,6 @@ def test_generate_is_small_and_alone():
     (["--max_length", "8", "Two shells and 12 stamps?"], "leave no room in 8"),
     (["--chat", "config.json"], "--chat config.json: is not a list of {"),
     (["--chat", "../parts.json"], "--chat ../parts.json: is not a list of {")])
-def test_what_would_be_misread_or_has_no_room_is_refused(exported, words, why):
+def test_what_would_be_misread_or_has_no_room_is_refused(exported, words, why, monkeypatch, capsys):
     (exported[1].parent / "parts.json").write_text('[{"role": "user", "content": ["close <|im_end|> it"]}]')
-    done = subprocess.run([sys.executable, "-I", exported[1] / "generate.py", *words], cwd=exported[1], text=True,
-                          capture_output=True, timeout=PATIENCE_S)
-    assert done.returncode == 2 and why in done.stderr
+    assert run_here(exported[1], words, monkeypatch, capsys).code == 2 and why in capsys.readouterr().err

@@ -131,9 +131,7 @@ def logits_of(model, noisy, clean, size):
 
 @pytest.mark.parametrize("for_gpus", [False, True])
 def test_loss_and_gradients_are_the_official_ones(for_gpus, monkeypatch):
-    """Of all parameters, those of the modulation as well. 300 tokens: more than a matrix has columns, so that the gates
-    go into the weights; 454 of the vocabulary: no multiple of 8, so that logits are padded on a GPU.
-    """
+    """300 tokens: more than a matrix has columns, so gates go into weights; 454 words: padded on a GPU."""
     monkeypatch.setattr(fused, "wanted", lambda x: for_gpus)
     state = {name: tensor.requires_grad_("backbone" in name) for name, tensor in draw(3).items()}
     clean = torch.randint(V - 1, (150,), generator=torch.Generator().manual_seed(4))

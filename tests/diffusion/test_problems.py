@@ -11,8 +11,7 @@ from common.distributed import UserError
 from diffusion.choices import SYSTEMS
 from diffusion.problems import load_tokenizer, read_problems
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tokenizers
+# -- Tokenizers --------------------------------------------------------------------------------------------------------
 
 
 def test_special_tokens_come_behind_the_vocabulary_in_the_sources_order(demo):
@@ -71,8 +70,7 @@ def test_unknown_tokenizers_are_one_clear_line(tmp_path, monkeypatch, demo, name
     assert "\n" not in str(caught.value)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading
+# -- Reading -----------------------------------------------------------------------------------------------------------
 
 
 def test_files_folders_and_forms_give_the_same_problems(demo, tmp_path):

@@ -1,8 +1,4 @@
-"""Whole block diffusion runs: one rank equals two under DDP and FSDP2, resumed equals uninterrupted, exact bounds,
-answers learnt by heart, early stops, bad flags and losses that are not finite.
-
-A run is trained once, when first asked for, by ranks that stay (pool.py).
-"""
+"""Whole block diffusion runs: splits, resuming, exact bounds, answers learnt by heart, early stops, bad flags."""
 import json
 import math
 import os
@@ -19,14 +15,11 @@ from safetensors.torch import load_file
 
 from common import checkpoint, distributed, plan, resume
 from common.distributed import UserError
-from diffusion import blocks, demo_problems, dit, elbo, noise, problems, sampler, train_bd3lm, weights
-from diffusion.answers import execution_state, finish_region, question_state, region_text, room
+from diffusion import blocks, demo_problems, dit, elbo, noise, problems, train_bd3lm, weights
+from tests.helpers.runs import CLOCK, CUTS, newest, rows
 from tests.helpers.trainer import Run
 
 LR = 2e-3
-CLOCK = {"train/throughput", "train/samples_per_second", "train/step_seconds", "train/data_wait_seconds",
-         "train/memory_gib"}
-CUTS = {"train/epoch", "train/padding"}     # what an epoch's last step is short of depends on how rows are cut
 COMMON = {"model_size": "nano", "dropout": 0, "block_size": 8, "max_length": 96, "max_steps": 4, "learning_rate": LR,
           "warmup_steps": 2, "logging_steps": 1, "eval_steps": 2, "eval_repeats": 2, "per_device_eval_batch_size": 3,
           "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "num_workers": 0, "ema_decay": 0.7,
@@ -78,18 +71,8 @@ def shared(pool, demo, tmp_path_factory):
     return get
 
 
-def lines(run, without=CLOCK, after=0):
-    """Lines of metrics.jsonl without what the clock decides."""
-    rows = map(json.loads, (run.output_dir / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in row.items() if k not in without} for row in rows if row["step"] > after]
-
-
 def training(run):
-    return [row for row in lines(run) if "train/loss" in row]
-
-
-def newest(run):
-    return checkpoint.checkpoints(run.output_dir)[-1][1]
+    return [row for row in rows(run) if "train/loss" in row]
 
 
 def tensors(folder, stem):
@@ -104,7 +87,7 @@ def states(folder):
 
 def assert_same_training(a, b, without=CLOCK):
     """Equal metrics, weights, averages and moments, but for rounding."""
-    for x, y in zip(lines(a, without), lines(b, without), strict=True):
+    for x, y in zip(rows(a, without=without), rows(b, without=without), strict=True):
         assert x.keys() == y.keys()
         assert x == pytest.approx(y, rel=2e-4, abs=1e-6)
     one, other = states(newest(a)), states(newest(b))
@@ -115,8 +98,7 @@ def assert_same_training(a, b, without=CLOCK):
         assert difference.mean() < 0.01 * unit and difference.max() < 0.5 * unit, (stem, name)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Splits, resuming
+# -- Splits, resuming --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -193,7 +175,7 @@ def test_a_stop_that_cuts_a_validation_changes_nothing(pool, demo, shared, tmp_p
     statuses, printed = pool.run(1, "diffusion.train_bd3lm.main", flags)
     assert statuses == [0] and "done       step 6" in printed and not (output / "requeue").exists(), printed
     resumed = Run(0, printed, output)
-    assert lines(resumed) == lines(whole)
+    assert rows(resumed) == rows(whole)
     keys = ("best_step", "best_loss", "stale", "t_range", "eval_due")
     metas = [checkpoint.load_meta(newest(run)) for run in (whole, resumed)]
     assert [metas[0][key] for key in keys] == [metas[1][key] for key in keys] and not metas[0]["eval_due"]
@@ -235,8 +217,7 @@ def test_flags_are_noted_as_values(shared):
         assert (flags["max_steps"], flags["ema_decay"], flags["pack"], flags["t_range"]) == (4, 0.7, True, [1e-3, 1.0])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Every mode, bounds
+# -- Every mode, bounds ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flags", [
@@ -265,7 +246,7 @@ def test_validation_leaves_no_averaged_weights_behind(shared):
     """Where no better bound makes a checkpoint, that would put things right."""
     runs = [shared(f"{mode} 1x4 --learning_rate 0.05 --warmup_steps 0 --eval_steps {steps} --eval_repeats 1")
             for mode, steps in (("ddp", 1), ("fsdp", 1), ("ddp", 0))]       # the last one validates at its end alone
-    bounds = [row["eval/nll"] for row in lines(runs[0]) if "eval/nll" in row]
+    bounds = [row["eval/nll"] for row in rows(runs[0]) if "eval/nll" in row]
     assert bounds[2] > min(bounds[:2])
     for a, b, unseen in zip(*map(training, runs), strict=True):
         assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-3)
@@ -296,7 +277,7 @@ def test_the_bound_of_single_tokens_is_the_exact_likelihood(shared, demo):
             losses = torch.nn.functional.cross_entropy(model.logits(hidden)[0], ids[0], reduction="none")
         total += losses[documents.target[a:b]].double().sum()
         text += (documents.target[a:b] & (documents.region[a:b] != blocks.FILL)).sum()
-    values = lines(run)[-1]
+    values = rows(run)[-1]
     assert values["eval/nll"] == pytest.approx(float(total / text), rel=1e-5)
     assert values["eval/bits_per_token"] == pytest.approx(float(total / text) / math.log(2), rel=1e-5)
     assert values["eval/perplexity"] == pytest.approx(math.exp(total / text), rel=1e-4)
@@ -306,7 +287,7 @@ def test_the_bound_of_single_tokens_is_the_exact_likelihood(shared, demo):
 @pytest.mark.slow
 def test_the_bound_is_unbiased_and_knows_its_error(shared):
     run = shared(f"ddp 1x4 {HDP} --max_steps 1 --learning_rate 0 --eval_repeats 100")
-    values, folder = lines(run)[-1], newest(run)
+    values, folder = rows(run)[-1], newest(run)
     guess = math.log(json.loads((folder / "config.json").read_text())["model"]["vocab_size"] - 1)
     share = values["eval/nll"] / values["eval/loss"]        # targets to text tokens
     assert abs(values["eval/nll"] - guess * share) < 4 * values["eval/stderr"] < 0.3 * guess
@@ -318,47 +299,7 @@ def test_the_bound_is_unbiased_and_knows_its_error(shared):
     assert "eval/nll_question" not in values and "eval/nll_block_00" not in values
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Learning by heart
-
-
-def answers(folder, path, **options):
-    """[(generated, wanted)] plans and executions of all problems of a file."""
-    model, config = weights.load_checkpoint(folder)
-    layout, tokens = layout_of(config), problems.load_tokenizer(folder, "hdp")
-    known = problems.read_problems(path, "train", "hdp")
-    given = [question_state(problem, tokens, layout) for problem in known]
-
-    def generate(region, given):
-        pinned = [pinned for _, pinned in given]
-        rooms = [room(first, region, layout) for _, first in pinned]
-        results = sampler.generate(model, given, rooms, layout.region_block(region), tokens.end,
-                                   sampler.Sampling(temperature=0, **options), torch.Generator().manual_seed(0))
-        assert all(result.ended for result in results)
-        ids = [finish_region(r.ids, len(p[0]), tokens.end)[0] for r, p in zip(results, pinned)]
-        return ids, [region_text(i, len(p[0]), tokens) for i, p in zip(ids, pinned)]
-    plans, texts = generate(blocks.PLAN, given)
-    given = [execution_state(context, plan, tokens, layout) for (context, _), plan in zip(given, plans)]
-    executions = generate(blocks.EXECUTION, given)[1]
-    return list(zip(texts + executions, [problem.plan for problem in known]
-                    + [f"{problem.solution}\n#### {problem.answer}" for problem in known]))
-
-
-@pytest.mark.slow
-def test_eight_problems_are_learnt_by_heart(pool, demo, tmp_path):
-    """Plans and executions; answers without plans are in test_sample_bd3lm.py."""
-    run = complete(pool, demo, tmp_path / "out", "--demo", 8, *HDP.split(), "--max_steps", 600, "--learning_rate",
-                   8e-3, "--warmup_steps", 10, "--lr_scheduler", "cosine", "--adam_beta2", 0.95, "--loss_weighting",
-                   "ce", "--t_range", 0.3, 1.0, "--ema_decay", 0.9, "--logging_steps", 100, "--eval_steps", 0,
-                   "--early_stop_patience", 0)
-    path = run.output_dir / "demo" / "train_hdp.json"
-    for options in ({"order": "first_hitting"}, {"order": "top_k", "tokens_per_step": 4}, {"order": "confidence"}):
-        for generated, wanted in answers(newest(run), path, **options):
-            assert generated == wanted
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Ends
+# -- Ends --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -368,7 +309,7 @@ def test_no_better_bound_stops_the_run_for_good(pool, demo, tmp_path):
     assert "done       step 3 (no better bound in 2 validations)" in run.output and "at step 1" in run.output
     assert [step for step, _ in checkpoint.checkpoints(run.output_dir)] == [1, 3]
     again = complete(pool, demo, tmp_path / "out", *flags, ranks=2)
-    assert "done       step 3 (no better bound in 2 validations)" in again.output and len(lines(run)) == 6
+    assert "done       step 3 (no better bound in 2 validations)" in again.output and len(rows(run)) == 6
 
 
 @pytest.mark.slow

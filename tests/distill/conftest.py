@@ -6,7 +6,7 @@ import pytest
 
 from common import chat
 from distill.dataset import ChatTable, Reading, split_groups, write_table
-from tests.helpers import chats
+from tests.helpers import chats, tiny_teacher
 from tests.helpers.students import HELD_OUT, SEED
 
 
@@ -34,3 +34,10 @@ def data(made, tmp_path_factory):
         table = ChatTable(folder)
         return table, *split_groups(np.arange(24), HELD_OUT, SEED)
     return table
+
+
+@pytest.fixture(scope="module")
+def tiny_chat(tmp_path_factory):
+    """(folder, model, tokenizer) of a random chat model."""
+    folder = tmp_path_factory.mktemp("chat")
+    return folder, *tiny_teacher.save(folder)

@@ -49,13 +49,6 @@ def server(tmp_path_factory):
     process.stdout.close()
 
 
-@pytest.fixture(scope="module")
-def tiny_chat(tmp_path_factory):
-    """(folder, model, tokenizer) of a random chat model."""
-    folder = tmp_path_factory.mktemp("chat")
-    return folder, *tiny_teacher.save(folder)
-
-
 def make_lines(n, extra=lambda i: ""):
     return [f"{TRUE[i % len(TRUE)]} number {i}{extra(i)}" for i in range(n)]
 
@@ -374,12 +367,6 @@ def test_bad_input_is_one_clear_line(break_it, more, message, server, tmp_path):
     last = printed.splitlines()[-1]
     assert last.startswith("error: ") and message in last and "Traceback" not in printed
     assert labelled(tmp_path) == 0
-
-
-def test_unknown_parser(capsys):
-    with pytest.raises(SystemExit):
-        create_data.main(["--input_file", "a", "--output_file", "b", "--model_name", "c", "--parser", "guess"])
-    assert "--parser: invalid choice: 'guess'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

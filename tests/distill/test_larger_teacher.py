@@ -1,5 +1,4 @@
-"""Another model as the teacher: packed scores against loops over whole logits, whole runs on any ranks and resumed, on
-the student's own draws; each with the faults that would make it wrong."""
+"""Another model as the teacher: packed scores against loops over whole logits, whole runs, the student's own draws."""
 import json
 import shutil
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from common import chat, distributed
 from common.distributed import UserError
 from common.packing import pack_order
 from common.step_memory import Setup
-from distill import frozen, packed_lm, plan, rollouts, teaching, train_sft
+from distill import frozen, packed_lm, plan, rollouts, teaching
 from distill.dataset import ChatSamples, ChatTable, Reading, collate, write_table
 from distill.teacher import Prompt
 from tests.helpers import chats, students
@@ -164,8 +163,7 @@ def test_its_memory_is_planned(made, setup):
         assert both.stages[stage] == found + wanted
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is refused
+# -- What is refused ---------------------------------------------------------------------------------------------------
 
 
 def test_a_vocabulary_is_proven_by_its_tokens(made):
@@ -215,21 +213,7 @@ def test_a_base_that_reads_what_the_student_reads_teaches_nothing(made, tmp_path
     teaching.check_lesson(own, table, range(4, len(table)))
 
 
-@pytest.mark.parametrize("flags, message", [
-    (["--on_policy", "1"], "--on_policy needs --prompt_file or --teacher_path"),
-    (["--keep_every", "2"], "--keep_every needs --keep"),
-    (["--teacher_path", "t", "--compile"], "--compile and a teacher exclude each other"),
-    (["--teacher_path", "t", "--on_policy", "1", "--base_url", "http://h/v1"], "--base_url needs --use_lora"),
-    (["--teacher_path", "t", "--prompt_role", "system"], "--prompt_role needs --prompt_file"),
-    (["--keep", "k", "--keep_weight", "0"], "--keep_weight is 0.0; it must be above 0")])
-def test_flags_that_would_do_nothing(flags, message, capsys):
-    with pytest.raises(SystemExit):
-        train_sft.main(["--model_path", "m", "--train_data_file", "d", "--output_dir", "o", *flags])
-    assert message in capsys.readouterr().err
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Runs
+# -- Runs --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

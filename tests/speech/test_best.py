@@ -1,12 +1,10 @@
 """--best_by and --early_stop_patience: the checkpoint that a recogniser understands best is kept, and named with why."""
-import re
 import sys
 
 import pytest
 
 from common.run import TrainState
 from speech.voice import best
-from tests.helpers.trainer import trainer_arguments
 
 # what is heard of "one two three four": of the base, and behind each step
 HEARD = ["one two x x", "x x x x", "one two three x", "one x three four", "x x x x", "x x x x", "one two three four"]
@@ -81,17 +79,3 @@ print({HEARD!r}[number])
     assert "done       step 5 (nothing better in 2 validations)" in run.output
     assert "; best word errors 25.0% at step 3" in run.output
     assert (run.output_dir / "checkpoint-3").is_dir() and (run.output_dir / "checkpoint-5").is_dir()
-
-
-@pytest.mark.parametrize("flags, said", [
-    (("--best_by", "wer", "--sample_prompts", "x"), "--best_by wer needs --sample_prompts and --asr_model"),
-    (("--best_by", "sim", "--sample_prompts", "x"), "--best_by sim needs --sample_prompts and --speaker_model"),
-    (("--early_stop_patience", 3, "--disable_eval"), "--early_stop_patience needs validation"),
-    (("--keep", "x"), "--keep needs --use_lora"), (("--keep_every", 2), "--keep_weight and --keep_every need --keep"),
-    (("--keep", "x", "--use_lora", "--replay_every", 5), "--keep does not go with --replay_every")])
-def test_flags_that_do_not_go_together(tiny, flags, said):
-    import train_v2_ddp
-    from common.flags import UserError
-    words = trainer_arguments(tiny, "out", "--max_steps", 1, *flags)
-    with pytest.raises(UserError, match=re.escape(said)):
-        train_v2_ddp.check_flags(train_v2_ddp.build_parser().parse_args(words), 1)

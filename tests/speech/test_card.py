@@ -62,15 +62,3 @@ def test_the_folder_is_complete_and_its_card_tells_of_the_run(tiny, pushed, tmp_
     error = capsys.readouterr().err
     assert end.value.code == 1 and error.startswith("error: --repo_id me/anna: not uploaded (")
     assert f"hf upload me/anna {tmp_path / 'two'}" in error and (tmp_path / "two" / "README.md").exists()
-
-
-@pytest.mark.parametrize("words, said", [
-    (["push", "--repo_id", "a/b"], "push: give the checkpoint, as one of --adapter and --model_path"),
-    (["push", "--adapter", "x"], "push needs --repo_id OWNER/NAME"),
-    (["push", "--adapter", "x", "--repo_id", "a/b", "--dtype", "bfloat16"], "push changes no weights"),
-    (["merge", "--model_path", "x", "--adapter", "y", "--repo_id", "a/b"], "are for push"),
-    (["merge", "--adapter", "y"], "merge needs --model_path")])
-def test_flags_of_push(words, said, capsys):
-    with pytest.raises(SystemExit):
-        lora.main([*words, "--output_dir", "out"])
-    assert said in capsys.readouterr().err

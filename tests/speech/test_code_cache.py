@@ -90,8 +90,7 @@ def test_another_codec_has_a_cache_of_its_own(tiny, tmp_path):
     assert codec_fingerprint(other) != codec_fingerprint(tiny.codec)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checksums
+# -- Checksums ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -71,8 +71,7 @@ def cloning(target=TARGET, system=DEFAULT_SYSTEM, reference=REFERENCE):
             ("user", target, False), ("assistant", "target.wav", True)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Shapes
+# -- Shapes ------------------------------------------------------------------------------------------------------------
 
 ASKED = text(INSTRUCTION + TARGET)
 SAME_SAMPLE = {
@@ -117,34 +116,22 @@ def test_every_shape_is_the_same_canonical_sample(folder, entry):
     assert [c.path for t in sample.turns for c in t.clips] == [str(folder / "ref.wav"), str(folder / "target.wav")]
 
 
-@pytest.mark.parametrize("write", [
-    lambda path, entries: path.write_text(json.dumps(entries)),
-    lambda path, entries: path.write_text(json.dumps(entries, indent=2) + "\n"),
-    lambda path, entries: path.write_text("\n\n" + json.dumps(entries)),
-    lambda path, entries: path.write_text(json.dumps(entries), encoding="utf-8-sig"),
-    lambda path, entries: path.write_text("\n".join(map(json.dumps, entries))),
-    lambda path, entries: path.write_text("\n" + "\n\n".join(map(json.dumps, entries)) + "\n", encoding="utf-8-sig"),
-], ids=["list", "indented list", "blank lines first", "byte order mark", "lines", "lines with gaps and mark"])
-def test_every_container_holds_the_same_samples(folder, write):
-    entries = [SAME_SAMPLE["instruction last"], SAME_SAMPLE["canonical"]]
-    for name in ("data.json", "data.jsonl"):
-        write(folder / name, entries)
+WILD, PAIRS = (json.dumps(SAME_SAMPLE[name]) for name in ("instruction last", "canonical"))
+INDENTED = json.dumps(SAME_SAMPLE["instruction last"], indent=2)
+CONTAINERS = {      # {what it is: (text, number of samples)}
+    "list": (f"[{WILD}, {PAIRS}]", 2), "indented list": (f"[\n{INDENTED},\n{PAIRS}\n]\n", 2),
+    "blank lines first": (f"\n\n[{WILD}, {PAIRS}]", 2), "byte order mark": (f"\ufeff[{WILD}, {PAIRS}]", 2),
+    "lines": (f"{WILD}\n{PAIRS}", 2), "lines with gaps and mark": (f"\ufeff\n{WILD}\n\n{PAIRS}\n", 2),
+    "one object": (WILD, 1), "one object, indented": (INDENTED, 1)}
+
+
+@pytest.mark.parametrize("text, n", CONTAINERS.values(), ids=CONTAINERS)
+def test_every_container_holds_the_same_samples(folder, text, n):
+    for name in ("data.json", "data.jsonl") if text != INDENTED else ("data.json",):
+        (folder / name).write_text(text)
         problems = []
         samples = list(read_samples(folder / name, problems))
-        assert not problems and [shape(s) for s in samples] == [cloning(), cloning()]
-
-
-@pytest.mark.parametrize("indent", [None, 2])
-def test_a_single_object_is_a_dataset_of_one(folder, indent):
-    (folder / "data.json").write_text(json.dumps(SAME_SAMPLE["instruction last"], indent=indent))
-    problems = []
-    assert [shape(s) for s in read_samples(folder / "data.json", problems)] == [cloning()] and not problems
-
-
-def test_jsonl_by_its_name_may_have_one_line(folder):
-    (folder / "data.jsonl").write_text(json.dumps(SAME_SAMPLE["canonical"]))
-    problems = []
-    assert [shape(s) for s in read_samples(folder / "data.jsonl", problems)] == [cloning()] and not problems
+        assert not problems and [shape(s) for s in samples] == [cloning()] * n
 
 
 def test_not_a_number_is_nothing_as_in_the_official_reader(folder):
@@ -179,8 +166,7 @@ def test_several_speakers(folder):
         assert shape(read(folder, [entry])[0]) == expected
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Text
+# -- Text --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", [
@@ -244,8 +230,7 @@ def test_two_scenes_and_audio_in_the_scene(folder):
     assert not sample.turns[0].trained
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Which turns are trained
+# -- Which turns are trained -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("start_index, trained", [
@@ -266,12 +251,6 @@ def test_start_index_counts_the_messages_of_the_file(folder):
     assert [t.trained for t in sample.turns] == [False, False, True, False, True]
 
 
-@pytest.mark.parametrize("start_index", [None, 0])
-def test_wild_form_never_trains_its_reference(folder, start_index):
-    sample, = read(folder, [wild(text(REFERENCE), audio("ref.wav"), ASKED, start_index=start_index)])
-    assert [t.trained for t in sample.turns] == [False, False, False, False, True]
-
-
 def test_wild_form_with_two_exchanges_trains_the_last_alone_for_zero(folder):
     entry = wild(text(REFERENCE), audio("ref.wav"), ASKED)
     entry["messages"] += [{"role": "user", "content": "Again."}, {"role": "assistant", "content": audio("other.wav")}]
@@ -290,8 +269,7 @@ def test_start_index_out_of_range(folder, start_index, said):
     assert said in problem and "data.json sample 1 (target.wav)" in problem
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Clips
+# -- Clips -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("given, kept", [
@@ -321,8 +299,7 @@ def test_audio_is_found_beside_the_data_file_and_up_to_two_folders_above(folder,
                      str(folder / "other.wav"), str(folder / "a" / "ref.wav")]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The folder format
+# -- The folder format -------------------------------------------------------------------------------------------------
 
 SCENE = "\n\n<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
 
@@ -394,15 +371,6 @@ def test_metadata_folder_reference_in_the_scene(folder):
         DEFAULT_SYSTEM + SCENE.format("Audio is recorded from a hall.\n\nSPEAKER0:{}"))
 
 
-def test_folder_without_metadata(folder):
-    for name in ("ref", "ref2", "target", "other"):
-        (folder / f"{name}.txt").write_text(f"I am {name}")
-    samples, problems = folder_samples(folder)
-    assert not problems and [shape(s)[1:] for s in samples] == [
-        [("user", f"I am {name}.", False), ("assistant", f"{name}.wav", True)]
-        for name in ("other", "ref", "ref2", "target")]
-
-
 def test_folder_problems_carry_the_numbers_of_the_metadata(folder):
     base = metadata(folder)
     metadata(folder, "text", {**base, "audio_file": ""}, {**base, "transcript_file": "gone.txt"},
@@ -420,8 +388,7 @@ def test_folder_problems_carry_the_numbers_of_the_metadata(folder):
         assert f" sample {number + 1} " in problem and what in problem
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Text to speak
+# -- Text to speak -----------------------------------------------------------------------------------------------------
 
 
 def test_folder_and_chatml_give_one_text_which_only_the_target_gets_normalised(folder):

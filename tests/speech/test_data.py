@@ -10,8 +10,7 @@ from speech.model.labels import IGNORE
 from tests.helpers.dialogues import BOOKS, BOS, CONVERSATIONS, EOS, codes_of
 from tests.helpers.trainer import ROOT
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Slow reference: one cell at a time, written from the picture above and not from the code
+# -- Slow reference: one cell at a time, written from the picture above and not from the code --------------------------
 
 
 def slow_sample(turns, tokenizer, ids):
@@ -107,12 +106,6 @@ def test_exactly_full_budget_needs_no_padding(table, tokenizer, ids):
     batch = collate([samples[0], samples[1]], ids, total)
     check_against_slow(batch, [0, 1], tokenizer, ids, total)
     assert batch.counts["padding"] == 0 and len(batch.seqlens) == 2
-
-
-def test_empty_pack_weighs_nothing(ids):
-    batch = collate([], ids, 256)
-    assert len(batch.audio_rows) == len(batch.text_rows) == 0 and batch.samples == ()
-    assert batch.counts == {"tokens": 0, "samples": 0, "padding": 256, "audio_targets": 0, "text_targets": 0}
 
 
 def test_table_counts_are_those_of_the_batches(table, ids):

@@ -5,7 +5,6 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from common import indexing
 from common.distributed import UserError
@@ -17,16 +16,13 @@ from speech.data import rows
 from speech.data.builder import TableBuilder
 from speech.data.conversations import Clip, Sample, Turn
 from speech.data.rows import Reading, Sources, read_all
-from speech.model.labels import token_ids
-from speech.model.weights import native_config
 from tests.helpers.dialogues import BOOKS, CONVERSATIONS, SYSTEM, TARGET, speaker, table_of, user
 from tests.helpers.fork import in_a_fork
 
 
 @pytest.fixture(scope="module")
-def tools(tiny):
-    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
-    return tokenizer, token_ids(tokenizer, native_config(json.loads((tiny.model / "config.json").read_text())))
+def tools(tokenizer, ids):
+    return tokenizer, ids
 
 
 def entry(i, **more):

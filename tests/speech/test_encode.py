@@ -13,15 +13,17 @@ import soxr
 import torch
 from safetensors.numpy import load_file
 
+import train_v2_ddp
 from common.distributed import UserError, World
+from speech.data import encode
 from speech.data.code_cache import CodeReader, codec_fingerprint
 from speech.data.conversations import Clip
 from speech.data.dataset import Encoding, ensure_codes
 from speech.data.decode import codec_frames, decode_audio, decode_file, header_frames
 from speech.data.encode import codec_config, encode_clip, plan_codes
 from speech.data.rows import read_samples
-from tests.helpers.progress import PATIENCE_S, wait_until
-from tests.helpers.trainer import ROOT, mount
+from tests.helpers.trainer import mount
+from tests.speech.test_bad_input import complains
 
 RATES = (8000, 16000, 22050, 44100, 48000)
 FORMATS = ("wav", "flac", "mp3", "ogg")
@@ -82,8 +84,7 @@ def direct(codec, wave):
         return codec.encode(torch.from_numpy(wave)[None, None], bandwidth=2).audio_codes[0].T.numpy()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Decoding
+# -- Decoding ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -221,8 +222,7 @@ def test_the_shortest_clip_is_one_frame(tmp_path, tiny):
     assert codes.shape == (1, 8)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Encoding
+# -- Encoding ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -236,18 +236,6 @@ def test_codes_are_the_codecs_own(filled, codec):
         assert stored.dtype == np.int16 and stored.shape == expected.shape
         assert (stored == expected).all()
         assert abs(len(stored) - len(wave) / 960) <= 1
-
-
-def test_a_zero_padded_batch_would_give_other_codes(filled, codec):
-    """Why clips are encoded one by one. If this fails the codec has learnt to mask, and batches would be faster."""
-    short, long = sorted(filled[2].items(), key=lambda item: len(item[1]))[::23]
-    waves = [decode_audio(path, [(None, None)])[1][0] for path, _ in (short, long)]
-    batch = torch.zeros(2, 1, len(waves[1]))
-    for row, wave in zip(batch, waves):
-        row[0, :len(wave)] = torch.from_numpy(wave)
-    with torch.no_grad():
-        padded = codec.encode(batch, bandwidth=2).audio_codes[0].T.numpy()[:len(short[1])]
-    assert (padded != short[1]).any()
 
 
 def test_a_second_fill_opens_no_audio(filled, tiny):
@@ -377,47 +365,32 @@ def test_codes_that_the_codec_does_not_have_are_refused(codec, monkeypatch):
         encode_clip(codec, wave, 2, 8)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Several processes
+# -- Several processes -------------------------------------------------------------------------------------------------
 
-FILLER = """
-import json, os, sys, time, torch
-sys.path.insert(0, {root!r})
-import transformers.models.higgs_audio_v2_tokenizer
-from common.distributed import World
-from speech.data import dataset, encode
-from speech.data.conversations import Clip
-encode.SHARD_CLIPS = {shard_clips}
-open(sys.argv[1], "w").close()
-while not os.path.exists({go!r}):
-    time.sleep(0.005)
-real = encode.encode_clip
-encode.encode_clip = lambda *given: (time.sleep({pause}), real(*given))[1]
-dataset.ensure_codes(World(device=torch.device("cpu")), [Clip(p) for p in {paths!r}],
-                   dataset.Encoding({codec!r}, {cache!r}, 8))
-"""
+def fill_in_a_rank(codec, cache, paths, shard_clips, dies_after=None):
+    """A run of its own that fills a cache; it is killed when it has written so many shards."""
+    encode.SHARD_CLIPS, real = shard_clips, encode.encode_clip
+
+    def encode_one(*given):
+        if dies_after is not None and len(list(Path(cache).rglob("codes-*.safetensors"))) >= dies_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*given)
+    encode.encode_clip = encode_one
+    ensure_codes(World(device=torch.device("cpu")), [Clip(path) for path in paths], Encoding(codec, cache, 8))
 
 
-def start_fillers(tiny, tmp_path, n, shard_clips=4096, pause=0):
-    """n processes that begin to fill tmp_path/codes at the same moment, pause seconds before each clip."""
-    program = FILLER.format(root=str(ROOT), go=str(tmp_path / "go"), shard_clips=shard_clips, pause=pause,
-                            codec=str(tiny.codec), cache=str(tmp_path / "codes"),
-                            paths=[c.path for c in clips_of(tiny)])
-    started = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path / f"ready{i}")], text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for i in range(n)]
-    wait_until(lambda: all((tmp_path / f"ready{i}").exists() for i in range(n)), "start",
-               alive=lambda: all(p.poll() is None for p in started))
-    (tmp_path / "go").touch()
-    return started
+def start_fills(pool, tiny, tmp_path, runs, *options):
+    """(statuses, output) of runs that fill tmp_path/codes at the same time."""
+    paths = [clip.path for clip in clips_of(tiny)]
+    return pool.run(runs, f"{__name__}.fill_in_a_rank", str(tiny.codec), str(tmp_path / "codes"), paths, *options)
 
 
 @pytest.mark.slow
 @pytest.mark.race
-def test_two_runs_fill_one_cache_and_encode_each_clip_once(filled, tiny, tmp_path):
-    fillers = start_fillers(tiny, tmp_path, 2, shard_clips=5)
-    outputs = [p.communicate(timeout=PATIENCE_S)[0] for p in fillers]
-    assert [p.returncode for p in fillers] == [0, 0], outputs
-    assert sum("another run is using" in o for o in outputs) <= 1       # 0: the other had not begun yet, or had ended
+def test_two_runs_fill_one_cache_and_encode_each_clip_once(filled, pool, tiny, tmp_path):
+    statuses, output = start_fills(pool, tiny, tmp_path, 2, 5)
+    assert statuses == [0, 0], output
+    assert output.count("another run is using") <= 1        # 0: the other had not begun yet, or had ended
     folder = tmp_path / "codes" / codec_fingerprint(tiny.codec)
     assert len(encoded(folder)) == len(set(encoded(folder))) == 24
     codes, _ = fill(clips_of(tiny), tiny.codec, tmp_path / "codes")
@@ -427,14 +400,10 @@ def test_two_runs_fill_one_cache_and_encode_each_clip_once(filled, tiny, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.race
-def test_a_killed_run_leaves_a_usable_cache(filled, tiny, tmp_path):
-    filler, = start_fillers(tiny, tmp_path, 1, shard_clips=2, pause=0.2)
+def test_a_killed_run_leaves_a_usable_cache(filled, pool, tiny, tmp_path):
+    statuses, output = start_fills(pool, tiny, tmp_path, 1, 2, 2)
+    assert statuses == [-signal.SIGKILL], output
     folder = tmp_path / "codes" / codec_fingerprint(tiny.codec)
-    wait_until(lambda: len(list(folder.glob("codes-*.safetensors"))) >= 2, "second shard",
-               alive=lambda: filler.poll() is None)
-    filler.send_signal(signal.SIGKILL)
-    filler.communicate(timeout=PATIENCE_S)
-    assert filler.returncode == -signal.SIGKILL
     before = encoded(folder)
     assert 4 <= len(before) < 24
     codes, _ = fill(clips_of(tiny), tiny.codec, tmp_path / "codes")
@@ -443,33 +412,18 @@ def test_a_killed_run_leaves_a_usable_cache(filled, tiny, tmp_path):
     assert len(after) == len(set(after)) == 24 and set(before) < set(after)     # only the rest went through the codec
 
 
-HIDE_TORCHAUDIO = """
-import sys
-from importlib.machinery import PathFinder
-class WithoutTorchaudio(PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        return None if name.partition(".")[0] == "torchaudio" else super().find_spec(name, path, target)
-sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutTorchaudio
-"""
-
-
-def startup(folder, *code):
-    """Environment whose Python processes run `code` before anything else."""
-    folder.mkdir(exist_ok=True)
-    (folder / "sitecustomize.py").write_text("\n".join(code))
-    return {"PYTHONPATH": str(folder)}
+def train_without_torchaudio(argv):
+    sys.modules["torchaudio"] = None
+    train_v2_ddp.main(argv)
 
 
 @pytest.mark.slow
-def test_without_torchaudio_new_audio_is_refused_in_one_line(tiny, tmp_path, train):
+def test_without_torchaudio_new_audio_is_refused_in_one_line(filled, forked, tmp_path):
     """What is in the code cache needs none."""
-    without = startup(tmp_path / "b", HIDE_TORCHAUDIO)
-    assert "encoding audio" not in train("--use_lora", "--max_steps", 1, name="encoded", env=without).output
-    done = train("--code_cache", tmp_path / "none", ok=False, env=without)
-    errors = [line for line in done.output.splitlines() if line.startswith("error:")]
-    assert done.status == 1 and len(errors) == 1 and "Traceback" not in done.output
-    assert "torchaudio, which is not installed" in errors[0] and "launch/setup.sh" in errors[0]
+    without = {"main": f"{__name__}.train_without_torchaudio"}
+    assert "encoding audio" not in forked("--code_cache", filled[0], "--use_lora", "--max_steps", 1, **without).output
+    done = forked("--code_cache", tmp_path / "none", name="new", ok=False, **without)
+    complains(done, "torchaudio, which is not installed", "launch/setup.sh")
 
 
 @pytest.mark.slow
@@ -478,7 +432,4 @@ def test_a_broken_torchaudio_is_explained_in_one_line(tiny, tmp_path, train):
     (tmp_path / "broken" / "torchaudio" / "__init__.py").write_text(
         "raise OSError('libc10_cuda.so: cannot open shared object file: No such file or directory')")
     done = train(ok=False, env={"PYTHONPATH": str(tmp_path / "broken")})
-    assert done.status == 1 and "Traceback" not in done.output
-    errors = [line for line in done.output.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1 and errors == done.output.strip().splitlines()
-    assert "libc10_cuda.so" in errors[0] and "launch/setup.sh" in errors[0]
+    assert complains(done, "libc10_cuda.so", "launch/setup.sh") == done.output.strip().splitlines()

@@ -1,7 +1,4 @@
-"""Judging speech: the arithmetic against known values, the models' plumbing by properties that hold for any weights.
-
-The models are real transformers classes with random weights: what they hear means nothing, but who heard what must fit.
-"""
+"""Judging speech: arithmetic against known values; of random models, who heard what."""
 import json
 import subprocess
 import sys
@@ -49,8 +46,7 @@ def speech(text, speaker=0, seed=0):
     return make_tiny.synthesise(text, speaker, RATE, np.random.default_rng(seed))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Pitch
+# -- Pitch -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hertz", [65, 100, 203.7, 333, 480])
@@ -83,8 +79,7 @@ def test_noise_and_silence_have_no_pitch():
     assert found[4:96].all() and found[104:].mean() < 0.05
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Audio files
+# -- Audio files -------------------------------------------------------------------------------------------------------
 
 
 def test_audio_is_mono_at_24_khz(tmp_path):
@@ -96,8 +91,7 @@ def test_audio_is_mono_at_24_khz(tmp_path):
     assert len(read) == RATE and np.median(sm.pitch(read)) == pytest.approx(200, rel=0.001)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Whole runs
+# -- Whole runs --------------------------------------------------------------------------------------------------------
 
 
 WORDS = list(dict.fromkeys("the river is wider than it looks keep your gloves dry".split()))
@@ -342,12 +336,7 @@ def test_what_is_better(key, a, b, expected):
     assert evaluate_tts.better(key, a, b) is expected
 
 
-def test_every_metric_is_in_the_docs():
-    assert all(name in evaluate_tts.__doc__ for name in evaluate_tts.METRICS)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Bad input
+# -- Bad input ---------------------------------------------------------------------------------------------------------
 
 
 def said(capsys, *args):

@@ -1,8 +1,4 @@
-"""Speech out of what was trained: prompts against transformers' own processor, generation, files, and the whole way.
-
-The end-to-end proof is exact code reproduction: the tiny codec has random weights, so its sound means nothing, but a
-model that learnt three clips by heart must give back their very codes, through the real scripts, from a checkpoint.
-"""
+"""Speech out of what was trained: prompts, generation, files; what was learnt by heart is spoken code by code."""
 import copy
 import io
 import json
@@ -31,8 +27,8 @@ from speech.data.encode import load_codec
 from speech.model.labels import delay_rows, token_ids
 from speech.voice import generate, sample_prompts, scores
 from tests.helpers import spoken as speech
-from tests.helpers.progress import PATIENCE_S
-from tests.helpers.trainer import ROOT, trainer_command, unheard
+from tests.helpers.runs import CLOCK, rows
+from tests.helpers.trainer import train_forked, trainer_arguments, unheard
 
 CPU = torch.device("cpu")
 
@@ -50,10 +46,7 @@ def written(path, entries):
 
 @pytest.fixture(scope="module")
 def short(tiny, tmp_path_factory):
-    """File of three voice-cloning samples with clips of half a second and a bit; the last takes no voice.
-
-    unheard.json beside it is validation data.
-    """
+    """File of three voice-cloning samples of half a second and a bit, the last without a voice; beside it unheard.json."""
     entries = copy.deepcopy(tiny.samples()[:3])
     for number, entry in enumerate(entries):
         for message in entry["messages"][1:]:
@@ -73,8 +66,7 @@ def prompts_of(voice, path, room=2000):
     return generate.prepare(generate.read_prompts(path, False), tokenizer, ids, codec, bandwidth, room)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Prompts
+# -- Prompts -----------------------------------------------------------------------------------------------------------
 
 
 def test_batch_is_what_the_processor_makes(tiny, voice, tmp_path):
@@ -139,8 +131,7 @@ def test_lines_and_reference_make_the_canonical_prompt(tiny, voice, tmp_path):
     assert said[0].references == [clip] and said[1].source.endswith("line 3")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Generation
+# -- Generation --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("frames", [1, 2, 9, 40])
@@ -252,17 +243,12 @@ def test_mel_shows_where_a_tone_is(voice):
     assert picture.dtype == np.uint8 and picture.shape[2] == 3
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The whole way, through the scripts
+# -- The whole way, through the scripts --------------------------------------------------------------------------------
 
 
 def train(pool, tiny, data, output_dir, *flags, ranks=1):
-    command = trainer_command(tiny, output_dir, "--train_data_file", data, "--num_workers", 0,
-                              "--code_cache", output_dir.parent / "codes", *flags)
-    command = command[command.index(str(ROOT / "train_v2_ddp.py")) + 1:]
-    statuses, output = pool.run(ranks, "train_v2_ddp.main", command, timeout=PATIENCE_S)
-    assert not any(statuses), output
-    return output
+    return train_forked(pool, tiny, output_dir, "--train_data_file", data, "--num_workers", 0,
+                        "--code_cache", output_dir.parent / "codes", *flags, ranks=ranks)
 
 
 def say(pool, tiny, output_dir, *flags, model=None, ranks=1):
@@ -292,7 +278,7 @@ def learnt(pool, tiny, short, tmp_path_factory):
     flags = ("--max_steps", 100, "--learning_rate", 3e-3, "--adam_beta2", 0.95, "--weight_decay", 0, "--logging_steps",
              10, "--eval_data_file", short.with_name("unheard.json"), "--eval_steps", 50, "--save_steps", 0, "--report_to", "tensorboard",
              "--per_device_train_batch_size", 3, "--sample_prompts", short, "--sample_seconds", 2)
-    return folder, train(pool, tiny, short, folder, *flags)
+    return folder, train(pool, tiny, short, folder, *flags).output
 
 
 @pytest.mark.slow
@@ -338,8 +324,7 @@ def test_validation_hears_the_model_learn(learnt):
 
 SMALL = ("--max_steps", 3, "--eval_steps", 2, "--save_steps", 2, "--save_total_limit", 0, "--learning_rate", 1e-3,
          "--per_device_train_batch_size", 1, "--per_device_eval_batch_size", 1)
-CLOCK = {"train/throughput", "train/audio_seconds_per_second", "train/samples_per_second", "train/step_seconds",
-         "train/data_wait_seconds", "train/memory_gib", "eval/stop_rate", "eval/length_ratio", "eval/real_time_factor"}
+SPOKEN = {"eval/stop_rate", "eval/length_ratio", "eval/real_time_factor"}
 
 
 @pytest.mark.slow
@@ -349,11 +334,9 @@ def test_samples_of_a_run_on_two_ranks(pool, tiny, short, tmp_path, how):
     """Training goes on exactly as without them, and they are what generate_tts.py says from that step's checkpoint."""
     data = ("--eval_data_file", short.with_name("unheard.json"))
     speaking = ("--sample_prompts", short, "--sample_seconds", 0.5)
-    train(pool, tiny, short, tmp_path / "mute", *data, *SMALL, *how, ranks=2)
-    train(pool, tiny, short, tmp_path / "loud", *data, *SMALL, *how, *speaking, ranks=2)
-    mute, loud = ([{k: v for k, v in json.loads(line).items() if k not in CLOCK}
-                   for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-                  for name in ("mute", "loud"))
+    mute = train(pool, tiny, short, tmp_path / "mute", *data, *SMALL, *how, ranks=2)
+    loud = train(pool, tiny, short, tmp_path / "loud", *data, *SMALL, *how, *speaking, ranks=2)
+    mute, loud = (rows(run, without=CLOCK | SPOKEN) for run in (mute, loud))
     assert mute == loud and len(mute) == 5
     checkpoint = tmp_path / "loud" / "checkpoint-2"
     model = {"--adapter": checkpoint} if "--use_lora" in how else {"--model_path": checkpoint}
@@ -382,7 +365,7 @@ def test_a_run_out_of_time_for_samples_goes_on(pool, tiny, short, tmp_path):
     """No prompt begun, or stopped after its first row: no frame to hear, which is not all that TensorBoard can take."""
     for name, limit in (("none", 1e-6), ("few", 0.01)):
         output = train(pool, tiny, short, tmp_path / name, "--eval_data_file", short.with_name("unheard.json"), *SMALL, "--sample_prompts", short,
-                       "--sample_time_limit", limit, "--report_to", "tensorboard")
+                       "--sample_time_limit", limit, "--report_to", "tensorboard").output
         assert "0 of 3 prompts, 0.0 s" in output and "(--sample_time_limit)" in output and "done       step 3" in output
 
 
@@ -451,9 +434,8 @@ def test_a_list_of_seed_tts_eval_is_read(tmp_path):
 def test_dry_run_counts_and_checks_the_prompts(tiny, short, tmp_path, capsys):
     """A bad clip, a bad true recording and too long speech are told before the run; so is the memory it takes."""
     def dry(prompts, *more, status=0):
-        command = trainer_command(tiny, tmp_path / "out", "--train_data_file", short, "--dry_run", 2, "--parallel",
+        words = trainer_arguments(tiny, tmp_path / "out", "--train_data_file", short, "--dry_run", 2, "--parallel",
                                   "fsdp", "--sample_prompts", prompts, *more)
-        words = command[command.index(str(ROOT / "train_v2_ddp.py")) + 1:]
         if status:
             with pytest.raises(SystemExit) as end:
                 train_v2_ddp.main(words)
@@ -479,8 +461,7 @@ def test_dry_run_counts_and_checks_the_prompts(tiny, short, tmp_path, capsys):
     assert "dry run ok" in dry(short, "--model_path", tmp_path / "long", "--gpu_memory", 3)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Mistakes
+# -- Mistakes ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

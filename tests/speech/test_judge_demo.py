@@ -15,7 +15,7 @@ from speech.voice import generate, scores
 from tests.helpers.trainer import ROOT
 
 VOICE = ROOT / "launch" / "voice"
-SENTENCES, WRONG = 60, 12
+SENTENCES, WRONG = 30, 12
 MAX_WER = 0.25      # of fewer sentences than the demo has
 pytestmark = pytest.mark.filterwarnings("ignore")
 

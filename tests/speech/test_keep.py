@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 import lora
 from common import adapters, checkpoint
 from data import collate
-from speech.demo import make_tiny
 from speech.model import divergence, v2, v3
 from speech.model.labels import IGNORE, audio_targets
 from speech.model.weights import native_config
@@ -89,12 +88,10 @@ def test_divergence_equals_a_plain_loop(model, data):
     compare(model, logits_of, samples, ids)
 
 
-def test_divergence_of_tts_3_equals_a_plain_loop(tmp_path):
-    pytest.importorskip("torchaudio")
-    folder = make_tiny.make_model3(tmp_path, make_tiny.make_codec(tmp_path))
-    native = v3.load(folder)[0]
+def test_divergence_of_tts_3_equals_a_plain_loop(model3):
+    native = v3.load(model3)[0]
     model = v3.PackedHiggs3(filled(lora.add_lora(native, 4, 8, 0.0, "all-linear", "base"))).train()
-    ids = v3.token_ids(v3.load_tokenizer(folder), native.config)
+    ids = v3.token_ids(v3.load_tokenizer(model3), native.config)
     codes = [np.random.default_rng(i).integers(0, 1024, (frames, 8)) for i, frames in enumerate((9, 20))]
     samples = [{"number": i, **ids.assemble(np.array([ids.tts, ids.text, 40 + i, ids.audio, ids.audio_placeholder_id]),
                                             np.array([False] * 4 + [True]), [spoken])} for i, spoken in enumerate(codes)]
@@ -155,8 +152,7 @@ def test_speech_behind_a_prompt_is_what_training_would_see(tiny, data):
         assert np.array_equal(made[name], whole[name][:stop]), name
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Whole runs
+# -- Whole runs --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -12,24 +12,11 @@ from speech.data.rows import read_samples
 from speech.model.labels import IGNORE, conversation_pieces, delay_labels, delay_rows
 from tests.helpers.dialogues import BOOKS, BOS, EOS, SYSTEM, TARGET, speaker, user
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Delay pattern
+# -- Delay pattern -----------------------------------------------------------------------------------------------------
 
 B, E, _ = 900, 901, IGNORE
 A0, A1, A2, B0, B1, B2, C0, C1, C2, D0, D1, D2 = range(12)
 CODES = np.array([[A0, B0, C0, D0], [A1, B1, C1, D1], [A2, B2, C2, D2]])        # 3 frames of 4 codebooks
-
-
-def test_golden_input_rows():
-    assert delay_rows(CODES, B, E).tolist() == [
-        [B, B, B, B],
-        [A0, B, B, B],
-        [A1, B0, B, B],
-        [A2, B1, C0, B],
-        [E, B2, C1, D0],
-        [E, E, C2, D1],
-        [E, E, E, D2],
-        [E, E, E, E]]
 
 
 def test_golden_labels():
@@ -69,8 +56,7 @@ def test_rows_equal_transformers_delay_pattern(frames, books):
     assert delay_rows(codes, BOS, EOS).tolist() == native.tolist()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Token stream and text labels
+# -- Token stream and text labels --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -129,10 +115,13 @@ def turn(role, *items):
                                       {"type": "audio", "url": "x"} for i in items]}
 
 
-def test_tokens_are_those_of_the_text_written_by_hand(zero_shot, tokenizer, ids):
-    tokens, _ = stream(zero_shot, tokenizer, ids)
-    assert tokens == tokenizer(BY_HAND, add_special_tokens=False)["input_ids"]
-    assert tokens.count(tokenizer.bos_token_id) == 1
+def test_tokens_are_those_of_the_text_written_by_hand(tiny, zero_shot, tokenizer, ids):
+    """Which is that of the native template."""
+    assert stream(zero_shot, tokenizer, ids)[0] == tokenizer(BY_HAND, add_special_tokens=False)["input_ids"]
+    conversation = [turn("system", "Generate audio following instruction."),
+                    turn("scene", "Audio is recorded from a quiet room."), turn("user", "This is how I sound."),
+                    turn("assistant", 0), turn("user", "The door is never locked: try it."), turn("assistant", 0)]
+    assert native_text(tiny, conversation) == BY_HAND
 
 
 @pytest.mark.parametrize("text", ["'s odd", "123456", "...", "你好，世界", "a", "!\nb", "é", "<|", "1. x", "- x:"])
@@ -141,14 +130,6 @@ def test_tokenising_piece_by_piece_is_tokenising_the_whole_text(tokenizer, ids, 
     sample = Sample("s", [SYSTEM, user(text), speaker(text, TARGET, text)])
     whole = "".join(p if isinstance(p, str) else "<|AUDIO_OUT|>" for p, _ in conversation_pieces(sample))
     assert stream(sample, tokenizer, ids)[0] == tokenizer(whole, add_special_tokens=False)["input_ids"]
-
-
-def test_tokens_are_those_of_the_native_template(tiny, zero_shot, tokenizer, ids):
-    conversation = [turn("system", "Generate audio following instruction."),
-                    turn("scene", "Audio is recorded from a quiet room."), turn("user", "This is how I sound."),
-                    turn("assistant", 0), turn("user", "The door is never locked: try it."), turn("assistant", 0)]
-    assert native_text(tiny, conversation) == BY_HAND
-    assert tokenizer.decode(stream(zero_shot, tokenizer, ids)[0]) == BY_HAND
 
 
 def test_normalised_tokens_are_those_of_boson_text_in_the_native_template(tiny, tmp_path, tokenizer, ids):

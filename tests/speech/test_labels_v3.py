@@ -8,18 +8,9 @@ import torch
 from data import SpeechSamples, collate
 from speech.data.builder import TableBuilder
 from speech.data.conversations import BadSample, Clip, Sample, Turn
-from speech.demo import make_tiny
 from speech.model import labels_v3, v3
 from speech.model.labels import IGNORE
-from speech.voice.generate import text_prompts
 from tests.helpers import dialogues, higgs3
-
-
-@pytest.fixture(scope="module")
-def model3(tmp_path_factory):
-    out = tmp_path_factory.mktemp("tiny3")
-    pytest.importorskip("torchaudio")
-    return make_tiny.make_model3(out, make_tiny.make_codec(out))
 
 
 @pytest.fixture(scope="module")
@@ -144,10 +135,3 @@ def test_a_batch_of_the_table_is_the_prompt_and_rows_of_the_layout(table3, ids3,
         expected += torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows.masked_fill(~mask, IGNORE).flatten(),
                                                       ignore_index=IGNORE, reduction="sum")
     torch.testing.assert_close(audio.sum(), expected, rtol=1e-5, atol=0)
-
-
-def test_texts_to_speak_take_the_same_path(ids3):
-    sample, = text_prompts([("line 1", "Say this.")], False)
-    sample.turns[-1].trained = True
-    (_, stream), = ids3.streams(sample)[0]
-    assert words(stream)[:-1] == ["<|tts|>", "<|text|>", "Say this.", "<|audio|>"]

@@ -3,8 +3,6 @@ import json
 import os
 import re
 import subprocess
-import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,14 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import HiggsAudioV2Config
 
 import lora
-from common import document_attention, plan, step_memory
-from common.distributed import UserError
+from common import document_attention, plan
 from common.step_memory import GIB, Setup, step_bytes
 from data import collate
 from speech import plan as speech_plan
 from speech.data.dataset import split_validation
 from speech.data.decode import codec_frames, decode_audio, header_frames, wave_samples
-from speech.data.encode import check_encoder, codec_config, encode_clip, load_codec
+from speech.data.encode import codec_config, encode_clip, load_codec
 from speech.model import labels_v3, v2, v3
 from speech.model.weights import empty_model
 from tests.helpers.live_bytes import by_lengths, real_peak
@@ -35,8 +32,7 @@ from tests.speech.test_bad_input import complains, copy_of, written
 LORA = ("--use_lora", "--lora_rank", 4, "--lora_alpha", 8)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory of a step: what is counted against what a real one has alive
+# -- Memory of a step: what is counted against what a real one has alive -----------------------------------------------
 
 
 def check_step(empty, model, batch, setup, text_rows):
@@ -94,16 +90,6 @@ def real():
     return empty_model(HiggsAudioV2Config(**REAL), torch.float32)
 
 
-@pytest.mark.slow
-def test_full_fine_tuning_of_3b_fits_eight_gpus(real):
-    """Packs of 8192 tokens, checkpointing: room in 80 GB, which DDP has not."""
-    step, setup = speech_plan.step_of(v2.PackedHiggs(real)), Setup(8, "fsdp", recompute="all")
-    pack = 2048, 6144, 6144, 512
-    assert 12 * GIB < step_memory.estimate(step, setup, pack).peak < 30e9
-    assert step_memory.estimate(step, replace(setup, accumulation=2), pack).peak < 60e9
-    assert step_memory.estimate(step, Setup(8, recompute="all"), pack).peak > 86 * GIB       # whole on every GPU
-
-
 def test_speaking_takes_what_it_can_use(real):
     """Rows of the longest prompt and of --sample_seconds, for as many prompts as are spoken together."""
     prompts = [SimpleNamespace(tokens=np.zeros(n)) for n in (40, 60)]
@@ -116,8 +102,7 @@ def test_speaking_takes_what_it_can_use(real):
         assert speech_plan.speaking_bytes(real, setup, speaker) == 8 * (60 + 257) * row + whole
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Lengths from headers
+# -- Lengths from headers ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -159,8 +144,7 @@ def test_frames_of_every_length_around_the_codec_steps(tiny, codec):
             assert codec_frames(samples, config) == len(encode_clip(codec[0], wave, codec[1], 8))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A dry run and the run
+# -- A dry run and the run ---------------------------------------------------------------------------------------------
 
 
 def everything_in(folder):
@@ -308,12 +292,10 @@ def test_full_fine_tuning_of_3b_in_ddp_is_refused(run, huge):
     assert weights == pytest.approx((2 * 5.771e9 + 4 * 9.175e6) / GIB, abs=0.01)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What a dry run finds. What stops a run with a clear message stops a dry run with the same one: some tests of bad input
-# once more, with their trainer started as a dry run.
+# -- What a dry run finds: some tests of bad input once more, with their trainer started as a dry run ------------------
 
 AGAIN = ("data", "two_good", "used", "used_copy",       # fixtures
-         "test_data_folder", "test_missing_audio_lists_the_places_tried", "test_an_offset_behind_the_end",
+         "test_missing_audio_lists_the_places_tried", "test_an_offset_behind_the_end",
          "test_twenty_five_bad_samples_are_one_message", "test_model_and_tokenizer_paths",
          "test_problems_of_training_and_validation_data_come_together", "test_incomplete_model_and_codec_folders",
          "test_output_that_cannot_be_written", "test_samples_that_are_too_long",
@@ -328,14 +310,12 @@ def run(real_run):
 
 
 def test_all_is_well(run):
-    assert run().output.endswith("dry run ok\n") and run().status == 0
-    assert "resumed from" not in run().output
+    done = run()
+    assert done.status == 0 and done.output.endswith("dry run ok\n") and "resumed from" not in done.output
 
 
-def test_a_checkpoint_of_another_run(run, used_copy, tiny, data):
+def test_a_checkpoint_of_another_run(run, used_copy):
     complains(run(*LORA, "--seed", 1), "checkpoint-1", "another seed (42, this run 1)")
-    fewer = written(data, tiny.samples()[:5], "fewer.json")
-    complains(run(*LORA, "--train_data_file", fewer), "checkpoint-1", "another training data")
     assert "resumed from" in run(*LORA, "--max_steps", 2).output
 
 
@@ -408,24 +388,9 @@ def test_memory_and_disk(run):
     many = ("--max_steps", 10**12, "--save_steps", 1, "--save_total_limit")     # exabytes
     complains(run(*many, 0), "1000000000001 checkpoints need", "its disk has", "free")
     assert run(*many, 3).status == 0
-    for flag in ("--gpu_memory", "--host_memory"):
-        complains(run(flag, 0), f"{flag} is 0.0; it must be above 0")
-    complains(run("--dry_run", -1), "--dry_run is -1")
 
 
 def test_validation_may_need_more_memory_than_training(run):
     few = ("--per_device_train_batch_size", 1, "--text_loss_weight", 0, "--validation_split", 0.7)
     assert "reached in the heads" in run(*few, evaluate=True).output
     assert "reached in validation" in run(*few, "--per_device_eval_batch_size", 16, evaluate=True).output
-
-
-def test_new_audio_needs_torchaudio(monkeypatch):
-    check_encoder()
-    monkeypatch.setitem(sys.modules, "torchaudio", None)        # as if it were not installed
-    with pytest.raises(UserError, match="needs torchaudio"):
-        check_encoder()
-
-
-def test_flags_that_only_go_with_a_dry_run(real_run):
-    for flag in ("--gpu_memory", "--host_memory"):
-        complains(real_run(flag, 80), f"{flag} needs --dry_run")

@@ -26,8 +26,7 @@ def spoken(text="The river was calm.", speaker=0):
     return make_tiny.synthesise(text, speaker, RATE, np.random.default_rng(0))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Words
+# -- Words -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text, heard, words, characters", [
@@ -152,8 +151,7 @@ def test_a_missing_package_is_named_with_how_to_install_it():
             scores.recognise_pocketsphinx([], RATE)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Voices
+# -- Voices ------------------------------------------------------------------------------------------------------------
 
 
 def test_likeness_is_the_cosine_of_pairs_and_short_clips_have_none():
@@ -184,8 +182,7 @@ def test_the_voice_encoder_equals_the_packages_own(monkeypatch):
     assert same > other + 0.02
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Naturalness
+# -- Naturalness -------------------------------------------------------------------------------------------------------
 
 
 @needs("speechmos")

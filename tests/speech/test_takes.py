@@ -1,6 +1,4 @@
-"""--best_of, --split_text, --max_cer: the take that is understood best is kept, parts are spoken behind one another, and
-good takes become training data, code by code.
-"""
+"""--best_of, --split_text, --max_cer: the best take is kept, parts follow one another, good takes are trained."""
 import json
 import subprocess
 import sys
@@ -206,8 +204,7 @@ def test_codes_inside_another_file_are_read(tmp_path):
     assert digest == read_codes(f"{tmp_path}/a.npy")[0] and np.array_equal(codes, np.arange(40).reshape(5, 8))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Good takes as training data
+# -- Good takes as training data ---------------------------------------------------------------------------------------
 
 
 def asked(tmp_path):

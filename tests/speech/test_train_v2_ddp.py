@@ -1,8 +1,4 @@
-"""Whole training runs, one process and two: equal to each other, resumable, logged once, and hard to poison.
-
-Most are forked from a process that has done the imports (pool.py); one alone and some under torchrun start like a
-user's. Runs that several tests look at are trained once, by name (SHARED).
-"""
+"""Whole training runs: resumable, logged once, hard to poison. That all splits train the same: test_fsdp.py."""
 import ctypes
 import functools
 import json
@@ -26,29 +22,21 @@ from common.distributed import World
 from common.optim import lr_factor
 from speech.data.dataset import Table
 from tests.helpers.progress import PATIENCE_S
+from tests.helpers.runs import rows, tensors
 from tests.helpers.trainer import Run, Tiny, bad_token, train_forked, trainer_command, unheard
 
-CLOCK = {"train/throughput", "train/audio_seconds_per_second", "train/samples_per_second", "train/step_seconds",
-         "train/data_wait_seconds", "train/memory_gib", "system/gpu_memory_allocated", "train/mfu"}
 LR = 2e-4               # a wrong gradient moves weights far beyond the tolerances below, Adam's rounding does not
 TRAINED, STEPS = 19, 10     # of 24 samples, 0.2 held out; 2 epochs of ceil(19 / 4) steps
 
 COMMON = ("--learning_rate", LR, "--validation_split", 0.2, "--eval_steps", 4, "--num_train_epochs", 2)
-LORA = (*COMMON, "--use_lora", "--lora_dropout", 0)
-PACKS = (*LORA, "--max_tokens_per_batch", 700, "--max_steps", 6)
-SPLITS = {      # four samples a step, in every way to share them out
-    "1x4": (1, ("--per_device_train_batch_size", 4)),
-    "2x2": (2, ("--per_device_train_batch_size", 2)),
-    "2x1x2": (2, ("--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 2)),
-}
+LORA = (*COMMON, "--use_lora", "--lora_dropout", 0, "--per_device_train_batch_size", 2)
 # dropout makes the random state matter; a constant rate does not depend on where a run was told to stop
 DROPOUT = ("--use_lora", "--lora_dropout", 0.1, "--learning_rate", LR, "--lr_scheduler", "constant", "--disable_eval",
            "--save_steps", 0, "--num_train_epochs", 2)
 SHARED = {
-    **{f"lora {name}": (ranks, (*LORA, *flags)) for name, (ranks, flags) in SPLITS.items()},
-    **{f"full {name}": (ranks, (*COMMON, *flags)) for name, (ranks, flags) in SPLITS.items()},
-    "packs 1": (1, (*PACKS, "--gradient_accumulation_steps", 2)),
-    "packs 2": (2, PACKS),
+    "lora 2x2": (2, LORA),
+    "full 1x4": (1, (*COMMON, "--per_device_train_batch_size", 4)),
+    "packs 2": (2, (*LORA, "--max_tokens_per_batch", 700, "--max_steps", 6)),
     "dropout": (1, DROPOUT),
 }
 
@@ -82,21 +70,9 @@ def shared(complete, tiny, tmp_path_factory):
     return get
 
 
-def rows(run):
-    """Lines of metrics.jsonl without what the clock decides."""
-    lines = (run.output_dir / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in CLOCK} for line in lines]
-
-
 def steps_of(output_dir):
     """Steps of the checkpoints there."""
     return [step for step, _ in checkpoint.checkpoints(output_dir)]
-
-
-def weights(run):
-    """{name: tensor} of the newest checkpoint: adapter or whole model."""
-    folder = checkpoint.checkpoints(run.output_dir)[-1][1]
-    return load_file(next(p for p in folder.glob("*.safetensors")))
 
 
 def base_weights(tiny):
@@ -106,58 +82,9 @@ def base_weights(tiny):
 def assert_same_bits(run, other):
     """Equal in every number that the clock does not decide, and in every bit of the final weights."""
     assert rows(run) == rows(other)
-    ours, theirs = weights(run), weights(other)
+    ours, theirs = tensors(run), tensors(other)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def assert_close(run, other):
-    """Equal metrics and final weights up to the order of float32 sums."""
-    ours, theirs = rows(run), rows(other)
-    assert [row.keys() for row in ours] == [row.keys() for row in theirs]
-    for mine, yours in zip(ours, theirs):
-        for line in (mine, yours):      # what an epoch's last step is short of depends on how packs are cut
-            for name in ("train/epoch", "train/padding"):
-                line.pop(name, None)
-        assert mine == pytest.approx(yours, abs=1e-5, rel=1e-5)
-    ours, theirs = weights(run), weights(other)
-    assert ours.keys() == theirs.keys()
-    worst = max((ours[name] - theirs[name]).abs().max().item() for name in ours)
-    assert worst < 1e-5, f"weights differ by {worst}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The same training, however it is shared out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method, split", [("lora", "2x1x2"), ("full", "2x2")])
-def test_ranks_and_accumulation_change_nothing(shared, method, split):
-    """test_fsdp.py has more of them, all compared with one process."""
-    one, other = shared(f"{method} 1x4"), shared(f"{method} {split}")
-    assert sorted(one.metrics("train/loss")) == list(range(1, STEPS + 1))
-    assert sorted(one.metrics("eval/loss")) == [4, 8, 10]       # by --eval_steps, and at the end
-    assert_close(one, other)
-
-
-def test_equal_runs_really_trained(shared, tiny):
-    """The comparison above would hold for runs that do not learn, too."""
-    base = base_weights(tiny)
-    full = weights(shared("full 1x4"))
-    assert full.keys() == base.keys()
-    assert all((full[name] - base[name]).abs().max() > LR for name in base)
-    adapter = weights(shared("lora 1x4"))
-    assert all(tensor.abs().max() > LR for name, tensor in adapter.items() if "lora_B" in name)
-    loss = shared("full 1x4").metrics("eval/loss")
-    assert loss[10] < loss[4] - 0.1
-
-
-@pytest.mark.slow
-def test_token_packs_on_one_and_two_ranks(shared):
-    one, two = shared("packs 1"), shared("packs 2")
-    assert sorted(one.metrics("train/loss")) == [1, 2, 3, 4, 5, 6]
-    assert_close(one, two)
-    assert max(one.metrics("train/epoch").values()) > 1         # the topped-up tail of an epoch was among the steps
 
 
 def train_counted(argv):
@@ -176,19 +103,15 @@ def test_gradient_checkpointing_changes_nothing(shared, forked):
     assert int(re.search(r"^recomputed (\d+)", recomputed.output, re.M)[1]) >= 2 * steps      # of two layers
     ours, theirs = shared("dropout").metrics("train/loss"), recomputed.metrics("train/loss")
     assert ours == pytest.approx(theirs, abs=1e-6)
-    assert weights(recomputed).keys() == weights(shared("dropout")).keys()
+    assert tensors(recomputed).keys() == tensors(shared("dropout")).keys()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Resume
+# -- Resume ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def stopped(complete, tmp_path_factory):
-    """The "dropout" run stopped at steps 3 (in an epoch), 6 (exactly after one: 24 samples, no eval) and 8; its folder.
-
-    Every stop is a new process that resumes from the newest checkpoint, which is what --resume auto means.
-    """
+    """Folder of the "dropout" run stopped at steps 3 (in an epoch), 6 (exactly after one: 24 samples) and 8."""
     output_dir = tmp_path_factory.mktemp("stopped") / "out"
     for step, before in ((3, None), (6, 3), (8, 6)):
         part = complete(output_dir, *DROPOUT, "--max_steps", step)
@@ -206,22 +129,22 @@ def test_resumed_run_equals_uninterrupted(shared, stopped, complete, tmp_path):
     assert [row["step"] for row in rows(resumed)] == list(range(1, 13))     # no step twice, none left out
     assert_same_bits(shared("dropout"), resumed)
 
-    before = weights(resumed)
+    before = tensors(resumed)
     again = complete(output_dir, *DROPOUT)                                  # a finished run has nothing left to do
     assert_same_bits(shared("dropout"), again)
-    assert all(torch.equal(before[name], tensor) for name, tensor in weights(again).items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in tensors(again).items())
     assert steps_of(output_dir) == [6, 8, 12]
 
 
 @pytest.mark.slow
 def test_timed_checkpoints_change_nothing(shared, complete, tmp_path):
     """Rank 0's clock asks after every first step behind a checkpoint; all ranks save behind the next one, and go on."""
-    run = complete(tmp_path / "out", *SHARED["lora 2x2"][1], "--save_minutes", 1e-9, "--save_total_limit", 0, ranks=2)
+    run = complete(tmp_path / "out", *LORA, "--save_minutes", 1e-9, "--save_total_limit", 0, ranks=2)
     assert steps_of(run.output_dir) == [2, 4, 6, 8, 10]
     assert_same_bits(shared("lora 2x2"), run)
     for step in (8, 10):
         shutil.rmtree(run.output_dir / f"checkpoint-{step}")
-    assert_same_bits(shared("lora 2x2"), complete(run.output_dir, *SHARED["lora 2x2"][1], ranks=2))
+    assert_same_bits(shared("lora 2x2"), complete(run.output_dir, *LORA, ranks=2))
 
 
 @pytest.mark.slow
@@ -234,8 +157,7 @@ def test_resume_onto_fewer_packs_a_step_finishes_every_epoch(complete, tmp_path)
     assert resumed.metrics("train/epoch")[4] == 2
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Jobs that are watched from outside
+# -- Jobs that are watched from outside --------------------------------------------------------------------------------
 
 
 class Opens:
@@ -284,11 +206,7 @@ sys.addaudithook(hook)
 
 @pytest.fixture(scope="module")
 def watched(pool, tiny, tmp_path_factory):
-    """Two runs on an own copy of the speech and an empty code cache, everything they open and rename written down.
-
-    Returns a list of (Run, opens by the kernel's count, [(rank, what, path)], code cache shards after it). Both train 2
-    epochs on 2 ranks; the second one has another output folder.
-    """
+    """[(Run, opens by the kernel's count, [(rank, what, path)], shards)] of two runs on an own copy of the speech."""
     root = tmp_path_factory.mktemp("watched")
     shutil.copytree(tiny.root / "speech", root / "speech")
     samples = tiny.samples()
@@ -377,8 +295,7 @@ def test_tensorboard_has_the_same_numbers(watched):
         assert points == pytest.approx(run.metrics(name), rel=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints that stay
+# -- Checkpoints that stay ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -415,15 +332,14 @@ def test_rotation_spares_the_new_checkpoint_beside_a_damaged_newer_one(tmp_path)
     assert not resume.damage(tmp_path / "checkpoint-8")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What the optimizer may touch
+# -- What the optimizer may touch --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_weights_that_no_loss_reaches_stay_as_they_were(forked, tiny):
     run = forked("--text_loss_weight", 0, "--weight_decay", 0.1, "--learning_rate", LR, "--disable_eval",
                  "--max_steps", 3, "--per_device_train_batch_size", 8)
-    base, trained = base_weights(tiny), weights(run)
+    base, trained = base_weights(tiny), tensors(run)
     table = Table(next(run.output_dir.glob("table-*")))
     last = "model.layers.1."
     frozen = {name for name in base if name == "text_lm_head.weight" or name.startswith(f"{last}mlp.")
@@ -453,7 +369,7 @@ def used_codes(table):
 def test_frozen_llm_trains_audio_embedding_and_head_only(shared, forked, tiny):
     run = forked(*COMMON, "--freeze_llm", "--audio_loss_reduction", "sum", "--max_steps", 3, "--num_workers", 0,
                  "--enable_strategic_logging", "--strategic_logging_steps", 2, "--text_loss_weight", 0.5)
-    base, trained = base_weights(tiny), weights(run)
+    base, trained = base_weights(tiny), tensors(run)
     assert {name for name in base if not torch.equal(base[name], trained[name])} == {
         "model.embed_audio_tokens.embed_audio_tokens.weight", "audio_lm_head.weight"}
 
@@ -467,8 +383,7 @@ def test_frozen_llm_trains_audio_embedding_and_head_only(shared, forked, tiny):
     assert all("train.json" in name and "<|begin_of_text|>" in text for name, *_, text in shown)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Numbers of the log
+# -- Numbers of the log ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["full 1x4", "packs 2"])
@@ -483,6 +398,7 @@ def test_losses_in_the_log_add_up(shared, name):
         assert 0 <= row["train/stop_recall"] <= 1 and 0 <= row["train/false_stop_rate"] <= 1
     shown = [f"{100 * row['train/stop_recall']:.1f}" for row in lines]
     assert re.findall(r"^step .* \| stop +(\S+)% \|", shared(name).output, re.M) == shown
+    assert name != "packs 2" or max(row["train/epoch"] for row in lines) > 1      # the topped-up tail was among them
     assert lines[0]["train/audio_loss"] == pytest.approx(math.log(1026), abs=0.5)      # a random model guesses
 
 
@@ -556,8 +472,7 @@ def test_batch_derived_flags_and_schedule(forked):
     assert rate[12] == pytest.approx(2e-4 * 0.25 + one_step)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Losses that are not numbers
+# -- Losses that are not numbers ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -589,7 +504,7 @@ def test_bad_step_is_skipped_and_the_sample_named(poisoned, forked):
     assert run.metrics("train/bad_steps")[12] == 2
     state = load_file(run.output_dir / "checkpoint-12" / "trainer_state" / "optimizer.safetensors")
     assert {int(tensor) for name, tensor in state.items() if name.endswith(".step")} == {10}
-    trained = weights(run)
+    trained = tensors(run)
     assert all(torch.isfinite(tensor).all() for tensor in trained.values())
     for line in (run.output_dir / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=not_json)

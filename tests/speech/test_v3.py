@@ -11,7 +11,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import train_v2_ddp
 from common.distributed import UserError
-from speech.demo import make_tiny
 from speech.model import v3
 from speech.model.labels import IGNORE, PackedBatch
 from speech.voice import layout_check
@@ -22,10 +21,8 @@ IDS = v3.Ids(tts=1, text=2, audio=3, ref_audio=4, ref_text=5)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    out = tmp_path_factory.mktemp("tiny3")
-    pytest.importorskip("torchaudio")
-    return make_tiny.make_model3(out, make_tiny.make_codec(out))
+def folder(model3):
+    return model3
 
 
 @pytest.fixture
@@ -37,8 +34,7 @@ def codes_of(frames, seed=0):
     return torch.randint(0, 1024, (frames, 8), generator=torch.Generator().manual_seed(seed))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sequences
+# -- Sequences ---------------------------------------------------------------------------------------------------------
 
 
 def test_delay_and_labels_are_the_golden_picture():
@@ -48,26 +44,6 @@ def test_delay_and_labels_are_the_golden_picture():
     assert v3.delay(codes).tolist() == rows and v3.undelay(rows).tolist() == codes.tolist()
     trained = [[row[k] for k in range(4) if v3.label_mask(3, 4)[r, k]] for r, row in enumerate(rows)]
     assert trained == [[10], [11, 20], [12, 21, 30], [e, 22, 31, 40], [e, e, 32, 41], [e, e, e, 42]]
-
-
-@pytest.mark.parametrize("frames", [1, 8, 50])
-def test_counts_of_a_clip(frames):
-    rows, mask = v3.delay(codes_of(frames)), v3.label_mask(frames)
-    assert rows.shape == mask.shape == (frames + 7, 8) and (rows == BOC).sum() == (rows == EOC).sum() == 28
-    assert mask.sum() == 8 * frames + 28 and not (mask & (rows == BOC)).any()
-    assert not (rows[:, 0] == BOC).any() and not (rows[:, 7] == EOC).any()
-    assert torch.equal(v3.undelay(rows), codes_of(frames))
-
-
-def test_prompts_hold_the_published_tokens():
-    rows = v3.delay(codes_of(9))
-    ids, audio = higgs3.prompt(IDS, [50, 51])
-    assert ids.tolist() == [1, 2, 50, 51, 3] and not audio.any()
-    ids, audio = higgs3.prompt(IDS, [50, 51], [60], rows)
-    assert ids[~audio].tolist() == [1, 5, 60, 4, 2, 50, 51, 3] and audio.tolist() == [False] * 4 + [True] * 16 + \
-        [False] * 4
-    ids, audio = higgs3.prompt(IDS, [50], ref_rows=rows)
-    assert ids[~audio].tolist() == [1, 4, 2, 50, 3] and audio.sum() == 16
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -199,8 +175,7 @@ def test_forced_logits_equal_the_reference(folder, loaded):
         torch.testing.assert_close(ours, logits, rtol=1e-4, atol=2e-5)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Speaking
+# -- Speaking ----------------------------------------------------------------------------------------------------------
 
 
 def trace(first_eoc, books=8):
@@ -300,8 +275,7 @@ def test_a_batch_speaks_what_each_prompt_speaks_alone(loaded):
     assert forced[8:].argmax(-1)[:10, 0].tolist() == together[1][0][8:, 0].tolist()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Files
+# -- Files -------------------------------------------------------------------------------------------------------------
 
 
 def test_codec_inside_is_whole(folder, loaded):

@@ -26,8 +26,7 @@ def load(folder):
     return load_to_speak(folder, config_of(folder), None, torch.float32, "cpu")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The original 2025 format
+# -- The original 2025 format ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variant", ["plain", "split and sharded"])
@@ -91,8 +90,7 @@ def test_unsupported_original_variant_is_named(tiny, key, value):
     assert str(error.value).endswith(f"the native class lacks: {key}={value!r}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Refusals and saving
+# -- Refusals and saving -----------------------------------------------------------------------------------------------
 
 
 def broken(state, what):
@@ -172,18 +170,6 @@ def saved(tiny, tmp_path_factory):
     packed.save_pretrained(folder)
     save_config(packed, load_tokenizer(tiny.model), folder, tiny.model)
     return folder, model
-
-
-def test_saved_model_loads_in_plain_transformers_with_its_text_head(saved):
-    folder, model = saved
-    loaded, info = HiggsAudioV2ForConditionalGeneration.from_pretrained(folder, use_text_head=True,
-                                                                       output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    got, expected = loaded.state_dict(), model.state_dict()
-    assert got.keys() == expected.keys() and "text_lm_head.weight" in got
-    assert all(torch.equal(got[n], t) for n, t in expected.items())
-    configs = [{k: v for k, v in m.config.to_dict().items() if k != "_name_or_path"} for m in (loaded, model)]
-    assert configs[0] == configs[1]
 
 
 def test_saved_model_brings_all_that_generation_needs(tiny, saved):

@@ -1,0 +1,32 @@
+"""What a run has left: its log without what the clock decides, and the tensors of its newest checkpoint."""
+import json
+
+from safetensors.torch import load_file
+
+from common import checkpoint
+
+CLOCK = {"train/throughput", "train/audio_seconds_per_second", "train/samples_per_second", "train/step_seconds",
+         "train/data_wait_seconds", "train/memory_gib", "system/gpu_memory_allocated", "train/mfu"}
+CUTS = {"train/epoch", "train/padding"}     # what an epoch's last step is short of depends on how packs are cut
+
+
+def rows(run, after=0, without=CLOCK):
+    """Lines of metrics.jsonl behind a step."""
+    lines = map(json.loads, (run.output_dir / "metrics.jsonl").read_text().splitlines())
+    return [{key: value for key, value in line.items() if key not in without} for line in lines if line["step"] > after]
+
+
+def newest(run):
+    """Folder of the newest checkpoint."""
+    return checkpoint.checkpoints(run.output_dir)[-1][1]
+
+
+def tensors(run, stem="model"):
+    """{name: tensor} of the newest checkpoint's files of this name, in parts or not; model: or adapter_model."""
+    files = [*newest(run).glob(f"{stem}*.safetensors"), *newest(run).glob(f"*_{stem}.safetensors")]
+    return {name: tensor for path in files for name, tensor in load_file(path).items()}
+
+
+def moments(run):
+    """{name: tensor} of AdamW's memory."""
+    return tensors(run, f"{checkpoint.STATE_DIR}/optimizer")
