@@ -336,6 +336,10 @@ def test_what_is_better(key, a, b, expected):
     assert evaluate_tts.better(key, a, b) is expected
 
 
+def test_every_metric_is_in_the_docs():
+    assert all(name in evaluate_tts.__doc__ for name in evaluate_tts.METRICS)
+
+
 # -- Bad input ---------------------------------------------------------------------------------------------------------
 
 

@@ -137,7 +137,7 @@ SAME = ["full fsdp 1x4x3 --gradient_checkpointing", "full ddp 2x2x3", "full fsdp
         f"full fsdp 4x3x1 {EVERY}", f"lora ddp 2x3x2 {EVERY}",
         "lora fsdp 2x2x3 --gradient_checkpointing selective", f"full {HSDP} {EVERY}",
         "lora fsdp 4x3x1 --gradient_checkpointing", "dora fsdp 2x2x3 --gradient_checkpointing",
-        "frozen fsdp 4x3x1", "audio fsdp 2x2x3", "packs fsdp 2x1x1"]
+        "frozen fsdp 4x3x1", "audio fsdp 2x2x3", "packs fsdp 2x1x1", "packs ddp 2x1x1"]
 
 
 @pytest.mark.slow
