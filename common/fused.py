@@ -47,8 +47,9 @@ def compiles(kind):
     except Exception as error:      # of a compiler that is not there, is broken, or lacks headers
         error = getattr(error, "inner_exception", error)
         why = text.printable(str(error).strip().partition("\n")[0], text.NAME)
-        wanted = "a C++ compiler" if kind == "cpu" else "a C compiler and Python.h"
-        flags.notice(f"torch.compile fails here ({why}), so nothing is compiled; it needs {wanted}")
+        language = "C++" if kind == "cpu" else "C"
+        flags.notice(f"torch.compile fails here ({why}), so nothing is compiled; it needs a "
+                     f"{language} compiler and Python.h")
         return False
     return True
 
@@ -78,8 +79,9 @@ def rms_norm(x, weight, eps):
 
 
 def outputs(x, *layers):
-    """[layer(x)] of linear layers; those under adapters are computed together."""
-    if hasattr(layers[0], "adds_in_place"):
+    """[layer(x)] of linear layers; those under adapters, and frozen ones, are computed together."""
+    first = layers[0]
+    if hasattr(first, "adds_in_place") or x.requires_grad and not first.weight.requires_grad:
         from common import low_rank
         return low_rank.outputs(x, *layers)
     return [layer(x) for layer in layers]
