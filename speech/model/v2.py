@@ -111,6 +111,51 @@ class Permute(torch.autograd.Function):
         return grad.index_select(0, ctx.saved_tensors[0]), None, None
 
 
+class Fork(torch.autograd.Function):
+    """rows, of them the first n and the others; their gradients are added where they belong, where
+    autograd would join them first.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, n):
+        return rows.view_as(rows), rows[:n], rows[n:]
+
+    @staticmethod
+    def backward(ctx, grad, *parts):
+        return Join.forward(ctx, grad, *parts), None
+
+
+class Join(torch.autograd.Function):
+    """rows + cat([first, others]), which is not written."""
+
+    @staticmethod
+    def forward(ctx, rows, *parts):
+        ctx.sizes = [len(part) for part in parts]
+        found = torch.empty_like(rows)
+        for to, own, part in zip(*(t.split(ctx.sizes) for t in (found, rows)), parts):
+            torch.add(own, part, out=to)
+        return found
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, *grad.split(ctx.sizes)
+
+
+class InOrder(torch.autograd.Function):
+    """cat([text, audio]) whose row i goes to order[i], a permutation."""
+
+    @staticmethod
+    def forward(ctx, text, audio, order):
+        places = order.split([len(text), len(audio)])
+        ctx.save_for_backward(*places)
+        found = text.new_empty(len(order), text.shape[1])
+        return found.index_copy_(0, places[0], text).index_copy_(0, places[1], audio)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return *(grad.index_select(0, places) for places in ctx.saved_tensors), None
+
+
 def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
     """Causal attention inside each sample. q (S, heads, D), k and v (S, kv_heads, D) -> (S, heads,
     D).
@@ -164,11 +209,10 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
         if packed is None:
             return super().forward(hidden_states, *args, **kwargs)
         attn, rows, p = self.self_attn, len(hidden_states), packed
-        kinds = [p.n_text, rows - p.n_text]
-        text, audio = hidden_states.split(kinds)
-        normed = torch.cat([self.input_layernorm(text), self.audio_input_layernorm(audio)])
+        hidden_states, text, audio = Fork.apply(hidden_states, p.n_text)
         # before q, k, v, which together are wider
-        normed = Permute.apply(normed, p.seq_index, p.order)
+        normed = InOrder.apply(self.input_layernorm(text), self.audio_input_layernorm(audio),
+                               p.order)
         q, k, v = (out.view(rows, -1, attn.head_dim) for out in fused.outputs(
             normed, attn.q_proj, attn.k_proj, attn.v_proj))
         # looked up there: fused.use changes it
@@ -177,10 +221,9 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
                                p.seqlens)
         out = attn.o_proj(out.reshape(rows, -1))
         hidden_states = hidden_states + Permute.apply(out, p.order, p.seq_index)
-        text, audio = hidden_states.split(kinds)
-        text = text + self.mlp(self.post_attention_layernorm(text))
-        audio = audio + self.audio_mlp(self.audio_post_attention_layernorm(audio))
-        return torch.cat([text, audio])
+        hidden_states, text, audio = Fork.apply(hidden_states, p.n_text)
+        return Join.apply(hidden_states, self.mlp(self.post_attention_layernorm(text)),
+                          self.audio_mlp(self.audio_post_attention_layernorm(audio)))
 
 
 class PackedHiggs(nn.Module):
