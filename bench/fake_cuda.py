@@ -329,7 +329,8 @@ class Ledger(TorchDispatchMode):
                 self.hold(tensor)
         if name in ("_to_copy", "copy_"):
             self.copied(name, args, kwargs, out)
-        if not self.counting or self.hidden or name in NO_KERNEL or space == "prim":
+        # fsdp: copies to and from what is sent; communication is left out
+        if not self.counting or self.hidden or name in NO_KERNEL or space in ("prim", "fsdp"):
             return out
         arguments = list(zip(op._schema.arguments, args))
         arguments += [(about, kwargs[about.name]) for about in op._schema.arguments if about.name in kwargs]

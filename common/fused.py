@@ -79,9 +79,8 @@ def rms_norm(x, weight, eps):
 
 
 def outputs(x, *layers):
-    """[layer(x)] of linear layers; those under adapters, and frozen ones, are computed together."""
-    first = layers[0]
-    if hasattr(first, "adds_in_place") or x.requires_grad and not first.weight.requires_grad:
+    """[layer(x)] of linear layers; those under adapters are computed together."""
+    if hasattr(layers[0], "adds_in_place"):
         from common import low_rank
         return low_rank.outputs(x, *layers)
     return [layer(x) for layer in layers]

@@ -46,39 +46,16 @@ class _Outputs(torch.autograd.Function):
         d_downs = (d_low.t() @ rows).to(downs[0].dtype).split([len(down) for down in downs])
         d_x = None
         if ctx.needs_input_grad[0]:     # the first layer's input has none: embeddings are frozen
-            d_x = input_gradient(grads, bases, rows.shape[1], dtype)
+            shapes = [(len(up), rows.shape[1]) for up in ups]
+            d_x = grads[0] @ whole(bases[0], shapes[0], dtype)
+            for grad, base, shape in zip(grads[1:], bases[1:], shapes[1:]):
+                d_x.addmm_(grad, whole(base, shape, dtype))
             down = torch.cat(downs).to(dtype)
             if rate:
                 d_x.addcmul_(d_low @ down, *mask, value=1 / (1 - rate))
             else:
                 d_x.addmm_(d_low, down)
         return d_x, None, None, None, None, *(None for _ in bases), *d_downs, *d_ups
-
-
-class _Frozen(torch.autograd.Function):
-    """x W_i^T of n frozen layers without adapters. x (rows, in), W_i (out_i, in)."""
-
-    @staticmethod
-    def forward(ctx, x, dtype, *weights):
-        ctx.dtype = dtype
-        ctx.save_for_backward(*weights)
-        return tuple(x.to(dtype) @ weight.to(dtype).t() for weight in weights)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        weights = ctx.saved_tensors
-        d_x = input_gradient(grads, weights, weights[0].shape[1], ctx.dtype)
-        return d_x, None, *(None for _ in weights)
-
-
-def input_gradient(grads, weights, width, dtype):
-    """Sum of grad_i W_i: (rows, width). Each product adds to what is there."""
-    first, *others = (whole(weight, (grad.shape[1], width), dtype)
-                      for grad, weight in zip(grads, weights))
-    found = grads[0] @ first
-    for grad, weight in zip(grads[1:], others):
-        found.addmm_(grad, weight)
-    return found
 
 
 def whole(weight, shape, dtype):
@@ -97,24 +74,14 @@ def joins(layer):
             and not base.weight.requires_grad)
 
 
-def is_frozen(layer):
-    """Whether a layer is a plain linear one that learns nothing."""
-    return type(layer) is nn.Linear and layer.bias is None and not layer.weight.requires_grad
-
-
 def outputs(x, *layers):
-    """[layer(x)] of linear layers; those under adapters.AddingLinear are computed together, and so
-    are frozen ones.
-    """
-    kind, rows = x.device.type, x.flatten(0, -2)
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
-    if all(map(is_frozen, layers)):
-        found = _Frozen.apply(rows, dtype, *(layer.weight for layer in layers))
-        return [out.view(*x.shape[:-1], out.shape[-1]) for out in found]
+    """[layer(x)] of linear layers; those under adapters.AddingLinear are computed together."""
     if not all(map(joins, layers)):
         return [layer(x) for layer in layers]
     rate = layers[0].lora_dropout["default"].p if layers[0].training and isinstance(
         layers[0].lora_dropout["default"], nn.Dropout) else 0.0
+    kind, rows = x.device.type, x.flatten(0, -2)
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
     found = _Outputs.apply(
         rows, dtype, tuple(layer.scaling["default"] for layer in layers), rate,
         layers[0].adds_in_place, *(layer.base_layer.weight for layer in layers),

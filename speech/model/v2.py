@@ -112,9 +112,7 @@ class Permute(torch.autograd.Function):
 
 
 class Fork(torch.autograd.Function):
-    """rows, of them the first n and the others; their gradients are added where they belong, where
-    autograd would join them first.
-    """
+    """rows, their first n, the others: their gradients are added in one pass, not joined first."""
 
     @staticmethod
     def forward(ctx, rows, n):
@@ -126,7 +124,7 @@ class Fork(torch.autograd.Function):
 
 
 class Join(torch.autograd.Function):
-    """rows + cat([first, others]), which is not written."""
+    """rows + cat(parts), which is not written."""
 
     @staticmethod
     def forward(ctx, rows, *parts):
@@ -142,18 +140,28 @@ class Join(torch.autograd.Function):
 
 
 class InOrder(torch.autograd.Function):
-    """cat([text, audio]) whose row i goes to order[i], a permutation."""
+    """cat([text, audio]) whose row i becomes row order[i]; seq_index is the inverse."""
 
     @staticmethod
-    def forward(ctx, text, audio, order):
-        places = order.split([len(text), len(audio)])
-        ctx.save_for_backward(*places)
+    def forward(ctx, text, audio, seq_index, order):
+        ctx.places = order.split([len(text), len(audio)])
         found = text.new_empty(len(order), text.shape[1])
-        return found.index_copy_(0, places[0], text).index_copy_(0, places[1], audio)
+        return found.index_copy_(0, ctx.places[0], text).index_copy_(0, ctx.places[1], audio)
 
     @staticmethod
     def backward(ctx, grad):
-        return *(grad.index_select(0, places) for places in ctx.saved_tensors), None
+        return *(grad.index_select(0, places) for places in ctx.places), None, None
+
+
+def plain_join(rows, *parts):
+    own = rows.split([len(part) for part in parts])
+    return torch.cat([a + b for a, b in zip(own, parts)])
+
+
+FUSED = Fork.apply, Join.apply, InOrder.apply
+# torch.compile makes fewer passes of these by itself
+PLAIN = (lambda rows, n: (rows, *rows.split([n, len(rows) - n])), plain_join,
+         lambda text, audio, *places: Permute.apply(torch.cat([text, audio]), *places))
 
 
 def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
@@ -209,10 +217,11 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
         if packed is None:
             return super().forward(hidden_states, *args, **kwargs)
         attn, rows, p = self.self_attn, len(hidden_states), packed
-        hidden_states, text, audio = Fork.apply(hidden_states, p.n_text)
+        fork, join, in_order = PLAIN if torch.compiler.is_compiling() else FUSED
+        hidden_states, text, audio = fork(hidden_states, p.n_text)
         # before q, k, v, which together are wider
-        normed = InOrder.apply(self.input_layernorm(text), self.audio_input_layernorm(audio),
-                               p.order)
+        normed = in_order(self.input_layernorm(text), self.audio_input_layernorm(audio),
+                          p.seq_index, p.order)
         q, k, v = (out.view(rows, -1, attn.head_dim) for out in fused.outputs(
             normed, attn.q_proj, attn.k_proj, attn.v_proj))
         # looked up there: fused.use changes it
@@ -221,9 +230,9 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
                                p.seqlens)
         out = attn.o_proj(out.reshape(rows, -1))
         hidden_states = hidden_states + Permute.apply(out, p.order, p.seq_index)
-        hidden_states, text, audio = Fork.apply(hidden_states, p.n_text)
-        return Join.apply(hidden_states, self.mlp(self.post_attention_layernorm(text)),
-                          self.audio_mlp(self.audio_post_attention_layernorm(audio)))
+        hidden_states, text, audio = fork(hidden_states, p.n_text)
+        return join(hidden_states, self.mlp(self.post_attention_layernorm(text)),
+                    self.audio_mlp(self.audio_post_attention_layernorm(audio)))
 
 
 class PackedHiggs(nn.Module):
