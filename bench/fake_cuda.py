@@ -329,8 +329,7 @@ class Ledger(TorchDispatchMode):
                 self.hold(tensor)
         if name in ("_to_copy", "copy_"):
             self.copied(name, args, kwargs, out)
-        # fsdp: copies to and from what is sent; communication is left out
-        if not self.counting or self.hidden or name in NO_KERNEL or space in ("prim", "fsdp"):
+        if not self.counting or self.hidden or name in NO_KERNEL or space == "prim":
             return out
         arguments = list(zip(op._schema.arguments, args))
         arguments += [(about, kwargs[about.name]) for about in op._schema.arguments if about.name in kwargs]
@@ -339,8 +338,8 @@ class Ledger(TorchDispatchMode):
         if not written and any(about.alias_info for about in op._schema.arguments):     # a view
             return out
         new = [t for t in outs if not any(t is other for other in written)]
-        target = kwargs.get("out")
-        read = [t for t in ins if t is not target][name in WRITES_ONLY:]
+        targets = [id(t) for t in tree_iter(kwargs.get("out"))]
+        read = [t for t in ins if id(t) not in targets][name in WRITES_ONLY:]
         read = new if name in GATHERS else read[-1:] if name == "index_copy_" else read
         written = read if name == "index_copy_" else written        # so many rows of it
         size = sum(size_of(t) for t in (*read, *written, *new) if t.is_cuda)
