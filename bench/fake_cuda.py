@@ -332,14 +332,15 @@ class Ledger(TorchDispatchMode):
         if not self.counting or self.hidden or name in NO_KERNEL or space == "prim":
             return out
         arguments = list(zip(op._schema.arguments, args))
-        arguments += [(about, kwargs[about.name]) for about in op._schema.arguments if about.name in kwargs]
+        # not those of FSDP2's copies, which belong to communication
+        arguments += [(about, kwargs[about.name]) for about in op._schema.arguments
+                      if about.name in kwargs and space != "fsdp"]
         written = [t for about, value in arguments if about.alias_info and about.alias_info.is_write
                    for t in tree_iter(value) if isinstance(t, torch.Tensor)]
         if not written and any(about.alias_info for about in op._schema.arguments):     # a view
             return out
         new = [t for t in outs if not any(t is other for other in written)]
-        targets = [id(t) for t in tree_iter(kwargs.get("out"))]
-        read = [t for t in ins if id(t) not in targets][name in WRITES_ONLY:]
+        read = [t for t in ins if t is not kwargs.get("out")][name in WRITES_ONLY:]
         read = new if name in GATHERS else read[-1:] if name == "index_copy_" else read
         written = read if name == "index_copy_" else written        # so many rows of it
         size = sum(size_of(t) for t in (*read, *written, *new) if t.is_cuda)
