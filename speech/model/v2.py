@@ -153,14 +153,10 @@ class InOrder(torch.autograd.Function):
         return *(grad.index_select(0, places) for places in ctx.places), None, None
 
 
-def plain_join(rows, *parts):
-    own = rows.split([len(part) for part in parts])
-    return torch.cat([a + b for a, b in zip(own, parts)])
-
-
 FUSED = Fork.apply, Join.apply, InOrder.apply
-# torch.compile makes fewer passes of these by itself
-PLAIN = (lambda rows, n: (rows, *rows.split([n, len(rows) - n])), plain_join,
+# torch.compile makes fewer passes of these by itself; its join has the two halves as rows
+PLAIN = (lambda rows, n: (rows, *rows.split([n, len(rows) - n])),
+         lambda rows, *parts: torch.cat([own + part for own, part in zip(rows, parts)]),
          lambda text, audio, *places: Permute.apply(torch.cat([text, audio]), *places))
 
 
@@ -217,7 +213,8 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
         if packed is None:
             return super().forward(hidden_states, *args, **kwargs)
         attn, rows, p = self.self_attn, len(hidden_states), packed
-        fork, join, in_order = PLAIN if torch.compiler.is_compiling() else FUSED
+        plain = torch.compiler.is_compiling()
+        fork, join, in_order = PLAIN if plain else FUSED
         hidden_states, text, audio = fork(hidden_states, p.n_text)
         # before q, k, v, which together are wider
         normed = in_order(self.input_layernorm(text), self.audio_input_layernorm(audio),
@@ -231,7 +228,8 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
         out = attn.o_proj(out.reshape(rows, -1))
         hidden_states = hidden_states + Permute.apply(out, p.order, p.seq_index)
         hidden_states, text, audio = fork(hidden_states, p.n_text)
-        return join(hidden_states, self.mlp(self.post_attention_layernorm(text)),
+        own = (text, audio) if plain else hidden_states
+        return join(own, self.mlp(self.post_attention_layernorm(text)),
                     self.audio_mlp(self.audio_post_attention_layernorm(audio)))
 
 
