@@ -332,19 +332,25 @@ class Ledger(TorchDispatchMode):
         if not self.counting or self.hidden or name in NO_KERNEL or space == "prim":
             return out
         arguments = list(zip(op._schema.arguments, args))
+        # not those of FSDP2's copies, which belong to communication
+        arguments += [(about, kwargs[about.name]) for about in op._schema.arguments
+                      if about.name in kwargs and space != "fsdp"]
         written = [t for about, value in arguments if about.alias_info and about.alias_info.is_write
                    for t in tree_iter(value) if isinstance(t, torch.Tensor)]
         if not written and any(about.alias_info for about in op._schema.arguments):     # a view
             return out
         new = [t for t in outs if not any(t is other for other in written)]
-        read = ins[1:] if name in WRITES_ONLY else new if name in GATHERS else ins
+        read = [t for t in ins if t is not kwargs.get("out")][name in WRITES_ONLY:]
+        read = new if name in GATHERS else read[-1:] if name == "index_copy_" else read
+        written = read if name == "index_copy_" else written        # so many rows of it
         size = sum(size_of(t) for t in (*read, *written, *new) if t.is_cuda)
         launches, flops = 1, 0
         if name.startswith(("_foreach", "_fused_adam")):
             tensors = [t for t in tree_iter(args[0])]
             launches = max(1, -(-len(tensors) // TENSORS), -(-sum(t.numel() for t in tensors) // (CHUNK * BLOCKS)))
-        if name in MATMUL and op._overloadpacket in flop_registry:
-            flops = flop_registry[op._overloadpacket](*args, **kwargs, out_val=out)
+        if name in MATMUL:      # torch knows no formula of addmm_, which is that of addmm
+            packet = torch.ops.aten.addmm if name == "addmm_" else op._overloadpacket
+            flops = flop_registry[packet](*args, **kwargs, out_val=out)
         self.note(kind_of(name, space), name, launches, size, flops, ins[:3])
         return out
 

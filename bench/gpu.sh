@@ -67,7 +67,7 @@ speed() {       # speed SECONDS NAME SHAPE [FLAG...]
 mkdir -p "$RESULTS"
 case $PART in
 1)
-    run 240 "$PYTHON" bench/gpu_facts.py --results_dir "$RESULTS"
+    run 240 "$PYTHON" bench/gpu_facts.py ${SHAPES:+--shape tiny} --results_dir "$RESULTS"
     run 300 env TEST_DEVICE=cuda "$PYTHON" -m pytest -q -x tests/speech/test_v2.py \
         tests/common/test_loading.py tests/common/test_float8.py -k gpu
     ;;

@@ -2,9 +2,10 @@
 
     python bench/gpu_facts.py                       # one GPU, less than a minute
     python bench/gpu_facts.py --only attention      # those whose name contains this
+    python bench/gpu_facts.py --shape tiny          # to try it, on a CPU too, which has not all of it
 
-Rates of products (a layer's, the thin ones of adapters, float8), of copies and of pinned memory; flash attention of packed documents with and without repeated keys and
-values; FlexAttention against a dense mask, for tiles of two sizes; each function of common/fused.py compiled, against
+Rates of products (a layer's, the thin ones of adapters, float8), of copies and of pinned memory; flash attention of
+packed documents with and without repeated keys and values; FlexAttention against a dense mask, for tiles of two sizes; each function of common/fused.py compiled, against
 the same lines run plainly. Writes bench/results/gpu_facts-DEVICE.json after every fact; one that fails is recorded, the
 others go on, and the exit status is 1.
 """
@@ -26,9 +27,14 @@ from bench import measure
 from common import fused
 from diffusion import dit
 
-TOKENS, HEADS, KV_HEADS, D = 8192, 24, 8, 128       # of a pack in a speech model of 3B
-DOCUMENT = 512                                      # tokens
+HEADS, KV_HEADS, D = 24, 8, 128     # of a speech model of 3B
+TINY = []               # with --shape tiny, by what sizes are divided
 CLOSE = 0.02            # largest relative difference in bf16
+
+
+def size(true):
+    """A size as it is, or of --shape tiny."""
+    return max(16, true // TINY[0]) if TINY else true
 
 
 def milliseconds(device, function, *inputs):
@@ -62,7 +68,7 @@ def matmul(device):
 
 
 def copy(device):
-    x = random(device, 2**29)
+    x = random(device, size(2**29))
     return {"TB/s, read and written": 4 * x.numel() / milliseconds(device, x.clone) / 1e9}
 
 
@@ -71,52 +77,54 @@ def products(device):
     found = {}
     for name, inner, outer in (("q|k|v", 3072, 5120), ("gate|up", 3072, 16384), ("down", 8192, 3072),
                                ("adapter A", 3072, 16), ("adapter B", 16, 3072)):
-        x, weight = random(device, TOKENS, inner), random(device, outer, inner)
-        spent = milliseconds(device, F.linear, x, weight)
-        found[f"{name}, {inner} x {outer}: TFLOP/s"] = 2 * TOKENS * inner * outer / spent / 1e9
+        tokens, n, m = size(8192), size(inner), size(outer)
+        spent = milliseconds(device, F.linear, random(device, tokens, n), random(device, m, n))
+        found[f"{name}, {inner} x {outer}: TFLOP/s"] = 2 * tokens * n * m / spent / 1e9
     return found
 
 
 def pinning(device):
     """A checkpoint's copies: making 1 GiB of pinned memory, and copying to it and to other memory."""
-    x = torch.zeros(2**30, dtype=torch.uint8, device=device)
-    start = time.perf_counter()
-    pinned = torch.empty(2**30, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    found = {"GiB/s, pinned": 1 / (time.perf_counter() - start)}
-    for name, host in (("pinned", pinned), ("other", torch.zeros(2**30, dtype=torch.uint8))):
-        found[f"GiB/s, copied to {name} memory"] = 1e3 / milliseconds(device, host.copy_, x)
+    x = torch.zeros(size(2**30), dtype=torch.uint8, device=device)
+    gib, start = len(x) / 2**30, time.perf_counter()
+    pinned = torch.empty(len(x), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    found = {"GiB/s, pinned": gib / (time.perf_counter() - start)}
+    for name, host in (("pinned", pinned), ("other", torch.zeros(len(x), dtype=torch.uint8))):
+        found[f"GiB/s, copied to {name} memory"] = 1e3 * gib / milliseconds(device, host.copy_, x)
     return found
 
 
 def float8(device):
-    a, b = (random(device, 8192, 8192).to(torch.float8_e4m3fn) for _ in range(2))
+    n = size(8192)
+    a, b = (random(device, n, n).to(torch.float8_e4m3fn) for _ in range(2))
     one = torch.ones((), device=device)
     spent = milliseconds(device, lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16))
-    return {"TFLOP/s, float8, 8192 wide": 2 * 8192**3 / spent / 1e9}
+    return {"TFLOP/s, float8, 8192 wide": 2 * n**3 / spent / 1e9}
 
 
 def packed_attention(device):
     """Flash attention of packed documents: keys and values of 8 heads for 24, as they are and repeated."""
-    q, k, v = random(device, TOKENS, HEADS, D), *(random(device, TOKENS, KV_HEADS, D) for _ in range(2))
-    ends = torch.arange(0, TOKENS + 1, DOCUMENT, device=device, dtype=torch.int32)
+    tokens, document = size(8192), size(512)
+    q, k, v = random(device, tokens, HEADS, D), *(random(device, tokens, KV_HEADS, D) for _ in range(2))
+    ends = torch.arange(0, tokens + 1, document, device=device, dtype=torch.int32)
 
     def attend(q, k, v, **more):
-        return varlen_attn(q, k, v, ends, ends, DOCUMENT, DOCUMENT, window_size=(-1, 0), **more)
+        return varlen_attn(q, k, v, ends, ends, document, document, window_size=(-1, 0), **more)
 
     def repeated(q, k, v):
         return attend(q, *(t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (k, v)))
 
     def dense(q, k, v):
-        q, k, v = (t.unflatten(0, (-1, DOCUMENT)).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (t.unflatten(0, (-1, document)).transpose(1, 2) for t in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(0, 1)
     wanted, found = with_gradients(dense, q, k, v), {}
-    flops = 3.5 * 4 * HEADS * D * TOKENS * DOCUMENT / 2
+    flops = 3.5 * 4 * HEADS * D * tokens * document / 2
     for name, function in {"repeated": repeated, "as they are": attend,
                            "as they are, enable_gqa": lambda *t: attend(*t, enable_gqa=True)}.items():
         try:
             found[f"{name}: apart"] = apart(with_gradients(function, q, k, v), wanted)
             found[f"{name}: TFLOP/s"] = flops / milliseconds(device, with_gradients, function, q, k, v) / 1e9
-        except (TypeError, RuntimeError) as error:      # what an older torch has not
+        except (TypeError, ValueError, RuntimeError) as error:      # what a torch has not or asks for
             found[name] = str(error).splitlines()[0][:100]
     return found
 
@@ -126,7 +134,7 @@ def flex(device):
 
     On sm_90 torch 2.13 has one configuration of the backward pass, whose blocks of 128 no tile of 64 holds.
     """
-    q, k, v = (random(device, 16, 12, 1024, 64) for _ in range(3))
+    q, k, v = (random(device, *(1, 1) if TINY else (16, 12), 1024, 64) for _ in range(3))
     document, found = torch.arange(1024, device=device) // 170, {}
 
     def rule(b, h, i, j):
@@ -134,10 +142,10 @@ def flex(device):
 
     def forward(function, *inputs):
         return [function(*inputs)]
-    at = torch.arange(1024, device=device)
+    at, both = torch.arange(1024, device=device), with_gradients if q.is_cuda else forward      # a CPU has no backward
     wanted = with_gradients(lambda *t: F.scaled_dot_product_attention(*t, attn_mask=rule(0, 0, at[:, None], at)), q, k,
                             v)
-    ways = {"tiles of 128": (128, {}, with_gradients), "tiles of 128, 8 warps": (128, dit.KERNEL, with_gradients),
+    ways = {"tiles of 128": (128, {}, both), "tiles of 128, 8 warps": (128, dit.KERNEL, both),
             "tiles of 128, 8 warps, forward": (128, dit.KERNEL, forward),
             "tiles of 64, forward": (64, {"BLOCK_M": 64, "BLOCK_N": 64}, forward)}
     for name, (tile, options, run) in ways.items():
@@ -152,16 +160,17 @@ def flex(device):
 
 def fused_functions(device):
     """Each function as kernels against its own lines in float32, run plainly; milliseconds of both in bf16."""
-    x, y, qkv = random(device, TOKENS, 8192), random(device, TOKENS, 8192), random(device, 8, 1024, 3, 12, 64)
-    angle = torch.rand(8, 1024, 1, 32, device=device) * 6
-    labels, weight = torch.arange(2048, device=device), random(device, 3072)
+    tokens, wide, row = size(8192), size(3072), size(1024)
+    x, y, qkv = *(random(device, tokens, size(8192)) for _ in range(2)), random(device, 8, row, 3, 12, 64)
+    angle = torch.rand(8, row, 1, 32, device=device) * 6
+    labels, weight = torch.arange(size(2048), device=device), random(device, wide)
     cases = {"swiglu": (fused.swiglu, (x, y)),
              "rotate": (lambda q: fused.rotate(q, angle.cos().repeat(1, 1, 1, 2), angle.sin().repeat(1, 1, 1, 2)),
                         (qkv[:, :, 0],)),
              "rotate_qkv": (lambda qkv: torch.stack(fused.rotate_qkv(qkv, angle.cos(), angle.sin())), (qkv,)),
-             "rms_norm": (lambda x, w: fused.rms_norm(x, w, 1e-6), (random(device, TOKENS, 3072), weight)),
-             "layer_norm": (lambda x, w: fused.layer_norm(x, w, w, 1e-6), (random(device, TOKENS, 3072), weight)),
-             "cross_entropies": (lambda x: fused.cross_entropies(x, labels), (random(device, 2048, 50304),))}
+             "rms_norm": (lambda x, w: fused.rms_norm(x, w, 1e-6), (random(device, tokens, wide), weight)),
+             "layer_norm": (lambda x, w: fused.layer_norm(x, w, w, 1e-6), (random(device, tokens, wide), weight)),
+             "cross_entropies": (lambda x: fused.cross_entropies(x, labels), (random(device, len(labels), size(50304)),))}
     found, kernel = {}, fused.kernel
     for name, (function, given) in cases.items():
         ours, spent = with_gradients(function, *given), milliseconds(device, with_gradients, function, *given)
@@ -181,11 +190,14 @@ FACTS = (matmul, copy, products, pinning, float8, packed_attention, flex, fused_
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="only facts whose name contains this")
+    parser.add_argument("--shape", choices=("tiny",), help="small sizes, to try it")
     parser.add_argument("--results_dir", type=Path, default=measure.RESULTS, help="where the JSON goes")
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
+    cuda, failed = torch.cuda.is_available(), []
+    if not cuda and not args.shape:
         raise SystemExit("error: gpu_facts.py: there is no GPU (torch.cuda.is_available())")
-    device, failed = torch.device("cuda", 0), []
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    TINY[:] = [64] if args.shape else []
     report = measure.new_report("what only a GPU can say", device, measure.command("gpu_facts", argv))
     rows = []
     report["tables"]["facts"] = {"columns": ["fact", "what", "value"], "rows": rows}
@@ -202,7 +214,8 @@ def main(argv=None):
             rows.append([fact.__name__, what, value])
             print(f"{fact.__name__:<18} {what:<36} {value:,.4g}" if isinstance(value, float) else
                   f"{fact.__name__:<18} {what:<36} {value}", flush=True)
-        torch.cuda.empty_cache()
+        if cuda:
+            torch.cuda.empty_cache()
         path = measure.write_report("gpu_facts", report, args.results_dir)
     print(f"wrote {path}")
     if failed:

@@ -47,8 +47,9 @@ def compiles(kind):
     except Exception as error:      # of a compiler that is not there, is broken, or lacks headers
         error = getattr(error, "inner_exception", error)
         why = text.printable(str(error).strip().partition("\n")[0], text.NAME)
-        wanted = "a C++ compiler" if kind == "cpu" else "a C compiler and Python.h"
-        flags.notice(f"torch.compile fails here ({why}), so nothing is compiled; it needs {wanted}")
+        language = "C++" if kind == "cpu" else "C"
+        flags.notice(f"torch.compile fails here ({why}), so nothing is compiled; it needs a "
+                     f"{language} compiler and Python.h")
         return False
     return True
 

@@ -89,6 +89,55 @@ class Permute(torch.autograd.Function):
         return grad.index_select(0, ctx.saved_tensors[0]), None, None
 
 
+class Fork(torch.autograd.Function):
+    """rows, their first n, the others: their gradients are added in one pass, not joined first."""
+
+    @staticmethod
+    def forward(ctx, rows, n):
+        return rows.view_as(rows), rows[:n], rows[n:]
+
+    @staticmethod
+    def backward(ctx, grad, *parts):
+        return Join.forward(ctx, grad, *parts), None
+
+
+class Join(torch.autograd.Function):
+    """rows + cat(parts), which is not written."""
+
+    @staticmethod
+    def forward(ctx, rows, *parts):
+        ctx.sizes = [len(part) for part in parts]
+        found = torch.empty_like(rows)
+        for to, own, part in zip(*(t.split(ctx.sizes) for t in (found, rows)), parts):
+            torch.add(own, part, out=to)
+        return found
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, *grad.split(ctx.sizes)
+
+
+class InOrder(torch.autograd.Function):
+    """cat([text, audio]) whose row i becomes row order[i]; seq_index is the inverse."""
+
+    @staticmethod
+    def forward(ctx, text, audio, seq_index, order):
+        ctx.places = order.split([len(text), len(audio)])
+        found = text.new_empty(len(order), text.shape[1])
+        return found.index_copy_(0, ctx.places[0], text).index_copy_(0, ctx.places[1], audio)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return *(grad.index_select(0, places) for places in ctx.places), None, None
+
+
+FUSED = Fork.apply, Join.apply, InOrder.apply
+# torch.compile makes fewer passes of these by itself; its join has the two halves as rows
+PLAIN = (lambda rows, n: (rows, *rows.split([n, len(rows) - n])),
+         lambda rows, *parts: torch.cat([own + part for own, part in zip(rows, parts)]),
+         lambda text, audio, *places: Permute.apply(torch.cat([text, audio]), *places))
+
+
 def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
     """Causal attention inside each sample. q (S, heads, D), k and v (S, kv_heads, D) -> (S, heads,
     D).
@@ -136,11 +185,12 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
         if packed is None:
             return super().forward(hidden_states, *args, **kwargs)
         attn, rows, p = self.self_attn, len(hidden_states), packed
-        kinds = [p.n_text, rows - p.n_text]
-        text, audio = hidden_states.split(kinds)
-        normed = torch.cat([self.input_layernorm(text), self.audio_input_layernorm(audio)])
+        plain = torch.compiler.is_compiling()
+        fork, join, in_order = PLAIN if plain else FUSED
+        hidden_states, text, audio = fork(hidden_states, p.n_text)
         # before q, k, v, which together are wider
-        normed = Permute.apply(normed, p.seq_index, p.order)
+        normed = in_order(self.input_layernorm(text), self.audio_input_layernorm(audio),
+                          p.seq_index, p.order)
         q, k, v = (out.view(rows, -1, attn.head_dim) for out in fused.outputs(
             normed, attn.q_proj, attn.k_proj, attn.v_proj))
         # looked up there: fused.use changes it
@@ -149,10 +199,10 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
         out = packed_attention(q, k, v, p.cu_seqlens, p.longest, p.seqlens)
         out = attn.o_proj(out.reshape(rows, -1))
         hidden_states = hidden_states + Permute.apply(out, p.order, p.seq_index)
-        text, audio = hidden_states.split(kinds)
-        text = text + self.mlp(self.post_attention_layernorm(text))
-        audio = audio + self.audio_mlp(self.audio_post_attention_layernorm(audio))
-        return torch.cat([text, audio])
+        hidden_states, text, audio = fork(hidden_states, p.n_text)
+        own = (text, audio) if plain else hidden_states
+        return join(own, self.mlp(self.post_attention_layernorm(text)),
+                    self.audio_mlp(self.audio_post_attention_layernorm(audio)))
 
 
 class PackedHiggs(weights.Wrapped):

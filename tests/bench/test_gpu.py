@@ -1,6 +1,7 @@
 """bench/gpu.sh without a GPU: its commands are what the scripts take; what fails is named, and the rest goes on."""
 import argparse
 import importlib
+import json
 import os
 import re
 import shlex
@@ -64,6 +65,17 @@ def test_nothing_that_it_starts_needs_a_package_that_gpu_machines_lack():
     code = f"import importlib as i, sys; sys.modules.update(dict.fromkeys({lacking})); [*map(i.import_module, {names})]"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, stderr=subprocess.PIPE)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_facts_are_found_in_small_on_a_cpu(tmp_path):
+    """Those of a GPU alone (flash attention) say that they are not there; none is lost."""
+    done = subprocess.run([sys.executable, "bench/gpu_facts.py", "--shape", "tiny", "--only", "a", "--results_dir",
+                           tmp_path], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
+    found = json.loads((tmp_path / "gpu_facts-cpu.json").read_text())["tables"]["facts"]["rows"]
+    assert {fact for fact, *_ in found} == {"matmul", "float8", "packed_attention"}
+    assert {what for fact, what, _ in found if fact == "packed_attention"} >= {"repeated", "as they are, enable_gqa"}
 
 
 @pytest.mark.slow

@@ -1,8 +1,10 @@
 """Norm, rotary embedding and SwiGLU of GPUs, on the CPU: values and gradients of transformers' own code."""
 import copy
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 
 import pytest
 import torch
@@ -100,12 +102,22 @@ def test_whole_models_compute_the_same(kind, changes, monkeypatch):
 
 
 @pytest.mark.slow
-def test_without_a_compiler_functions_run_plainly_and_a_notice_says_why(tmp_path):
-    """One small function is tried, once."""
+@pytest.mark.parametrize("there", [False, True])
+def test_without_a_compiler_or_python_h_functions_run_plainly_and_a_notice_says_why(tmp_path, there):
+    """One small function is tried, once. there: a compiler is, which finds no Python.h."""
     program = "from common import fused; print([fused.compiles('cpu') for _ in range(2)])"
-    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT), "PATH": str(tmp_path),
-                        "CXX": str(tmp_path / "g++")}
+    compiler, include = tmp_path / "g++", sysconfig.get_path("include")
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT),
+                        "PATH": str(tmp_path), "CXX": str(compiler), "CPLUS_INCLUDE_PATH": "", "CPATH": ""}
+
+    if there:
+        env["PATH"] += f":{os.environ['PATH']}"
+        without = include.replace("/", "\\/")
+        compiler.write_text(f'#!/bin/bash\nexec {shutil.which("g++")} "${{@/#-I{without}/-I{tmp_path}}}" 2>>{tmp_path}/errors\n')
+        compiler.chmod(0o755)
     done = subprocess.run([sys.executable, "-c", program], env=env, text=True, capture_output=True, cwd=tmp_path)
-    assert done.stdout.splitlines()[-1] == str([False] * 2), done.stderr[-2000:]
-    said = [line for line in done.stdout.splitlines() if line.startswith("notice ")]
-    assert len(said) == 1 and "it needs a C++ compiler" in said[0]
+    *lines, found = done.stdout.splitlines()
+    said = [line for line in lines if line.startswith("notice ")]
+    assert found == str([False] * 2), done.stderr[-2000:]
+    assert len(said) == 1 and "it needs a C++ compiler and Python.h" in said[0]
+    assert not there or "Python.h: No such file" in (tmp_path / "errors").read_text()

@@ -68,6 +68,19 @@ def test_host_memory(tmp_path, monkeypatch):
     assert plan.staged_bytes(sharded, 4, 8) == 3
 
 
+def test_what_a_gpu_s_kernels_are_built_with_is_looked_for(monkeypatch, tmp_path):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(plan.sysconfig, "get_path", lambda name: tmp_path / name)
+    assert plan.lacking() == "C compiler and no Python.h"
+    (tmp_path / "gcc").write_text("")
+    (tmp_path / "gcc").chmod(0o755)
+    assert plan.lacking() == "Python.h"
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "Python.h").write_text("")
+    assert not plan.lacking()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory of a model as large as Qwen3-4B
 

@@ -102,6 +102,7 @@ def counts(case, folder, planned=True):
     return {"launches": sum(row.launches for row in rows),
             "elementwise_gb": round(sum(row.size for row in rows if row.kind == "elementwise") / 1e9, 3),
             "peak_gib": round(step.peak / step_memory.GIB, 3), "planned_gib": round(step.planned / step_memory.GIB, 3),
+            "no_flops": [row.name for row in rows if row.kind == "matmul" and not row.flops],
             "waits": dict(step.ledger.syncs), "save": {
                 "waits": step.waits, "hazards": dict(step.ledger.hazards), "bytes": step.saved, "ranks": ranks,
                 "planned": step.checkpoint}}

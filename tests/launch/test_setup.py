@@ -72,6 +72,7 @@ def test_set_up_installs_once_and_mends_torchaudio(new_machine):
     assert "removed torchaudio's CUDA extension" in done.stdout
     again = new_machine()
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+    assert "there is no nowhere or no " in new_machine(CC="nowhere").stdout      # a GPU's kernels need it
     (new_machine.repository / "requirements.txt").write_text("torch>=2.11\n")
     done = new_machine()
     assert done.returncode == 0 and "installing" in done.stdout and "GB" not in done.stdout     # torch is there
