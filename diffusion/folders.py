@@ -42,8 +42,11 @@ def download_tokenizer(name, may_be, hint):
 
 
 def auto_tokenizer(folder):
-    """transformers' tokenizer of a folder. From here on it warns no more: it suspects each config.json it does not know.
-    """
+    """transformers' tokenizer of a folder, without warnings: it suspects each config.json it does not know."""
     import transformers
+    before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
-    return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    finally:
+        transformers.logging.set_verbosity(before)

@@ -168,7 +168,7 @@ def with_lora(config, path, bf16, name, adapters):
     if not is_causal(path):
         raise UserError("--use_lora needs --init_from of a language model; other weights are "
                         "trained whole")
-    base = {"base": name, "identity": tensor_files.fingerprint_files(decoder.weight_files(path))}
+    base = {"base": tensor_files.found_again(name), "identity": tensor_files.fingerprint_files(decoder.weight_files(path))}
     return dataclasses.replace(config,
                                lora=adapters | base | {"dtype": "bfloat16" if bf16 else "float32"})
 

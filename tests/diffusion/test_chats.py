@@ -1,6 +1,7 @@
 """Chats as block diffusion: the same losses as GSM8K's form, one document an answer, sampled with what was said."""
 import io
 import json
+import re
 import types
 
 import numpy as np
@@ -115,6 +116,13 @@ def test_train_and_talk(folder, tmp_path, capsys, monkeypatch):
     sample_bd3lm.main([*common, "--chat"])
     said = capsys.readouterr().out
     assert said.count("passes") == 1 and "contains the control token <|im_end|>; remove it" in said
+    asked = [f"What is {i} and {i} and {i} more?" for i in range(9)]        # more than 96 tokens together
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join([*asked, "long " * 99, "Once more?", "", ""])))
+    sample_bd3lm.main([*common, "--chat"])
+    said = capsys.readouterr().out
+    assert said.count("passes") == 10 and said.count("no room in --max_length 96") == 1
+    forgotten = re.findall("what was asked first is forgotten, 'What is ([0-8]) and", said)
+    assert len(forgotten) > 1 and forgotten == sorted(set(forgotten))
     (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "user"}]}\n{"question": "1"}\n')
     with pytest.raises(SystemExit):
         sample_bd3lm.main([*common, "--chat", str(tmp_path / "bad.jsonl")])
