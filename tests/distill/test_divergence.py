@@ -316,6 +316,7 @@ def test_both_calls_of_a_refresh_have_one_time_limit(made, tmp_path):
     world, over = distributed.World(device=torch.device("cpu")), threading.Event()
     model, parts = packed_lm.build_empty(made / "smollm2", torch.float32, (4, 4, 0.0, "all-linear", "x"), None)
     packed_lm.load(model, parts, world)
+    adapters.init_adapters(model.net, 0)
 
     def answer(path, body):
         server.calls.append(path)
