@@ -174,7 +174,10 @@ def fitting_meta(path, output_dir, resume, identity):
     # what decides the order of the data, or which weights there are; other flags may change
     for name, value in identity.items():
         before = meta["identity"].get(name)
-        if before != value:
+        pairs = [(before, value)]
+        if name == "training data":     # older checkpoints, and dry runs, lack what follows " audio "
+            pairs = zip(*(str(known).split(" audio ") for known in (before, value)))
+        if any(old != new for old, new in pairs):
             raise UserError(f"{path}: was made with another {name} ({before}, this run {value}); "
                             "give the same flags or another --output_dir")
     return meta

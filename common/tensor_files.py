@@ -67,6 +67,11 @@ def find_folder(name, flag, more=()):
                         f"({type(error).__name__}: {str(error).splitlines()[0]})")
 
 
+def found_again(name):
+    """A model's name that other working directories find as well: of the hub, or a folder's whole path."""
+    return os.path.abspath(name) if name and os.path.isdir(name) else name
+
+
 def fingerprint_weights(folder):
     """Short hash of a checkpoint folder's config and of both ends of each weight file: which model is this?"""
     return fingerprint_files(sorted(Path(folder).glob("*.safetensors")) + [Path(folder) / "config.json"])

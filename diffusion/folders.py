@@ -39,7 +39,11 @@ def download_tokenizer(name, may_be, hint):
 
 
 def auto_tokenizer(folder):
-    """transformers' tokenizer of a folder; no warning from here on of config.json it knows not."""
+    """transformers' tokenizer of a folder, without warnings: it suspects configs it does not know."""
     import transformers
+    before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
-    return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    finally:
+        transformers.logging.set_verbosity(before)

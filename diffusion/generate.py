@@ -142,12 +142,14 @@ def main():
     try:
         prompts = [prompt(tokenizer, form, question) for question in args.questions]
         if args.chat:
-            chat = json.loads(Path(args.chat).read_text(encoding="utf-8"))
-            chat = chat if isinstance(chat, dict) else {"messages": chat}
             try:
+                chat = json.loads(Path(args.chat).read_text(encoding="utf-8"))
+                chat = chat if isinstance(chat, dict) else {"messages": chat}
                 prompts.append(chat_prompt(folder, tokenizer, chat["messages"], chat.get("tools")))
             except (KeyError, TypeError):
                 parser.error(f'--chat {args.chat}: is not a list of {{"role": ..., "content": text}}')
+            except ValueError as error:     # json's has the line
+                parser.error(f"--chat {args.chat}: {error}")
         for ids in prompts:
             answer = generate(model, ids, form, args.threshold, args.temperature, args.max_length, args.seed)
             print(tokenizer.decode(answer, skip_special_tokens=False).strip())

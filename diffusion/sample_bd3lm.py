@@ -208,13 +208,19 @@ def asked(question):
 
 
 def talker(solver, folder, seed):
-    """answer(question) for converse, by a folder's chat template, with all that was said before."""
+    """answer(question) for converse by a folder's chat template, behind the latest turns that fit."""
     from diffusion import chats
     encoder, said = chats.encoder_of(folder), []
 
     def answer(question):
-        messages = [*said, {"role": "user", "content": question}]
-        problem = chats.prompt("the chat", messages, encoder, solver.tokens)
+        for first in range(0, len(said) + 1, 2):
+            messages = [*said[first:], {"role": "user", "content": question}]
+            problem = chats.prompt("the chat", messages, encoder, solver.tokens)
+            if fits := len(problem.ids) < solver.layout.max_length:
+                break
+        if first and fits:
+            print(f"notice     no room for all that was said in --max_length {solver.layout.max_length}: "
+                  f"what was asked first is forgotten, {printable(said[first - 2]['content'], 60)!r}")
         text = answer_aloud(solver, problem, seed)
         if text:
             said[:] = [*messages, {"role": "assistant", "content": text}]
@@ -295,11 +301,11 @@ def main(argv=None):
                "confidence": f"all tokens from probability {args.threshold:g} on"}[args.order]
         print(f"model      {folder}, {'averaged' if args.ema else 'last'} weights, "
               f"{layout.system}, on "
-              f"{solver.model.embed.weight.device}\n"
-              f"sampling   {how}; temperature {args.temperature:g}, top_p {args.top_p:g}")
+              f"{solver.model.embed.weight.device}")
         if args.bound:
             from diffusion import likelihood
             return likelihood.report(args, folder, solver)
+        print(f"sampling   {how}; temperature {args.temperature:g}, top_p {args.top_p:g}")
         if args.chat is not None and not layout.prompt:
             raise UserError(f"--chat: {folder} was trained without a chat template (--system chat)")
         if args.chat == "":

@@ -8,6 +8,7 @@ answers come back as ids: a text has several, and only those that were drawn hav
 """
 import os
 import shutil
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,11 +50,11 @@ class Sampler:
         checkpoint.remove_named(self.folder, r"student-[0-9a-f]{8}-\d+")       # as refresh() names them
         return uuid.uuid4().hex[:8]
 
-    def call(self, path, body=None, text=False):
+    def call(self, path, body=None, text=False, end=None):
         """The server's answer, of Server.insist."""
         return self.server.insist(path, body, text, "; it needs --enable-lora, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, a "
                                   "--max-lora-rank of at least --lora_rank, and to read --output_dir"
-                                  if "lora" in path else "")
+                                  if "lora" in path else "", end)
 
     def refresh(self, model, step):
         """Have the server answer by a PackedLM's adapters as they are now, if it is time. On every rank at once."""
@@ -69,9 +70,10 @@ class Sampler:
             adapters.save_config(model.net, folder)
             for file, write in files.items():
                 write(folder / file)
-            self.call("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, text=True)
+            end = time.monotonic() + 2 * self.server.timeout        # of both: the other ranks wait
+            self.call("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, True, end)
             if before:
-                self.call("/unload_lora_adapter", {"lora_name": before}, text=True)
+                self.call("/unload_lora_adapter", {"lora_name": before}, True, end)
                 shutil.rmtree(self.folder / before, ignore_errors=True)
         distributed.rank0_first(self.world, load)
         self.name = name

@@ -101,37 +101,39 @@ class Server:
         """Have the thread do a coroutine -> Future of its result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
-    def call(self, path, body=None, text=False):
+    def call(self, path, body=None, text=False, within=None):
         """What fetch() returns, waited for in any other thread."""
-        return self.start(self.fetch(path, body, text)).result()
+        return self.start(self.fetch(path, body, text, within)).result()
 
-    def insist(self, path, body=None, text=False, hint=""):
-        """call(), and again for another `timeout` seconds where what failed may fail only for a
-        while. UserError when that is over; hint: what it then says beside.
+    def insist(self, path, body=None, text=False, hint="", end=None):
+        """call(), and again where what failed may fail only for a while. UserError when that is
+        over, after twice `timeout` seconds, or by `end`; hint: what it then says beside.
         """
-        end, pause = time.monotonic() + self.timeout, 0.5
+        end, pause = end or time.monotonic() + 2 * self.timeout, 0.5
         while True:
             try:
-                return self.call(path, body, text)
+                return self.call(path, body, text, min(self.timeout, end - time.monotonic()))
             except MALFORMED as error:
                 lasts = isinstance(error, Refused) and error.code not in TRANSIENT
-                if lasts or time.monotonic() + pause > end:
+                if lasts or time.monotonic() + pause > end - self.timeout:
                     raise UserError(f"{self.flag} {self.url}{path}: {explain(error)}{hint}")
             time.sleep(pause)
             pause = min(2 * pause, 30)
 
-    async def fetch(self, path, body=None, text=False):
-        """GET, or POST of a JSON body; the JSON that comes back, whole within the timeout. Raises
-        one of MALFORMED.
+    async def fetch(self, path, body=None, text=False, within=None):
+        """GET, or POST of a JSON body; the JSON that comes back, whole within so many seconds, or
+        the timeout. Raises one of MALFORMED.
 
         text: what comes back is not JSON, and returned as bytes. A redirection is refused: it could
         lead to another host, which the key is not for.
         """
         data = None if body is None else json.dumps(body).encode()
+        within = within or self.timeout
         try:
-            response, found = await self.stream("GET" if body is None else "POST", path, data)
+            method = "GET" if body is None else "POST"
+            response, found = await asyncio.wait_for(self.stream(method, path, data), within)
         except TimeoutError:
-            raise TimeoutError(f"no whole answer in {self.timeout:g} s")
+            raise TimeoutError(f"no whole answer in {round(within, 2):g} s")
         except self.failures as error:
             raise ConnectionError(root_cause(error))
         headers = response.headers
@@ -147,8 +149,7 @@ class Server:
     async def stream(self, method, path, data):
         """(response, its body). Refused when that is longer than LONGEST."""
         found, most = bytearray(), json_files.LONGEST
-        async with asyncio.timeout(self.timeout), \
-                self.client.stream(method, self.url + path, content=data) as response:
+        async with self.client.stream(method, self.url + path, content=data) as response:
             async for part in response.aiter_bytes():
                 found += part
                 if len(found) > most:

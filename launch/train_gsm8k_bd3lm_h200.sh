@@ -50,8 +50,9 @@ MIN_ACCURACY=${MIN_ACCURACY:-0.8}  # demo: share of new problems to answer right
 LOG_DIR=${LOG_DIR:-}  # where the output is kept, over requeues; default OUTPUT_DIR/node_logs
 cpus=$(count_cpus)
 setting INIT_FROM '' --init_from  # weights to start from: hub name, folder, .ckpt; default: none
-case $INIT_FROM in '') of=recommended ;; *SDAR*) of=sdar ;; *) of=finetune ;; esac
+case $(flag_value --init_from "$INIT_FROM" "$@") in '') of=recommended ;; *SDAR*) of=sdar ;; *) of=finetune ;; esac
 setting PRESET "$of"                            # of `presets`
+PRESET=$(flag_value --batch_preset "$PRESET" "$@")
 setting GLOBAL_BATCH_SIZE ''  # problems a step, of all GPUs; default: the preset's
 setting BATCH_SIZE ''                           # problems a GPU and micro-step
 setting GRAD_ACCUM ''                           # micro-steps a step

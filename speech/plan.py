@@ -5,7 +5,7 @@ import numpy as np
 import torch
 
 from common import plan, step_memory
-from common.packing import PackOrder
+from common.packing import PackOrder, pack_order
 from common.problems import collect
 from speech.data.code_cache import FRAME_RATE
 from speech.data.dataset import samples_line
@@ -23,6 +23,7 @@ class Data(NamedTuple):
     train: np.ndarray       # numbers of samples
     held_out: np.ndarray
     speaker: object         # sample_prompts.Speaker of --sample_prompts, keep.Keeper, or None
+    keeper: object = None   # keep.Keeper
 
 
 def rows_by_kind(table, ids):
@@ -51,17 +52,26 @@ def worst(packs):
     return text, audio, *packs[:, 2:].max(0).tolist()
 
 
-def loss(model, text, audio, audio_rows, text_rows):
-    """A versions.packed's loss of a pack of so many rows."""
+def kept_rows(keeper):
+    """rows_by_kind of --keep, each as long as its speech may be."""
+    most = keeper.settings.max_new_tokens
+    return np.array([[sum(~p.is_audio), sum(p.is_audio) + most, most, 0] for p in keeper.prompts])
+
+
+def loss(model, text, audio, audio_rows, text_rows, keep=False):
+    """A versions.packed's loss of a pack of so many rows. keep: of --keep."""
     def numbers(*shape):
         return torch.zeros(shape, dtype=torch.int64)
     rows, books = text + audio, model.base_model.config.num_codebooks
-    of_audio, of_text, _ = model(PackedBatch(
+    batch = PackedBatch(
         input_ids=numbers(rows), position_ids=numbers(rows), cu_seqlens=numbers(2).int(),
         audio_ids=numbers(audio, books), audio_pos=numbers(audio), text_pos=numbers(text),
         seq_index=numbers(rows), audio_rows=numbers(audio_rows),
         audio_targets=numbers(audio_rows, books), text_rows=numbers(text_rows),
-        text_targets=numbers(text_rows), longest=rows, seqlens=(rows,), samples=(), counts={}))
+        text_targets=numbers(text_rows), longest=rows, seqlens=(rows,), samples=(), counts={})
+    if keep:
+        return model(batch, keep=True).sum()
+    of_audio, of_text, _ = model(batch)
     return of_audio.sum() + of_text
 
 
@@ -89,25 +99,36 @@ def speaking_bytes(native, setup, speaker):
 
 
 def memory(args, model, setup, data, order, epochs=range(1)):
-    """(step_memory.Memory, (packs, 4) rows) of some epochs. model: the empty versions.packed to train."""
+    """(step_memory.Memory, (packs, 4) rows, tokens of the worst) of some epochs. model: empty."""
     rows, held_out = rows_by_kind(data.table, data.ids), None
     packs = packs_of(order, epochs, rows[data.train], setup.budget)
     if len(data.held_out):
         order = PackOrder(data.table.lengths[data.held_out], shuffle=False,
                           samples_per_pack=args.per_device_eval_batch_size)
         held_out = worst(packs_of(order, [0], rows[data.held_out]))
+    tokens = packs[:, :2].sum(1).max()
     found = step_memory.estimate(step_of(model), setup, worst(packs), held_out)
+    if data.keeper:
+        rows = kept_rows(data.keeper)
+        order = pack_order(rows[:, :2].sum(1), tokens_per_pack=setup.budget,
+                           samples_per_pack=setup.batch_size, seed=args.seed)
+        kept = (*worst(packs_of(order, range(20), rows, setup.budget)), True)
+        other = step_memory.estimate(step_of(model), setup, kept, held_out)
+        if other.peak > found.peak:
+            found, tokens = other, sum(kept[:2])
     if data.speaker:
         state = sum(found.parts[name] for name in ("weights", "gradients", "optimizer", "fixed"))
         speaking = speaking_bytes(model.base_model, setup, data.speaker)
         found.stages["speaking samples"] = state + speaking
-    return found, packs
+    return found, packs, tokens
 
 
 def choose(args, world, ranks, model, data):
     """--auto: set the flags that are open; returns whether the model has to be built anew."""
-    return plan.choose_packs(args, world, ranks, data.table.lengths[data.train],
-                             lambda setup, order: memory(args, model, setup, data, order)[0])
+    longest = int(kept_rows(data.keeper)[:, :2].sum(1).max()) if data.keeper else 0
+    return plan.choose_packs(
+        args, world, ranks, data.table.lengths[data.train],
+        lambda setup, order: memory(args, model, setup, data, order)[0], longest)
 
 
 def time_text(flops, adapters):
@@ -121,12 +142,11 @@ def print_plan(args, ranks, model, data, order, lines, left, code_cache):
     model: the empty versions.packed as trained. order: PackOrder. lines: on steps, intervals,
     start. left: steps to go. code_cache: folder of encoded audio.
     """
-    keep = ["keep       its packs are not counted: rows longer than the training's need more memory"]
-    lines = [*lines[:-1], *keep * bool(args.keep), lines[-1]]
     setup, table = plan.setup_of(args, ranks), data.table
     lengths, new = table.lengths[data.train], table.where[:, 0] < 0
     new_frames = int(table.where[new, 2].sum())
-    found, packs = memory(args, model, setup, data, order, range(min(20, args.num_train_epochs)))
+    epochs = range(min(20, args.num_train_epochs))
+    found, packs, tokens = memory(args, model, setup, data, order, epochs)
     per_step = ranks * setup.accumulation
     steps = -(-order.packs_per_epoch // per_step)
     per_pack = len(lengths) / order.packs_per_epoch
@@ -140,7 +160,7 @@ def print_plan(args, ranks, model, data, order, lines, left, code_cache):
           plan.packs_text(setup, order, lengths, average), *lines[:-1],
           f"batch      {samples:,.1f} samples a step, about {lengths.sum() / steps:,.0f} tokens, "
           f"{seconds / steps:,.0f} s of audio", lines[-1], sep="\n")
-    pack, validates = f"{packs[:, :2].sum(1).max():,} tokens", len(data.held_out) > 0
+    pack, validates = f"{tokens:,} tokens", len(data.held_out) > 0
     saved = plan.checkpoint_bytes(model.base_model, setup.adapters)
     codes = new_frames * 2 * data.ids.num_codebooks
     collect(True, lambda: plan.print_room(args, setup, found, pack, saved, left, validates),

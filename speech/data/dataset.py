@@ -101,16 +101,19 @@ class Table:
         return len(self.lengths)
 
     def fingerprint(self, numbers):
-        """Short hash of the tokens, labels, clip lengths and relative numbers of these (sorted) samples."""
+        """Short hash of tokens, labels, clip lengths, relative numbers of (sorted) samples; and of codes."""
         if not len(numbers):
             return ""
         first, stop = numbers[0], numbers[-1] + 1
         tokens = slice(self.token_offsets[first], self.token_offsets[stop])
-        frames = self.where[self.clips[self.clip_offsets[first]:self.clip_offsets[stop]], 2]
+        where = self.where[self.clips[self.clip_offsets[first]:self.clip_offsets[stop]]]
+        frames, checksums = where[:, 2], where[where[:, 2] > 0, 3]
         digest = hashlib.sha256()
         for values in (self.tokens[tokens], self.labelled[tokens], frames, numbers - first):
             digest.update(np.ascontiguousarray(values))
-        return digest.hexdigest()[:16]
+        # a dry run lacks some
+        audio = f" audio {hashlib.sha256(checksums).hexdigest()[:16]}" if (checksums >= 0).all() else ""
+        return digest.hexdigest()[:16] + audio
 
     def file(self, i):
         """The source of sample i."""

@@ -1,6 +1,6 @@
 """Audio files -> waveforms of clips, and the codec frames that they will give, from their headers alone.
 
-A file is opened once: its bytes are hashed and decoded piece by piece (soundfile), averaged to mono, cut, and resampled
+Its bytes are hashed and decoded piece by piece (soundfile), averaged to mono, cut, and resampled
 to 24 kHz (soxr HQ). What is wrong with a file is a ValueError with the reason.
 """
 import hashlib
@@ -28,6 +28,15 @@ def decode_audio(path, cuts):
     """
     digest, rate, parts = decode_file(path, cuts)
     return digest, [cut_wave(part, rate, offset) for part, (offset, _) in zip(parts, cuts)]
+
+
+def holds_codes(path):
+    """Whether a file is one of saved codes, not of sound. Raises ValueError with the reason."""
+    try:
+        with opened(path) as file:
+            return path.endswith(SAVED) or file.read(6) == b"\x93NUMPY"
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror})")
 
 
 def read_codes(path):
@@ -230,7 +239,7 @@ def header_frames(path, cuts, config, num_codebooks):
 
     Raises ValueError with the reason. A file damaged behind its header is only found when it is decoded.
     """
-    if path.endswith(SAVED):
+    if holds_codes(path):
         codes = read_codes(path)[1]
         for offset, *_ in cuts:
             check_codes(codes, offset, num_codebooks, config.codebook_size)

@@ -1,6 +1,6 @@
 """Audio files -> codec codes, once ever: the codec, and sharing the work among the ranks.
 
-Each distinct file is opened once (speech/data/decode.py). Each distinct content is encoded once, clip by clip, because
+Each distinct file is decoded once (speech/data/decode.py). Each distinct content is encoded once, clip by clip, because
 zero-padding a batch changes the codes. Where the codes then lie: speech/data/code_cache.py.
 
 The codec (and with it torchaudio) is imported only when a clip is missing.
@@ -38,7 +38,7 @@ from speech.data.code_cache import (
     look_up,
 )
 from speech.data.conversations import FILLED_S, file_of, unit_of
-from speech.data.decode import SAVED, check_codes, cut_wave, decode_file, filled, header_frames, read_codes
+from speech.data.decode import check_codes, cut_wave, decode_file, filled, header_frames, holds_codes, read_codes
 
 MEASURES = ("seconds", "peak", "rms", "clipped", "dc")     # of a clip's sound: those of measure()
 SHARD_CLIPS, SHARD_SECONDS = 4096, 60.0     # a crash loses at most this much encoding
@@ -157,7 +157,7 @@ class _Decode(Dataset):
         """(i, digest of the file, [(waveform of a cut, its measures), or text of why there is none])."""
         path, _, cuts = self.work[i]
         try:
-            if path.endswith(SAVED):
+            if holds_codes(path):
                 digest, codes = read_codes(path)
                 seconds = np.array([len(codes) / FRAME_RATE, *[np.nan] * (len(MEASURES) - 1)], np.float32)
                 return i, digest, [(codes, seconds)] * len(cuts)

@@ -175,7 +175,8 @@ def _numbered(opened, wanted, make=canonical_sample):
                 if "messages" not in entry and "audio" in entry:
                     from speech.data.prompts import row_entry
                     entry, notes = row_entry(entry, opened, paths)
-            sample = make(name, entry, paths, opened.reading.normalize)
+            final = isinstance(entry, dict) and entry.get("normalize_text") == "off"    # so a take was spoken
+            sample = make(name, entry, paths, opened.reading.normalize and not final)
         except BadSample as error:
             yield number, problem(name, error.check, error, source.path)
         else:

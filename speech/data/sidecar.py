@@ -1,4 +1,5 @@
 """Audio files with their texts beside them, in subfolders too: .txt, .lab or .json, or cuts with times (.srt, .vtt)."""
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -90,6 +91,9 @@ def _rows(folder, audio, text):
     if text.name.endswith(".normalized.txt"):       # LibriTTS: speaker_chapter_...
         speaker = stem.split("_")[0]
     row = {"id": os.path.join(inside, stem), "audio": str(audio), "speaker": speaker, "text_file": text}
+    if text.suffix == ".json":
+        with contextlib.suppress(UserError):        # read_text says what is wrong
+            row["normalize_text"] = json_files.read_object(text).get("normalize_text")      # of a take
     cuts = cues(text)
     if cuts is None:
         return [row]

@@ -138,7 +138,7 @@ def good_rows(samples, records, max_cer, min_frames):
             *before, answer = sample.turns
             messages = [{"role": turn.role, "content": list(map(part, turn.parts))}
                         for turn in (*before, replace(answer, parts=[*answer.parts[:-1], Clip(about["name"] + SAVED)]))]
-            rows.append({"messages": messages, "cer": about["cer"]})
+            rows.append({"messages": messages, **{name: about[name] for name in ("cer", "normalize_text")}})
     return rows
 
 

@@ -16,7 +16,6 @@ from common.distributed import UserError
 from common.watchdog import Stopped, stop_requested
 from speech.data import text_normalization
 from speech.data.code_cache import SAMPLE_RATE, file_key, file_keys
-from speech.data.decode import SAVED
 from speech.data.encode import Progress, decoded, share_work
 from speech.voice import scores
 
@@ -39,8 +38,6 @@ def hear(world, clips, numbers, folder, settings, how):
     judges = scores.load_judges(**settings)
 
     def plan():
-        if saved := [clips[i].path for i in numbers if clips[i].path.endswith(SAVED)]:
-            raise UserError(f"{saved[0]}: saved codes have no sound to hear: drop --asr_model and --asr_command")
         folder.mkdir(exist_ok=True)
         known = read_heard(folder, name)
         stats, keys = file_keys(clips[i] for i in numbers)
@@ -82,6 +79,9 @@ def _hear_share(files, judges, folder, name, progress):
             for clip, wave in zip(cuts.values(), found):
                 # what cannot be decoded is told of where it is encoded
                 if not isinstance(wave, str):
+                    if wave[0].ndim == 2:
+                        raise UserError(f"{clip.path}: saved codes have no sound to hear: drop --asr_model and "
+                                        "--asr_command")
                     yield file_key(clip, *stat).hex(), wave[0]
                 progress.add(1, 0 if isinstance(wave, str) else len(wave[0]) / SAMPLE_RATE)
 

@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
 from common import checkpoint, metrics, resume
+from common.distributed import UserError
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT, trainer_command
 
@@ -829,3 +830,20 @@ def test_one_rank_that_cannot_write_its_share_stops_all(launch, tmp_path):
     job.wait_for(lambda: newest(out) >= 4)
     resource.prlimit(job.rank(1), resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     assert_clean_stop(job, out, "rank 1: ", "File too large")
+
+
+def test_what_a_checkpoint_does_not_say_of_the_data_stops_nothing(tmp_path):
+    """Those of before, and dry runs, know the audio's length alone; what both know must be the same."""
+    folder = tmp_path / "checkpoint-3"
+    (folder / checkpoint.STATE_DIR).mkdir(parents=True)
+
+    def goes_on(before, now):
+        state = {"step": 3, "identity": {"training data": before, "seed": 1}}
+        (folder / checkpoint.STATE_DIR / "state.json").write_text(json.dumps(state))
+        try:
+            return bool(resume.fitting_meta(folder, tmp_path, "auto", {"training data": now, "seed": 1}))
+        except UserError as error:
+            assert f"was made with another training data ({before}, this run {now})" in str(error)
+            return False
+    assert goes_on("a audio b", "a audio b") and goes_on("a", "a audio b") and goes_on("a audio b", "a")
+    assert not any(goes_on(*both) for both in (("a audio b", "a audio c"), ("a", "b audio b"), ("a", "b")))

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from common.distributed import UserError, World
 from diffusion import blocks, chats, dit, elbo, init_from, sample_bd3lm, train_bd3lm
+from diffusion.answers import question_state
 from diffusion.problems import load_tokenizer
 from tests.diffusion.test_decoder import CHAT
 from tests.helpers.chats import ask, write
@@ -120,3 +121,25 @@ def test_train_and_talk(folder, tmp_path, capsys, monkeypatch):
         sample_bd3lm.main([*common, "--chat", str(tmp_path / "bad.jsonl")])
     said = capsys.readouterr().err
     assert "line 1: message 1 has no text" in said and 'line 2: has no list "messages" with something asked' in said
+
+
+def test_a_chat_that_outgrows_its_room_forgets_what_was_asked_first(folder, monkeypatch, capsys):
+    """Said once a turn; a question that is too long by itself costs nothing that was said before."""
+    (layout, tokens), asked = parts(folder, "chat"), []
+
+    def answer_aloud(solver, problem, seed):
+        question_state(problem, tokens, layout)
+        asked.append(tokens.decode(problem.ids))
+        return "So it is."
+    monkeypatch.setattr(sample_bd3lm, "answer_aloud", answer_aloud)
+    talk = sample_bd3lm.talker(types.SimpleNamespace(tokens=tokens, layout=layout), folder, 0)
+    for i in range(9):
+        talk(f"What is {i} and {i} more?")
+    turns = [[i for i in range(9) if f"What is {i} and" in text] for text in asked]
+    most = max(map(len, turns))
+    assert 1 < most < 8 and turns == [list(range(9))[max(0, i + 1 - most):i + 1] for i in range(9)]
+    assert capsys.readouterr().out.count("is forgotten, 'What is ") == 9 - most
+    with pytest.raises(UserError, match="no room in --max_length 128"):
+        talk("long " * 99)
+    talk("More?")
+    assert asked[-1].count("So it is.") == most - 1

@@ -2,6 +2,8 @@
 import json
 import math
 import shutil
+import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,12 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import adapters, chat, distributed
 from common.distributed import UserError
-from distill import evaluate_prompt, packed_lm, rollouts, weights
+from distill import evaluate_prompt, packed_lm, rollouts, served, weights
 from distill.dataset import ChatSamples, ChatTable, Reading, collate, write_table
 from distill.divergence import divergence
 from distill.teacher import read_prompt, with_prompt
 from tests.helpers import chats, students
 from tests.helpers.lora_server import LoraServer
+from tests.helpers.progress import PATIENCE_S
 
 PROMPT = "Name the language. the quick brown fox jumps over the lazy dog and again\n"
 SMOLLM2 = {"vocab_size": 401, "hidden_size": 36, "intermediate_size": 96, "num_hidden_layers": 3,       # 135M's shape,
@@ -279,6 +282,30 @@ def test_answers_of_a_server_are_the_same(train, made, tmp_path):
         server.fails = {"/v1/load_lora_adapter": 400}
         with pytest.raises(AssertionError, match="/load_lora_adapter: HTTP 400 no; it needs --enable-lora"):
             train(2, tmp_path / "refused", *share, "--base_url", server.url)
+
+
+def test_both_calls_of_a_refresh_have_one_time_limit(made, tmp_path):
+    """The first takes longer than one request may: the second gets what is left of twice that."""
+    world, over = distributed.World(device=torch.device("cpu")), threading.Event()
+    model, parts = packed_lm.build_empty(made / "smollm2", torch.float32, (4, 4, 0.0, "all-linear", "x"), None)
+    packed_lm.load(model, parts, world)
+    adapters.init_adapters(model.net, 0)
+
+    def answer(path, body):
+        server.calls.append(path)
+        loads = server.calls.count("/v1/load_lora_adapter")
+        if "unload" in path:
+            over.wait(PATIENCE_S)
+        elif loads == 3:
+            time.sleep(1.1)     # behind the half second before a call is repeated
+        return 503 if loads == 2 else 200, "{}"
+    with LoraServer(made / "smollm2") as server:
+        server.answer, sampler = answer, served.Sampler(world, server.url, tmp_path / "served", 1, 1.5)
+        sampler.begin()
+        sampler.refresh(model, 0)
+        with pytest.raises(UserError, match=r"/unload_lora_adapter: no whole answer in (0\.\d+|1|1\.[0-4]\d*) s"):
+            sampler.refresh(model, 1)
+        over.set()
 
 
 def test_drawn_answers_are_draws(made, tmp_path):

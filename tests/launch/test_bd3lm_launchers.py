@@ -133,6 +133,15 @@ def test_chats_take_the_same_launcher(tmp_path):
     assert sample.test_file == "outputs/chat_demo/demo/test.jsonl" and not args.strip_calculator
 
 
+@pytest.mark.parametrize("words, wanted", [
+    (["--init_from", "JetLM/SDAR-1.7B-Chat"], ("sdar", 64, 4)), (["--init_from=gpt2"], ("finetune", 128, 16)),
+    (["--batch_preset", "conservative"], ("conservative", 256, 16)),
+    (["--init_from", "SDAR", "--batch_preset=source"], ("source", 256, 16))])
+def test_arguments_choose_the_preset_as_settings_do(words, wanted):
+    args = printed(launch(LAUNCHERS["gsm8k"], *words, DRY_RUN="1", MIN_GPUS="0"))[1]
+    assert (args.batch_preset, args.global_batch_size, args.block_size) == wanted
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 

@@ -5,16 +5,19 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import soundfile
+import torch
 
 from common import indexing
-from common.distributed import UserError
+from common.distributed import UserError, World
 from common.problems import Problems
-from data import SpeechSamples, collate
+from data import SpeechSamples, collate, prepare_table
 from speech.data import builder as speech_builder
 from speech.data import dataset as speech_table
 from speech.data import rows
 from speech.data.builder import TableBuilder
 from speech.data.conversations import Clip, Sample, Turn
+from speech.data.dataset import Encoding
 from speech.data.rows import Reading, Sources, read_all
 from tests.helpers.dialogues import BOOKS, CONVERSATIONS, SYSTEM, TARGET, speaker, table_of, user
 from tests.helpers.fork import in_a_fork
@@ -205,3 +208,22 @@ def test_control_tokens_in_text_are_refused(tokenizer, ids, token):
                  Sample("good one", [SYSTEM, user("a <| b |> c <|eot"), speaker(TARGET)])], problems)
     assert len(builder) == 1 and bytes(builder.names[0]) == b"good one"
     assert problems == [f"bad one: text contains the control token {token}; remove it"]
+
+
+def test_a_take_that_is_spoken_anew_is_other_data(tiny, tools, tmp_path):
+    """In the same length; a copy elsewhere is the same. A dry run, which encodes nothing, knows of neither."""
+    def known(folder, sound, dry=False):
+        folder.mkdir(exist_ok=True)
+        for name, (seconds, seed) in {"a": (0.4, 1), **sound}.items():
+            wave = np.random.default_rng(seed).normal(0, 0.1, round(24000 * seconds))
+            soundfile.write(folder / f"{name}.wav", wave, 24000)
+        (folder / "m.csv").write_text("audio,text\na.wav,One.\nb.wav,Two.\n")
+        work = tmp_path / f"work-{len(list(tmp_path.iterdir()))}"
+        table = prepare_table(World(device=torch.device("cpu")), *tools, Sources([(folder / "m.csv", 1.0)]),
+                              Encoding(tiny.codec, work / "codes", 8), work, dry=dry)
+        return table.fingerprint(np.arange(2))
+    first = known(tmp_path / "x", {"b": (0.6, 2)})
+    again = known(tmp_path / "x", {"b": (0.6, 3)})
+    assert first != again and first.split(" audio ")[0] == again.split(" audio ")[0]
+    assert known(tmp_path / "y", {"b": (0.6, 2)}) == first
+    assert known(tmp_path / "y", {"b": (0.6, 3)}, dry=True) == first.split(" audio ")[0]

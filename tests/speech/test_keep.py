@@ -1,5 +1,6 @@
 """--keep: the divergence from the base is a plain loop's, on any ranks, and a run that resumes goes on the same."""
 import json
+import re
 import shutil
 
 import numpy as np
@@ -236,6 +237,16 @@ def test_packs_of_tokens_hold_kept_rows_as_well(pool, voice, tmp_path):
     assert "keep       5 rows as the base speaks them" in run.output and run.metrics("train/keep_kl")[3] > 0
     small = train_forked(pool, voice, tmp_path / "small", *KEPT, *flags, "--max_tokens_per_batch", 120, ok=False)
     assert small.status and "the model's positions have room for" in small.output
+
+
+def test_a_plan_counts_rows_that_are_longer_than_the_trainings(pool, voice, tmp_path):
+    """Of up to 30 s, beside clips of a few."""
+    flags = (*(flag for flag in KEPT[:-6]), "--dry_run", 1, "--per_device_train_batch_size", 2)
+    bare, kept = (train_forked(pool, voice, tmp_path / "out", *flags, *more).output
+                  for more in ((), ("--keep", voice.root / "keep.json")))
+    (small, few), (large, many) = (
+        re.search(r"activations +([0-9.]+) GiB  worst pack, ([0-9,]+) tokens", said).groups() for said in (bare, kept))
+    assert float(large) > 2 * float(small) and int(many.replace(",", "")) > 1500 > int(few.replace(",", ""))
 
 
 @pytest.mark.slow

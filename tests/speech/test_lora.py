@@ -1,5 +1,6 @@
 """Adapters: which layers get them, their precision, and that plain PEFT and transformers read what we write."""
 import json
+import os
 import warnings
 
 import pytest
@@ -198,6 +199,14 @@ def test_adapter_files_have_pefts_names(saved):
                 "modules_to_save": None, "base_model_name_or_path": "owner/base"}   # the hub name, not a local folder
     assert {key: config[key] for key in expected} == expected
     assert set(config["target_modules"]) == {f"{p}_proj" for p in "qkvo"} | AUDIO
+
+
+def test_an_adapter_names_a_local_base_wherever_it_is_loaded(tiny, tmp_path, monkeypatch):
+    net = lora.add_lora(base(tiny), 4, 8, 0.0, "attention", os.path.relpath(tiny.model))
+    save(net, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    name = json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert os.path.isabs(name) and os.path.samefile(name, tiny.model)
 
 
 @pytest.mark.parametrize("change, parts", [

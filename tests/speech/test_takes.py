@@ -4,6 +4,8 @@ import subprocess
 import sys
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import soundfile
 import torch
@@ -204,6 +206,22 @@ def test_codes_inside_another_file_are_read(tmp_path):
     assert digest == read_codes(f"{tmp_path}/a.npy")[0] and np.array_equal(codes, np.arange(40).reshape(5, 8))
 
 
+def test_codes_in_a_table_are_known_by_their_first_bytes(tmp_path):
+    """As a column of bytes alone has them; nothing listens to them."""
+    codes = np.arange(80).reshape(10, 8).astype(np.int16)
+    generate.save_codes(tmp_path / "a.npy", codes)
+    column = pyarrow.array([(tmp_path / "a.npy").read_bytes()])
+    pyarrow.parquet.write_table(pyarrow.table({"audio": column, "text": ["One."]}), tmp_path / "t.parquet")
+    problems, how = [], Encoding(VOICE / "codec", tmp_path / "cache", 8)
+    (sample,) = read_samples(tmp_path / "t.parquet", problems)
+    clips = sample.turns[-1].clips
+    assert not problems and plan_codes(clips, how)[2][0, 2] == 10
+    folder, shards, where = ensure_codes(WORLD, clips, how)
+    assert np.array_equal(CodeReader(folder, shards).codes(*where[0].tolist()), codes)
+    with pytest.raises(UserError, match="no sound to hear: drop --asr_model"):
+        transcripts.hear(WORLD, clips, np.arange(1), tmp_path / "heard", {"asr_command": "true"}, how)
+
+
 # -- Good takes as training data ---------------------------------------------------------------------------------------
 
 
@@ -220,7 +238,8 @@ def asked(tmp_path):
 
 def records(*scores):
     """What JSON files of takes say. scores: (character errors, how it ended) of each."""
-    return [{"name": f"{i:04d}", "cer": cer, "ended_by": how, "frames": 9} for i, (cer, how) in enumerate(scores)]
+    return [{"name": f"{i:04d}", "cer": cer, "ended_by": how, "frames": 9, "normalize_text": "on"}
+            for i, (cer, how) in enumerate(scores)]
 
 
 def test_takes_that_are_understood_and_ended_are_learnt(tmp_path):
@@ -265,6 +284,20 @@ def test_the_trainer_reads_a_take_as_it_was_asked_for_and_spoken(voice, tmp_path
     assert [(prompt.text, prompt.target) for prompt in again] == [(prompt.text, None) for prompt in prompts]
     with pytest.raises(UserError, match="no sound to hear: drop --asr_model"):
         transcripts.hear(WORLD, clips, np.arange(1), tmp_path / "heard", {"asr_command": "true"}, how)
+
+
+def test_a_take_is_trained_as_it_was_spoken(tmp_path):
+    """Not normalised where it was spoken so, as a row of best.jsonl or beside its sound; other rows are."""
+    text = generate.text_prompts([("", "Wait (please)")], False)
+    for setting, wanted in (("off", "Wait (please)"), ("on", "Wait please.")):
+        about = [about | {"normalize_text": setting} for about in records((0.0, "eos"))]
+        takes.write_good(tmp_path, text, about, 0.0, 1)
+        (tmp_path / "0000.npy").touch(), (tmp_path / "b").mkdir(exist_ok=True)
+        (tmp_path / "b" / "0000.wav").touch()
+        (tmp_path / "b" / "0000.json").write_text(json.dumps({"text": "Wait (please)", "normalize_text": setting}))
+        for source in (tmp_path / takes.BEST, tmp_path / "b"):
+            (sample,), problems = (list(read_samples(source, problems := [], normalize=True)), problems)
+            assert sample.turns[-2].text == wanted and not problems
 
 
 @pytest.mark.slow
