@@ -458,6 +458,8 @@ def train(args):
     if args.best_by != "loss":
         validation += [args.best_by, speaker.fingerprint()]
     resume, meta = run.find_resume(args.output_dir, args.resume, identity, world)
+    if meta and " audio " not in meta["validation"][0]:     # an older checkpoint's best still counts
+        validation[0] = validation[0].partition(" audio ")[0]
 
     # -- order, number of steps: every rank knows them without asking; so all agree ---------------
     accumulation, at = args.gradient_accumulation_steps, run.position(meta)

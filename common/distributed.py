@@ -164,8 +164,8 @@ def what_is_lacking(error):
         return (f"too many open files: a process may have {limit} here (ulimit -n); raise that, as "
                 "with ulimit -n 4096, or give fewer --num_workers")
     # a semaphore; torch < 2.13 names an older error behind what it cannot allocate
-    room = os.path.isdir(SHARED) and shutil.disk_usage(SHARED).free
-    nameless = number == errno.ENOSPC and error.filename is None and not room
+    nameless = number == errno.ENOSPC and error.filename is None and not (
+        os.path.isdir(SHARED) and shutil.disk_usage(SHARED).free)
     full = "unable to allocate shared memory" in text
     if nameless or full or "shared memory" in text and "No space left" in text:
         return (f"{SHARED} is full: processes that load data hand it over there; make it larger, as "
@@ -180,7 +180,8 @@ def what_is_lacking(error):
     if number in FULL:
         return f"{file} cannot be written ({error.strerror})"
     if isinstance(error, PermissionError):      # says nothing about what is in the file
-        return f"{file}: {error.strerror}: this user may not read or write it; its owner can (chmod)"
+        return (f"{file}: {error.strerror}: this user may not read or write it; its owner can allow "
+                "it (chmod)")
     if isinstance(error, IsADirectoryError):
         return f"{file} is a folder, not a file; move it away"
     if number and name or number in (errno.EIO, errno.ESTALE):      # the disk does not answer

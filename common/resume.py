@@ -174,12 +174,16 @@ def fitting_meta(path, output_dir, resume, identity):
     # what decides the order of the data, or which weights there are; other flags may change
     for name, value in identity.items():
         before = meta["identity"].get(name)
-        pairs = [(before, value)]
-        if name == "training data":     # older checkpoints, and dry runs, lack what follows " audio "
-            pairs = zip(*(str(known).split(" audio ") for known in (before, value)))
-        if any(old != new for old, new in pairs):
+        remedy = "give the same flags"
+        if name == "training data" and before != value:
+            (texts, _, then), (same, _, now) = (str(x).partition(" audio ") for x in (before, value))
+            if texts == same and not (then and now):    # an older checkpoint, or a dry run: texts alone
+                continue
+            if texts == same:
+                remedy = "its audio has other codes: give back the files and --code_cache of then"
+        if before != value:
             raise UserError(f"{path}: was made with another {name} ({before}, this run {value}); "
-                            "give the same flags or another --output_dir")
+                            f"{remedy} or another --output_dir")
     return meta
 
 

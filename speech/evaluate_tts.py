@@ -314,7 +314,8 @@ def main(argv=None):
             write_json(Path(folder) / "evaluation.json", run)
         print(*table(runs), sep="\n")
         for run in runs:
-            print(*(f"note: {note}\n" for note in run["settings"]["notes"]), sep="", end="")
+            for note in run["settings"]["notes"]:
+                print(f"note: {note}")
 
 
 if __name__ == "__main__":

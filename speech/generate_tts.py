@@ -105,7 +105,11 @@ def check_flags(args, world_size):
     need(not args.stream or args.split_text and len(args.text or ()) == world_size == 1,
          "--stream takes one --text, --split_text and one process")
     need(args.overwrite or not Path(args.stream or "").is_file(), f"--stream {args.stream} is there: --overwrite it")
+    need(Path(args.stream or "").parent.is_dir(), f"--stream {args.stream}: there is no such folder; make it first")
 
+
+if __name__ == "__main__" and any(word in ("-", "--stream=-") for word in sys.argv):
+    sys.stdout = sys.stderr     # --stream -: sound alone goes there, no notice of the flags either
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
@@ -288,8 +292,6 @@ def load_to_speak(folder, config, adapter, dtype, device, four_bits=False):
 def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-    if args.stream == "-":      # sound alone goes there
-        sys.stdout = sys.stderr
     with distributed.one_clear_error():
         need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
         world = distributed.init(device=None if args.device == "auto" else args.device)

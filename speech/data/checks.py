@@ -148,4 +148,3 @@ def find_problems(builder, sources, where, measures, limits):
             usual = f"usual are {np.exp(low - far):.1f} to {np.exp(high + far):.1f}"
             add("text_rate", odd, lambda i, usual=usual: f"{np.exp(pace[i]):.1f} letters a second; {usual}")
     return found
-

@@ -1,6 +1,6 @@
 """Audio files -> waveforms of clips, and the codec frames that they will give, from their headers alone.
 
-Its bytes are hashed and decoded piece by piece (soundfile), averaged to mono, cut, and resampled
+A file's bytes are hashed and decoded piece by piece (soundfile), averaged to mono, cut, and resampled
 to 24 kHz (soxr HQ). What is wrong with a file is a ValueError with the reason.
 """
 import hashlib
@@ -11,6 +11,7 @@ import numpy as np
 
 from speech.choices import LONGEST_CLIP_S
 from speech.data.code_cache import SAMPLE_RATE
+from speech.data.columns import AUDIO_FILES
 from speech.data.conversations import FILLED_S, file_of
 
 MIN_SAMPLES = 960               # one codec frame
@@ -32,9 +33,11 @@ def decode_audio(path, cuts):
 
 def holds_codes(path):
     """Whether a file is one of saved codes, not of sound. Raises ValueError with the reason."""
+    if path.endswith((SAVED, *AUDIO_FILES)):        # only what has no such ending is read twice
+        return path.endswith(SAVED)
     try:
         with opened(path) as file:
-            return path.endswith(SAVED) or file.read(6) == b"\x93NUMPY"
+            return file.read(6) == b"\x93NUMPY"
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})")
 

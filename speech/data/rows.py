@@ -175,8 +175,11 @@ def _numbered(opened, wanted, make=canonical_sample):
                 if "messages" not in entry and "audio" in entry:
                     from speech.data.prompts import row_entry
                     entry, notes = row_entry(entry, opened, paths)
-            final = isinstance(entry, dict) and entry.get("normalize_text") == "off"    # so a take was spoken
-            sample = make(name, entry, paths, opened.reading.normalize and not final)
+            setting = entry.get("normalize_text") if isinstance(entry, dict) else None
+            if setting not in (None, "", "on", "off"):
+                raise BadSample(f"its normalize_text is {setting!r}; give off, on or nothing")
+            # off: as a take was spoken
+            sample = make(name, entry, paths, opened.reading.normalize and setting != "off")
         except BadSample as error:
             yield number, problem(name, error.check, error, source.path)
         else:

@@ -129,7 +129,8 @@ def write(source, output_dir, repo_id, base=None, languages=()):
         third = is_third(source, adapter)
         card = text(repo_id, base, adapter, languages, facts(meta, source.parent), source, third)
         (building / "README.md").write_text(card, encoding="utf-8")
-    notes += [f"{v3.LICENCE}: read it before you publish"] * third
+    if third:
+        notes.append(f"{v3.LICENCE}: read it before you publish")
     return [f"{len(files) + 1} files, {size / 1e9:.3f} GB, {'adapter' if adapter else 'model'}", *notes]
 
 

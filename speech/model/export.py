@@ -140,5 +140,3 @@ def read(parts, dtype, fold):
     """One whole tensor from its slice handles, in `dtype`; fold works on it in fp32."""
     tensor = torch.cat([part[:] for part in parts]) if len(parts) > 1 else parts[0][:]
     return (fold(tensor.float()) if fold else tensor).to(dtype).contiguous()
-
-

@@ -89,6 +89,14 @@ class Permute(torch.autograd.Function):
         return grad.index_select(0, ctx.saved_tensors[0]), None, None
 
 
+def added(rows, parts):
+    """rows + cat(parts), which is not written; of the dtype of rows."""
+    found, sizes = torch.empty_like(rows), [len(part) for part in parts]
+    for to, own, part in zip(found.split(sizes), rows.split(sizes), parts):
+        torch.add(own, part, out=to)
+    return found
+
+
 class Fork(torch.autograd.Function):
     """rows, their first n, the others: their gradients are added in one pass, not joined first."""
 
@@ -98,19 +106,16 @@ class Fork(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, *parts):
-        return Join.forward(ctx, grad, *parts), None
+        return added(grad, parts), None
 
 
 class Join(torch.autograd.Function):
-    """rows + cat(parts), which is not written."""
+    """added(rows, parts)."""
 
     @staticmethod
     def forward(ctx, rows, *parts):
         ctx.sizes = [len(part) for part in parts]
-        found = torch.empty_like(rows)
-        for to, own, part in zip(*(t.split(ctx.sizes) for t in (found, rows)), parts):
-            torch.add(own, part, out=to)
-        return found
+        return added(rows, parts)
 
     @staticmethod
     def backward(ctx, grad):

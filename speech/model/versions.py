@@ -2,7 +2,7 @@
 is imported.
 
 v2.py and v3.py have the same functions: read_config, load_tokenizer, token_ids, text_setting,
-own_codec, empty_model, weight_parts, reset_buffers, layers, packed, freeze_unreachable,
+unpack_codec, empty_model, weight_parts, reset_buffers, layers, packed, freeze_unreachable,
 loss_report, weight_names, save_config; and the constants LICENCE, LORA_TARGETS, WHOLE_MODULES,
 DRAWS.
 """

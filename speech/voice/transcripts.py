@@ -16,10 +16,12 @@ from common.distributed import UserError
 from common.watchdog import Stopped, stop_requested
 from speech.data import text_normalization
 from speech.data.code_cache import SAMPLE_RATE, file_key, file_keys
+from speech.data.decode import SAVED
 from speech.data.encode import Progress, decoded, share_work
 from speech.voice import scores
 
 BATCH = 32              # clips heard together
+NO_SOUND = "{}: saved codes have no sound to hear: drop --asr_model and --asr_command"
 
 
 def hear(world, clips, numbers, folder, settings, how):
@@ -37,7 +39,9 @@ def hear(world, clips, numbers, folder, settings, how):
     distributed.rank0_first(world, lambda: scores.load_judges(**settings) and None)
     judges = scores.load_judges(**settings)
 
-    def plan():
+    def plan():     # before anything is heard; codes that only their bytes tell are found on the way
+        if saved := [clips[i].path for i in numbers if clips[i].path.endswith(SAVED)]:
+            raise UserError(NO_SOUND.format(saved[0]))
         folder.mkdir(exist_ok=True)
         known = read_heard(folder, name)
         stats, keys = file_keys(clips[i] for i in numbers)
@@ -80,8 +84,7 @@ def _hear_share(files, judges, folder, name, progress):
                 # what cannot be decoded is told of where it is encoded
                 if not isinstance(wave, str):
                     if wave[0].ndim == 2:
-                        raise UserError(f"{clip.path}: saved codes have no sound to hear: drop --asr_model and "
-                                        "--asr_command")
+                        raise UserError(NO_SOUND.format(clip.path))
                     yield file_key(clip, *stat).hex(), wave[0]
                 progress.add(1, 0 if isinstance(wave, str) else len(wave[0]) / SAMPLE_RATE)
 
