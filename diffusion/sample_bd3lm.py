@@ -210,16 +210,16 @@ def asked(question):
 def talker(solver, folder, seed):
     """answer(question) for converse by a folder's chat template, behind the latest turns that fit."""
     from diffusion import chats
-    encoder, said = chats.encoder_of(folder), []
+    encoder, said, most = chats.encoder_of(folder), [], solver.layout.max_length
 
     def answer(question):
         for first in range(0, len(said) + 1, 2):
             messages = [*said[first:], {"role": "user", "content": question}]
             problem = chats.prompt("the chat", messages, encoder, solver.tokens)
-            if fits := len(problem.ids) < solver.layout.max_length:
+            if len(problem.ids) <= most * 3 // 4:       # the rest is for the answer
                 break
-        if first and fits:
-            print(f"notice     no room for all that was said in --max_length {solver.layout.max_length}: "
+        if first and len(problem.ids) < most:
+            print(f"notice     no room for all that was said in --max_length {most}: "
                   f"what was asked first is forgotten, {printable(said[first - 2]['content'], 60)!r}")
         text = answer_aloud(solver, problem, seed)
         if text:

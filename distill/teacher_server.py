@@ -112,7 +112,8 @@ class Server:
         end, pause = end or time.monotonic() + 2 * self.timeout, 0.5
         while True:
             try:
-                return self.call(path, body, text, min(self.timeout, end - time.monotonic()))
+                within = max(1, end - time.monotonic())
+                return self.call(path, body, text, min(self.timeout, within))
             except MALFORMED as error:
                 lasts = isinstance(error, Refused) and error.code not in TRANSIENT
                 if lasts or time.monotonic() + pause > end - self.timeout:

@@ -29,3 +29,5 @@ def test_status_signals_and_death_go_both_ways(quick_python):
         wait_until(lambda: not os.path.exists(f"/proc/{fork}"), "end of the fork")       # noqa: B023
     done = subprocess.run([quick_python, "-c", "import torch, os; os.kill(os.getpid(), 9)"])
     assert done.returncode == -signal.SIGKILL
+    with open("/dev/full", "w") as full:        # a failure behind the program's last line
+        assert subprocess.run([quick_python, "-c", "import torch; print(1)"], stdout=full, stderr=full).returncode

@@ -229,7 +229,8 @@ def test_float8_trains_nearly_what_bf16_does_and_the_same_on_two_ranks(shared, p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen full ddp 1x4x2 --gradient_checkpointing", "qwen full ddp 2x2x2 --num_workers 1",
-                                  "qwen full fsdp 2x2x2 --gradient_checkpointing selective"])
+                                  "qwen full fsdp 2x2x2 --gradient_checkpointing selective",
+                                  "qwen full fsdp 2x2x2 --cpu_offload"])
 def test_any_split_trains_the_same(shared, name):
     assert_same_run(shared(name), shared("qwen full fsdp 2x4x1"))
 

@@ -27,16 +27,27 @@ class ForkServer:
         self.python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{__file__}" "{folder}/socket" "$@"\n')
         self.python.chmod(0o755)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(f"{folder}/socket")       # who comes too early waits
+        with short(f"{folder}/socket") as path:
+            listener.bind(path)         # who comes too early waits
         listener.listen(64)
         self.server = subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.fork_server", str(listener.fileno())], cwd=ROOT,
-            pass_fds=[listener.fileno()], env={**os.environ, "HF_HUB_OFFLINE": "1"})
+            [sys.executable, "-m", "tests.helpers.fork_server", str(listener.fileno()), str(os.getpid())],
+            cwd=ROOT, pass_fds=[listener.fileno()], env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""})
         listener.close()
 
     def close(self):
         self.server.terminate()
         self.server.wait()
+
+
+@contextlib.contextmanager
+def short(path):
+    """A path of a socket that is short enough, whatever its folder's is: 107 characters are allowed."""
+    folder = os.open(os.path.dirname(path), os.O_PATH)
+    try:
+        yield f"/proc/self/fd/{folder}/{os.path.basename(path)}"
+    finally:
+        os.close(folder)
 
 
 def ask(path, words):
@@ -47,12 +58,13 @@ def ask(path, words):
             kind == "-m" and rest[0] == "torch.distributed.run" or kind == "-c" and "import torch" in rest[0])):
         os.execv(sys.executable, [sys.executable, *words])
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    server.connect(path)
+    with short(path) as address:
+        server.connect(address)
     ignored = [number for number in PASSED if signal.getsignal(number) is signal.SIG_IGN]
     job = [words[start:], os.getcwd(), dict(os.environ), ignored]
-    socket.send_fds(server, [json.dumps(job).encode()], [0, 1, 2])
     for number in PASSED:
         signal.signal(number, lambda number, _: server.send(b"%d" % number))
+    socket.send_fds(server, [json.dumps(job).encode()], [0, 1, 2])
     status = int(server.recv(16) or b"1")
     if status < 0:
         if -status in PASSED:
@@ -71,7 +83,13 @@ def watch(connection):
     if child == 0:
         die_with_parent()
         connection.close()
-        os._exit(work(streams, *json.loads(message)))
+        status = 1
+        try:
+            status = work(streams, *json.loads(message))
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(status)
     for stream in streams:
         os.close(stream)        # a pipe ends with its writers
     ended = os.pidfd_open(child)
@@ -83,7 +101,9 @@ def watch(connection):
 
 def work(streams, words, folder, environment, ignored):
     """Run a job as the interpreter does; returns its status."""
+    import atexit
     import runpy
+    import threading
 
     import torch
     for stream, number in zip(streams, range(3)):
@@ -113,23 +133,27 @@ def work(streams, words, folder, environment, ignored):
             runpy.run_path(kind, run_name="__main__")
     except SystemExit as left:
         status = left.code or 0
-        if isinstance(status, str):
+        if not isinstance(status, int):
             print(status, file=sys.stderr)
             status = 1
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1
+    threading._shutdown()       # as the interpreter ends: other threads, what was registered, streams
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     return status & 255
 
 
-def serve(listener):
+def serve(listener, parent):
     """Import, then fork for each who asks."""
     import gc
 
     from tests.helpers.pool import die_with_parent
     die_with_parent()
+    if os.getppid() != parent:      # it died before that
+        return
     gc.disable()
     import torch.distributed.run
     import torch.utils.tensorboard  # noqa: F401
@@ -158,5 +182,6 @@ def serve(listener):
 
 if __name__ == "__main__":
     if sys.argv[1].isdigit():
-        serve(socket.socket(fileno=int(sys.argv[1])))
-    ask(sys.argv[1], sys.argv[2:])
+        serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
+    else:
+        ask(sys.argv[1], sys.argv[2:])
