@@ -111,7 +111,8 @@ def check_flags(args, world_size):
     flags.zero_or_more(args, "text_loss_weight")
     for flag, usual in {"sample_seconds": 10, "sample_time_limit": 120}.items():
         flags.above_zero(args, flag)
-        need(args.sample_prompts or getattr(args, flag) == usual, f"--{flag} needs --sample_prompts")
+        need(args.sample_prompts or getattr(args, flag) == usual,
+             f"--{flag} needs --sample_prompts")
     choices.check_judges(args, bool(args.sample_prompts))
     choices.check_keep(args)
     choices.check_best(args)
@@ -458,7 +459,7 @@ def train(args):
     if args.best_by != "loss":
         validation += [args.best_by, speaker.fingerprint()]
     resume, meta = run.find_resume(args.output_dir, args.resume, identity, world)
-    if meta and " audio " not in meta["validation"][0]:     # an older checkpoint's best still counts
+    if meta and " audio " not in meta["validation"][0]:     # an older one: its best still counts
         validation[0] = validation[0].partition(" audio ")[0]
 
     # -- order, number of steps: every rank knows them without asking; so all agree ---------------

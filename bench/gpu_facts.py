@@ -2,12 +2,13 @@
 
     python bench/gpu_facts.py                       # one GPU, less than a minute
     python bench/gpu_facts.py --only attention      # those whose name contains this
-    python bench/gpu_facts.py --shape tiny          # to try it, on a CPU too, which has not all of it
+    python bench/gpu_facts.py --shape tiny          # to try it; a CPU lacks some of them
 
-Rates of products (a layer's, the thin ones of adapters, float8), of copies and of pinned memory; flash attention of
-packed documents with and without repeated keys and values; FlexAttention against a dense mask, for tiles of two sizes; each function of common/fused.py compiled, against
-the same lines run plainly. Writes bench/results/gpu_facts-DEVICE.json after every fact; one that fails is recorded, the
-others go on, and the exit status is 1.
+Rates of products (a layer's, the thin ones of adapters, float8), of copies and of pinned memory;
+flash attention of packed documents with and without repeated keys and values; FlexAttention against
+a dense mask, for tiles of two sizes; each function of common/fused.py compiled, against the same
+lines run plainly. Writes bench/results/gpu_facts-DEVICE.json after every fact; one that fails is
+recorded, the others go on, and the exit status is 1.
 """
 import argparse
 import functools
@@ -142,7 +143,8 @@ def flex(device):
 
     def forward(function, *inputs):
         return [function(*inputs)]
-    at, both = torch.arange(1024, device=device), with_gradients if q.is_cuda else forward      # a CPU has no backward
+    at = torch.arange(1024, device=device)
+    both = with_gradients if q.is_cuda else forward     # a CPU has no backward
     wanted = with_gradients(lambda *t: F.scaled_dot_product_attention(*t, attn_mask=rule(0, 0, at[:, None], at)), q, k,
                             v)
     ways = {"tiles of 128": (128, {}, both), "tiles of 128, 8 warps": (128, dit.KERNEL, both),

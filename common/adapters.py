@@ -76,7 +76,8 @@ def attach(model, config, base_name=None, autocast=True):
     with warnings.catch_warnings():     # peft asks transformers in a way that newer transformers finds old
         warnings.simplefilter("ignore", FutureWarning)
         wrapped = get_peft_model(model, config)
-    config.base_model_name_or_path = tensor_files.found_again(base_name)    # now: get_peft_model overwrites it
+    # now: get_peft_model overwrites it
+    config.base_model_name_or_path = tensor_files.found_again(base_name)
     for module in wrapped.modules():
         if autocast and type(module) is Linear and not config.use_dora:     # DoRA's own forward is PEFT's
             module.cast_input_dtype_enabled = False     # PEFT need not cast inputs to fp32 first

@@ -75,7 +75,10 @@ def remove_named(folder, *patterns, keep=None):
 
 
 def new_table(folder):
-    """Path of a data set's table, new at each start: a running job keeps the one it has mapped."""
+    """Path in `folder` for the table of a data set, which is made anew at each start.
+
+    A running job keeps the one that it has mapped; earlier ones go by remove_named.
+    """
     return Path(folder) / f"table-{uuid.uuid4().hex[:8]}"
 
 
@@ -339,7 +342,10 @@ def write_several(folder, write):
 
 
 def checkpoints(output_dir):
-    """[(step, path)] of the renamed, so complete, checkpoints, oldest first. PermissionError."""
+    """[(step, path)] of the renamed, thus complete, checkpoint folders, oldest first.
+
+    PermissionError as it comes.
+    """
     found = []
     for path in Path(output_dir).iterdir() if os.path.exists(output_dir) else ():
         match = re.fullmatch(r"checkpoint-(\d+)", path.name)

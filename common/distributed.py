@@ -191,7 +191,9 @@ def what_is_lacking(error):
 
 @contextlib.contextmanager
 def naming(path):
-    """An OSError in this context is about `path`: most have no name, or a temporary one."""
+    """An OSError in this context is about `path`. Most come without a name, that of a full disk,
+    say; others have that of a temporary file.
+    """
     try:
         yield
     except OSError as error:

@@ -150,7 +150,9 @@ def nearest(name, known):
 
 
 class Args(argparse.Namespace):
-    """Parsed flags. Not in vars(): given, as before any check; named by command line or file."""
+    """Parsed flags. Not in vars(): given, as they were before a script's check filled in what
+    derives; named, those that the command line or its file names.
+    """
     __slots__ = ("given", "named")
 
 
@@ -473,7 +475,8 @@ def check_shared(args):
          "--gpu_memory needs --dry_run")
     need(args.dry_run is not None or not args.host_memory, "--host_memory needs --dry_run")
     need(not (args.compile and args.gradient_checkpointing == "selective"),
-         "--gradient_checkpointing selective does not go with --compile; drop one of the two")
+         "--gradient_checkpointing selective does not go with --compile: inside a compiled layer "
+         "nothing can be picked out; drop one of the two")
     names = list(dict.fromkeys(words_of(args.report_to)))
     need("none" not in names or names == ["none"], "--report_to none goes with no other")
     args.report_to = [name for name in names if name != "none"]

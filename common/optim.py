@@ -81,7 +81,9 @@ def guarded_step(optimizer, bad):
 
 
 class StepFlags:
-    """What the host has to know of each step (not finite? save? stop?), fetched one step late."""
+    """What the host has to know of each optimizer step, fetched one step late so that the device is never waited for:
+    was its gradient not finite, did any rank ask to save or to stop.
+    """
 
     def __init__(self, device, bad_total=0):
         cuda = device.type == "cuda"

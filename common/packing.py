@@ -40,9 +40,10 @@ def best_fit(lengths, order, budget):
 
 
 def windows(lengths, order, budget):
-    """Yield, for each window of 4096 samples, lists of samples of at most `budget` tokens, longest first.
+    """Yield, for each window of 4096 samples, lists of samples of at most `budget` tokens.
 
-    lengths (n,) tokens; order (n,) sample indices to pack. ValueError: one is longer than the budget.
+    lengths (n,) tokens; order (n,) sample indices to pack, in each window longest first.
+    ValueError: a sample is longer than the budget.
     """
     for start in range(0, len(order), 4096):
         window = order[start:start + 4096]

@@ -40,7 +40,9 @@ def leave_products(model, mode):
 
 
 def set_mode(model, layers, mode):
-    """Have a model's layers be called as `mode` of flags.MODES wants it; None: plainly."""
+    """Have a model's layers be called as `mode` of flags.MODES wants it; None: plainly. layers: of transformers, or
+    the model calls them by model.call.
+    """
     leave_products(model, mode)
     if hasattr(model, "call"):
         model.call = caller(mode)

@@ -50,7 +50,8 @@ def passes(state, module, parameters):
         # a rank whose loss differs has spoilt the sums of the others
         named = [line for line in wrong if "loss" in line] or [line for line in wrong if line]
         raise WrongResult(f"step {state.step + 1} computed twice is not the same on "
-                          f"{'; '.join(named)}. Give the same command again without that machine")
+                          f"{'; '.join(named)}. Nothing of this step is saved; the same command "
+                          "goes on from the last checkpoint, without that machine")
 
 
 def results(loss, parameters):

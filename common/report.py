@@ -461,8 +461,8 @@ def write_report(runs, args):
         need(clips, f"--samples {folder}: no .wav file in it; give a folder of generate_tts.py")
         columns.append((folder.resolve().name, clips))
     found = sum(len(samples) for _, samples in columns)
-    # the same prompts at every step: the first by name
-    columns = [(label, samples[:args.sample_count or None]) for label, samples in columns]
+    if args.sample_count:       # the same prompts at every step: the first by name
+        columns = [(label, samples[:args.sample_count]) for label, samples in columns]
     shown = sum(len(samples) for _, samples in columns)
     there = [path.resolve() for path in evaluations]
     evaluations += [path for path in map(Path, args.evaluations) if path.resolve() not in there]

@@ -43,7 +43,9 @@ class Damaged(Exception):
 
 
 def read_json(path, kinds):
-    """A file's JSON object, or None unless it has {key: type} kinds and no negative count."""
+    """A JSON object from a file, or None where it is not one, or lacks a key of {key: type} kinds,
+    or has something else or a negative count there.
+    """
     try:
         found = json_files.loads(path.read_bytes())
     except ValueError:      # is not JSON
@@ -176,10 +178,12 @@ def fitting_meta(path, output_dir, resume, identity):
         before = meta["identity"].get(name)
         remedy = "give the same flags"
         if name == "training data" and before != value:
-            (texts, _, then), (same, _, now) = (str(x).partition(" audio ") for x in (before, value))
-            if texts == same and not (then and now):    # an older checkpoint, or a dry run: texts alone
+            texts, _, audio = str(before).partition(" audio ")
+            texts_now, _, audio_now = str(value).partition(" audio ")
+            # an older checkpoint, or a dry run, knows the texts alone
+            if texts == texts_now and not (audio and audio_now):
                 continue
-            if texts == same:
+            if texts == texts_now:
                 remedy = "its audio has other codes: give back the files and --code_cache of then"
         if before != value:
             raise UserError(f"{path}: was made with another {name} ({before}, this run {value}); "

@@ -288,7 +288,9 @@ class TrainState:
         yield micro == self.args.gradient_accumulation_steps - 1
 
     def note_loss(self, loss, samples):
-        """Note, without a host sync, whether a micro-step's loss is finite, and its samples."""
+        """Note, without a host sync, whether a micro-step's loss is finite: its samples are named if the step is
+        skipped. samples: their numbers.
+        """
         self.loss = loss.detach()
         self.finite.append((torch.isfinite(loss.detach()), list(samples)))
 
@@ -402,7 +404,9 @@ class TrainState:
     # -- checkpoints, the end ------------------------------------------------------------------------------------------
 
     def better(self, loss, tie=0.0):
-        """Whether a validation loss is the best so far; notes it. tie: decides among equals."""
+        """Whether a validation loss is the best so far; notes it. One that is not finite never is. tie: what
+        decides between equal losses, less is better.
+        """
         if not math.isfinite(loss + tie):
             return False
         if self.best_loss is not None and (loss, tie) >= (self.best_loss, self.best_tie):
@@ -411,7 +415,9 @@ class TrainState:
         return True
 
     def to_save(self, identity, **more):
-        """state.json of a checkpoint made now. Collective. more: the script's; see find_resume."""
+        """state.json of a checkpoint made now. Collective. identity: find_resume's; more:
+        the script's.
+        """
         self.watch.moved(f"saving at step {self.step}", self.args.wait_timeout)
         self.saved_step, self.saved_at = self.step, time.monotonic()
         self.asked_to_save, self.flags.save = False, False

@@ -68,7 +68,7 @@ def find_folder(name, flag, more=()):
 
 
 def found_again(name):
-    """A model's name that other working directories find as well: of the hub, or a folder's whole path."""
+    """A model's name that any working directory finds: of the hub, or a folder's whole path."""
     return os.path.abspath(name) if name and os.path.isdir(name) else name
 
 

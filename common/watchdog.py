@@ -87,7 +87,9 @@ def leave_marker(output_dir, text):
 
 
 def beat_seconds(ranks, limit_s):
-    """Seconds between two beats: more ranks beat less often each, but within GRACE_S."""
+    """Seconds between two beats of a rank: of more ranks the store hears each less often, but within GRACE_S, in which
+    a failure has to be seen.
+    """
     return min(limit_s / 10, max(1.0, (ranks / 8) ** 0.5), 0.8 * GRACE_S)
 
 

@@ -39,7 +39,7 @@ def download_tokenizer(name, may_be, hint):
 
 
 def auto_tokenizer(folder):
-    """transformers' tokenizer of a folder, without warnings: it suspects configs it does not know."""
+    """transformers' tokenizer of a folder, without its warnings of configs it does not know."""
     import transformers
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()

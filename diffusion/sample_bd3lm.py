@@ -208,7 +208,7 @@ def asked(question):
 
 
 def talker(solver, folder, seed):
-    """answer(question) for converse by a folder's chat template, behind the latest turns that fit."""
+    """answer(question) for converse by a folder's chat template, behind the last turns that fit."""
     from diffusion import chats
     encoder, said, most = chats.encoder_of(folder), [], solver.layout.max_length
 
@@ -219,8 +219,9 @@ def talker(solver, folder, seed):
             if len(problem.ids) <= most * 3 // 4:       # the rest is for the answer
                 break
         if first and len(problem.ids) < most:
-            print(f"notice     no room for all that was said in --max_length {most}: "
-                  f"what was asked first is forgotten, {printable(said[first - 2]['content'], 60)!r}")
+            forgotten = printable(said[first - 2]["content"], 60)
+            print(f"notice     no room for all that was said in --max_length {most}: what was "
+                  f"asked first is forgotten, {forgotten!r}")
         text = answer_aloud(solver, problem, seed)
         if text:
             said[:] = [*messages, {"role": "assistant", "content": text}]

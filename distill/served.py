@@ -71,7 +71,8 @@ class Sampler:
             for file, write in files.items():
                 write(folder / file)
             end = time.monotonic() + 2 * self.server.timeout        # of both: the other ranks wait
-            self.call("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, True, end)
+            self.call("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, True,
+                      end)
             if before:
                 self.call("/unload_lora_adapter", {"lora_name": before}, True, end)
                 shutil.rmtree(self.folder / before, ignore_errors=True)

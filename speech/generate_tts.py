@@ -66,8 +66,9 @@ def build_parser():
                    "likest by --speaker_model; a faultless one is not tried again")
     g.add_argument("--split_text", type=int, default=0, metavar="N", help="speak texts of more than N characters part "
                    "by part, cut behind sentences; each part behind the reference, or the part before it; 0 = off")
-    g.add_argument("--stream", metavar="FILE", help="with --split_text, of one --text: write its sound part by part as "
-                   "it is spoken, to this WAV file, or raw (24 kHz, 16 bit) to stdout: -")
+    g.add_argument("--stream", metavar="FILE",
+                   help="with --split_text, of one --text: write its sound part by part as it is "
+                        "spoken, to this WAV file, or raw (24 kHz, 16 bit) to stdout: -")
     choices.recognisers(g)
     choices.speakers(g)
     g = p.add_argument_group("output")
@@ -86,7 +87,8 @@ def check_flags(args, world_size):
     for flag in ("reference_audio", "reference_text", "system_prompt", "scene"):
         need(not (chatml and getattr(args, flag)), f"--{flag} is for texts and lines; a ChatML prompt says so itself")
     need(args.reference_audio or not args.reference_text, "--reference_text says what is said in --reference_audio")
-    flags.zero_or_more(args, "temperature", "top_k", "ras_window", "ras_repeats", "seed", "split_text")
+    flags.zero_or_more(args, "temperature", "top_k", "ras_window", "ras_repeats", "seed",
+                       "split_text")
     need(args.seed < 2**62, f"--seed is {args.seed}; it must be below 2**62")
     need(args.top_p is None or 0 < args.top_p <= 1, f"--top_p is {args.top_p}; it must be more than 0 and at most 1")
     flags.above_zero(args, "max_seconds")
@@ -104,8 +106,9 @@ def check_flags(args, world_size):
     need(not (args.split_text and chatml), "--split_text is for texts and lines, not for ChatML prompts")
     need(not args.stream or args.split_text and len(args.text or ()) == world_size == 1,
          "--stream takes one --text, --split_text and one process")
-    need(args.overwrite or not Path(args.stream or "").is_file(), f"--stream {args.stream} is there: --overwrite it")
-    need(Path(args.stream or "").parent.is_dir(), f"--stream {args.stream}: there is no such folder; make it first")
+    stream = Path(args.stream or "-")
+    need(args.overwrite or not stream.is_file(), f"--stream {stream} is there: --overwrite it")
+    need(stream.parent.is_dir(), f"--stream {stream}: there is no such folder; make it first")
 
 
 if __name__ == "__main__" and any(word in ("-", "--stream=-") for word in sys.argv):
@@ -136,14 +139,17 @@ def read_texts(args, normalize):
     """The Samples to speak; raises UserError. normalize: of generate.read_prompts."""
     if args.prompts and args.prompts.lower().endswith(CHATML):
         return generate.read_prompts(args.prompts, normalize)
-    lines = generate.read_lines(args.prompts) if args.prompts else [(f"--text {text!r}", text) for text in args.text]
+    lines = [(f"--text {text!r}", text) for text in args.text or ()]
+    lines = generate.read_lines(args.prompts) if args.prompts else lines
     return generate.text_prompts(lines, normalize, args.reference_audio, args.reference_text,
                                  args.system_prompt, args.scene)
 
 
 def setting_to_speak(wanted, model, adapter=None):
-    """(whether to normalise, a line that says so and why). wanted: --normalize_text, or None for what the checkpoint
-    was trained with. model, adapter: folders.
+    """(whether to normalise, a line that says so and why).
+
+    wanted: --normalize_text, or None for what the checkpoint was trained with. model, adapter:
+    folders.
     """
     folder = adapter or model
     saved = text_normalization.saved_setting(folder)
@@ -156,7 +162,9 @@ def setting_to_speak(wanted, model, adapter=None):
 
 
 def earlier_results(output_dir, overwrite):
-    """Make the output folder, this run's from here on; earlier results in it, which only --overwrite allows. UserError."""
+    """Make the output folder, this run's from here on; files of an earlier run in it, which only --overwrite allows.
+    Raises UserError.
+    """
     checkpoint.own_output(output_dir)
     old = [path for path in Path(output_dir).iterdir()
            if path.suffix in (".wav", ".png", ".json", ".npy") and path.stem.isdigit() or path.name == "best.jsonl"]
@@ -209,7 +217,8 @@ def speak_takes(native, codec, ids, settings, prompts, seed, prepare, args):
         return prepare(samples, [int(prompts[i].name) for i, *_ in asked])
     given = (args.reference_audio, args.reference_text) if args.reference_audio else None
     texts = [takes.parts(prompt.text, args.split_text) for prompt in prompts]
-    whole = takes.speak_parts(texts, [given] * len(texts), behind, speak, judges, args.stream and takes.stream(args.stream))
+    write = takes.stream(args.stream) if args.stream else None
+    whole = takes.speak_parts(texts, [given] * len(texts), behind, speak, judges, write)
     return [prompt for prompt, *_ in whole], [tuple(found) for _, *found in whole]
 
 
@@ -263,7 +272,8 @@ def base_dtype(name, device):
 def load_to_speak(folder, config, adapter, dtype, device, four_bits=False):
     """Native model for generate on the device, in eval mode; an adapter stays beside its frozen base, in fp32.
 
-    config: config.json's dict. adapter: PEFT folder or None. four_bits: the base's layers as nf4.py's. Raises UserError.
+    config: the folder's config.json dict. adapter: PEFT folder or None. four_bits: the base's layers as nf4.py has
+    them. Raises UserError.
     """
     module = versions.module(config)
     native = net = module.empty_model(config, dtype, folder)

@@ -118,7 +118,7 @@ def mine(tmp_path_factory):
         assert (home / "mine" / name).read_text().startswith(text)
 
 
-def train(python, repository, script, flags, starts=2):
+def assert_trains(python, repository, script, flags, starts=2):
     """Two runs of one command, from the user's root to a first save and from the copy's folder on; or only the first.
 
     The user's root is on PYTHONPATH, where many have it.
@@ -154,13 +154,13 @@ def test_a_copy_of_the_speech_trainer(quick_python, mine, tiny, tmp_path):
     """All weights of a base of 2025. It has no processor files: the copy's own chat template is saved."""
     subprocess.run([quick_python, mine / "higgs" / "lora.py", "export", "--model_path", tiny.model, "--output_dir",
                     tmp_path / "base"], check=True, capture_output=True, cwd=mine)
-    train(quick_python, mine, "train_v2_ddp.py", [
+    assert_trains(quick_python, mine, "train_v2_ddp.py", [
         "--model_path", tmp_path / "base", "--audio_tokenizer_path", tiny.codec, "--train_data_file", tiny.train_json,
         "--code_cache", tiny.codes])
 
 
 def test_a_copy_of_block_diffusion(quick_python, mine):
-    train(quick_python, mine, "diffusion/train_bd3lm.py", [
+    assert_trains(quick_python, mine, "diffusion/train_bd3lm.py", [
         "--demo", "100", "--model_size", "nano", "--eval_repeats", "1", "--per_device_train_batch_size", "4",
         "--warmup_steps", "1"], starts=1)
 
@@ -168,6 +168,6 @@ def test_a_copy_of_block_diffusion(quick_python, mine):
 def test_a_copy_of_the_chat_trainer(quick_python, mine, tmp_path):
     student = chats.student(tmp_path / "student")
     data = chats.write(tmp_path / "chats.jsonl", chats.conversations(24))
-    train(quick_python, mine, "distill/train_sft.py", [
+    assert_trains(quick_python, mine, "distill/train_sft.py", [
         "--model_path", student, "--train_data_file", data, "--per_device_train_batch_size", "2",
         "--gradient_accumulation_steps", "1"], starts=1)

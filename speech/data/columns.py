@@ -15,7 +15,8 @@ COLUMNS = {     # what a column of a manifest means, by its name in lower case; 
     "duration": ("duration", "seconds"), "offset": ("offset", "start", "start_time"), "end": ("end", "end_time"),
     "ref_audio": ("ref_audio", "ref_audio_file", "ref_audio_path", "reference_audio", "prompt_audio"),
     "ref_text": ("ref_text", "ref_transcript", "reference_text", "prompt_text"),
-    "voice_prompts": ("voice_prompts",), "voices": ("voices",), "normalize_text": ("normalize_text",)}
+    "voice_prompts": ("voice_prompts",), "voices": ("voices",),
+    "normalize_text": ("normalize_text",)}
 
 
 def find_columns(names, given=""):

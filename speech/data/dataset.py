@@ -101,7 +101,9 @@ class Table:
         return len(self.lengths)
 
     def fingerprint(self, numbers):
-        """Short hash of tokens, labels, clip lengths, relative numbers of (sorted) samples; and of codes."""
+        """Short hash of tokens, labels, clip lengths, relative numbers of (sorted) samples; with
+        " audio " before it, one of the checksums of codes.
+        """
         if not len(numbers):
             return ""
         first, stop = numbers[0], numbers[-1] + 1
@@ -111,9 +113,9 @@ class Table:
         digest = hashlib.sha256()
         for values in (self.tokens[tokens], self.labelled[tokens], frames, numbers - first):
             digest.update(np.ascontiguousarray(values))
-        # a dry run lacks some
-        audio = f" audio {hashlib.sha256(checksums).hexdigest()[:16]}" if (checksums >= 0).all() else ""
-        return digest.hexdigest()[:16] + audio
+        if (checksums < 0).any():       # a dry run lacks some
+            return digest.hexdigest()[:16]
+        return f"{digest.hexdigest()[:16]} audio {hashlib.sha256(checksums).hexdigest()[:16]}"
 
     def file(self, i):
         """The source of sample i."""

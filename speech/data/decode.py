@@ -1,7 +1,7 @@
 """Audio files -> waveforms of clips, and the codec frames that they will give, from their headers alone.
 
-A file's bytes are hashed and decoded piece by piece (soundfile), averaged to mono, cut, and resampled
-to 24 kHz (soxr HQ). What is wrong with a file is a ValueError with the reason.
+A file's bytes are hashed and decoded piece by piece (soundfile), averaged to mono, cut, and
+resampled to 24 kHz (soxr HQ). What is wrong with a file is a ValueError with the reason.
 """
 import hashlib
 import io

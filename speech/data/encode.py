@@ -1,7 +1,8 @@
 """Audio files -> codec codes, once ever: the codec, and sharing the work among the ranks.
 
-Each distinct file is decoded once (speech/data/decode.py). Each distinct content is encoded once, clip by clip, because
-zero-padding a batch changes the codes. Where the codes then lie: speech/data/code_cache.py.
+Each distinct file is decoded once (speech/data/decode.py). Each distinct content is encoded once,
+clip by clip, because zero-padding a batch changes the codes. Where the codes then lie:
+speech/data/code_cache.py.
 
 The codec (and with it torchaudio) is imported only when a clip is missing.
 """
@@ -38,7 +39,15 @@ from speech.data.code_cache import (
     look_up,
 )
 from speech.data.conversations import FILLED_S, file_of, unit_of
-from speech.data.decode import check_codes, cut_wave, decode_file, filled, header_frames, holds_codes, read_codes
+from speech.data.decode import (
+    check_codes,
+    cut_wave,
+    decode_file,
+    filled,
+    header_frames,
+    holds_codes,
+    read_codes,
+)
 
 MEASURES = ("seconds", "peak", "rms", "clipped", "dc")     # of a clip's sound: those of measure()
 SHARD_CLIPS, SHARD_SECONDS = 4096, 60.0     # a crash loses at most this much encoding

@@ -63,7 +63,8 @@ def row_entry(row, opened, paths):
     return {"messages": [{"role": "system", "content": system}, *turns,
                          {"role": "user", "content": text},
                          {"role": "assistant", "content": audio_item(row)}],
-            "speaker": row.get("speaker"), "language": row.get("language"), "misc": {"sample_id": row.get("id")},
+            "speaker": row.get("speaker"), "language": row.get("language"),
+            "misc": {"sample_id": row.get("id")},
             "normalize_text": row.get("normalize_text")}, notes
 
 

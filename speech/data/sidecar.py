@@ -93,7 +93,7 @@ def _rows(folder, audio, text):
     row = {"id": os.path.join(inside, stem), "audio": str(audio), "speaker": speaker, "text_file": text}
     if text.suffix == ".json":
         with contextlib.suppress(UserError):        # read_text says what is wrong
-            row["normalize_text"] = json_files.read_object(text).get("normalize_text")      # of a take
+            row["normalize_text"] = json_files.read_object(text).get("normalize_text")  # of a take
     cuts = cues(text)
     if cuts is None:
         return [row]

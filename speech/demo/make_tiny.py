@@ -190,7 +190,11 @@ def make_model(out_dir, tokenizer, seed=0, **config_overrides):
 
 
 def make_codec(out_dir, seed=0):
-    """Saves a random codec, (B, 1, n) at 24 kHz -> (B, 8, about n / 960). Needs torchaudio."""
+    """Saves a random codec in OUT_DIR/codec and returns it: (B, 1, n) audio at 24 kHz -> (B, 8,
+    about n / 960) codes.
+
+    Raises ImportError where torchaudio is missing: the codec resamples with it.
+    """
     from transformers import DacConfig, HiggsAudioV2TokenizerConfig, HiggsAudioV2TokenizerModel, HubertConfig
     sizes = {"encoder_hidden_size": 2, "decoder_hidden_size": 64, "hidden_size": 16}
     acoustic = DacConfig(downsampling_ratios=CODEC_STRIDES, upsampling_ratios=CODEC_STRIDES, **sizes)

@@ -148,7 +148,8 @@ def streams(sample, ids):
         spoken = said_by_clip(turn, asked) if turn.role == "assistant" else []
         for place, (text, clip) in enumerate(spoken):
             if turn.trained and len(set(map(str.strip, SPEAKER.findall(text)))) > 1:
-                raise BadSample("has several speakers in one clip; Higgs TTS 3 has no marks of them")
+                raise BadSample("has several speakers in one clip, which Higgs TTS 3 has no marks "
+                                "for")
             # [SPEAKER0] would be read aloud: the model has never seen it
             if SPEAKER.search(text):
                 left_out.append("lose a speaker's mark")

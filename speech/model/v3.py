@@ -84,7 +84,10 @@ def weight_names(native):
 
 
 def save_config(native, tokenizer, folder, source, codec=None):
-    """Copy the files of `source`, the base, that stand beside weights -> {}: nothing made."""
+    """The files of a checkpoint beside its weights, as they stand in `source` -> {}: nothing is made.
+
+    source: the folder of the model that was trained from.
+    """
     for path in Path(source).iterdir():
         if path.name in OWN_FILES:
             shutil.copyfile(path, Path(folder) / path.name)
@@ -248,7 +251,10 @@ def loss_report(sums, reduction, text_weight, prefix):
 
 
 def empty_model(config_dict, dtype, folder=None):
-    """Higgs3 with its parameters on the meta device; config_dict: of config.json."""
+    """Higgs3 with its parameters on the meta device: names, shapes and dtypes, no memory; reset_buffers is to follow.
+
+    config_dict: of config.json. folder: where that stands; nothing else is read there.
+    """
     config = read_config(config_dict)
     with torch.device("meta"):
         model = Higgs3(config).to(dtype)

@@ -25,8 +25,9 @@ SENTENCE = r"(?<=[.!?…])\s+|(?<=[。！？])"        # ends there
 def speak(native, codec, ids, settings, prompts, seed, takes, judges):
     """[(codes, ended_by, wave, {fact: value})] of each Prompt, of so many takes the best one.
 
-    Best is what ended by itself, of those what has the fewest character errors, of those what is likest to the voice.
-    judges: scores.Judges. A prompt that nothing is wrong with is not spoken again, unless likeness is asked for.
+    Best is what ended by itself, of those what has the fewest character errors, of those what is
+    likest to the voice. judges: scores.Judges. A prompt that nothing is wrong with is not spoken
+    again, unless likeness is asked for.
     """
     kept, left = [None] * len(prompts), list(range(len(prompts)))
     for take in range(takes):
@@ -48,7 +49,8 @@ def speak(native, codec, ids, settings, prompts, seed, takes, judges):
 
 
 def parts(text, most):
-    """[part] of a text, of at most `most` characters but for longer words, cut behind sentences, long ones between words.
+    """[part] of a text, of at most `most` characters but for longer words: cut behind sentences,
+    and longer sentences between words.
     """
     found = []
     for sentence in re.split(SENTENCE, text):
@@ -75,7 +77,8 @@ def stream(path):
     """write(wave so far), for --stream: adds what is new to a WAV file, or raw to stdout ("-")."""
     import soundfile
     where, how = (1, "RAW") if path == "-" else (path, "WAV")
-    file = soundfile.SoundFile(where, "w", generate.SAMPLE_RATE, 1, "PCM_16", format=how, closefd=False)
+    file = soundfile.SoundFile(where, "w", generate.SAMPLE_RATE, 1, "PCM_16", format=how,
+                               closefd=False)
 
     def write(wave):
         file.write(wave[file.frames:])
@@ -86,9 +89,9 @@ def stream(path):
 def speak_parts(texts, references, prepare, speak_some, judges, write=None):
     """[(Prompt, codes, ended_by, wave, facts)] of texts, each a list of parts, spoken part by part.
 
-    references: of each text (path, what it says) or None: then each part is spoken behind the codes of the part before.
-    prepare([(number, part, reference)]) -> [Prompt]. speak_some(Prompts, round) -> speak()'s list. write: of stream(), of
-    a single text.
+    references: of each text (path, what it says) or None: then each part is spoken behind the codes
+    of the part before. prepare([(number, part, reference)]) -> [Prompt]. speak_some(Prompts, round)
+    -> speak()'s list. write: of stream(), where there is one text.
     """
     said = [[] for _ in texts]
     with tempfile.TemporaryDirectory() as folder:
@@ -138,7 +141,8 @@ def good_rows(samples, records, max_cer, min_frames):
             *before, answer = sample.turns
             messages = [{"role": turn.role, "content": list(map(part, turn.parts))}
                         for turn in (*before, replace(answer, parts=[*answer.parts[:-1], Clip(about["name"] + SAVED)]))]
-            rows.append({"messages": messages, **{name: about[name] for name in ("cer", "normalize_text")}})
+            rows.append({"messages": messages, "cer": about["cer"],
+                         "normalize_text": about["normalize_text"]})
     return rows
 
 

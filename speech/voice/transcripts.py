@@ -39,7 +39,7 @@ def hear(world, clips, numbers, folder, settings, how):
     distributed.rank0_first(world, lambda: scores.load_judges(**settings) and None)
     judges = scores.load_judges(**settings)
 
-    def plan():     # before anything is heard; codes that only their bytes tell are found on the way
+    def plan():     # before anything is heard; codes known by their bytes alone are found later
         if saved := [clips[i].path for i in numbers if clips[i].path.endswith(SAVED)]:
             raise UserError(NO_SOUND.format(saved[0]))
         folder.mkdir(exist_ok=True)

@@ -59,7 +59,7 @@ def plain_loop(net, logits_of, samples):
     return found
 
 
-def compare(model, logits_of, samples, ids):
+def assert_plain_divergence(model, logits_of, samples, ids):
     """Value and every gradient of the packed forward and the plain loop, over 1,000 cells or more."""
     batch, net = collate(samples, ids), model.net
     ours = model(batch, keep=True)
@@ -86,7 +86,7 @@ def test_divergence_equals_a_plain_loop(model, data):
         logits = model.base_model(**inputs).logits.view(-1, 8, 1026)
         following = sample["audio_labels"][1:]
         return logits[sample["is_audio"].tolist()][:-1][(following != IGNORE).any(axis=1)]
-    compare(model, logits_of, samples, ids)
+    assert_plain_divergence(model, logits_of, samples, ids)
 
 
 def test_divergence_of_tts_3_equals_a_plain_loop(model3):
@@ -101,7 +101,7 @@ def test_divergence_of_tts_3_equals_a_plain_loop(model3):
         prompt = sample["input_ids"][:4], np.zeros(4, bool)
         rows = torch.cat([torch.as_tensor(sample["audio_ids"]), torch.zeros(1, 8, dtype=torch.long)])   # last: no input
         return v3.forced_logits.__wrapped__(model.base_model, prompt, None, rows)
-    compare(model, logits_of, samples, ids)
+    assert_plain_divergence(model, logits_of, samples, ids)
 
 
 def test_the_model_against_itself_teaches_nothing(model, data, monkeypatch):

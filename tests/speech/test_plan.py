@@ -269,7 +269,7 @@ def test_the_3b_model_is_planned_without_its_weights(tiny, huge, tmp_path):
 def test_a_checkpoint_of_the_3b_model_needs_room_on_the_disk(run, huge, disk):
     flags = ("--model_path", huge, *EIGHT_GPUS)
     disk(64 * 1024)
-    complains(run(*flags), "1 checkpoints need 64.50 GiB, its disk has 64.00 GiB free")
+    assert complains(run(*flags), "1 checkpoints need 64.50 GiB, its disk has 64.00 GiB free")
     disk(65 * 1024)
     done = run(*flags)
     assert done.status == 0 and "65.00 GiB free" in line_of(done.output, "disk"), done.output
@@ -279,17 +279,17 @@ def test_a_checkpoint_of_the_3b_model_needs_room_on_the_disk(run, huge, disk):
 def test_too_little_host_memory(run, huge):
     """A save takes 12 bytes a value, times 1.4, on the node of DDP's rank 0; offloading 16 more."""
     offload = ("--model_path", huge, "--bf16", "--parallel", "fsdp", "--cpu_offload", "--dry_run", 16)
-    complains(run(*offload, "--host_memory", 88.1), "host memory: about 88.15 GiB needed by the 8 ranks of a node, "
-              "which has 88.10 GiB; what helps: a node or Slurm job with more (--host_memory", "no --cpu_offload, "
-              "more nodes, --use_lora")
+    assert complains(run(*offload, "--host_memory", 88.1),
+                     "host memory: about 88.15 GiB needed by the 8 ranks of a node, which has 88.10 GiB; what helps: "
+                     "a node or Slurm job with more (--host_memory", "no --cpu_offload, more nodes, --use_lora")
     assert "host memory:" not in run(*offload, "--host_memory", 88.2).output
-    complains(run("--host_memory", 0.01), "host memory: about ", "--parallel fsdp on several nodes, --use_lora")
+    assert complains(run("--host_memory", 0.01), "host memory: about ", "--parallel fsdp on several nodes, --use_lora")
 
 
 @pytest.mark.slow
 def test_full_fine_tuning_of_3b_in_ddp_is_refused(run, huge):
-    complains(run("--model_path", huge, "--bf16", "--dry_run", 8, "--host_memory", 91), "memory: about ", "80.00 GiB",
-              "what helps: --parallel fsdp, --parallel fsdp --cpu_offload, --use_lora")
+    assert complains(run("--model_path", huge, "--bf16", "--dry_run", 8, "--host_memory", 91), "memory: about ",
+                     "80.00 GiB", "what helps: --parallel fsdp, --parallel fsdp --cpu_offload, --use_lora")
     lora = run("--model_path", huge, "--bf16", "--use_lora", "--dry_run", 8)
     assert lora.status == 0 and "9.175 M trainable" in lora.output, lora.output
     weights = number(r"weights +([\d.]+) GiB", lora.output)
@@ -319,7 +319,7 @@ def test_all_is_well(run):
 
 
 def test_a_checkpoint_of_another_run(run, used_copy):
-    complains(run(*LORA, "--seed", 1), "checkpoint-1", "another seed (42, this run 1)")
+    assert complains(run(*LORA, "--seed", 1), "checkpoint-1", "another seed (42, this run 1)")
     assert "resumed from" in run(*LORA, "--max_steps", 2).output
 
 
@@ -350,8 +350,8 @@ def test_bad_rows_and_bad_audio_are_one_list(run, tmp_path):
     rows = [{"audio": "none.wav", "text": "Hi."}, {"audio": "bad.wav", "text": "Hi."}]
     (tmp_path / "m.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "bad.wav").write_text("no audio")
-    complains(run("--train_data_file", tmp_path / "m.jsonl"), "error: 2 problems:",
-              "line 1 (none.wav): audio file 'none.wav' not found", "line 2 (bad.wav): its audio")
+    assert complains(run("--train_data_file", tmp_path / "m.jsonl"), "error: 2 problems:",
+                     "line 1 (none.wav): audio file 'none.wav' not found", "line 2 (bad.wav): its audio")
     (tmp_path / "m.jsonl").write_text(json.dumps(rows[0]) + "\n")
     assert len(complains(run("--train_data_file", tmp_path / "m.jsonl"), "'none.wav' not found")) == 1
 
@@ -366,10 +366,10 @@ def test_weights_that_do_not_fit(run, tiny, tmp_path):
     for spoil, said in ((lost, "1 missing keys, first model.layers.1.mlp.up_proj.weight"),
                         (narrow, "audio_lm_head.weight (8208, 127) instead of (8208, 128)")):
         folder = change_weights(copy_of(tiny.model, tmp_path / spoil.__name__, "nothing"), spoil)
-        complains(run("--model_path", folder), folder, said)
+        assert complains(run("--model_path", folder), folder, said)
     folder = copy_of(tiny.model, tmp_path / "cut", "nothing")
     os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 1)
-    complains(run("--model_path", folder), folder, "cannot be read")
+    assert complains(run("--model_path", folder), folder, "cannot be read")
 
 
 def test_codec_of_another_kind(run, tiny, tmp_path):
@@ -378,7 +378,7 @@ def test_codec_of_another_kind(run, tiny, tmp_path):
         folder = copy_of(tiny.codec, tmp_path / key, "nothing")
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, key: value}))
-        complains(run("--audio_tokenizer_path", folder), folder, said)
+        assert complains(run("--audio_tokenizer_path", folder), folder, said)
 
 
 @pytest.mark.slow
@@ -390,7 +390,7 @@ def test_memory_and_disk(run):
     message = complains(run("--gpu_memory", 1.01, "--parallel", "fsdp", "--gradient_checkpointing", "--bf16",
                             "--per_device_train_batch_size", 1, "--use_lora"), "what helps: --cpu_offload")
     many = ("--max_steps", 10**12, "--save_steps", 1, "--save_total_limit")     # exabytes
-    complains(run(*many, 0), "1000000000001 checkpoints need", "its disk has", "free")
+    assert complains(run(*many, 0), "1000000000001 checkpoints need", "its disk has", "free")
     assert run(*many, 3).status == 0
 
 
