@@ -459,8 +459,10 @@ def train(args):
     if args.best_by != "loss":
         validation += [args.best_by, speaker.fingerprint()]
     resume, meta = run.find_resume(args.output_dir, args.resume, identity, world)
-    if meta and " audio " not in meta["validation"][0]:     # an older one: its best still counts
-        validation[0] = validation[0].partition(" audio ")[0]
+    if meta:        # the best of an older checkpoint still counts
+        from common.resume import same_data
+        if same_data(meta["validation"][0], validation[0]):
+            validation[0] = meta["validation"][0]
 
     # -- order, number of steps: every rank knows them without asking; so all agree ---------------
     accumulation, at = args.gradient_accumulation_steps, run.position(meta)

@@ -176,19 +176,22 @@ def fitting_meta(path, output_dir, resume, identity):
     # what decides the order of the data, or which weights there are; other flags may change
     for name, value in identity.items():
         before = meta["identity"].get(name)
-        remedy = "give the same flags"
-        if name == "training data" and before != value:
-            texts, _, audio = str(before).partition(" audio ")
-            texts_now, _, audio_now = str(value).partition(" audio ")
-            # an older checkpoint, or a dry run, knows the texts alone
-            if texts == texts_now and not (audio and audio_now):
-                continue
-            if texts == texts_now:
-                remedy = "its audio has other codes: give back the files and --code_cache of then"
-        if before != value:
+        same, remedy = before == value, "give the same flags"
+        if name == "training data":
+            same, remedy = same_data(before, value), "give the same flags and files"
+        if not same:
             raise UserError(f"{path}: was made with another {name} ({before}, this run {value}); "
-                            f"{remedy} or another --output_dir")
+                            f"{remedy}, or another --output_dir")
     return meta
+
+
+def same_data(before, now):
+    """Whether two fingerprints of data agree, in what follows " audio " where both have that: a
+    checkpoint of before 2026-11-26, and a dry run, know the texts alone.
+    """
+    texts, _, audio = str(before).partition(" audio ")
+    texts_now, _, audio_now = str(now).partition(" audio ")
+    return texts == texts_now and (audio == audio_now or not (audio and audio_now))
 
 
 def last_args(output_dir, resume):
