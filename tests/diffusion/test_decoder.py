@@ -172,14 +172,14 @@ def test_folders_of_slow_tokenizers_are_read_as_transformers_reads_them(models, 
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "sdar"}))
     transformers.logging.set_verbosity_warning()
-    logging.getLogger("transformers").addHandler(caplog.handler)      # it propagates nothing
+    logging.getLogger("transformers").addHandler(caplog.handler)      # it propagates nothing but in CI
     tokens = load_tokenizer(tmp_path, "gsm8k", "<|im_end|>")
     logging.getLogger("transformers").removeHandler(caplog.handler)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert not caplog.records and transformers.logging.get_verbosity() == logging.WARNING
+    theirs = AutoTokenizer.from_pretrained(tmp_path)        # may warn
     for text in ("12345 pens\n\n  and a half.", "Ben's<|im_end|>"):
         assert tokens.encode(text) == theirs(text)["input_ids"]
     assert tokens.end == theirs.eos_token_id == ROWS + 2 and tokens.mask == len(theirs) == ROWS + 3
-    assert not caplog.records and transformers.logging.get_verbosity() == logging.WARNING
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 1024}))     # as GPT-2's
     (tmp_path / "config.json").unlink()
     assert init_from.vocabulary(tmp_path) == {word: i for i, word in enumerate(words)}
