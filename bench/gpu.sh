@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# What is measured on one GPU, in four parts that each end within 10 minutes on a cold machine.
+# What is measured on one GPU, in five parts that each end within 10 minutes on a cold machine.
 #
 #   bash bench/gpu.sh 1     # facts that choose code, and the tests of kernels on the GPU
 #   bash bench/gpu.sh 2     # the speech trainer's step, eager and compiled: time, profile, peak
 #   bash bench/gpu.sh 3     # block diffusion
 #   bash bench/gpu.sh 4     # chats; then transformers' Trainer beside ours
+#   bash bench/gpu.sh 5     # compiled layers whose products Inductor may fuse with what follows them
 #   DRY_RUN=1 bash bench/gpu.sh 1       # print the commands
 #
 # Each command has its time, and what it leaves unused those behind it may use. All write what they
@@ -23,7 +24,7 @@ SCALE=${SCALE:-100}             # of each time, %
 DRY_RUN=${DRY_RUN:-0}           # 1: print the commands, end
 
 die() { echo "error: gpu.sh: $*" >&2; exit 1; }
-[[ $PART =~ ^[1-4]$ ]] || die "which part: 1, 2, 3 or 4"
+[[ $PART =~ ^[1-5]$ ]] || die "which part: 1, 2, 3, 4 or 5"
 cd "$repo"
 [ "$DRY_RUN" = 1 ] || [ -n "$SHAPES" ] ||
     "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
@@ -84,6 +85,14 @@ case $PART in
     profile 120 chats "$chats" --lora
     speed 210 chats "$chats" --lora --ways "ours, packed" Trainer "Trainer, no padding"
     speed 220 speech "$speech" --lora --ways "ours, compiled" Trainer
+    ;;
+5)
+    # torch tries each product with its own kernels and with the library's, and takes the fastest
+    export TORCHINDUCTOR_MAX_AUTOTUNE_GEMM=1
+    RESULTS=$RESULTS/autotuned      # beside those of the parts before
+    mkdir -p "$RESULTS"
+    profile 240 blocks "$blocks" --compile
+    profile 300 speech "$speech" --lora --compile
     ;;
 esac
 if [ "$DRY_RUN" = 1 ]; then exit; fi

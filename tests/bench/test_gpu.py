@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.trainer import ROOT
 
 PARTS = {"1": ["gpu_facts", "pytest"], "2": ["profile_step"] * 2, "3": ["profile_step", "profile_step", "speed"],
-         "4": ["profile_step", "speed", "speed"]}
+         "4": ["profile_step", "speed", "speed"], "5": ["profile_step"] * 2}
 
 
 class Parsed(Exception):
@@ -109,4 +109,4 @@ echo "ran $1"
 def test_without_a_gpu_it_is_one_line(tmp_path):
     status, output = gpu("2", PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="")
     assert status == 1 and output.startswith("error: gpu.sh: ") and "finds no GPU" in output and output.count("\n") == 1
-    assert gpu("5")[1] == "error: gpu.sh: which part: 1, 2, 3 or 4\n"
+    assert gpu("6")[1] == "error: gpu.sh: which part: 1, 2, 3, 4 or 5\n"
