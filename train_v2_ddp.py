@@ -449,7 +449,8 @@ def train(args):
         torch.set_float32_matmul_precision("high")
     if args.auto or dry:
         from speech import plan
-        data = plan.Data(table, ids, train_ids, eval_ids, speaker or keeper, keeper)
+        speakers = [one for one in (speaker, keeper) if one]
+        data = plan.Data(table, ids, train_ids, eval_ids, speakers, keeper)
     if args.auto and plan.choose(args, world, ranks, model, data):
         model, parts = empty_trained_model(module, folder, config_dict, args)
     identity = run_identity(folder, table, train_ids, args) if main_rank else None
