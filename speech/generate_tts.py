@@ -28,8 +28,7 @@ def build_parser():
     g = p.add_argument_group("model")
     g.add_argument("--model_path", required=True, help="model or full checkpoint, folder or hub name: Higgs-Audio V2 "
                    "(native or 2025 format) or Higgs TTS 3")
-    g.add_argument("--audio_tokenizer_path", help="native audio tokenizer, folder or hub name (default: the codec "
-                   "inside a Higgs TTS 3 checkpoint)")
+    choices.codec(g)
     g.add_argument("--adapter", help="folder with adapter_model.safetensors, used on top of --model_path")
     g.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU when there is one")
     g.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto",

@@ -5,7 +5,7 @@ import numpy as np
 import torch
 
 from common import plan, step_memory
-from common.packing import PackOrder, pack_order
+from common.packing import PackOrder
 from common.problems import collect
 from speech.data.code_cache import FRAME_RATE
 from speech.data.dataset import samples_line
@@ -110,8 +110,8 @@ def memory(args, model, setup, data, order, epochs=range(1)):
     found = step_memory.estimate(step_of(model), setup, worst(packs), held_out)
     if data.keeper:
         rows = kept_rows(data.keeper)
-        order = pack_order(rows[:, :2].sum(1), tokens_per_pack=setup.budget,
-                           samples_per_pack=setup.batch_size, seed=args.seed)
+        order = PackOrder(rows[:, :2].sum(1), tokens_per_pack=setup.budget,
+                          samples_per_pack=setup.batch_size, seed=args.seed)
         kept = (*worst(packs_of(order, range(20), rows, setup.budget)), True)
         other = step_memory.estimate(step_of(model), setup, kept, held_out)
         if other.peak > found.peak:
