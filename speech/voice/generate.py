@@ -64,7 +64,7 @@ class Prompt:
     tokens: np.ndarray      # (n,) int64 up to <|audio_out_bos|>, a row of codes for each <|AUDIO_OUT|>
     audio_ids: np.ndarray   # (a, 8) int64 delayed codes of the clips in it
     is_audio: np.ndarray    # (n,) bool, where those stand among the tokens
-    references: list        # paths of those clips
+    references: list        # those clips, as far as they are recordings
     target: Clip | None     # the true recording, where the file has one
     target_seconds: float | None = None
 
@@ -221,7 +221,7 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
                 codes[number] = read_codes(clip.path)[1].astype(np.int64)
                 check_codes(codes[number], clip.offset, ids.num_codebooks, ids.stream_bos)
                 continue
-            sounds.add(clip.path)
+            sounds.add(number)
             wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
             codes[number] = encode_clip(codec, filled(wave) if clip.filled else wave, bandwidth, ids.num_codebooks)
         except ValueError as error:
@@ -244,7 +244,7 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
             problems.append(f"{sample.name}: its true recording {target.path} {error}; mend it, or leave it out")
         prompts.append(Prompt(f"{number:04d}", sample.name, spoken_text(sample), row["input_ids"], row["audio_ids"],
                               row["is_audio"],
-                              [path for c in clips[:-1] if (path := builder.clips[c].path) in sounds],
+                              [builder.clips[c] for c in clips[:-1] if c in sounds],
                               target if heard else None, length))
         assert len(row["input_ids"]) >= MIN_TOKENS or not isinstance(ids, TokenIds)
         if len(row["input_ids"]) > room:
@@ -431,10 +431,11 @@ def png(picture):
 
 def record(prompt, codes, ended_by, seed, real_time_factor):
     """What is to be known about one spoken Prompt, for its JSON file."""
-    clip = prompt.target
+    clip, voice = prompt.target, prompt.references[-1] if prompt.references else None
     return {"name": prompt.name, "text": prompt.text, "source": prompt.source, "seed": seed, "frames": len(codes),
             "seconds": len(codes) / FRAME_RATE, "real_time_factor": real_time_factor, "ended_by": ended_by,
-            "reference_audio": prompt.references[-1] if prompt.references else None,
+            "reference_audio": voice and voice.path, "reference_offset": voice and voice.offset,
+            "reference_seconds": voice and voice.duration,
             "target_audio": clip and clip.path, "target_offset": clip and clip.offset,
             "target_seconds": prompt.target_seconds}
 

@@ -128,7 +128,7 @@ def test_lines_and_reference_make_the_canonical_prompt(tiny, voice, tmp_path):
                     "<|end_header_id|>\n\n<|audio_out_bos|><|audio_eos|><|eot_id|><|start_header_id|>user"
                     "<|end_header_id|>\n\nThe map: where?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
                     "<|audio_out_bos|>")
-    assert said[0].references == [clip] and said[1].source.endswith("line 3")
+    assert said[0].references == [Clip(clip)] and said[1].source.endswith("line 3")
 
 
 # -- Generation --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -238,7 +239,7 @@ def test_codes_and_sound_are_told_apart_by_their_first_bytes(voice, tmp_path):
         return prepare(samples, [0])[0]
     one, other = asked(saved, sound), asked(sound, saved)
     assert not one.references and one.target_seconds == 1 and np.array_equal(np.diag(one.audio_ids[1:9]), codes[0])
-    assert other.references == [sound] and other.target is None and other.target_seconds is None
+    assert other.references == [Clip(sound)] and other.target is None and other.target_seconds is None
     clips, how = [Clip(saved), Clip(sound)], Encoding(VOICE / "codec", tmp_path / "cache", 8)
     planned = plan_codes(clips, how)[2][:, 2]
     folder, shards, where = ensure_codes(WORLD, clips, how)
@@ -246,6 +247,21 @@ def test_codes_and_sound_are_told_apart_by_their_first_bytes(voice, tmp_path):
     assert np.array_equal(CodeReader(folder, shards).codes(*where[0].tolist()), codes)
     heard = transcripts.hear(WORLD, clips, np.array([1]), tmp_path / "heard", {"asr_command": "sh -c 'echo four'"}, how)
     assert heard == {1: "four"}
+
+
+@pytest.mark.parametrize("kind", ["reference", "target"])
+def test_a_voice_is_that_of_the_cut(kind, tmp_path):
+    """Of a recording of two people, second by second."""
+    one, other = (0.3 * np.sin(2 * np.pi * hertz * np.arange(24000) / 24000) for hertz in (200, 900))
+    soundfile.write(tmp_path / "two.wav", np.concatenate([one, other]), 24000)
+
+    def embed(wave):
+        found = np.abs(np.fft.rfft(wave, 16000))
+        return found / np.linalg.norm(found)
+    for clip, like in ((Clip(str(tmp_path / "two.wav"), 0.0, 1.0), one), (Clip(str(tmp_path / "two.wav"), 1.0), other)):
+        prompt = SimpleNamespace(name="0", text="a", references=[clip] * (kind == "reference"), target=clip)
+        (facts,), _ = takes.judge([prompt], [like.astype(np.float32)], scores.Judges(None, embed, False, None, []), CPU)
+        assert facts["speaker_similarity"] > 0.99
 
 
 # -- Good takes as training data ---------------------------------------------------------------------------------------
