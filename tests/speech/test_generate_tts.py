@@ -533,6 +533,21 @@ def test_results_of_an_earlier_run_are_not_mixed_in(refuse, tmp_path):
     assert (tmp_path / "out" / "0007.wav").exists()
 
 
+def test_overwriting_spares_what_is_read(refuse, tmp_path):
+    """A take whose voice the next one is to have; a list of prompts, and clips in it, as --max_cer leaves them."""
+    out = tmp_path / "out"
+    out.mkdir()
+    soundfile.write(out / "0000.wav", 0.1 * np.random.default_rng(0).standard_normal(24000), 24000)
+    clip = {"role": "assistant", "content": {"type": "audio", "audio_url": str(out / "0000.wav")}}
+    rows = [{"messages": [{"role": "user", "content": "b"}, clip, {"role": "user", "content": "a"}]}]
+    voice = "--text", "a", "--reference_text", "b", "--reference_audio", out / "0000.wav"
+    listed = "--prompts", written(tmp_path / "prompts.json", rows)
+    best = "--prompts", written(out / "best.jsonl", rows[0])
+    for flags, name in ((voice, "0000.wav"), (listed, "0000.wav"), (best, "0000.wav")):
+        assert f"--overwrite would delete {out / name}, which is read" in refuse(*flags, "--overwrite")
+        assert (out / "0000.wav").exists()
+
+
 def test_overwriting_waits_until_all_is_checked(refuse, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "0007.wav").write_bytes(b"good")
