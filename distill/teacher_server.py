@@ -245,7 +245,8 @@ async def ask_server(name, draw, server, request, patience):
             if error.code not in TRANSIENT:
                 return Answer(why, "refused")
             if error.retry_after.isdecimal():
-                pause = max(pause, float(error.retry_after))
+                left = end - time.monotonic() - 1       # a last time, where it asks for longer
+                pause = max(pause, min(float(error.retry_after), left))
         except MALFORMED as error:
             why = explain(error)
         if time.monotonic() + pause > end:

@@ -314,7 +314,7 @@ def main(argv=None):
              "--reference_audio and --reference_text go together: the model needs to know what the clip says")
         samples = read_texts(args, normalize)
         files = [args.prompts or "", *(clip.path for s in samples for turn in s.turns for clip in turn.clips)]
-        lost = {Path(file).resolve() for file in files} & {path.resolve() for path in old}
+        lost = {Path(file).resolve() for file in files} & {path.resolve() for path in (*old, Path(args.stream or "-"))}
         need(not lost, f"--overwrite would delete {min(lost, default='')}, which is read: give another --output_dir")
         config, tokenizer = module.read_config(config_dict), module.load_tokenizer(folder)
         ids = module.token_ids(tokenizer, config)
