@@ -88,9 +88,7 @@ AUDIO = (".wav", ".flac", ".mp3", ".ogg")
 
 @dataclass
 class Sample:
-    """One generated clip. target, voice: (path, offset, seconds) of recordings to compare with, or None; the offset is
-    None for all of a file.
-    """
+    """One generated clip. target, voice: (path, *stretch of read_audio) of recordings to compare with, or None."""
     name: str
     audio: Path
     text: str | None
@@ -145,9 +143,7 @@ def read_sample(audio, reference_dir, needs_text):
 
 
 def find_audio(facts, what, path):
-    """(path, offset, seconds) of the recording that a JSON names: the file as it stands, or beside the JSON. None if it
-    names none. UserError.
-    """
+    """(path, offset, seconds) of the recording that a JSON names, here or beside it; None if it names none. UserError."""
     name, *stretch = (facts.get(f"{what}_{key}") for key in ("audio", "offset", "seconds"))
     if name is None:
         return None

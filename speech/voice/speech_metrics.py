@@ -13,9 +13,7 @@ VOICE_HZ = 2000                 # pitch sees nothing above: hiss would look like
 
 
 def read_audio(path, offset=None, seconds=None):
-    """(n,) float32 mono at RATE: the file, or so many seconds, None for all, of it from offset on. UserError names the
-    file.
-    """
+    """(n,) float32 mono at RATE: the file, or from offset on so many seconds (None: all). UserError names the file."""
     import soundfile
     try:
         wave, rate = soundfile.read(path, dtype="float32", always_2d=True)
