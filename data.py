@@ -11,11 +11,10 @@ import time
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from common import checkpoint, distributed
+from common import checkpoint, distributed, loading
 from common.problems import Problems
-from common.watchdog import init_loader
 from speech.data.builder import TableBuilder
 from speech.data.dataset import Table, ensure_codes, is_prepared, keep_prepared
 from speech.data.rows import read_all
@@ -140,9 +139,5 @@ def collate(samples, ids, pad_to=0):
 
 def make_loader(table, ids, packs, *, num_workers, prefetch_factor, pad_to=0):
     """DataLoader of PackedBatches over `packs`, an iterable of lists of sample numbers."""
-    return DataLoader(SpeechSamples(table, ids), batch_sampler=packs, num_workers=num_workers,
-                      collate_fn=lambda samples: collate(samples, ids, pad_to),
-                      prefetch_factor=prefetch_factor if num_workers else None, persistent_workers=num_workers > 0,
-                      multiprocessing_context="fork" if num_workers else None,      # workers share the mapped table
-                      worker_init_fn=init_loader,
-                      generator=torch.Generator())      # else each loader would draw from the generator of the dropout
+    return loading.over_packs(SpeechSamples(table, ids), packs, lambda samples: collate(samples, ids, pad_to),
+                              num_workers, prefetch_factor)

@@ -152,7 +152,7 @@ import lora  # first: it explains a torchaudio that breaks every transformers im
 from common import adapters, checkpoint, distributed, loading, metrics, optim, run, tensor_files
 from common.distributed import UserError
 from common.json_files import read_object
-from common.packing import PackOrder, pack_order, rank_packs, run_length
+from common.packing import PackOrder, rank_packs, run_length
 from common.problems import collect
 from common.watchdog import stop_requested
 from data import collate, make_loader, prepare_table
@@ -449,7 +449,8 @@ def train(args):
         torch.set_float32_matmul_precision("high")
     if args.auto or dry:
         from speech import plan
-        data = plan.Data(table, ids, train_ids, eval_ids, speaker or keeper, keeper)
+        speakers = [one for one in (speaker, keeper) if one]
+        data = plan.Data(table, ids, train_ids, eval_ids, speakers, keeper)
     if args.auto and plan.choose(args, world, ranks, model, data):
         model, parts = empty_trained_model(module, folder, config_dict, args)
     identity = run_identity(folder, table, train_ids, args) if main_rank else None
@@ -466,9 +467,9 @@ def train(args):
 
     # -- order, number of steps: every rank knows them without asking; so all agree ---------------
     accumulation, at = args.gradient_accumulation_steps, run.position(meta)
-    order = pack_order(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
-                       samples_per_pack=args.per_device_train_batch_size, seed=args.seed,
-                       group_by_length=args.group_by_length)
+    order = PackOrder(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
+                      samples_per_pack=args.per_device_train_batch_size, seed=args.seed,
+                      group_by_length=args.group_by_length)
     per_step = ranks * accumulation
     steps_per_epoch, total_steps = run_length(
         order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps, at)

@@ -18,9 +18,10 @@ import time
 from queue import SimpleQueue
 
 import torch
-from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader
 
 from common.flags import UserError
+from common.watchdog import init_loader
 
 ALIGNMENT = 64      # bytes; kernels may expect 16, views of other types 8
 DEPTH = 2           # batches that are read ahead
@@ -77,13 +78,14 @@ def to(batch, device):
     return type(batch)(**values_of(batch) | views(buffer.to(device, non_blocking=True), layout))
 
 
-def report_unsent(queue, error, item):
-    """What a loader process cannot hand over, because /dev/shm is full or no file can be opened, is its error instead.
-
-    multiprocessing's own hook of that name, _on_queue_feeder_error, prints a traceback, and the trainer would wait.
-    """
-    number, _ = item
-    queue.put((number, ExceptionWrapper((type(error), error, error.__traceback__), "in a loader process")))
+def over_packs(samples, packs, collate, num_workers, prefetch_factor):
+    """DataLoader of collate([samples[i] of a pack]) over `packs`, an iterable of lists of numbers."""
+    more = {}
+    if num_workers:     # forked: they share what is mapped
+        more = {"prefetch_factor": prefetch_factor, "persistent_workers": True, "multiprocessing_context": "fork"}
+    return DataLoader(samples, batch_sampler=packs, collate_fn=collate, num_workers=num_workers,
+                      worker_init_fn=init_loader, **more,
+                      generator=torch.Generator())      # else each loader would draw from the generator of the dropout
 
 
 def named(error, batches):

@@ -96,15 +96,15 @@ def _shuffled(packs, size, rng):
 class PackOrder:
     """Deterministic packs of every epoch.
 
-    lengths: (n,) tokens per sample. Either samples_per_pack > 0 (fixed count) or tokens_per_pack > 0 (whole samples up
-    to a token budget; which samples share a pack is then fixed by the seed and epochs shuffle the packs).
+    lengths: (n,) tokens per sample. tokens_per_pack > 0: whole samples up to a token budget; which samples share a pack
+    is then fixed by the seed and epochs shuffle the packs. Else samples_per_pack > 0 decides, a fixed count.
     group_by_length: packs of similar lengths (fixed count only), shuffled in blocks so that ranks stay balanced.
     shuffle=False keeps the file's order, for validation.
     """
 
     def __init__(self, lengths, *, samples_per_pack=0, tokens_per_pack=0, seed=0, group_by_length=False, shuffle=True):
-        if (samples_per_pack > 0) == (tokens_per_pack > 0):
-            raise ValueError("give exactly one of samples_per_pack and tokens_per_pack")
+        if max(samples_per_pack, tokens_per_pack) <= 0:
+            raise ValueError("give samples_per_pack or tokens_per_pack")
         self.lengths = np.asarray(lengths)
         self.samples_per_pack, self.seed, self.shuffle = samples_per_pack, seed, shuffle
         self.group_by_length = group_by_length
@@ -172,15 +172,6 @@ def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
             for micro in range(accumulation):
                 yield plan.pack(step + micro * world_size + rank).tolist()
         epoch, first = epoch + 1, 0         # only the first epoch may begin in its middle
-
-
-def pack_order(lengths, *, tokens_per_pack, samples_per_pack, seed, group_by_length=False):
-    """PackOrder of a run's training samples: packs of tokens_per_pack where that is above 0, else of samples_per_pack.
-
-    lengths: (n,) tokens.
-    """
-    return PackOrder(lengths, seed=seed, group_by_length=group_by_length, tokens_per_pack=tokens_per_pack,
-                     samples_per_pack=0 if tokens_per_pack else samples_per_pack)
 
 
 def run_length(packs_per_epoch, per_step, epochs, max_steps, position):

@@ -15,7 +15,7 @@ import torch
 from common import checkpoint, metrics, recomputation, resume, tensor_files
 from common.distributed import UserError, rank0_first
 from common.flags import local_ranks, named, need
-from common.packing import pack_order
+from common.packing import PackOrder
 from common.problems import collect
 from common.step_memory import Setup
 from common.text import GIB, counted, size
@@ -335,9 +335,9 @@ def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
     """decide() with packs of tokens. lengths, longest: of by_tokens. memory_of(setup, PackOrder)."""
     @functools.cache
     def order_of(budget):
-        return pack_order(lengths, tokens_per_pack=budget, seed=args.seed,
-                          samples_per_pack=args.per_device_train_batch_size,
-                          group_by_length=getattr(args, "group_by_length", False))
+        return PackOrder(lengths, tokens_per_pack=budget, seed=args.seed,
+                         samples_per_pack=args.per_device_train_batch_size,
+                         group_by_length=getattr(args, "group_by_length", False))
     setups = by_tokens(args, setup_of(args, ranks), lengths, order_of, longest)
     return decide(args, world, setups, lambda setup: memory_of(setup, order_of(setup.budget)),
                   lambda setup: len(lengths) / order_of(setup.budget).packs_per_epoch)

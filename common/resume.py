@@ -179,6 +179,10 @@ def fitting_meta(path, output_dir, resume, identity):
         same, remedy = before == value, "give the same flags"
         if name == "training data":
             same, remedy = same_data(before, value), "give the same flags and files"
+            if same_data(str(before).partition(" audio ")[0], value):       # the texts are the same
+                remedy = ("its codes of audio are others: give the recordings as they were, and the "
+                          "--code_cache or prepared folder of that run (codes that are made anew on "
+                          "another kind of device differ in a few)")
         if not same:
             raise UserError(f"{path}: was made with another {name} ({before}, this run {value}); "
                             f"{remedy}, or another --output_dir")

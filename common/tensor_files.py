@@ -72,18 +72,18 @@ def found_again(name):
     return os.path.abspath(name) if name and os.path.isdir(name) else name
 
 
-def fingerprint_weights(folder):
+def fingerprint_weights(folder, form="{} {}"):
     """Short hash of a checkpoint folder's config and of both ends of each weight file: which model is this?"""
-    return fingerprint_files(sorted(Path(folder).glob("*.safetensors")) + [Path(folder) / "config.json"])
+    return fingerprint_files(sorted(Path(folder).glob("*.safetensors")) + [Path(folder) / "config.json"], form)
 
 
-def fingerprint_files(paths):
-    """Short hash of the names, the sizes and both ends of files."""
+def fingerprint_files(paths, form="{} {}"):
+    """Short hash of the names, the sizes and both ends of files. form: of name and size in what is hashed."""
     digest = hashlib.sha256()
     for path in paths:
         with naming(path), open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
-            digest.update(f"{path.name} {size}".encode())
+            digest.update(form.format(path.name, size).encode())
             for at in (0, max(0, size - 2**20)):
                 file.seek(at)
                 digest.update(file.read(2**20))

@@ -20,10 +20,11 @@ import time
 import traceback
 from pathlib import Path
 
+from torch._utils import ExceptionWrapper
+
 from common import lifetime
 from common.checkpoint import write_atomically
 from common.distributed import FAILED, GRACE_S, first_to_fail
-from common.loading import report_unsent
 from common.text import print_error
 
 MARKER = "requeue"
@@ -62,6 +63,15 @@ def init_loader(worker_id):
         if not isinstance(error, (ConnectionError, EOFError)) and getattr(error, "errno", None) != errno.EMFILE:
             show(kind, error, trace)
     sys.excepthook = hook
+
+
+def report_unsent(queue, error, item):
+    """What a loader process cannot hand over, because /dev/shm is full or no file can be opened, is its error instead.
+
+    multiprocessing's own hook of that name, _on_queue_feeder_error, prints a traceback, and the trainer would wait.
+    """
+    number, _ = item
+    queue.put((number, ExceptionWrapper((type(error), error, error.__traceback__), "in a loader process")))
 
 
 def stop_requested():

@@ -16,14 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from common import distributed
+from common import distributed, loading
 from common.distributed import UserError
 from common.packing import best_fit
 from common.problems import problem as bad_problem
 from common.problems import settle
-from common.watchdog import init_loader
 from diffusion import dit
 from diffusion.choices import CHECKS, EXECUTION, FILL, PLAN, QUESTION, Layout
 from diffusion.noise import Blocks, attended_pairs
@@ -374,11 +373,9 @@ def collate(rows, batch_rows, length, noisy_length, pad):
 
 def make_loader(rows, packs, batch_rows, noisy_length, *, num_workers, prefetch_factor):
     """DataLoader of Blocks over `packs`, an iterable of lists of at most batch_rows row numbers; [] is all padding."""
-    return DataLoader(rows, batch_sampler=packs, num_workers=num_workers,
-                      collate_fn=lambda some: collate(some, batch_rows, rows.length, noisy_length, rows.documents.pad),
-                      prefetch_factor=prefetch_factor if num_workers else None, persistent_workers=num_workers > 0,
-                      multiprocessing_context="fork" if num_workers else None, worker_init_fn=init_loader,
-                      generator=torch.Generator())      # else each loader would draw from the generator of the dropout
+    def batch(some):
+        return collate(some, batch_rows, rows.length, noisy_length, rows.documents.pad)
+    return loading.over_packs(rows, packs, batch, num_workers, prefetch_factor)
 
 
 def row_table(rows):

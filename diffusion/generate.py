@@ -139,6 +139,8 @@ def main():
     model, tokenizer, form = load(folder, args.device)
     if not args.questions and not args.chat:
         parser.error("give a question, or --chat")
+    if not args.temperature >= 0:       # NaN, too
+        parser.error(f"--temperature is {args.temperature}; it must be 0 or more")
     try:
         prompts = [prompt(tokenizer, form, question) for question in args.questions]
         if args.chat:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from common import checkpoint, distributed, loading
 from common.chat import cut, group_key, question, read_chunks, records_at
@@ -23,7 +23,6 @@ from common.checkpoint import naming
 from common.distributed import UserError
 from common.indexing import Column, parallel_map_ordered
 from common.problems import Problems, problem
-from common.watchdog import init_loader
 from distill.choices import LINES
 
 PAD_LENGTH = 128        # padding comes in documents this short: attention costs the square of a document's length
@@ -451,9 +450,6 @@ def collate(samples, pad_to=0, pad_id=0, topk=0, prompted=False):
 
 def make_loader(table, packs, *, num_workers, prefetch_factor, pad_to=0, pad_id=0):
     """DataLoader of PackedChats over `packs`, an iterable of lists of sample numbers."""
-    return DataLoader(ChatSamples(table), batch_sampler=packs, num_workers=num_workers,
-                      collate_fn=lambda samples: collate(samples, pad_to, pad_id, table.topk, table.prompted),
-                      prefetch_factor=prefetch_factor if num_workers else None, persistent_workers=num_workers > 0,
-                      multiprocessing_context="fork" if num_workers else None,      # workers share the mapped table
-                      worker_init_fn=init_loader,
-                      generator=torch.Generator())      # else each loader would draw from the generator of the dropout
+    def batch(samples):
+        return collate(samples, pad_to, pad_id, table.topk, table.prompted)
+    return loading.over_packs(ChatSamples(table), packs, batch, num_workers, prefetch_factor)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from common import distributed, run
-from common.packing import pack_order
+from common.packing import PackOrder
 from distill.dataset import ChatSamples, collate, prepare_table
 
 
@@ -35,8 +35,8 @@ class Keeper:
     def __init__(self, args, world, table, model):
         self.args, self.world, self.model, self.table = args, world, model, table
         self.samples = ChatSamples(table)
-        self.order = pack_order(table.lengths, tokens_per_pack=args.max_tokens_per_batch,
-                                samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
+        self.order = PackOrder(table.lengths, tokens_per_pack=args.max_tokens_per_batch,
+                               samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
 
     def learn(self, step, scale):
         """Add gradients to a step's, if it is time -> {name: value} to log, or {}. Collective."""

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from common import plan, step_memory
-from common.packing import pack_order
+from common.packing import PackOrder
 from distill import weights
 from distill.dataset import PackedChats, samples_line
 from distill.packed_lm import mixture_text
@@ -51,8 +51,8 @@ def memory(model, setup, lengths, targets, order, epochs=range(1), kept=None):
     found = step_memory.estimate(step_of(model), setup, (tokens, trained))
     pack = tokens, trained
     if kept is not None:
-        theirs = pack_order(kept.lengths, tokens_per_pack=setup.budget,
-                            samples_per_pack=setup.batch_size, seed=order.seed)
+        theirs = PackOrder(kept.lengths, tokens_per_pack=setup.budget,
+                           samples_per_pack=setup.batch_size, seed=order.seed)
         theirs = [int(plan.epoch_sums(theirs, range(20), of).max())
                   for of in (kept.lengths, kept.targets)]
         other = step_memory.estimate(step_of(model), setup, (*theirs, model.lora))

@@ -9,15 +9,12 @@ bucket, as with --teacher_path and the same K. Each conversation is one request,
 to its own rows: one that failed and is sent again counts once.
 """
 import math
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from common.distributed import UserError
 from distill.divergence import FLOOR
 from distill.teacher_server import NOT_SET, Server
-
-UNDER_WAY = 64          # requests of a rank at once
 
 
 def known_tokens(found, k):
@@ -36,18 +33,18 @@ def known_tokens(found, k):
 class Scorer:
     """scorer(batch) -> ((ids (R, K), log-probabilities (R, K + 1), the last of all others), None).
 
-    url, name: of the server and its model. timeout: seconds of a call, and of its repetitions.
+    url, name: of the server and its model. timeout: seconds of a call; a batch has twice as many.
     """
 
     def __init__(self, url, name, k, timeout, rows):
         self.server, self.name, self.k = Server(url, timeout, "--teacher_url"), name, k
         self.rows = rows        # of the student's head
 
-    def ask(self, ids):
-        """known_tokens of each place of a conversation; None of the first."""
+    def ask(self, ids, end=None):
+        """known_tokens of each place of a conversation; None of the first. end: of insist."""
         found = self.server.insist("/completions", {
             **NOT_SET, "model": self.name, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
-            "prompt_logprobs": self.k}, hint=f"; it needs --max-logprobs {self.k}")
+            "prompt_logprobs": self.k}, hint=f"; it needs --max-logprobs {self.k}", end=end)
         try:
             first, *rows = found["choices"][0]["prompt_logprobs"]
             if len(rows) != len(ids) - 1:
@@ -63,9 +60,8 @@ class Scorer:
         places = (batch.prompted_rows + 1).tolist()         # of the tokens that are predicted
         wanted = [(a, b) for a, b in zip(bounds, bounds[1:])
                   if any(a < place < b for place in places)]
-        with ThreadPoolExecutor(UNDER_WAY) as pool:
-            rows = dict(zip(wanted, pool.map(lambda part: self.ask(ids[slice(*part)]), wanted)))
-        at = {a + i: row for (a, _), found in rows.items() for i, row in enumerate(found)}
+        found = self.server.each(self.ask, [ids[a:b] for a, b in wanted])
+        at = {a + i: row for (a, _), rows in zip(wanted, found) for i, row in enumerate(rows)}
         tokens, logprobs = (
             torch.tensor([at[place][i] for place in places], dtype=kind).reshape(-1, self.k)
             for i, kind in ((0, torch.int64), (1, torch.float64)))

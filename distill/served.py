@@ -10,14 +10,12 @@ import os
 import shutil
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common import adapters, checkpoint, distributed, tensor_files
 from common.distributed import UserError
 from distill.teacher_server import NOT_SET, Server
 
-UNDER_WAY = 64          # requests of a rank at once
 # the draw is from the softmax, whatever the model's generation_config says
 SOFTMAX = {**NOT_SET, "temperature": 1.0, "top_p": 1.0}
 
@@ -81,21 +79,17 @@ class Sampler:
 
     def draw(self, prompts, seeds, limits, ends):
         """[ids] of an answer to each prompt (ids), the token that ends it included, of at most limits[i] tokens."""
-        def ask(job):
+        def ask(job, end):
             prompt, seed, limit = job
             found = self.call("/completions", {
                 **SOFTMAX, "model": self.name, "prompt": [int(token) for token in prompt], "max_tokens": limit,
                 "seed": seed,
                 "stop_token_ids": [int(token) for token in ends], "ignore_eos": True,       # `ends` alone end an answer
-                "return_token_ids": True, "skip_special_tokens": False})
+                "return_token_ids": True, "skip_special_tokens": False}, end=end)
             choice = found["choices"][0] if isinstance(found, dict) and found.get("choices") else {}
             ids = choice.get("token_ids")
             if not isinstance(ids, list) or not 0 < len(ids) <= limit or not all(type(token) is int for token in ids):
                 raise UserError(f"--base_url {self.server.url}/completions: gave no token_ids of 1 to {limit} tokens; "
                                 "vLLM's server does")
             return ids
-        pool = ThreadPoolExecutor(UNDER_WAY)
-        try:
-            return list(pool.map(ask, zip(prompts, seeds, limits)))
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        return self.server.each(ask, zip(prompts, seeds, limits))

@@ -10,6 +10,7 @@ import ssl
 import threading
 import time
 import urllib.parse
+from concurrent.futures import ThreadPoolExecutor
 
 from common import json_files
 from common.flags import UserError, need, need_package
@@ -21,6 +22,7 @@ WHOLE_RUN = (401, 402, 404, 405)        # wrong key, no credit, wrong address: n
 UNKNOWN = re.compile("unsupported|not supported|unrecogni|unknown|unexpected|extra|not permitted|"
                      "not allowed|invalid")
 TOO_LONG = ("context length", "too long", "maximum model length", "max_model_len", "longer than")
+UNDER_WAY = 64          # requests of each() at once
 NOTICE_S = 10           # seconds between notices of calls that failed
 SAID = 2**16            # bytes read of what a server says about an error
 # what a server would else take from the model's generation_config, and the value that changes
@@ -109,17 +111,30 @@ class Server:
         """call(), and again where what failed may fail only for a while. UserError when that is
         over, after twice `timeout` seconds, or by `end`; hint: what it then says beside.
         """
-        end, pause = end or time.monotonic() + 2 * self.timeout, 0.5
+        last, pause = min(end or math.inf, time.monotonic() + self.timeout), 0.5    # to try again
         while True:
             try:
-                within = max(1, end - time.monotonic())
-                return self.call(path, body, text, min(self.timeout, within))
+                left = (end or math.inf) - time.monotonic()
+                return self.call(path, body, text, max(0.01, min(self.timeout, left)))
             except MALFORMED as error:
                 lasts = isinstance(error, Refused) and error.code not in TRANSIENT
-                if lasts or time.monotonic() + pause > end - self.timeout:
+                if end and isinstance(error, TimeoutError):
+                    hint = (f"; the calls of a step have {2 * self.timeout:g} s together, twice "
+                            "--request_timeout")
+                if lasts or time.monotonic() + pause > last:
                     raise UserError(f"{self.flag} {self.url}{path}: {explain(error)}{hint}")
             time.sleep(pause)
             pause = min(2 * pause, 30)
+
+    def each(self, ask, jobs):
+        """[ask(job, end)], UNDER_WAY at once. end: time.monotonic() of insist, the same for all of
+        them: other ranks wait.
+        """
+        end, pool = time.monotonic() + 2 * self.timeout, ThreadPoolExecutor(UNDER_WAY)
+        try:
+            return list(pool.map(lambda job: ask(job, end), jobs))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def fetch(self, path, body=None, text=False, within=None):
         """GET, or POST of a JSON body; the JSON that comes back, whole within so many seconds, or
@@ -230,7 +245,8 @@ async def ask_server(name, draw, server, request, patience):
             if error.code not in TRANSIENT:
                 return Answer(why, "refused")
             if error.retry_after.isdecimal():
-                pause = max(pause, float(error.retry_after))
+                left = end - time.monotonic() - 1       # a last time, where it asks for longer
+                pause = max(pause, min(float(error.retry_after), left))
         except MALFORMED as error:
             why = explain(error)
         if time.monotonic() + pause > end:

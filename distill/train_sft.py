@@ -179,7 +179,7 @@ import torch
 from tqdm import tqdm
 
 from common import chat, checkpoint, distributed, loading, metrics, optim, run, tensor_files, watchdog
-from common.packing import PackOrder, pack_order, rank_packs, run_length
+from common.packing import PackOrder, rank_packs, run_length
 from common.problems import collect
 from distill import packed_lm, weights
 from distill.dataset import Reading, make_loader, prepare_table, samples_line, split_samples, write_held_out
@@ -453,8 +453,8 @@ def train(args):
 
     # -- order, number of steps: known to every rank, so all make the same number of collectives ---
     accumulation, at = args.gradient_accumulation_steps, run.position(meta)
-    order = pack_order(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
-                       samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
+    order = PackOrder(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
+                      samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
     packs_per_step = ranks * accumulation
     # static shapes, unless each sample stands there twice
     pad_to = 0 if args.teacher_path else args.max_tokens_per_batch

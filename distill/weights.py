@@ -7,9 +7,6 @@ models the latter. What else from_pretrained would have to convert (quantised or
 """
 import contextlib
 import copy
-import hashlib
-import json
-import os
 from functools import partial
 from pathlib import Path
 
@@ -221,13 +218,5 @@ def save_config(model, tokenizer, folder):
 
 
 def fingerprint_weights(folder):
-    """Short hash of a checkpoint folder's config and of both ends of each weight file: which model is this?"""
-    digest = hashlib.sha256()
-    for path in sorted(Path(folder).glob("*.safetensors")) + [Path(folder) / "config.json"]:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            digest.update(json.dumps([path.name, size]).encode())
-            for at in (0, max(0, size - 2**20)):
-                file.seek(at)
-                digest.update(file.read(2**20))
-    return digest.hexdigest()[:16]
+    """tensor_files' hash of a checkpoint folder, in the form that this trainer's checkpoints have it."""
+    return tensor_files.fingerprint_weights(folder, '["{}", {}]')

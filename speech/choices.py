@@ -76,6 +76,10 @@ def check_recognisers(args):
     need(not (args.asr_model and args.asr_command), "give one of --asr_model and --asr_command")
     need(args.asr_time_limit == 3600 or args.asr_command, "--asr_time_limit is for --asr_command")
     flags.above_zero(args, "asr_time_limit")
+    spoken, most = getattr(args, "sample_time_limit", 0), getattr(args, "wait_timeout", float("inf"))
+    need(not args.asr_command or args.asr_time_limit + spoken < most,
+         f"--asr_time_limit {args.asr_time_limit:g}{f' + --sample_time_limit {spoken:g}' * bool(spoken)} must be below "
+         f"--wait_timeout {most}, for which other processes wait; lower it")
     need(not args.language or args.asr_model or args.asr_command,
          "--language: only --asr_model and --asr_command make use of it")
 

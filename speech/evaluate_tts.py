@@ -7,8 +7,8 @@
     python speech/evaluate_tts.py --check_layout --model_path bosonai/higgs-tts-3-4b clips.jsonl       # layout_check.py
 
 A folder holds what generate_tts.py writes: NAME.wav and NAME.json with "text", "ended_by" ("eos" or "length"), and
-maybe "reference_audio" (the voice to be cloned) and "target_audio" (the same text, truly spoken; all of the file, or
-"target_seconds" of it from "target_offset" on). Printed is a table; each folder gets evaluation.json.
+maybe "reference_audio" (the voice to be cloned) and "target_audio" (the same text, truly spoken), all of the file, or
+"target_seconds" ("reference_seconds") of it from "target_offset" on. Printed is a table; each folder gets evaluation.json.
 
     wer, cer             errors against "text" over its words or characters, all samples together, as heard by
                          --asr_model or --asr_command; texts are compared by whisper's rules (scores.normaliser), "text"
@@ -88,14 +88,13 @@ AUDIO = (".wav", ".flac", ".mp3", ".ogg")
 
 @dataclass
 class Sample:
-    """One generated clip. target and voice: recordings to compare with, or None."""
+    """One generated clip. target, voice: (path, *stretch of read_audio) of recordings to compare with, or None."""
     name: str
     audio: Path
     text: str | None
     ended_by: str | None
-    target: Path | None
-    stretch: tuple          # what of the target: (offset, seconds); the offset is None for all of it
-    voice: Path | None
+    target: tuple | None
+    voice: tuple | None
     real_time_factor: float | None = None       # of its generation
 
 
@@ -132,31 +131,30 @@ def read_sample(audio, reference_dir, needs_text):
         raise UserError(f'{path}: "text" is {text!r}; word errors need the text that was to be spoken')
     if ended_by not in ("eos", "length", None):
         raise UserError(f'{path}: "ended_by" is {ended_by!r}; it must be "eos" or "length"')
-    stretch = (None, None) if reference_dir else (facts.get("target_offset"), facts.get("target_seconds"))
-    if stretch[0] is not None and not all(isinstance(x, (int, float)) and x >= 0 for x in stretch):
-        raise UserError(f'{path}: "target_offset" and "target_seconds" are {stretch}, not two numbers of seconds')
     if reference_dir:
-        target = next((t for end in AUDIO if (t := Path(reference_dir) / (audio.stem + end)).is_file()), None)
+        target = next(((t, None, None) for end in AUDIO if (t := Path(reference_dir) / (audio.stem + end)).is_file()), None)
         if target is None:
             raise UserError(f"--reference_dir {reference_dir}: has no {audio.stem}.wav (nor .flac, .mp3, .ogg) "
                             f"for {audio}")
     else:
-        target = find_audio(facts, "target_audio", path)
-    return Sample(audio.stem, audio, text, ended_by, target, stretch, find_audio(facts, "reference_audio", path),
+        target = find_audio(facts, "target", path)
+    return Sample(audio.stem, audio, text, ended_by, target, find_audio(facts, "reference", path),
                   facts.get("real_time_factor") if isinstance(facts.get("real_time_factor"), (int, float)) else None)
 
 
-def find_audio(facts, key, path):
-    """Where the audio file is that a JSON names: as it stands, or beside the JSON. None if it names none. UserError."""
-    name = facts.get(key)
+def find_audio(facts, what, path):
+    """(path, offset, seconds) of the recording that a JSON names, here or beside it; None if it names none. UserError."""
+    name, *stretch = (facts.get(f"{what}_{key}") for key in ("audio", "offset", "seconds"))
     if name is None:
         return None
     if not isinstance(name, str):
-        raise UserError(f'{path}: "{key}" is {name!r}, not a path')
+        raise UserError(f'{path}: "{what}_audio" is {name!r}, not a path')
+    if stretch[0] is not None and not all(isinstance(x, (int, float)) and x >= 0 for x in stretch if x is not None):
+        raise UserError(f'{path}: "{what}_offset" and "{what}_seconds" are {stretch}, not two numbers of seconds')
     for place in (Path(name), path.parent / name):
         if place.is_file():
-            return place
-    raise UserError(f'{path}: "{key}" {name} is not there; looked here and in {path.parent}')
+            return place, *stretch
+    raise UserError(f'{path}: "{what}_audio" {name} is not there; looked here and in {path.parent}')
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -173,13 +171,12 @@ def evaluate(folder, samples, judges, settings):
         row = {"name": sample.name} | dict.fromkeys(METRICS)
         if sample.target:
             ours = speech_metrics.read_audio(sample.audio)
-            true = speech_metrics.read_audio(sample.target, *sample.stretch)
+            true = speech_metrics.read_audio(*sample.target)
             row["length_ratio"] = len(ours) / len(true) if len(true) else None
         if sample.ended_by:
             row["stop_rate"] = float(sample.ended_by == "eos")
         row["real_time_factor"] = sample.real_time_factor
-        like = (sample.target, *sample.stretch) if sample.target else None
-        like = (sample.voice,) if sample.voice else like
+        like = sample.voice or sample.target
         if judges.embed and like:
             for clip in {(sample.audio,), like} - voices.keys():
                 voices[clip] = voice_of(judges.embed, clip, notes)

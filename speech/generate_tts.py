@@ -28,8 +28,7 @@ def build_parser():
     g = p.add_argument_group("model")
     g.add_argument("--model_path", required=True, help="model or full checkpoint, folder or hub name: Higgs-Audio V2 "
                    "(native or 2025 format) or Higgs TTS 3")
-    g.add_argument("--audio_tokenizer_path", help="native audio tokenizer, folder or hub name (default: the codec "
-                   "inside a Higgs TTS 3 checkpoint)")
+    choices.codec(g)
     g.add_argument("--adapter", help="folder with adapter_model.safetensors, used on top of --model_path")
     g.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU when there is one")
     g.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto",
@@ -314,6 +313,9 @@ def main(argv=None):
         need(args.reference_text or not args.reference_audio or versions.is_third(config_dict["model_type"]),
              "--reference_audio and --reference_text go together: the model needs to know what the clip says")
         samples = read_texts(args, normalize)
+        files = [args.prompts or "", *(clip.path for s in samples for turn in s.turns for clip in turn.clips)]
+        lost = {Path(file).resolve() for file in files} & {path.resolve() for path in (*old, Path(args.stream or "-"))}
+        need(not lost, f"--overwrite would delete {min(lost, default='')}, which is read: give another --output_dir")
         config, tokenizer = module.read_config(config_dict), module.load_tokenizer(folder)
         ids = module.token_ids(tokenizer, config)
         codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)

@@ -32,9 +32,9 @@ def decode_audio(path, cuts):
 
 
 def holds_codes(path):
-    """Whether a file is one of saved codes, not of sound. Raises ValueError with the reason."""
-    if path.endswith((SAVED, *AUDIO_FILES)):        # only what has no such ending is read twice
-        return path.endswith(SAVED)
+    """Whether a file is one of saved codes, not of sound, by its first bytes. Raises ValueError with the reason."""
+    if file_of(path) != path and path.endswith(AUDIO_FILES):        # inside another file: not to read it twice
+        return False
     try:
         with opened(path) as file:
             return file.read(6) == b"\x93NUMPY"

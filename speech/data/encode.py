@@ -314,7 +314,7 @@ class Progress:
                 if done != last:
                     changed, last = time.monotonic(), done
                 if time.monotonic() - changed > self.limit_s:
-                    raise UserError(f"no clip was encoded for {self.limit_s:.0f} s: a rank hangs")
+                    raise UserError(f"{self.label}: no clip came for {self.limit_s:.0f} s: a rank hangs")
                 self.bar.update(done - self.bar.n)
                 time.sleep(0.1)
             self.bar.update(self._count("clips") - self.bar.n)

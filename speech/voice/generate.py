@@ -37,7 +37,7 @@ from speech.data.conversations import (
     system_parts,
     trimmed,
 )
-from speech.data.decode import SAVED, check_codes, decode_audio, filled, read_codes
+from speech.data.decode import check_codes, decode_audio, filled, holds_codes, read_codes
 from speech.data.encode import encode_clip
 from speech.data.rows import read_samples
 from speech.model import versions  # imports weights: it explains a torchaudio that breaks every transformers import
@@ -64,7 +64,7 @@ class Prompt:
     tokens: np.ndarray      # (n,) int64 up to <|audio_out_bos|>, a row of codes for each <|AUDIO_OUT|>
     audio_ids: np.ndarray   # (a, 8) int64 delayed codes of the clips in it
     is_audio: np.ndarray    # (n,) bool, where those stand among the tokens
-    references: list        # paths of those clips
+    references: list        # those clips, as far as they are recordings
     target: Clip | None     # the true recording, where the file has one
     target_seconds: float | None = None
 
@@ -204,7 +204,7 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
     room: tokens a prompt may have. numbers: which prompts these are, for their names (default: 0, 1, ...). Raises
     UserError with every prompt that is too long or whose audio is bad.
     """
-    builder, problems, codes = TableBuilder(tokenizer, ids), [], {}
+    builder, problems, codes, sounds = TableBuilder(tokenizer, ids), [], {}, set()
     for sample in samples:
         sample.turns[-1].trained = True         # what is to be spoken is what would be trained
     builder.add(samples, problems)
@@ -217,10 +217,11 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
     for number in sorted(users):
         clip, why = builder.clips[number], ""
         try:
-            if clip.path.endswith(SAVED):       # heard as they are, without a way through sound
+            if holds_codes(clip.path):          # heard as they are, without a way through sound
                 codes[number] = read_codes(clip.path)[1].astype(np.int64)
                 check_codes(codes[number], clip.offset, ids.num_codebooks, ids.stream_bos)
                 continue
+            sounds.add(number)
             wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
             codes[number] = encode_clip(codec, filled(wave) if clip.filled else wave, bandwidth, ids.num_codebooks)
         except ValueError as error:
@@ -235,15 +236,15 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
         clips, tokens = builder.clips_of(i), builder.tokens[i].astype(np.int64)
         tokens = tokens[:np.flatnonzero(tokens == ids.audio_placeholder_id)[-1]]
         row = ids.assemble(tokens, np.zeros(len(tokens), bool), [codes[c] for c in clips[:-1]])
-        target, length = builder.clips[clips[-1]], None
-        heard = target.path and not target.path.endswith(SAVED)     # saved codes are no recording
+        target, heard, length = builder.clips[clips[-1]], False, None
         try:
+            heard = target.path and not holds_codes(target.path)        # saved codes are no recording
             length = clip_seconds(target) if heard else None
         except ValueError as error:
             problems.append(f"{sample.name}: its true recording {target.path} {error}; mend it, or leave it out")
         prompts.append(Prompt(f"{number:04d}", sample.name, spoken_text(sample), row["input_ids"], row["audio_ids"],
                               row["is_audio"],
-                              [path for c in clips[:-1] if not (path := builder.clips[c].path).endswith(SAVED)],
+                              [builder.clips[c] for c in clips[:-1] if c in sounds],
                               target if heard else None, length))
         assert len(row["input_ids"]) >= MIN_TOKENS or not isinstance(ids, TokenIds)
         if len(row["input_ids"]) > room:
@@ -430,10 +431,11 @@ def png(picture):
 
 def record(prompt, codes, ended_by, seed, real_time_factor):
     """What is to be known about one spoken Prompt, for its JSON file."""
-    clip = prompt.target
+    clip, voice = prompt.target, prompt.references[-1] if prompt.references else None
     return {"name": prompt.name, "text": prompt.text, "source": prompt.source, "seed": seed, "frames": len(codes),
             "seconds": len(codes) / FRAME_RATE, "real_time_factor": real_time_factor, "ended_by": ended_by,
-            "reference_audio": prompt.references[-1] if prompt.references else None,
+            "reference_audio": voice and voice.path, "reference_offset": voice and voice.offset,
+            "reference_seconds": voice and voice.duration,
             "target_audio": clip and clip.path, "target_offset": clip and clip.offset,
             "target_seconds": prompt.target_seconds}
 

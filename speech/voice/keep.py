@@ -16,7 +16,7 @@ from common import adapters, distributed, run
 from common.checkpoint import write_atomically
 from common.distributed import UserError
 from common.gathered import gathered
-from common.packing import pack_order
+from common.packing import PackOrder
 from common.watchdog import Stopped, stop_requested
 from speech.data.code_cache import FRAME_RATE
 from speech.data.conversations import Clip
@@ -106,9 +106,9 @@ class Keeper:
                         for i, (prompt, spoken) in enumerate(found)]
         self.targets = np.array([self.ids.targets(len(spoken)) for _, spoken in found])
         lengths = np.array([len(sample["input_ids"]) for sample in self.samples])
-        self.order = pack_order(lengths, seed=self.args.seed,
-                                tokens_per_pack=self.args.max_tokens_per_batch,
-                                samples_per_pack=self.args.per_device_train_batch_size)
+        self.order = PackOrder(lengths, seed=self.args.seed,
+                               tokens_per_pack=self.args.max_tokens_per_batch,
+                               samples_per_pack=self.args.per_device_train_batch_size)
         silent = len(codes) - len(found)
         left_out = f"; {silent} that it did not end are left out" if silent else ""
         return (f"keep       {len(found)} rows as the base speaks them, weight "

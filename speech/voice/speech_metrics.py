@@ -13,7 +13,7 @@ VOICE_HZ = 2000                 # pitch sees nothing above: hiss would look like
 
 
 def read_audio(path, offset=None, seconds=None):
-    """(n,) float32 mono at RATE: the file, or so many seconds of it from offset on. UserError names the file."""
+    """(n,) float32 mono at RATE: the file, or from offset on so many seconds (None: all). UserError names the file."""
     import soundfile
     try:
         wave, rate = soundfile.read(path, dtype="float32", always_2d=True)
@@ -22,7 +22,7 @@ def read_audio(path, offset=None, seconds=None):
     if not np.isfinite(wave).all():
         raise UserError(f"{path}: has samples that are not numbers; generate it again or take it out")
     if offset is not None:
-        wave = wave[round(offset * rate):round((offset + seconds) * rate)]
+        wave = wave[round(offset * rate):round((offset + seconds) * rate) if seconds else None]
     return resample(wave.mean(axis=1), rate, RATE)
 
 

@@ -16,7 +16,7 @@ from common.distributed import UserError
 from common.watchdog import Stopped, stop_requested
 from speech.data import text_normalization
 from speech.data.code_cache import SAMPLE_RATE, file_key, file_keys
-from speech.data.decode import SAVED
+from speech.data.decode import SAVED, holds_codes
 from speech.data.encode import Progress, decoded, share_work
 from speech.voice import scores
 
@@ -40,8 +40,9 @@ def hear(world, clips, numbers, folder, settings, how):
     judges = scores.load_judges(**settings)
 
     def plan():     # before anything is heard; codes known by their bytes alone are found later
-        if saved := [clips[i].path for i in numbers if clips[i].path.endswith(SAVED)]:
-            raise UserError(NO_SOUND.format(saved[0]))
+        paths = (clips[i].path for i in numbers if clips[i].path.endswith(SAVED))
+        if saved := next(filter(holds_codes, paths), None):
+            raise UserError(NO_SOUND.format(saved))
         folder.mkdir(exist_ok=True)
         known = read_heard(folder, name)
         stats, keys = file_keys(clips[i] for i in numbers)

@@ -844,6 +844,9 @@ def test_what_a_checkpoint_does_not_say_of_the_data_stops_nothing(tmp_path):
             return bool(resume.fitting_meta(folder, tmp_path, "auto", {"training data": now, "seed": 1}))
         except UserError as error:
             assert f"was made with another training data ({before}, this run {now})" in str(error)
+            # the remedy for codes alone: other texts are not mended by a cache
+            assert ("and the --code_cache or prepared folder of that run" in str(error)) is (before[0] == now[0])
+            assert str(error).endswith(", or another --output_dir")
             return False
     assert goes_on("a audio b", "a audio b") and goes_on("a", "a audio b") and goes_on("a audio b", "a")
     assert not any(goes_on(*both) for both in (("a audio b", "a audio c"), ("a", "b audio b"), ("a", "b")))

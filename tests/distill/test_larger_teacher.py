@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from common import chat, distributed
 from common.distributed import UserError
-from common.packing import pack_order
+from common.packing import PackOrder
 from common.step_memory import Setup
 from distill import frozen, packed_lm, plan, rollouts, teaching
 from distill.dataset import ChatSamples, ChatTable, Reading, collate, write_table
@@ -151,7 +151,7 @@ def test_its_memory_is_planned(made, setup):
     """A shard of it and its gathered root, or all of it; its forward is a stage of its own."""
     model, _ = packed_lm.build_empty(made / "student", torch.float32, share=1.0, prompted=("forward", 0.5, 0))
     lengths, targets = np.full(8, 100), np.full(8, 30)
-    order = pack_order(lengths, tokens_per_pack=0, samples_per_pack=4, seed=0)
+    order = PackOrder(lengths, tokens_per_pack=0, samples_per_pack=4, seed=0)
     alone, _ = plan.memory(model, setup, lengths, targets, order)
     model.frozen["teacher"] = teacher = frozen.empty(made / "teacher", torch.bfloat16)
     both, _ = plan.memory(model, setup, lengths, targets, order)

@@ -10,7 +10,7 @@ import transformers
 from common import adapters, document_attention
 from common.distributed import World
 from common.flags import parse
-from common.packing import pack_order
+from common.packing import PackOrder
 from common.step_memory import Setup, step_bytes
 from distill import dataset, keep, packed_lm, plan, train_sft, weights
 from tests.helpers import chats
@@ -77,7 +77,7 @@ def test_packs_of_keep_are_counted(monkeypatch):
     setup = Setup(1, batch_size=4)
     counted = max(step_bytes(plan.step_of(empty), setup, (600, 480, True), gpu=False).values())
     assert counted == pytest.approx(peak, rel=0.03)
-    order = pack_order(np.full(8, 50), tokens_per_pack=0, samples_per_pack=4, seed=1)
+    order = PackOrder(np.full(8, 50), tokens_per_pack=0, samples_per_pack=4, seed=1)
     few, both, many = (plan.memory(empty, setup, np.full(8, each), np.full(8, each - 10), order, kept=kept)[0].parts
                        for each, kept in ((50, None), (50, SimpleNamespace(lengths=np.full(8, 150),
                                                                            targets=np.full(8, 120))), (150, None)))

@@ -1,15 +1,20 @@
 """A teacher behind a server is the teacher in this process: the same losses for the same top-k, whatever fails once."""
 import json
+import threading
+from http.server import ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from common.distributed import UserError
-from distill import scored, train_sft
+from distill import scored, served, train_sft
 from tests.helpers import chats
+from tests.helpers.lora_server import LoraServer
 from tests.helpers.score_server import ScoreServer
 
 SERVED = ["--teacher_url", "u", "--teacher_path", ".", "--distill_topk", "5"]
+GUESS = {"3": {"logprob": -1.0, "rank": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +68,28 @@ def test_answers_that_are_no_scores(made):
             server.score = wrong
             with pytest.raises(UserError, match="gave no prompt_logprobs of the 3 likeliest for each of 2 tokens"):
                 scorer.ask([5, 6])
+
+
+@pytest.mark.parametrize("asks", ["scores", "draws"])
+def test_a_pack_of_many_calls_has_one_time_limit(asks, tmp_path, monkeypatch):
+    """Each of 300 calls takes less than a request may; together they take longer than a server is waited for."""
+    monkeypatch.setattr(ThreadingHTTPServer, "request_queue_size", 256)
+    with LoraServer(None) as server:
+        def answer(path, body):
+            server.calls.append(path)
+            over.wait(0.7)
+            return 200, json.dumps({"choices": [{"token_ids": [7], "prompt_logprobs": [None, GUESS, GUESS]}]})
+        server.answer, over, n = answer, threading.Event(), 300
+        with pytest.raises(UserError, match="/completions: no whole answer in .*; the calls of a step have 2 s"):
+            if asks == "scores":
+                scored.Scorer(server.url, "big", 1, 1.0, 99)(SimpleNamespace(
+                    prompted_ids=torch.arange(3 * n), prompted_cu_seqlens=torch.arange(0, 3 * n + 1, 3),
+                    prompted_rows=torch.arange(0, 3 * n, 3)))
+            else:
+                sampler = served.Sampler(None, server.url, tmp_path, 1, 1.0)
+                sampler.draw([[5, 6]] * n, range(n), [1] * n, [2])
+        assert len(server.calls) < n
+        over.set()
 
 
 @pytest.mark.parametrize("flags, message", [

@@ -1,5 +1,6 @@
 """Answers of the engine transformers against generate and softmax; the others are asked in test_create_data.py."""
 import http.server
+import json
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from transformers import GenerationConfig
 from common.flags import UserError
 from distill import teacher, teacher_server, teacher_transformers
 from distill.generate import Draw
+from tests.helpers.lora_server import LoraServer
 from tests.helpers.trainer import ROOT
 
 
@@ -156,3 +158,16 @@ def test_an_address_or_key_that_is_none_is_not_printed(monkeypatch, url, key, sa
     with pytest.raises(UserError) as error:
         teacher_server.Server(url, 1.0)
     assert said in str(error.value) and "pa/ss" not in str(error.value) and "cret" not in str(error.value)
+
+
+def test_a_server_that_asks_for_more_time_than_a_line_has_is_asked_once_more():
+    """A line would else be noted as never answered, after one request."""
+    with LoraServer(None) as server:
+        def answer(path, body):
+            server.calls.append(path)
+            if server.calls.count("/v1/chat/completions") == 1:
+                return 429, "{}", ("Retry-After", "3600")
+            return 200, json.dumps({"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]})
+        server.answer, asked = answer, teacher_server.Server(server.url, 60.0)
+        found = asked.start(teacher_server.ask_server("m", teacher.Sampling(9), asked, teacher.Request(0, [], 1), 3.0))
+        assert found.result().text == "yes" and len(server.calls) == 2

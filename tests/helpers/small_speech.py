@@ -19,10 +19,15 @@ def small_model(targets, dtype, recompute, dropout=0.1):
     return config, v2.PackedHiggs(net, recompute).train()
 
 
+def labels_of():
+    """TokenIds of small_model."""
+    return TokenIds(audio=516, delay=514, pad=501, num_codebooks=8, stream_bos=1024, stream_eos=1025)
+
+
 def pack_of(samples, text, audio, targets):
     """PackedBatch of samples of `text` text and `audio` audio rows, `targets` of each predicting something."""
     rng = np.random.default_rng(0)
-    ids = TokenIds(audio=516, delay=514, pad=501, num_codebooks=8, stream_bos=1024, stream_eos=1025)
+    ids = labels_of()
     is_audio = np.arange(text + audio) >= text
     label = np.full(text + audio, IGNORE)
     label[1:1 + targets] = 7

@@ -508,6 +508,8 @@ def test_resume_of_what_is_not_there_or_damaged(run, used_copy, tmp_path):
     (("--global_batch_size", 8, "--gradient_accumulation_steps", 2), "give one of --global_batch_size and"),
     (("--mos",), "--mos needs --sample_prompts"),
     (("--asr_model", "pocketsphinx", "--asr_command", "x"), "give one of --asr_model and --asr_command"),
+    (("--sample_prompts", "x", "--asr_command", "x", "--wait_timeout", 3700),
+     "--asr_time_limit 3600 + --sample_time_limit 120 must be below --wait_timeout 3700"),
     (("--best_by", "wer", "--sample_prompts", "x"), "--best_by wer needs --sample_prompts and --asr_model"),
     (("--best_by", "sim", "--sample_prompts", "x"), "--best_by sim needs --sample_prompts and --speaker_model"),
     (("--early_stop_patience", 3), "--early_stop_patience needs validation"), (("--keep", "x"), "--keep needs --use_lora"),

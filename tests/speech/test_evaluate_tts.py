@@ -233,7 +233,7 @@ def test_what_generate_tts_writes_is_read(waves, targets, speaker, tmp_path):
     offset, seconds = len(waves[1]) / RATE, len(waves[0]) / RATE
     for i, target in enumerate((Clip(str(long), offset, seconds), Clip(str(targets / "0001.wav"), None, 9.9), None)):
         prompt = generate.Prompt(f"{i:04d}", "here", TEXTS[i], None, None, None,
-                              [str(targets / "0002.wav")] * (i == 2), target, target and generate.clip_seconds(target))
+                              [Clip(str(long), offset + seconds)] * (i == 2), target, target and generate.clip_seconds(target))
         about = generate.record(prompt, np.zeros((25, 8)), "eos" if i else "length", 0, 1.5)
         generate.write_sample(folder, f"{i:04d}", waves[i], np.zeros((8, 8, 3), np.uint8), about)
     found = run(folder, "--speaker_model", speaker)

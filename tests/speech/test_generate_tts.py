@@ -128,7 +128,7 @@ def test_lines_and_reference_make_the_canonical_prompt(tiny, voice, tmp_path):
                     "<|end_header_id|>\n\n<|audio_out_bos|><|audio_eos|><|eot_id|><|start_header_id|>user"
                     "<|end_header_id|>\n\nThe map: where?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
                     "<|audio_out_bos|>")
-    assert said[0].references == [clip] and said[1].source.endswith("line 3")
+    assert said[0].references == [Clip(clip)] and said[1].source.endswith("line 3")
 
 
 # -- Generation --------------------------------------------------------------------------------------------------------
@@ -531,6 +531,21 @@ def test_results_of_an_earlier_run_are_not_mixed_in(refuse, tmp_path):
     (tmp_path / "out" / "0007.wav").write_bytes(b"old")
     assert "holds an earlier run's results (0007.wav, 1 files)" in refuse("--text", "a")
     assert (tmp_path / "out" / "0007.wav").exists()
+
+
+def test_overwriting_spares_what_is_read(refuse, tmp_path):
+    """A take whose voice the next one is to have; a list of prompts, and clips in it, as --max_cer leaves them."""
+    out = tmp_path / "out"
+    out.mkdir()
+    soundfile.write(out / "0000.wav", 0.1 * np.random.default_rng(0).standard_normal(24000), 24000)
+    clip = {"role": "assistant", "content": {"type": "audio", "audio_url": str(out / "0000.wav")}}
+    rows = [{"messages": [{"role": "user", "content": "b"}, clip, {"role": "user", "content": "a"}]}]
+    voice = "--text", "a", "--reference_text", "b", "--reference_audio", out / "0000.wav"
+    listed = "--prompts", written(tmp_path / "prompts.json", rows)
+    best = "--prompts", written(out / "best.jsonl", rows[0])
+    for flags, name in ((voice, "0000.wav"), (listed, "0000.wav"), (best, "0000.wav")):
+        assert f"--overwrite would delete {out / name}, which is read" in refuse(*flags, "--overwrite")
+        assert (out / "0000.wav").exists()
 
 
 def test_overwriting_waits_until_all_is_checked(refuse, tmp_path):

@@ -320,6 +320,7 @@ def test_limits_are_what_the_flags_say(capsys):
     assert prepare_tts.choices.sources(args) == ([("a", 1.0), ("b", 0.5)], None)
     for wrong, said in ((["--drop_bad", "noise"], "--drop_bad noise: no such check"),
                         (["--min_clip_seconds", "60"], "--min_clip_seconds must be below"),
+                        (["--asr_command", "x", "--wait_timeout", "3600"], "--asr_time_limit 3600 must be below --wait_timeout 3600"),
                         (["--max_cer", "0.1"], "--max_cer needs --asr_model or --asr_command"),
                         (["--drop_bad", "transcript"], "--drop_bad transcript: give its limit, --max_cer"),
                         (["--train_data_file", "a:0"], "a:0: a weight lies above 0")):
