@@ -254,13 +254,13 @@ def run_identity(folder, table, train, args):
     batch = f"{args.per_device_train_batch_size} samples"
     if args.max_tokens_per_batch:
         batch = f"{args.max_tokens_per_batch} tokens"
-    return {"--normalize_text": args.normalize_text,
-            "set of trained weights": trained + ("" if args.text_loss_weight else " without text"),
-            "base model": tensor_files.fingerprint_weights(folder),
+    # in this order they are compared: another base, text or seed makes other training data as well
+    return {"base model": tensor_files.fingerprint_weights(folder),
             "codec": Path(table.reader.folder).name,
+            "set of trained weights": trained + ("" if args.text_loss_weight else " without text"),
+            "--normalize_text": args.normalize_text, "seed": args.seed,
             "training data": table.fingerprint(train),
-            "pack": f"{batch} by length, in blocks" if args.group_by_length else batch,
-            "seed": args.seed}
+            "pack": f"{batch} by length, in blocks" if args.group_by_length else batch}
 
 
 def save_checkpoint(module, world, writer, model, tokenizer, source, optimizer, meta):

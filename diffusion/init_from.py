@@ -38,13 +38,16 @@ def find(name):
     if path.is_file():
         return path
     path = tensor_files.find_folder(name, "--init_from", more=["*.bin"])
-    found = checkpoint.checkpoints(path) or is_ours(path)
-    return weights.find_checkpoint(path, "best", "--init_from") if found else path
+    if checkpoint.checkpoints(path) or (path / checkpoint.MANIFEST).exists():
+        path = weights.find_checkpoint(path, "best", "--init_from")
+    if (path / "adapter_config.json").is_file():
+        raise UserError(f"--init_from {path}: is an adapter; merge it into its base with PEFT")
+    return path
 
 
 def is_ours(path):
-    """Whether a path of find() is a checkpoint of this trainer."""
-    return (path / checkpoint.MANIFEST).exists()
+    """Whether a path of find() is a checkpoint of this trainer, not of train_sft.py."""
+    return (path / checkpoint.MANIFEST).exists() and "model" in json_files.read_object(path / "config.json")
 
 
 def is_causal(path):

@@ -244,9 +244,9 @@ def run_identity(args, inputs, data):
     if args.max_tokens_per_batch:
         pack = f"{args.max_tokens_per_batch} tokens"
     trained = "lora on nf4" if args.base_dtype == "nf4" else "lora"
-    return {"set of trained weights": trained if args.use_lora else "full",
-            "base model": weights.fingerprint_weights(inputs.folder), "training data": data,
-            "teacher": teacher, "pack": pack, "seed": args.seed}
+    return {"base model": weights.fingerprint_weights(inputs.folder),
+            "set of trained weights": trained if args.use_lora else "full",
+            "seed": args.seed, "training data": data, "teacher": teacher, "pack": pack}
 
 
 def save_checkpoint(world, writer, model, tokenizer, optimizer, meta):

@@ -518,7 +518,7 @@ def test_dry_run_foretells_the_run(made, shared, tmp_path, capsys):
 def test_another_runs_checkpoint_is_refused(pool, made, shared, tmp_path):
     source = newest(shared("qwen full fsdp 2x4x1"))
     shutil.copytree(source, tmp_path / "out" / source.name)
-    for flags, part in ((["--seed", 1], "another"), (["--per_device_train_batch_size", 3], "another pack"),
+    for flags, part in ((["--seed", 1], "another seed"), (["--per_device_train_batch_size", 3], "another pack"),
                         (["--use_lora"], "another set of trained weights"),
                         (["--model_path", made / "window"], "another base model"),
                         (["--distill_topk", 3], "another teacher")):
