@@ -354,6 +354,12 @@ def checkpoints(output_dir):
     return sorted(found)        # by number: as text 10 comes before 9
 
 
+def hint(folder):
+    """What to say behind the refusal of a folder: which checkpoint to give where some stand in it."""
+    inside = checkpoints(folder) if os.path.isdir(folder) else ()
+    return f"; give one of those in it, such as {inside[-1][1]}" if inside else ""
+
+
 def rotate(output_dir, newest, keep, best_step=None):
     """Delete the oldest checkpoints up to step `newest` beyond `keep` (0 = all), never the best."""
     if keep > 0:

@@ -172,7 +172,7 @@ def with_lora(config, path, bf16, name, adapters):
         raise UserError("--use_lora needs --init_from of a language model; other weights are "
                         "trained whole")
     files = tensor_files.model_files(path)
-    base = {"base": tensor_files.found_again(name),
+    base = {"base": tensor_files.found_again(path if Path(name).is_dir() else name),
             "identity": tensor_files.fingerprint_files(files)}
     return dataclasses.replace(config,
                                lora=adapters | base | {"dtype": "bfloat16" if bf16 else "float32"})

@@ -479,8 +479,9 @@ def main(argv=None):
                                     lambda path: path.write_text(text))
         report(output, stats)
         print(f"done       {output}")
+        why = printable(next(iter(stats["reasons"]), ""), 60)
         need(stats["labelled"],
-             f"no line has a label; see the raw answers in {rejected_path(output)}")
+             f"no line has a label ({why}); see the raw answers in {rejected_path(output)}")
 
 
 if __name__ == "__main__":

@@ -243,6 +243,8 @@ def test_what_the_chat_trainer_left_is_a_language_model(models, tmp_path):
     tokens = load_tokenizer(saved, "gsm8k")
     given = init_from.read(saved, init_from.config_for(saved, "small", tokens, 0.0), tokens)
     assert given.source["model_type"] == "qwen3"
+    config = init_from.config_for(saved, "small", tokens, 0.0)       # adapters find their base in the run's folder
+    assert init_from.with_lora(config, saved, False, str(saved.parent), {}).lora["base"] == str(saved)
     for folder in (adapter, adapter.parent):
         with pytest.raises(UserError, match="is an adapter; merge it into its base"):
             init_from.find(folder)

@@ -475,6 +475,10 @@ def spoil(folder, kind):
         (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
     elif kind == "adapter":
         (folder / "config.json").rename(folder / "adapter_config.json")
+    elif kind == "run":
+        (folder / "config.json").unlink()
+        for step in (9, 10):
+            (folder / f"checkpoint-{step}").mkdir()
 
 
 @pytest.mark.parametrize("kind, part", [
@@ -484,6 +488,7 @@ def spoil(folder, kind):
     ("quantised", "is quantised; give the unquantised model"), ("dropout", "attention_dropout 0.1"),
     ("rope", "its dynamic rotary embedding depends on the longest document"),
     ("adapter", "has no config.json; this is an adapter, give its base model"),
+    ("run", "qwen: has no config.json; give one of those in it, such as "),
 ])
 def test_bad_models(made, tmp_path, kind, part):
     shutil.copytree(made / "qwen", tmp_path / "qwen")
