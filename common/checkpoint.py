@@ -342,10 +342,7 @@ def write_several(folder, write):
 
 
 def checkpoints(output_dir):
-    """[(step, path)] of the renamed, thus complete, checkpoint folders, oldest first.
-
-    PermissionError as it comes.
-    """
+    """[(step, path)] of the checkpoint folders that are complete, oldest first. PermissionError."""
     found = []
     for path in Path(output_dir).iterdir() if os.path.exists(output_dir) else ():
         match = re.fullmatch(r"checkpoint-(\d+)", path.name)
@@ -355,7 +352,7 @@ def checkpoints(output_dir):
 
 
 def hint(folder):
-    """What to say behind the refusal of a folder: which checkpoint to give where some stand in it."""
+    """What to say behind the refusal of a folder: which checkpoint in it to give instead."""
     inside = checkpoints(folder) if os.path.isdir(folder) else ()
     return f"; give one of those in it, such as {inside[-1][1]}" if inside else ""
 

@@ -59,9 +59,7 @@ def need_package(name, purpose, install=None):
 
 def usable_cpus():
     """How many cores this process may use: of a job's share, not of the whole node."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 # --------------------------------------------------------------------------------------------------

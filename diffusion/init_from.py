@@ -34,9 +34,8 @@ class Start(NamedTuple):
 
 def find(name):
     """File or folder of --init_from, found in an OUTPUT_DIR of ours, or downloaded. UserError."""
-    path = Path(name)
-    if path.is_file():
-        return path
+    if Path(name).is_file():
+        return Path(name)
     path = tensor_files.find_folder(name, "--init_from", more=["*.bin"])
     if checkpoint.checkpoints(path) or (path / checkpoint.MANIFEST).exists():
         path = weights.find_checkpoint(path, "best", "--init_from")

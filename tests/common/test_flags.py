@@ -313,7 +313,8 @@ def test_help_and_mistakes_come_before_torch(script):
 
 def test_ctrl_c_is_one_line(capfd):
     """While a script imports what comes behind its flags, and later."""
-    code = "from common import flags\nflags.parse(flags.Parser('x'))\nprint('here', flush=True)\nimport time\ntime.sleep(99)"
+    code = ("import time\nfrom common import flags\nflags.parse(flags.Parser('x'))\n"
+            "print('here', flush=True)\ntime.sleep(99)")
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                           text=True) as script:
         assert script.stdout.readline() == "here\n"
