@@ -173,7 +173,9 @@ def parse(parser, check=None, argv=None):
             faulthandler.enable()       # a crash in native code prints where each thread was
         sys.argv[1:] = map(without_secrets, words)      # W&B keeps the command line of a run
         gc.disable()        # a quarter of that time; hardly anything that imports make is garbage
-        sys.excepthook = explain
+        # Ctrl-C amid the imports, which take seconds, is one line, as it is later
+        sys.excepthook = lambda kind, *more: (print_error("interrupted") if kind is KeyboardInterrupt
+                                              else sys.__excepthook__(kind, *more))
     status = 2
     try:
         allocator_setting()
@@ -199,14 +201,6 @@ def parse(parser, check=None, argv=None):
         else:
             time.sleep(GIVE_WAY_S)
         sys.exit(status)
-
-
-def explain(kind, error, trace):
-    """sys.excepthook: Ctrl-C while a script imports, seconds long, is one line, as it is later."""
-    if kind is not KeyboardInterrupt:
-        sys.__excepthook__(kind, error, trace)
-    elif os.environ.get("RANK", "0") == "0":
-        print_error("interrupted")
 
 
 def check_names(parser, words):
