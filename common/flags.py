@@ -174,8 +174,8 @@ def parse(parser, check=None, argv=None):
         sys.argv[1:] = map(without_secrets, words)      # W&B keeps the command line of a run
         gc.disable()        # a quarter of that time; hardly anything that imports make is garbage
         # Ctrl-C amid the imports, which take seconds, is one line, as it is later
-        sys.excepthook = lambda kind, *more: (print_error("interrupted") if kind is KeyboardInterrupt
-                                              else sys.__excepthook__(kind, *more))
+        sys.excepthook = lambda kind, *at: (print_error("interrupted") if kind is KeyboardInterrupt
+                                            else sys.__excepthook__(kind, *at))
     status = 2
     try:
         allocator_setting()
