@@ -2,8 +2,7 @@
 
 Rank 0 tokenises every sample once into a table on disk (speech/data/dataset.py); clips are encoded once into a cache
 (speech/data/code_cache.py). A loader worker turns a list of sample numbers into one PackedBatch: delay pattern, labels (shifted
-by one already) and every index the GPU needs. Nothing is padded per sample. No worker imports the model or touches
-CUDA.
+by one) and every index the GPU needs. Nothing is padded per sample. No worker imports the model or touches CUDA.
 """
 import os
 import shutil

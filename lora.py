@@ -37,8 +37,7 @@ from peft import LoraConfig  # isort: skip
 
 
 def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kinds):
-    """Wrap a native model in fp32 adapters; the base is frozen, but for the audio table of Higgs
-    TTS 3 with `table`.
+    """Wrap a native model in fp32 adapters and freeze it, but with `table` TTS 3's audio table.
 
     targets: a name in LORA_TARGETS, or comma-separated module name endings. base_name: written into
     the adapter's config. kinds: use_rslora, use_dora of PEFT's LoraConfig. Raises UserError when a

@@ -1,11 +1,9 @@
-"""Fine-tune Higgs-Audio V2 or Higgs TTS 3 (text to speech): LoRA or full, on one process or under
-DDP or FSDP2.
+"""Fine-tune Higgs-Audio V2 or Higgs TTS 3 (text to speech), LoRA or full: one process, DDP, FSDP2.
 
     torchrun --nproc_per_node=8 train_v2_ddp.py --model_path bosonai/higgs-audio-v2-generation-3B-base \
         --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --train_data_file train.json --output_dir ./out \
         --per_device_train_batch_size 2 --learning_rate 5e-5 --bf16 --use_lora
-    python train_v2_ddp.py --model_path tiny/model --audio_tokenizer_path tiny/codec --train_data_file tiny/train.json
-    bash launch/demo.sh     # makes a tiny model and speech first; needs no GPU and no download
+    bash launch/demo.sh     # the same in small; needs no GPU and no model of yours
 
 Loss: cross-entropy of the next row of codes, averaged over every trained code of the whole
 optimizer step (all ranks, all micro-steps, all 8 codebooks), plus --text_loss_weight times the same
@@ -174,9 +172,8 @@ def empty_trained_model(module, folder, config, args):
     """(module.packed on the meta device, {weight name: handles of that weight in the files}).
 
     folder, config: of the model to train, and its config.json dict. With --use_lora the native
-    model inside has the adapters. Only the weights that shall be trained require gradients.
-    Raises UserError when the folder does not hold exactly the model's weights, or nothing is left
-    to train.
+    model inside has the adapters. Only weights that are trained require gradients. Raises UserError
+    when the folder does not hold exactly the model's weights, or nothing is left to train.
     """
     dtype = args.use_lora and run.half(args) or torch.float32
     native = net = module.empty_model(config, dtype, folder)
@@ -251,23 +248,21 @@ def run_identity(folder, table, train, args):
         trained += " on nf4" * (args.base_dtype == "nf4")
     elif args.freeze_llm:
         trained = "audio embedding and head"
-    batch = f"{args.per_device_train_batch_size} samples"
-    if args.max_tokens_per_batch:
-        batch = f"{args.max_tokens_per_batch} tokens"
-    return {"--normalize_text": args.normalize_text,
-            "set of trained weights": trained + ("" if args.text_loss_weight else " without text"),
-            "base model": tensor_files.fingerprint_weights(folder),
+    samples, tokens = args.per_device_train_batch_size, args.max_tokens_per_batch
+    batch = f"{tokens} tokens" if tokens else f"{samples} samples"
+    # in this order they are compared: another base, text or seed makes other training data as well
+    return {"base model": tensor_files.fingerprint_weights(folder),
             "codec": Path(table.reader.folder).name,
+            "set of trained weights": trained + ("" if args.text_loss_weight else " without text"),
+            "--normalize_text": args.normalize_text, "seed": args.seed,
             "training data": table.fingerprint(train),
-            "pack": f"{batch} by length, in blocks" if args.group_by_length else batch,
-            "seed": args.seed}
+            "pack": f"{batch} by length, in blocks" if args.group_by_length else batch}
 
 
 def save_checkpoint(module, world, writer, model, tokenizer, source, optimizer, meta):
     """Copy all of checkpoint-<meta["step"]> off the device and start writing it. On every rank.
 
-    source: folder of the model that was trained from, whose processor files a full checkpoint takes
-    over.
+    source: folder of the base model, whose processor files a full checkpoint takes over.
     """
     writer.begin(meta["step"])
     distributed.reshard(model)
@@ -361,8 +356,7 @@ def eval_line(step, v):
     """One aligned line of a validation, with units."""
     return (f"eval   step {step:>6} | loss {v['eval/loss']:7.4f} | "
             f"audio {v['eval/audio_loss']:6.3f} | text {v['eval/text_loss']:6.3f} | "
-            f"eos {v['eval/eos_loss']:6.3f} "
-            f"stop {v['eval/stop_recall'] * 100:5.1f}%")
+            f"eos {v['eval/eos_loss']:6.3f} stop {v['eval/stop_recall'] * 100:5.1f}%")
 
 
 def step_work(config, table, window, use_lora):

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from common import json_files, low_rank, tensor_files
+from common import checkpoint, json_files, low_rank, tensor_files
 from common.distributed import UserError
 
 WHOLE = ".modules_to_save."             # in the names of modules that are trained as a whole
@@ -92,7 +92,7 @@ def check_config(folder, refused=(), whole=()):
     """
     path = Path(folder) / "adapter_config.json"
     if not path.is_file():
-        raise UserError(f"--adapter {folder}: no such folder, or no adapter_config.json in it")
+        raise UserError(f"--adapter {folder}: no such folder, or no adapter_config.json in it{checkpoint.hint(folder)}")
     saved, usual = json_files.read_object(path), LoraConfig()
     if saved.get("peft_type") != "LORA":
         raise UserError(f"{path}: is a {saved.get('peft_type')!r} adapter; only those of peft_type 'LORA' are read")

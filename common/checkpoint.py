@@ -342,16 +342,19 @@ def write_several(folder, write):
 
 
 def checkpoints(output_dir):
-    """[(step, path)] of the renamed, thus complete, checkpoint folders, oldest first.
-
-    PermissionError as it comes.
-    """
+    """[(step, path)] of the checkpoint folders that are complete, oldest first. PermissionError."""
     found = []
     for path in Path(output_dir).iterdir() if os.path.exists(output_dir) else ():
         match = re.fullmatch(r"checkpoint-(\d+)", path.name)
         if match and path.is_dir():
             found.append((int(match[1]), path))
     return sorted(found)        # by number: as text 10 comes before 9
+
+
+def hint(folder):
+    """What to say behind the refusal of a folder: which checkpoint in it to give instead."""
+    inside = checkpoints(folder) if os.path.isdir(folder) else ()
+    return f"; give one of those in it, such as {inside[-1][1]}" if inside else ""
 
 
 def rotate(output_dir, newest, keep, best_step=None):

@@ -137,7 +137,8 @@ def one_clear_error():
     except UserError as error:
         stop(error)
     except KeyboardInterrupt:
-        first_to_fail(_world and _world.store)      # the others need not say that this one is gone
+        if first_to_fail(_world and _world.store):      # the others need not say that this one is gone
+            print_error("interrupted")
         leave(130)
     except Exception as error:
         _ignore_loaders()

@@ -59,9 +59,7 @@ def need_package(name, purpose, install=None):
 
 def usable_cpus():
     """How many cores this process may use: of a job's share, not of the whole node."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -175,6 +173,9 @@ def parse(parser, check=None, argv=None):
             faulthandler.enable()       # a crash in native code prints where each thread was
         sys.argv[1:] = map(without_secrets, words)      # W&B keeps the command line of a run
         gc.disable()        # a quarter of that time; hardly anything that imports make is garbage
+        # Ctrl-C amid the imports, which take seconds, is one line, as it is later
+        sys.excepthook = lambda kind, *at: (print_error("interrupted") if kind is KeyboardInterrupt
+                                            else sys.__excepthook__(kind, *at))
     status = 2
     try:
         allocator_setting()

@@ -34,17 +34,19 @@ class Start(NamedTuple):
 
 def find(name):
     """File or folder of --init_from, found in an OUTPUT_DIR of ours, or downloaded. UserError."""
-    path = Path(name)
-    if path.is_file():
-        return path
+    if Path(name).is_file():
+        return Path(name)
     path = tensor_files.find_folder(name, "--init_from", more=["*.bin"])
-    found = checkpoint.checkpoints(path) or is_ours(path)
-    return weights.find_checkpoint(path, "best", "--init_from") if found else path
+    if checkpoint.checkpoints(path) or (path / checkpoint.MANIFEST).exists():
+        path = weights.find_checkpoint(path, "best", "--init_from")
+    if (path / "adapter_config.json").is_file():
+        raise UserError(f"--init_from {path}: is an adapter; merge it into its base with PEFT")
+    return path
 
 
 def is_ours(path):
-    """Whether a path of find() is a checkpoint of this trainer."""
-    return (path / checkpoint.MANIFEST).exists()
+    """Whether a path of find() is a checkpoint of this trainer, not of train_sft.py."""
+    return (path / checkpoint.MANIFEST).exists() and "model" in json_files.read_object(path / "config.json")
 
 
 def is_causal(path):
@@ -169,7 +171,7 @@ def with_lora(config, path, bf16, name, adapters):
         raise UserError("--use_lora needs --init_from of a language model; other weights are "
                         "trained whole")
     files = tensor_files.model_files(path)
-    base = {"base": tensor_files.found_again(name),
+    base = {"base": tensor_files.found_again(path if Path(name).is_dir() else name),
             "identity": tensor_files.fingerprint_files(files)}
     return dataclasses.replace(config,
                                lora=adapters | base | {"dtype": "bfloat16" if bf16 else "float32"})

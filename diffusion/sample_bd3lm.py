@@ -91,8 +91,7 @@ def check_flags(args, world_size):
     given = [args.test_file, args.question, args.question_file, args.interactive,
              args.chat is not None, args.bound]
     need(sum(map(bool, given)) == 1,
-         "give one of --test_file, --question, --question_file, --interactive, --chat and "
-         "--bound")
+         "give one of --test_file, --question, --question_file, --interactive, --chat and --bound")
     need(not args.output or args.test_file or args.question_file or args.chat or args.bound,
          "--output needs --test_file, --question_file, --chat FILE or --bound")
     need(not args.output or not Path(args.output).is_dir(),
@@ -301,8 +300,7 @@ def main(argv=None):
                "top_k": f"the {args.tokens_per_step} surest tokens a pass",
                "confidence": f"all tokens from probability {args.threshold:g} on"}[args.order]
         print(f"model      {folder}, {'averaged' if args.ema else 'last'} weights, "
-              f"{layout.system}, on "
-              f"{solver.model.embed.weight.device}")
+              f"{layout.system}, on {solver.model.embed.weight.device}")
         if args.bound:
             from diffusion import likelihood
             return likelihood.report(args, folder, solver)

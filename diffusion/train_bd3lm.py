@@ -332,9 +332,9 @@ def adapters_of(args):
 
 def identity_of(args, job):
     """What a checkpoint must share with the run that goes on from it, by name."""
-    return {"seed": args.seed, "model": [args.model_size, job.tokens.vocab_size],
+    return {**dataclasses.asdict(job.layout), "seed": args.seed,
+            "model": [args.model_size, job.tokens.vocab_size], "adapters": adapters_of(args),
             "batch": [args.per_device_train_batch_size, job.rows.length],
-            "adapters": adapters_of(args), **dataclasses.asdict(job.layout),
             "training data": job.rows.fingerprint(),
             "start": job.given.identity if job.given else ""}
 

@@ -474,13 +474,13 @@ def main(argv=None):
         write_results(output, lines, records, first_id(lines), args.keep_reasoning,
                       pack=args.parser == "whole")
         stats = statistics(records)
-        text = json.dumps({"made_with": header, **stats}, indent=1)
-        checkpoint.write_atomically(output.with_suffix(".stats.json"),
-                                    lambda path: path.write_text(text))
+        checkpoint.write_text(output.with_suffix(".stats.json"),
+                              json.dumps({"made_with": header, **stats}, indent=1))
         report(output, stats)
         print(f"done       {output}")
+        why = printable(next(iter(stats["reasons"]), ""), 60)
         need(stats["labelled"],
-             f"no line has a label; see the raw answers in {rejected_path(output)}")
+             f"no line has a label ({why}); see the raw answers in {rejected_path(output)}")
 
 
 if __name__ == "__main__":

@@ -50,9 +50,7 @@ def open_checkpoint(name):
                         + (f"; there are {', '.join(others)}" if others else ""))
     adapter = (folder / "adapter_config.json").is_file()
     if not adapter and not (folder / "config.json").is_file():
-        inside = [path for _, path in checkpoint.checkpoints(folder)]
-        raise UserError(f"--checkpoint {name}: holds neither a model nor an adapter"
-                        + (f"; give one of those in it, such as {inside[-1]}" if inside else ""))
+        raise UserError(f"--checkpoint {name}: holds neither a model nor an adapter{checkpoint.hint(folder)}")
     if not (folder / checkpoint.STATE_DIR / "state.json").is_file():
         return folder, adapter, None
     try:

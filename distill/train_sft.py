@@ -240,13 +240,12 @@ def run_identity(args, inputs, data):
     if inputs.prompt or inputs.kept:
         from distill import frozen
         teacher = frozen.fingerprint(args, inputs.kept, teacher)
-    pack = f"{args.per_device_train_batch_size} samples"
-    if args.max_tokens_per_batch:
-        pack = f"{args.max_tokens_per_batch} tokens"
+    samples, tokens = args.per_device_train_batch_size, args.max_tokens_per_batch
+    pack = f"{tokens} tokens" if tokens else f"{samples} samples"
     trained = "lora on nf4" if args.base_dtype == "nf4" else "lora"
-    return {"set of trained weights": trained if args.use_lora else "full",
-            "base model": weights.fingerprint_weights(inputs.folder), "training data": data,
-            "teacher": teacher, "pack": pack, "seed": args.seed}
+    return {"base model": weights.fingerprint_weights(inputs.folder),
+            "set of trained weights": trained if args.use_lora else "full",
+            "seed": args.seed, "training data": data, "teacher": teacher, "pack": pack}
 
 
 def save_checkpoint(world, writer, model, tokenizer, optimizer, meta):

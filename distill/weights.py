@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, logging
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from common import tensor_files
+from common import checkpoint, tensor_files
 from common.distributed import UserError
 
 logging.disable_progress_bar()      # of loading weights: each rank would show one
@@ -28,9 +28,9 @@ def find_model(name, flag="--model_path"):
     """Local folder of a model given as a path or hub name, which is downloaded. Raises UserError."""
     folder = tensor_files.find_folder(name, flag)
     if not (folder / "config.json").is_file():
-        raise UserError(f"{flag} {name}: has no config.json"
-                        + ("; this is an adapter, give its base model" if (folder / "adapter_config.json").is_file()
-                           else ""))
+        adapter = (folder / "adapter_config.json").is_file()
+        raise UserError(f"{flag} {name}: has no config.json" + (
+            "; this is an adapter, give its base model" if adapter else checkpoint.hint(folder)))
     return folder
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from common import distributed, json_files, tensor_files
+from common import checkpoint, distributed, json_files, tensor_files
 from common.distributed import UserError
 from speech.choices import HUB_CODEC
 
@@ -62,8 +62,8 @@ def find_checkpoint(name, flag, model_types, advice):
     except UserError as error:
         if (folder / "adapter_config.json").is_file():
             raise UserError(f"{flag} {name}: is an adapter; give the base as --model_path and this folder as --adapter "
-                            "(generate_tts.py, lora.py)")
-        raise UserError(f"{flag} {name}: has no readable config.json ({error})")
+                            "(generate_tts.py, lora.py), or what lora.py merge makes of both")
+        raise UserError(f"{flag} {name}: has no readable config.json ({error}){checkpoint.hint(folder)}")
     kind = config.get("model_type")
     if kind not in model_types:
         raise UserError(f"{flag} {name}: is a {kind!r} checkpoint, not {' or '.join(map(repr, model_types))}"

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 
@@ -308,6 +309,20 @@ def test_help_and_mistakes_come_before_torch(script):
         parser.everything = True
         every = set(re.findall(r"^  (?:-h.*, )?(--\w+)", parser.format_help(), re.M))
         assert every >= shown | {"--weight_decay"} and not every & {*flags.OLD_NAMES, *flags.WITHOUT_EFFECT}
+
+
+def test_ctrl_c_is_one_line(capfd):
+    """While a script imports what comes behind its flags, and later."""
+    code = ("import time\nfrom common import flags\nflags.parse(flags.Parser('x'))\n"
+            "print('here', flush=True)\ntime.sleep(99)")
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True) as script:
+        assert script.stdout.readline() == "here\n"
+        script.send_signal(signal.SIGINT)
+        assert script.stderr.read() == "interrupted\n" and script.wait() == -signal.SIGINT
+    with pytest.raises(SystemExit) as left, distributed.one_clear_error():
+        raise KeyboardInterrupt
+    assert left.value.code == 130 and capfd.readouterr().err == "interrupted\n"
 
 
 def test_garbage_is_collected_again_when_the_imports_are_done(monkeypatch):

@@ -2,6 +2,8 @@
 import json
 import logging
 import re
+import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from common import fused, resume, tensor_files
+from common import checkpoint, fused, resume, tensor_files
 from common.distributed import UserError
 from diffusion import blocks, decoder, dit, export_bd3lm, init_from, sample_bd3lm, sampler, train_bd3lm, weights
 from diffusion.answers import question_state
@@ -224,6 +226,28 @@ def test_a_foreign_tokenizer_is_refused(models, tmp_path):
     tokens = load_tokenizer(tmp_path, "gsm8k")
     with pytest.raises(UserError, match="its tokenizer is not that of --tokenizer.*drop --tokenizer"):
         init_from.read(models["llama"], init_from.config_for(models["llama"], "small", tokens, 0.0), tokens)
+
+
+def test_what_the_chat_trainer_left_is_a_language_model(models, tmp_path):
+    """Its checkpoints have the same manifest as ours. An adapter alone is no start."""
+    saved, adapter = tmp_path / "sft" / "checkpoint-3", tmp_path / "lora" / "checkpoint-3"
+    state = {"step": 3, "epoch": 0, "first": 0, "identity": {}, "skipped": 0, "args": {}, "unlogged": [],
+             "validation": None, "best_step": None, "best_loss": None}
+    for folder, files in ((saved, [*models["chat"].iterdir()]), (adapter, [])):
+        writer = checkpoint.Writer(checkpoint.ALONE, folder.parent)
+        writer.begin(3)
+        writer.save(3, {"adapter_config.json": lambda path: path.write_text("{}")} if folder == adapter else {
+            file.name: partial(shutil.copy, file) for file in files}, state)
+        writer.finish()
+    assert init_from.find(saved.parent) == init_from.find(saved) == saved and init_from.is_causal(saved)
+    tokens = load_tokenizer(saved, "gsm8k")
+    given = init_from.read(saved, init_from.config_for(saved, "small", tokens, 0.0), tokens)
+    assert given.source["model_type"] == "qwen3"
+    config = init_from.config_for(saved, "small", tokens, 0.0)       # adapters find their base in the run's folder
+    assert init_from.with_lora(config, saved, False, str(saved.parent), {}).lora["base"] == str(saved)
+    for folder in (adapter, adapter.parent):
+        with pytest.raises(UserError, match="is an adapter; merge it into its base"):
+            init_from.find(folder)
 
 
 def test_base_models_end_answers_with_a_token_of_their_own(models, demo, tmp_path):

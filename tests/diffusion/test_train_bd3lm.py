@@ -472,7 +472,7 @@ def test_a_preset_means_problems_packed_or_not(demo, tmp_path, capsys):
 
 @pytest.mark.parametrize("flags,expected", [
     ("--seed 1", "was made with another seed"), ("--row_length 104", "was made with another batch"),
-    ("--block_size 4", "was made with another block_size (8, this run 4)"),
+    ("--block_size 4 --seed 1", "was made with another block_size (8, this run 4)"),
     ("--strip_calculator", "was made with another strip_calculator (False, this run True)"),
     ("--attn_backend flex", "trains on CUDA only"),
     ("--resume none", "holds checkpoints"), ("--row_length 40", "--row_length 40")])

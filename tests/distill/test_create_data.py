@@ -202,8 +202,9 @@ def test_constraint_only_where_asked_for(server, tmp_path):
     files(tmp_path, make_lines(3, lambda i: " never"))
     for when, expected in (("last", [False, False, True]), ("always", [True] * 3)):
         seed = {"last": "21", "always": "22"}[when]
-        label(tmp_path, *flags(tmp_path, server, "--constrain", when, "--max_retries", "2", "--seed", seed,
-                               output=f"{when}.jsonl"), ok=False)        # no line has a label
+        said = label(tmp_path, *flags(tmp_path, server, "--constrain", when, "--max_retries", "2", "--seed", seed,
+                                      output=f"{when}.jsonl"), ok=False)
+        assert re.search(r"no line has a label \(.+\); see ", said.splitlines()[-1])
         sent = {body["seed"]: body.get("structured_outputs") for body in server.asked()}
         found = [sent[create_data.draw_seed(int(seed), 0, attempt)] for attempt in range(3)]
         assert [bool(c) for c in found] == expected

@@ -475,6 +475,10 @@ def spoil(folder, kind):
         (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
     elif kind == "adapter":
         (folder / "config.json").rename(folder / "adapter_config.json")
+    elif kind == "run":
+        (folder / "config.json").unlink()
+        for step in (9, 10):
+            (folder / f"checkpoint-{step}").mkdir()
 
 
 @pytest.mark.parametrize("kind, part", [
@@ -484,6 +488,7 @@ def spoil(folder, kind):
     ("quantised", "is quantised; give the unquantised model"), ("dropout", "attention_dropout 0.1"),
     ("rope", "its dynamic rotary embedding depends on the longest document"),
     ("adapter", "has no config.json; this is an adapter, give its base model"),
+    ("run", "qwen: has no config.json; give one of those in it, such as "),
 ])
 def test_bad_models(made, tmp_path, kind, part):
     shutil.copytree(made / "qwen", tmp_path / "qwen")
@@ -518,7 +523,7 @@ def test_dry_run_foretells_the_run(made, shared, tmp_path, capsys):
 def test_another_runs_checkpoint_is_refused(pool, made, shared, tmp_path):
     source = newest(shared("qwen full fsdp 2x4x1"))
     shutil.copytree(source, tmp_path / "out" / source.name)
-    for flags, part in ((["--seed", 1], "another"), (["--per_device_train_batch_size", 3], "another pack"),
+    for flags, part in ((["--seed", 1], "another seed"), (["--per_device_train_batch_size", 3], "another pack"),
                         (["--use_lora"], "another set of trained weights"),
                         (["--model_path", made / "window"], "another base model"),
                         (["--distill_topk", 3], "another teacher")):

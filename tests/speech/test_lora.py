@@ -1,6 +1,7 @@
 """Adapters: which layers get them, their precision, and that plain PEFT and transformers read what we write."""
 import json
 import os
+import re
 import warnings
 
 import pytest
@@ -289,3 +290,11 @@ def test_adapter_given_as_the_base_is_named(saved, tmp_path):
         lora.merge(str(tmp_path), str(tmp_path), str(tmp_path / "merged"))
     assert str(error.value).startswith(f"--model_path {tmp_path}: is an adapter; give the base as --model_path and "
                                        "this folder as --adapter")
+
+
+def test_the_folder_of_a_run_is_no_checkpoint(tiny, tmp_path):
+    for step in (9, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    for base, adapter in ((tiny.model, tmp_path), (tmp_path, tiny.model)):
+        with pytest.raises(UserError, match=re.escape(f"give one of those in it, such as {tmp_path}/checkpoint-10")):
+            lora.merge(str(base), str(adapter), str(tmp_path / "merged"))
