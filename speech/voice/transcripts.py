@@ -3,6 +3,7 @@
 OUTPUT_DIR/heard/ has a file for each process that listened, a line for each clip; a run that was stopped goes on from
 there. Each rank hears its share.
 """
+import contextlib
 import itertools
 import json
 import uuid
@@ -40,9 +41,10 @@ def hear(world, clips, numbers, folder, settings, how):
     judges = scores.load_judges(**settings)
 
     def plan():     # before anything is heard; codes known by their bytes alone are found later
-        paths = (clips[i].path for i in numbers if clips[i].path.endswith(SAVED))
-        if saved := next(filter(holds_codes, paths), None):
-            raise UserError(NO_SOUND.format(saved))
+        for path in (clips[i].path for i in numbers if clips[i].path.endswith(SAVED)):
+            with contextlib.suppress(ValueError):       # what cannot be read is told of later, with its row
+                if holds_codes(path):
+                    raise UserError(NO_SOUND.format(path))
         folder.mkdir(exist_ok=True)
         known = read_heard(folder, name)
         stats, keys = file_keys(clips[i] for i in numbers)

@@ -245,8 +245,9 @@ def test_codes_and_sound_are_told_apart_by_their_first_bytes(voice, tmp_path):
     folder, shards, where = ensure_codes(WORLD, clips, how)
     assert planned.tolist() == where[:, 2].tolist() == [10, 25]
     assert np.array_equal(CodeReader(folder, shards).codes(*where[0].tolist()), codes)
-    heard = transcripts.hear(WORLD, clips, np.array([1]), tmp_path / "heard", {"asr_command": "sh -c 'echo four'"}, how)
-    assert heard == {1: "four"}
+    (tmp_path / "folder.npy").mkdir()       # told of with its row, where clips are encoded
+    clips, by = [*clips, Clip(str(tmp_path / "folder.npy"))], {"asr_command": "sh -c 'echo four'"}
+    assert transcripts.hear(WORLD, clips, np.array([1, 2]), tmp_path / "heard", by, how) == {1: "four"}
 
 
 @pytest.mark.parametrize("kind", ["reference", "target"])
