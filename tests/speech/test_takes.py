@@ -227,10 +227,10 @@ def test_codes_and_sound_are_told_apart_by_their_first_bytes(voice, tmp_path):
     *_, prepare = voice
     codes = np.arange(80).reshape(10, 8).astype(np.int16)
     wave = 0.1 * np.random.default_rng(0).standard_normal(24000)
-    generate.save_codes(tmp_path / "codes.wav", codes)
+    generate.save_codes(tmp_path / "codes.take", codes)
     with open(tmp_path / "sound.npy", "wb") as file:
         soundfile.write(file, wave, 24000, format="WAV")
-    saved, sound = str(tmp_path / "codes.wav"), str(tmp_path / "sound.npy")
+    saved, sound = str(tmp_path / "codes.take"), str(tmp_path / "sound.npy")
 
     def asked(voice, truth):
         samples = generate.text_prompts([("a", "one two.")], False, voice, "three.")
