@@ -21,9 +21,10 @@ from tests.helpers.trainer import Run, Tiny, mount, train_forked, trainer_comman
 torch.set_num_threads(1)
 gc.disable()    # until all tests are collected
 
-LONGEST = ("recovery", "slurm", "launchers", "kernels", "fsdp", "train_v2_ddp", "docs", "create_data", "distill_demo",
-           "reproducible", "train_bd3lm", "train_sft", "plan", "setup", "minimal", "rehearsal", "judge_demo",
-           "generate_tts", "bad_input", "distributed", "house", "encode", "divergence")
+LONGEST = ("recovery", "slurm", "kernels", "fsdp", "docs", "train_v2_ddp", "launchers", "train_bd3lm", "train_sft", "plan",
+           "create_data", "nf4", "setup", "decoder", "minimal", "reproducible", "distill_demo", "speed", "rehearsal",
+           "distributed", "generate_tts", "bad_input", "generate", "judge_demo", "encode", "replay", "first_voice", "takes",
+           "house", "distill_h100x8", "divergence")
 
 
 def pytest_configure(config):
@@ -125,13 +126,13 @@ def quick(quick_python):
 def train(tiny, tmp_path):
     """train(*flags, ranks=1, name="out", env=None, ok=True) runs train_v2_ddp.py for real and returns a Run.
 
-    It starts like a user's, with seconds of imports; see `forked`.
+    It starts like a user's, with seconds of imports; see `forked`. python: `quick_python`, which has them behind it.
     """
-    def run(*flags, ranks=1, name="out", env=None, ok=True, timeout=PATIENCE_S):
+    def run(*flags, ranks=1, name="out", env=None, ok=True, timeout=PATIENCE_S, python=sys.executable):
         output_dir = tmp_path / name
-        done = subprocess.run(trainer_command(tiny, output_dir, *flags, ranks=ranks), cwd=tmp_path, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout,
-                              env={**os.environ, **(env or {})})
+        done = subprocess.run(trainer_command(tiny, output_dir, *flags, ranks=ranks, python=python), cwd=tmp_path,
+                              text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout,
+                              env={**os.environ, "PYTHON_EXEC": python, **(env or {})})
         assert not ok or done.returncode == 0, done.stdout[-4000:]
         return Run(done.returncode, done.stdout, output_dir)
     return run

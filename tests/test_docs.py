@@ -311,7 +311,7 @@ def workshop(shelf, tmp_path):
     """A fresh folder where the repository's files and the shelf's lie under their own names; new files stay in it."""
     for source in (*(ROOT / name for name in ("launch", "speech", "diffusion", "distill", "common", "tests")),
                    *shelf.iterdir(), *ROOT.glob("*.py"), ROOT / "README.md"):
-        if source.is_dir():
+        if source.is_dir() and source.parent == shelf:
             shutil.copytree(source, tmp_path / source.name, copy_function=os.symlink,
                             ignore=shutil.ignore_patterns("run.lock"))      # a lock that is a link is refused
         else:

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from tests.helpers import chats
 from tests.helpers.trainer import ROOT
 
-STEPS = 20
+STEPS = 12
 SHARED = ["--max_steps", STEPS, "--gradient_accumulation_steps", 2, "--learning_rate", 1e-3,
-          "--logging_steps", 1, "--save_steps", 10]
+          "--logging_steps", 1, "--save_steps", STEPS // 2]
 BIG = ["--num_workers", 0, "--report_to", "none"]
 
 
@@ -54,7 +54,7 @@ def assert_equal(ours, theirs, validates=True):
 
 
 def assert_same_weights(mine, big, start):
-    """What 20 steps changed is the same to a thousandth in every tensor: so were the gradients."""
+    """What all steps changed is the same to a thousandth in every tensor: so were the gradients."""
     for name, before in start.items():
         moved = (big[name] - before).norm()
         assert (mine[name] - big[name]).norm() <= 1e-3 * moved + 1e-9, name
@@ -70,7 +70,7 @@ def test_higgs(pool, run_minimal, tiny, speech, tmp_path):
     mine, big = tmp_path / "mine", tmp_path / "big"
     run_minimal("train_higgs.py", speech, mine)
     run_big(pool, "train_v2_ddp.main", [*speech, "--normalize_text", "off", "--code_cache", tiny.codes,
-                                        "--eval_steps", 10], big)
+                                        "--eval_steps", STEPS // 2], big)
     assert_equal(mine, big)
     folders = mine / f"checkpoint-{STEPS}", big / f"checkpoint-{STEPS}", tiny.model
     assert_same_weights(*(load_file(folder / "model.safetensors") for folder in folders))
@@ -83,12 +83,12 @@ def test_higgs_on_two_ranks_with_adapters(pool, run_minimal, tiny, speech, tmp_p
     flags = [*speech, "--use_lora"]
     run_minimal("train_higgs.py", flags, mine, ranks=2)
     run_big(pool, "train_v2_ddp.main", [*flags, "--normalize_text", "off", "--code_cache", tiny.codes, "--eval_steps",
-                                        10, "--gradient_accumulation_steps", 4], big)
+                                        STEPS // 2, "--gradient_accumulation_steps", 4], big)
     assert_equal(mine, big)
     again.mkdir()
-    (mine / "checkpoint-10").rename(again / "checkpoint-10")
+    (mine / f"checkpoint-{STEPS // 2}").rename(again / f"checkpoint-{STEPS // 2}")
     run_minimal("train_higgs.py", flags, again, ranks=2)
-    assert metrics(again, "train/loss").keys() == set(range(11, STEPS + 1))
+    assert metrics(again, "train/loss").keys() == set(range(STEPS // 2 + 1, STEPS + 1))
     files = [out / f"checkpoint-{STEPS}" / "adapter_model.safetensors" for out in (mine, again)]
     assert files[0].read_bytes() == files[1].read_bytes()
 
@@ -102,7 +102,8 @@ def test_bd3lm(pool, run_minimal, tmp_path):
     mine, big = tmp_path / "mine", tmp_path / "big"
     shape = ["--hidden_size", 64, "--layers", 2, "--heads", 4, "--cond_size", 16]
     shown = run_minimal("train_bd3lm.py", [*flags, *shape], mine)
-    run_big(pool, "diffusion.train_bd3lm.main", [*flags, "--model_size", "nano", "--no-pack", "--eval_steps", 10], big)
+    run_big(pool, "diffusion.train_bd3lm.main", [*flags, "--model_size", "nano", "--no-pack", "--eval_steps",
+                                                  STEPS // 2], big)
     assert_equal(mine, big)
     state = torch.load(mine / "checkpoint.pt", weights_only=True)
     for kind, file in (("model", "model.safetensors"), ("average", "ema.safetensors")):
@@ -128,7 +129,7 @@ def test_distill(pool, run_minimal, tmp_path):
              "--warmup_steps", 2, "--max_new_tokens", 4]
     run_minimal("distill.py", [*flags, *asked], mine)
     run_big(pool, "distill.train_sft.main", [*flags, "--train_data_file", mine / "answers.jsonl", "--warmup_ratio",
-                                             0.1], big)
+                                             2 / STEPS], big)
     assert_equal(mine, big, validates=False)
     folders = mine / f"checkpoint-{STEPS}", big / f"checkpoint-{STEPS}", student
     assert_same_weights(*(load_file(folder / "model.safetensors") for folder in folders))
@@ -145,8 +146,8 @@ def test_distill_teaches_a_prompt(run_minimal, tmp_path):
     (tmp_path / "questions.txt").write_text("\n".join(questions))
     out = tmp_path / "out"
     run_minimal("distill.py", ["--model_path", student, "--prompt_file", tmp_path / "prompt.txt", "--questions_file",
-                               tmp_path / "questions.txt", "--loss", "kl", "--max_new_tokens", 64, "--warmup_steps", 2,
-                               "--temperature", 1, "--per_device_train_batch_size", 20], out)
+                               tmp_path / "questions.txt", "--loss", "kl", "--max_new_tokens", 64, "--max_steps", 20,
+                               "--warmup_steps", 2, "--temperature", 1, "--per_device_train_batch_size", 20], out)
     judged = json.loads((out / "judged.json").read_text())
     gap = judged["base"]["nats_per_token"] - judged["base + prompt"]["nats_per_token"]
     closed = judged["base"]["nats_per_token"] - judged["student"]["nats_per_token"]

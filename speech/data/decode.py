@@ -33,7 +33,7 @@ def decode_audio(path, cuts):
 
 def holds_codes(path):
     """Whether a file is one of saved codes, not of sound, by its first bytes. Raises ValueError with the reason."""
-    if file_of(path) != path and path.endswith(AUDIO_FILES):        # inside another file: not to read it twice
+    if path.endswith(AUDIO_FILES):      # opened once, to be decoded; codes of such a name are refused there
         return False
     try:
         with opened(path) as file:

@@ -11,7 +11,7 @@ import torch
 from bench import profile_step, speed
 
 SECONDS_OF = speed.seconds_of
-FEW = ("--rounds", "1", "--samples", "6", "--batch", "2")
+FEW = ("--rounds", "1", "--samples", "4", "--batch", "2")
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def table(name, shape, tmp_path, *more):
     rows = [dict(zip(report["tables"][name]["columns"], row)) for row in report["tables"][name]["rows"]]
     for row in rows:
         seconds = report["runs"][row["way"]][0]["seconds"]
-        assert row["samples/s"] * seconds == pytest.approx(6) and row["step (ms)"] > 0
+        assert row["samples/s"] * seconds == pytest.approx(4) and row["step (ms)"] > 0
     return {row["way"]: row for row in rows}
 
 
@@ -40,7 +40,7 @@ def test_speech_by_the_trainer_minimal_and_transformers(tmp_path):
     rows = table("speech", "tiny", tmp_path, "--lora")
     assert rows.keys() == {"ours", "ours, packed", "minimal", "Trainer"}
     assert rows["ours"]["first loss"] == pytest.approx(rows["minimal"]["first loss"], rel=1e-5)
-    assert [rows[way]["steps of an epoch"] for way in ("ours", "minimal", "Trainer")] == [3, 3, 3]
+    assert [rows[way]["steps of an epoch"] for way in ("ours", "minimal", "Trainer")] == [2, 2, 2]
     assert rows["ours"]["padding"] == 0 < rows["ours, packed"]["padding"] and rows["ours"]["ours is faster by"] == 1
 
 

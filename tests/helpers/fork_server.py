@@ -117,6 +117,7 @@ def work(streams, words, folder, environment, ignored):
         signal.signal(number, signal.SIG_IGN if number in ignored else default)
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS") or os.cpu_count()))
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", errors="backslashreplace")
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=stream is sys.stderr or bool(environment.get("PYTHONUNBUFFERED")))
     kind, status = words[0], 0
@@ -141,8 +142,8 @@ def work(streams, words, folder, environment, ignored):
         status = 1
     threading._shutdown()       # as the interpreter ends: other threads, what was registered, streams
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in {sys.stdout, sys.stderr, sys.__stdout__}:
+        stream.flush()
     return status & 255
 
 
@@ -155,11 +156,17 @@ def serve(listener, parent):
     if os.getppid() != parent:      # it died before that
         return
     gc.disable()
+    with contextlib.suppress(ImportError):      # it need not be there
+        import matplotlib.backends.backend_agg
+        import matplotlib.figure  # noqa: F401
     import torch.distributed.run
+    import torch.nn.attention.varlen
     import torch.utils.tensorboard  # noqa: F401
     import transformers.models.auto.modeling_auto  # noqa: F401
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     import train_v2_ddp  # noqa: F401
+    get_checkpoint_conversion_mapping("llama")      # PEFT asks; a thousand patterns are compiled once
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or sys.prefix
         if file.startswith(ROOT) and not file.startswith(sys.prefix) and not name.startswith(("tests", "__main__")):

@@ -3,6 +3,7 @@
 Importing torch and transformers takes most of a tiny run's time. A rank is a fresh process with the environment that
 torchrun gives; the ranks of a job meet on a port of their own, where rank 0 hosts their store, as under our launchers.
 """
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -23,6 +24,9 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)      # instead of this file's folder
 
 from tests.helpers.progress import PATIENCE_S  # noqa: E402
+
+LATE = ("speech.model.v2", "distill.train_sft", "diffusion.train_bd3lm", "numpy.ma", "matplotlib.figure",
+        "matplotlib.backends.backend_agg")      # many jobs import some of them
 
 
 class Pool:
@@ -133,10 +137,14 @@ def die_with_parent():
 
 if __name__ == "__main__":
     die_with_parent()
-    import torch
-
     gc.disable()
+    import torch
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     importlib.import_module(sys.argv[1])        # what takes long
+    for name in LATE:
+        with contextlib.suppress(ImportError):      # matplotlib need not be there
+            importlib.import_module(name)
+    get_checkpoint_conversion_mapping("llama")      # PEFT asks; a thousand patterns are compiled once
     gc.freeze()     # ranks share its pages
     gc.enable()
     torch.set_num_threads(1)

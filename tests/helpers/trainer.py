@@ -75,10 +75,10 @@ def trainer_arguments(tiny, output_dir, *flags):
             *map(str, flags)]
 
 
-def trainer_command(tiny, output_dir, *flags, ranks=1):
+def trainer_command(tiny, output_dir, *flags, ranks=1, python=sys.executable):
     """A trainer's whole command line, as a user types it."""
-    launcher = [sys.executable] if ranks == 1 else \
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    launcher = [python] if ranks == 1 else \
+        [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return [*launcher, str(ROOT / "train_v2_ddp.py"), *trainer_arguments(tiny, output_dir, *flags)]
 
 

@@ -591,9 +591,10 @@ def test_alone_the_message_is_all_there_is(train, data):
 
 
 @pytest.mark.slow
-def test_a_mistake_that_all_ranks_find_is_told_once(train, used_copy):
+def test_a_mistake_that_all_ranks_find_is_told_once(train, used_copy, quick_python):
     """torchrun adds a traceback of its own when a rank has failed, whose end repeats it."""
-    done = train("--use_lora", "--lora_rank", 8, "--lora_alpha", 8, "--disable_eval", ranks=2, ok=False)
+    done = train("--use_lora", "--lora_rank", 8, "--lora_alpha", 8, "--disable_eval", ranks=2, ok=False,
+                 python=quick_python)
     ours = done.output.partition("torch/distributed/elastic")[0].partition("Traceback (most recent call last)")[0]
     assert ours.count("error:") == 1 and "rank 1 failed" not in done.output
     assert "error: " in done.output.splitlines()[-2]

@@ -1,7 +1,6 @@
 """--best_of, --split_text, --max_cer: the best take is kept, parts follow one another, good takes are trained."""
 import json
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -167,9 +166,9 @@ def test_a_part_can_be_heard_before_the_next_one_is_spoken(voice, tmp_path):
 
 
 @pytest.mark.slow
-def test_sound_alone_goes_to_stdout(tmp_path):
+def test_sound_alone_goes_to_stdout(tmp_path, quick_python):
     """--stream -: through a pipe, beside the WAV file as always; what is printed goes to stderr."""
-    command = [sys.executable, ROOT / "speech" / "generate_tts.py", "--model_path", VOICE / "model", "--audio_tokenizer_path",
+    command = [quick_python, ROOT / "speech" / "generate_tts.py", "--model_path", VOICE / "model", "--audio_tokenizer_path",
                VOICE / "codec", "--output_dir", tmp_path / "said", "--text", "one two. three four.", "--split_text", 9,
                "--max_seconds", 2, "--ras_window", 0, "--overwrite", "--stream"]
     done = subprocess.run([str(word) for word in [*command, "-"]], capture_output=True, timeout=PATIENCE_S)
@@ -228,10 +227,10 @@ def test_codes_and_sound_are_told_apart_by_their_first_bytes(voice, tmp_path):
     *_, prepare = voice
     codes = np.arange(80).reshape(10, 8).astype(np.int16)
     wave = 0.1 * np.random.default_rng(0).standard_normal(24000)
-    generate.save_codes(tmp_path / "codes.wav", codes)
+    generate.save_codes(tmp_path / "codes.take", codes)
     with open(tmp_path / "sound.npy", "wb") as file:
         soundfile.write(file, wave, 24000, format="WAV")
-    saved, sound = str(tmp_path / "codes.wav"), str(tmp_path / "sound.npy")
+    saved, sound = str(tmp_path / "codes.take"), str(tmp_path / "sound.npy")
 
     def asked(voice, truth):
         samples = generate.text_prompts([("a", "one two.")], False, voice, "three.")

@@ -64,8 +64,7 @@ def shared(complete, tiny, tmp_path_factory):
     def get(name):
         if name not in done:
             ranks, flags = SHARED[name]
-            start = functools.partial(launched, tiny) if name == "dropout" else complete    # forks must do as it does
-            done[name] = start(root / name.replace(" ", "-"), *flags, ranks=ranks)
+            done[name] = complete(root / name.replace(" ", "-"), *flags, ranks=ranks)
         return done[name]
     return get
 

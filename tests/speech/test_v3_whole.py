@@ -1,22 +1,25 @@
 """Higgs TTS 3 by the scripts alone, on two clips: the loss falls, the run resumes, and each training text ends by itself."""
 import json
 import subprocess
-import sys
 
 import pytest
 
 from tests.helpers.trainer import ROOT
 
 
-def run(*words):
-    done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT)
-    assert done.returncode == 0, done.stdout[-4000:]
-    return done.stdout
+@pytest.fixture
+def run(quick_python):
+    """run(script, *flags) -> what it prints, as a process of its own."""
+    def start(*words):
+        done = subprocess.run([quick_python, *map(str, words)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT)
+        assert done.returncode == 0, done.stdout[-4000:]
+        return done.stdout
+    return start
 
 
 @pytest.mark.slow
-def test_it_learns_its_clips_and_stops_by_itself(tmp_path):
+def test_it_learns_its_clips_and_stops_by_itself(run, tmp_path):
     tiny, out = tmp_path / "tiny", tmp_path / "out"
     run("speech/demo/make_tiny.py", tiny, "--clips", 2, "--speakers", 1, "--higgs3")
     model = ["--audio_tokenizer_path", tiny / "codec", "--model_path"]
