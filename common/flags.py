@@ -173,9 +173,7 @@ def parse(parser, check=None, argv=None):
             faulthandler.enable()       # a crash in native code prints where each thread was
         sys.argv[1:] = map(without_secrets, words)      # W&B keeps the command line of a run
         gc.disable()        # a quarter of that time; hardly anything that imports make is garbage
-        # Ctrl-C amid the imports, which take seconds, is one line, as it is later
-        sys.excepthook = lambda kind, *at: (print_error("interrupted") if kind is KeyboardInterrupt
-                                            else sys.__excepthook__(kind, *at))
+        sys.excepthook = explain
     status = 2
     try:
         allocator_setting()
@@ -201,6 +199,14 @@ def parse(parser, check=None, argv=None):
         else:
             time.sleep(GIVE_WAY_S)
         sys.exit(status)
+
+
+def explain(kind, *at):
+    """sys.excepthook until the imports are done: Ctrl-C is one line, of rank 0."""
+    if kind is not KeyboardInterrupt:
+        sys.__excepthook__(kind, *at)
+    elif os.environ.get("RANK", "0") == "0":
+        print_error("interrupted")
 
 
 def check_names(parser, words):
