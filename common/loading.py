@@ -79,13 +79,14 @@ def to(batch, device):
 
 
 def over_packs(samples, packs, collate, num_workers, prefetch_factor):
-    """DataLoader of collate([samples[i] of a pack]) over `packs`, an iterable of lists of numbers."""
+    """DataLoader of collate([samples[i] of a pack]) over `packs`, lists of numbers."""
     more = {}
     if num_workers:     # forked: they share what is mapped
-        more = {"prefetch_factor": prefetch_factor, "persistent_workers": True, "multiprocessing_context": "fork"}
+        more = {"prefetch_factor": prefetch_factor, "persistent_workers": True,
+                "multiprocessing_context": "fork"}
+    # a generator: else each loader would draw from that of the dropout
     return DataLoader(samples, batch_sampler=packs, collate_fn=collate, num_workers=num_workers,
-                      worker_init_fn=init_loader, **more,
-                      generator=torch.Generator())      # else each loader would draw from the generator of the dropout
+                      worker_init_fn=init_loader, generator=torch.Generator(), **more)
 
 
 def named(error, batches):

@@ -76,10 +76,11 @@ def check_recognisers(args):
     need(not (args.asr_model and args.asr_command), "give one of --asr_model and --asr_command")
     need(args.asr_time_limit == 3600 or args.asr_command, "--asr_time_limit is for --asr_command")
     flags.above_zero(args, "asr_time_limit")
-    spoken, most = getattr(args, "sample_time_limit", 0), getattr(args, "wait_timeout", float("inf"))
-    need(not args.asr_command or args.asr_time_limit + spoken < most,
-         f"--asr_time_limit {args.asr_time_limit:g}{f' + --sample_time_limit {spoken:g}' * bool(spoken)} must be below "
-         f"--wait_timeout {most}, for which other processes wait; lower it")
+    limits = [name for name in ("asr_time_limit", "sample_time_limit") if hasattr(args, name)]
+    most = getattr(args, "wait_timeout", float("inf"))
+    need(not args.asr_command or sum(getattr(args, name) for name in limits) < most,
+         " + ".join(f"--{name} {getattr(args, name):g}" for name in limits)
+         + f" must be below --wait_timeout {most}, for which other processes wait; lower it")
     need(not args.language or args.asr_model or args.asr_command,
          "--language: only --asr_model and --asr_command make use of it")
 

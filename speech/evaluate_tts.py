@@ -7,8 +7,9 @@
     python speech/evaluate_tts.py --check_layout --model_path bosonai/higgs-tts-3-4b clips.jsonl       # layout_check.py
 
 A folder holds what generate_tts.py writes: NAME.wav and NAME.json with "text", "ended_by" ("eos" or "length"), and
-maybe "reference_audio" (the voice to be cloned) and "target_audio" (the same text, truly spoken), all of the file, or
-"target_seconds" ("reference_seconds") of it from "target_offset" on. Printed is a table; each folder gets evaluation.json.
+maybe "reference_audio" (the voice to be cloned) and "target_audio" (the same text, truly spoken): all of the file, or
+"target_seconds" ("reference_seconds") of it from "target_offset" ("reference_offset") on. Printed is a table; each
+folder gets evaluation.json.
 
     wer, cer             errors against "text" over its words or characters, all samples together, as heard by
                          --asr_model or --asr_command; texts are compared by whisper's rules (scores.normaliser), "text"
@@ -88,7 +89,7 @@ AUDIO = (".wav", ".flac", ".mp3", ".ogg")
 
 @dataclass
 class Sample:
-    """One generated clip. target, voice: (path, *stretch of read_audio) of recordings to compare with, or None."""
+    """One generated clip. target, voice: arguments of read_audio to compare with, or None."""
     name: str
     audio: Path
     text: str | None
@@ -132,7 +133,8 @@ def read_sample(audio, reference_dir, needs_text):
     if ended_by not in ("eos", "length", None):
         raise UserError(f'{path}: "ended_by" is {ended_by!r}; it must be "eos" or "length"')
     if reference_dir:
-        target = next(((t, None, None) for end in AUDIO if (t := Path(reference_dir) / (audio.stem + end)).is_file()), None)
+        places = (Path(reference_dir) / (audio.stem + end) for end in AUDIO)
+        target = next(((place, None, None) for place in places if place.is_file()), None)
         if target is None:
             raise UserError(f"--reference_dir {reference_dir}: has no {audio.stem}.wav (nor .flac, .mp3, .ogg) "
                             f"for {audio}")
@@ -143,14 +145,19 @@ def read_sample(audio, reference_dir, needs_text):
 
 
 def find_audio(facts, what, path):
-    """(path, offset, seconds) of the recording that a JSON names, here or beside it; None if it names none. UserError."""
+    """(path, offset, seconds) of the recording that a JSON names, here or beside it, or None.
+
+    offset, seconds: None for all of it. Raises UserError.
+    """
     name, *stretch = (facts.get(f"{what}_{key}") for key in ("audio", "offset", "seconds"))
     if name is None:
         return None
     if not isinstance(name, str):
         raise UserError(f'{path}: "{what}_audio" is {name!r}, not a path')
-    if stretch[0] is not None and not all(isinstance(x, (int, float)) and x >= 0 for x in stretch if x is not None):
-        raise UserError(f'{path}: "{what}_offset" and "{what}_seconds" are {stretch}, not two numbers of seconds')
+    given = [number for number in stretch if number is not None]
+    if not all(isinstance(number, (int, float)) and number >= 0 for number in given):
+        raise UserError(f'{path}: "{what}_offset" and "{what}_seconds" are {stretch}, '
+                        "not two numbers of seconds")
     for place in (Path(name), path.parent / name):
         if place.is_file():
             return place, *stretch

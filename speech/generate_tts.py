@@ -313,9 +313,12 @@ def main(argv=None):
         need(args.reference_text or not args.reference_audio or versions.is_third(config_dict["model_type"]),
              "--reference_audio and --reference_text go together: the model needs to know what the clip says")
         samples = read_texts(args, normalize)
-        files = [args.prompts or "", *(clip.path for s in samples for turn in s.turns for clip in turn.clips)]
-        lost = {Path(file).resolve() for file in files} & {path.resolve() for path in (*old, Path(args.stream or "-"))}
-        need(not lost, f"--overwrite would delete {min(lost, default='')}, which is read: give another --output_dir")
+        clips = [clip for sample in samples for turn in sample.turns for clip in turn.clips]
+        files = [args.prompts or "", *(clip.path for clip in clips)]
+        written = (*old, args.stream or "-")
+        lost = {Path(file).resolve() for file in files} & {Path(file).resolve() for file in written}
+        need(not lost, f"--overwrite would delete {min(lost, default='')}, which is read: "
+                       "give another --output_dir")
         config, tokenizer = module.read_config(config_dict), module.load_tokenizer(folder)
         ids = module.token_ids(tokenizer, config)
         codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)

@@ -172,8 +172,10 @@ def judge(prompts, waves, judges, device):
             facts = [{"heard": text, **row} for text, row in zip(heard, rates)]
             values |= {f"eval/{key}": value for key, value in totals.items() if value is not None}
         if judges.embed:
-            clips = [prompt.references[-1] if prompt.references else prompt.target for prompt in prompts]
-            known = {clip: speech_metrics.read_audio(clip.path, clip.offset, clip.duration) for clip in clips if clip}
+            clips = [prompt.references[-1] if prompt.references else prompt.target
+                     for prompt in prompts]
+            known = {clip: speech_metrics.read_audio(clip.path, clip.offset, clip.duration)
+                     for clip in clips if clip}
             references = [known.get(clip, np.zeros(0, np.float32)) for clip in clips]
             likes = scores.likeness(waves, references, generate.SAMPLE_RATE, judges.embed)
     found = {"speaker_similarity": likes, "dnsmos": scores.dnsmos(waves, generate.SAMPLE_RATE) if judges.mos else []}

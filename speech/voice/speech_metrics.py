@@ -13,7 +13,10 @@ VOICE_HZ = 2000                 # pitch sees nothing above: hiss would look like
 
 
 def read_audio(path, offset=None, seconds=None):
-    """(n,) float32 mono at RATE: the file, or from offset on so many seconds (None: all). UserError names the file."""
+    """(n,) float32 mono at RATE: the file, or of it so many seconds from offset on (None: all).
+
+    UserError names the file.
+    """
     import soundfile
     try:
         wave, rate = soundfile.read(path, dtype="float32", always_2d=True)
@@ -22,7 +25,8 @@ def read_audio(path, offset=None, seconds=None):
     if not np.isfinite(wave).all():
         raise UserError(f"{path}: has samples that are not numbers; generate it again or take it out")
     if offset is not None:
-        wave = wave[round(offset * rate):round((offset + seconds) * rate) if seconds else None]
+        end = None if seconds is None else round((offset + seconds) * rate)
+        wave = wave[round(offset * rate):end]
     return resample(wave.mean(axis=1), rate, RATE)
 
 
