@@ -367,6 +367,10 @@ def compile_layers(layers, **options):
     was generated for 16 floats at a time would be built for 8 and leave half of its results unwritten (torch 2.13,
     after a change of ATEN_CPU_CAPABILITY or in a folder that unlike machines share), so the key gets it here.
     """
+    import torch._inductor.config
+    # on by default since torch 2.10; gradients of chunked modulations (the DiT's) come back with
+    # memory that nothing was written to (pytorch issue 193061; seen on an H200 with 2.11)
+    torch._inductor.config.triton.mix_order_reduction = False
     # else each layer is cut where DDP's buckets end, which a layer is too small to gain from
     torch._dynamo.config.optimize_ddp = False
     tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")

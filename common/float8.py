@@ -29,20 +29,23 @@ def rounded_kernel(rows):
     return (rows / scales).to(FLOAT8), scales
 
 
-@library.custom_op("flat_trainers::rounded", mutates_args=())
-def rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows (n, width) -> (the same in float8, each divided by its scale so that its largest value
-    fits; (n, 1) scales). Scales are float32; a row of zeros has a tiny one.
-
-    An operator of its own: fused with what stands before it in a compiled layer, whose packs have
-    other numbers of rows, Inductor cannot split its loops (CantSplit; pytorch issue 183696).
-    """
-    return fused.kernel(rounded_kernel, rows)
+# An operator of its own: fused with what stands before it in a compiled layer, whose packs have
+# other numbers of rows, Inductor cannot split its loops (CantSplit; pytorch issue 183696).
+OPERATOR = "flat_trainers::rounded"
+library.define(OPERATOR, "(Tensor rows) -> (Tensor, Tensor)")
+library.impl(OPERATOR, ("cpu", "cuda"), lambda rows: fused.kernel(rounded_kernel, rows))
 
 
-@rounded.register_fake
+@library.register_fake(OPERATOR)
 def _(rows):
     return torch.empty_like(rows, dtype=FLOAT8), rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32)
+
+
+def rounded(rows):
+    """rows (n, width) -> (the same in float8, each divided by its scale so that its largest value
+    fits; (n, 1) scales). Scales are float32; a row of zeros has a tiny one.
+    """
+    return torch.ops.flat_trainers.rounded(rows)
 
 
 def product(rows, weight, scales):

@@ -81,7 +81,8 @@ def report(name, graphs, first=0, **more):
             if same not in CODES:
                 CODES[same] = sm90.assembled(kernel, source)
             kernels.append({"name": kernel, "direction": graph.direction, **CODES[same]._asdict()})
-    print(json.dumps({"case": name, "graphs": len(graphs), "kernels": kernels, **more}), flush=True)
+    mixed = [kernel for graph in graphs for kernel, source in graph.kernels() if "MixOrder" in source]
+    print(json.dumps({"case": name, "graphs": len(graphs), "kernels": kernels, "mixed": mixed, **more}), flush=True)
 
 
 def functions(names, suffix=""):
@@ -188,8 +189,11 @@ def block_attention(name):
     report(name, sm90.GRAPHS, breaks=sum(counters["graph_break"].values()))
 
 
-def blocks(name):
-    """A layer of the 170M DiT, as diffusion/train_bd3lm.py compiles it: rows have one length."""
+def blocks(name, mixed=False):
+    """A layer of the 170M DiT, as diffusion/train_bd3lm.py compiles it: rows have one length.
+
+    mixed: the planted fault, torch's default.
+    """
     torch._dynamo.reset()
     counters.clear()
     sm90.GRAPHS.clear()
@@ -197,6 +201,8 @@ def blocks(name):
     with sm90.fake():
         layer.to_empty(device="cuda")
         distributed.compile_layers([layer], dynamic=False)
+        torch._inductor.config.triton.mix_order_reduction = mixed or (
+            torch._inductor.config.triton.mix_order_reduction)
         cos = tensor(rows, length, 1, 32, dtype=torch.float32)
         x = tensor(rows, length, 768).requires_grad_()
         condition = tensor(layer.modulation.in_features, dtype=torch.float32)
@@ -215,6 +221,7 @@ def main():
     speech("speech, float8", float8=True)
     chat("chat")
     # the planted faults
+    blocks("blocks, mixed orders", mixed=True)
     speech("speech, .item()", ask=True)
     fused._compiled = functools.cache(functools.partial(torch.compile, dynamic=True))
     functions([fused.swiglu_kernel, fused.rotate_kernel], ", every size symbolic")

@@ -14,7 +14,7 @@ from bench import fake_cuda, measure
 from tests.helpers.trainer import ROOT
 
 # bytes that the fused kernels of one layer move, forward and backward, in GB: never more than this
-LAYER_GB = {"speech": 2.75, "speech, float8": 3.34, "chat": 2.65, "blocks": 3.81}
+LAYER_GB = {"speech": 2.75, "speech, float8": 3.34, "chat": 2.65, "blocks": 3.95}
 DYNAMIC = ", every size symbolic"       # the planted fault
 
 
@@ -91,3 +91,11 @@ def test_compiled_layers_stay_whole(found):
         assert case["graphs"] == (2 if name == "blocks" else 4), name
         assert not [kernel["name"] for kernel in case["kernels"] if kernel["spilled"]], name
         assert 0 < case["gb_a_layer"] <= most, name
+        assert not case["mixed"], name
+
+
+def test_reductions_of_mixed_order_are_seen(found):
+    """The planted fault: with torch's default the DiT's modulations get gradients that were never
+    written (pytorch issue 193061), as an H200 showed.
+    """
+    assert found["blocks, mixed orders"]["mixed"]
