@@ -8,6 +8,7 @@ from speech.voice import best
 
 # what is heard of "one two three four": of the base, and behind each step
 HEARD = ["one two x x", "x x x x", "one two three x", "one x three four", "x x x x", "x x x x", "one two three four"]
+TRIED = ""      # the silence that each start lets it hear first
 
 
 class State:
@@ -65,7 +66,7 @@ def test_a_run_keeps_the_best_understood_checkpoint_and_stops(forked, tiny, tmp_
 count = pathlib.Path({str(tmp_path / 'count')!r})
 number = len(count.read_text()) if count.exists() else 0
 count.write_text("." * (number + 1))
-print({HEARD!r}[number])
+print({[TRIED, *HEARD[:5], TRIED, *HEARD[5:]]!r}[number])
 """)
     flags = ("--use_lora", "--validation_split", 0.2, "--eval_steps", 1, "--sample_prompts", tmp_path / "prompts.txt",
              "--sample_seconds", 0.2, "--asr_command", f"{sys.executable} {tmp_path / 'hear.py'}", "--best_by", "wer",
@@ -79,3 +80,16 @@ print({HEARD!r}[number])
     assert "done       step 5 (nothing better in 2 validations)" in run.output
     assert "; best word errors 25.0% at step 3" in run.output
     assert (run.output_dir / "checkpoint-3").is_dir() and (run.output_dir / "checkpoint-5").is_dir()
+
+
+@pytest.mark.slow
+def test_an_odd_recogniser_is_tried_before_the_first_step(forked, tmp_path):
+    """One that is not there ends the run at once; one that prints a byte that is not UTF-8 does not."""
+    (tmp_path / "prompts.txt").write_text("one two\n")
+    flags = ("--use_lora", "--max_steps", 1, "--sample_prompts", tmp_path / "prompts.txt", "--sample_seconds", 0.2)
+    run = forked(*flags, "--asr_command", "no-such-program", ok=False)
+    assert run.status == 1 and not (run.output_dir / "metrics.jsonl").exists()
+    assert "error: --asr_command no-such-program: cannot be started" in run.output and "Traceback" not in run.output
+    (tmp_path / "hear.sh").write_text("printf 'one \\377\\n'\n")
+    run = forked(*flags, "--asr_command", f"sh {tmp_path / 'hear.sh'}")
+    assert run.metrics("eval/wer") == {1: 0.5}

@@ -219,7 +219,7 @@ def test_codes_in_a_table_are_known_by_their_first_bytes(tmp_path):
     folder, shards, where = ensure_codes(WORLD, clips, how)
     assert np.array_equal(CodeReader(folder, shards).codes(*where[0].tolist()), codes)
     with pytest.raises(UserError, match="no sound to hear: drop --asr_model"):
-        transcripts.hear(WORLD, clips, np.arange(1), tmp_path / "heard", {"asr_command": "true"}, how)
+        transcripts.hear(WORLD, clips, np.arange(1), tmp_path / "heard", {"asr_command": "echo"}, how)
 
 
 def test_codes_and_sound_are_told_apart_by_their_first_bytes(voice, tmp_path):
@@ -325,7 +325,7 @@ def test_the_trainer_reads_a_take_as_it_was_asked_for_and_spoken(voice, tmp_path
     again = voice[-1](generate.read_prompts(tmp_path / takes.BEST, True), None)     # its codes are no recording
     assert [(prompt.text, prompt.target) for prompt in again] == [(prompt.text, None) for prompt in prompts]
     with pytest.raises(UserError, match="no sound to hear: drop --asr_model"):
-        transcripts.hear(WORLD, clips, np.arange(1), tmp_path / "heard", {"asr_command": "true"}, how)
+        transcripts.hear(WORLD, clips, np.arange(1), tmp_path / "heard", {"asr_command": "echo"}, how)
 
 
 def test_a_take_is_trained_as_it_was_spoken(tmp_path):
