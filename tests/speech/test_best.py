@@ -1,10 +1,14 @@
 """--best_by and --early_stop_patience: the checkpoint that a recogniser understands best is kept, and named with why."""
+import json
+import subprocess
 import sys
 
 import pytest
 
 from common.run import TrainState
 from speech.voice import best
+from tests.helpers.progress import wait_until
+from tests.helpers.trainer import trainer_command
 
 # what is heard of "one two three four": of the base, and behind each step
 HEARD = ["one two x x", "x x x x", "one two three x", "one x three four", "x x x x", "x x x x", "one two three four"]
@@ -93,3 +97,19 @@ def test_an_odd_recogniser_is_tried_before_the_first_step(forked, tmp_path):
     (tmp_path / "hear.sh").write_text("printf 'one \\377\\n'\n")
     run = forked(*flags, "--asr_command", f"sh {tmp_path / 'hear.sh'}")
     assert run.metrics("eval/wer") == {1: 0.5}
+
+
+@pytest.mark.slow
+def test_a_kill_before_the_first_checkpoint_leaves_one_validation_of_the_base(train, tiny, tmp_path):
+    out = tmp_path / "out"
+    flags = ("--use_lora", "--validation_split", 0.2, "--early_stop_patience", 3)
+    log = open(tmp_path / "log.txt", "w")
+    job = subprocess.Popen(trainer_command(tiny, out, *flags, "--num_train_epochs", 1000, "--eval_steps", 1000), stdout=log,
+                           stderr=log, cwd=tmp_path)
+    rows = out / "metrics.jsonl"
+    wait_until(lambda: rows.exists() and rows.read_text().count("\n") > 2, "steps", lambda: job.poll() is None)
+    job.kill()
+    job.wait()
+    run = train(*flags, "--max_steps", 2)
+    losses = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [row["step"] for row in losses if "eval/loss" in row] == [0, 2] and "done       step 2" in run.output
