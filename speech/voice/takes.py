@@ -24,6 +24,7 @@ STRIDE = 1_000_003      # between the seeds of a prompt's takes: batches number 
 PAUSE_S = 0.12          # of silence between parts
 FADE_S = 0.01           # at both ends of a part, so that a joint makes no click
 BEST = "best.jsonl"     # in the output folder: training data
+MARK = re.compile(r"\[SPEAKER\d+\]|<\|\w+:\w+\|>")        # holds for what follows it
 SENTENCE = r"(?<=[.!?…])\s+|(?<=[。！？])"        # ends there
 
 

@@ -180,6 +180,20 @@ def test_sound_alone_goes_to_stdout(tmp_path, quick_python):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("text", ["[SPEAKER0] one two. [SPEAKER1] three four.", "<|emotion:elation|>one two. three four."])
+def test_a_text_with_tags_is_not_cut(tmp_path, quick_python, text):
+    """The tag, the system text of dialogues and the right voice to go on in would be lost behind the first part."""
+    command = [quick_python, ROOT / "speech" / "generate_tts.py", "--model_path", VOICE / "model", "--audio_tokenizer_path",
+               VOICE / "codec", "--output_dir", tmp_path / "said", "--max_seconds", 1, "--ras_window", 0, "--text", text]
+
+    def speak(most):
+        return subprocess.run([*map(str, command), "--overwrite", "--split_text", str(most)], capture_output=True, text=True)
+    done = speak(15)
+    assert done.returncode == 1 and f"error: --text {text!r}: --split_text would" in done.stderr
+    assert "1 samples" in speak(90).stdout
+
+
+@pytest.mark.slow
 def test_a_pipe_is_written_while_somebody_reads_it(tmp_path, quick_python):
     """`>(aplay)` and mkfifo: a WAV file that tells no length. Without a reader, and after it left: one line."""
     pipe, got = tmp_path / "now.wav", tmp_path / "got.wav"
