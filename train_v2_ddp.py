@@ -281,9 +281,10 @@ def save_checkpoint(module, world, writer, model, tokenizer, source, optimizer, 
         return module.save_config(model.base_model, tokenizer, path, source)
 
     if world.is_main:
-        setting = meta["args"]["normalize_text"]
+        setting, base = meta["args"]["normalize_text"], meta["args"]["base_dtype"]
         files[f"{checkpoint.STATE_DIR}/rng.pt"] = checkpoint.pickled(states)
-        files[text_normalization.FILE] = lambda path: text_normalization.save_setting(path, setting)
+        files[text_normalization.FILE] = lambda path: text_normalization.save_setting(
+            path, setting, base)
         files["*"] = save_config
     writer.save(meta["step"], files, meta)
 

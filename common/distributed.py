@@ -31,6 +31,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from common.flags import UserError
+from common.lifetime import stop_requested
 from common.text import counted, error_text, print_error, printable
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
@@ -147,6 +148,8 @@ def one_clear_error():
         broken = isinstance(error, dist.DistError) or any(
             word in str(error) for word in COLLECTIVE_ERRORS)
         if broken:      # a peer is gone: its own message, torchrun's or the watchdog's says more
+            if stop_requested():        # torchrun has asked already
+                leave(1)
             _give_way(2 * GRACE_S)
         if first_to_fail(_world and _world.store, store_gone=not broken):
             print_error(error_text(f"rank {rank} failed:\n{traceback.format_exc()}", 400),

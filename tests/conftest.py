@@ -72,8 +72,9 @@ def as_a_fresh_process():
     unraisable = sys.unraisablehook
     yield
     sys.unraisablehook = unraisable
+    if "common.lifetime" in sys.modules:
+        sys.modules["common.lifetime"]._requested.clear()
     if "common.watchdog" in sys.modules:
-        sys.modules["common.watchdog"]._requested.clear()
         sys.modules["common.watchdog"]._at_rest.clear()
 
 

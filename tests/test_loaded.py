@@ -30,8 +30,8 @@ CHATS = files("common/", "chat document_attention indexing") | files(
     "distill/", "choices dataset linear_loss packed_lm train_sft weights")
 BLOCKS = files("diffusion/", "blocks choices dit elbo lines noise problems train_bd3lm weights")
 # {script: (files it may load beside ALL, lines of all together)}
-LIMITS = {"train_v2_ddp.py": (SPEECH, 8_380), "distill/train_sft.py": (CHATS, 6_520),
-          "diffusion/train_bd3lm.py": (BLOCKS, 6_580)}
+LIMITS = {"train_v2_ddp.py": (SPEECH, 8_430), "distill/train_sft.py": (CHATS, 6_570),
+          "diffusion/train_bd3lm.py": (BLOCKS, 6_630)}
 WATCH = """
 import atexit, runpy, sys
 sys.argv = sys.argv[1:]

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from common import adapters, distributed, run
-from common.checkpoint import write_atomically
+from common.checkpoint import move_aside, write_atomically
 from common.distributed import UserError
+from common.flags import need
 from common.gathered import gathered
 from common.packing import PackOrder
 from common.watchdog import Stopped, stop_requested
@@ -120,9 +121,13 @@ class Keeper:
         """
         path, none = Path(self.args.output_dir) / FILE, np.zeros((0, self.ids.num_codebooks))
         if path.exists():
-            with np.load(path) as saved:
-                if str(saved["fingerprint"]) == self.fingerprint:
-                    return [saved[f"codes_{i}"] for i in range(len(self.prompts))]
+            try:
+                need(path.is_file(), "is not a file")
+                with np.load(path) as saved:        # each array of a zip file has a checksum
+                    if str(saved["fingerprint"]) == self.fingerprint:
+                        return [saved[f"codes_{i}"] for i in range(len(self.prompts))]
+            except Exception as error:      # whatever damage makes of it
+                move_aside(path, f"cannot be read ({error}), so the base speaks again")
         found = []
         with torch.compiler.set_stance("force_eager"), adapters.switched_off(model.net):
             for first in range(0, len(self.prompts), BATCH):

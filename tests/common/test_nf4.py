@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import weakref
 
@@ -105,6 +106,33 @@ def test_a_card_of_8_gb_speaks_on_the_base_that_was_trained_on():
     assert torch.equal(*found) and stored[1] < stored[0] / 3
 
 
+@pytest.mark.slow
+def test_an_adapter_says_that_its_base_was_in_four_bits(tmp_path):
+    """generate_tts.py and merge do as the run did, unless told otherwise; what a run saves is seen below."""
+    voice = ROOT / "launch" / "voice"
+    adapter = shutil.copytree(voice / "adapter", tmp_path / "adapter")
+    (adapter / "text_settings.json").write_text('{"normalize_text": "on", "base_dtype": "nf4"}')
+    env = {**os.environ, "PYTHONPATH": os.environ.get("BITSANDBYTES", "")}
+    model = ["--model_path", voice / "model", "--adapter", adapter, "--output_dir"]
+    speak = [ROOT / "speech" / "generate_tts.py", *model, tmp_path / "said", "--audio_tokenizer_path", voice / "codec",
+             "--text", "one.", "--max_seconds", 0.4, "--overwrite"]
+
+    def run(*words):
+        return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, env=env)
+    merge = run(ROOT / "lora.py", "merge", *model, tmp_path / "merged")
+    for done in (run(*speak), merge):
+        if not importlib.util.find_spec("bitsandbytes"):
+            assert done.returncode == 1 and "error: --base_dtype nf4: the package bitsandbytes is missing" in done.stderr
+    if importlib.util.find_spec("bitsandbytes"):
+        assert json.loads((tmp_path / "said" / "0000.json").read_text())["base_dtype"] == "nf4"
+        run(ROOT / "lora.py", "merge", *model, tmp_path / "other", "--base_dtype", "bf16")
+        weights = [load_file(tmp_path / name / "model.safetensors") for name in ("merged", "other")]
+        name = next(name for name in weights[0] if "q_proj" in name)
+        assert not torch.equal(weights[0][name], weights[1][name])
+    done = run(*speak, "--base_dtype", "bf16")
+    assert done.returncode == 0 and json.loads((tmp_path / "said" / "0000.json").read_text())["base_dtype"] is None
+
+
 def test_dora_does_not_speak_on_four_bits(tmp_path):
     voice = ROOT / "launch" / "voice"
     about = json.loads((voice / "adapter" / "adapter_config.json").read_text()) | {"use_dora": True}
@@ -200,6 +228,7 @@ def test_resume_is_exact_and_two_ranks_learn_the_same(pool, tiny, tmp_path):
     two = run("two", "--replay_every", 2, ranks=2)
     assert two.metrics("train/loss") == pytest.approx(one.metrics("train/loss"), rel=2e-3)
     learnt = one.output_dir / "checkpoint-4"
+    assert json.loads((learnt / "text_settings.json").read_text())["base_dtype"] == "nf4"
     for name, dtype in (("as trained", "nf4"), ("on the base", None)):
         lora.merge(str(tiny.model), str(learnt), tmp_path / name, codec=str(tiny.codec), base_dtype=dtype)
         whole = load_file(tmp_path / name / "model.safetensors")

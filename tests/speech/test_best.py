@@ -1,13 +1,18 @@
 """--best_by and --early_stop_patience: the checkpoint that a recogniser understands best is kept, and named with why."""
+import json
+import subprocess
 import sys
 
 import pytest
 
 from common.run import TrainState
 from speech.voice import best
+from tests.helpers.progress import wait_until
+from tests.helpers.trainer import trainer_command
 
 # what is heard of "one two three four": of the base, and behind each step
 HEARD = ["one two x x", "x x x x", "one two three x", "one x three four", "x x x x", "x x x x", "one two three four"]
+TRIED = ""      # the silence that each start lets it hear first
 
 
 class State:
@@ -65,7 +70,7 @@ def test_a_run_keeps_the_best_understood_checkpoint_and_stops(forked, tiny, tmp_
 count = pathlib.Path({str(tmp_path / 'count')!r})
 number = len(count.read_text()) if count.exists() else 0
 count.write_text("." * (number + 1))
-print({HEARD!r}[number])
+print({[TRIED, *HEARD[:5], TRIED, *HEARD[5:]]!r}[number])
 """)
     flags = ("--use_lora", "--validation_split", 0.2, "--eval_steps", 1, "--sample_prompts", tmp_path / "prompts.txt",
              "--sample_seconds", 0.2, "--asr_command", f"{sys.executable} {tmp_path / 'hear.py'}", "--best_by", "wer",
@@ -79,3 +84,32 @@ print({HEARD!r}[number])
     assert "done       step 5 (nothing better in 2 validations)" in run.output
     assert "; best word errors 25.0% at step 3" in run.output
     assert (run.output_dir / "checkpoint-3").is_dir() and (run.output_dir / "checkpoint-5").is_dir()
+
+
+@pytest.mark.slow
+def test_an_odd_recogniser_is_tried_before_the_first_step(forked, tmp_path):
+    """One that is not there ends the run at once; one that prints a byte that is not UTF-8 does not."""
+    (tmp_path / "prompts.txt").write_text("one two\n")
+    flags = ("--use_lora", "--max_steps", 1, "--sample_prompts", tmp_path / "prompts.txt", "--sample_seconds", 0.2)
+    run = forked(*flags, "--asr_command", "no-such-program", ok=False)
+    assert run.status == 1 and not (run.output_dir / "metrics.jsonl").exists()
+    assert "error: --asr_command no-such-program: cannot be started" in run.output and "Traceback" not in run.output
+    (tmp_path / "hear.sh").write_text("printf 'one \\377\\n'\n")
+    run = forked(*flags, "--asr_command", f"sh {tmp_path / 'hear.sh'}")
+    assert run.metrics("eval/wer") == {1: 0.5}
+
+
+@pytest.mark.slow
+def test_a_kill_before_the_first_checkpoint_leaves_one_validation_of_the_base(train, tiny, tmp_path):
+    out = tmp_path / "out"
+    flags = ("--use_lora", "--validation_split", 0.2, "--early_stop_patience", 3)
+    log = open(tmp_path / "log.txt", "w")
+    job = subprocess.Popen(trainer_command(tiny, out, *flags, "--num_train_epochs", 1000, "--eval_steps", 1000), stdout=log,
+                           stderr=log, cwd=tmp_path)
+    rows = out / "metrics.jsonl"
+    wait_until(lambda: rows.exists() and rows.read_text().count("\n") > 2, "steps", lambda: job.poll() is None)
+    job.kill()
+    job.wait()
+    run = train(*flags, "--max_steps", 2)
+    losses = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [row["step"] for row in losses if "eval/loss" in row] == [0, 2] and "done       step 2" in run.output
