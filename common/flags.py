@@ -190,6 +190,8 @@ def parse(parser, check=None, argv=None):
         status = 1
         if check:
             check(args, getattr(args, "dry_run", None) or int(os.environ.get("WORLD_SIZE", "1")))
+        if getattr(args, "dry_run", 0) is None:     # a trainer: now, as its imports take a minute
+            lifetime.catch_signals()
         if os.environ.get("CHECK_FLAGS"):       # set by launch/slurm.sh for DRY_RUN=1
             sys.exit(0)
         return args

@@ -25,25 +25,19 @@ from torch._utils import ExceptionWrapper
 from common import lifetime
 from common.checkpoint import write_atomically
 from common.distributed import FAILED, GRACE_S, first_to_fail
+from common.lifetime import SIGNALS, stop_requested
 from common.text import print_error
 
 MARKER = "requeue"
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
+HELD = (*SIGNALS, signal.SIGINT)        # while a loader process starts
 SILENT_BEATS = 5        # beats without one of another rank's after which it counts as silent
 
-_requested = []         # names of the signals that came
 _at_rest = threading.Event()
 
 
 class Stopped(Exception):
     """The run was asked to stop before there was anything to save; raised on all ranks alike."""
-
-
-def catch_signals():
-    """From now on SIGTERM and SIGUSR1 are noted instead of killing; more of them are harmless."""
-    for number in SIGNALS:
-        signal.signal(number, lambda came, frame: _requested.append(signal.Signals(came).name))
 
 
 def init_loader(worker_id):
@@ -55,14 +49,24 @@ def init_loader(worker_id):
     """
     lifetime.end_with_trainer()
     multiprocessing.queues.Queue._on_queue_feeder_error = report_unsent
-    for number in (*SIGNALS, signal.SIGINT):
+    for number in HELD:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
     show = sys.excepthook
 
     def hook(kind, error, trace):
         if not isinstance(error, (ConnectionError, EOFError)) and getattr(error, "errno", None) != errno.EMFILE:
             show(kind, error, trace)
     sys.excepthook = hook
+
+
+def fork_loaders(loader):
+    """iter(loader). Signals wait until init_loader: before it, torch's handlers would end the worker."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def report_unsent(queue, error, item):
@@ -72,11 +76,6 @@ def report_unsent(queue, error, item):
     """
     number, _ = item
     queue.put((number, ExceptionWrapper((type(error), error, error.__traceback__), "in a loader process")))
-
-
-def stop_requested():
-    """Name of the first signal that asked this process to stop, or None."""
-    return _requested[0] if _requested else None
 
 
 def rest():
