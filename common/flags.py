@@ -16,8 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-from common import lifetime
 from common.text import UserError, counted, error_text, need, print_error, without_secrets
+from core import lifetime
 
 TRACKERS = ("tensorboard", "wandb", "trackio")                  # of --report_to
 MODES = ("all", "selective")                                    # of --gradient_checkpointing
