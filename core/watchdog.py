@@ -22,11 +22,12 @@ from pathlib import Path
 
 from torch._utils import ExceptionWrapper
 
-from common import lifetime
 from common.checkpoint import write_atomically
 from common.distributed import FAILED, GRACE_S, first_to_fail
-from common.lifetime import SIGNALS, stop_requested
+from core.lifetime import SIGNALS, stop_requested
 from common.text import print_error
+from core import lifetime
+from core.lifetime import SIGNALS, stop_requested
 
 MARKER = "requeue"
 
