@@ -8,10 +8,10 @@ their digits than in e5m2. A frozen weight has no gradient; torchao's training A
 the weight again in every step, so it is not used.
 """
 import torch
-from torch import library, nn
+from torch import nn
 
 from common.distributed import UserError
-from core import fused
+from core import fused, low_rank
 
 FLOAT8 = torch.float8_e4m3fn
 MULTIPLE = 16           # of a layer's width and height; the GPU's kernels know no others
@@ -31,21 +31,18 @@ def rounded_kernel(rows):
 
 # An operator of its own: fused with what stands before it in a compiled layer, whose packs have
 # other numbers of rows, Inductor cannot split its loops (CantSplit; pytorch issue 183696).
-OPERATOR = "flat_trainers::rounded"
-library.define(OPERATOR, "(Tensor rows) -> (Tensor, Tensor)")
-library.impl(OPERATOR, ("cpu", "cuda"), lambda rows: fused.kernel(rounded_kernel, rows))
-
-
-@library.register_fake(OPERATOR)
-def _(rows):
-    return torch.empty_like(rows, dtype=FLOAT8), rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32)
+compiled_rounded = low_rank.define_operator(
+    "rounded", "(Tensor rows) -> (Tensor, Tensor)",
+    lambda rows: fused.kernel(rounded_kernel, rows),
+    lambda rows: (torch.empty_like(rows, dtype=FLOAT8),
+                  rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32)))
 
 
 def rounded(rows):
     """rows (n, width) -> (the same in float8, each divided by its scale so that its largest value
     fits; (n, 1) scales). Scales are float32; a row of zeros has a tiny one.
     """
-    return torch.ops.flat_trainers.rounded(rows)
+    return compiled_rounded(rows)
 
 
 def product(rows, weight, scales):

@@ -11,6 +11,20 @@ import torch
 from torch import nn
 
 
+def define_operator(name, schema, function, fake):
+    """torch.ops.flat_trainers.NAME, which compiled layers call as a whole.
+
+    fake: its outputs without their values. torch.library.custom_op would check each call, which
+    takes three times as long on the host as the call.
+    """
+    operators = torch.ops.flat_trainers
+    if not hasattr(operators, name):        # another copy of this file may have defined it
+        torch.library.define(f"flat_trainers::{name}", schema)
+        torch.library.impl(f"flat_trainers::{name}", ("cpu", "cuda"), function)
+        torch.library.register_fake(f"flat_trainers::{name}", fake)
+    return getattr(operators, name)
+
+
 def add_products(lefts, rights, alpha):
     """lefts[0] @ rights[0] + lefts[1] @ rights[1] + ..., the last times alpha; 2-d, one dtype.
 
@@ -24,21 +38,14 @@ def add_products(lefts, rights, alpha):
 
 # One operator in compiled layers: torch 2.11's compiler gives no gradient to an output of an
 # autograd.Function that was changed in place, and Inductor copies what a product is added to.
-# torch.library.custom_op would check each call, which takes longer than the launches.
-OPERATOR = "flat_trainers::add_products"
-torch.library.define(OPERATOR, "(Tensor[] lefts, Tensor[] rights, float alpha) -> Tensor")
-torch.library.impl(OPERATOR, ("cpu", "cuda"), add_products)
-
-
-@torch.library.register_fake(OPERATOR)
-def _(lefts, rights, alpha):
-    return lefts[0].new_empty(lefts[0].shape[0], rights[0].shape[1])
+compiled_add_products = define_operator(
+    "add_products", "(Tensor[] lefts, Tensor[] rights, float alpha) -> Tensor", add_products,
+    lambda lefts, rights, alpha: lefts[0].new_empty(lefts[0].shape[0], rights[0].shape[1]))
 
 
 def sum_products(lefts, rights, alpha=1.0):
     """add_products, eager or compiled."""
-    compiling = torch.compiler.is_compiling()
-    add = torch.ops.flat_trainers.add_products if compiling else add_products
+    add = compiled_add_products if torch.compiler.is_compiling() else add_products
     return add(lefts, rights, float(alpha))
 
 

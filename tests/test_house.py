@@ -86,9 +86,9 @@ def test_imports_run_one_way():
 
 
 def test_minimal_stands_alone():
-    """Each file of at most 350 lines, which imports nothing of this repository and is imported by none."""
+    """Each file of at most 380 lines, which imports nothing of this repository and is imported by none."""
     for path in tracked("minimal/*.py"):
-        assert not imports(path) and len((ROOT / path).read_text().splitlines()) <= 350
+        assert not imports(path) and len((ROOT / path).read_text().splitlines()) <= 380
         assert (ROOT / path).read_text().startswith("# /// script\n")
 
 
