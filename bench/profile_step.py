@@ -132,10 +132,12 @@ def group_of(name):
     return next(found, OTHER)
 
 
-def tables(found, watch, cuda):
-    """Lines of both tables, a step each; found: of self_times, over watch.steps."""
-    steps, groups = watch.steps, Counter()
-    alone, wall = (1e3 * seconds for seconds in watch.times)
+def tables(found, steps, times, cuda):
+    """Lines of both tables, a step each. found: of self_times, over `steps`. times: seconds of a
+    step without the profiler and under it.
+    """
+    groups = Counter()
+    alone, wall = (1e3 * seconds for seconds in times)
     for name, (spent, _) in found.items():
         groups[group_of(name)] += spent / steps
     rest = "GPU idle" if cuda else "outside operators (Python)"
@@ -187,7 +189,7 @@ def main(argv=None):
                   f"{planned / 2**30:.2f} GiB for a GPU")
     found = self_times(watch.profiler.key_averages(), cuda)
     lines = [origin(report), f"{shape}, {memory}", f"memory from: {report['allocator']}", "",
-             *tables(found, watch, cuda)]
+             *tables(found, watch.steps, watch.times, cuda)]
     print("\n".join(lines))
     where = "-".join(report["device"].lower().split())
     path = args.results_dir / f"profile-{'-'.join(kind)}-{where}.txt"
