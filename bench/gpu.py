@@ -16,6 +16,7 @@ import math
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,7 +37,11 @@ COMMON = ["--report_to", "none", "--gradient_accumulation_steps", 1, "--eval_ste
 
 
 def start(command, log, **env):
-    """Start a command in a session of its own, its output in a file -> Popen."""
+    """Start a command in a session of its own, its output in a file -> Popen. Its --output_dir, of
+    an earlier run of this script, goes first.
+    """
+    if "--output_dir" in command:
+        shutil.rmtree(command[command.index("--output_dir") + 1], ignore_errors=True)
     with open(log, "w") as file:
         return subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=file, stderr=file,
                                 start_new_session=True, env=os.environ | {
@@ -176,26 +181,26 @@ def tiny_run(folder, flags, case, way):
             *WAYS.get(way, []), "--output_dir", out], f"{out}.log", env
 
 
-def refs(folder):
+def refs(folder, only):
     flags = tiny_files(folder / "tiny")
     (folder / "runs").mkdir(exist_ok=True)
-    commands = {case: tiny_run(folder, flags, case, "ref") for case in CASES}
+    commands = {case: tiny_run(folder, flags, case, "ref") for case in CASES if re.search(only, case)}
     for case, status in run_all(commands, BEGAN + 600, 1).items():
         if status:
             sys.exit(f"error: {case}: {tail(commands[case][1])}")
-    found = {case: [(loss_of(row), row["train/grad_norm"]) for row in metrics(
-        tiny_run(folder, flags, case, "ref")[0][-1])] for case in CASES}
+    found = {case: [(loss_of(row), row["train/grad_norm"]) for row in metrics(command[-1])]
+             for case, (command, _, _) in commands.items()}
     (folder / "refs.json").write_text(json.dumps(found, indent=1) + "\n")
     print(f"wrote {folder / 'refs.json'}: {len(found)} cases of {STEPS} steps")
 
 
 def right(folder, seconds, only):
     if not (folder / "refs.json").exists():
-        refs(folder)
+        refs(folder, "")
     wanted, flags = json.loads((folder / "refs.json").read_text()), tiny_files(folder / "tiny")
     until, rows = BEGAN + seconds, []
     todo = [(case, way) for way in WAYS for case in ONLY.get(way, CASES)
-            if re.search(only, f"{case} {way}") and not (TINY and "float8" in way)]
+            if case in wanted and re.search(only, f"{case} {way}") and not (TINY and "float8" in way)]
     for compiled in (False, True):      # those that compile use all cores
         commands = {(case, way): tiny_run(folder, flags, case, way)
                     for case, way in todo if ("compiled" in way) == compiled}
@@ -430,7 +435,7 @@ def main():
     parser.add_argument("folder", type=Path, help="where all files go")
     parser.add_argument("jobs", nargs="*", metavar="JOB", default=[], help=f"default: {JOBS}")
     parser.add_argument("--seconds", type=float, default=540, help="of this run, all in all")
-    parser.add_argument("--only", default="", help="right: cases and ways by a pattern")
+    parser.add_argument("--only", default="", help="cases (right: and ways) by a pattern")
     args = parser.parse_args()
     for job in args.jobs or JOBS:
         trainer, *options = job.split()
@@ -439,7 +444,7 @@ def main():
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if args.what == "refs":
-        return refs(folder)
+        return refs(folder, args.only)
     failed = right(folder, args.seconds, args.only) if args.what == "right" else fast(
         folder, args.seconds, args.jobs or JOBS)
     if failed:
