@@ -15,7 +15,6 @@ import json
 import math
 import os
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -228,6 +227,7 @@ def right(folder, seconds, only):
 WARM_UP, TIMED, PROFILED = 4, 8, 2      # steps
 PEAK = 989e12       # bf16 FLOP/s of an H100 or H200 SXM by datasheet, which train/mfu divides by
 BUDGET = 2048 if TINY else 8192         # tokens of a pack
+BATCH = 4 if TINY else 8                # samples of a padded batch
 SHAPES = {"speech": ("3b", 256), "speech3": ("4b", 256), "chats": ("4b", 384),
           "blocks": ("small", 1024)}    # (size, samples): packs are 98 % full
 if TINY:
@@ -245,85 +245,31 @@ def big_files(folder, trainer):
     """Make a model and its data, weights drawn on the GPU -> flags that name them."""
     import torch
 
-    from bench import shapes
+    from bench import shapes, speed
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def fill(named, path):
         shapes.write_random(named, path, device)
-    (shape, samples), folder = SHAPES[trainer], folder / trainer
-    folder.mkdir(parents=True, exist_ok=True)
-    if trainer.startswith("speech"):
-        pairs = shapes.log_normal(2 * samples, 7, 0.6, 2, 20).reshape(-1, 2).round(2).tolist()
-        if trainer == "speech":
-            flags = shapes.speech_files(folder, pairs, 0, shape, fill)
-        else:
-            flags = shapes.speech3_files(folder, pairs, 0, shape, fill)
-        shapes.fill_cache(folder)
-        return [*flags, "--disable_eval", "--code_cache", folder / "codes", "--normalize_text", "off"]
-    if trainer == "chats":
-        mean = 500 if shape == "4b" else 48
-        lengths = shapes.log_normal(samples, mean, 0.8, mean // 20, 4 * mean)
-        return shapes.chat_files(folder, lengths, 0, shape, fill)
-    return [*shapes.block_files(folder, shapes.log_normal(samples, 157, 0.34, 40, 440)),
-            "--model_size", shape, "--validation_split", 0, "--dropout", 0,
-            "--attn_backend", "flex" if device == "cuda" else "sdpa"]
+    (folder / trainer).mkdir(parents=True, exist_ok=True)
+    return speed.make_files(trainer, folder / trainer, *SHAPES[trainer], fill)
 
 
 def job_command(folder, job, flags, out):
-    """Command of a trainer for a job."""
+    """[script, its flags] of a job."""
+    from bench import speed
     trainer, *options = job.split()
     more = [word for option in options if option != "Trainer" for word in OPTIONS[option]]
     if trainer == "chats" and "fsdp" not in options:
         more += ["--parallel", "ddp"]
     if trainer == "blocks":
         more += ["--problems_per_batch", 8 if TINY else 128]
-    elif "Trainer" in options:      # padded batches of the same samples
-        more += ["--per_device_train_batch_size", 4 if TINY else 8]
-    else:
+    elif "Trainer" not in options:      # which takes padded batches of the same samples
         more += ["--max_tokens_per_batch", BUDGET]
-    if not TINY:
-        more.append("--bf16")
-    return [SCRIPTS[trainer], *flags, *COMMON, "--logging_steps", 4, "--max_steps", 1000,
-            "--learning_rate", "1e-4", *more, "--output_dir", out]
-
-
-def watch(out, words):
-    """In a process of its own: run a script's command, time and profile its steps, write OUT.json."""
-    import torch
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    from bench import profile_step
-    cuda = torch.cuda.is_available()
-    kinds = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * cuda]
-    profiler, steps, times = torch.profiler.profile(activities=kinds), 0, {}
-    began = time.perf_counter()
-
-    def step_done(optimizer, args, kwargs):
-        nonlocal steps
-        steps += 1
-        if steps not in (1, WARM_UP, WARM_UP + TIMED, WARM_UP + TIMED + PROFILED):
-            return
-        if cuda:
-            torch.cuda.synchronize()
-        times[steps] = time.perf_counter() - began
-        if steps == WARM_UP + TIMED:
-            row = {"step_s": (times[steps] - times[WARM_UP]) / TIMED, "first_step_s": times[1]}
-            if cuda:
-                row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            Path(f"{out}.json").write_text(json.dumps(row))     # before the profiler, whatever it does
-            profiler.start()
-            times["trace"] = time.perf_counter() - began
-        elif steps > WARM_UP + TIMED:
-            profiler.stop()
-            spent = [times[WARM_UP + TIMED] - times[WARM_UP], times[steps] - times["trace"]]
-            lines = profile_step.tables(profile_step.self_times(profiler.key_averages(), cuda),
-                                        PROFILED, [spent[0] / TIMED, spent[1] / PROFILED], cuda)
-            Path(f"{out}.profile.txt").write_text("\n".join(lines) + "\n")
-            os._exit(0)     # enough is known; threads of the trainer may still run
-    register_optimizer_step_post_hook(step_done)
-    sys.argv = words
-    runpy.run_path(str(ROOT / words[0]), run_name="__main__")
-    sys.exit(f"error: the run ended in its step {steps}, before {WARM_UP + TIMED + PROFILED}")
+    _, _, *words = speed.our_command(
+        trainer, flags, SHAPES[trainer][0], BATCH, folder / "files" / trainer, *more,
+        *speed.length(trainer, 1000, 1000), "--logging_steps", 4, "--learning_rate", "1e-4",
+        *["--bf16"] * (not TINY), "--output_dir", out)
+    return [SCRIPTS[trainer], *words]
 
 
 def rate_of(folder):
@@ -417,13 +363,13 @@ def others(job, words, out, until):
     command = [sys.executable, ROOT / "bench" / "hf_trainer.py", trainer, *words[1:3], *flags,
                *["--bf16"] * (not TINY), "--tables", f"{out}-ours", "--output_dir", out,
                "--max_steps", WARM_UP + TIMED, "--learning_rate", "1e-4",
-               "--per_device_train_batch_size", 4 if TINY else 8]
+               "--per_device_train_batch_size", BATCH]
     status = status or wait(start(command, f"{out}.log"), until)
     rows = metrics(out)[WARM_UP:]
     if status == 0:
         step_s = sum(row["train/step_seconds"] for row in rows) / len(rows)
         Path(f"{out}.json").write_text(json.dumps({
-            "step_s": step_s, "samples_s": (4 if TINY else 8) / step_s,
+            "step_s": step_s, "samples_s": BATCH / step_s,
             "peak_gib": rows[-1]["train/memory_gib"], "first loss": loss_of(rows[0]),
             "grad_norm": rows[0]["train/grad_norm"]}))
     return status
@@ -455,7 +401,8 @@ def main():
 def child_main(what, *words):
     """What this script starts of itself."""
     if what == "watch":
-        watch(words[0], list(words[1:]))
+        from bench import profile_step
+        profile_step.watch(words[1], words[2:], words[0], TIMED, PROFILED)
     elif what == "rate":
         rate_of(Path(words[0]))
     else:

@@ -219,3 +219,12 @@ def block_files(folder, lengths, answer=0.6):
             lines.append(json.dumps(problem) + "\n")
         data.write_text("".join(lines))
     return ["--train_data_file", data, "--tokenizer", folder / "demo" / "tokenizer.json"]
+
+
+def longest_problem(data, tokenizer, block=16):
+    """Tokens of the longest problem of block_files as minimal/train_bd3lm.py has it, whole blocks."""
+    encode = Tokenizer.from_file(str(tokenizer)).encode
+    problems = map(json.loads, data.read_text().splitlines())
+    longest = max(len(encode(f"Question: {problem['question']}\nAnswer:").ids) +
+                  len(encode(f" {problem['answer']}").ids) + 2 for problem in problems)
+    return -(-longest // block) * block
