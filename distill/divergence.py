@@ -21,16 +21,19 @@ FLOOR = -1e4        # least log-probability, whose exponential is 0: logits of -
 
 
 def log_probs(logits, ids=None):
-    """(R, V) fp32 log-probabilities of logits (R, V); with ids (R, K): (R, K + 1), the last one of all others."""
+    """(R, V) fp32 log-probabilities of logits (R, V); with ids (R, K): (R, K + 1) fp64, the last
+    one of all others.
+    """
     if ids is None:
         return logits.log_softmax(-1).clamp(min=FLOOR)
-    total = logits.logsumexp(-1, keepdim=True)
     rest = logits.scatter(1, ids, -math.inf).logsumexp(-1, keepdim=True)
-    return (torch.cat([logits.gather(1, ids), rest], 1) - total).clamp(min=FLOOR)
+    # these few numbers are normalised in fp64: a divergence is a small difference of logarithms, and
+    # an error of 1e-7 in their total would stand in it undiminished
+    return torch.cat([logits.gather(1, ids), rest], 1).double().log_softmax(-1).clamp(min=FLOOR)
 
 
 def divergence(student, teacher, kind, beta=0.5, k=0):
-    """(R,) fp32 divergence of student logits (R, V) from teacher logits (R, V), both fp32.
+    """(R,) divergence of student logits (R, V) from teacher logits (R, V), both fp32; fp64 of top-k.
 
     teacher may be (ids (R, k), log-probabilities (R, k + 1) as log_probs gives them).
     kind: of DIVERGENCES; beta: b of js, between 0 and 1; k: of top-k, below V; 0: over the whole vocabulary.
@@ -60,6 +63,6 @@ def prompted_loss(logits, targets, teacher, share, kind, beta, k):
     own = logits
     if not isinstance(teacher, tuple):      # embeddings that are padded otherwise: the ids that both have
         own, teacher = logits[:, :teacher.shape[1]], teacher[:, :logits.shape[1]]
-    apart = divergence(own, teacher, kind, beta, k)
+    apart = divergence(own, teacher, kind, beta, k).float()
     loss = ((1 - share) * ce + share * apart).sum()
     return loss, ce.detach().sum(), apart.detach().sum(), torch.full_like(loss.detach(), len(targets))

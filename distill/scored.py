@@ -69,6 +69,6 @@ class Scorer:
             raise UserError(f"--teacher_url: names token {tokens.max().item()}, and the student has "
                             f"{self.rows:,}: serve a model of as many rows")
         rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=0).log()
-        both = torch.cat([logprobs, rest], 1).clamp(min=FLOOR).float()
+        both = torch.cat([logprobs, rest], 1).clamp(min=FLOOR)
         device = batch.prompted_ids.device
         return (tokens.to(device), both.to(device)), None
