@@ -15,7 +15,7 @@ import torch
 
 from common.distributed import UserError
 from common.text import printable
-from distill.divergence import FLOOR
+from distill.losses import FLOOR
 from distill.teacher_server import NOT_SET, Server
 
 

@@ -12,7 +12,7 @@ from common import flags
 from common.flags import UserError, need
 
 LABELS = "its labels alone can be learned, as distill/create_data.py makes them"
-OF_TEACHER = ("divergence", "js_beta", "on_policy", "max_new_tokens", "base_url")
+OF_TEACHER = ("divergence", "js_beta", "distill_topk", "distill_weight", "on_policy", "max_new_tokens", "base_url")
 
 
 def check_flags(args, parser, world_size):
@@ -21,8 +21,6 @@ def check_flags(args, parser, world_size):
         return getattr(args, flag) != parser.get_default(flag)
     args.teacher_path = args.teacher_path or (args.prompt_file and args.model_path)
     need(args.prompt_file or not given("prompt_role"), "--prompt_role needs --prompt_file")
-    need(args.distill_topk or args.teacher_path or args.distill_weight is None,
-         "--distill_weight needs --distill_topk, --teacher_path or --prompt_file")
     if args.distill_weight is not None:
         need(0 < args.distill_weight <= 1,
              f"--distill_weight is {args.distill_weight}; it must be above 0, at most 1")
@@ -99,7 +97,7 @@ def open_side(args, config, tokenizer):
     fewer positions). config, tokenizer: the student's. Raises UserError.
     """
     from core import chat
-    from distill import weights
+    from distill import causal_lm
     from distill.choices import THINKING
     from distill.teacher import Prompt, read_prompt
     named = args.prompt_file
@@ -107,10 +105,10 @@ def open_side(args, config, tokenizer):
     if args.teacher_path == args.model_path and not args.teacher_url:
         check_topk(args, config.vocab_size)
         return prompt, None, config
-    folder = weights.find_model(args.teacher_path, "--teacher_path")
-    theirs = weights.load_config(folder)
+    folder = causal_lm.find_model(args.teacher_path, "--teacher_path")
+    theirs = causal_lm.load_config(folder)
     own = chat.load_tokenizer(folder, template=args.chat_template)
-    weights.check_vocabulary(own, theirs)
+    causal_lm.check_vocabulary(own, theirs)
     check_same(tokenizer, own, min(config.vocab_size, theirs.vocab_size), args.teacher_path)
     check_topk(args, min(config.vocab_size, theirs.vocab_size))
     need(not args.on_policy or config.vocab_size <= theirs.vocab_size,

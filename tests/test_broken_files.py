@@ -131,7 +131,7 @@ LOADERS = """
 import sys
 from core import chat
 from common.flags import UserError
-from distill import weights
+from distill import causal_lm
 from speech.model import weights as speech_weights
 for load in (chat.load_tokenizer, weights.load_config, speech_weights.load_tokenizer):
     try:

@@ -21,7 +21,7 @@ import pytest
 from common import distributed
 from core import chat
 from diffusion import make_problems
-from distill import create_data, dataset, journal, teacher
+from distill import chat_data, create_data, journal, teacher
 from distill.choices import LINES
 from distill.labels import LANGUAGES, make_parser, read_label
 from tests.helpers import chats, tiny_teacher
@@ -471,10 +471,10 @@ def test_two_files_join_without_duplicates(server, tmp_path):
     assert len(set(ids)) == 9 and max(ids) < 2**53
     (tmp_path / "twice.jsonl").write_text(parts[0] * 2)
     encoder = chat.Encoder(chats.tokenizer())
-    assert dataset.build_table(tmp_path / "table", [tmp_path / "both.jsonl"], dataset.Reading(encoder, 256, "stop"))[0] == 9
+    assert chat_data.build_table(tmp_path / "table", [tmp_path / "both.jsonl"], chat_data.Reading(encoder, 256, "stop"))[0] == 9
     with pytest.raises(distributed.UserError, match=f"twice.jsonl:5: has the same id {ids[0]} as .*twice.jsonl:1"):
-        dataset.build_table(tmp_path / "again", [tmp_path / "twice.jsonl"], dataset.Reading(encoder, 256, "stop"))
-    groups = dataset.key_groups(np.array(ids), 2)
+        chat_data.build_table(tmp_path / "again", [tmp_path / "twice.jsonl"], chat_data.Reading(encoder, 256, "stop"))
+    groups = chat_data.key_groups(np.array(ids), 2)
     assert [groups.tolist().count(g) for g in dict.fromkeys(groups.tolist())] == [2, 2, 2, 2, 1]
 
 

@@ -8,7 +8,7 @@ from huggingface_hub import constants
 from common.distributed import UserError, World
 from core import chat
 from core.packing import PackOrder, rank_packs
-from distill.dataset import (
+from distill.chat_data import (
     ChatTable,
     Reading,
     build_table,

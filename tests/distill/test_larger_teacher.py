@@ -16,7 +16,7 @@ from common.step_memory import Setup
 from core import chat
 from core.packing import PackOrder
 from distill import frozen, packed_lm, plan, rollouts, teaching
-from distill.dataset import ChatSamples, ChatTable, Reading, collate, write_table
+from distill.chat_data import ChatSamples, ChatTable, Reading, collate, write_table
 from distill.teacher import Prompt
 from tests.helpers import chats, students
 
@@ -62,7 +62,7 @@ def table_of(made, folder, teacher, prompt, turns="all"):
 
 
 def model_of(made, teacher, kind, lora=None):
-    model, parts = packed_lm.build_empty(made / "student", torch.float32, lora, share=1.0, prompted=kind)
+    model, parts = packed_lm.build_empty(made / "student", torch.float32, lora, prompted=(1.0, *kind))
     model.frozen["teacher"] = frozen.empty(made / teacher, torch.float32)
     packed_lm.load(model, parts, WORLD)
     frozen.load_all(model, WORLD, None)
@@ -118,7 +118,7 @@ def test_scores_and_gradients_are_those_of_whole_logits(made, tmp_path, prompt, 
     model = model_of(made, "teacher", (kind, 0.5, k))
     model.chunk = 7
     chosen = [0, 3, 5, 7]
-    loss, _, n, _, total, _ = model(collate([ChatSamples(table)[i] for i in chosen], prompted=True))
+    loss, _, n, _, total = model(collate([ChatSamples(table)[i] for i in chosen], prompted=True))
     loss.backward()
     student, teacher = (AutoModelForCausalLM.from_pretrained(made / name) for name in ("student", "teacher"))
     records = [json.loads(line) for line in open(made / "chats.jsonl")]
@@ -153,7 +153,7 @@ def test_a_teacher_has_no_dropout(made, tmp_path):
 @pytest.mark.parametrize("setup", [Setup(2, "fsdp"), Setup(2, "ddp")])
 def test_its_memory_is_planned(made, setup):
     """A shard of it and its gathered root, or all of it; its forward is a stage of its own."""
-    model, _ = packed_lm.build_empty(made / "student", torch.float32, share=1.0, prompted=("forward", 0.5, 0))
+    model, _ = packed_lm.build_empty(made / "student", torch.float32, prompted=(1.0, "forward", 0.5, 0))
     lengths, targets = np.full(8, 100), np.full(8, 30)
     order = PackOrder(lengths, tokens_per_pack=0, samples_per_pack=4, seed=0)
     alone, _ = plan.memory(model, setup, lengths, targets, order)
