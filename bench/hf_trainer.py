@@ -90,7 +90,7 @@ class Chats(torch.utils.data.Dataset):
 
 
 def chats(args, attention, dtype):
-    from distill.dataset import ChatSamples, ChatTable
+    from distill.chat_data import ChatSamples, ChatTable
     table = ChatTable(next(args.tables.glob("table-*")))
     model = AutoModelForCausalLM.from_pretrained(args.model_path, dtype=dtype,
                                                  attn_implementation=attention)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from diffusion import demo_problems
-from distill import weights as chat_weights
+from distill import causal_lm as chat_weights
 from speech.demo import make_tiny
 from speech.model import v3, versions
 
