@@ -557,7 +557,7 @@ def check_sharding(args):
     need(args.parallel != "ddp" or (args.reshard_after_forward and not args.cpu_offload),
          "--no-reshard_after_forward and --cpu_offload need --parallel fsdp or hsdp")
     if args.float8 or args.fp16 or args.base_dtype:
-        from common import precision
+        from core import precision
         precision.check(args)
 
 

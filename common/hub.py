@@ -11,8 +11,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from common import json_files
 from common.distributed import UserError
+from core import json_files
 
 PREFIX = "hf://datasets/"
 NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+?)(?:@((?:refs/\w+/)?[^/@]+))?(?:/([^@]+))?")     # owner/name@revision/files

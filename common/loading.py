@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from common.flags import UserError
-from common.watchdog import init_loader
+from core.watchdog import init_loader
 
 ALIGNMENT = 64      # bytes; kernels may expect 16, views of other types 8
 DEPTH = 2           # batches that are read ahead

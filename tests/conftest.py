@@ -72,9 +72,9 @@ def as_a_fresh_process():
     unraisable = sys.unraisablehook
     yield
     sys.unraisablehook = unraisable
-    if "common.watchdog" in sys.modules:
-        sys.modules["common.watchdog"]._requested.clear()
-        sys.modules["common.watchdog"]._at_rest.clear()
+    if "core.watchdog" in sys.modules:
+        sys.modules["core.watchdog"]._requested.clear()
+        sys.modules["core.watchdog"]._at_rest.clear()
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,15 @@ import tarfile
 
 from common import hub
 from common.distributed import UserError
-from common.json_files import LONGEST, SKIPPED, loads
-from speech.data.columns import AUDIO_FILES, OTHER_AUDIO, TEXTS, check_given, find_columns, unknown_columns
+from core.json_files import LONGEST, SKIPPED, loads
+from speech.data.columns import (
+    AUDIO_FILES,
+    OTHER_AUDIO,
+    TEXTS,
+    check_given,
+    find_columns,
+    unknown_columns,
+)
 from speech.data.conversations import MEMBER, PLACE, BadSample
 
 _group = {}         # the row group that this process read last, {(file, group): column of bytes}

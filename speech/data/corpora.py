@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from common.distributed import UserError
-from common.json_files import SKIPPED, json_value, read_text
 from common.text import NAME, printable
+from core.json_files import SKIPPED, json_value, read_text
 from speech.data.columns import AUDIO_FILES
 from speech.data.conversations import BadSample
 from speech.data.sidecar import walk

@@ -12,13 +12,21 @@ import os
 import re
 from pathlib import Path
 
-from common import hub, json_files
+from common import hub
 from common.distributed import UserError
-from common.json_files import SKIPPED, json_value, read_entries
 from common.text import NAME, printable
+from core import json_files
+from core.json_files import SKIPPED, json_value, read_entries
 from speech.choices import FORMATS
 from speech.data import containers, corpora, sidecar
-from speech.data.columns import AUDIO_FILES, OTHER_AUDIO, TEXTS, check_given, find_columns, unknown_columns
+from speech.data.columns import (
+    AUDIO_FILES,
+    OTHER_AUDIO,
+    TEXTS,
+    check_given,
+    find_columns,
+    unknown_columns,
+)
 from speech.data.conversations import BadSample, Paths, Source, is_chatml
 
 MAGIC = ((0, b"PAR1", "parquet"), (0, b"ARROW1", "arrow"), (0, b"\xff\xff\xff\xff", "arrow"), (257, b"ustar", "tar"),

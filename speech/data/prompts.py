@@ -9,7 +9,7 @@ import math
 import re
 from pathlib import Path
 
-from common.json_files import LONGEST
+from core.json_files import LONGEST
 from speech.choices import DEFAULT_SYSTEM, TASK_TYPES
 from speech.data.conversations import SCENE, BadSample, system_parts
 from speech.data.sidecar import read_text

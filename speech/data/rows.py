@@ -11,9 +11,9 @@ from pathlib import Path
 
 from common.distributed import UserError
 from common.indexing import parallel_map_ordered
-from common.json_files import SKIPPED, read_entries
 from common.problems import problem
 from common.text import NAME, counted, printable
+from core.json_files import SKIPPED, read_entries
 from speech.data.conversations import (
     BadSample,
     Paths,

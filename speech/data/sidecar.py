@@ -4,10 +4,10 @@ import os
 import re
 from pathlib import Path
 
-from common import json_files
 from common.distributed import UserError
-from common.json_files import SKIPPED
 from common.text import NAME, printable
+from core import json_files
+from core.json_files import SKIPPED
 from speech.data.columns import AUDIO_FILES, CUES, OTHER_AUDIO, TEXTS
 from speech.data.conversations import BadSample
 

@@ -18,10 +18,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from common import loading, packing
+from common import loading
 from common.distributed import UserError
-from common.packing import PackOrder
-from common.watchdog import init_loader
+from core import packing
+from core.packing import PackOrder
+from core.watchdog import init_loader
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT
 

@@ -1,7 +1,7 @@
 """A run in words: what is said of its losses and of its speech follows from its numbers."""
 import pytest
 
-from common import metrics
+from core import metrics
 
 
 def rows(validation, training=None, name="eval/loss", **more):

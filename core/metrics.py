@@ -18,7 +18,7 @@ import time
 import uuid
 from pathlib import Path, PurePath
 
-from common import json_files
+from core import json_files
 
 # Dense bf16 tensor-core peak, FLOP/s, from the makers' datasheets; SXM unless said otherwise
 PEAK_BF16 = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,

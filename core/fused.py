@@ -81,7 +81,7 @@ def rms_norm(x, weight, eps):
 def outputs(x, *layers):
     """[layer(x)] of linear layers; those under adapters are computed together."""
     if hasattr(layers[0], "adds_in_place"):
-        from common import low_rank
+        from core import low_rank
         return low_rank.outputs(x, *layers)
     return [layer(x) for layer in layers]
 

@@ -10,8 +10,9 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from common import checkpoint, json_files, low_rank, tensor_files
+from common import checkpoint, tensor_files
 from common.distributed import UserError
+from core import json_files, low_rank
 
 WHOLE = ".modules_to_save."             # in the names of modules that are trained as a whole
 MAGNITUDE = "lora_magnitude_vector"     # PEFT's name of DoRA's lengths

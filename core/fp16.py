@@ -6,7 +6,8 @@ on every rank, and no step waits for the answer.
 """
 import torch
 
-from common import flags, fused
+from common import flags
+from core import fused
 
 START, LONG = 65536.0, 2000     # first scale; steps without an overflow after which it doubles
 

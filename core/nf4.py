@@ -73,7 +73,7 @@ class _Product(torch.autograd.Function):
 
 class NF4Linear(nn.Linear):
     """A frozen nn.Linear after convert; its weight is the bytes of pack()."""
-    nf4 = True          # asked by common/low_rank.py
+    nf4 = True          # asked by core/low_rank.py
 
     def forward(self, x):
         kind, rows = x.device.type, x.flatten(0, -2)
