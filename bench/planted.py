@@ -112,7 +112,7 @@ def run_tests(copy, tests, marks, log):
 
 
 def wait(running):
-    """(copy, fault, log, seconds, status or "hangs") of the first run that ends; it leaves `running`."""
+    """Take the first run that ends out of `running` -> (copy, fault, log, seconds, status)."""
     while True:
         for pid, (copy, fault, log, began) in list(running.items()):
             done, status = os.waitpid(pid, os.WNOHANG)

@@ -67,7 +67,7 @@ REST = "--model_path BASE --audio_tokenizer_path CODEC --train_data_file train.j
 TAKEN = {("--output_dir", "out"), ("--output_dir", "./out"), ("--output_dir", "prepared"),
          ("--output_file", "labels.jsonl"), ("--output_file", "answers.jsonl"), ("--output_file", "plans.jsonl")}
 # Flags of other programs that the documents speak about.
-FOREIGN = {"--nproc_per_node", "--max-restarts", "--nodes", "--time", "--signal", "--batch", "--logdir", "--help",
+FOREIGN = {"--container-image", "--container-mounts", "--nproc_per_node", "--max-restarts", "--nodes", "--time", "--signal", "--batch", "--logdir", "--help",
            "--no-deps", "--omni", "--dllm-algorithm-config", "--model-path", "--trust-remote-code", "--enable-lora",
            "--max-lora-rank", "--max-logprobs", "--extra", "--word_timestamps", "--output_format", "--model"}
 NOTES = "## Commands from older notes\n"        # of other places and programs; tests/launch/test_commands.py runs them
