@@ -323,3 +323,13 @@ def test_launchers_find_the_repository_however_they_are_named(cluster, tmp_path,
     assert done.returncode == 0, done.stderr
     wait_until(lambda: log.exists() and ("--train_data_file" in log.read_text() or "rror" in log.read_text()), "output")
     assert f"{ROOT}/distill/train_sft.py --model_path" in log.read_text(), log.read_text()
+
+
+def test_a_launcher_on_standard_input_is_refused_in_one_line(cluster, tmp_path):
+    """sbatch < file: Slurm does not know where the file lies, so nobody can find the repository."""
+    log = tmp_path / "job.log"
+    with open(LAUNCHER) as file:
+        done = subprocess.run(["sbatch", "--parsable", "--wait", f"--output={log}"], stdin=file, cwd=tmp_path,
+                              text=True, capture_output=True)
+    assert done.returncode == 1, done.stderr
+    assert log.read_text() == "train_tts: error: no env.sh beside it: sbatch FILE, not sbatch < FILE\n"
