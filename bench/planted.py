@@ -5,7 +5,8 @@
     python bench/planted.py packing --draw 40       # and 40 drawn at random from those files
 
 planted.json has for each file, by the end of its path, the tests that should see its faults, and
-[old text, new text] of each fault; a third entry names other tests. Where several files have that
+[old text, new text] of each fault; a third entry names other tests. Tests that begin with "slow"
+run only with --slow. Where several files have that
 end, a fault is planted in the one with the old text. Prints the faults that survive;
 the exit status is 1 if any does, or if an old text is not there exactly once.
 """
@@ -25,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "bench" / "planted.json"
-LIMIT_S = 600           # a fault may make a test hang; that is seen, too
+LIMIT_S = 200           # a fault may make a test hang; that is seen, too
 SWAPS = {"+": "-", "-": "+", "*": "+", "//": "*", "<": "<=", "<=": "<", ">": ">=", ">=": ">",
          "==": "!=", "!=": "==", "and": "or", "or": "and", "min": "max", "max": "min"}
 
@@ -87,7 +88,7 @@ def plant(copy, name, old, new):
     return text
 
 
-def run_tests(copy, tests, marks, log):
+def run_tests(copy, tests, log):
     """Start pytest in a fork of this process, which has the slow imports behind it -> pid."""
     if pid := os.fork():
         return pid
@@ -99,7 +100,9 @@ def run_tests(copy, tests, marks, log):
     sys.path[:] = [str(copy), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
     sys.argv[:] = ["pytest"]
     import pytest
-    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", marks, *tests.split()])
+    marks = [] if tests.startswith("slow ") else ["-m", "not slow"]
+    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *marks,
+                        *tests.removeprefix("slow ").split()])
     sys.stdout.flush()
     os._exit(int(code))
 
@@ -109,7 +112,8 @@ def wait(running):
     while True:
         for pid, (copy, fault, log, began) in list(running.items()):
             done, status = os.waitpid(pid, os.WNOHANG)
-            late = time.monotonic() - began > LIMIT_S
+            limit = LIMIT_S * (5 if fault[3].startswith("slow ") else 1)
+            late = time.monotonic() - began > limit
             if done or late:
                 try:
                     os.killpg(pid, signal.SIGKILL)      # what the tests have started, too
@@ -128,11 +132,12 @@ def main():
     parser.add_argument("words", nargs="*", help="parts of paths; default: every file")
     parser.add_argument("--draw", type=int, default=0, help="so many random faults besides")
     parser.add_argument("--seed", type=int, default=0, help="of --draw")
-    parser.add_argument("--slow", action="store_true", help="slow tests as well")
+    parser.add_argument("--slow", action="store_true", help="whole runs as well")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     args = parser.parse_args()
     faults, stale = read_list(args.words)
     faults += drawn(faults, args.draw, args.seed)
+    faults = [fault for fault in faults if args.slow or not fault[3].startswith("slow ")]
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
                    "PYTHONDONTWRITEBYTECODE": "1"}      # a cached module may hide a fault
     sys.dont_write_bytecode = True
@@ -152,7 +157,7 @@ def main():
             while todo and copies:
                 (number, fault), copy = todo.pop(0), copies.pop()
                 before, log = plant(copy, *fault[:3]), Path(folder) / f"{number}.log"
-                pid = run_tests(copy, fault[3], "" if args.slow else "not slow", log)
+                pid = run_tests(copy, fault[3], log)
                 running[pid] = copy, (*fault, before), log, time.monotonic()
             copy, (name, old, new, tests, before), log, seconds, status = wait(running)
             (copy / name).write_text(before)
