@@ -44,7 +44,8 @@ def read_list(words):
                and not name.startswith(("tests/", "bench/", "minimal/"))]
     faults, stale = [], []
     for end, entry in json.loads(LIST.read_text()).items():
-        files = {name: (ROOT / name).read_text() for name in product if f"/{name}".endswith(f"/{end}")}
+        files = {name: (ROOT / name).read_text() for name in product
+                 if f"/{name}".endswith(f"/{end}")}
         if words and not any(word in name for word in words for name in [*files, end]):
             continue
         for old, new, *tests in entry["faults"]:

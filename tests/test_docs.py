@@ -385,17 +385,17 @@ def check_launcher(command, workshop):
 # ---------------------------------------------------------------------------------------------------------------------
 # Tests
 
-SENTENCES = sentence_commands()
-BLOCKS = {}     # one for each script, flags and settings: the same with other values is not run again
-for command in block_commands():
+BLOCKS, SENTENCES = block_commands(), sentence_commands()
+KINDS = {}      # one for each script, flags and settings: the same with other values is not run again
+for command in BLOCKS:
     names = {word.partition("=")[0] for word in command.words if word.startswith("--")}
     key = *(script_of(command.words) or launcher_of(command.words) or [command.text])[:1], *sorted(
         {*names, *command.settings})
-    BLOCKS.setdefault(key, command)
+    KINDS.setdefault(key, command)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", BLOCKS.values(), ids=str)
+@pytest.mark.parametrize("command", KINDS.values(), ids=str)
 def test_command_of_a_block(command, request, tmp_path):
     if script_of(command.words):
         check_python(command, request.getfixturevalue("pool"), request.getfixturevalue("workshop"))
