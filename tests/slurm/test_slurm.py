@@ -258,7 +258,7 @@ def test_h200_launcher_finds_its_repository_from_the_spool_folder(cluster, tmp_p
     job = Job(tmp_path / "job", "--train_data_file", ROOT / "README.md", launcher=str(LAUNCHER)[:-3] + "_h200x8.sh",
               DRY_RUN="1", MIN_GPUS="0", NPROC_PER_NODE="8", OMP_NUM_THREADS="")
     assert job.end() == ("COMPLETED", 0), job.log
-    assert "OMP_NUM_THREADS=16 srun --nodes=1" in job.log
+    assert "OMP_NUM_THREADS=8 srun --nodes=1" in job.log
     assert f"{ROOT}/train_v2_ddp.py --" in job.log and " --auto " in job.log
 
 
