@@ -2,7 +2,7 @@
 
     python bench/gpu.py refs DIR                # on a CPU, beforehand: tiny models, losses in fp32
     python bench/gpu.py right DIR               # 28 tiny runs against those losses: 2 minutes
-    python bench/gpu.py fast DIR [JOB ...]      # 3B, 4B, 170M: time, TFLOP/s, memory, profile of a step
+    python bench/gpu.py fast DIR [JOB ...]      # 3B, 4B, 170M: time, TFLOP/s, memory, profile
 
 `right` and eight jobs of `fast` fit into 15 minutes. All files go to DIR; carry it from the machine
 of `refs` to the GPU. A JOB is a model and options in one word each, such as "speech lora compiled
@@ -104,7 +104,9 @@ def table(rows, columns):
     """Print rows (dicts) as a markdown table; columns: {key: format}."""
     def cell(row, key, form):
         value = row.get(key)
-        return "" if value is None else format(value, form) if isinstance(value, float) else str(value)
+        if value is None:
+            return ""
+        return format(value, form) if isinstance(value, float) else str(value)
     print("\n| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
     for row in rows:
         print("| " + " | ".join(cell(row, *column) for column in columns.items()) + " |")
@@ -115,7 +117,8 @@ def gpu_name():
     """Name and memory by nvidia-smi, or "CPU"; CUDA is left to the processes that train."""
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
-        return subprocess.run(query, text=True, capture_output=True, check=True).stdout.splitlines()[0]
+        done = subprocess.run(query, text=True, capture_output=True, check=True)
+        return done.stdout.splitlines()[0]
     return "CPU"
 
 
@@ -183,7 +186,8 @@ def tiny_run(folder, flags, case, way):
 def refs(folder, only):
     flags = tiny_files(folder / "tiny")
     (folder / "runs").mkdir(exist_ok=True)
-    commands = {case: tiny_run(folder, flags, case, "ref") for case in CASES if re.search(only, case)}
+    commands = {case: tiny_run(folder, flags, case, "ref")
+                for case in CASES if re.search(only, case)}
     for case, status in run_all(commands, BEGAN + 600, 1).items():
         if status:
             sys.exit(f"error: {case}: {tail(commands[case][1])}")
@@ -199,7 +203,8 @@ def right(folder, seconds, only):
     wanted, flags = json.loads((folder / "refs.json").read_text()), tiny_files(folder / "tiny")
     until, rows = BEGAN + seconds, []
     todo = [(case, way) for way in WAYS for case in ONLY.get(way, CASES)
-            if case in wanted and re.search(only, f"{case} {way}") and not (TINY and "float8" in way)]
+            if case in wanted and re.search(only, f"{case} {way}")
+            and not (TINY and "float8" in way)]
     for compiled in (False, True):      # those that compile use all cores
         commands = {(case, way): tiny_run(folder, flags, case, way)
                     for case, way in todo if ("compiled" in way) == compiled}
@@ -301,7 +306,8 @@ def fast(folder, seconds, jobs):
     ours = {job: job_command(folder, job, flags[job.split()[0]], outs[job])
             for job in jobs if job.split()[0] in flags}
     plans = {job: ([sys.executable, *words[:-1], f"{outs[job]}-plan", "--dry_run", 1],
-                   f"{outs[job]}.plan.log", {}) for job, words in ours.items() if "Trainer" not in job}
+                   f"{outs[job]}.plan.log", {})
+             for job, words in ours.items() if "Trainer" not in job}
     run_all(plans, until, many)
     rows = []
     for job in jobs:
@@ -386,7 +392,8 @@ def main():
     for job in args.jobs or JOBS:
         trainer, *options = job.split()
         if trainer not in SCRIPTS or set(options) - {"Trainer", *OPTIONS}:
-            parser.error(f"{job!r}: a model ({', '.join(SCRIPTS)}) and some of {', '.join(OPTIONS)}")
+            parser.error(f"{job!r}: a model ({', '.join(SCRIPTS)}) and some of "
+                         f"{', '.join(OPTIONS)}")
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if args.what == "refs":

@@ -76,7 +76,8 @@ def watch(script, words, out, timed, profiled):
             profiler.stop()
             alone = (times[started] - times[WARM_UP]) / timed
             under = (times[ended] - times["profile"]) / profiled
-            lines = tables(self_times(profiler.key_averages(), cuda), profiled, (alone, under), cuda)
+            found = self_times(profiler.key_averages(), cuda)
+            lines = tables(found, profiled, (alone, under), cuda)
             Path(f"{out}.profile.txt").write_text("\n".join(lines) + "\n")
             os._exit(0)     # threads of the trainer still run
     register_optimizer_step_post_hook(step_done)

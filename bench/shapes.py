@@ -222,7 +222,7 @@ def block_files(folder, lengths, answer=0.6):
 
 
 def longest_problem(data, tokenizer, block=16):
-    """Tokens of the longest problem of block_files as minimal/train_bd3lm.py has it, whole blocks."""
+    """Tokens of the longest problem of block_files, in whole blocks, as minimal/ has them."""
     encode = Tokenizer.from_file(str(tokenizer)).encode
     problems = map(json.loads, data.read_text().splitlines())
     longest = max(len(encode(f"Question: {problem['question']}\nAnswer:").ids) +

@@ -43,7 +43,8 @@ SAME = {"speech": ("ours", "minimal"), "chats": ("ours", "Trainer"),
         "blocks": ("ours, one problem a row", "minimal")}       # whose losses must agree
 TOLERANCE = {"cpu": 1e-4, "cuda": 1e-2}     # of the first loss, relative
 LIMIT_S = 600               # of one run
-COLUMNS = ["way", "steps of an epoch", "step (ms)", "fastest", "slowest", "samples/s", "useful tokens/s", "padding",
+COLUMNS = ["way", "steps of an epoch", "step (ms)", "fastest", "slowest", "samples/s",
+           "useful tokens/s", "padding",
            "memory (GiB)", "mfu", "first loss", "ours is faster by", "at least"]
 
 
@@ -85,7 +86,8 @@ def our_command(name, words, shape, batch, folder, *more):
                       "flex" if torch.cuda.is_available() else "sdpa", "--dropout", 0]}[name]
     size = [] if {"--max_tokens_per_batch", "--problems_per_batch"} & set(more) else [
         "--per_device_train_batch_size", batch]
-    return [sys.executable, ROOT / SCRIPTS[name.removesuffix("3")], *words, *own, *size, "--report_to", "none",
+    return [sys.executable, ROOT / SCRIPTS[name.removesuffix("3")], *words, *own, *size,
+            "--report_to", "none",
             "--gradient_accumulation_steps", 1, "--eval_steps", 0, "--save_steps", 0,
             "--num_workers", 2 if torch.cuda.is_available() else 0, *more]
 

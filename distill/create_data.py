@@ -130,7 +130,7 @@ def check_flags(args, world_size):
     for other, names in ENGINE_FLAGS.items():
         for flag in names if other != engine else ():
             need(getattr(args, flag) == defaults.get_default(flag), f"--{flag} is for the engine {other}, not {engine}"
-                 + (": there is no vLLM here, see launch/distill_h100x8.sh, which makes an environment for it"
+                 + (": there is no vLLM here, see launch/create_data_h100x8.sh; vLLM needs an environment of its own"
                     if (args.engine, other, engine) == ("auto", "vllm", "transformers") else ""))
     need(not (engine == "openai" and args.max_model_len), "--max_model_len is the server's own matter: set it there")
     shard_of(args.shard)

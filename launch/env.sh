@@ -286,10 +286,9 @@ supervise() {
             set +m
         fi
     }
-    for name in USR1 TERM HUP; do
-        # shellcheck disable=SC2064
-        trap "stop $name" "$name"
-    done
+    trap 'stop USR1' USR1
+    trap 'stop TERM' TERM
+    trap 'stop HUP' HUP
     trap 'if [ -n "$asked" ]; then "$end" "$pid"; fi; stop INT' INT
     set -m                  # in a process group of its own: Ctrl-C comes to this shell alone
     # ignored until the child listens: an early signal is not its death

@@ -67,7 +67,7 @@ REST = "--model_path BASE --audio_tokenizer_path CODEC --train_data_file train.j
 TAKEN = {("--output_dir", "out"), ("--output_dir", "./out"), ("--output_dir", "prepared"),
          ("--output_file", "labels.jsonl"), ("--output_file", "answers.jsonl"), ("--output_file", "plans.jsonl")}
 # Flags of other programs that the documents speak about.
-FOREIGN = {"--nproc_per_node", "--max-restarts", "--nodes", "--time", "--signal", "--batch", "--logdir", "--help",
+FOREIGN = {"--container-image", "--container-mounts", "--nproc_per_node", "--max-restarts", "--nodes", "--time", "--signal", "--batch", "--logdir", "--help",
            "--no-deps", "--omni", "--dllm-algorithm-config", "--model-path", "--trust-remote-code", "--enable-lora",
            "--max-lora-rank", "--max-logprobs", "--extra", "--word_timestamps", "--output_format", "--model"}
 NOTES = "## Commands from older notes\n"        # of other places and programs; tests/launch/test_commands.py runs them
@@ -386,10 +386,16 @@ def check_launcher(command, workshop):
 # Tests
 
 BLOCKS, SENTENCES = block_commands(), sentence_commands()
+KINDS = {}      # one for each script, flags and settings: the same with other values is not run again
+for command in BLOCKS:
+    names = {word.partition("=")[0] for word in command.words if word.startswith("--")}
+    key = *(script_of(command.words) or launcher_of(command.words) or [command.text])[:1], *sorted(
+        {*names, *command.settings})
+    KINDS.setdefault(key, command)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", BLOCKS, ids=str)
+@pytest.mark.parametrize("command", KINDS.values(), ids=str)
 def test_command_of_a_block(command, request, tmp_path):
     if script_of(command.words):
         check_python(command, request.getfixturevalue("pool"), request.getfixturevalue("workshop"))

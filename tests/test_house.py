@@ -4,6 +4,8 @@ import json
 import os
 import re
 import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,22 @@ def tracked(pattern="*"):
 
 def test_the_root_is_a_menu():
     assert {path.parts[0] for path in tracked() if not path.parts[0].startswith(".")} <= ENTRIES
+    assert len({path.parts[0] for path in tracked()}) <= 24        # with .ci, .github, .gitignore
+
+
+@pytest.mark.skipif(not find_spec("ruff"), reason="ruff is not installed")
+def test_python_files_are_clean():
+    """By the rules of pyproject.toml."""
+    done = subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format", "concise", "."],
+                          cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_sizes_only_fall():
+    """Lines of a folder's files of a kind; a ceiling is lowered with what is removed."""
+    for folder, kind, most in (("bench", "py", 1800), ("launch", "sh", 1410)):
+        lines = sum(len((ROOT / path).read_text().splitlines()) for path in tracked(f"{folder}/*.{kind}"))
+        assert lines <= most, f"{folder}: {lines} lines of .{kind}, at most {most}"
 
 
 # Lines of Python. Size is a cost: these numbers only fall; a change that needs more takes lines away elsewhere.

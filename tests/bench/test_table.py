@@ -1,9 +1,6 @@
 """The documents' tables are what the result files say, and nothing else; a block that cannot be filled is one line."""
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -117,25 +114,3 @@ def test_readme_and_docs_show_what_the_result_files_say():
     table.main(["--check"])
     speed = (ROOT / "docs" / "speed.md").read_text()
     assert len(table.BEGIN.findall(speed)) > 1, "docs/speed.md lost its tables"
-
-
-@pytest.mark.slow
-def test_a_script_starts_anew_once_with_its_flags_and_an_allocator_that_keeps_memory(tmp_path):
-    measure = load("measure")
-    script = tmp_path / "script.py"
-    script.write_text(f"""import os, sys
-sys.path[0] = {str(ROOT)!r}
-print("begins", flush=True)
-from bench import measure
-measure.keep_freed_memory([])
-if "MALLOC_TOP_PAD_" not in os.environ:
-    print("as it was")
-measure.keep_freed_memory()
-print(sys.flags.no_user_site, sys.argv[1:], measure.allocator())
-""")
-    clean = {name: value for name, value in os.environ.items() if name not in measure.MALLOC}
-    done = subprocess.run([sys.executable, "-s", script, "--flag", "a b"], text=True, stdout=subprocess.PIPE,
-                          env={**clean, "CUDA_VISIBLE_DEVICES": ""}, check=True)
-    words = " ".join(f"{name}={value}" for name, value in measure.MALLOC.items())
-    assert done.stdout.splitlines() == ["begins", "as it was", "begins",
-                                        f"1 ['--flag', 'a b'] glibc, freed memory kept: {words}"]

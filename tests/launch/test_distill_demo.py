@@ -2,25 +2,18 @@
 import json
 import os
 import re
-import shlex
-import signal
-import socket
 import subprocess
 import sys
-import unicodedata
-import urllib.error
-import urllib.request
-import uuid
 from importlib.util import find_spec
 
 import pytest
 
-from distill import create_data, evaluate_prompt
+from distill import evaluate_prompt
 from distill.demo import get_smollm2, swap_answers
 from tests.helpers import chats, tiny_teacher
-from tests.helpers.progress import PATIENCE_S, wait_until
+from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
-from tests.launch.test_launchers import alive, environment
+from tests.launch.test_launchers import environment
 
 LAUNCHER = ROOT / "launch" / "distill_demo.sh"
 

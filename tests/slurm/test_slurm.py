@@ -258,7 +258,7 @@ def test_h200_launcher_finds_its_repository_from_the_spool_folder(cluster, tmp_p
     job = Job(tmp_path / "job", "--train_data_file", ROOT / "README.md", launcher=str(LAUNCHER)[:-3] + "_h200x8.sh",
               DRY_RUN="1", MIN_GPUS="0", NPROC_PER_NODE="8", OMP_NUM_THREADS="")
     assert job.end() == ("COMPLETED", 0), job.log
-    assert "OMP_NUM_THREADS=16 srun --nodes=1" in job.log
+    assert "OMP_NUM_THREADS=8 srun --nodes=1" in job.log
     assert f"{ROOT}/train_v2_ddp.py --" in job.log and " --auto " in job.log
 
 
@@ -323,3 +323,13 @@ def test_launchers_find_the_repository_however_they_are_named(cluster, tmp_path,
     assert done.returncode == 0, done.stderr
     wait_until(lambda: log.exists() and ("--train_data_file" in log.read_text() or "rror" in log.read_text()), "output")
     assert f"{ROOT}/distill/train_sft.py --model_path" in log.read_text(), log.read_text()
+
+
+def test_a_launcher_on_standard_input_is_refused_in_one_line(cluster, tmp_path):
+    """sbatch < file: Slurm does not know where the file lies, so nobody can find the repository."""
+    log = tmp_path / "job.log"
+    with open(LAUNCHER) as file:
+        done = subprocess.run(["sbatch", "--parsable", "--wait", f"--output={log}"], stdin=file, cwd=tmp_path,
+                              text=True, capture_output=True)
+    assert done.returncode == 1, done.stderr
+    assert log.read_text() == "train_tts: error: no env.sh beside it: sbatch FILE, not sbatch < FILE\n"
