@@ -200,7 +200,9 @@ def make_documents(problems, tokens, layout, bad=None, path=""):
     else:
         bad += wrong
     if not parts:
-        raise UserError(f"none of {len(wrong)} problems can be used, the first one being {wrong[0]}{hint(wrong)}")
+        wrong = bad or wrong        # of a chat file in which nothing could be read
+        first = f", the first one being {wrong[0]}{hint(wrong)}" if wrong else ""
+        raise UserError(f"{path or 'data'}: none of {len(wrong)} problems can be used{first}")
     ids, position, block, target, region, live = np.concatenate(parts, axis=1)
     offsets = np.cumsum([0] + [part.shape[1] for part in parts])
     group = number_groups(block, target, live, offsets)

@@ -21,6 +21,9 @@ from common.distributed import UserError
 from core import fused, json_files
 from diffusion import dit
 
+# sizes that a config.json must have, and the largest value that is believed
+LARGEST = {"vocab_size": 2**22, "hidden_size": 2**17, "intermediate_size": 2**19, "num_hidden_layers": 2**10,
+           "num_attention_heads": 2**10, "num_key_value_heads": 2**10, "head_dim": 2**12}
 SHAPES = ("llama", "mistral", "qwen2", "qwen3", "sdar")     # values of model_type that are this network
 
 
@@ -61,6 +64,12 @@ def config_of(folder, vocab_size, mask_id, dropout):
     if wrong := [f"{name} {value}" for name, (value, right) in odd.items() if value != right]:
         raise UserError(f"--init_from {folder}: its config.json has {', '.join(wrong)}; models of type "
                         f"{', '.join(SHAPES)} without that can be converted")
+    for name, most in LARGEST.items():
+        value = given.get(name)
+        if value is None and name in ("num_key_value_heads", "head_dim"):
+            continue        # they follow from the others
+        if type(value) is not int or not 0 < value <= most:
+            raise UserError(f"--init_from {folder}: its config.json has {name} {value}, not 1 to {most:,}")
     heads = given["num_attention_heads"]
     return Config(
         max(vocab_size, given["vocab_size"]), mask_id, given["hidden_size"], given["num_hidden_layers"], heads,
@@ -76,8 +85,11 @@ def read_folder(folder, config):
     tensor_files.open_tensors(files)        # names what cannot be read
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()
                if not name.endswith("rotary_emb.inv_freq")}
-    if config.tied:
-        tensors.pop("lm_head.weight", None)
+    if config.tied and "lm_head.weight" in tensors:
+        head, table = tensors.pop("lm_head.weight"), tensors.get("model.embed_tokens.weight")
+        if table is not None and not torch.equal(head, table):
+            raise UserError(f"--init_from {folder}: config.json has tie_word_embeddings true, but lm_head.weight is "
+                            "not the embedding; set it to false to keep that head")
     if len(tensors.get("model.embed_tokens.weight", ())) > config.vocab_size:
         raise UserError(f"--init_from {folder}: its embedding has more rows than its config.json says")
     return tensors

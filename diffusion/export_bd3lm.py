@@ -45,6 +45,7 @@ import shutil
 
 from common import checkpoint, distributed, tensor_files
 from common.distributed import UserError
+from common.new_folder import new_folder
 from diffusion import decoder, init_from, official, weights
 from diffusion.blocks import Layout
 from diffusion.problems import END, SDAR_MASK, load_tokenizer
@@ -68,7 +69,8 @@ checkpoints.
 
 def language_config(model, source, layout, tokens):
     """Text of config.json: the language model's own (source), with the rows and the dtype of what is written."""
-    source = source | {"vocab_size": model.config.vocab_size, "dtype": "float32", "block_diffusion": {
+    source = source | {"vocab_size": model.config.vocab_size, "dtype": "float32", "eos_token_id": tokens.end,
+                       "block_diffusion": {
         "block_size": layout.block_size, "mask_token_id": model.config.mask_id, "shift": False,
         "prompt": layout.prompt, "end_token": layout.end_token, "end_token_id": tokens.end,
         "begin_token_id": tokens.bos, "max_length": layout.max_length}}
@@ -151,19 +153,19 @@ def export(folder, ema, output, layout_of="usual"):
         if layout.region_block(1) != layout.region_block(2) or (layout.system == "hdp" and not layout.flat):
             print(f"note       their code has blocks of one size from the first token on; this is an {layout.system} "
                   "model of other blocks, whose weights fit and whose texts need sample_bd3lm.py", flush=True)
-    checkpoint.prepare_output(output, "--output_dir")
-    if any(output.iterdir()):
-        raise UserError(f"--output_dir {output}: is not empty; give another folder")
-    tensor_files.save({name: tensor.contiguous() for name, tensor in state.items()}, output / "model.safetensors")
-    tokens.save(output)
-    for name, held in init_from.chat_files(folder).items():
-        (output / name).write_bytes(held)
-    if sdar:
-        name_mask(output, tokens.mask)
-    if converted:
-        shutil.copyfile(Path(__file__).with_name("generate.py"), output / "generate.py")
-        (output / "README.md").write_text(note(model.config, layout), encoding="utf-8")
-    checkpoint.write_atomically(output / "config.json", lambda path: path.write_text(text))     # last: now it is whole
+    with new_folder(output, sum(tensor.nbytes for tensor in state.values())) as output:
+        tensor_files.save({name: tensor.contiguous() for name, tensor in state.items()}, output / "model.safetensors")
+        tokens.save(output)
+        for name, held in init_from.chat_files(folder).items():
+            (output / name).write_bytes(held)
+        if sdar:
+            name_mask(output, tokens.mask)
+        if converted:       # servers stop where answers ended in training
+            ends = {name: about["source"].get(name) for name in ("bos_token_id", "pad_token_id")}
+            checkpoint.write_json(output / "generation_config.json", ends | {"eos_token_id": tokens.end})
+            shutil.copyfile(Path(__file__).with_name("generate.py"), output / "generate.py")
+            (output / "README.md").write_text(note(model.config, layout), encoding="utf-8")
+        (output / "config.json").write_text(text)
     return state
 
 

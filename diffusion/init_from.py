@@ -108,6 +108,17 @@ def with_form(layout, path):
                                end_token=layout.end_token or form.get("end_token", ""))
 
 
+def block_size(path):
+    """Tokens of the blocks that a path of find() was trained in, or None where it does not say."""
+    if path.is_file() or not (is_ours(path) or is_causal(path)):
+        return None         # published DiT weights fit blocks of any size
+    about = json_files.read_object(path / "config.json")
+    size = (about.get("layout") or about.get("block_diffusion") or about).get("block_size")
+    if size is not None and (type(size) is not int or size < 1):
+        raise UserError(f"--init_from {path}: its config.json has block_size {size}")
+    return size
+
+
 def chat_files(folder):
     """{name: bytes} of the CHAT_FILES that a tokenizer folder has."""
     return {name: (Path(folder) / name).read_bytes() for name in CHAT_FILES
@@ -130,8 +141,15 @@ def read(path, config, tokens, ema=True, seed=0):
     elif is_causal(path):
         which, tensors, head_size = "causal", decoder.read_folder(path, config), config.head_size
         source, own = json_files.read_object(path / "config.json"), vocabulary(path)
+        rows, used = len(tensors["model.embed_tokens.weight"]), own or plain(tokens)
+        if (most := max(used.values()) + 1) > rows:
+            raise UserError(f"--init_from {path}: tokenizer and model disagree: {most} tokens and {rows} rows")
         markers = {name: own.pop(name) for name in (*MARKERS["hdp"], SDAR_MASK) if name in own}
-        size = (source.get("block_diffusion") or source).get("block_size")
+        mask = (source.get("block_diffusion") or source).get("mask_token_id")
+        if mask is not None and mask != tokens.mask:
+            raise UserError(f"--init_from {path}: its config.json has mask_token_id {mask}, its tokenizer has the "
+                            f"mask at {tokens.mask}; name it {SDAR_MASK} in tokenizer.json, or mend config.json")
+        size = block_size(path)
         note = f"trained in blocks of {size}" if size else ""
     else:
         tensors, head_size, note = official.read(path, ema)

@@ -87,11 +87,14 @@ def report(args, folder, solver):
 
 
 def request_bounds(solver, requests, draws, batch_rows, seed):
-    """[(minus the bound of -log p(continuation | context), False)] of lm-eval's requests. UserError.
+    """([(minus the bound of -log p(continuation | context), False)] of lm-eval's requests, how many are too long).
 
-    False: whether greedy decoding would write it is not looked at.
+    False: whether greedy decoding would write it is not looked at. A context that is too long loses its first tokens, as
+    in the harness's own models; a continuation that has no room by itself gets minus infinity. UserError for an empty
+    one.
     """
-    pairs = []
+    pairs, numbers, most, cut = [], [], solver.layout.max_length, 0
+    bounds = [-math.inf] * len(requests)
     for number, request in enumerate(requests):
         context, text = request.args[:2]
         if solver.layout.prompt:
@@ -99,7 +102,13 @@ def request_bounds(solver, requests, draws, batch_rows, seed):
         ids = solver.tokens.encode(text)
         if not ids:
             raise UserError(f"request {number}: its continuation is empty")
-        pairs.append((f"request {number}", blocks.head_of(solver.tokens.encode(context), solver.tokens, solver.layout),
-                      ids))
-    found = draws_of(solver, continuations(solver, pairs), draws, batch_rows, seed)
-    return [(-float(nats), False) for nats in found.mean(1)]
+        head = blocks.head_of(solver.tokens.encode(context), solver.tokens, solver.layout)
+        cut += len(head) + len(ids) > most
+        if len(ids) < most:
+            numbers.append(number)
+            pairs.append((f"request {number}", head[-(most - len(ids)):], ids))
+    if pairs:
+        found = draws_of(solver, continuations(solver, pairs), draws, batch_rows, seed).mean(1)
+        for number, nats in zip(numbers, found):
+            bounds[number] = -float(nats)
+    return [(value, False) for value in bounds], cut

@@ -50,7 +50,7 @@ def harness_model(base, solver, batch_size, draws):
     tokens, layout = solver.tokens, solver.layout
 
     class BlockDiffusion(base):
-        too_long = 0        # questions without room for an answer, which is "" then
+        too_long = 0        # questions without room: an answer is "" then, a context loses its first tokens
         bounds = 0          # texts whose likelihood was bounded
 
         def generate_until(self, requests, disable_tqdm=False):
@@ -77,7 +77,9 @@ def harness_model(base, solver, batch_size, draws):
         def loglikelihood(self, requests, disable_tqdm=False):
             from diffusion import likelihood
             self.bounds += len(requests)
-            return likelihood.request_bounds(solver, requests, draws, batch_size, 0)
+            found, cut = likelihood.request_bounds(solver, requests, draws, batch_size, 0)
+            self.too_long += cut
+            return found
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
             raise UserError("this task scores texts without a question, which this model was not trained on")

@@ -66,7 +66,8 @@ def build_parser():
              "and train on them; the flag alone: 2000")
     add("--hdp_layout", choices=("hierarchical", "flat"), default="hierarchical",
         help="hdp: flat is the source's padded form, for comparison")
-    add("--block_size", type=int, default=16, help="tokens of a block; 1 is autoregressive")
+    add("--block_size", type=int, default=16,
+        help="tokens of a block; 1 is autoregressive (default: that of --init_from, else 16)")
     add("--plan_block_size", type=int, default=0,
         help="hdp: tokens of a plan block, 0 = --block_size")
     add("--execution_block_size", type=int, default=0,
@@ -234,8 +235,14 @@ def check_flags(args, world_size):
          "--hdp_layout flat pads each problem: add --no-pack")
     layout = layout_of(args)
     layout.check()
-    args.t_range = tuple(args.t_range or bound_range(layout))
+    set_range(args, layout)
     args.row_length = args.row_length or layout.longest
+
+
+def set_range(args, layout):
+    """Fill in --t_range where it is not given; UserError when it does not fit the blocks of a Layout."""
+    named = "t_range" in flags.named(args)
+    args.t_range = tuple(args.t_range) if named else bound_range(layout)
     for size in {layout.region_block(choices.PLAN), layout.region_block(choices.EXECUTION)}:
         check_range(args.t_range, size)
 
@@ -303,6 +310,11 @@ def prepare(args, world):
         layout = init_from.with_chat(layout, tokenizer)
     elif path:
         layout = init_from.with_form(layout, path)
+    if path and "block_size" not in flags.named(args):
+        size = init_from.block_size(path) or layout.block_size
+        layout = dataclasses.replace(layout, block_size=size)
+        layout.check()
+        set_range(args, layout)
     if args.init_from or templated:
         files = init_from.chat_files(tokenizer)
     tokens = distributed.rank0_first(world, load_tokenizer, tokenizer, args.system, layout.end_token)
@@ -515,8 +527,9 @@ def train(args):
     distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
     state = run.TrainState(world, watch, args, order, total_steps, (resume, meta),
                            run.Facts(sum(lines.WIDTHS), validation, rows.documents.name))
-    state.restore(model, optimizer)
     t_range, stale, best, eval_due = resume_validation(args, job, meta, validation)
+    state.eval_due = eval_due       # what was logged of it is dropped
+    state.restore(model, optimizer)
     if meta:
         network.average.updates.fill_(meta["averaged"])
     packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, at["epoch"],

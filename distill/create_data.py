@@ -123,6 +123,9 @@ def check_flags(args, world_size):
     need(args.prompt_role != "system" or args.parser != "language" or args.prompt_file == str(PROMPT),
          "--prompt_role system: say what counts as an answer, --parser whole (or regex)")
     need(engine != "openai" or args.base_url, "--engine openai needs --base_url")
+    if args.base_url:
+        from distill.teacher_server import address
+        address(args.base_url, "--base_url")
     need(engine != "transformers" or args.constrain == "never", "--constrain needs the engine vllm or a server")
     for other, names in ENGINE_FLAGS.items():
         for flag in names if other != engine else ():

@@ -57,8 +57,7 @@ LAUNCHERS = {
     "launch/train_gsm8k_bd3lm_h200.sh": ["diffusion/train_bd3lm.py", "diffusion/sample_bd3lm.py"],
     "launch/train_hdp_diffusion_h200.sh": ["diffusion/train_bd3lm.py", "diffusion/sample_bd3lm.py"]}
 # Whole jobs: these tests run them, demo.sh the last one here. test.sh is run with pytest's --version.
-ELSEWHERE = {"launch/distill_h100x8.sh": "tests/launch/test_distill_h100x8.py",
-             "launch/distill_demo.sh": "tests/launch/test_distill_demo.py", "launch/demo.sh": "tests/test_docs.py"}
+ELSEWHERE = {"launch/distill_demo.sh": "tests/launch/test_distill_demo.py", "launch/demo.sh": "tests/test_docs.py"}
 # What stands for models of the hub; whatever else the documents name lies in the workshop under that very name.
 HUB = {"bosonai/higgs-audio-v2-generation-3B-base": "BASE", "bosonai/higgs-audio-v2-tokenizer": "CODEC",
        "bosonai/higgs-tts-3-4b": "BASE3", "Qwen/Qwen3-4B-Instruct-2507": "STUDENT",
@@ -587,7 +586,7 @@ def test_guides_are_short_and_plain():
 
 
 # What must not come back, and how often it is there; these numbers only fall.
-RIDDLES = {r"\bwhat is\b": 5, r"\bstands?\b": 1, r"\bbeside\b": 10, r"\bbehind\b": 9, r"\bits own\b|\bof ours\b": 0,
+RIDDLES = {r"\bwhat is\b": 5, r"\bstands?\b": 1, r"\bbeside\b": 1, r"\bbehind\b": 9, r"\bits own\b|\bof ours\b": 0,
            r"\bso many\b|\bso often\b": 0, r"\banew\b|\bmends?\b|\blacks?\b": 1, r"\btold\b|\btells?\b": 1}
 
 

@@ -119,27 +119,6 @@ def test_readme_and_docs_show_what_the_result_files_say():
     assert len(table.BEGIN.findall(speed)) > 1, "docs/speed.md lost its tables"
 
 
-def test_a_run_of_the_demo_is_a_row_of_the_scoreboard(tmp_path):
-    """50 steps of 0.5 s on 2 ranks are 50 core-seconds; 16 clips and 27 s of sound a step. A second run is a second row."""
-    scoreboard = load("scoreboard")
-    logged = [{"step": 25}, {"step": 25, "eval/loss": 1.0}, {"step": 50}]
-    for row in (logged[0], logged[2]):
-        row |= {"train/step_seconds": 0.5, "train/samples_per_second": 32, "train/audio_seconds_per_second": 54}
-    (tmp_path / "run" / "after").mkdir(parents=True)
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged))
-    (tmp_path / "run" / "starts.jsonl").write_text('{"ranks": 2}\n')
-    (tmp_path / "run" / "after" / "evaluation.json").write_text('{"metrics": {"wer": 0.125}}')
-    for note in ("first", "second"):
-        scoreboard.main([str(tmp_path / "run"), "--note", note, "--results_dir", str(tmp_path)])
-    report, = tmp_path.glob("scoreboard-*.json")
-    found = json.loads(report.read_text())["tables"]["rows"]
-    row = dict(zip(found["columns"], found["rows"][0]))
-    assert row["word errors (%)"] == 12.5 and row["clips"] == 800 and row["ranks"] == 2
-    assert row["hours"] == pytest.approx(50 / 3600) and row["clips an hour"] == pytest.approx(800 * 72)
-    assert row["audio-hours an hour"] == pytest.approx(27) and row["command"].endswith("bash launch/demo.sh")
-    assert [row[-1] for row in found["rows"]] == ["first", "second"]
-
-
 @pytest.mark.slow
 def test_a_script_starts_anew_once_with_its_flags_and_an_allocator_that_keeps_memory(tmp_path):
     measure = load("measure")

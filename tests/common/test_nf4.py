@@ -28,7 +28,7 @@ from common.distributed import UserError, World
 from common.flags import parse
 from common.step_memory import Setup, step_bytes
 from core import adapters, document_attention
-from distill import packed_lm, train_sft, weights
+from distill import packed_lm, train_sft, causal_lm
 from distill import plan as chat_plan
 from speech import plan as speech_plan
 from speech.generate_tts import load_to_speak
@@ -187,7 +187,7 @@ def test_one_weight_at_a_time_is_whole():
 
     def load(weights, parts, world):
         assert not any(ref() is not None for ref in alive), "two at once"
-        (name, tensor), = weights.items()
+        (name, tensor), = causal_lm.items()
         tensor.copy_(parts[name])
         alive.append(weakref.ref(tensor))
     gc.disable()        # the references alone free it
@@ -286,7 +286,7 @@ def test_what_is_counted_is_what_a_real_step_has_alive(kind, recompute, monkeypa
     else:
         monkeypatch.setattr(document_attention, "_attention_by_document", by_lengths([150] * 4))
         empty, model = built("qwen", True, True, False, recompute, dropout=0.1)
-        step, layers, batch = chat_plan.step_of(empty), weights.decoder_layers(model.native), batch_of(4, 150, 120)
+        step, layers, batch = chat_plan.step_of(empty), causal_lm.decoder_layers(model.native), batch_of(4, 150, 120)
         pack = 600, len(batch.rows)
     converted(layers)
 
@@ -317,8 +317,8 @@ def released(name):
                                  "text_config": shape | {"tie_word_embeddings": True}}, torch.bfloat16, None)
         return v3.PackedHiggs3(lora.add_lora(native, 16, 32, 0.0, v3.LORA_TARGETS, "base")), train_v2_ddp
     config = {"llama": LlamaConfig, "qwen": Qwen3Config}[kind](**shape, tie_word_embeddings=True)
-    native = weights.empty_model(config, torch.bfloat16, attention=document_attention.ATTENTION)
-    net = adapters.add_lora(native, weights.decoder_layers(native), 32, 32, 0.0, "all-linear", "base")
+    native = causal_lm.empty_model(config, torch.bfloat16, attention=document_attention.ATTENTION)
+    net = adapters.add_lora(native, causal_lm.decoder_layers(native), 32, 32, 0.0, "all-linear", "base")
     return packed_lm.PackedLM(net), train_sft
 
 

@@ -146,7 +146,6 @@ def test_arguments_choose_the_preset_as_settings_do(words, wanted):
 
 
 @pytest.mark.parametrize("system, settings, message", [
-    ("gsm8k", {}, r"has 0 GPUs, 1 are needed \(MIN_GPUS\); --demo needs none"),
     ("gsm8k", {"PRESET": "huge"}, r"PRESET=huge: one of .*recommended"),
     ("gsm8k", {"SYSTEM": "both"}, r"SYSTEM=both: gsm8k, chat or hdp"),
     ("hdp", {"MIN_GPUS": "0"}, r"TRAIN_DATA is not set"),

@@ -40,7 +40,7 @@ class Job:
     def __init__(self, folder, *args, launcher=LAUNCHER, sbatch=(), **settings):
         folder.mkdir()
         self.out, self.log_file = folder / "out", folder / "job.log"
-        environment = {"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1", "VENV": "none", **settings}
+        environment = {"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1", "VENV": "none", "MIN_GPUS": "0", **settings}
         if launcher == LAUNCHER:        # adapters in fp32, as FLAGS say
             environment |= {"SWITCHES": "", "LORA": ""}
         environment["PATH"] = f"{Path(shutil.which('python')).parent}:{os.environ['PATH']}"

@@ -193,11 +193,7 @@ def number(pattern, text):
 
 
 def test_the_least_time_is_that_of_the_products():
-    """Of steps that would take an H200 an hour, a minute and a second at 70 % of its rate, as bench/roofline.py counts."""
-    table = json.loads((ROOT / "bench" / "results" / "roofline-cpu.json").read_text())["tables"]["bounds"]
-    bounds = {row[0]: row[table["columns"].index("bound (%)")] for row in table["rows"]}
-    for adapters, step in ((True, "LoRA on attention"), (False, "full, FSDP2 on 8")):
-        assert speech_plan.SHARES[adapters][0] == round(bounds[f"speech 3B, {step}, 8k tokens"] / 100, 2)
+    """Of steps that would take an H200 an hour, a minute and a second at 70 % of its rate."""
     said = speech_plan.time_text(0.70 * 790e12 * 3661, True)
     assert said.startswith("time       at least 1:01:01 on an H200 or 8:48:")     # 8.65 times as long
 

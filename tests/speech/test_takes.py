@@ -410,7 +410,7 @@ def test_spoken_chosen_and_learnt_through_the_scripts(pool, tmp_path):
         assert not any(statuses), output
         return output
     speak = ("--prompts", tmp_path / "texts.txt", "--max_seconds", 4, "--ras_window", 0, "--output_dir", tmp_path / "said",
-             "--best_of", 2, "--asr_command", f"python {ROOT}/bench/hear_digits.py")
+             "--best_of", 2, "--asr_command", f"python {ROOT}/tests/helpers/hear_digits.py")
     output = run("speech.generate_tts", *speak, "--max_cer", 1)
     rows = [json.loads(line) for line in (tmp_path / "said" / takes.BEST).read_text().splitlines()]
     about = [json.loads((tmp_path / "said" / f"{i:04d}.json").read_text()) for i in range(3)]

@@ -97,6 +97,9 @@ def empty_model(config, dtype, folder=None, attention=None):
     except (KeyError, ValueError) as error:     # architectures that look the attention up among their own classes
         raise UserError(f"{config.model_type} models cannot be built with another attention "
                         f"({type(error).__name__}: {str(error).splitlines()[0]}); they are not supported")
+    except Exception as error:      # sizes that no model has: ZeroDivisionError, RuntimeError, ...
+        raise UserError(f"{folder}: no model can be built as its config.json says "
+                        f"({type(error).__name__}: {str(error).splitlines()[0]})")
     if stored := [name for name in model.state_dict() if name not in all_names(model)]:
         raise UserError(f"{config.model_type} models keep state beside their weights ({min(stored)}), which is not "
                         "supported")
@@ -139,9 +142,10 @@ def decoder_layers(model):
 
 
 def weight_parts(folder, model):
-    """{name: [slice handle]} of the weights in a folder's files; raises UserError when it has none.
+    """{name: [slice handle]} of the weights in a folder's files; raises UserError when it has none,
+    or other values for the second name of a tied weight.
 
-    Left out: the second names of tied weights, and buffers that old files hold.
+    Left out: second names of tied weights, and buffers that old files hold.
     """
     found = tensor_files.open_tensors(tensor_files.files_in(folder, "model"))
     if not found:
@@ -153,7 +157,18 @@ def weight_parts(folder, model):
             first = names.get(name, name)
             if name == first or first not in found:
                 parts[first] = [part]
+            elif not same_values(part, found[first]):
+                raise UserError(f"{folder}: its files hold other values for {name} than for {first}, "
+                                "and its config.json ties the two: set tie_word_embeddings to false "
+                                "there")
     return parts
+
+
+def same_values(one, other):
+    """Whether two slice handles hold the same rows; a few of them are read at a time."""
+    rows = one.get_shape()[0]
+    return one.get_shape() == other.get_shape() and all(
+        torch.equal(one[i:i + 4096], other[i:i + 4096]) for i in range(0, rows, 4096))
 
 
 def expert_names(name, shape):

@@ -39,7 +39,6 @@ class Reading(NamedTuple):
     encoder: object             # chat.Encoder
     limit: int                  # tokens that a sample may have
     policy: str = "stop"        # of choices.TOO_LONG, for longer ones
-    teacher: object = None      # a new topk.Alternatives, for a table with the teacher's
     prompt: tuple = None        # teacher.Prompt: each sample is then followed by the same behind it
     drop: tuple = ()            # of choices.CHECKS: samples that fail are dropped
     processes: int = 0          # that tokenise large files beside this one
@@ -51,7 +50,7 @@ def encode_chunk(records, path, reading, problems):
 
     Runs in several processes at once. A Problem for each record that cannot be used goes to the list `problems`.
     """
-    encoder, limit, policy, teacher, prompt, *_, behind = reading
+    encoder, limit, policy, prompt, *_, behind = reading
     kept, lines, keys = [], [], []
     own, asked = [], []
     count, ends = Counter(), encoder.ends
@@ -73,10 +72,6 @@ def encode_chunk(records, path, reading, problems):
             check, length = "too_long", len(result[0])
             count["long"] += length > limit
             part = cut(*result, limit, policy)
-            check = "teacher"
-            if teacher and part is not None:
-                shift = len(result[0]) - len(part[0]) if policy == "cut_left" else 0
-                teacher.add(record, *result, f"{path}:{line}", shift, shift + len(part[0]))
         except ValueError as error:
             problems.append(problem(f"{path}:{line}", check, error, path))
             continue
@@ -113,12 +108,12 @@ def write_table(folder, paths, reading, output_dir=None):
     """Tokenise files into a table in `folder` -> {"samples": [of each file], "long": [...], "dropped": [...]}
     and "bad": how many samples each check of reading.drop dropped, as text.
 
-    long: samples above the limit; dropped: samples left out of the table. With a teacher this process alone
-    reads. With a prompt a sample's tokens are those of both.
+    long: samples above the limit; dropped: samples left out of the table. With a prompt a sample's tokens are those
+    of both.
     Raises UserError with every sample that cannot be used and that is not dropped, and leaves no new folder then.
     output_dir: where all of them are listed, None: nowhere.
     """
-    encoder, teacher = reading.encoder, reading.teacher
+    encoder = reading.encoder
     drop = {*reading.drop, *(["too_long"] if reading.policy == "drop" else [])}
     folder, found = Path(folder), {"samples": [], "long": [], "dropped": []}
     problems = Problems(drop, output_dir)
@@ -147,7 +142,7 @@ def write_table(folder, paths, reading, output_dir=None):
                 for name in columns.keys() - {"offsets", "sources"}:
                     columns[name].append(chunk[name])
 
-            parallel_map_ordered(chunks, 0 if teacher else reading.processes, take)
+            parallel_map_ordered(chunks, reading.processes, take)
             samples = len(columns["lengths"]) - before
             if not samples and not problems.stopping:
                 problems.settle()
@@ -167,8 +162,6 @@ def write_table(folder, paths, reading, output_dir=None):
         for column in columns.values():
             column.close()
         with naming(folder):
-            for name, values in (teacher.arrays(paths[0]) if teacher else {}).items():
-                np.save(folder / f"{name}.npy", values)
             (folder / "sources.json").write_text(json.dumps([str(path) for path in paths]))
     except BaseException:
         if new:
@@ -181,9 +174,6 @@ class ChatTable:
     """Memory-mapped samples. tokens (n_tokens,) int32; trained (n_tokens,) bool; offsets (n + 1,); of each sample:
     lengths (tokens), targets (trained tokens), lines (in the file, from 1), keys (the record's id or -1), sources,
     asked (question_hash).
-
-    With a teacher, for each of T taught tokens: teacher_places (T,) in its sample, teacher_ids (T, K) int32, likeliest
-    first, teacher_logprobs (T, K) float32, -inf where there are fewer; teacher_offsets (n + 1,) of samples.
     """
 
     def __init__(self, folder):
@@ -199,11 +189,6 @@ class ChatTable:
         return f"{self.paths[self.sources[i]]}:{self.lines[i]}"
 
     @property
-    def topk(self):
-        """Alternatives K of a taught token; 0: the table has no teacher."""
-        return self.teacher_ids.shape[1] if hasattr(self, "teacher_ids") else 0
-
-    @property
     def prompted(self):
         """Whether a sample is followed by its answer behind the teacher's prompt; own (n,): tokens of the student."""
         return hasattr(self, "own")
@@ -217,17 +202,6 @@ class ChatTable:
         for values in (self.tokens[part], self.trained[part], np.asarray(numbers - numbers[0])):
             digest.update(np.ascontiguousarray(values))
         return digest.hexdigest()[:16]
-
-    def teacher_fingerprint(self, numbers):
-        """Short hash of these samples' alternatives and their log-probabilities; None for a table without them."""
-        if not self.topk:
-            return None
-        digest = hashlib.sha256()
-        for i in numbers:
-            part = slice(self.teacher_offsets[i], self.teacher_offsets[i + 1])
-            for values in (self.teacher_places[part], self.teacher_ids[part], self.teacher_logprobs[part]):
-                digest.update(np.ascontiguousarray(values))
-        return f"top {self.topk}, {digest.hexdigest()[:16]}"
 
 
 def group_numbers(keys, lines, group_size):
@@ -325,8 +299,6 @@ def build_table(folder, paths, reading, output_dir=None):
         about += f"; {gone} left out, as the cut left nothing to train"
     if found["bad"]:
         about += f"\ndata       dropped: {found['bad']}"
-    if reading.teacher:
-        about += f"\n{reading.teacher.about()}"
     return found["samples"][0], about, sorted(reading.encoder.ends)
 
 
@@ -368,8 +340,6 @@ class PackedChats:
     longest: int                    # longest conversation, rounded up to 128 so that compiled code sees few values
     samples: tuple                  # sample numbers in the table, for naming them in errors
     counts: dict                    # python ints: tokens, samples, targets
-    teacher_ids: torch.Tensor = None            # (R, K) alternatives to each target, where the table has a teacher
-    teacher_logprobs: torch.Tensor = None       # (R, K) float32 of them, -inf where there are fewer
     # the same answers behind the teacher's prompt, in the same order, where the table has them
     prompted_ids: torch.Tensor = None           # (P,)
     prompted_positions: torch.Tensor = None     # (P,)
@@ -383,7 +353,7 @@ class PackedChats:
 
 
 class ChatSamples(Dataset):
-    """Samples of a ChatTable: (number, ids (n,) int64, trained (n,) bool[, teacher's (places, ids, logprobs)]).
+    """Samples of a ChatTable: (number, ids (n,) int64, trained (n,) bool).
 
     With a prompt: (number, ids, trained, how many of them come before the same answer behind the prompt).
     """
@@ -399,18 +369,13 @@ class ChatSamples(Dataset):
         sample = i, self.table.tokens[part].astype(np.int64), self.table.trained[part]
         if self.table.prompted:
             return *sample, int(self.table.own[i])
-        if not self.table.topk:
-            return sample
-        part = slice(self.table.teacher_offsets[i], self.table.teacher_offsets[i + 1])
-        return *sample, (self.table.teacher_places[part], self.table.teacher_ids[part],
-                         self.table.teacher_logprobs[part])
+        return sample
 
 
-def collate(samples, pad_to=0, pad_id=0, topk=0, prompted=False):
+def collate(samples, pad_to=0, pad_id=0, prompted=False):
     """List of samples -> PackedChats. pad_to: fill the flat axis to this many tokens with documents of padding.
 
-    An empty list gives one token of padding that has no targets and weighs nothing. topk: of a table with a teacher.
-    prompted: of a table with a prompt.
+    An empty list gives one token of padding that has no targets and weighs nothing. prompted: of a table with a prompt.
     """
     if prompted:
         batch = collate([(i, ids[:own], trained[:own]) for i, ids, trained, own in samples])
@@ -421,8 +386,6 @@ def collate(samples, pad_to=0, pad_id=0, topk=0, prompted=False):
         batch.prompted_cu_seqlens, batch.prompted_rows = behind.cu_seqlens, behind.rows
         batch.prompted_longest = behind.longest
         return batch
-    taught = [sample[3] for sample in samples] if topk else []
-    samples = [sample[:3] for sample in samples]
     numbers = tuple(number for number, _, _ in samples)
     total = sum(len(ids) for _, ids, _ in samples)
     padding = max(pad_to - total, 0 if samples else 1)
@@ -438,18 +401,11 @@ def collate(samples, pad_to=0, pad_id=0, topk=0, prompted=False):
     counts = {"tokens": total, "samples": len(numbers), "targets": len(rows)}
     tensors = (ids, positions, bounds.astype(np.int32), rows, ids[rows + 1])
     batch = PackedChats(*map(torch.from_numpy, tensors), -(-max(seqlens) // 128) * 128, numbers, counts)
-    if topk:
-        others = np.repeat(ids[rows + 1][:, None], topk, axis=1)
-        logprobs = np.full((len(rows), topk), -np.inf, np.float32)
-        for start, (places, teacher_ids, teacher_logprobs) in zip(bounds, taught):
-            at = np.searchsorted(rows, start + places - 1)
-            others[at], logprobs[at] = teacher_ids, teacher_logprobs
-        batch.teacher_ids, batch.teacher_logprobs = torch.from_numpy(others), torch.from_numpy(logprobs)
     return batch
 
 
 def make_loader(table, packs, *, num_workers, prefetch_factor, pad_to=0, pad_id=0):
     """DataLoader of PackedChats over `packs`, an iterable of lists of sample numbers."""
     def batch(samples):
-        return collate(samples, pad_to, pad_id, table.topk, table.prompted)
+        return collate(samples, pad_to, pad_id, table.prompted)
     return loading.over_packs(ChatSamples(table), packs, batch, num_workers, prefetch_factor)
