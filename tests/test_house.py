@@ -13,7 +13,7 @@ import pytest
 from tests.helpers import chats
 from tests.helpers.trainer import ROOT
 
-ENTRIES = {"README.md", "LICENSE", "AGENTS.md", "CHANGELOG.md", "requirements.txt", "requirements.lock",
+ENTRIES = {"README.md", "LICENSE", "AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "requirements.txt", "requirements.lock",
            "pyproject.toml", "train_v2_ddp.py", "data.py", "lora.py", "minimal",
            "speech", "diffusion", "distill", "core", "common", "launch", "notebooks", "tests", "bench", "docs"}
 SHARED = {"core", "common"}       # core/ is new; common/ serves what is not rewritten yet

@@ -222,7 +222,7 @@ def test_lost_node_noticed_by_slurm(submit, cluster, undisturbed):
 
 def test_lost_node_not_noticed_by_slurm(submit, cluster, undisturbed):
     """The node is back before Slurm misses it: srun gives up after --wait, and the launcher queues the job again."""
-    # gloo may not tell a rank that stood still while its peer died (docs/log.md): then its own limit does
+    # gloo may not tell a rank that stood still while its peer died (docs/dropped.md): then its own limit does
     job = submit("--collective_timeout", 30, SRUN_WAIT="10")   # torchrun took 5 s to see that the first node had ended
     job.freeze_after(20)
     cluster("kill", "n2")
