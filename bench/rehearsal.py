@@ -27,7 +27,7 @@ import train_v2_ddp
 from bench import fake_cuda, shapes
 from common import checkpoint, distributed, flags, loading, plan, run, step_memory, tensor_files
 from core import fused, watchdog
-from diffusion import choices, dit, noise, train_bd3lm
+from diffusion import dit, noise
 from distill import train_sft
 from speech import choices as speech_choices
 from speech.data.dataset import Encoding
@@ -60,7 +60,7 @@ def chat_files(folder, layers):
 
 def block_files(folder, layers):
     """Flags that name problems of about GSM8K's mean length, whose rows are as docs/diffusion.md counts them there."""
-    choices.SIZES["small"] = (768, layers, 12, 128)
+    dit.SIZES["small"] = (768, layers, 12, 128)
     return [*shapes.block_files(folder, [150] * SAMPLES), "--model_size", "small", "--validation_split", 0]
 
 
@@ -189,7 +189,7 @@ def on_gpu(*args):
 def pairs_of(batch):
     """(query, key) pairs that attention computes of a batch, mean of its layers: FlexAttention's tiles are whole."""
     if isinstance(batch, noise.Blocks):
-        last, layers = batch.tiles[:, :batch.noisy.shape[1] // dit.TILE], choices.SIZES["small"][1]
+        last, layers = batch.tiles[:, :batch.noisy.shape[1] // dit.TILE], dit.SIZES["small"][1]
         return dit.TILE ** 2 * float(((layers - 1) * (batch.tiles > 0).sum() + (last > 0).sum()) / layers)
     lengths = np.diff(batch.cu_seqlens.numpy()).astype(np.int64)
     return int((lengths * (lengths + 1) // 2).sum())

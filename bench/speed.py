@@ -120,7 +120,7 @@ def ways_of(name, words, args, folder):
                 *enough, "--per_device_train_batch_size", batch, "--tables", folder / "ours-0",
                 *more]
     if name == "blocks":
-        from diffusion.choices import SIZES
+        from diffusion.dit import SIZES
         names = "--hidden_size", "--layers", "--heads", "--cond_size"
         plain = [word for pair in zip(names, SIZES[shape]) for word in pair]
         found = {"ours": ours(*packed(name, batch)),
