@@ -250,11 +250,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, distributed, loading, run, tensor_files
+from common import checkpoint, distributed, run, tensor_files
 from common.distributed import UserError
 from common.problems import collect
 from common.text import size as gib
-from core import metrics, optim
+from core import loading, metrics, optim
 from core.packing import PackOrder, rank_packs
 from diffusion import blocks, dit, elbo, noise, problems
 
