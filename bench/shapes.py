@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from diffusion import demo_problems
+from diffusion import make_problems
 from distill import causal_lm as chat_weights
 from speech.demo import make_tiny
 from speech.model import v3, versions
@@ -175,7 +175,7 @@ def chat_files(folder, lengths, layers=0, shape="4b", fill=write_holes):
     """Flags that name a Qwen3 and chats of about so many tokens each, half of them trained."""
     model, chats = folder / f"chat-{shape}-{layers}", folder / "chats.jsonl"
     if not model.exists():
-        core = demo_problems.train_tokenizer([f"user assistant {WORDS}\n"] * 9)
+        core = make_problems.train_tokenizer([f"user assistant {WORDS}\n"] * 9)
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>",
             additional_special_tokens=["<|im_start|>", "<|im_end|>"])
@@ -201,7 +201,7 @@ def block_files(folder, lengths, answer=0.6):
     """Flags that name GPT-2-sized vocabulary and problems of about so many tokens."""
     data = folder / "problems.jsonl"
     if not data.exists():
-        demo_problems.write_demo(folder / "demo")
+        make_problems.write_demo(folder / "demo")
         path = str(folder / "demo" / "tokenizer.json")
         tokenizer = Tokenizer.from_file(path)
         more = BLOCK_VOCABULARY - tokenizer.get_vocab_size()

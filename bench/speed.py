@@ -121,7 +121,7 @@ def ways_of(name, words, args, folder):
                 *enough, "--per_device_train_batch_size", batch, "--tables", folder / "ours-0",
                 *more]
     if name == "blocks":
-        from diffusion.choices import SIZES
+        from diffusion.dit import SIZES
 
         from bench import shapes
         longest = shapes.longest_problem(*words[1::2])      # what minimal's rows are padded to

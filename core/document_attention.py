@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from common.distributed import UserError
 from core import fused
+from core.cli import UserError
 
 # torch 2.11 takes fewer key heads without being told
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}

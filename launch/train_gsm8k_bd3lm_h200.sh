@@ -48,7 +48,7 @@ SYSTEM=${SYSTEM:-gsm8k}                         # gsm8k, chat or hdp; train_hdp_
 MIN_ACCURACY=${MIN_ACCURACY:-0.8}  # demo: share of new problems to answer right, else status 1
 LOG_DIR=${LOG_DIR:-}  # where the output is kept, over requeues; default OUTPUT_DIR/node_logs
 cpus=$(count_cpus)
-setting INIT_FROM '' --init_from  # weights to start from: hub name, folder, .ckpt; default: none
+setting INIT_FROM '' --init_from  # weights to start from: hub name or folder; default: none
 case $(flag_value --init_from "$INIT_FROM" "$@") in '') of=recommended ;; *SDAR*) of=sdar ;; *) of=finetune ;; esac
 setting PRESET "$of"                            # of `presets`
 PRESET=$(flag_value --batch_preset "$PRESET" "$@")
@@ -147,7 +147,9 @@ fi
 if [ -z "$plan" ] && [ -n "$TEST_DATA" ]; then
     read -ra sample_flags <<<"$SAMPLE_FLAGS"
     how=--test_file
-    if [ "$SYSTEM" = chat ] && [ -z "$demo" ]; then how=--bound; fi
+    if [ "$SYSTEM" = chat ] && [ -z "$demo" ]; then
+        how=--bound SAMPLER=${SAMPLER/sample_bd3lm/evaluate}
+    fi
     after+=$(printf '%q ' python "$SAMPLER" --checkpoint "$OUTPUT_DIR" $how "$TEST_DATA" \
         "${sample_flags[@]}")
 elif [ -z "$plan" ]; then

@@ -22,7 +22,7 @@ source "$here/env.sh"
 export SYSTEM=hdp
 export TRAIN_DATA=${TRAIN_DATA:-}           # HDP JSON: question, plan, execution, answer
 export TEST_DATA=${TEST_DATA:-}             # the same for the test problems; empty: no accuracy
-HDP_LAYOUT=${HDP_LAYOUT:-hierarchical}      # flat: the source's padded shape, for comparison
-layout=(--hdp_layout "$HDP_LAYOUT")
-if [ "$HDP_LAYOUT" = flat ]; then layout+=(--no-pack); fi
-exec bash "$REPO/launch/train_gsm8k_bd3lm_h200.sh" "${layout[@]}" "$@"
+[ "${HDP_LAYOUT:-hierarchical}" = hierarchical ] ||
+    die "HDP_LAYOUT=$HDP_LAYOUT is gone; leave it out: the hierarchy has the same mask, unpadded"
+
+exec bash "$REPO/launch/train_gsm8k_bd3lm_h200.sh" "$@"

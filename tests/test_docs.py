@@ -47,7 +47,7 @@ SCRIPTS = {
     "speech/generate_tts.py": ("run", "--max_seconds", "0.2"), "speech/evaluate_tts.py": ("run",), "lora.py": ("run",),
     "diffusion/make_problems.py": ("run",), "common/report.py": ("run",), "speech/prepare_tts.py": ("run",),
     "diffusion/train_bd3lm.py": ("parse",), "diffusion/sample_bd3lm.py": ("parse",),
-    "diffusion/export_bd3lm.py": ("parse",), "diffusion/lm_eval_bd3lm.py": ("parse",),
+    "diffusion/published.py": ("parse",), "diffusion/evaluate.py": ("parse",),
     "distill/evaluate_sft.py": ("parse",), "distill/evaluate_prompt.py": ("parse",),
     "bench/speed.py": ("parse",)}
 # Launchers that print what they would run with DRY_RUN=1, and which of our scripts are in it.
@@ -287,8 +287,8 @@ def shelf(tiny, pool, tmp_path_factory):
     for name in ("chats.jsonl", "answers.jsonl"):
         chats.write(root / name, [chats.ask(f"What is {i}?", "a number") for i in range(24)])
     (root / "system.txt").write_text("You are a teacher.")
-    from diffusion import demo_problems, make_problems
-    demo_problems.write_demo(root / "problems", n_train=40, n_test=4)
+    from diffusion import make_problems
+    make_problems.write_demo(root / "problems", n_train=40, n_test=4)
     for file in ("train.jsonl", "test.jsonl", "train_hdp.json", "test_hdp.json"):
         shutil.copy(root / "problems" / file, root)
     make_problems.main(["lines", "--input", str(root / "train.jsonl"), "--output", str(root / "lines_gsm8k.txt")])

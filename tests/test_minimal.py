@@ -114,8 +114,8 @@ def test_no_code_of_a_model_folder_runs(quick_python, tiny, tmp_path, script):
 
 
 def test_bd3lm(pool, run_minimal, tmp_path):
-    from diffusion import demo_problems
-    demo_problems.write_demo(data := tmp_path / "data", 60, 12)
+    from diffusion import make_problems
+    make_problems.write_demo(data := tmp_path / "data", 60, 12)
     flags = ["--train_data_file", data / "train.jsonl", "--eval_data_file", data / "test.jsonl", "--tokenizer",
              data / "tokenizer.json", "--dropout", 0, "--block_size", 8, "--max_length", 96,
              "--per_device_train_batch_size", 4, "--warmup_steps", 2]

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from common import optim
+from core import optim
 
 
 def parameters(*values):

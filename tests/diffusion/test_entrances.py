@@ -118,16 +118,16 @@ def test_exports_stop_where_answers_end_and_appear_whole(qwen, demo, tmp_path):
     assert status == 0, output
     end = Tokenizer.from_file(str(qwen / "tokenizer.json")).token_to_id("<|endoftext|>")
     words = ["--checkpoint", tmp_path / "out", "--output_dir", tmp_path / "exported"]
-    killed = run("export_bd3lm.py", *words, kill_at="import shutil; shutil.copyfile = lambda *a: os.kill("
+    killed = run("published.py", *words, kill_at="import shutil; shutil.copyfile = lambda *a: os.kill("
                                                     "os.getpid(), signal.SIGKILL)")
     assert killed[0] == -signal.SIGKILL and not (tmp_path / "exported").exists()
-    status, output = run("export_bd3lm.py", *words)
+    status, output = run("published.py", *words)
     assert status == 0, output
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "exported" / name).read_text())["eos_token_id"] == end
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").generation_config.eos_token_id == end
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".exported")]
-    refused(run("export_bd3lm.py", *words), "not empty")
+    refused(run("published.py", *words), "not empty")
 
 
 def test_chats_without_a_usable_row_are_named(qwen, demo, tmp_path):
@@ -140,7 +140,7 @@ def test_chats_without_a_usable_row_are_named(qwen, demo, tmp_path):
         refused(train(qwen, demo, tmp_path / "out", *common, bad, *words), "bad.jsonl", "ends with a message of the user")
     status, output = train(qwen, demo, tmp_path / "out", *common, good)
     assert status == 0, output
-    refused(run("sample_bd3lm.py", "--checkpoint", tmp_path / "out", "--bound", bad, "--device", "cpu"), "bad.jsonl",
+    refused(run("evaluate.py", "--checkpoint", tmp_path / "out", "--bound", bad, "--device", "cpu"), "bad.jsonl",
             "ends with a message of the user")
 
 
@@ -159,10 +159,10 @@ def test_requests_without_room_do_not_end_an_evaluation(demo):
     """What lm-eval asks for: a context that is too long is cut in front, and counted."""
     from types import SimpleNamespace
 
-    from diffusion import lm_eval_bd3lm
+    from diffusion import evaluate
     from tests.diffusion.test_likelihood import solver_of
     solver = solver_of(demo, 4)
-    ours = lm_eval_bd3lm.harness_model(object, solver, 2, 4)
+    ours = evaluate.harness_model(object, solver, 2, 4)
     most, fits = solver.layout.max_length, solver.tokens.decode(range(60, 100))
     found = ours.loglikelihood([SimpleNamespace(args=pair) for pair in (
         ("1", " 2"), (fits * 4, " 2"), ("1", fits * 4))])

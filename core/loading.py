@@ -20,7 +20,7 @@ from queue import SimpleQueue
 import torch
 from torch.utils.data import DataLoader
 
-from common.flags import UserError
+from core.cli import UserError
 from core.watchdog import fork_loaders, init_loader
 
 ALIGNMENT = 64      # bytes; kernels may expect 16, views of other types 8
