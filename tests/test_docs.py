@@ -32,7 +32,7 @@ from tests.helpers import chats
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT, train_forked
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / ".github/CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
 COPY_OUT = """\
 mkdir -p ~/mine/higgs   && cp -r train_v2_ddp.py data.py lora.py speech core common  ~/mine/higgs/
@@ -571,7 +571,7 @@ def test_readme_is_short_and_has_what_it_must():
     readme = TEXTS["README.md"]
     assert len(readme.splitlines()) <= 110
     assert COPY_OUT in readme
-    assert set(TEXTS) == {"README.md", "CONTRIBUTING.md", *GUIDES}
+    assert set(TEXTS) == {"README.md", ".github/CONTRIBUTING.md", *GUIDES}
     for page in set(TEXTS) - {"README.md"}:
         assert f"]({page}" in readme, f"README does not lead to {page}"
     assert (ROOT / "LICENSE").read_text().startswith("MIT License") and "the flat-trainers authors" in (
