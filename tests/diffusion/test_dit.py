@@ -24,6 +24,21 @@ from tests.helpers.block_rows import (
     seen_by,
 )
 
+def test_dropout_is_on_both_branches():
+    """All dropped, every layer is the identity."""
+    model = network(dataclasses.replace(CONFIG, dropout=1.0)).train()
+    inputs = noised(make_blocks([[document([4, 4])]], 12, 8))
+    assert torch.equal(model.hidden_states(inputs), model.embedded(inputs.tokens)[:, :inputs.n_noisy])
+
+
+@pytest.mark.parametrize("rows", [2, 50])
+def test_gates_scale_the_bias_too(rows):
+    """Of many rows the gate is one of the weights, of few one of the outputs."""
+    torch.manual_seed(0)
+    linear, gate, x = torch.nn.Linear(8, 5), torch.randn(5), torch.randn(rows, 8)
+    torch.testing.assert_close(dit.gated(linear, x, gate), gate * linear(x))
+
+
 # -- Who sees whom -----------------------------------------------------------------------------------------------------
 
 

@@ -72,3 +72,13 @@ def test_speech_follows_the_checkpoint(tmp_path):
         assert found is normalize and said in line and f"--normalize_text {'on' if found else 'off'}" in line
     (on / text_normalization.FILE).write_text("half of i")
     assert text_normalization.saved_setting(on) is None
+
+
+@pytest.mark.parametrize("asked, answer, wanted", [
+    ("HELLO  there", "hello there", ("HELLO  there", "same")),
+    ("Hello, there!", "hello there", ("Hello, there!", "punctuation")),
+    ("Lies vor: Straße, bitte!", "STRASSE bitte", ("STRASSE bitte", "instruction"))])
+def test_what_a_request_asks_to_speak(asked, answer, wanted):
+    """Letters count as they are compared: one may become two."""
+    assert text_normalization.target_text(asked, answer) == wanted
+    assert text_normalization.words_before("Lies vor: Straße, bitte!", "STRASSE bitte") == "Lies vor:"
