@@ -27,22 +27,8 @@ OTHER_MARKS = ("mark speakers by [S1] or NAME:, which is read aloud; what Higgs-
                "[SPEAKER1], ...")
 SCENE = "<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
-MEMBER = "::"           # between the path of a container and what tells one clip in it (speech/data/containers.py)
-PLACE = re.compile(r"(.*?)::(?:(\d+)\+(\d+)|(\d+)\.(\d+))::", re.DOTALL)      # of such a clip, at its path's beginning
 FILLED_S = 1.0          # of Higgs TTS 3's references, as its servers do
 KNOWN = 100_000         # audio files remembered by name: references come again, targets mostly do not
-
-
-def file_of(path):
-    """The file in which a clip's audio lies."""
-    found = PLACE.match(os.fspath(path))
-    return found[1] if found else os.fspath(path)
-
-
-def unit_of(path):
-    """Equal for clips that are read together: those of a row group."""
-    found = PLACE.match(os.fspath(path))
-    return f"{found[1]}::{int(found[4]):09}" if found and found[4] else os.fspath(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +85,6 @@ class Source:
     base: Path              # relative names of audio files begin here
     read: object            # read(wanted) yields (number, row, raw sample, BadSample or SKIPPED), by rising number
     unit: str = "sample"    # what is numbered: "line" of a file or "sample"; people count from 1
-    on_hub: bool = False
 
 
 class BadSample(Exception):
@@ -136,11 +121,10 @@ class Paths:
     inside: tuple = ()
     endings: tuple = ()
     known: dict = field(default_factory=dict)
+    listed: dict = field(default_factory=dict)      # {folder: {name in lower case: name}}
 
     def find(self, name):
         """Absolute path of an audio file; raises BadSample with every place that was tried."""
-        if MEMBER in name and PLACE.match(name):        # "::" may also stand in the name of a folder
-            return name
         if name not in self.known:
             if len(self.known) >= KNOWN:
                 self.known.clear()
@@ -152,6 +136,8 @@ class Paths:
                 raise BadSample(f"audio file {name!r} is a URL, which is not read; copy it here first")
             near = self._elsewhere(os.path.basename(name.replace("\\", "/")))
             hint = f"; {near} is there: write paths relative to {self.base}" if isinstance(near, str) else ""
+            if re.match(r"[A-Za-z]:\\", name):
+                hint = hint or f"; this is a path of Windows: write paths relative to {self.base}"
             raise BadSample(f"audio file {name!r} not found; tried {', '.join(found)}{hint}")
         return found
 
@@ -170,8 +156,20 @@ class Paths:
             return [name] if os.path.isabs(name) else [os.path.join(place, name) for place in self.places()]
 
         names = [name, name.replace("\\", "/"), *(unicodedata.normalize(form, name) for form in ("NFC", "NFD"))]
-        return next((os.path.abspath(place + ending) for spelling in dict.fromkeys(names) for place in places(spelling)
-                     for ending in ("", *self.endings) if os.path.isfile(place + ending)), places(name))
+        found = next((place + ending for spelling in dict.fromkeys(names) for place in places(spelling)
+                      for ending in ("", *self.endings) if os.path.isfile(place + ending)), None)
+        found = found or next((real for spelling in names[:2] for place in places(spelling)
+                               if (real := self._any_case(place))), None)
+        return os.path.abspath(found) if found else places(name)
+
+    def _any_case(self, path):
+        """Path of a file whose name differs in case alone, None for none."""
+        folder, name = os.path.split(path)
+        if folder not in self.listed:
+            names = os.listdir(folder) if os.path.isdir(folder) else ()
+            self.listed[folder] = {there.lower(): there for there in names}
+        real = self.listed[folder].get(name.lower())
+        return os.path.join(folder, real) if real else None
 
 
 def message_parts(message, paths):
