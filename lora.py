@@ -32,7 +32,7 @@ from common.distributed import UserError, one_clear_error
 from speech.model import versions
 
 # after speech.model.weights, which explains a torchaudio that breaks every transformers import
-from common import adapters  # isort: skip
+from core import adapters  # isort: skip
 from peft import LoraConfig  # isort: skip
 
 

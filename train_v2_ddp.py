@@ -16,9 +16,10 @@ launcher; exit status 0.
 import os
 import sys
 
-from common import flags, run_lock
+from common import flags
 from common.flags import need
 from common.text import counted
+from core import run_lock
 from speech import choices
 from speech.choices import CHECKS, LORA_TARGETS
 
@@ -147,12 +148,13 @@ import torch
 from tqdm import tqdm
 
 import lora  # first: it explains a torchaudio that breaks every transformers import
-from common import adapters, checkpoint, distributed, loading, metrics, optim, run, tensor_files
+from common import checkpoint, distributed, run, tensor_files
 from common.distributed import UserError
-from common.json_files import read_object
-from common.packing import PackOrder, rank_packs, run_length
 from common.problems import collect
-from common.watchdog import stop_requested
+from core import adapters, loading, metrics, optim
+from core.json_files import read_object
+from core.packing import PackOrder, rank_packs, run_length
+from core.watchdog import stop_requested
 from data import collate, make_loader, prepare_table
 from speech.data import text_normalization
 from speech.data.code_cache import FRAME_RATE
@@ -188,7 +190,7 @@ def empty_trained_model(module, folder, config, args):
             parameter.requires_grad_(any(part in name for part in AUDIO_WEIGHTS))
     module.freeze_unreachable(native, args.text_loss_weight)
     if args.base_dtype == "nf4":
-        from common import nf4
+        from core import nf4
         nf4.convert(module.layers(native))
     model = module.packed(net, args.gradient_checkpointing)
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -211,7 +213,7 @@ def load_model(module, world, model, parts, resume, args):
     module.reset_buffers(native, world.device)
     base = adapters.base_weights(net) if args.use_lora else dict(native.named_parameters())
     if args.base_dtype == "nf4":
-        from common import nf4
+        from core import nf4
         nf4.load_weights(native, weights.load_weights, base, parts, world)
     else:
         weights.load_weights(base, parts, world)
@@ -220,7 +222,7 @@ def load_model(module, world, model, parts, resume, args):
     elif args.use_lora:
         adapters.init_adapters(net, args.seed)
     if args.float8:
-        from common import float8
+        from core import float8
         float8.convert(module.layers(native))
     model.train()
     return model if sharding else distributed.wrap_ddp(model, world)

@@ -30,16 +30,17 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from bench import measure
-from common import chat, json_files, metrics, report, resume, run
+from common import report, resume, run
 from common.flags import UserError
 from common.text import HIDDEN, error_text
+from core import chat, json_files, metrics
 from distill import held_out, journal, teacher_server
 from speech.data.conversations import canonical_sample
 from speech.data.rows import read_samples
 from speech.model.labels import conversation_pieces
 from speech.voice.generate import canonical_prompt
 
-from common import adapters  # isort: skip
+from core import adapters  # isort: skip
 from diffusion import make_problems  # isort: skip
 from diffusion.problems import Problem, read_problems  # isort: skip
 

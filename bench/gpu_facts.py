@@ -6,7 +6,7 @@
 
 Rates of products (a layer's, the thin ones of adapters, float8), of copies and of pinned memory;
 flash attention of packed documents with and without repeated keys and values; FlexAttention against
-a dense mask, for tiles of two sizes; each function of common/fused.py compiled, against the same
+a dense mask, for tiles of two sizes; each function of core/fused.py compiled, against the same
 lines run plainly. Writes bench/results/gpu_facts-DEVICE.json after every fact; one that fails is
 recorded, the others go on, and the exit status is 1.
 """
@@ -25,7 +25,7 @@ from torch.nn.attention.varlen import varlen_attn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import measure
-from common import fused
+from core import fused
 from diffusion import dit
 
 HEADS, KV_HEADS, D = 24, 8, 128     # of a speech model of 3B

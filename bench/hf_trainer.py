@@ -31,7 +31,7 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 
 from bench import measure
-from common.packing import PackOrder
+from core.packing import PackOrder
 
 IGNORE = -100
 

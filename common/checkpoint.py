@@ -22,8 +22,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import distributed, json_files, run_lock, tensor_files
+from common import distributed, tensor_files
 from common.distributed import UserError, World, naming
+from core import json_files, run_lock
 
 MANIFEST = "manifest.json"         # proves by sizes and checksums that all is there
 STATE_DIR = "trainer_state"        # apart, so that from_pretrained and PEFT see only their own

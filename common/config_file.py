@@ -3,8 +3,8 @@ import argparse
 
 import yaml  # comes with transformers
 
-from common.json_files import read_text
 from common.text import UserError, need
+from core.json_files import read_text
 
 
 def words_of(parser, words, known, nearest, boolean):

@@ -16,8 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-from common import lifetime
 from common.text import UserError, counted, error_text, need, print_error, without_secrets
+from core import lifetime
 
 TRACKERS = ("tensorboard", "wandb", "trackio")                  # of --report_to
 MODES = ("all", "selective")                                    # of --gradient_checkpointing
@@ -559,7 +559,7 @@ def check_sharding(args):
     need(args.parallel != "ddp" or (args.reshard_after_forward and not args.cpu_offload),
          "--no-reshard_after_forward and --cpu_offload need --parallel fsdp or hsdp")
     if args.float8 or args.fp16 or args.base_dtype:
-        from common import precision
+        from core import precision
         precision.check(args)
 
 

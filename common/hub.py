@@ -8,8 +8,8 @@ import fnmatch
 import re
 from pathlib import Path
 
-from common import json_files
 from common.distributed import UserError
+from core import json_files
 
 PREFIX = "hf://datasets/"
 NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+?)(?:@((?:refs/\w+/)?[^/@]+))?(?:/([^@]+))?")     # owner/name@revision/files

@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from common.checkpoint import naming
 from common.distributed import UserError
-from common.loading import named
-from common.watchdog import fork_loaders, init_loader
+from core.loading import named
+from core.watchdog import fork_loaders, init_loader
 
 HERE = 4            # parts made in this process before others are started: small files need none
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from common import checkpoint, run_lock
+from common import checkpoint
 from common.distributed import UserError
+from core import run_lock
 
 
 @contextlib.contextmanager

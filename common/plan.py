@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import checkpoint, metrics, recomputation, resume, tensor_files
+from common import checkpoint, resume, tensor_files
 from common.distributed import UserError, rank0_first
 from common.flags import local_ranks, named, need
-from common.packing import PackOrder
 from common.problems import collect
 from common.step_memory import Setup
 from common.text import GIB, counted, size
+from core import metrics, recomputation
+from core.packing import PackOrder
 
 # FLOP/s of large bf16 products, as docs/speed.md assumes them
 RATES = (("an H200", 790e12), ("an RTX 3090", 71e12))

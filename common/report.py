@@ -22,9 +22,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside it
 
-from common import flags, json_files, metrics
+from common import flags
 from common.flags import UserError, need
 from common.text import error_text, without_secrets
+from core import json_files, metrics
 
 MARKER = "requeue"      # left by a trainer that was asked to stop (watchdog.py)
 SILENT_S = 600          # seconds without a new line before a run no longer counts as going on

@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import distributed, json_files, tensor_files
+from common import distributed, tensor_files
 from common.checkpoint import ALONE, MANIFEST, STATE_DIR, checkpoints, load_meta, sha256_file
 from common.distributed import UserError
 from common.text import NAME, printable
+from core import json_files
 
 # of state.json. A checksum says nothing of what was written by hand, so types are checked, too
 STATE = {"step": int, "epoch": int, "first": int, "identity": dict, "skipped": int, "args": dict,

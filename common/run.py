@@ -21,10 +21,11 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, distributed, flags, fused, metrics, optim, watchdog
+from common import checkpoint, distributed, flags
 from common.distributed import UserError
 from common.problems import collect
 from common.text import counted
+from core import fused, metrics, optim, watchdog
 
 SAVE_MINUTES = 30           # a checkpoint at least so often, where --save_steps is not given
 INTERVALS = {"save_steps": lambda total: max(1, total // 10), "eval_steps": lambda total: max(1, total // 5),
@@ -107,7 +108,7 @@ def check_folders(args):
 def check_float8(args, device):
     """UserError where --float8 cannot run."""
     if args.float8:
-        from common import float8
+        from core import float8
         float8.check_device(device, True)
 
 
@@ -222,7 +223,7 @@ class TrainState:
         self.finite, self.log = [], None
         self.scaler, self.scale = None, 1.0     # the loss is multiplied by it before backward()
         if half(args) is torch.float16:
-            from common.fp16 import Scaler
+            from core.fp16 import Scaler
             self.scaler = Scaler(world.device, meta and meta.get("scaler"))
             self.scale = self.scaler.scale
         self.norm, self.lr = None, 0.0

@@ -26,9 +26,9 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common import document_attention, fused, recomputation
 from common.flags import local_ranks
 from common.text import GIB
+from core import document_attention, fused, recomputation
 
 FIXED = 1.0 * GIB       # CUDA context and workspaces: about this much on current GPUs
 FIXED_NCCL = 1.0 * GIB  # NCCL's buffers and channels beside it: a guess
@@ -284,7 +284,7 @@ def in_four_bits(step):
     """The Step with the frozen layers in NF4; the same one where they are."""
     if any(hasattr(module, "nf4") for module in step.model.modules()):
         return step
-    from common import nf4
+    from core import nf4
     model = copy.deepcopy(step.model)
     nf4.convert(step.layers(model))
     return step._replace(model=model)

@@ -19,8 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from common import distributed, json_files
+from common import distributed
 from common.distributed import UserError, naming
+from core import json_files
 
 WINDOW = 256 * 2**20        # bytes a rank gathers for itself before it copies them to the CPU
 WRITERS = 16                # ranks that write a checkpoint; rank 0 waits for each of them

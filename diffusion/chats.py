@@ -2,14 +2,14 @@
 before it in the chat template.
 
 An answer in the middle of a chat is a document that ends there, since the sampler fills its last block with end tokens,
-which no later turn may hold. Ids are those of common/chat.py: the prompt's are proven to be the first of the whole, so
+which no later turn may hold. Ids are those of core/chat.py: the prompt's are proven to be the first of the whole, so
 what is trained is what is asked for later. Thinking, where a template knows it, is off.
 """
 import re
 
-from common import chat
 from common.distributed import UserError
 from common.problems import problem, settle
+from core import chat
 from diffusion.folders import auto_tokenizer
 from diffusion.problems import Problem, read_entries
 

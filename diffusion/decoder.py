@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-from common import fused, json_files, tensor_files
+from common import tensor_files
 from common.distributed import UserError
+from core import fused, json_files
 from diffusion import dit
 
 SHAPES = ("llama", "mistral", "qwen2", "qwen3", "sdar")     # values of model_type that are this network
@@ -177,7 +178,7 @@ class Decoder(nn.Module):
             # in a list, torch does not register it again
             self.adapted = [adapt(self, config.lora)]
             if recompute:
-                from common import recomputation
+                from core import recomputation
                 recomputation.leave_products(self, recompute)
 
     def tie(self):
@@ -242,7 +243,7 @@ def adapt(model, lora):
     lora: of Config: dtype, the name of that of frozen weights, and arguments of adapters.add_lora by name. UserError
     when no layer is a target.
     """
-    from common import adapters  # here: PEFT takes seconds to import
+    from core import adapters  # here: PEFT takes seconds to import
     how = [lora[name] for name in ("rank", "alpha", "dropout", "targets", "base", "rslora", "dora")]
     wrapper = adapters.add_lora(model, model.layers, *how, task=None)
     for parameter in model.parameters():
@@ -260,7 +261,7 @@ def base_weights(model):
 
 def begin_adapters(model, tensors, seed):
     """Fill new adapters, which change nothing yet, and the mask's row, from a start's tensors. The base is filled."""
-    from common import adapters
+    from core import adapters
     adapters.init_adapters(model.adapted[0], seed)
     tensor_files.fill(model.mask_row, tensors["model.embed_tokens.weight"][model.config.mask_id])
 

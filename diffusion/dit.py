@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from common import fused
+from core import fused
 from diffusion.choices import SIZES
 
 HEAD_ROWS = 8192        # logits of so many rows at a time; of more, they are computed again in the backward pass
@@ -289,7 +289,7 @@ def caller(recompute):
     """A function of (layer, its arguments) that calls it. recompute: of flags.MODES, or None."""
     if not recompute:
         return lambda layer, *given: layer(*given)
-    from common import recomputation
+    from core import recomputation
     return recomputation.caller(recompute)
 
 

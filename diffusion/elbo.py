@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from common import distributed, watchdog
-from common.packing import PackOrder, rank_packs
+from common import distributed
+from core import watchdog
+from core.packing import PackOrder, rank_packs
 from diffusion import blocks, noise
 from diffusion.choices import bound_range
 

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from common import checkpoint, json_files, tensor_files
+from common import checkpoint, tensor_files
 from common.distributed import UserError
+from core import json_files
 from diffusion import decoder, dit, official, weights
 from diffusion.choices import SIZES
 from diffusion.folders import auto_tokenizer

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import metrics
 from common.text import size as gib
+from core import metrics
 from diffusion import weights
 
 

@@ -39,8 +39,9 @@ ARGS = flags.parse(build_parser()) if __name__ == "__main__" else None
 
 import re
 
-from common import checkpoint, distributed, json_files
+from common import checkpoint, distributed
 from common.distributed import UserError
+from core import json_files
 from diffusion.problems import CALCULATOR, read_problems
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import load_file
 
-from common import json_files, tensor_files
+from common import tensor_files
 from common.distributed import UserError
+from core import json_files
 from diffusion import dit
 
 HUB_CODE = "kuleshov-group/bd3lm-owt-block_size16"      # where transformers finds the classes of an exported folder

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from common import json_files
 from common.distributed import UserError
 from common.problems import problem, settle
 from common.text import NAME, printable
+from core import json_files
 
 END = "<|endoftext|>"
 MARKERS = {"gsm8k": ("<|mask|>",), "hdp": ("<|pad|>", "<|plan|>", "<|execution|>", "<|answer|>", "<|mask|>")}

@@ -106,11 +106,12 @@ import time
 
 import numpy as np
 
-from common import checkpoint, distributed, json_files, metrics
+from common import checkpoint, distributed
 from common.distributed import UserError
 from common.problems import problem as bad_problem
 from common.problems import settle
 from common.text import LINE, printable
+from core import json_files, metrics
 from diffusion.answers import answer_batch, load_solver, question_state, score
 from diffusion.problems import Problem, read_entries, read_problems
 from diffusion.sampler import Sampling

@@ -25,9 +25,10 @@ from pathlib import Path
 # common/ stands beside this folder
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import flags, run_lock
+from common import flags
 from common.flags import need
 from common.text import counted
+from core import run_lock
 from diffusion import choices
 from diffusion.choices import Layout, bound_range, check_range
 
@@ -249,10 +250,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from common import checkpoint, distributed, loading, optim, run, tensor_files
+from common import checkpoint, distributed, run, tensor_files
 from common.distributed import UserError
-from common.packing import PackOrder, rank_packs
 from common.problems import collect
+from core import loading, optim
+from core.packing import PackOrder, rank_packs
 from diffusion import blocks, dit, elbo, lines, noise, weights
 from diffusion.problems import load_tokenizer
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from common import checkpoint, json_files
+from common import checkpoint
 from common.distributed import UserError
+from core import json_files
 from diffusion import dit
 
 

@@ -143,8 +143,9 @@ import signal
 import time
 from collections import deque
 
-from common import checkpoint, distributed, json_files
+from common import checkpoint, distributed
 from common.text import printable
+from core import json_files
 from distill.choices import LINES
 from distill.journal import Journal, read_journals, rejected_path, statistics, write_results
 

@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from common import checkpoint, distributed, loading
-from common.chat import cut, group_key, question, read_chunks, records_at
+from common import checkpoint, distributed
 from common.checkpoint import naming
 from common.distributed import UserError
 from common.indexing import Column, parallel_map_ordered
 from common.problems import Problems, problem
+from core import loading
+from core.chat import cut, group_key, question, read_chunks, records_at
 from distill.choices import LINES
 
 PAD_LENGTH = 128        # padding comes in documents this short: attention costs the square of a document's length

@@ -80,7 +80,8 @@ from typing import NamedTuple
 
 import torch
 
-from common import adapters, chat, checkpoint, distributed, document_attention, metrics
+from common import checkpoint, distributed
+from core import adapters, chat, document_attention, metrics
 from distill import frozen, held_out, packed_lm, scores, student, weights
 from distill.choices import THINKING
 from distill.dataset import ChatSamples, ChatTable, Reading, build_table, collate

@@ -134,7 +134,8 @@ from typing import NamedTuple
 
 import torch
 
-from common import chat, checkpoint, distributed, metrics
+from common import checkpoint, distributed
+from core import chat, metrics
 from distill import held_out, scores, student, weights
 
 

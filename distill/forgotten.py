@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from common import chat, metrics
 from common.distributed import UserError
+from core import chat, metrics
 from distill import student, weights
 from distill.choices import THINKING
 from distill.dataset import ChatSamples, ChatTable, Reading, build_table, question_hash

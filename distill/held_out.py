@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from common import chat, checkpoint, json_files
+from common import checkpoint
 from common.distributed import UserError
-from common.json_files import read_text
+from core import chat, json_files
+from core.json_files import read_text
 from distill import weights
 from distill.choices import GROUP, LINES, THINKING
 from distill.dataset import HELD_OUT, key_groups, question_hash

@@ -13,10 +13,10 @@ import zlib
 from collections import Counter
 from pathlib import Path
 
-from common import json_files, run_lock
 from common.checkpoint import fsync_path, write_atomically
 from common.distributed import UserError
 from common.text import printable
+from core import json_files, run_lock
 
 SYNC_S = 5      # seconds of work that a kill may cost
 RECORD = {"id", "label", "by_constraint", "constrained", "began", "at", "prompt_tokens", "completion_tokens",

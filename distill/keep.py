@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from common import distributed, run
-from common.packing import PackOrder
+from core.packing import PackOrder
 from distill.dataset import ChatSamples, collate, prepare_table
 
 

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import distributed, fused
+from common import distributed
 from common.distributed import UserError
-from common.document_attention import ATTENTION
+from core import fused
+from core.document_attention import ATTENTION
 from distill import weights
 from distill.dataset import PackedChats
 from distill.linear_loss import linear_loss
@@ -127,7 +128,7 @@ class PackedLM(nn.Module):
         self._native = [net.get_base_model() if self.lora else net]
         fused.use(self.native)
         if recompute:
-            from common import recomputation
+            from core import recomputation
             recomputation.set_mode(net, weights.decoder_layers(self.native), recompute)
         rows = logits // self.native.get_output_embeddings().out_features
         self.chunk = max(128, rows // 128 * 128)        # products of whole tiles
@@ -167,7 +168,7 @@ class PackedLM(nn.Module):
         """((R, H) of the same tokens as the teacher reads them, without dropout; its head, None: the student's)."""
         if other := self.frozen.get("base" if batch.kept else "teacher"):
             return other(batch)
-        from common import adapters
+        from core import adapters
         training = self.net.training
         self.net.eval()
         with adapters.switched_off(self.net):
@@ -189,10 +190,10 @@ def build_empty(folder, dtype, lora=None, recompute=None, share=0.0, prompted=No
     layers, parts = weights.decoder_layers(native), weights.weight_parts(folder, native)
     weights.check_weights(native, parts, folder)
     if lora:
-        from common import adapters
+        from core import adapters
         net = adapters.add_lora(native, layers, *lora)
     if four_bits:
-        from common import nf4
+        from core import nf4
         nf4.convert(layers)
     return PackedLM(net, recompute, share=share, prompted=prompted), parts
 
@@ -211,10 +212,10 @@ def load(model, parts, world, *, sharding=None, compiled=False):
     weights.give_memory(model, "cpu" if on_host else world.device, world.device)
     base = dict(model.native.named_parameters())
     if model.lora:
-        from common import adapters
+        from core import adapters
         base = adapters.base_weights(model.net)
     if any(hasattr(module, "nf4") for module in model.modules()):
-        from common import nf4
+        from core import nf4
         nf4.load_weights(model, weights.load_weights, base, parts, world)
     else:
         weights.load_weights(base, parts, world)
@@ -223,7 +224,7 @@ def load(model, parts, world, *, sharding=None, compiled=False):
 def check_resume(model, folder):
     """Raise UserError when a checkpoint folder does not fit this model, which is empty; adapters, or all weights."""
     if model.lora:
-        from common import adapters
+        from core import adapters
         adapters.load_adapters(model.net, folder)       # onto the meta device nothing is copied, shapes are compared
     else:
         weights.check_weights(model.native, weights.weight_parts(folder, model.native), folder)

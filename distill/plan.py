@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from common import plan, step_memory
-from common.packing import PackOrder
+from core.packing import PackOrder
 from distill import weights
 from distill.dataset import PackedChats, samples_line
 from distill.packed_lm import mixture_text

@@ -12,8 +12,9 @@ import time
 import uuid
 from pathlib import Path
 
-from common import adapters, checkpoint, distributed, tensor_files
+from common import checkpoint, distributed, tensor_files
 from common.distributed import UserError
+from core import adapters
 from distill.teacher_server import NOT_SET, Server
 
 # the draw is from the softmax, whatever the model's generation_config says

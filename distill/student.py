@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
-from common import adapters
 from common.distributed import UserError
+from core import adapters
 from distill import teacher, weights
 
 LATENCY_LINES = 8           # asked one at a time

@@ -17,8 +17,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from common import json_files
 from common.flags import need
+from core import json_files
 
 PLACE = "{text}"        # where the line goes in the prompt
 

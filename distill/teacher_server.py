@@ -12,9 +12,9 @@ import time
 import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 
-from common import json_files
 from common.flags import UserError, need, need_package
 from common.text import printable
+from core import json_files
 from distill.teacher import Answer
 
 TRANSIENT = (408, 409, 425, 429, *range(500, 600))

@@ -95,7 +95,7 @@ def open_side(args, config, tokenizer):
     """(Prompt, chat.Encoder of the teacher or None where that is the student's, the config with
     fewer positions). config, tokenizer: the student's. Raises UserError.
     """
-    from common import chat
+    from core import chat
     from distill import weights
     from distill.choices import THINKING
     from distill.teacher import Prompt, read_prompt
@@ -137,7 +137,7 @@ def check_lesson(args, table, numbers):
 
 def context(record):
     """(the messages that the teacher gets before the last answer, the last answer). ValueError."""
-    from common.chat import check_messages
+    from core.chat import check_messages
     messages = record["messages"]
     given = record.get("teacher_messages")
     if given is None:

@@ -22,9 +22,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
-from common import flags, run_lock
+from common import flags
 from common.flags import need
 from common.text import counted
+from core import run_lock
 from distill.choices import CHECKS, DISTILLING, DIVERGENCES, THINKING, TOO_LONG
 
 # LoRA takes about ten times the rate of full fine-tuning (thinking-machines-lab/tinker-cookbook's rule).
@@ -178,11 +179,19 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from common import chat, checkpoint, distributed, loading, metrics, optim, run, tensor_files, watchdog
-from common.packing import PackOrder, rank_packs, run_length
+from common import checkpoint, distributed, run, tensor_files
 from common.problems import collect
+from core import chat, loading, metrics, optim, watchdog
+from core.packing import PackOrder, rank_packs, run_length
 from distill import packed_lm, weights
-from distill.dataset import Reading, make_loader, prepare_table, samples_line, split_samples, write_held_out
+from distill.dataset import (
+    Reading,
+    make_loader,
+    prepare_table,
+    samples_line,
+    split_samples,
+    write_held_out,
+)
 from distill.packed_lm import Sums
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -219,13 +228,13 @@ def load_model(args, world, model, parts, resume, sharding):
         from distill import frozen
         frozen.load_all(model, world, sharding)
     if model.lora:
-        from common import adapters
+        from core import adapters
         if resume:
             adapters.load_adapters(model.net, resume)
         else:
             adapters.init_adapters(model.net, args.seed)
     if args.float8:
-        from common import float8
+        from core import float8
         float8.convert(weights.decoder_layers(model.native))
     model.train()
     return model if sharding else distributed.wrap_ddp(model, world)
@@ -254,7 +263,7 @@ def save_checkpoint(world, writer, model, tokenizer, optimizer, meta):
     distributed.reshard(model)
     states = distributed.gather_on_main(world, checkpoint.rng_state(world.device))
     if model.lora:
-        from common import adapters
+        from core import adapters
         files = tensor_files.stage(world, "adapter_model", adapters.adapter_weights(model.net), spread=False)
     else:
         files = tensor_files.stage(world, "model", dict(model.native.named_parameters()), parts=weights.published)
@@ -269,7 +278,7 @@ def save_checkpoint(world, writer, model, tokenizer, optimizer, meta):
 def save_config(model, tokenizer, folder):
     """What from_pretrained needs beside the weights; with an adapter the tokenizer, which holds the chat template."""
     if model.lora:
-        from common import adapters
+        from core import adapters
         adapters.save_config(model.net, folder)
         tokenizer.save_pretrained(folder)
     else:

@@ -10,6 +10,7 @@ texts or subtitles beside it, parquet and arrow files, WebDataset tars, and the 
 is never guessed against what is in it: where that is undecided, name it with --columns. Rows that cannot be used are
 counted and listed with the reason; look at the first sample that is printed, and into the file.
 """
+import contextlib
 import csv
 import glob
 import html
@@ -27,16 +28,25 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
-from common import flags, json_files
+from common import flags
 from common.checkpoint import write_atomically
 from common.flags import UserError, need
 from common.problems import problem
 from common.text import NAME, counted, error_text, printable
+from core import json_files
 from speech import choices
 from speech.data import prompts
-from speech.data.conversations import BadSample, Paths, content_items, is_chatml
+from speech.data.conversations import (
+    BadSample,
+    Paths,
+    Reading,
+    canonical_sample,
+    content_items,
+    is_chatml,
+    label_of,
+    sample_text,
+)
 from speech.data.decode import AUDIO_FILES
-from speech.data.rows import label_of, sample_words
 
 OTHER_AUDIO = (".m4a", ".aac", ".mp4", ".webm", ".wma", ".amr")     # libsndfile does not read them
 TEXTS = (".txt", ".normalized.txt", ".lab")                         # beside an audio file
@@ -68,7 +78,6 @@ ODD = {         # of texts that are used all the same: {what is said of them: pa
     "hold control characters": re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f]")}
 SHARD_S = 600           # of sound in a FLAC file that audio is unpacked into
 DEPTH, LOOK = 3, 20     # levels of folders, and rows, that are looked through
-GIVE = "name the columns: --columns {}"
 
 
 class Undecided(UserError):
@@ -141,15 +150,12 @@ def swift_row(entry):
     answers = [m["content"] for m in messages if m.get("role") == "assistant"]
     asked = sum(m["content"].count("<audio>") for m in messages if m.get("role") != "assistant")
     spoken = sum(answer.count("<audio>") for answer in answers)
-    if not answers:
-        return BadSample("has no assistant message")
     if asked and not spoken:
         return BadSample("its <audio> is in the user's message: that is speech to understand, not to speak")
-    if spoken > 1 or asked or len(clips) != 1:
+    if spoken > 1 or asked or len(clips) != 1 or not answers:
         return BadSample(f"{asked + spoken} <audio> and {len(clips)} audios: one spoken clip a sample is read")
-    text = answers[-1].replace("<audio>", "").strip()
-    if not text:
-        text = next((m["content"] for m in reversed(messages) if m.get("role") == "user"), "")
+    text = answers[-1].replace("<audio>", "").strip() or next(
+        (m["content"] for m in reversed(messages) if m.get("role") == "user"), "")
     ref = entry.get("ref_audios")
     ref = ref[0] if isinstance(ref, list) and ref else ref
     return {"audio": clips[0], "text": text, "id": entry.get("id"), "speaker": entry.get("speaker"),
@@ -306,14 +312,12 @@ def meanings_of(path, rows):
         raise Undecided(f"{path}: its texts are phonemes, such as {next(filter(phonemes, columns))[0][:40]!r}, which "
                         "Higgs-Audio does not read; give the texts from which they were made")
     prose = [is_prose(column) for column in columns]
-    if len(columns) == 2 and prose[1]:
+    if prose[1] and not any(columns[2:]):
         return {0: "audio", 1: "text"}
     if len(columns) == 3 and prose[1] and prose[2]:
         alike = [SequenceMatcher(None, row[1].lower(), row[2].lower()).ratio() for row in rows[:200] if row[2]]
         if sum(alike) >= 0.6 * len(alike):
             return {0: "audio", 1: "text", 2: "normalised"}
-    if len(columns) == 3 and prose[1] and not columns[2]:
-        return {0: "audio", 1: "text"}
     names = all(len(value) <= 40 and " " not in value for value in columns[1])
     if len(columns) == 3 and prose[2] and names and not prose[1]:
         return {0: "audio", 1: "speaker", 2: "text"}
@@ -593,7 +597,7 @@ def open_columns(paths, given, unpacked):
             "bytes", "path", "array"} & value.keys()]
         if named in inside or named and "audio" in given or not inside:
             return named
-        need(len(inside) == 1, f"{path}: has several columns of audio, {', '.join(inside)}; " + GIVE.format("audio=NAME"))
+        need(len(inside) == 1, f"{path}: has several columns of audio, {', '.join(inside)}; name it: --columns audio=NAME")
         return inside[0]
 
     def read():
@@ -765,7 +769,6 @@ def emilia_pipe(folder):
 CORPORA = {"VCTK": (("txt", "wav48.*"), vctk), "AISHELL-3": (("content.txt", "wav"), aishell3),
            "Multilingual LibriSpeech": (("transcripts.txt", "audio"), mls),
            "WenetSpeech4TTS": (("txts", "wavs"), wenetspeech4tts), "GigaSpeech": (("GigaSpeech.json",), gigaspeech)}
-NOT_READ = {"raw.arrow": "F5-TTS's prepared folder, whose texts are phonemes of Chinese; give the csv it was made of"}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -840,8 +843,7 @@ def open_folder(folder, given, unpacked):
         first = first or (place, row)
         if text := not isinstance(row, BadSample):
             break
-    if not text and any(re.search(r"_0\.\w+$", str(path)) for path in folder.glob("*/*_0.*")) or next(
-            (True for path in folder.glob("*/*.json") if path.with_name(f"{path.stem}_0.mp3").exists()), False):
+    if not text and any(path.with_name(f"{path.stem[:-2]}.json").exists() for path in folder.glob("*/*_0.*")):
         return folder, "Emilia-Pipe's lists of clips", numbered(emilia_pipe(folder))
     if not text:
         why = f"; of the files there: {refused[0]}" if refused else ""
@@ -858,8 +860,7 @@ def numbered(rows):
 def lists_in(place, depth, given, unpacked, refused):
     """{path to give: open_source of it} of one folder; refused takes why others are not read."""
     names = sorted(path.name for path in place.iterdir())
-    for sign, what in NOT_READ.items():
-        need(sign not in names, f"{place}: is {what}")
+    need("raw.arrow" not in names, f"{place}: is F5-TTS's prepared folder; give the csv that it was made of")
     for name, (needs, read) in CORPORA.items():
         if all(any(re.fullmatch(one, there) for there in names) for one in needs):
             return {place: (place, name, numbered(read(place)))}
@@ -932,7 +933,7 @@ def stop_if_odd(source, texts):
     total = sum(texts.values())
     text, most = texts.most_common(1)[0]
     need(total < 8 or most <= total / 2, f"{source}: {most} of {total} texts are equal, {text[:60]!r}: this column is hardly "
-         f"what is spoken; {GIVE.format('text=NAME')}")
+         f"what is spoken; name the columns: --columns text=NAME")
     need(not phonemes(list(itertools.islice(texts, 1000))), f"{source}: its texts are phonemes, such as {text[:60]!r}, which "
          "Higgs-Audio does not read; give the texts from which they were made")
 
@@ -951,19 +952,18 @@ def unpacked_before(source, note, how):
     return made, [problem(*row, source) for row in saved["refused"]] if saved["made"] == made else None
 
 
-def to_chatml(source, out_path, *, columns="", held_out=False, problems=None, task_type="single_speaker_smart_voice",
-              ref_in_system=False, reference="given", reference_share=1.0, seed=42, lone_reference=False):
+def to_chatml(source, out_path, *, held_out=False, problems=None, **how):
     """Write a source of any format as ChatML .jsonl; returns its path. UserError where nothing can be read.
 
-    columns: of --columns. held_out: whether validation data is asked for: rows whose `split` says so are read as that
-    alone. problems: a list that takes the rows that cannot be used, as common.problems.Problem; None: they are printed.
-    The others: how references stand before texts, see choices.data.
+    held_out: whether validation data is asked for: rows whose `split` says so are read as that alone. problems: a list
+    that takes the rows that cannot be used, as common.problems.Problem; None: they are printed. how: of Reading, such as
+    columns="audio=clip,text=caption".
     """
-    out_path, given = Path(out_path), dict(pair.split("=", 1) for pair in columns.split(",") if pair)
+    out_path, reading = Path(out_path), Reading(**how)
+    given = dict(pair.split("=", 1) for pair in reading.columns.split(",") if pair)
     out_path.parent.mkdir(parents=True, exist_ok=True)
-    how = prompts.Choice(task_type, ref_in_system, reference, reference_share, seed, lone_reference)
     note = out_path.with_suffix(".source")
-    made, before = unpacked_before(source, note, [columns, held_out, *how])
+    made, before = unpacked_before(source, note, [held_out, vars(reading)])
     if before is not None:
         print(f"converted  {printable(source)}: as before, {out_path}", flush=True)
         problems is None or problems.extend(before)
@@ -981,7 +981,7 @@ def to_chatml(source, out_path, *, columns="", held_out=False, problems=None, ta
             try:
                 label = label_of(row) if isinstance(row, dict) else ""
                 name += f" ({printable(label, NAME)})" if label else ""
-                if isinstance(row, dict) and is_held_out(row):
+                if isinstance(row, dict) and str(row.get("split")).strip().lower() in HELD_OUT:
                     marked = True
                     if not held_out:
                         other += 1
@@ -996,7 +996,7 @@ def to_chatml(source, out_path, *, columns="", held_out=False, problems=None, ta
                             odd.setdefault(what, []).append(row["text"])
                     if not os.path.isabs(raw) and not Path(row["audio"]).is_relative_to(base.resolve()):
                         outside.append(row["audio"])
-                    prompts.note_candidate(pool, row, how, sum(texts.values()))
+                    prompts.note_candidate(pool, row, reading, sum(texts.values()))
                 scratch.write(json.dumps([name, row], default=str) + "\n")
             except BadSample as error:
                 refused.append(problem(name, error.check, error, source))
@@ -1011,19 +1011,21 @@ def to_chatml(source, out_path, *, columns="", held_out=False, problems=None, ta
             with open(path, "w", encoding="utf-8") as out:
                 for line in scratch:
                     name, row = json.loads(line)
-                    if held_out and marked and not is_held_out(row):
+                    if held_out and marked and str(row.get("split")).strip().lower() not in HELD_OUT:
                         other += 1
                         continue
                     notes = []
                     try:
                         if "messages" not in row:
-                            row, notes = prompts.row_entry(row, how, pool, paths)
+                            row, notes = prompts.row_entry(row, reading, pool, paths)
                     except BadSample as error:
                         refused.append(problem(name, error.check, error, source))
                         continue
                     misc = row.get("misc") if isinstance(row.get("misc"), dict) else {}
                     row["misc"] = {**misc, "source": name, **({"notes": notes} if notes else {})}
-                    first = first or sample_words(row)
+                    if not kept:
+                        with contextlib.suppress(BadSample):
+                            first = sample_text(canonical_sample(name, row, plain))
                     out.write(json.dumps(row) + "\n")
                     kept += 1
         write_atomically(out_path, write)
@@ -1042,13 +1044,9 @@ def to_chatml(source, out_path, *, columns="", held_out=False, problems=None, ta
               flush=True)
     if problems is not None:
         problems.extend(refused)
-    elif refused:
-        print(*refused[:20], sep="\n", flush=True)
+    else:
+        print("".join(f"{p}\n" for p in refused[:20]), end="", flush=True)
     return out_path
-
-
-def is_held_out(row):
-    return str(row.get("split") or "").strip().lower() in HELD_OUT
 
 
 def main(argv=None):

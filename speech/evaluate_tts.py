@@ -61,9 +61,9 @@ from dataclasses import dataclass
 
 import torch
 
-from common import json_files, run_lock
 from common.checkpoint import write_json
 from common.distributed import one_clear_error, problem_text
+from core import json_files, run_lock
 from speech.data import text_normalization
 from speech.voice import scores, speech_metrics
 

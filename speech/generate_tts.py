@@ -129,7 +129,7 @@ from speech.data.encode import load_codec
 from speech.model import versions, weights
 from speech.voice import generate
 
-from common import adapters  # isort: skip      # after weights, which explains a broken torchaudio
+from core import adapters  # isort: skip      # after weights, which explains a broken torchaudio
 
 
 def read_texts(args, normalize):
@@ -287,7 +287,7 @@ def load_to_speak(folder, config, adapter, dtype, device, four_bits=False):
              f"--base_dtype nf4: {adapter} is DoRA, which needs the weights themselves")
     load = weights.load_weights
     if four_bits:
-        from common import nf4
+        from core import nf4
         for name, parameter in native.named_parameters():      # what is frozen is converted
             parameter.requires_grad_("lora_" in name)
         nf4.convert(module.layers(native))

@@ -65,8 +65,9 @@ import subprocess
 import time
 import uuid
 
-from common import checkpoint, json_files, metrics, run_lock
+from common import checkpoint
 from common.distributed import UserError, one_clear_error
+from core import json_files, metrics, run_lock
 
 
 def judged(folder, args, place):

@@ -5,8 +5,8 @@ import numpy as np
 import torch
 
 from common import plan, step_memory
-from common.packing import PackOrder
 from common.problems import collect
+from core.packing import PackOrder
 from speech.data.code_cache import FRAME_RATE
 from speech.data.dataset import samples_line
 from speech.model import v2, versions

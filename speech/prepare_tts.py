@@ -84,9 +84,10 @@ import time
 import numpy as np
 import torch
 
-from common import checkpoint, distributed, lifetime, watchdog
+from common import checkpoint, distributed
 from common.distributed import UserError
 from common.problems import LIST, Problems
+from core import lifetime, watchdog
 from speech.data import checks, prepared
 from speech.data.builder import TableBuilder
 from speech.data.code_cache import FRAME_RATE

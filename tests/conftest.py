@@ -72,10 +72,10 @@ def as_a_fresh_process():
     unraisable = sys.unraisablehook
     yield
     sys.unraisablehook = unraisable
-    if "common.lifetime" in sys.modules:
-        sys.modules["common.lifetime"]._requested.clear()
-    if "common.watchdog" in sys.modules:
-        sys.modules["common.watchdog"]._at_rest.clear()
+    if "core.lifetime" in sys.modules:
+        sys.modules["core.lifetime"]._requested.clear()
+    if "core.watchdog" in sys.modules:
+        sys.modules["core.watchdog"]._at_rest.clear()
 
 
 @pytest.fixture(scope="session")

@@ -19,10 +19,11 @@ import pytest
 pytest.importorskip("hypothesis")
 
 from bench import fuzz
-from common import distributed, flags, json_files
+from common import distributed, flags
 from common.flags import UserError
 from common.problems import problem
 from common.text import HIDDEN, error_text, printable
+from core import json_files
 from distill import teacher, teacher_server
 from tests.helpers.trainer import ROOT
 
@@ -121,14 +122,14 @@ def test_no_secret_of_a_url_is_stored():
     wanted = {"base_url": "https://host:8000/v1?&n=3#top", "files": ["a@b/c", "s3://bucket/x"]}
     assert flags.stored(args) == args.given == wanted and args.base_url == url
     product = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] in (
-        "common", "speech", "distill", "diffusion", "train_v2_ddp.py", "lora.py")]
+        "common", "core", "speech", "distill", "diffusion", "train_v2_ddp.py", "lora.py")]
     assert [path.name for path in product if "vars(args)" in path.read_text()] == ["flags.py"]
     assert not [path for path in product if "vars(self.args)" in path.read_text()]
 
 
 LOADERS = """
 import sys
-from common import chat
+from core import chat
 from common.flags import UserError
 from distill import weights
 from speech.model import weights as speech_weights
@@ -165,7 +166,7 @@ def test_no_model_brings_its_own_code(tmp_path):
 
 def test_every_loader_refuses_it():
     """Each call of an Auto class in the scripts and their modules, by name."""
-    folders = [ROOT / name for name in ("common", "speech", "distill", "diffusion")]
+    folders = [ROOT / name for name in ("common", "core", "speech", "distill", "diffusion")]
     for path in (path for folder in folders for path in folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and re.search(r"Auto\w+\.from_(pretrained|config)$", ast.unparse(node.func)):

@@ -35,9 +35,9 @@ from tests.helpers.trainer import ROOT, train_forked
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
 COPY_OUT = """\
-mkdir -p ~/mine/higgs   && cp -r train_v2_ddp.py data.py lora.py speech common  ~/mine/higgs/
-mkdir -p ~/mine/blocks  && cp -r diffusion common                               ~/mine/blocks/
-mkdir -p ~/mine/distill && cp -r distill common                                 ~/mine/distill/
+mkdir -p ~/mine/higgs   && cp -r train_v2_ddp.py data.py lora.py speech core common  ~/mine/higgs/
+mkdir -p ~/mine/blocks  && cp -r diffusion core common                               ~/mine/blocks/
+mkdir -p ~/mine/distill && cp -r distill core common                                 ~/mine/distill/
 """
 
 # How each script's commands are tested: "dry" = run with --dry_run, "run" = run, "parse" = flags only, because a
@@ -218,7 +218,7 @@ def launcher_of(words):
 
 def all_flags():
     """Every flag of every script, those of the measurements included; each prints its --help."""
-    paths = [path for folder in (".", "speech", "speech/demo", "diffusion", "distill", "distill/demo", "common", "bench")
+    paths = [path for folder in (".", "speech", "speech/demo", "diffusion", "distill", "distill/demo", "common", "core", "bench")
              for path in (ROOT / folder).glob("*.py") if '\nif __name__ == "__main__":' in path.read_text()]
     flags, parsers = set(), [parser_of(path.relative_to(ROOT).as_posix()) for path in paths]
     while parsers:
@@ -309,7 +309,7 @@ def write_speech(path, pitch, seconds=1):
 @pytest.fixture
 def workshop(shelf, tmp_path):
     """A fresh folder where the repository's files and the shelf's lie under their own names; new files stay in it."""
-    for source in (*(ROOT / name for name in ("launch", "speech", "diffusion", "distill", "common", "tests")),
+    for source in (*(ROOT / name for name in ("launch", "speech", "diffusion", "distill", "common", "core", "tests")),
                    *shelf.iterdir(), *ROOT.glob("*.py"), ROOT / "README.md"):
         if source.is_dir() and source.parent == shelf:
             shutil.copytree(source, tmp_path / source.name, copy_function=os.symlink,
@@ -402,7 +402,7 @@ def test_command_of_a_block(command, request, tmp_path):
     elif command.words[:2] == ["mkdir", "-p"]:
         subprocess.run(["bash", "-ec", command.text], cwd=ROOT, env=os.environ | {"HOME": str(tmp_path)}, check=True)
         folder = Path(command.words[2].replace("~", str(tmp_path)))
-        assert (folder / "common" / "distributed.py").exists() and len(list(folder.iterdir())) >= 2
+        assert (folder / "core" / "optim.py").exists() and len(list(folder.iterdir())) >= 2
     else:
         pytest.fail(f"{command}: no rule covers {command.text}")
 
@@ -491,7 +491,7 @@ def test_columns_and_errors_of_data_are_those_of_the_code():
     rows = re.findall(r"^\| (`.*) \|", TEXTS["docs/speech.md"].partition("### Columns")[2], re.MULTILINE)
     shown = set(re.findall(r"`(\w+)`", " ".join(rows)))
     assert shown >= {name for names in columns.COLUMNS.values() for name in names}
-    code = "".join(path.read_text() for folder in ("speech/data", "common", "distill", "diffusion")
+    code = "".join(path.read_text() for folder in ("speech/data", "common", "core", "distill", "diffusion")
                    for path in (ROOT / folder).glob("*.py"))
     code = re.sub(r"\"\n\s+f?\"", "", code)     # a text over two lines
     tables = TEXTS["docs/troubleshooting.md"].partition("## Errors of speech data")[2].partition("\n## Before")[0]

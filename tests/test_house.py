@@ -13,10 +13,11 @@ from tests.helpers.trainer import ROOT
 
 ENTRIES = {"README.md", "LICENSE", "AGENTS.md", "CHANGELOG.md", "requirements.txt", "requirements.lock",
            "pyproject.toml", "train_v2_ddp.py", "data.py", "lora.py", "minimal",
-           "speech", "diffusion", "distill", "common", "launch", "notebooks", "tests", "bench", "docs"}
-MAY_IMPORT = {"common": {"common"}, "speech": {"speech", "common"}, "diffusion": {"diffusion", "common"},
-              "distill": {"distill", "common"}, "data": {"speech", "common"}, "lora": {"speech", "common"},
-              "train_v2_ddp": {"data", "lora", "speech", "common"}}
+           "speech", "diffusion", "distill", "core", "common", "launch", "notebooks", "tests", "bench", "docs"}
+SHARED = {"core", "common"}       # core/ is new; common/ serves what is not rewritten yet
+MAY_IMPORT = {"core": SHARED, "common": SHARED, "speech": {"speech"} | SHARED, "diffusion": {"diffusion"} | SHARED,
+              "distill": {"distill"} | SHARED, "data": {"speech"} | SHARED, "lora": {"speech"} | SHARED,
+              "train_v2_ddp": {"data", "lora", "speech"} | SHARED}
 FLOORS = ["speech.data", "speech.model", "speech.voice", "speech.demo"]     # a room imports from those before it
 
 
@@ -28,6 +29,19 @@ def tracked(pattern="*"):
 
 def test_the_root_is_a_menu():
     assert {path.parts[0] for path in tracked() if not path.parts[0].startswith(".")} <= ENTRIES
+
+
+# Lines of Python. Size is a cost: these numbers only fall; a change that needs more takes lines away elsewhere.
+CEILINGS = {".": 880, "core": 4_900, "common": 4_420, "speech": 10_160, "distill": 5_860, "diffusion": 5_070,
+            "minimal": 950}
+
+
+@pytest.mark.parametrize("folder", CEILINGS)
+def test_no_folder_grows(folder):
+    paths = [path for path in tracked("*.py") if path.parts[0] == folder or folder == "." and len(path.parts) == 1]
+    lines = {str(path): len((ROOT / path).read_text().splitlines()) for path in paths}
+    largest = sorted(lines, key=lines.get)[-9:]
+    assert sum(lines.values()) <= CEILINGS[folder], f"{sum(lines.values())} lines; largest: {largest}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -59,22 +73,22 @@ def is_script(name):
 
 
 def test_imports_run_one_way():
-    """By folder; and no script is imported, but two that are modules as well: lora.py and make_tiny.py."""
+    """By folder; and no script is imported, but three that are modules as well."""
     for name, path in MODULES.items():
         found = imports(path)
         assert found <= MODULES.keys(), f"{path} imports what is not there: {found - MODULES.keys()}"
         wrong = {other for other in found if other.split(".")[0] not in MAY_IMPORT[name.split(".")[0]]}
         assert not wrong, f"{path} may not import {wrong}"
-        scripts = {other for other in found if is_script(other)} - {"lora", "speech.demo.make_tiny"}
+        scripts = {other for other in found if is_script(other)} - {"lora", "speech.convert", "speech.demo.make_tiny"}
         assert not scripts, f"{path} imports scripts: {scripts}"
         above = {other for other in found if floor(other) > floor(name) >= 0}
         assert not above, f"{path} imports from rooms above its own: {above}"
 
 
 def test_minimal_stands_alone():
-    """Each file of at most 350 lines, which imports nothing of this repository and is imported by none."""
+    """Each file of at most 380 lines, which imports nothing of this repository and is imported by none."""
     for path in tracked("minimal/*.py"):
-        assert not imports(path) and len((ROOT / path).read_text().splitlines()) <= 350
+        assert not imports(path) and len((ROOT / path).read_text().splitlines()) <= 380
         assert (ROOT / path).read_text().startswith("# /// script\n")
 
 
@@ -147,7 +161,8 @@ def assert_trains(python, repository, script, flags, starts=2):
 def test_readme_has_the_three_lines():
     assert [folder for folder, _ in COPIES] == ["~/mine/higgs", "~/mine/blocks", "~/mine/distill"]
     assert [files.split() for _, files in COPIES] == [
-        ["train_v2_ddp.py", "data.py", "lora.py", "speech", "common"], ["diffusion", "common"], ["distill", "common"]]
+        ["train_v2_ddp.py", "data.py", "lora.py", "speech", "core", "common"], ["diffusion", "core", "common"],
+        ["distill", "core", "common"]]
 
 
 def test_a_copy_of_the_speech_trainer(quick_python, mine, tiny, tmp_path):

@@ -19,18 +19,18 @@ def files(folder, names):
     return {f"{folder}{name}.py" for name in (names if not folder else f"__init__ {names}").split()}
 
 
-ALL = files("common/", "checkpoint distributed flags fused json_files lifetime loading metrics optim packing problems "
-            "run run_lock tensor_files text watchdog")
+ALL = files("common/", "checkpoint distributed flags problems run tensor_files text") | files(
+    "core/", "fused json_files lifetime loading metrics optim packing run_lock watchdog")
 # LoRA on ChatML, codes in the cache: no other format, nothing that encodes, no TTS 3, no judge, no plan of memory
-SPEECH = files("common/", "adapters indexing low_rank") | files("", "train_v2_ddp data lora") | files(
+SPEECH = files("common/", "indexing") | files("core/", "adapters low_rank") | files("", "train_v2_ddp data lora") | files(
     "speech/", "choices") | files(
     "speech/data/", "builder code_cache conversations dataset rows text_normalization") | files(
     "speech/model/", "labels loss v2 versions weights")
-CHATS = files("common/", "chat document_attention indexing") | files(
+CHATS = files("common/", "indexing") | files("core/", "chat document_attention") | files(
     "distill/", "choices dataset linear_loss packed_lm train_sft weights")
 BLOCKS = files("diffusion/", "blocks choices dit elbo lines noise problems train_bd3lm weights")
 # {script: (files it may load beside ALL, lines of all together)}
-LIMITS = {"train_v2_ddp.py": (SPEECH, 8_430), "distill/train_sft.py": (CHATS, 6_570),
+LIMITS = {"train_v2_ddp.py": (SPEECH, 8_430), "distill/train_sft.py": (CHATS, 6_590),
           "diffusion/train_bd3lm.py": (BLOCKS, 6_630)}
 WATCH = """
 import atexit, runpy, sys

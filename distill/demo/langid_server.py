@@ -34,8 +34,9 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from common import distributed, json_files
+from common import distributed
 from common.distributed import UserError
+from core import json_files
 from distill.labels import LANGUAGES
 
 NAME = "py3langid"

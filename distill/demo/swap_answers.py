@@ -27,8 +27,9 @@ ARGS = flags.parse(build_parser()) if __name__ == "__main__" else None
 
 import json
 
-from common import checkpoint, distributed, json_files
+from common import checkpoint, distributed
 from common.distributed import UserError
+from core import json_files
 
 
 def main(argv=None):

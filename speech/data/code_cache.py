@@ -2,7 +2,7 @@
 
 Codes lie in append-only safetensors shards under <cache>/<codec fingerprint>/: int16 codes, their lengths, a content
 key per clip, and for each (path, size, mtime, cut) the key it had, so later runs only look at file dates. Shards appear
-atomically under unique names, so runs may share a cache; one of them at a time fills it (common/run_lock.py). Every
+atomically under unique names, so runs may share a cache; one of them at a time fills it (core/run_lock.py). Every
 clip's codes have a CRC-32, which is compared when a run starts and whenever they are read; the other columns have a
 SHA-256, compared when they are read.
 """
@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from common import json_files
 from common.distributed import UserError
 from common.indexing import parallel_map_ordered
+from core import json_files
 
 SAMPLE_RATE = 24_000
 FRAME_RATE = 25                 # codec frames per second: 24 kHz / hop 960

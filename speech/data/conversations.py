@@ -77,6 +77,19 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """How rows become conversations: what the flags of these names say. normalize: the texts to speak."""
+    task_type: str = "single_speaker_smart_voice"
+    ref_in_system: bool = False
+    columns: str = ""
+    reference: str = "given"
+    reference_share: float = 1.0
+    seed: int = 42
+    normalize: bool = False
+    lone_reference: bool = False    # whether the model takes a clip without its words
+
+
+@dataclass(frozen=True)
 class Source:
     """A file or folder of speech data and how to read it."""
     path: Path
@@ -109,6 +122,26 @@ def is_chatml(entry):
         return False
     spoken = any(isinstance(item, dict) and item.get("type") == "audio" for item in content_items(entry))
     return spoken or "audios" not in entry and "audio" not in entry
+
+
+def label_of(entry):
+    """What people know a row or raw sample by: its id, or the file of its last clip."""
+    misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
+    if found := misc.get("sample_id") or entry.get("id"):
+        return found
+    clips = [item.get("audio_url") for item in content_items(entry) if isinstance(item, dict)]
+    clips = [clip for clip in (*clips, entry.get("audio")) if isinstance(clip, str) and clip]
+    return os.path.basename(clips[-1]) if clips else entry.get("speaker")
+
+
+def sample_text(sample):
+    """One line of what was understood of a sample: texts and clips in their order, and the speaker.
+    """
+    parts = [f"text {part[:60]!r}" if isinstance(part, str) else f"audio {part.path}"
+             for turn in sample.turns if turn.role != "system" for part in turn.parts]
+    labels = {"speaker": sample.speaker, "language": sample.language}
+    labels = [f"{name} {value}" for name, value in labels.items() if value]
+    return ", ".join(parts + labels)
 
 
 @dataclass

@@ -26,8 +26,8 @@ from tqdm import tqdm
 from common import tensor_files
 from common.checkpoint import write_atomically
 from common.distributed import UserError, problem_text
-from common.loading import each
-from common.watchdog import init_loader, stop_requested
+from core.loading import each
+from core.watchdog import init_loader, stop_requested
 from speech.data.code_cache import (
     FRAME_RATE,
     SAMPLE_RATE,

@@ -4,7 +4,7 @@ what is missing encoded. Imported when a clip is missing or a shard damaged.
 import contextlib
 from pathlib import Path
 
-from common import checkpoint, run_lock
+from common import checkpoint
 from common.checkpoint import move_aside
 from common.distributed import (
     UserError,
@@ -13,7 +13,8 @@ from common.distributed import (
     problem_text,
     rank0_first,
 )
-from common.watchdog import Stopped, stop_requested
+from core import run_lock
+from core.watchdog import Stopped, stop_requested
 from speech.data.code_cache import CacheIndex, look_up, shard_names
 from speech.data.encode import encode_share, share_work
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from common import checkpoint, distributed, json_files
+from common import checkpoint, distributed
 from common.distributed import UserError
 from common.problems import LIST
+from core import json_files
 from speech.data.code_cache import codec_fingerprint
 from speech.data.dataset import PREPARED, Table, is_prepared, keep_prepared
 from speech.data.rows import flag_of

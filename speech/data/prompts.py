@@ -8,11 +8,10 @@ import heapq
 import math
 import re
 from pathlib import Path
-from typing import NamedTuple
 
-from common import json_files
 from common.flags import UserError
-from common.json_files import LONGEST
+from core import json_files
+from core.json_files import LONGEST
 from speech.choices import DEFAULT_SYSTEM, TASK_TYPES
 from speech.data.conversations import SCENE, BadSample, system_parts
 
@@ -27,20 +26,10 @@ NOTES = {       # of samples that are used all the same
                          "them"}
 
 
-class Choice(NamedTuple):
-    """Which reference stands before a text, as choices.data's flags of these names say."""
-    task_type: str
-    ref_in_system: bool
-    reference: str
-    reference_share: float
-    seed: int
-    lone_reference: bool        # whether the model takes a clip without its words
-
-
 def row_entry(row, reading, pool, paths):
     """(raw ChatML sample, [(check, note)]) of a row of convert.py. Raises BadSample.
 
-    reading: Choice. pool: {speaker: [candidate]} of note_candidate.
+    reading: Reading. pool: {speaker: [candidate]} of note_candidate.
     """
     notes = []
     task = row.get("task_type")

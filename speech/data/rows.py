@@ -10,35 +10,24 @@ from pathlib import Path
 
 from common.distributed import UserError
 from common.indexing import parallel_map_ordered
-from common.json_files import SKIPPED, read_entries
 from common.problems import problem
 from common.text import NAME, counted, printable
+from core.json_files import SKIPPED, read_entries
 from speech.data.conversations import (
     BadSample,
     Paths,
+    Reading,
     Sample,
     Source,
     canonical_sample,
-    content_items,
+    label_of,
     is_chatml,
+    sample_text,
 )
 from speech.data.text_normalization import RECOGNISED
 
 CHUNK = 2048    # entries of a file that are tokenised together
 LOOK = 20       # entries that are looked at to find out the format
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How rows become conversations: what the flags of these names say. normalize: the texts to speak."""
-    task_type: str = "single_speaker_smart_voice"
-    ref_in_system: bool = False
-    columns: str = ""
-    reference: str = "given"
-    reference_share: float = 1.0
-    seed: int = 42
-    normalize: bool = False
-    lone_reference: bool = False    # whether the model takes a clip without its words
 
 
 def flag_of(name):
@@ -83,9 +72,7 @@ def open_source(path, reading, held_out=False, folder=None, problems=None, numbe
         folder = tempfile.mkdtemp()
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     made = Path(folder) / f"{'eval' if held_out else 'train'}-{number}.jsonl"
-    how = {name: getattr(reading, name) for name in (
-        "columns", "task_type", "ref_in_system", "reference", "reference_share", "seed", "lone_reference")}
-    made = convert.to_chatml(path, made, held_out=held_out, problems=problems, **how)
+    made = convert.to_chatml(path, made, held_out=held_out, problems=problems, **vars(reading))
     unit, read = read_entries(made) if made.stat().st_size else ("row", lambda wanted: ())
     return Source(Path(path), "chatml", f"as ChatML in {made}", made.parent, read, unit)
 
@@ -172,16 +159,6 @@ def _numbered(source, reading, wanted, make=canonical_sample):
             yield number, sample
 
 
-def label_of(entry):
-    """What people know a row or raw sample by: its id, or the file of its last clip."""
-    misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
-    if found := misc.get("sample_id") or entry.get("id"):
-        return found
-    clips = [item.get("audio_url") for item in content_items(entry) if isinstance(item, dict)]
-    clips = [clip for clip in (*clips, entry.get("audio")) if isinstance(clip, str) and clip]
-    return os.path.basename(clips[-1]) if clips else entry.get("speaker")
-
-
 # --------------------------------------------------------------------------------------------------
 # From the user's files to the samples of a run
 
@@ -266,26 +243,6 @@ def print_source(path, source, kept, refused, shown, notes):
     for check, n in sorted(notes.items()):
         from speech.data.prompts import NOTES
         print(f"           {counted(n, 'sample')} with {check}: {NOTES[check]}", flush=True)
-
-
-def sample_text(sample):
-    """One line of what was understood of a sample: texts and clips in their order, and the speaker.
-    """
-    parts = [f"text {part[:60]!r}" if isinstance(part, str) else f"audio {part.path}"
-             for turn in sample.turns if turn.role != "system" for part in turn.parts]
-    labels = {"speaker": sample.speaker, "language": sample.language}
-    labels = [f"{name} {value}" for name, value in labels.items() if value]
-    return ", ".join(parts + labels)
-
-
-def sample_words(entry):
-    """One line of a raw sample, as sample_text has it."""
-    parts = [f"text {item['text'][:60]!r}" if isinstance(item, dict) and item.get("type") == "text" else
-             f"audio {item.get('audio_url')}" if isinstance(item, dict) else f"text {str(item)[:60]!r}"
-             for message in entry["messages"] if message.get("role") != "system"
-             for item in content_items({"messages": [message]})]
-    labels = [f"{name} {entry[name]}" for name in ("speaker", "language") if entry.get(name)]
-    return ", ".join(parts + labels)
 
 
 def file_of(sources, i):

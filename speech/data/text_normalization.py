@@ -11,7 +11,7 @@ import unicodedata
 from pathlib import Path
 
 from common.flags import UserError
-from common.json_files import read_object
+from core.json_files import read_object
 
 FILE = "text_settings.json"     # in a checkpoint
 

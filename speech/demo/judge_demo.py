@@ -39,9 +39,9 @@ import json
 import numpy as np
 import torch
 
-from common import metrics
 from common.checkpoint import write_json
 from common.distributed import UserError, one_clear_error
+from core import metrics
 from speech.data.encode import load_codec
 from speech.voice import generate, scores, speech_metrics
 from speech.voice.speech_metrics import RATE

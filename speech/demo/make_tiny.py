@@ -195,7 +195,12 @@ def make_codec(out_dir, seed=0):
 
     Raises ImportError where torchaudio is missing: the codec resamples with it.
     """
-    from transformers import DacConfig, HiggsAudioV2TokenizerConfig, HiggsAudioV2TokenizerModel, HubertConfig
+    from transformers import (
+        DacConfig,
+        HiggsAudioV2TokenizerConfig,
+        HiggsAudioV2TokenizerModel,
+        HubertConfig,
+    )
     sizes = {"encoder_hidden_size": 2, "decoder_hidden_size": 64, "hidden_size": 16}
     acoustic = DacConfig(downsampling_ratios=CODEC_STRIDES, upsampling_ratios=CODEC_STRIDES, **sizes)
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}

@@ -10,10 +10,11 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import checkpoint, metrics, tensor_files
+from common import checkpoint, tensor_files
 from common.distributed import UserError
-from common.json_files import read_object
 from common.text import printable
+from core import metrics
+from core.json_files import read_object
 from speech.choices import HUB_CODEC
 from speech.data import text_normalization
 from speech.model import v3

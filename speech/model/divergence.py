@@ -2,7 +2,7 @@
 import torch
 import torch.nn.functional as F
 
-from common import adapters
+from core import adapters
 from speech.model.labels import IGNORE
 
 

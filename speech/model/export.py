@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
-from common import adapters, tensor_files
+from common import tensor_files
 from common.distributed import UserError
 from common.new_folder import new_folder
+from core import adapters
 from speech.data import text_normalization
 from speech.model import versions, weights
 
@@ -42,7 +43,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
               if layer in layers and type(layer) is torch.nn.Linear]
     folds = find_folds(model, adapter) if adapter else {}
     if base_dtype == "nf4":
-        from common import nf4
+        from core import nf4
         folds |= {name: nf4.rounded(folds.get(name)) for name in linear}
     wanted = "float32" if dtype is None and folds and not third else dtype
     dtypes = {name: getattr(torch, wanted) if wanted else parts[name][0][:1].dtype

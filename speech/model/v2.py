@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-from common import fused
 from common.distributed import UserError
+from core import fused
 from speech.model import weights  # first: explains a torchaudio that breaks transformers
 from speech.model.labels import IGNORE, token_ids  # noqa: F401  (of module())
 from speech.model.loss import Sums, decays, flops_per_pack, named, total_loss  # noqa: F401
@@ -221,7 +221,7 @@ class PackedHiggs(weights.Wrapped):
         for layer in fused.use(self.base_model).model.layers:
             layer.__class__ = PackedDecoderLayer
         if recompute:
-            from common import recomputation
+            from core import recomputation
             recomputation.set_mode(self, layers(self.base_model), recompute)
 
     def hidden_states(self, batch):

@@ -13,11 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import fused, json_files, tensor_files
+from common import tensor_files
 from common.distributed import UserError
-from common.document_attention import ATTENTION
 from common.new_folder import new_folder
-from speech.model import weights  # first: it explains a torchaudio that breaks every transformers import
+from core import fused, json_files
+from core.document_attention import ATTENTION
+from speech.model import (
+    weights,  # first: it explains a torchaudio that breaks every transformers import
+)
 from speech.model.labels import IGNORE
 from speech.model.labels_v3 import (  # noqa: F401  (offered here, too)
     TOKENS,
@@ -182,7 +185,7 @@ class PackedHiggs3(weights.Wrapped):
         super().__init__(net)
         fused.use(self.base_model)
         if recompute:
-            from common import recomputation
+            from core import recomputation
             recomputation.set_mode(self, layers(self.base_model), recompute)
 
     def hidden_states(self, batch):

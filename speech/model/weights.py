@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
-from common import checkpoint, distributed, json_files, tensor_files
+from common import checkpoint, distributed, tensor_files
 from common.distributed import UserError
+from core import json_files
 from speech.choices import HUB_CODEC
 
 try:

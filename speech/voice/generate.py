@@ -20,7 +20,7 @@ from common import distributed
 from common.checkpoint import write_atomically
 from common.distributed import UserError
 from common.flags import need
-from common.json_files import read_text
+from core.json_files import read_text
 from speech.data.builder import TableBuilder
 from speech.data.code_cache import FRAME_RATE, SAMPLE_RATE
 from speech.data.conversations import (
@@ -40,7 +40,9 @@ from speech.data.conversations import (
 from speech.data.decode import check_codes, decode_audio, filled, holds_codes, read_codes
 from speech.data.encode import encode_clip
 from speech.data.rows import read_samples
-from speech.model import versions  # imports weights: it explains a torchaudio that breaks every transformers import
+from speech.model import (
+    versions,  # imports weights: it explains a torchaudio that breaks every transformers import
+)
 from speech.model.labels import TokenIds
 
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList  # isort: skip

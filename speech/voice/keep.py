@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import adapters, distributed, run
+from common import distributed, run
 from common.checkpoint import move_aside, write_atomically
 from common.distributed import UserError
 from common.flags import need
 from common.gathered import gathered
-from common.packing import PackOrder
-from common.watchdog import Stopped, stop_requested
+from core import adapters
+from core.packing import PackOrder
+from core.watchdog import Stopped, stop_requested
 from speech.data.code_cache import FRAME_RATE
 from speech.data.conversations import Clip
 from speech.data.encode import load_codec

@@ -19,7 +19,7 @@ from common import distributed, run
 from common.distributed import UserError
 from common.flags import need_package
 from common.gathered import gathered
-from common.watchdog import stop_requested
+from core.watchdog import stop_requested
 from speech.data import text_normalization
 from speech.data.code_cache import FRAME_RATE
 from speech.data.encode import load_codec

@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import lifetime
 from common.distributed import UserError
 from common.flags import need_package
+from core import lifetime
 from speech.voice.speech_metrics import resample
 
 RATE = 16000                # Hz, of all models here
@@ -45,7 +45,10 @@ def normaliser(language):
     number), contractions are written out, "uh" and "um" go; whisper's list of British spellings is not applied.
     LETTERS_APART: every character is a word. None: of another, or an unknown, language.
     """
-    from transformers.models.whisper.english_normalizer import BasicTextNormalizer, EnglishTextNormalizer
+    from transformers.models.whisper.english_normalizer import (
+        BasicTextNormalizer,
+        EnglishTextNormalizer,
+    )
     if language == "en":
         return EnglishTextNormalizer({})
     return BasicTextNormalizer(split_letters=language in LETTERS_APART)

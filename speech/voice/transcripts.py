@@ -14,7 +14,7 @@ import numpy as np
 from common import distributed
 from common.checkpoint import write_atomically
 from common.distributed import UserError
-from common.watchdog import Stopped, stop_requested
+from core.watchdog import Stopped, stop_requested
 from speech.data import text_normalization
 from speech.data.code_cache import SAMPLE_RATE, file_key, file_keys
 from speech.data.decode import SAVED, holds_codes

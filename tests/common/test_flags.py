@@ -251,7 +251,7 @@ def test_global_batch_size_counts_ranks():
 
 
 TRAINERS = ("train_v2_ddp.py", "distill/train_sft.py", "diffusion/train_bd3lm.py")
-FOLDERS = ".", "common", "speech", "diffusion", "distill", "distill/demo"
+FOLDERS = ".", "common", "core", "speech", "diffusion", "distill", "distill/demo"
 SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).glob("*.py")
                  if '\nif __name__ == "__main__":' in path.read_text()
                  and path.name != "generate.py")        # diffusion's stands alone, beside exported models
@@ -346,7 +346,8 @@ def used_names(script):
     found = {field.name for field in dataclasses.fields(choices.Layout)} if script.startswith("diffusion") else set()
     shared = [ROOT / "speech" / "choices.py", ROOT / "speech" / "voice" / "sample_prompts.py"] * (
         script in ("train_v2_ddp.py", "speech/prepare_tts.py"))
-    for path in [ROOT / script, *(ROOT / script).parent.glob("*.py"), *(ROOT / "common").glob("*.py"), *shared]:
+    for path in [ROOT / script, *(ROOT / script).parent.glob("*.py"), *(ROOT / "common").glob("*.py"),
+                 *(ROOT / "core").glob("*.py"), *shared]:
         name = path.relative_to(ROOT).as_posix()
         if name in SCRIPTS and name != script and not script.endswith("train_v2_ddp.py"):
             continue

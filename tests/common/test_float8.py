@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import train_v2_ddp
-from common import float8
 from common.distributed import UserError
+from core import float8
 from distill import train_sft, weights
 from tests.distill.test_plan import batch_of, built
 from tests.helpers.small_speech import pack_of, small_model

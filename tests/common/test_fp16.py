@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 import train_v2_ddp
-from common import fp16
 from common.distributed import UserError
+from core import fp16
 from distill import packed_lm, train_sft
 from distill.linear_loss import linear_loss
 from tests.helpers import chats

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 from transformers.models.qwen3 import modeling_qwen3
 
-from common import fused
+from core import fused
 from tests.helpers.trainer import ROOT
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -105,7 +105,7 @@ def test_whole_models_compute_the_same(kind, changes, monkeypatch):
 @pytest.mark.parametrize("there", [False, True])
 def test_without_a_compiler_or_python_h_functions_run_plainly_and_a_notice_says_why(tmp_path, there):
     """One small function is tried, once. there: a compiler is, which finds no Python.h."""
-    program = "from common import fused; print([fused.compiles('cpu') for _ in range(2)])"
+    program = "from core import fused; print([fused.compiles('cpu') for _ in range(2)])"
     compiler, include = tmp_path / "g++", sysconfig.get_path("include")
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT),
                         "PATH": str(tmp_path), "CXX": str(compiler), "CPLUS_INCLUDE_PATH": "", "CPATH": ""}

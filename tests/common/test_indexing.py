@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from common import chat, indexing, json_files
+from common import indexing
 from common.distributed import UserError
 from common.indexing import Column, Lists, parallel_map_ordered, token_lists
+from core import chat, json_files
 from distill import dataset as chat_table
 from tests.helpers import chats
 from tests.helpers.fork import in_a_fork

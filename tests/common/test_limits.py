@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import checkpoint, distributed, tensor_files, watchdog
+from common import checkpoint, distributed, tensor_files
+from core import watchdog
 from tests.helpers import chats
 from tests.helpers.system_calls import refuse
 from tests.helpers.trainer import trainer_arguments

@@ -7,8 +7,8 @@ import sqlite3
 import numpy as np
 import pytest
 
-from common.metrics import MetricsLog, duration, read_metrics
-from common.optim import lr_factor, sqrt_lr
+from core.metrics import MetricsLog, duration, read_metrics
+from core.optim import lr_factor, sqrt_lr
 
 
 def log(folder, resumed_step=0):

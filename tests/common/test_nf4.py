@@ -23,10 +23,11 @@ if os.environ.get("BITSANDBYTES"):
 
 import lora
 import train_v2_ddp
-from common import adapters, document_attention, plan, step_memory
+from common import plan, step_memory
 from common.distributed import UserError, World
 from common.flags import parse
 from common.step_memory import Setup, step_bytes
+from core import adapters, document_attention
 from distill import packed_lm, train_sft, weights
 from distill import plan as chat_plan
 from speech import plan as speech_plan
@@ -62,7 +63,7 @@ def rounded(weight, dtype):
 
 def converted(layers):
     """NF4Linear of all frozen linear layers, with the weights that they had."""
-    from common import nf4
+    from core import nf4
     linear = [module for layer in layers for module in layer.modules() if type(module) is torch.nn.Linear
               and not module.weight.requires_grad]
     before = [module.weight.detach().clone() for module in linear]
@@ -178,7 +179,7 @@ def test_a_model_trains_as_one_of_the_rounded_weights(make):
 
 @needs_it
 def test_one_weight_at_a_time_is_whole():
-    from common import nf4
+    from core import nf4
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4))).requires_grad_(False)
     files = {name: torch.randn(64, 64) for name, _ in model.named_parameters()}
     nf4.convert([model])

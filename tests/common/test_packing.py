@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from common import plan
-from common.packing import PackOrder, best_fit, rank_packs, run_length
+from core.packing import PackOrder, best_fit, rank_packs, run_length
 
 KINDS = {
     "count": {"samples_per_pack": 3},

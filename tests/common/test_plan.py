@@ -9,11 +9,12 @@ import pytest
 import torch
 import transformers
 
-from common import adapters, document_attention, plan, step_memory
+from common import plan, step_memory
 from common.distributed import World
 from common.flags import Parser, UserError, parse
-from common.packing import PackOrder
 from common.step_memory import GIB, Memory, Setup
+from core import adapters, document_attention
+from core.packing import PackOrder
 from diffusion import plan as block_plan
 from distill import packed_lm, train_sft, weights
 from distill import plan as chat_plan

@@ -4,7 +4,7 @@ from collections import Counter
 import pytest
 import torch
 
-from common import recomputation
+from core import recomputation
 from diffusion import dit
 from tests.distill.test_plan import batch_of, built
 from tests.helpers import block_rows

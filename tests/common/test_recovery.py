@@ -26,8 +26,9 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
-from common import checkpoint, metrics, resume
+from common import checkpoint, resume
 from common.distributed import UserError
+from core import metrics
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT, trainer_command
 

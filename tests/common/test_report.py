@@ -15,8 +15,8 @@ import soundfile
 from common import report
 from common.checkpoint import Writer
 from common.distributed import World
-from common.metrics import MetricsLog, read_metrics
-from common.watchdog import leave_marker
+from core.metrics import MetricsLog, read_metrics
+from core.watchdog import leave_marker
 from tests.helpers.chromium import PROGRAM, Chromium
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
@@ -434,7 +434,8 @@ def test_metrics_find_their_section(metric, section, title, tmp_path):
 
 def test_runs_with_the_standard_library_alone(run, tmp_path):
     """A copy of common/ elsewhere, without any installed package."""
-    shutil.copytree(ROOT / "common", tmp_path / "common", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("common", "core"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(run, tmp_path / "run")
     done = make_report(tmp_path / "run", cwd=tmp_path, python=("-S", "-E"))
     assert done.returncode == 0, done.stderr

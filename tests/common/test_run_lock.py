@@ -10,15 +10,15 @@ import time
 
 import pytest
 
-from common import run_lock
 from common.distributed import UserError
+from core import run_lock
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT
 
 OWNER = f"""
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from common import run_lock
+from core import run_lock
 run_lock.acquire(sys.argv[1])
 child = os.fork()
 open(sys.argv[1] + f"/{{'child' if child == 0 else 'ready'}}", "w").write(str(os.getpid()))
@@ -27,7 +27,7 @@ time.sleep(600)
 NO_LOCKS = f"""
 import errno, sys
 sys.path.insert(0, {str(ROOT)!r})
-from common import run_lock
+from core import run_lock
 from tests.helpers.system_calls import refuse
 try:
     refuse("flock", errno.ENOLCK)       # as NFS without a lock server

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from common import metrics
+from core import metrics
 from tests.helpers.trainer import ROOT
 
 

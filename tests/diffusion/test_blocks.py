@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.distributed import UserError
-from common.packing import PackOrder, rank_packs
+from core.packing import PackOrder, rank_packs
 from diffusion import blocks
 from diffusion.blocks import EXECUTION, FILL, PLAN, QUESTION, Layout
 from tests.helpers.block_problems import LAYOUTS, load

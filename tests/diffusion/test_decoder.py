@@ -22,9 +22,20 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from common import checkpoint, fused, resume, tensor_files
+from common import checkpoint, resume, tensor_files
 from common.distributed import UserError
-from diffusion import blocks, decoder, dit, export_bd3lm, init_from, sample_bd3lm, sampler, train_bd3lm, weights
+from core import fused
+from diffusion import (
+    blocks,
+    decoder,
+    dit,
+    export_bd3lm,
+    init_from,
+    sample_bd3lm,
+    sampler,
+    train_bd3lm,
+    weights,
+)
 from diffusion.answers import question_state
 from diffusion.problems import load_tokenizer, read_problems
 from tests.helpers.block_rows import MIXED, make_blocks, noised, sampled_hidden

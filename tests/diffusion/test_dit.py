@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from common import fused
+from core import fused
 from diffusion import dit, noise
 from tests.helpers.block_rows import (
     CONFIG,

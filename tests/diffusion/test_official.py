@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from common import checkpoint, fused
+from common import checkpoint
 from common.distributed import UserError
+from core import fused
 from diffusion import dit, export_bd3lm, init_from, noise, official
 from diffusion.problems import load_tokenizer
 from tests.helpers.trainer import ROOT, Run

@@ -13,7 +13,16 @@ import torch
 from safetensors.torch import save_file
 
 from common import checkpoint
-from diffusion import answers, blocks, demo_problems, dit, lm_eval_bd3lm, noise, sample_bd3lm, weights
+from diffusion import (
+    answers,
+    blocks,
+    demo_problems,
+    dit,
+    lm_eval_bd3lm,
+    noise,
+    sample_bd3lm,
+    weights,
+)
 from diffusion.blocks import Layout
 from diffusion.problems import load_tokenizer, read_problems
 from diffusion.sampler import Sampling

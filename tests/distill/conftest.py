@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 
-from common import chat
+from core import chat
 from distill.dataset import ChatTable, Reading, split_groups, write_table
 from tests.helpers import chats, tiny_teacher
 from tests.helpers.students import HELD_OUT, SEED

@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common import chat, distributed
+from common import distributed
+from core import chat
 from diffusion import make_problems
 from distill import create_data, dataset, journal, teacher
 from distill.choices import LINES

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 
-from common import chat
 from common.distributed import UserError, World
-from common.packing import PackOrder, rank_packs
+from core import chat
+from core.packing import PackOrder, rank_packs
 from distill.dataset import (
     ChatTable,
     Reading,

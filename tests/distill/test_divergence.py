@@ -13,8 +13,9 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import adapters, chat, distributed
+from common import distributed
 from common.distributed import UserError
+from core import adapters, chat
 from distill import evaluate_prompt, packed_lm, rollouts, served, weights
 from distill.dataset import ChatSamples, ChatTable, Reading, collate, write_table
 from distill.divergence import divergence

@@ -312,7 +312,7 @@ def test_answers_cut_off_count_as_none(made, full, tmp_path, capsys):
                                                 (chats.QWEN, None), (chats.LLAMA, None)])
 def test_asked_as_trained(made, template, thinking):
     """The ids that generate gets are those that stand before the first trained token; pads are on the left, masked."""
-    from common.chat import Encoder
+    from core.chat import Encoder
     tokenizer = chats.tokenizer(template)
     model, seen = AutoModelForCausalLM.from_pretrained(made / "full-base").eval(), []
     generate = model.generate

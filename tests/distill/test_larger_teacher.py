@@ -10,10 +10,11 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
-from common import chat, distributed
+from common import distributed
 from common.distributed import UserError
-from common.packing import PackOrder
 from common.step_memory import Setup
+from core import chat
+from core.packing import PackOrder
 from distill import frozen, packed_lm, plan, rollouts, teaching
 from distill.dataset import ChatSamples, ChatTable, Reading, collate, write_table
 from distill.teacher import Prompt

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 import transformers
 from transformers import AutoModelForCausalLM
 
-from common import adapters, document_attention
 from common.distributed import UserError
-from common.packing import PackOrder
+from core import adapters, document_attention
+from core.packing import PackOrder
 from distill import packed_lm, weights
 from distill.dataset import ChatSamples, collate
 from tests.helpers.students import sample_loss

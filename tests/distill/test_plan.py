@@ -7,11 +7,11 @@ import pytest
 import torch
 import transformers
 
-from common import adapters, document_attention
 from common.distributed import World
 from common.flags import parse
-from common.packing import PackOrder
 from common.step_memory import Setup, step_bytes
+from core import adapters, document_attention
+from core.packing import PackOrder
 from distill import dataset, keep, packed_lm, plan, train_sft, weights
 from tests.helpers import chats
 from tests.helpers.live_bytes import by_lengths, real_peak

@@ -8,8 +8,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from common import chat
 from common.distributed import UserError
+from core import chat
 from distill import create_data, packed_lm, topk
 from distill.dataset import ChatTable, Reading, make_loader, write_table
 from tests.helpers import chats, tiny_teacher

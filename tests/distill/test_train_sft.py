@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common import checkpoint
 from common import flags as common_flags
 from common.distributed import UserError
-from common.packing import PackOrder
+from core.packing import PackOrder
 from distill import train_sft
 from tests.helpers import chats
 from tests.helpers.runs import CLOCK, CUTS, moments, newest, rows, tensors

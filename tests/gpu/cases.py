@@ -15,7 +15,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from bench import fake_cuda, rehearsal
-from common import distributed, low_rank, step_memory, tensor_files
+from common import distributed, step_memory, tensor_files
+from core import low_rank
 from diffusion import dit
 from speech.model import v2
 

@@ -23,9 +23,10 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import lora as lora_script
-from common import adapters, distributed, fused
-from common import float8 as float8_layers
-from common.document_attention import ATTENTION
+from common import distributed
+from core import adapters, fused
+from core import float8 as float8_layers
+from core.document_attention import ATTENTION
 from diffusion import dit
 from distill import packed_lm
 from speech.model import v2, weights

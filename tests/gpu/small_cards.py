@@ -21,7 +21,7 @@ sm90.LIMITS |= {"max_threads_per_multi_processor": 1024, "shared_memory_per_bloc
                 "shared_memory_per_multiprocessor": 65536}
 sm90.Driver.get_current_target = lambda _: GPUTarget("cuda", 75, 32)
 sm90.assembled = functools.partial(sm90.assembled, arch=75)
-from common import document_attention, fp16
+from core import document_attention, fp16
 from speech.model import v2
 from tests.gpu import compiled  # which patches torch
 

@@ -18,7 +18,7 @@ from tests.helpers.trainer import ROOT
 
 COUNTS = Path(__file__).parent / "counts.json"
 VERSION = torch.__version__.partition("+")[0]
-ALLOWED = "synchronize at common/optim.py"      # StepFlags.pop, one step late
+ALLOWED = "synchronize at core/optim.py"      # StepFlags.pop, one step late
 KEPT = ("launches", "elementwise_gb", "peak_gib", "planned_gib")
 PLAN = 0.1              # of the memory that --dry_run says
 

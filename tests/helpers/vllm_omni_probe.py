@@ -47,16 +47,24 @@ def main():
 
     codes = torch.tensor(request["codes"])[None]
     if third:
-        from vllm_omni.model_executor.models.higgs_audio_v3.higgs_audio_v3_code2wav import HiggsAudioV3Code2Wav
-        from vllm_omni.model_executor.models.higgs_audio_v3.higgs_audio_v3_tokenizer import HiggsAudioV3TokenizerAdapter
+        from vllm_omni.model_executor.models.higgs_audio_v3.higgs_audio_v3_code2wav import (
+            HiggsAudioV3Code2Wav,
+        )
+        from vllm_omni.model_executor.models.higgs_audio_v3.higgs_audio_v3_tokenizer import (
+            HiggsAudioV3TokenizerAdapter,
+        )
         tokenizer = AutoTokenizer.from_pretrained(folder)
         found["prompt"] = torch.tensor(HiggsAudioV3TokenizerAdapter(tokenizer).build_prompt(request["text"]))
         codec = HiggsAudioV3Code2Wav(AutoConfig.from_pretrained(folder))
         files = get_model_loader(config.load_config).get_all_weights(config.model_config, plain)
         codec.load_weights(files, torch.device("cpu"))
     else:
-        from vllm_omni.model_executor.models.higgs_audio_v2.configuration_higgs_audio_v2 import HiggsAudioV2Config
-        from vllm_omni.model_executor.models.higgs_audio_v2.higgs_audio_v2_code2wav import HiggsAudioV2Code2Wav
+        from vllm_omni.model_executor.models.higgs_audio_v2.configuration_higgs_audio_v2 import (
+            HiggsAudioV2Config,
+        )
+        from vllm_omni.model_executor.models.higgs_audio_v2.higgs_audio_v2_code2wav import (
+            HiggsAudioV2Code2Wav,
+        )
         config = AutoConfig.from_pretrained(folder).to_dict() | {"audio_tokenizer_id": request["codec"]}
         codec = HiggsAudioV2Code2Wav(HiggsAudioV2Config(**config))
         codec.load_codec_from_disk(folder, torch.device("cpu"))

@@ -12,9 +12,18 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from common import indexing, loading
+from common import indexing
 from common.distributed import UserError
-from speech.data.code_cache import KEY, CacheIndex, CodeReader, codec_fingerprint, file_key, file_keys, look_up
+from core import loading
+from speech.data.code_cache import (
+    KEY,
+    CacheIndex,
+    CodeReader,
+    codec_fingerprint,
+    file_key,
+    file_keys,
+    look_up,
+)
 from speech.data.conversations import Clip
 from speech.data.encode import Batch
 from tests.helpers import second_user

@@ -12,7 +12,12 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoProcessor, AutoTokenizer, HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
+from transformers import (
+    AutoProcessor,
+    AutoTokenizer,
+    HiggsAudioV2Config,
+    HiggsAudioV2ForConditionalGeneration,
+)
 
 import lora
 from common.distributed import UserError

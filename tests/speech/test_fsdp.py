@@ -24,7 +24,13 @@ from speech.demo import make_tiny
 from speech.model import v2
 from speech.model.weights import empty_model, find_model, native_config
 from tests.helpers import spoken as speech
-from tests.helpers.checkpoints import config_of, original_config, original_state, split_rows, write_checkpoint
+from tests.helpers.checkpoints import (
+    config_of,
+    original_config,
+    original_state,
+    split_rows,
+    write_checkpoint,
+)
 from tests.helpers.runs import CLOCK, CUTS, moments, newest, rows, tensors
 from tests.helpers.trainer import Run, Tiny, bad_token, train_forked, trainer_arguments
 

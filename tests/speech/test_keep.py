@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 import lora
-from common import adapters, checkpoint
+from common import checkpoint
+from core import adapters
 from data import collate
 from speech.model import divergence, v2, v3
 from speech.model.labels import IGNORE, audio_targets

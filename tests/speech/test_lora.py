@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import HiggsAudioV2ForConditionalGeneration
 
 import lora
-from common import adapters, low_rank, tensor_files
+from common import tensor_files
 from common.distributed import UserError, World
+from core import adapters, low_rank
 from speech.model import v2
 from tests.helpers import spoken
 

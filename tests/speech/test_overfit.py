@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lora
-from common import optim
+from core import optim
 from data import collate
 from speech.model import v2
 from speech.model.labels import IGNORE, delay_rows

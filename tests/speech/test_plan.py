@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from transformers import HiggsAudioV2Config
 
 import lora
-from common import document_attention, plan
-from common.packing import PackOrder
+from common import plan
 from common.step_memory import GIB, Setup, step_bytes
+from core import document_attention
+from core.packing import PackOrder
 from data import collate
 from speech import plan as speech_plan
 from speech.data.dataset import split_validation

@@ -16,7 +16,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import HiggsAudioV2ForConditionalGeneration, HiggsAudioV2TokenizerConfig, HiggsAudioV2TokenizerModel
+from transformers import (
+    HiggsAudioV2ForConditionalGeneration,
+    HiggsAudioV2TokenizerConfig,
+    HiggsAudioV2TokenizerModel,
+)
 
 import lora
 from speech.data.encode import load_codec

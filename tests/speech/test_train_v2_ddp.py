@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import train_v2_ddp
-from common import checkpoint, recomputation, resume
+from common import checkpoint, resume
 from common.distributed import World
-from common.optim import lr_factor
+from core import recomputation
+from core.optim import lr_factor
 from speech.data.dataset import Table
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.runs import rows, tensors

@@ -9,7 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
 
 import lora
-from common import distributed, optim
+from common import distributed
+from core import optim
 from data import collate
 from speech.generate_tts import load_to_speak
 from speech.model import v2

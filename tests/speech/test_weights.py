@@ -75,7 +75,9 @@ def test_original_config_gives_the_released_native_config(tmp_path):
                         rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0,
                                          "high_freq_factor": 4.0, "low_freq_factor": 1.0,
                                          "original_max_position_embeddings": 8192})
-    from transformers.models.higgs_audio_v2.modeling_higgs_audio_v2 import HiggsAudioV2RotaryEmbedding
+    from transformers.models.higgs_audio_v2.modeling_higgs_audio_v2 import (
+        HiggsAudioV2RotaryEmbedding,
+    )
     assert torch.equal(LlamaRotaryEmbedding(llama).inv_freq, HiggsAudioV2RotaryEmbedding(native).inv_freq)
 
 

@@ -11,7 +11,7 @@ import bitsandbytes.functional  # registers torch.ops.bitsandbytes, too
 import torch
 from torch import nn
 
-from common.distributed import UserError
+from core.cli import UserError
 
 BLOCK, SCALES, TABLE = 64, 256, 256     # values a scale, scales a scale of theirs, values of a byte
 PLACE = 256                             # a part begins at a multiple of so many bytes
@@ -73,7 +73,7 @@ class _Product(torch.autograd.Function):
 
 class NF4Linear(nn.Linear):
     """A frozen nn.Linear after convert; its weight is the bytes of pack()."""
-    nf4 = True          # asked by common/low_rank.py
+    nf4 = True          # asked by core/low_rank.py
 
     def forward(self, x):
         kind, rows = x.device.type, x.flatten(0, -2)

@@ -20,8 +20,8 @@ from queue import SimpleQueue
 import torch
 from torch.utils.data import DataLoader
 
-from common.flags import UserError
-from common.watchdog import fork_loaders, init_loader
+from core.cli import UserError
+from core.watchdog import fork_loaders, init_loader
 
 ALIGNMENT = 64      # bytes; kernels may expect 16, views of other types 8
 DEPTH = 2           # batches that are read ahead

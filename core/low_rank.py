@@ -62,7 +62,7 @@ def whole(weight, shape, dtype):
     """A frozen weight in the dtype computed in; one of nf4.py is bytes."""
     if weight.dtype != torch.uint8:
         return weight.to(dtype)
-    from common import nf4
+    from core import nf4
     return nf4.whole(weight, shape, dtype)
 
 

@@ -19,11 +19,11 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from common import json_files
 from common.distributed import UserError
 from common.indexing import token_lists
-from common.json_files import HALF_CHARACTER
 from common.problems import problem
+from core import json_files
+from core.json_files import HALF_CHARACTER
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 KNOWN = {"role", "content", "reasoning_content"}        # keys of a message, and those that some roles have beside them
@@ -94,13 +94,13 @@ def as_messages(record):
     What follows the last answer is left out: nothing there is trained.
     """
     if isinstance(record, dict) and "messages" not in record:
-        from common import chat_forms
+        from core import chat_forms
         record = chat_forms.of_sharegpt(record) | chat_forms.of_pair(record)
     record = with_tools(record)
     if isinstance(record, dict) and isinstance(record.get("messages"), list):
         messages = record["messages"]
         if any(isinstance(message, dict) and isinstance(message.get("content"), list) for message in messages):
-            from common import chat_forms
+            from core import chat_forms
             messages = [chat_forms.with_text(message) for message in messages]
         roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
         if "assistant" in roles and roles[-1] in ROLES:
@@ -122,7 +122,7 @@ def files_of(path):
     name, path = str(path), Path(path)
     if path.is_file():
         return [name]
-    from common.chat_forms import find_files
+    from core.chat_forms import find_files
     return find_files(name)
 
 

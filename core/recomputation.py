@@ -9,7 +9,11 @@ import functools
 
 import torch
 from torch.nn.attention import varlen  # noqa: F401  (registers the operator named below)
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 NOTES = {None: "", "all": ", recomputed by layer", "selective": ", all but products and attention recomputed"}
 ATTENTION = {torch.ops.torch_attn._varlen_attn.default,

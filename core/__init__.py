@@ -1,0 +1,1 @@
+"""What the trainers share; imports nothing from the other folders."""
