@@ -49,7 +49,7 @@ def prepare_table(world, tokenizer, ids, sources, encoding, output_dir, dry=Fals
         # a running job keeps what it has mapped
         checkpoint.remove_named(output_dir, checkpoint.TABLE)
         builder = TableBuilder(tokenizer, ids, folder)
-        parts = read_all(builder, sources, problems)
+        parts = read_all(builder, sources, problems, folder=os.path.join(output_dir, "data"))
         # a dry run names bad rows and bad audio at once, a run ends at bad rows before it encodes
         if not dry:
             settle(problems)

@@ -1,14 +1,11 @@
-"""Data sets on the Hugging Face hub: which files they have, and how those are read, kept or not.
+"""Data sets on the Hugging Face hub: which files they have, and how those are read.
 
-A shard's path is hf://datasets/OWNER/NAME@COMMIT/FILE. Chats are downloaded into the hub's cache. Texts of speech are
-read by ranges of bytes; for its audio a shard is fetched as a whole, encoded, and deleted again. huggingface_hub is
+A shard's path is hf://datasets/OWNER/NAME@COMMIT/FILE; it is downloaded into the hub's cache. huggingface_hub is
 imported here, when such a path is met.
 """
 import contextlib
 import fnmatch
 import re
-import shutil
-import tempfile
 from pathlib import Path
 
 from common.distributed import UserError
@@ -17,8 +14,6 @@ from core import json_files
 PREFIX = "hf://datasets/"
 NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+?)(?:@((?:refs/\w+/)?[^/@]+))?(?:/([^@]+))?")     # owner/name@revision/files
 LOCAL = (".json", ".jsonl", ".csv", ".tsv", ".txt", ".list", ".lst", ".arrow", ".gz", ".zip")      # a file that is gone
-COPIES = r"\.hub-[a-z0-9_]{8}"        # whole names of the folders of `fetched`, by mkdtemp
-_fetched = {}       # {path on the hub: path of its copy here}
 
 
 def is_there(path):
@@ -29,21 +24,6 @@ def is_there(path):
 def may_be(path):
     """Whether a name that nothing here has is that of a data set on the hub."""
     return is_there(path) or bool(NAME.fullmatch(str(path))) and not str(path).endswith(LOCAL)
-
-
-def here(path):
-    """The path itself, or that of the copy that `fetched` has made of it."""
-    return _fetched.get(str(path), path)
-
-
-def open_file(path):
-    """A file here or on the hub, opened for reading bytes."""
-    path = here(path)
-    if not is_there(path):
-        return open(path, "rb")
-    from huggingface_hub import HfFileSystem
-    with asking(path):
-        return HfFileSystem().open(str(path).removeprefix("hf://"), "rb", block_size=2**16)
 
 
 @contextlib.contextmanager
@@ -117,21 +97,6 @@ def download(path, **where):
     with asking(path):
         from huggingface_hub import hf_hub_download
         return hf_hub_download(repo, name, repo_type="dataset", revision=commit, **where)
-
-
-@contextlib.contextmanager
-def fetched(path, folder):
-    """Within this context a file on the hub has a copy in a temporary folder in `folder`, which here() names."""
-    if not is_there(path):
-        yield
-        return
-    place = tempfile.mkdtemp(prefix=".hub-", dir=folder)        # one of COPIES
-    try:
-        _fetched[path] = download(path, local_dir=place)
-        yield
-    finally:
-        _fetched.pop(path, None)
-        shutil.rmtree(place, ignore_errors=True)
 
 
 def table_rows(path, size=1024):

@@ -22,11 +22,8 @@ SOUND_ERRORS = ("too_short", "silence")                  # that prepare_tts.py f
 WARNINGS = ("clipping", "dc_offset", "no_words", "duplicate_audio", "duplicate_text", "in_validation", "text_rate",
             "no_second_clip", "no_reference_text", "unused_reference", "own_reference",
             "transcript")       # of samples that are used all the same
-FORMATS = ("chatml", "ms_swift", "manifest", "vibevoice", "metadata_json", "sidecar", "ljspeech", "piper", "list",
-           "kaldi", "parquet", "arrow", "tar", "vctk", "aishell3", "mls", "wenetspeech4tts", "gigaspeech",
-           "emilia_pipe")       # of data (speech/data/formats.py, speech/data/corpora.py)
-MEANINGS = ("audio", "text", "id", "speaker", "language", "scene", "duration", "offset", "end", "ref_audio", "ref_text",
-            "voice_prompts", "voices")       # of columns (speech/data/columns.py)
+MEANINGS = ("audio", "text", "id", "speaker", "language", "scene", "split", "duration", "offset", "end", "ref_audio",
+            "ref_text", "voice_prompts", "voices")       # of columns (speech/convert.py)
 REFERENCES = ("given", "same_speaker", "none")      # which clip stands before a text
 
 LONGEST_CLIP_S = 600        # seconds of one clip: the codec sees it whole, and positions are 25 a second
@@ -156,11 +153,9 @@ def data(group):
                    help="the same for folders: made by prepare_tts.py, with metadata.json, audio with texts beside it")
     g.add_argument("--eval_data_file", help="validation data; without it --validation_split is held out")
     g.add_argument("--eval_data_dir", help="validation folder, as --train_data_dir")
-    g.add_argument("--data_format", choices=("auto", *FORMATS), default="auto",
-                   help="format of the data, where it cannot be told from what is in them")
     g.add_argument("--columns", default="", metavar="MEANING=NAME,...",
-                   help="columns of a table by their names: audio=clip,text=caption; also speaker, language, ref_audio "
-                        "and the others that docs/speech.md lists")
+                   help="columns of a table by their names, or by number where it has no header: audio=clip,"
+                        "text=caption; also speaker, language, ref_audio and the others that docs/speech.md lists")
     g.add_argument("--task_type", choices=TASK_TYPES, default="single_speaker_smart_voice",
                    help="shape of the prompt, of samples that name none themselves; ChatML has its own")
     flags.switch(g, "--ref_audio_in_system_message", help="put reference clips into the scene description; not ChatML")
@@ -174,15 +169,20 @@ def data(group):
                    help="share of the samples that keep their reference, 0 to 1, drawn by --seed")
 
 
+def check_columns(columns):
+    """UserError for a value of --columns."""
+    for pair in filter(None, columns.split(",")):
+        need(re.fullmatch(r"\w+=.+", pair) and pair.split("=")[0] in MEANINGS,
+             f"--columns {pair}: is not of the form MEANING=NAME; meanings are {', '.join(MEANINGS)}")
+
+
 def check_data(args):
     """Raise UserError for values and combinations of them that are wrong."""
     for name in ("train_data_file", "train_data_dir"):
         setattr(args, name, [word for word in getattr(args, name) or [] if word])
     need(bool(args.train_data_file) != bool(args.train_data_dir), "give one of --train_data_file and --train_data_dir")
     need(not (args.eval_data_file and args.eval_data_dir), "give one of --eval_data_file and --eval_data_dir, not both")
-    for pair in filter(None, args.columns.split(",")):
-        need(re.fullmatch(r"\w+=.+", pair) and pair.split("=")[0] in MEANINGS,
-             f"--columns {pair}: is not of the form MEANING=NAME; meanings are {', '.join(MEANINGS)}")
+    check_columns(args.columns)
     flags.share(args, "reference_share")
     need(args.reference != "none" or args.reference_share == 1, "--reference none: drop --reference_share")
     for path, weight in sources(args)[0]:
@@ -201,5 +201,5 @@ def sources(args):
 def reading(args):
     """What rows.Reading takes of the flags, by name."""
     return {"task_type": args.task_type, "ref_in_system": args.ref_audio_in_system_message,
-            "data_format": args.data_format, "columns": args.columns, "reference": args.reference,
+            "columns": args.columns, "reference": args.reference,
             "reference_share": args.reference_share, "seed": args.seed, "normalize": args.normalize_text == "on"}

@@ -114,7 +114,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, limits, recogn
     def read():
         nonlocal builder, parts
         builder = TableBuilder(tokenizer, ids, table, checks.about)
-        parts = read_all(builder, sources, found, noted)
+        parts = read_all(builder, sources, found, noted, out / "data")
         print(f"data       {len(builder)} samples, {len(builder.clips)} distinct clips (read in "
               f"{time.monotonic() - start:.1f} s)", flush=True)
         if found.stopping:

@@ -26,7 +26,7 @@ import pytest
 import soundfile
 import torch
 
-from speech.data import columns
+from speech import convert
 from speech.data.encode import load_codec
 from tests.helpers import chats
 from tests.helpers.progress import PATIENCE_S
@@ -546,8 +546,8 @@ def test_files_that_are_named_exist():
 
 def test_columns_and_errors_of_data_are_those_of_the_code():
     shown = set(re.findall(r"`(\w+)`", TEXTS["docs/data.md"].partition("## Columns")[2].partition("\n## ")[0]))
-    assert shown >= {name for names in columns.COLUMNS.values() for name in names}
-    code = "".join(path.read_text() for folder in ("speech/data", "common", "core", "distill", "diffusion")
+    assert shown >= {name for names in convert.COLUMNS.values() for name in names.split()}
+    code = "".join(path.read_text() for folder in ("speech", "speech/data", "common", "core", "distill", "diffusion")
                    for path in (ROOT / folder).glob("*.py"))
     code = re.sub(r"\"\n\s+f?\"", "", code)     # a text over two lines
     tables = TEXTS["docs/troubleshooting.md"].partition("## Errors of speech data")[2].partition("\n## FAQ")[0]

@@ -65,7 +65,8 @@ def test_no_folder_grows(folder):
 # ---------------------------------------------------------------------------------------------------------------------
 # Imports
 
-BOTH = {"lora", "speech.demo.make_tiny", "diffusion.published", "diffusion.make_problems"}     # module and script
+BOTH = {"lora", "speech.convert", "speech.demo.make_tiny", "diffusion.published",
+        "diffusion.make_problems"}     # module and script
 
 MODULES = {str(path.with_suffix("")).replace("/", "."): path for path in tracked("*.py")
            if path.parts[0].removesuffix(".py") in MAY_IMPORT}

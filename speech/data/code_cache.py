@@ -21,7 +21,6 @@ from safetensors import SafetensorError, safe_open
 from common.distributed import UserError
 from common.indexing import parallel_map_ordered
 from core import json_files
-from speech.data.conversations import file_of
 
 SAMPLE_RATE = 24_000
 FRAME_RATE = 25                 # codec frames per second: 24 kHz / hop 960
@@ -30,7 +29,6 @@ CODES = 1024                    # values of a code: 0 to 1023
 KEY = "S16"                     # 128 bits of SHA-256, compared as bytes
 BLOCK = 8192                    # clips whose file dates are asked for together
 COLUMNS = ("lengths", "keys", "files", "file_keys", "checksums", "measures")    # of a shard, beside the codes
-ON_HUB = "hf://"                # how the path of a file on the hub begins (common/hub.py)
 
 
 def codec_fingerprint(codec_dir):
@@ -73,20 +71,15 @@ def file_key(clip, size, mtime_ns):
 def file_keys(clips):
     """((n, 2) int64 of size and modification time in ns, (n,) keys) of clips. UserError for a file
     gone by now.
-
-    Both numbers are 0 for a file on the hub, whose path has the commit.
     """
     stats, keys = array("q"), bytearray()
     for clip in clips:
-        file, found = file_of(clip.path), (0, 0)
         try:
-            if not file.startswith(ON_HUB):
-                about = os.stat(file)
-                found = about.st_size, about.st_mtime_ns
+            about = os.stat(clip.path)
         except OSError as error:
             raise UserError(f"{error.filename}: cannot be read any more ({error.strerror})")
-        stats.extend(found)
-        keys += file_key(clip, *found)
+        stats.extend((about.st_size, about.st_mtime_ns))
+        keys += file_key(clip, about.st_size, about.st_mtime_ns)
     return np.asarray(stats).reshape(-1, 2), np.frombuffer(bytes(keys), KEY)
 
 

@@ -27,22 +27,8 @@ OTHER_MARKS = ("mark speakers by [S1] or NAME:, which is read aloud; what Higgs-
                "[SPEAKER1], ...")
 SCENE = "<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
-MEMBER = "::"           # between the path of a container and what tells one clip in it (speech/data/containers.py)
-PLACE = re.compile(r"(.*?)::(?:(\d+)\+(\d+)|(\d+)\.(\d+))::", re.DOTALL)      # of such a clip, at its path's beginning
 FILLED_S = 1.0          # of Higgs TTS 3's references, as its servers do
 KNOWN = 100_000         # audio files remembered by name: references come again, targets mostly do not
-
-
-def file_of(path):
-    """The file in which a clip's audio lies."""
-    found = PLACE.match(os.fspath(path))
-    return found[1] if found else os.fspath(path)
-
-
-def unit_of(path):
-    """Equal for clips that are read together: those of a row group."""
-    found = PLACE.match(os.fspath(path))
-    return f"{found[1]}::{int(found[4]):09}" if found and found[4] else os.fspath(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +77,19 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """How rows become conversations: what the flags of these names say. normalize: the texts to speak."""
+    task_type: str = "single_speaker_smart_voice"
+    ref_in_system: bool = False
+    columns: str = ""
+    reference: str = "given"
+    reference_share: float = 1.0
+    seed: int = 42
+    normalize: bool = False
+    lone_reference: bool = False    # whether the model takes a clip without its words
+
+
+@dataclass(frozen=True)
 class Source:
     """A file or folder of speech data and how to read it."""
     path: Path
@@ -99,7 +98,6 @@ class Source:
     base: Path              # relative names of audio files begin here
     read: object            # read(wanted) yields (number, row, raw sample, BadSample or SKIPPED), by rising number
     unit: str = "sample"    # what is numbered: "line" of a file or "sample"; people count from 1
-    on_hub: bool = False
 
 
 class BadSample(Exception):
@@ -126,6 +124,26 @@ def is_chatml(entry):
     return spoken or "audios" not in entry and "audio" not in entry
 
 
+def label_of(entry):
+    """What people know a row or raw sample by: its id, or the file of its last clip."""
+    misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
+    if found := misc.get("sample_id") or entry.get("id"):
+        return found
+    clips = [item.get("audio_url") for item in content_items(entry) if isinstance(item, dict)]
+    clips = [clip for clip in (*clips, entry.get("audio")) if isinstance(clip, str) and clip]
+    return os.path.basename(clips[-1]) if clips else entry.get("speaker")
+
+
+def sample_text(sample):
+    """One line of what was understood of a sample: texts and clips in their order, and the speaker.
+    """
+    parts = [f"text {part[:60]!r}" if isinstance(part, str) else f"audio {part.path}"
+             for turn in sample.turns if turn.role != "system" for part in turn.parts]
+    labels = {"speaker": sample.speaker, "language": sample.language}
+    labels = [f"{name} {value}" for name, value in labels.items() if value]
+    return ", ".join(parts + labels)
+
+
 @dataclass
 class Paths:
     """Finds audio files relative to the data file's folder, its parent, its grandparent and the current folder.
@@ -136,11 +154,10 @@ class Paths:
     inside: tuple = ()
     endings: tuple = ()
     known: dict = field(default_factory=dict)
+    listed: dict = field(default_factory=dict)      # {folder: {name in lower case: name}}
 
     def find(self, name):
         """Absolute path of an audio file; raises BadSample with every place that was tried."""
-        if MEMBER in name and PLACE.match(name):        # "::" may also stand in the name of a folder
-            return name
         if name not in self.known:
             if len(self.known) >= KNOWN:
                 self.known.clear()
@@ -152,6 +169,8 @@ class Paths:
                 raise BadSample(f"audio file {name!r} is a URL, which is not read; copy it here first")
             near = self._elsewhere(os.path.basename(name.replace("\\", "/")))
             hint = f"; {near} is there: write paths relative to {self.base}" if isinstance(near, str) else ""
+            if re.match(r"[A-Za-z]:\\", name):
+                hint = hint or f"; this is a path of Windows: write paths relative to {self.base}"
             raise BadSample(f"audio file {name!r} not found; tried {', '.join(found)}{hint}")
         return found
 
@@ -170,8 +189,20 @@ class Paths:
             return [name] if os.path.isabs(name) else [os.path.join(place, name) for place in self.places()]
 
         names = [name, name.replace("\\", "/"), *(unicodedata.normalize(form, name) for form in ("NFC", "NFD"))]
-        return next((os.path.abspath(place + ending) for spelling in dict.fromkeys(names) for place in places(spelling)
-                     for ending in ("", *self.endings) if os.path.isfile(place + ending)), places(name))
+        found = next((place + ending for spelling in dict.fromkeys(names) for place in places(spelling)
+                      for ending in ("", *self.endings) if os.path.isfile(place + ending)), None)
+        found = found or next((real for spelling in names[:2] for place in places(spelling)
+                               if (real := self._any_case(place))), None)
+        return os.path.abspath(found) if found else places(name)
+
+    def _any_case(self, path):
+        """Path of a file whose name differs in case alone, None for none."""
+        folder, name = os.path.split(path)
+        if folder not in self.listed:
+            names = os.listdir(folder) if os.path.isdir(folder) else ()
+            self.listed[folder] = {there.lower(): there for there in names}
+        real = self.listed[folder].get(name.lower())
+        return os.path.join(folder, real) if real else None
 
 
 def message_parts(message, paths):

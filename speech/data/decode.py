@@ -11,14 +11,15 @@ import numpy as np
 
 from speech.choices import LONGEST_CLIP_S
 from speech.data.code_cache import SAMPLE_RATE
-from speech.data.columns import AUDIO_FILES
-from speech.data.conversations import FILLED_S, file_of
+from speech.data.conversations import FILLED_S
 
+AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aiff", ".aif", ".au", ".caf", ".w64", ".rf64")
 MIN_SAMPLES = 960               # one codec frame
 SAVED = ".npy"                  # codes that generate_tts.py --save_codes wrote: taken as they are, without sound
 UNKNOWN = 2**63 - 1             # length of a FLAC file that was written into a pipe, in libsndfile's words
 PIECE = 2**20                   # samples of such a file that are read at a time
 WHOLE = 0.99                    # of the samples that a header promises: with fewer a file is cut off
+PAST_S = 0.3                    # that a cut may reach past the end of its recording
 LOUDEST = 10.0                  # peak of a clip; full scale is 1, float files and mp3 may go a little beyond it
 
 
@@ -28,7 +29,7 @@ def decode_audio(path, cuts):
     cuts: [(offset seconds or None, duration seconds or None)]. Raises ValueError with the reason.
     """
     digest, rate, parts = decode_file(path, cuts)
-    return digest, [cut_wave(part, rate, offset) for part, (offset, _) in zip(parts, cuts)]
+    return digest, [cut_wave(part, rate, *cut) for part, cut in zip(parts, cuts)]
 
 
 def holds_codes(path):
@@ -36,7 +37,7 @@ def holds_codes(path):
     if path.endswith(AUDIO_FILES):      # opened once, to be decoded; codes of such a name are refused there
         return False
     try:
-        with opened(path) as file:
+        with open(path, "rb") as file:
             return file.read(6) == b"\x93NUMPY"
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})")
@@ -45,7 +46,7 @@ def holds_codes(path):
 def read_codes(path):
     """(sha256 hex of a .npy file of generate_tts.py --save_codes, its (T, K) codes). Raises ValueError with the reason."""
     try:
-        with opened(path) as file:
+        with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             file.seek(0)
             codes = np.lib.format.read_array(file, allow_pickle=False)
@@ -66,14 +67,6 @@ def check_codes(codes, offset, num_codebooks, size):
         raise ValueError(f"has codes beyond 0 to {size - 1}, or none")
 
 
-def opened(path):
-    """The audio file at a path, or inside another file, as a binary file. Raises OSError and ValueError."""
-    if file_of(path) != os.fspath(path):
-        from speech.data import containers
-        return io.BytesIO(containers.read_bytes(path))
-    return open(path, "rb")
-
-
 class TooLong(ValueError):
     """A clip that would take too much memory."""
 
@@ -86,7 +79,7 @@ def decode_file(path, cuts):
     """
     import soundfile
     try:
-        with opened(path) as data:
+        with open(path, "rb") as data:
             digest = hashlib.file_digest(data, "sha256").hexdigest()
             size = data.seek(0, os.SEEK_END)
             if not size:
@@ -175,10 +168,18 @@ def bounds(offset, length, rate):
     return start, start + (min(most, round(length * rate)) if length else most)
 
 
-def cut_wave(part, rate, offset):
+def check_end(there, offset, length):
+    """Raise ValueError for a cut that reaches past the end of its recording. there: seconds of the cut that are in it."""
+    if length and there and length - there > PAST_S:
+        raise ValueError(f"ends {length - there:.2f} s before the cut from {offset:g} to {offset + length:g} s does: the "
+                         "times are of another recording, or not in seconds")
+
+
+def cut_wave(part, rate, offset, length=None):
     """Waveform at 24 kHz (m,) float32 of one part of decode_file's; ValueError when nobody can be heard in it."""
     import soxr
     check_size(len(part), rate, LONGEST_CLIP_S * rate)
+    check_end(len(part) / rate, offset, length)
     where = f" from offset {offset} s" if offset else ""
     if not np.isfinite(part).all():
         raise ValueError(f"contains samples that are not finite numbers{where}")
@@ -249,9 +250,9 @@ def header_frames(path, cuts, config, num_codebooks):
         return [len(codes)] * len(cuts)
     import soundfile
     try:
-        if not os.path.getsize(file_of(path)):
+        if not os.path.getsize(path):
             raise ValueError("is an empty file")
-        with opened(path) as file:
+        with open(path, "rb") as file:
             info = soundfile.info(file)
             frames = count_samples(file, info)
     except OSError as error:
@@ -264,6 +265,7 @@ def header_frames(path, cuts, config, num_codebooks):
         stop = min(frames, start + round(length * info.samplerate)) if length else frames
         samples = wave_samples(max(0, stop - start), info.samplerate)
         check_size(samples, SAMPLE_RATE, LONGEST_CLIP_S * SAMPLE_RATE)
+        check_end(samples / SAMPLE_RATE, offset, length)
         check_length(samples, offset)
         found.append(codec_frames(max(samples, round(FILLED_S * SAMPLE_RATE)) if fill else samples, config))
     return found

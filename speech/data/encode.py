@@ -8,7 +8,6 @@ The codec (and with it torchaudio) is imported only when a clip is missing.
 """
 import errno
 import heapq
-import itertools
 import os
 import sys
 import time
@@ -24,7 +23,7 @@ from safetensors.numpy import save_file
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from common import hub, tensor_files
+from common import tensor_files
 from common.checkpoint import write_atomically
 from common.distributed import UserError, problem_text
 from core.loading import each
@@ -38,7 +37,7 @@ from speech.data.code_cache import (
     file_key,
     look_up,
 )
-from speech.data.conversations import FILLED_S, file_of, unit_of
+from speech.data.conversations import FILLED_S
 from speech.data.decode import (
     check_codes,
     cut_wave,
@@ -65,21 +64,14 @@ def share_work(clips, unknown, world_size):
         files.setdefault(clip.path, (tuple(stat), {}))[1][i] = clip
 
     def seconds(path, stat, cuts):
-        claimed = max(c.seconds for c in cuts.values())
-        size = stat[0] if file_of(path) == str(path) else 64_000        # of a file that holds many: all the same
-        return claimed or size / BYTES_PER_SECOND.get(os.path.splitext(path)[1].lower(), 64_000)
+        claimed = sum(c.seconds for c in cuts.values())
+        return claimed or stat[0] / BYTES_PER_SECOND.get(os.path.splitext(path)[1].lower(), 64_000)
 
-    shards = {file_of(path) for path in files if hub.is_there(path)}
-    units = {}      # what is read, or fetched, in one go stays with one rank, in its order
-    for path, job in files.items():
-        whole = len(shards) >= world_size and hub.is_there(path)
-        units.setdefault(file_of(path) if whole else unit_of(path), []).append((seconds(path, *job), path, *job))
-    jobs = sorted(((sum(job[0] for job in unit), name, unit) for name, unit in units.items()),
-                  key=lambda j: (-j[0], j[1]))
+    jobs = sorted(((seconds(path, *job), path, *job) for path, job in files.items()), key=lambda j: (-j[0], j[1]))
     loads, work = [(0.0, rank) for rank in range(world_size)], [[] for _ in range(world_size)]
-    for cost, _, unit in jobs:
+    for cost, *job in jobs:
         load, rank = heapq.heappop(loads)
-        work[rank] += [(path, stat, cuts) for _, path, stat, cuts in unit]
+        work[rank].append(tuple(job))
         heapq.heappush(loads, (load + cost, rank))
     return work
 
@@ -176,7 +168,7 @@ class _Decode(Dataset):
 
         def wave(clip, part):
             try:        # numpy: tensors would travel through /dev/shm, which containers keep small
-                found = cut_wave(part, rate, clip.offset)
+                found = cut_wave(part, rate, clip.offset, clip.duration)
                 return filled(found) if clip.filled else found, measure(part, rate)
             except ValueError as error:
                 return str(error)
@@ -208,7 +200,7 @@ def _encode_files(world, mine, folder, how, progress, bad):
     index, seen = CacheIndex(folder), set()
     batch, flushed = Batch(folder, how.num_codebooks), time.monotonic()
     codec, bandwidth = load_codec(how.codec_dir, world.device, how.num_codebooks)
-    for path, stat, cuts, digest, waves in decoded(world, mine, how.processes, folder):
+    for path, stat, cuts, digest, waves in decoded(world, mine, how.processes):
         heard = 0.0
         for (number, clip), found in zip(cuts.items(), waves):
             if isinstance(found, str):
@@ -243,25 +235,16 @@ def _encode_files(world, mine, folder, how, progress, bad):
         torch.cuda.empty_cache()
 
 
-def decoded(world, work, processes, folder):
+def decoded(world, work, processes):
     """Yield (path, stat, cuts, digest, waves) of the files of share_work's list for one rank: what
-    _Decode has of each.
-
-    processes: that decode, on this node. folder: for copies of files on the hub, one at a time.
+    _Decode has of each. processes: that decode, on this node.
     """
-    def shard(job):
-        return file_of(job[0]) if hub.is_there(job[0]) else ""
-
-    share = max(1, processes // world.local_size) if processes else 0
-    for file, part in itertools.groupby(sorted(work, key=shard), shard):
-        part = list(part)
-        workers = min(share, len(part))
-        with hub.fetched(file, folder):
-            loader = DataLoader(_Decode(part), batch_size=None, num_workers=workers,
-                                collate_fn=lambda item: item, worker_init_fn=init_loader,
-                                multiprocessing_context="fork" if workers else None)
-            for i, digest, waves in each(loader):
-                yield *part[i], digest, waves
+    workers = min(len(work), max(1, processes // world.local_size) if processes else 0)
+    loader = DataLoader(_Decode(work), batch_size=None, num_workers=workers,
+                        collate_fn=lambda item: item, worker_init_fn=init_loader,
+                        multiprocessing_context="fork" if workers else None)
+    for i, digest, waves in each(loader) if work else ():
+        yield *work[i], digest, waves
 
 
 def _claim(world, key):

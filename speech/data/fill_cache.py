@@ -4,7 +4,7 @@ what is missing encoded. Imported when a clip is missing or a shard damaged.
 import contextlib
 from pathlib import Path
 
-from common import checkpoint, hub
+from common import checkpoint
 from common.checkpoint import move_aside
 from common.distributed import (
     UserError,
@@ -72,7 +72,7 @@ def own_cache(folder, wait_s):
             raise Stopped("")
     folder.mkdir(parents=True, exist_ok=True)
     lock = run_lock.acquire(folder, "--code_cache", wait_s=wait_s, waiting=waiting)
-    checkpoint.remove_named(folder, checkpoint.TEMPORARY, hub.COPIES)
+    checkpoint.remove_named(folder, checkpoint.TEMPORARY)
     return lock
 
 

@@ -28,7 +28,8 @@ def write(folder, table, tokenizer, ids, codec_dir, reading, report):
     shards = [Path(os.path.normpath(Path(table) / codes["folder"] / name)) for name in codes["shards"]]
     sizes = {str(path.relative_to(folder) if path.is_relative_to(folder) else path): path.stat().st_size
              for path in [*sorted(Path(table).iterdir()), *shards]}
-    about = {"table": Path(table).name, "files": sizes, "tokenizer": tokenizer_fingerprint(tokenizer, ids),
+    sums = {path.relative_to(folder).as_posix(): checkpoint.sha256_file(path) for path in Path(table).iterdir()}
+    about = {"table": Path(table).name, "files": sizes, "sha256": sums, "tokenizer": tokenizer_fingerprint(tokenizer, ids),
              "codec": codec_fingerprint(codec_dir), "reading": asdict(reading), "report": report}
     checkpoint.write_atomically(Path(folder) / PREPARED, lambda path: path.write_text(json.dumps(about, indent=1) + "\n"))
 
@@ -51,6 +52,8 @@ def look_into(folder):
         path = Path(folder) / name
         need(path.is_file(), f"{name} is not there")
         need(path.stat().st_size == size, f"{name} has {path.stat().st_size} bytes, not {size}")
+    for name, digest in about.get("sha256", {}).items():       # of the table; codes have checksums of their own
+        need(checkpoint.sha256_file(Path(folder) / name) == digest, f"{name} has another checksum than when it was made")
     return about
 
 

@@ -1,4 +1,4 @@
-"""Rows of any format -> raw ChatML: the conversation that Higgs-Audio's own inference builds of them.
+"""Rows of convert.py -> raw ChatML: the conversation that Higgs-Audio's own inference builds of them.
 
 System turn with the scene, references, the text to speak, the clip. Which reference, if any, stands before the text is
 chosen here.
@@ -9,10 +9,11 @@ import math
 import re
 from pathlib import Path
 
+from common.flags import UserError
+from core import json_files
 from core.json_files import LONGEST
 from speech.choices import DEFAULT_SYSTEM, TASK_TYPES
 from speech.data.conversations import SCENE, BadSample, system_parts
-from speech.data.sidecar import read_text
 
 SPOKEN_BY = re.compile(r"^\s*Speaker\s+(\d+)\s*:\s*", re.IGNORECASE | re.MULTILINE)     # as VibeVoice writes it
 CANDIDATES = 64             # clips of a speaker among which references are chosen
@@ -25,11 +26,12 @@ NOTES = {       # of samples that are used all the same
                          "them"}
 
 
-def row_entry(row, opened, paths):
-    """(raw ChatML sample, [(check, note)]) of a row of a manifest, a folder or a corpus. Raises
-    BadSample.
+def row_entry(row, reading, pool, paths):
+    """(raw ChatML sample, [(check, note)]) of a row of convert.py. Raises BadSample.
+
+    reading: Reading. pool: {speaker: [candidate]} of note_candidate.
     """
-    reading, notes = opened.reading, []
+    notes = []
     task = row.get("task_type")
     # JimmyMa99's converter writes "audio_generation" into every sample
     if task in (None, "", "audio_generation"):
@@ -39,7 +41,7 @@ def row_entry(row, opened, paths):
     if not isinstance(row["audio"], str) or not row["audio"].strip():
         raise BadSample(f"has no audio, but {row['audio']!r}")
     text = row_text(row)
-    references = chosen_references(row, task, opened, paths, notes)
+    references = chosen_references(row, task, reading, pool, paths, notes)
     for value in [value for tag, transcript, _ in references for value in (tag, transcript)]:
         if not isinstance(value, str):
             raise BadSample(f"a reference's tag or transcript is {value!r}, not text")
@@ -63,9 +65,17 @@ def row_entry(row, opened, paths):
     return {"messages": [{"role": "system", "content": system}, *turns,
                          {"role": "user", "content": text},
                          {"role": "assistant", "content": audio_item(row)}],
-            "speaker": row.get("speaker"), "language": row.get("language"),
+            "speaker": row.get("speaker"), "language": row.get("language"), "split": row.get("split"),
             "misc": {"sample_id": row.get("id")},
             "normalize_text": row.get("normalize_text")}, notes
+
+
+def read_text(path, name=""):
+    """Text of a file of its own. name: of what names it, for the BadSample."""
+    try:
+        return json_files.read_text(Path(path), name and f"{name} ").strip()
+    except UserError as error:
+        raise BadSample(error)
 
 
 def row_text(row):
@@ -117,13 +127,12 @@ def _seconds(row, key):
 # References
 
 
-def chosen_references(row, task, opened, paths, notes):
+def chosen_references(row, task, reading, pool, paths, notes):
     """[(tag, transcript, audio item)] that stand before the text of a row, as --reference says. Raises BadSample."""
-    reading = opened.reading
     if reading.reference == "none" or share_of("share", row, reading.seed) >= reading.reference_share:
         return []
     if reading.reference == "same_speaker":
-        chosen = another_clip(row, opened.pool, reading.seed)
+        chosen = another_clip(row, pool, reading.seed)
         if chosen is None:
             notes.append(("no_second_clip", f"its speaker {row.get('speaker')!r} has no other clip for reference"))
         return [("", row_text(chosen), audio_item(chosen))] if chosen else []
@@ -160,40 +169,31 @@ def chosen_references(row, task, opened, paths, notes):
 
 def share_of(what, row, seed):
     """Number from 0 to 1 that belongs to a row, whatever the order of the rows and who reads them."""
-    key = f"{seed}\0{what}\0{row.get('audio')}\0{row.get('offset')}"
+    key = f"{seed}\0{what}\0{row['name']}\0{row.get('offset')}"
     return int.from_bytes(hashlib.blake2b(key.encode("utf-8", "backslashreplace"), digest_size=8).digest()) / 2**64
 
 
-def reference_pool(source, seed):
-    """{speaker: rows} of at most CANDIDATES clips of each speaker, those of a good length first, else by chance."""
-    heaps = {}
-    for number, row in source.read(lambda number: True):
-        if not isinstance(row, dict) or "messages" in row or not row.get("speaker") or not row.get("audio"):
-            continue
-        try:
-            seconds = audio_item(row)["duration"]
-        except BadSample:
-            continue
-        odd = bool(seconds) and not GOOD_SECONDS[0] <= seconds <= GOOD_SECONDS[1]
-        entry = (-odd, -share_of("candidate", row, seed), number, row)
-        heap = heaps.setdefault(str(row["speaker"]), [])
-        if len(heap) < CANDIDATES:
-            heapq.heappush(heap, entry)
-        else:
-            heapq.heappushpop(heap, entry)      # the worst one goes
-    return {speaker: [row for *_, row in sorted(heap, reverse=True)] for speaker, heap in heaps.items()}
+def note_candidate(pool, row, reading, number):
+    """Take a row into {speaker: heap} of at most CANDIDATES clips of each speaker: those of a good length first, else
+    by chance. number: of the row.
+    """
+    if reading.reference != "same_speaker" or not row.get("speaker"):
+        return
+    seconds = audio_item(row)["duration"]
+    odd = bool(seconds) and not GOOD_SECONDS[0] <= seconds <= GOOD_SECONDS[1]
+    entry = (-odd, -share_of("candidate", row, reading.seed), number, row)
+    heap = pool.setdefault(str(row["speaker"]), [])
+    if len(heap) < CANDIDATES:
+        heapq.heappush(heap, entry)
+    else:
+        heapq.heappushpop(heap, entry)      # the worst one goes
 
 
 def another_clip(row, pool, seed):
     """Row of another clip of a row's speaker, chosen by the row itself; None where there is none with a text."""
     def place(row):
-        return row["audio"], row.get("offset")
+        return row["name"], row.get("offset")
 
-    others = [other for other in pool.get(str(row.get("speaker")), ()) if place(other) != place(row)]
-    while others:
-        other = others.pop(int(share_of("reference", row, seed) * len(others)))
-        try:
-            return {**other, "text": row_text(other), "text_file": None}
-        except BadSample:       # without a text it is told of where it is a sample itself
-            continue
-    return None
+    found = sorted(pool.get(str(row.get("speaker")), ()), reverse=True)
+    others = [other for *_, other in found if place(other) != place(row)]
+    return others[int(share_of("reference", row, seed) * len(others))] if others else None

@@ -1,12 +1,11 @@
-"""Speech data as people have it -> Samples: raw ChatML, or rows of any other format, as conversations.
-
-ChatML is recognised here. All that other formats need is imported for them: speech/data/formats.py finds out which it
-is and reads its rows, speech/data/prompts.py makes conversations of them.
-"""
+"""ChatML files -> Samples; speech data of any other format become ChatML first (speech/convert.py)."""
+import atexit
 import itertools
 import os
+import shutil
+import tempfile
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from common.distributed import UserError
@@ -17,30 +16,18 @@ from core.json_files import SKIPPED, read_entries
 from speech.data.conversations import (
     BadSample,
     Paths,
+    Reading,
     Sample,
     Source,
     canonical_sample,
-    content_items,
+    label_of,
     is_chatml,
+    sample_text,
 )
 from speech.data.text_normalization import RECOGNISED
 
 CHUNK = 2048    # entries of a file that are tokenised together
 LOOK = 20       # entries that are looked at to find out the format
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How rows become conversations: what the flags of these names say. normalize: the texts to speak."""
-    task_type: str = "single_speaker_smart_voice"
-    ref_in_system: bool = False
-    data_format: str = "auto"
-    columns: str = ""
-    reference: str = "given"
-    reference_share: float = 1.0
-    seed: int = 42
-    normalize: bool = False
-    lone_reference: bool = False    # whether the model takes a clip without its words
 
 
 def flag_of(name):
@@ -67,51 +54,41 @@ class Sources:
         return [*train, (self.held_out, 1.0, True)] if self.held_out else train
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A source ready to be read by several processes. pool: {speaker: [row]} to choose references
-    from.
+def open_source(path, reading, held_out=False, folder=None, problems=None, number=0):
+    """Source of a path: itself where it is ChatML; what else it is becomes ChatML in `folder` first.
+    number: of the path among those of a run.
+
+    held_out: whether it is validation data. problems: a list that takes the rows that cannot be used.
     """
-    source: Source
-    reading: Reading
-    pool: dict = field(default_factory=dict)
-
-
-def open_source(path, reading, held_out=False):
-    """Find out a source's format, and look through it for references if they shall be chosen -> Opened.
-
-    held_out: whether it is validation data.
-    """
-    source, plain = chatml_source(path, reading.data_format), Reading()
-    if source is None:
-        from speech.data import formats
-        source = formats.find_source(path, reading.data_format, reading.columns, held_out)
-    unused, why = (), ""
-    if source.format == "chatml":
+    source, plain = chatml_source(path), Reading()
+    if source is not None:
         unused = ("task_type", "ref_in_system", "reference", "reference_share", "columns")
-        why = "ChatML has prompts of its own, in which"
-    elif source.format not in ("manifest", "vibevoice", "parquet", "arrow", "tar"):
-        unused, why = ("columns",), f"has no columns with names ({source.format}):"
-    if changed := [flag_of(name) for name in unused if getattr(reading, name) != getattr(plain, name)]:
-        print(f"notice     {printable(path)}: {why} {', '.join(changed)} changes nothing", flush=True)
-    pool = {}
-    if reading.reference == "same_speaker" and source.format != "chatml":
-        from speech.data.prompts import reference_pool
-        pool = reference_pool(source, reading.seed)
-    return Opened(source, reading, pool)
+        if changed := [flag_of(name) for name in unused if getattr(reading, name) != getattr(plain, name)]:
+            print(f"notice     {printable(path)}: ChatML has prompts of its own, in which "
+                  f"{', '.join(changed)} changes nothing", flush=True)
+        return source
+    from speech import convert
+    if folder is None:
+        folder = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    made = Path(folder) / f"{'eval' if held_out else 'train'}-{number}.jsonl"
+    made = convert.to_chatml(path, made, held_out=held_out, problems=problems, **vars(reading))
+    unit, read = read_entries(made) if made.stat().st_size else ("row", lambda wanted: ())
+    return Source(Path(path), "chatml", f"as ChatML in {made}", made.parent, read, unit)
 
 
-def chatml_source(path, data_format="auto"):
-    """Source of a JSON file whose first entries are all ChatML; None for anything else, and what cannot be read."""
+def chatml_source(path):
+    """Source of a JSON file with ChatML among its first entries; None for anything else, and what cannot be read."""
     path = Path(path)
-    if data_format not in ("auto", "chatml") or path.suffix not in (".json", ".jsonl") or not path.is_file():
+    if path.suffix not in (".json", ".jsonl") or not path.is_file():
         return None
     try:
         unit, read = read_entries(path)
         first = [entry for _, entry in itertools.islice(read(lambda number: True), LOOK)]
     except UserError:
         return None
-    if not first or not all(map(is_chatml, first)):
+    talks = [entry for entry in first if isinstance(entry, dict) and isinstance(entry.get("messages"), list)]
+    if not talks or not all(map(is_chatml, talks)):
         return None
     return Source(path, "chatml", "JSON samples", path.parent, read, unit)
 
@@ -123,16 +100,17 @@ def read_samples(path, problems, make=canonical_sample, **reading):
     is not yielded; the caller decides. make: what makes them of ChatML. reading: of Reading. Raises
     UserError when the file itself cannot be read.
     """
-    for _, found in _numbered(open_source(path, Reading(**reading)), lambda number: True, make):
+    reading = Reading(**reading)
+    for _, found in _numbered(open_source(path, reading, problems=problems), reading, lambda number: True, make):
         if isinstance(found, Sample):
             yield found
         elif found is not None:
             problems.append(found)
 
 
-def read_chunks(opened, size, first=0, step=1):
-    """Yield (Samples, problems) of every `step`-th chunk of `size` entries of an Opened source from
-    chunk `first` on.
+def read_chunks(source, reading, size, first=0, step=1):
+    """Yield (Samples, problems) of every `step`-th chunk of `size` entries of a Source from chunk
+    `first` on.
 
     So several processes can share the work: what is not asked for is passed over, JSON lines even
     unread.
@@ -142,7 +120,7 @@ def read_chunks(opened, size, first=0, step=1):
         return chunk >= first and (chunk - first) % step == 0
 
     stop, samples, problems = (first + 1) * size, [], []
-    for number, found in _numbered(opened, wanted):
+    for number, found in _numbered(source, reading, wanted):
         while number >= stop:       # numbers are of lines, of which some are empty
             yield samples, problems
             stop, samples, problems = stop + step * size, [], []
@@ -152,69 +130,55 @@ def read_chunks(opened, size, first=0, step=1):
         yield samples, problems
 
 
-def _numbered(opened, wanted, make=canonical_sample):
+def _numbered(source, reading, wanted, make=canonical_sample):
     """Yield (number, found) of every entry: its Sample, a line on what is wrong with it, or None if
     it is left out.
     """
-    source, paths = opened.source, Paths(opened.source.base.resolve())
-    if source.format not in ("chatml", "metadata_json"):        # those name their files in full
-        from speech.data.formats import audio_paths
-        paths = audio_paths(source.base)
+    paths = Paths(source.base.resolve())
     for number, entry in source.read(wanted):
         if entry is SKIPPED or not wanted(number):
             yield number, None
             continue
-        name, notes = f"{source.path} {source.unit} {number + 1}", []
+        name, misc = f"{source.path} {source.unit} {number + 1}", {}
         try:
-            if isinstance(entry, BadSample):
-                name += entry.place
-                raise entry
             if isinstance(entry, dict):
+                misc = entry["misc"] if isinstance(entry.get("misc"), dict) else {}
                 label = label_of(entry)
                 name += f" ({printable(label, NAME)})" if label else ""
-                if "messages" not in entry and "audio" in entry:
-                    from speech.data.prompts import row_entry
-                    entry, notes = row_entry(entry, opened, paths)
+                if isinstance(misc.get("source"), str):     # of convert.py
+                    name = misc["source"]
             setting = entry.get("normalize_text") if isinstance(entry, dict) else None
             if setting not in (None, "", "on", "off"):
                 raise BadSample(f"its normalize_text is {setting!r}; give off, on or nothing")
             # off: as a take was spoken
-            sample = make(name, entry, paths, opened.reading.normalize and setting != "off")
+            sample = make(name, entry, paths, reading.normalize and setting != "off")
         except BadSample as error:
             yield number, problem(name, error.check, error, source.path)
         else:
-            sample.notes.extend(notes)
+            sample.notes.extend(map(tuple, misc.get("notes", ())))
             yield number, sample
-
-
-def label_of(entry):
-    """What people know a row or raw sample by: its id, or the file of its last clip."""
-    misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
-    if found := misc.get("sample_id") or entry.get("id"):
-        return found
-    clips = [item.get("audio_url") for item in content_items(entry) if isinstance(item, dict)]
-    clips = [clip for clip in (*clips, entry.get("audio")) if isinstance(clip, str) and clip]
-    return os.path.basename(clips[-1]) if clips else entry.get("speaker")
 
 
 # --------------------------------------------------------------------------------------------------
 # From the user's files to the samples of a run
 
 
-def read_all(builder, sources, problems, noted=None):
+def read_all(builder, sources, problems, noted=None, folder=None):
     """Read and tokenise Sources into a TableBuilder -> sources of its Table.
 
     problems: Problems, which takes the samples that cannot be used, for the caller to settle.
-    noted: a list that takes what is odd about samples that are used, as Problems. Raises UserError
-    when a source is empty.
+    noted: a list that takes what is odd about samples that are used, as Problems. folder: for what
+    is not ChatML. Raises UserError when a source is empty.
     """
     found, recognised = [], {}  # {key of RECOGNISED: [number of samples, the first one's words]}
-    for path, weight, held_out in sources.all():
-        first, opened = len(builder), open_source(path, sources.reading, held_out)
-        notes, refused, shown = Counter(), Counter(), []
+    for number, (path, weight, held_out) in enumerate(sources.all()):
+        first, lost = len(builder), []
+        source = open_source(path, sources.reading, held_out, folder, lost, number)
+        notes, refused, shown = Counter(), Counter(p.check for p in lost), []
+        problems.add(lost)
 
-        def chunks(start, step, opened=opened, path=path):
-            for samples, wrong in read_chunks(opened, CHUNK, start, step):
+        def chunks(start, step, source=source, path=path):
+            for samples, wrong in read_chunks(source, sources.reading, CHUNK, start, step):
                 samples, odd = _without_noted(samples, wrong, sources.drop, path)
                 text = sample_text(samples[0]) if samples and start == 0 else ""
                 yield (builder.chunk(samples, wrong), wrong, odd, text,
@@ -235,10 +199,9 @@ def read_all(builder, sources, problems, noted=None):
             for how, words in itertools.chain.from_iterable(map(dict.items, words_of)):
                 recognised.setdefault(how, [0, words])[0] += 1
 
-        # of one on the hub each would read all texts
-        parallel_map_ordered(chunks, 0 if opened.source.on_hub else sources.processes, take)
+        parallel_map_ordered(chunks, sources.processes, take)
         kept = len(builder) - first
-        print_source(path, opened.source, kept, refused, shown, notes)
+        print_source(path, source, kept, refused, shown, notes)
         if not kept and not problems.stopping:
             problems.settle()
             raise UserError(f"{path}: holds no samples" + (" that can be used" if refused else ""))
@@ -280,16 +243,6 @@ def print_source(path, source, kept, refused, shown, notes):
     for check, n in sorted(notes.items()):
         from speech.data.prompts import NOTES
         print(f"           {counted(n, 'sample')} with {check}: {NOTES[check]}", flush=True)
-
-
-def sample_text(sample):
-    """One line of what was understood of a sample: texts and clips in their order, and the speaker.
-    """
-    parts = [f"text {part[:60]!r}" if isinstance(part, str) else f"audio {part.path}"
-             for turn in sample.turns if turn.role != "system" for part in turn.parts]
-    labels = {"speaker": sample.speaker, "language": sample.language}
-    labels = [f"{name} {value}" for name, value in labels.items() if value]
-    return ", ".join(parts + labels)
 
 
 def file_of(sources, i):

@@ -56,7 +56,7 @@ def hear(world, clips, numbers, folder, settings, how):
         progress, problems = Progress(world, work, "hearing", how.wait_limit_s), []
         try:
             with judges.on(world.device):
-                mine = decoded(world, work[world.rank], how.processes, folder)
+                mine = decoded(world, work[world.rank], how.processes)
                 _hear_share(mine, judges, folder, name, progress)
         except UserError as error:      # told to every rank
             problems.append(str(error))

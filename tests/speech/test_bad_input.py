@@ -58,7 +58,7 @@ def complains(done, *parts, errors=1):
 # -- The data file -----------------------------------------------------------------------------------------------------
 
 FILES = {
-    "not there": (None, "cannot be read (No such file or directory)"),
+    "not there": (None, "there is no such file or folder"),
     "empty": (b"", "is empty"),
     "blank": (b" \n\n ", "is empty"),
     "a string": (b'"hello"', "holds a JSON str, not a list of samples"),
@@ -86,7 +86,7 @@ def test_data_file(tmp_path, content, parts):
 
 
 def test_data_folder(run, tmp_path):
-    assert complains(run("--train_data_dir", tmp_path / "gone", "--train_data_file", ""), tmp_path / "gone", "cannot be read")
+    assert complains(run("--train_data_dir", tmp_path / "gone", "--train_data_file", ""), tmp_path / "gone", "there is no such file or folder")
     (tmp_path / "folder").mkdir()
     flags = ("--train_data_dir", tmp_path / "folder", "--train_data_file", "")
     assert complains(run(*flags), tmp_path / "folder", "has neither a list nor audio files")

@@ -96,7 +96,7 @@ def test_ranks_prepare_and_the_trainer_trains_on_it_elsewhere(tiny, speech, pool
              "--output_dir", tmp_path / "made", "--reference", "same_speaker", "--preprocess_num_proc", "1"]
     statuses, output = pool.run(2, "speech.prepare_tts.main", list(map(str, flags)), cwd=tmp_path)
     assert statuses == [0, 0], output[-3000:]
-    assert "manifest (JSON, audio, text, speaker); 24 rows = 24 kept + 0 refused" in output
+    assert "(JSON): 24 rows = 24 kept + 0 refused" in output
     assert "done       24 samples" in output and "h of audio" in output
     about = json.loads((tmp_path / "made" / "prepared.json").read_text())
     ours, theirs = (Table(path) for path in (folder / json.loads((folder / "prepared.json").read_text())["table"],
@@ -162,6 +162,29 @@ def test_a_folder_of_another_model_is_refused(tiny, tokenizer, ids, folder, tmp_
         opened(tiny, tokenizer, ids, [(tmp_path / "other", 1.0)], tmp_path / "out")
     with pytest.raises(UserError, match="was prepared with --reference same_speaker, not none"):
         opened(tiny, tokenizer, ids, [(folder, 1.0)], tmp_path / "out", reading=Reading(reference="none"))
+
+
+def test_one_flipped_bit_of_a_prepared_folder_is_found(tiny, tokenizer, ids, folder, tmp_path):
+    """It trained other texts, and had the right size."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (path,) = copy.glob("table-*/tokens.npy")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="is damaged, table-[0-9a-f]*/tokens.npy has another checksum than when it was made"):
+        opened(tiny, tokenizer, ids, [(copy, 1.0)], tmp_path / "out")
+
+
+def test_a_cut_past_the_end_of_its_recording_is_an_error(tiny, tokenizer, ids, tmp_path):
+    """2.0 s were trained for 7 s of text: subtitles of another recording, or times in milliseconds."""
+    data = tmp_path / "data"
+    data.mkdir()
+    soundfile.write(data / "talk.wav", tone(20.0), 16000)
+    (data / "talk.srt").write_text("1\n00:00:01,000 --> 00:00:02,000\nOne.\n\n2\n00:00:18,000 --> 00:00:20,200\nTwo.\n\n"
+                                   "3\n00:00:18,000 --> 00:00:25,000\nThree.\n")
+    with pytest.raises(UserError, match=r"talk.srt entry 3 .*: its audio .*talk.wav: ends 5.00 s before the cut from 18 to 25 s"):
+        prepared(tiny, tokenizer, ids, data, tmp_path / "a")
+    assert prepared(tiny, tokenizer, ids, data, tmp_path / "b", drop=("audio",))["samples"] == 2
 
 
 def test_a_share_of_a_source_is_exact_and_the_same_again():
@@ -250,7 +273,7 @@ def test_validation_audio_in_training_is_found(tiny, tokenizer, ids, faulty, tmp
     assert [part.tolist() for part in usable_samples(table, *split_samples(table, 0, 42), **limits)] == [[0, 1, 3], [4, 5]]
     said = capsys.readouterr().out
     assert "dropped from training: 1 sample whose audio is in the validation data" in said
-    assert "eval\\x1b[31m.jsonl: manifest" in said and "\x1b" not in said
+    assert "eval\\x1b[31m.jsonl (JSON)" in said and "\x1b" not in said
     with pytest.raises(UserError, match="the audio of each is in the validation data too"):
         usable_samples(table, np.array([2]), np.array([4, 5]), **limits)
 

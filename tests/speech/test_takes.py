@@ -253,15 +253,6 @@ def test_other_arrays_are_no_codes(tmp_path, array, offset, why):
     assert list(bad) == [0] and why in bad[0] and "a.npy" in bad[0] and planned == bad
 
 
-def test_codes_inside_another_file_are_read(tmp_path):
-    """As parquet and tar files have them."""
-    np.save(tmp_path / "a.npy", np.arange(40).reshape(5, 8))
-    inside = (tmp_path / "a.npy").read_bytes()
-    (tmp_path / "b.tar").write_bytes(b"12" + inside)
-    digest, codes = read_codes(f"{tmp_path}/b.tar::2+{len(inside)}::a.npy")
-    assert digest == read_codes(f"{tmp_path}/a.npy")[0] and np.array_equal(codes, np.arange(40).reshape(5, 8))
-
-
 def test_codes_in_a_table_are_known_by_their_first_bytes(tmp_path):
     """As a column of bytes alone has them; nothing listens to them."""
     codes = np.arange(80).reshape(10, 8).astype(np.int16)

@@ -1,0 +1,1066 @@
+"""Speech data as people have it -> the ChatML .jsonl that the trainer reads.
+
+    python speech/convert.py my_corpus --output train.jsonl
+    python speech/convert.py clips.csv --columns audio=clip,text=caption --output train.jsonl
+    python speech/convert.py 'shards/*.parquet' --output train.jsonl     # audio is unpacked beside it
+
+Reads tables with a header (.csv .tsv .json .jsonl; columns are known by name), tables without one (audio|text,
+LJSpeech, Piper, the .list of GPT-SoVITS), Kaldi folders, metadata.json of the GUIs, ms-swift, VibeVoice, audio with
+texts or subtitles beside it, parquet and arrow files, WebDataset tars, and the corpora of CORPORA. What a column means
+is never guessed against what is in it: where that is undecided, name it with --columns. Rows that cannot be used are
+counted and listed with the reason; look at the first sample that is printed, and into the file.
+"""
+import contextlib
+import csv
+import glob
+import html
+import io
+import itertools
+import json
+import os
+import re
+import sys
+import tarfile
+import tempfile
+from collections import Counter
+from difflib import SequenceMatcher
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
+
+from common import flags
+from common.checkpoint import write_atomically
+from common.flags import UserError, need
+from common.problems import problem
+from common.text import NAME, counted, error_text, printable
+from core import json_files
+from speech import choices
+from speech.data import prompts
+from speech.data.conversations import (
+    BadSample,
+    Paths,
+    Reading,
+    canonical_sample,
+    content_items,
+    is_chatml,
+    label_of,
+    sample_text,
+)
+from speech.data.decode import AUDIO_FILES
+
+OTHER_AUDIO = (".m4a", ".aac", ".mp4", ".webm", ".wma", ".amr")     # libsndfile does not read them
+TEXTS = (".txt", ".normalized.txt", ".lab")                         # beside an audio file
+CUES = (".srt", ".vtt")                                             # with times: cuts of a recording
+LISTS = (".json", ".jsonl", ".csv", ".tsv", ".list", ".lst", ".txt")
+COLUMNS = {     # what a column means, by its name in lower case; the first name that is there counts
+    "audio": "audio audio_file audio_path audio_filepath audio_filename audio_url wav wav_path file_name filename path file",
+    "text": "text transcript transcription sentence normalized_text text_normalized target_text",
+    "id": "id _id utt utt_id sentence_id sid key", "speaker": "speaker speaker_id speaker_name spk spk_id client_id",
+    "language": "language lang locale", "scene": "scene", "split": "split", "duration": "duration seconds",
+    "offset": "offset start start_time", "end": "end end_time",
+    "ref_audio": "ref_audio ref_audio_file ref_audio_path reference_audio prompt_audio",
+    "ref_text": "ref_text ref_transcript reference_text prompt_text",
+    "voice_prompts": "voice_prompts", "voices": "voices", "normalize_text": "normalize_text"}
+SEPARATORS = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars"}
+INSIDE = ("wavs", "wav", "clips", "audio")      # subfolders in which a list's audio is looked for
+LANGUAGES = {"zh", "ja", "jp", "en", "ko", "yue", "de", "fr", "es", "it", "pt", "ru", "ar", "vi", "th"}
+HELD_OUT = {"eval", "test", "dev", "val", "valid", "validation"}
+NO_SPEAKER = {*INSIDE, "mp3", "flac", "train", "dev", "test", "eval", "valid", "val"}       # folders called so
+IPA = re.compile("[əɪʊɛɔæʌɑɹʃʒθðŋˈˌː]")
+NOTHING = {"nan", "none", "null", "<na>", "n/a", "na", ""}          # pandas' words for a field without a text
+SOUNDS = "laugh|sigh|cough|breath|gasp|chuckle|sniff|groan|yawn|music|applau|cheer|cry|whisper|pause|silence|noise|clears"
+ODD = {         # of texts that are used all the same: {what is said of them: pattern}
+    "hold marks of sounds or sound tags, which may be read aloud": re.compile(
+        rf"\[[a-z][a-z _-]*\]|</?[a-z][^<>]*>|\*[a-z][a-z ]*\*|\((?:{SOUNDS})[a-z ]*\)", re.I),
+    "begin with a name and a colon, which is read aloud": re.compile(r"^\s*[^\W\d][\w.'-]{0,20}(?: \w{1,12})?:\s"),
+    "hold HTML entities, which are read aloud": re.compile(r"&(?:#\d+|#x[0-9a-f]+|[a-z]{2,8});", re.I),
+    "look like text in a wrong encoding": re.compile("Ã[\x80-¿]|â€|Â[\x80-¿]|�"),
+    "hold control characters": re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f]")}
+SHARD_S = 600           # of sound in a FLAC file that audio is unpacked into
+DEPTH, LOOK = 3, 20     # levels of folders, and rows, that are looked through
+
+
+class Undecided(UserError):
+    """A table is one of speech, but what its columns mean is not certain."""
+
+
+# --------------------------------------------------------------------------------------------------
+# Tables, JSON. A reader yields (place, row): place is "line 7"; row a dict with the keys of COLUMNS, an entry that is
+# ChatML already, or the BadSample that says why it is none
+
+
+def find_columns(names, given):
+    """{meaning: column name}. given: {meaning: name} of --columns."""
+    lower = {}
+    for name in names:
+        lower.setdefault(str(name).strip().lower(), name)
+    known = {meaning: [given[meaning].lower()] if meaning in given else spellings.split()
+             for meaning, spellings in COLUMNS.items()}
+    return {meaning: lower[found] for meaning, spellings in known.items()
+            if (found := next((name for name in spellings if name in lower), None)) is not None}
+
+
+def check_columns(path, names, given):
+    """{meaning: column name} of a table; UserError without audio or text, or a column that --columns names."""
+    found, there = find_columns(names, given), ", ".join(str(name)[:40] for name in list(names)[:20])
+    for meaning, name in given.items():
+        need(meaning in found, f"{path}: has no column as --columns {meaning}={name} says; its columns are {there}")
+    lost = [meaning for meaning in ("audio", "text") if meaning not in found]
+    if lost:
+        known = "; ".join(f"of {meaning} are {COLUMNS[meaning].replace(' ', ', ')}" for meaning in lost)
+        raise UserError(f"{path}: has no column of {' and none of '.join(lost)}; its columns are {there}; known names "
+                        f"{known}; name yours: --columns {','.join(f'{meaning}=NAME' for meaning in lost)}")
+    return found
+
+
+def open_json(path, given):
+    """(about, rows) of JSON lines, a list, or one object."""
+    first = json_files.json_value(path) if path.suffix == ".json" else None
+    if isinstance(first, dict) and "samples" in first:
+        return "metadata.json", read_metadata(path, first["samples"])
+    need(not (isinstance(first, dict) and "segments" in first), f"{path}: is what a recogniser heard in one recording; "
+         "give the folder in which it stands beside that recording")
+    unit, read = json_files.read_entries(path)
+    entries = [entry for _, entry in itertools.islice(read(lambda number: True), None if given else LOOK)]
+    names = list(dict.fromkeys(key for entry in entries if isinstance(entry, dict) for key in entry))
+    need("audio_codes" not in names, f"{path}: holds audio_codes, another trainer's; give the list from which they were "
+         "made")
+    need(names or not entries, f"{path}: holds neither samples with 'messages' nor rows with columns of audio and text")
+    if "messages" not in names and names:
+        check_columns(path, names, given)
+    return "JSON", ((f"{unit} {number + 1}", json_row(entry, given)) for number, entry in read(lambda number: True))
+
+
+def json_row(entry, given):
+    """Row of a JSON entry: ChatML, ms-swift, or an object of columns."""
+    if not isinstance(entry, dict):
+        return BadSample(f"is a {type(entry).__name__}, not an object")
+    if isinstance(entry.get("messages"), list):
+        return entry if is_chatml(entry) else swift_row(entry)
+    return {meaning: entry.get(name) for meaning, name in find_columns(entry, given).items()}
+
+
+def swift_row(entry):
+    messages = entry["messages"]
+    if not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in messages):
+        return BadSample("has no list 'messages' of texts")
+    clips = entry.get("audios") or entry.get("audio") or []
+    clips = [clips] if isinstance(clips, str) else clips
+    clips = [clip.get("path") if isinstance(clip, dict) else clip for clip in clips]
+    answers = [m["content"] for m in messages if m.get("role") == "assistant"]
+    asked = sum(m["content"].count("<audio>") for m in messages if m.get("role") != "assistant")
+    spoken = sum(answer.count("<audio>") for answer in answers)
+    if asked and not spoken:
+        return BadSample("its <audio> is in the user's message: that is speech to understand, not to speak")
+    if spoken > 1 or asked or len(clips) != 1 or not answers:
+        return BadSample(f"{asked + spoken} <audio> and {len(clips)} audios: one spoken clip a sample is read")
+    text = answers[-1].replace("<audio>", "").strip() or next(
+        (m["content"] for m in reversed(messages) if m.get("role") == "user"), "")
+    ref = entry.get("ref_audios")
+    ref = ref[0] if isinstance(ref, list) and ref else ref
+    return {"audio": clips[0], "text": text, "id": entry.get("id"), "speaker": entry.get("speaker"),
+            "ref_audio": ref or None, "ref_text": entry.get("ref_text")}
+
+
+def read_metadata(path, samples):
+    """A metadata.json of the GUIs, whose root may leave train/ and eval/ out of the paths."""
+    need(isinstance(samples, list), f"{path}: has no list 'samples'")
+    for number, raw in enumerate(samples, 1):
+        def inside(key, raw=raw):
+            value = raw.get(key)
+            if not isinstance(value, str) or not value:
+                raise BadSample(f"has no {key!r}")
+            moved = path.parent / str(raw.get("split") or "") / value
+            return str(moved) if not (path.parent / value).exists() and moved.exists() else value
+        try:
+            if not isinstance(raw, dict):
+                raise BadSample(f"is a {type(raw).__name__}, not an object")
+            row = {"audio": inside("audio_file"), "text_file": path.parent / inside("transcript_file"),
+                   "ref_audio": inside("ref_audio_file") if raw.get("ref_audio_file") else None,
+                   "id": raw.get("id"), "text_name": "transcript_file", "scene": raw.get("scene"),
+                   "speaker": raw.get("speaker_id") or raw.get("speaker_name"), "language": raw.get("language"),
+                   "split": raw.get("split"), "duration": raw.get("duration"), "task_type": raw.get("training_task_type") or raw.get("task_type"),
+                   "ref_text": raw.get("ref_transcript"), "ref_speakers": raw.get("ref_speakers") or [],
+                   "voices": raw.get("voices")}
+        except BadSample as error:
+            row = error
+        known = isinstance(row, BadSample) and isinstance(raw, dict) and raw.get("id")
+        yield f"sample {number}" + (f" ({printable(known, NAME)})" if known else ""), row
+
+
+def lines_of(path):
+    """Lines of a UTF-8 file without their ends; UserError names the first that is not."""
+    with json_files.open_file(path) as file:
+        for number, line in enumerate(json_files.lines(file, path), 1):
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            except UnicodeDecodeError:
+                raise json_files.not_utf8(path, number, line)
+
+
+def fields_of(line, separator, as_written=False):
+    """Fields of a line; one whose quotes do not fit is split at every separator.
+
+    as_written: quotes count only where Python's csv module would have written them, as in tables without a header:
+    Piper's are made by it, LJSpeech has quotes of its own.
+    """
+    if '"' not in line:
+        return line.split(separator)
+    try:
+        fields = next(csv.reader([line], delimiter=separator, strict=True, skipinitialspace=True))
+    except csv.Error:
+        return line.split(separator)
+    for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL) if as_written else ():
+        again = io.StringIO()
+        csv.writer(again, delimiter=separator, quoting=quoting, lineterminator="").writerow(fields)
+        if again.getvalue() == line:
+            return fields
+    return line.split(separator) if as_written else fields
+
+
+def open_table(path, given):
+    """(about, rows) of a text file that is not JSON."""
+    head = [line for line in itertools.islice(lines_of(path), 10 * LOOK) if line.strip()][:LOOK]
+    need(head, f"{path}: is empty")
+    by_number = all(name.isdecimal() for name in given.values()) and given
+    best = {}
+    for separator, words in SEPARATORS.items() if not by_number else ():
+        names = [name.strip() for name in fields_of(head[0], separator)]
+        found = find_columns(names, given)
+        if {"audio", "text"} <= found.keys():
+            check_columns(path, names, given)
+            return f"a table with {words}, " + ", ".join(
+                meaning if meaning == name else f"{meaning} = {name!r}" for meaning, name in found.items()), \
+                read_table(path, separator, given)
+        best = max(best, found, key=len)
+        if found == best and found:
+            header = names
+    if best:
+        check_columns(path, header, given)
+    return open_headerless(path, head, given)
+
+
+def read_table(path, separator, given):
+    """Rows of a table with a header. In CSV a quoted field may go over several lines; elsewhere a line is a row."""
+    if separator == ",":
+        rows = csv_rows(path)
+    else:
+        rows = ((number, fields_of(line, separator)) for number, line in enumerate(lines_of(path), 1))
+    rows = ((number, row) for number, row in rows if any(field.strip() for field in row))
+    names = [name.strip() for name in next(rows)[1]]
+    columns = {meaning: names.index(name) for meaning, name in find_columns(names, given).items()}
+    for number, row in rows:
+        if len(row) != len(names):
+            yield f"line {number}", BadSample(f"has {len(row)} fields, the header has {len(names)}: "
+                                              f"{separator.join(row)[:80]!r}")
+        else:
+            yield f"line {number}", {meaning: row[at].strip() for meaning, at in columns.items()}
+
+
+def csv_rows(path):
+    """(number of the first line, row) of a CSV file; UserError names the line of a quote that nothing closes."""
+    reader = csv.reader((line + "\n" for line in lines_of(path)), strict=True, skipinitialspace=True)
+    while True:
+        line = reader.line_num + 1
+        try:
+            yield line, next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise UserError(f"{path}: its quotes do not fit in the row that begins at line {line} ({error}); a quote "
+                            'inside a field is written twice, and the field stands in quotes: "so ""it"" is"')
+
+
+def open_headerless(path, head, given):
+    """(about, rows) of lines of 2 to 4 fields without a header, of which the first names audio.
+
+    What the others are is judged over all rows; undecided: UserError that asks for --columns.
+    """
+    paths, why = audio_paths(path.parent), f"nor 2 to 4 fields as all others: {head[0][:80]!r}"
+    for separator in SEPARATORS:
+        rows = [fields_of(line, separator, as_written=True) for line in head]
+        if len({len(row) for row in rows}) == 1 and 2 <= len(rows[0]) <= 4:
+            at = int(given.get("audio", 1)) - 1 if given else 0
+            if at < len(rows[0]) and sum(paths.has(row[at].strip()) for row in rows) >= 0.9 * len(rows):
+                break
+            why = (f"and its first field names no audio files: {rows[0][0].strip()[:80]!r} is not there; looked in "
+                   + ", ".join(paths.places()))
+    else:
+        raise UserError(f"{path}: is not a table that is known: its first line has neither a column of audio and one of "
+                        f"text, {why}; give it a first line: audio,text")
+    width = len(rows[0])
+    rows = [(number, [field.strip() for field in fields_of(line, separator, as_written=True)])
+            for number, line in enumerate(lines_of(path), 1) if line.strip()]
+    good = [row for _, row in rows if len(row) == width]
+    meanings = {int(at) - 1: meaning for meaning, at in given.items()} if given else meanings_of(path, good)
+
+    def read():
+        for number, row in rows:
+            if len(row) != width and not (width == 3 and len(row) == 2 and meanings.get(2) == "normalised"):
+                yield f"line {number}", BadSample(f"has {len(row)} fields, not {width}: {separator.join(row)[:80]!r}")
+                continue
+            found = {meaning: row[at] for at, meaning in meanings.items() if at < len(row)}
+            text = found.pop("normalised", "") or found["text"]
+            yield f"line {number}", {"id": Path(found["audio"]).stem, **found, "text": text}
+    return f"no header, {', '.join(meanings.values())} between {SEPARATORS[separator]}", read()
+
+
+def meanings_of(path, rows):
+    """{number of a field: its meaning} of a table without a header; UserError where its fields leave that open."""
+    columns = [[value for value in column if value] for column in zip(*rows)]
+    if any(map(phonemes, columns)):
+        raise Undecided(f"{path}: its texts are phonemes, such as {next(filter(phonemes, columns))[0][:40]!r}, which "
+                        "Higgs-Audio does not read; give the texts from which they were made")
+    prose = [is_prose(column) for column in columns]
+    if prose[1] and not any(columns[2:]):
+        return {0: "audio", 1: "text"}
+    if len(columns) == 3 and prose[1] and prose[2]:
+        alike = [SequenceMatcher(None, row[1].lower(), row[2].lower()).ratio() for row in rows[:200] if row[2]]
+        if sum(alike) >= 0.6 * len(alike):
+            return {0: "audio", 1: "text", 2: "normalised"}
+    names = all(len(value) <= 40 and " " not in value for value in columns[1])
+    if len(columns) == 3 and prose[2] and names and not prose[1]:
+        return {0: "audio", 1: "speaker", 2: "text"}
+    if len(columns) == 4 and prose[3] and all(value.lower() in LANGUAGES for value in columns[2]):
+        return {0: "audio", 1: "speaker", 2: "language", 3: "text"}
+    shown = ", ".join(f"{number} {column[0][:40]!r}" if column else f"{number} empty"
+                      for number, column in enumerate(columns, 1))
+    raise Undecided(f"{path}: has no header, and what its fields mean is not certain: {shown}; name them by their "
+                    "numbers, for example --columns audio=1,text=2")
+
+
+def is_prose(values):
+    """Whether texts may be what is spoken: not numbers, codes, names, one of a few words, nor phonemes."""
+    if not values or phonemes(values):
+        return False
+    if sum(bool(re.fullmatch(r"[\d.,:+-]*", value)) for value in values) > len(values) / 2:
+        return False
+    if any(" " in value or re.search("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0e00-\u0e7f]", value) for value in values):
+        return len(values) < 4 or len(set(values)) > len(values) / 2
+    # single words: of a few, or with signs at their end
+    return sum(bool(re.search(r"\w[.!?]$", value)) for value in values) > len(values) / 2
+
+
+def phonemes(values):
+    return sum(len(IPA.findall(value)) >= 0.1 * len(value) > 0 for value in values) > len(values) / 2
+
+
+def read_kaldi(folder):
+    """wav.scp, text and maybe segments, utt2spk; a pipe in wav.scp is never run."""
+    def pairs(name):
+        found = {}
+        for number, line in enumerate(lines_of(folder / name) if (folder / name).exists() else (), 1):
+            key, value = (*line.split(None, 1), "", "")[:2]
+            need(key not in found, f"{folder / name}: line {number} has {key!r} again")
+            if key:
+                found[key] = value.strip()
+        return found
+    audio, texts, segments, speakers = map(pairs, ("wav.scp", "text", "segments", "utt2spk"))
+    for key, where in audio.items():
+        need(not where.endswith("|"), f"{folder / 'wav.scp'}: {key} is a command, which is not run; write its output to "
+             "files (wav-copy) and name those")
+    for key in dict.fromkeys([*texts, *(segments or audio)]):
+        row, recording = {"id": key, "text": texts.get(key), "speaker": speakers.get(key)}, key
+        try:
+            if key not in texts:
+                raise BadSample(f"{key} has no line in text", "empty_text")
+            if segments:
+                if key not in segments:
+                    raise BadSample(f"{key} is not in segments")
+                recording, start, end = (segments[key].split() + ["", "", ""])[:3]
+                row |= {"offset": start, "end": None if end == "-1" else end}
+            if recording not in audio:
+                raise BadSample(f"{recording!r} is not in wav.scp")
+            row["audio"] = audio[recording]
+        except BadSample as error:
+            row = error
+        yield f"utterance {key}", row
+
+
+# --------------------------------------------------------------------------------------------------
+# Audio with texts beside it
+
+
+def walk(folder):
+    """(folder, names of its files) of a tree in order, hidden ones left out; linked folders once."""
+    seen = set()
+    for at, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(at)
+        folders[:] = sorted(name for name in folders if not name.startswith(".")) if real not in seen else []
+        if real not in seen:
+            yield Path(at), sorted(name for name in names if not name.startswith("."))
+        seen.add(real)
+
+
+def read_sidecar(folder):
+    """Rows of the clips of a tree; a subfolder is taken for a speaker."""
+    for place, names in walk(folder):
+        there, mirrors = {name.lower(): name for name in names}, text_folders(folder, place)
+        told = [name for name in names if name.endswith(".trans.txt")]      # LibriSpeech
+        known = dict((*line.split(None, 1), "")[:2] for name in told for line in lines_of(place / name))
+        for name in names:
+            stem, ending = os.path.splitext(name)
+            if ending.lower() not in AUDIO_FILES + OTHER_AUDIO:
+                continue
+            at = str((place / name).relative_to(folder))
+            if ending.lower() in OTHER_AUDIO:
+                yield at, BadSample(f"{ending[1:]} is not read; convert it: ffmpeg -i {name} {stem}.flac", "unreadable")
+                continue
+            base = stem.lower()
+            wanted = [f"{one}{end}" for end in (*CUES, *TEXTS, ".json", ".tsv") for one in (base, f"{base}{ending.lower()}")]
+            wanted += sorted(one for one in there if re.fullmatch(re.escape(base) + r"\.[a-z]{2,3}(-[a-z]+)?\.(srt|vtt)", one))
+            text = next((place / there[one] for one in wanted if one in there), None)
+            text = text or next((other / f"{stem}{end}" for other in mirrors for end in (*CUES, *TEXTS)
+                                 if (other / f"{stem}{end}").is_file()), None)
+            row = {"audio": at, "id": os.path.join(os.path.dirname(at), stem),
+                   "speaker": "" if place == folder or place.name.lower() in NO_SPEAKER else str(place.relative_to(folder))}
+            if stem in known:
+                yield at, {**row, "text": known[stem], "speaker": stem.split("-")[0]}
+            elif text is None:
+                grid = next((there[one] for one in (f"{base}.textgrid", f"{base}.eaf") if one in there), None)
+                more = f"; {grid} is not read: save it as .srt or labels" if grid else ""
+                yield at, BadSample(f"has no text beside it ({', '.join(stem + end for end in TEXTS)}){more}", "empty_text")
+            else:
+                try:
+                    if text.name.endswith(".normalized.txt"):       # LibriTTS: speaker_chapter_...
+                        row["speaker"] = stem.split("_")[0]
+                    yield from cuts_of(at, row, text)
+                except (BadSample, UserError) as error:
+                    yield at, error if isinstance(error, BadSample) else BadSample(error)
+
+
+def text_folders(folder, place):
+    """Folders that mirror one of audio: txt/anna for wav/anna."""
+    parts = place.relative_to(folder).parts
+    found = [folder.joinpath(*parts[:i], name, *parts[i + 1:]) for i, part in enumerate(parts)
+             if part.lower() in NO_SPEAKER for name in ("txt", "txts", "text", "texts", "transcripts")]
+    return [path for path in found if path.is_dir()]
+
+
+def cuts_of(at, row, path):
+    """(place, row) of a clip: one, or one for each entry of subtitles, Audacity's labels, a recogniser's segments."""
+    text, ending = json_files.read_text(path), path.suffix.lower()
+    if ending == ".json":
+        data = json_files.read_object(path)
+        names = {key.lower(): key for key in data}
+        if isinstance(data.get("segments"), list):      # whisper, whisperX
+            found = [(s.get("start"), s.get("end"), s.get("text")) for s in data["segments"] if isinstance(s, dict)]
+        else:
+            key = next((names[key] for key in ("text", "transcript", "reference_text") if key in names), None)
+            if key is None:
+                raise BadSample(f"{path.name} has none of text, transcript, reference_text", "empty_text")
+            yield at, {**row, "text": str(data[key]), "normalize_text": data.get("normalize_text")}
+            return
+    elif ending == ".tsv":                              # whisper, in milliseconds
+        rows = [line.split("\t") for line in text.splitlines() if line.strip()]
+        if rows[:1] != [["start", "end", "text"]]:
+            raise BadSample(f"{path.name} does not begin with start, end, text")
+        found = [(float(cut[0]) / 1000, float(cut[1]) / 1000, cut[2]) for cut in rows[1:]]
+    elif ending in CUES:
+        found = subtitles(path.name, text)
+    else:
+        found = labels(text)
+    if found is None:
+        yield at, {**row, "text": text}
+        return
+    for number, cut in enumerate(found, 1):
+        place = f"{path.name} entry {number}"
+        if isinstance(cut, BadSample):
+            yield place, cut
+        else:
+            start, end, said = cut
+            yield place, {**row, "id": f"{row['id']} {start}-{end} s", "text": said, "offset": start, "end": end}
+
+
+def seconds_of(text):
+    parts = [float(part.replace(",", ".")) for part in text.split(":")]
+    return round(sum(part * 60 ** i for i, part in enumerate(reversed(parts))), 3)
+
+
+TIME = r"(?:\d+:)?\d+:\d+[.,]\d+"
+ARROW = re.compile(rf"\s*({TIME})\s*-->\s*({TIME})(?:\s.*)?")
+ALMOST = re.compile(rf"\s*{TIME}\W+{TIME}\s*")              # a damaged arrow
+
+
+def subtitles(name, text):
+    """[(start, end, words) or BadSample] of SRT or VTT; a cue lasts to the next line of times, whatever is between."""
+    cues, skipping = [], False
+    for line in text.splitlines():
+        if skipping := (line.startswith(("NOTE", "STYLE", "REGION", "WEBVTT")) or skipping and bool(line.strip())):
+            continue
+        if found := ARROW.fullmatch(line):
+            if cues and cues[-1][2] and (cues[-1][2][-1].strip().isdecimal() or len(cues[-1][2]) > 1 and not cues[-1][2][-2]):
+                cues[-1][2].pop()                           # the number, or name, of this cue
+            cues.append((seconds_of(found[1]), seconds_of(found[2]), []))
+        elif ALMOST.fullmatch(line):
+            if cues and cues[-1][2] and cues[-1][2][-1].strip().isdecimal():
+                cues[-1][2].pop()
+            cues.append((None, line.strip(), []))
+        elif cues:
+            cues[-1][2].append(line.strip())
+    if not cues:
+        raise BadSample(f"{name} has no line 00:00:00.000 --> 00:00:01.000", "empty_text")
+    found, before = [], ""
+    for start, end, said in cues:
+        said = [html.unescape(re.sub(r"</?[a-z][a-z0-9.]*(?: [^<>]*)?>|<[\d:.]+>|\{\\[^}]*\}", "", line)).strip() for line in said]
+        said = [line for line in said if line]
+        last = said[-1] if said else before
+        if len(said) > 1 and said[0] == before:             # rolling captions repeat the line before
+            said = said[1:]
+        before, words = last, " ".join(" ".join(said).split())
+        if start is None:
+            found.append(BadSample(f"its line of times cannot be read: {end!r}"))
+        elif not re.search(r"\w", re.sub("[♪♫]", "", words)) or re.fullmatch(r"[♪♫].*[♪♫]|\[[^]]*\]|\([^)]*\)", words):
+            found.append(BadSample(f"says no words ({words!r})", "empty_text"))
+        else:
+            found.append((start, end, words))
+    return found
+
+
+def labels(text):
+    """[(start, end, words)] of Audacity's labels; None for a plain text."""
+    number = r"(\d+(?:[.,]\d+)?)(?:\t|(?<=[.,]\d{6}) +)"    # an editor may have made spaces of its tabs
+    # a line that begins with a backslash is a range of Hz of the one before
+    found = [re.fullmatch(number * 2 + "(.*)", line) for line in text.splitlines() if line.strip() and line[0] != "\\"]
+    if not found or not all(found):
+        return None
+    return [(seconds_of(cut[1]), seconds_of(cut[2]), cut[3].strip()) for cut in found]
+
+
+# --------------------------------------------------------------------------------------------------
+# Audio inside other files
+
+
+class Unpacked:
+    """FLAC files of about SHARD_S seconds into which the sound of other files is written, in `folder`."""
+
+    def __init__(self, folder):
+        self.folder, self.open, self.count = Path(folder), {}, 0
+
+    def add(self, value):
+        """{"audio", "offset", "duration"} of bytes of an audio file, or of an {array, sampling_rate}. BadSample."""
+        import numpy as np
+        import soundfile
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if isinstance(value, dict):
+            wave, rate = np.asarray(value["array"], np.float32), int(value["sampling_rate"])
+        elif value[:6] == b"\x93NUMPY":                     # codes of --save_codes
+            path = self.folder / f"{self.count:07}.npy"
+            self.count += 1
+            path.write_bytes(value)
+            return {"audio": str(path)}
+        else:
+            try:
+                wave, rate = soundfile.read(io.BytesIO(value), dtype="float32", always_2d=True)
+            except soundfile.SoundFileError as error:
+                raise BadSample(f"is not readable audio ({error})", "audio")
+        wave = wave.mean(axis=1) if wave.ndim == 2 else wave
+        file, done = self.open.get(rate, (None, 0))
+        if file is None or done > SHARD_S * rate:
+            if file:
+                file.close()
+            path, done = self.folder / f"{self.count:07}.flac", 0
+            self.count += 1
+            file = soundfile.SoundFile(path, "w", rate, 1, "PCM_16", format="FLAC")
+        file.write(wave)
+        self.open[rate] = file, done + len(wave)
+        return {"audio": str(Path(file.name)), "offset": done / rate, "duration": len(wave) / rate}
+
+    def close(self):
+        for file, _ in self.open.values():
+            file.close()
+
+
+def open_columns(paths, given, unpacked):
+    """(about, rows) of parquet and arrow files."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise UserError(f"{paths[0]}: reading parquet and arrow files needs pyarrow: pip install pyarrow")
+
+    def batches(path):
+        if open(path, "rb").read(4) == b"PAR1":
+            yield from (batch.to_pylist() for batch in parquet.ParquetFile(path).iter_batches(64))
+            return
+        with pyarrow.memory_map(str(path)) as source:
+            if source.read(6) == b"ARROW1":
+                opened = pyarrow.ipc.open_file(source)
+                yield from (opened.get_batch(i).to_pylist() for i in range(opened.num_record_batches))
+            else:
+                source.seek(0)
+                yield from (batch.to_pylist() for batch in pyarrow.ipc.open_stream(source))
+
+    def audio_column(path, row):
+        named = find_columns(row, given).get("audio")
+        inside = [name for name, value in row.items() if isinstance(value, bytes) or isinstance(value, dict) and {
+            "bytes", "path", "array"} & value.keys()]
+        if named in inside or named and "audio" in given or not inside:
+            return named
+        need(len(inside) == 1, f"{path}: has several columns of audio, {', '.join(inside)}; name it: --columns audio=NAME")
+        return inside[0]
+
+    def read():
+        for path in paths:
+            number = 0
+            try:
+                for row in itertools.chain.from_iterable(batches(path)):
+                    number += 1
+                    audio = audio_column(path, row)
+                    found = check_columns(path, row, given | ({"audio": audio} if audio else {}))
+                    row = {meaning: row[name] for meaning, name in found.items()}
+                    value = row["audio"]
+                    name = value.get("path") if isinstance(value, dict) else None if isinstance(value, bytes) else value
+                    row["id"] = row.get("id") or os.path.basename(name or "") or f"row {number}"
+                    value = value.get("bytes") or (value if value.get("array") is not None else name) if isinstance(
+                        value, dict) else value
+                    yield f"{Path(path).name} row {number}", with_sound(row, value, unpacked)
+            except (pyarrow.ArrowException, OSError) as error:
+                raise UserError(f"{path}: cannot be read ({str(error).splitlines()[0]})")
+    return f"{len(paths)} files of columns", read()
+
+
+def with_sound(row, value, unpacked):
+    """A row with the place of its unpacked sound, or with the path that it names; BadSample."""
+    if not isinstance(value, (bytes, dict)):
+        return {**row, "audio": value}
+    if row.get("offset") not in (None, "") or row.get("end") not in (None, ""):
+        return BadSample("has an offset into audio that is inside the file: cut it first")
+    text = row.get("text")
+    if not isinstance(text, str) or text.strip().lower() in NOTHING:     # nothing is unpacked in vain
+        return BadSample(f"its text is {text!r}", "empty_text")
+    try:
+        return {**row, "duration": None, **unpacked.add(value)}
+    except BadSample as error:
+        return error
+
+
+def open_tars(paths, given, unpacked):
+    """(about, rows) of WebDataset shards: neighbours whose names are equal up to the first dot are one sample, where
+    that joins two clips up to the last.
+    """
+    def samples(tar, size):
+        waiting, last = [], None
+        for member in tar:
+            if member.offset_data + member.size > size:     # tarfile takes it for the last one
+                raise EOFError(f"{member.name} is not all there")
+            base = os.path.basename(member.name)
+            if not member.isfile() or base.startswith("."):
+                continue
+            key = os.path.join(os.path.dirname(member.name), base.split(".")[0])
+            if waiting and key != last:
+                yield waiting
+                waiting = []
+            waiting.append((member.name, member.size, tar.extractfile(member).read(
+            ) if member.size <= json_files.LONGEST else b""))
+            last = key
+        tar.fileobj.seek(tar.offset)
+        if tar.fileobj.read(512).strip(b"\0") or size < tar.offset + 512:
+            raise EOFError("its end is not there")
+        yield waiting
+
+    def row_of(members):
+        row, text, sound = {}, None, None
+        for name, size, data in members:
+            if size > json_files.LONGEST:
+                return BadSample(f"{name} is longer than {json_files.LONGEST >> 20} MiB")
+            if name.lower().endswith(AUDIO_FILES + OTHER_AUDIO):
+                sound = name, data
+            elif name.endswith(".json"):
+                found = json_files.loads(data)
+                if isinstance(found, dict):
+                    row |= {meaning: found[column] for meaning, column in find_columns(found, given).items()
+                            if meaning not in ("audio", "id")}
+            elif name.endswith(TEXTS) and text is None:
+                text = data.decode("utf-8-sig")
+        if sound is None:
+            return BadSample(f"has no audio file: {', '.join(name for name, *_ in members)}")
+        row = {**row, "text": row.get("text") if text is None else text, "id": sound[0], "duration": None}
+        if row["text"] is None:
+            return BadSample("has no text beside its audio", "empty_text")
+        return with_sound(row, sound[1], unpacked)
+
+    def read():
+        for path in paths:
+            try:
+                with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+                    for members in filter(None, samples(tar, os.path.getsize(path))):
+                        groups = {}
+                        clips = sum(name.lower().endswith(AUDIO_FILES) for name, *_ in members)
+                        for member in members:
+                            groups.setdefault(member[0].rpartition(".")[0] if clips > 1 else "", []).append(member)
+                        for group in groups.values():
+                            try:
+                                row = row_of(group)
+                            except (UnicodeDecodeError, ValueError) as error:
+                                row = BadSample(str(error))
+                            yield f"{Path(path).name} {group[0][0]}", row
+            except (tarfile.TarError, EOFError) as error:
+                raise UserError(f"{path}: cannot be read as a tar ({error}); the file may be cut off")
+    return f"{len(paths)} tar files", read()
+
+
+# --------------------------------------------------------------------------------------------------
+# Corpora as their publishers lay them out: {name: (names that its folder must hold, reader)}
+
+
+def tab_lines(path):
+    return ((*line.rstrip("\r").split("\t", 1), "")[:2] for line in json_files.read_text(path).split("\n") if line.strip())
+
+
+def vctk(folder):
+    """Of its two microphones the second one, as its authors advise."""
+    wav48 = next(iter(sorted(folder.glob("wav48*"), reverse=True)))
+    for text in sorted(folder.glob("txt/*/*.txt")):
+        clips = [wav48 / text.parent.name / f"{text.stem}{end}" for end in ("_mic2.flac", "_mic1.flac", ".flac", ".wav")]
+        yield {"id": text.stem, "audio": str(next((clip for clip in clips if clip.exists()), clips[0])),
+               "text_file": text, "speaker": text.parent.name, "language": "en"}
+
+
+def aishell3(folder):
+    """In a text every second word is the pinyin of the one before."""
+    for name, text in tab_lines(folder / "content.txt"):
+        yield {"id": Path(name).stem, "audio": f"wav/{name[:7]}/{name}", "speaker": name[:7], "language": "zh",
+               "text": "".join(text.split()[::2])}
+
+
+def mls(folder):
+    for name, text in tab_lines(folder / "transcripts.txt"):
+        speaker, book = (*name.split("_"), "", "")[:2]
+        yield {"id": name, "audio": f"audio/{speaker}/{book}/{name}", "speaker": speaker, "text": text}
+
+
+def wenetspeech4tts(folder):
+    for path in sorted(folder.glob("txts/*.txt")):
+        yield {"id": path.stem, "audio": f"wavs/{path.stem}", "text": next(iter(tab_lines(path)), ("", ""))[1], "language": "zh"}
+
+
+def gigaspeech(folder):
+    """Cuts of long recordings; its marks become punctuation, its noises are left out."""
+    data = json_files.read_object(folder / "GigaSpeech.json")
+    for audio in data.get("audios") or []:
+        for cut in audio.get("segments") or []:
+            text, speaker = str(cut.get("text_tn") or ""), cut.get("speaker")
+            for mark, sign in (("COMMA", ","), ("PERIOD", "."), ("QUESTIONMARK", "?"), ("EXCLAMATIONPOINT", "!")):
+                text = text.replace(f" <{mark}>", sign)
+            if "<" not in text:
+                yield {"id": cut.get("sid"), "audio": audio.get("path"), "text": text, "offset": cut.get("begin_time"),
+                       "end": cut.get("end_time"), "speaker": None if speaker == "N/A" else speaker,
+                       "language": data.get("language")}
+
+
+def emilia_pipe(folder):
+    """NAME.json is a list, of which entry 3 is spoken in NAME_3.mp3."""
+    for at, names in walk(folder):
+        for name in (name for name in names if name.endswith(".json")):
+            stem, cuts = name[:-5], json_files.json_value(at / name)
+            clips = {os.path.splitext(clip)[0]: clip for clip in names if re.fullmatch(re.escape(stem) + r"_\d+\.\w+", clip)}
+            for number, cut in enumerate(cuts if isinstance(cuts, list) else ()):
+                clip = clips.pop(f"{stem}_{number}", None)
+                if clip is None or not isinstance(cut, dict):
+                    yield BadSample(f"{stem}_{number} is not there, or has no entry")
+                    continue
+                speaker = cut.get("speaker")        # of this recording
+                yield {"id": f"{stem}_{number}", "audio": str(at / clip), "text": cut.get("text"),
+                       "speaker": speaker and f"{stem}/{speaker}", "language": cut.get("language")}
+            yield from (BadSample(f"{clip}: {name} has no entry for it", "empty_text") for clip in clips.values())
+
+
+CORPORA = {"VCTK": (("txt", "wav48.*"), vctk), "AISHELL-3": (("content.txt", "wav"), aishell3),
+           "Multilingual LibriSpeech": (("transcripts.txt", "audio"), mls),
+           "WenetSpeech4TTS": (("txts", "wavs"), wenetspeech4tts), "GigaSpeech": (("GigaSpeech.json",), gigaspeech)}
+
+
+# --------------------------------------------------------------------------------------------------
+# What the user gave
+
+
+def audio_paths(folder):
+    """Paths of a folder of speech, where names may lack their ending and the usual subfolder."""
+    return Paths(Path(folder).resolve(), inside=INSIDE, endings=AUDIO_FILES + OTHER_AUDIO)
+
+
+def open_source(name, given, unpacked):
+    """(the list or folder that is read, about, rows) of a file, a folder, or a pattern. UserError."""
+    path = Path(name)
+    if path.is_dir():
+        return open_folder(path, given, unpacked)
+    if path.exists():
+        return path, *open_file(path, given, unpacked)
+    if shards := sorted(glob.glob(str(name))):
+        return path, *open_shards(list(map(Path, shards)), given, unpacked)
+    hub = re.fullmatch(r"(?:hf://datasets/)?([\w-][\w.-]*/[\w.-]+)(?:@.*)?", str(name))
+    need(hub or "://" not in str(name), f"{name}: URLs are not read; copy the data here first")
+    raise UserError(f"{name}: there is no such file or folder" + (
+        f"; of a data set on the hub: hf download {hub[1]} --repo-type dataset --local-dir FOLDER, then give FOLDER"
+        if hub and not path.suffix else ""))
+
+
+def kind_of(path):
+    """What the first bytes of a file tell: parquet, arrow, tar, or "". UserError for what is not read."""
+    with json_files.open_file(path) as file:
+        head = file.read(512)
+    need(head[:2] != b"\x1f\x8b", f"{path}: is compressed; unpack it first (gunzip, tar xzf)")
+    need(head[:4] != b"PK\x03\x04", f"{path}: is a zip file; unpack it first; save an Excel table as CSV UTF-8")
+    need(head[:4] not in (b"RIFF", b"fLaC", b"OggS") and head[:3] != b"ID3",
+         f"{path}: is an audio file; give the folder with the texts, or a list of audio and text")
+    if head[:4] in (b"PAR1", b"ARRO", b"\xff\xff\xff\xff"):
+        return "columns"
+    return "tar" if head[257:262] == b"ustar" else ""
+
+
+def open_shards(paths, given, unpacked):
+    """(about, rows) of files that hold audio and texts, all of one kind."""
+    kinds = [kind_of(path) for path in paths]
+    odd = next((path for path, kind in zip(paths, kinds) if kind != kinds[0] or not kind), None)
+    need(odd is None, f"{odd}: is no parquet, arrow or tar file as the others are; give files of one kind")
+    return (open_tars if kinds[0] == "tar" else open_columns)(paths, given, unpacked)
+
+
+def open_file(path, given, unpacked):
+    """(about, rows) of one file."""
+    if kind_of(path):
+        return open_shards([path], given, unpacked)
+    start = next((line.strip() for line in lines_of(path) if line.strip()), "")
+    return (open_json if start[:1] in ("{", "[") or path.suffix in (".json", ".jsonl") else open_table)(path, given)
+
+
+def open_folder(folder, given, unpacked):
+    """open_source of a folder: the one list in it, or nearest below it; without a list, texts beside audio."""
+    refused, level = [], [folder]
+    for depth in range(DEPTH):
+        found = {}
+        for place in level:
+            found |= lists_in(place, depth, given, unpacked, refused)
+        need(len(found) < 2, f"{folder}: holds {len(found)} lists; give one: {', '.join(map(str, list(found)[:12]))}")
+        if found:
+            return next(iter(found.values()))
+        level = [path for place in level for path in sorted(place.iterdir())
+                 if path.is_dir() and not path.name.startswith(".")][:200]
+    rows = read_sidecar(folder)
+    first, text = None, None        # looks for one clip that has a text
+    for place, row in read_sidecar(folder):
+        first = first or (place, row)
+        if text := not isinstance(row, BadSample):
+            break
+    if not text and any(path.with_name(f"{path.stem[:-2]}.json").exists() for path in folder.glob("*/*_0.*")):
+        return folder, "Emilia-Pipe's lists of clips", numbered(emilia_pipe(folder))
+    if not text:
+        why = f"; of the files there: {refused[0]}" if refused else ""
+        need(first, str(refused[0]) if refused else
+             f"{folder}: has neither a list nor audio files ({', '.join(AUDIO_FILES)})")
+        raise UserError(f"{folder}: has audio, such as {printable(first[0], NAME)}, but no list of texts; it {first[1]}{why}")
+    return folder, "audio files with their texts beside them", rows
+
+
+def numbered(rows):
+    return ((f"row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def lists_in(place, depth, given, unpacked, refused):
+    """{path to give: open_source of it} of one folder; refused takes why others are not read."""
+    names = sorted(path.name for path in place.iterdir())
+    need("raw.arrow" not in names, f"{place}: is F5-TTS's prepared folder; give the csv that it was made of")
+    for name, (needs, read) in CORPORA.items():
+        if all(any(re.fullmatch(one, there) for there in names) for one in needs):
+            return {place: (place, name, numbered(read(place)))}
+    if {"wav.scp", "text"} <= set(names):
+        return {place: (place, "Kaldi", read_kaldi(place))}
+    if "dataset_dict.json" in names:
+        splits = json_files.read_object(place / "dataset_dict.json").get("splits") or ["?"]
+        raise UserError(f"{place}: holds the splits {', '.join(map(str, splits))}; give one: {place / str(splits[0])}")
+    found, shards = {}, {}
+    saved = {"state.json", "dataset_info.json"} <= set(names)       # by datasets' save_to_disk
+    for name in names:
+        if name.endswith((".parquet", ".tar", ".arrow") if saved else (".parquet", ".tar")) and not name.startswith("."):
+            split = "" if saved or name.endswith(".tar") else re.split("[-_]", name)[0] + "-"
+            shards.setdefault(place / f"{split}*{Path(name).suffix}", []).append(place / name)
+    for path, files in shards.items():
+        found[path] = (path, *open_shards(files, given, unpacked))
+    spoken = {name.split(".")[0] for name in names if name.lower().endswith(AUDIO_FILES + OTHER_AUDIO)}
+    lists = [name for name in names if name.lower().endswith(LISTS) and name.split(".")[0] not in spoken
+             and not name.endswith(".trans.txt") and (place / name).is_file()]
+    texts = any(name.split(".")[0] in spoken for name in names if name.endswith(TEXTS))
+    if len(lists) > 100 or texts and depth or saved:        # a folder of texts
+        lists = [name for name in lists if name.startswith("metadata.")]
+    for name in lists:
+        try:
+            found[place / name] = (place / name, *open_file(place / name, given, unpacked))
+        except Undecided:
+            raise
+        except UserError as error:
+            refused.append(error)
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# Rows -> ChatML
+
+
+def checked(row, paths):
+    """A row whose audio is there, by its absolute path, and whose text is one. BadSample."""
+    if isinstance(row, BadSample):
+        raise row
+    if "messages" in row:
+        return row
+    name = row.get("audio")
+    if not isinstance(name, str) or not name.strip():
+        raise BadSample(f"has no audio, but {name!r}")
+    if isinstance(row.get("text"), str) and row["text"].strip().lower() in NOTHING:
+        raise BadSample(f"its text is {row['text']!r}" if row["text"].strip() else "its text is empty", "empty_text")
+    text, found = prompts.row_text(row), paths.find(name)
+    row = {**row, "text": text, "audio": found, "name": name, "text_file": None}
+    for speaker in row.get("ref_speakers") if isinstance(row.get("ref_speakers"), list) else ():
+        if isinstance(speaker, dict) and isinstance(speaker.get("ref_audio_file"), str):
+            speaker["ref_audio_file"] = paths.find(speaker["ref_audio_file"])
+    if isinstance(row.get("ref_audio"), str) and row["ref_audio"]:
+        row["ref_audio"] = paths.find(row["ref_audio"])
+    prompts.audio_item(row)
+    return row
+
+
+def whole(entry, paths):
+    """A ChatML entry whose audio is named by absolute paths. BadSample."""
+    for item in content_items(entry):
+        for key in ("audio_url", "url", "path"):
+            if isinstance(item, dict) and item.get("type") == "audio" and isinstance(item.get(key), str):
+                item[key] = paths.find(item[key])
+    return entry
+
+
+def stop_if_odd(source, texts):
+    """UserError where texts can hardly be what is spoken. texts: Counter of them."""
+    total = sum(texts.values())
+    text, most = texts.most_common(1)[0]
+    need(total < 8 or most <= total / 2, f"{source}: {most} of {total} texts are equal, {text[:60]!r}: this column is hardly "
+         f"what is spoken; name the columns: --columns text=NAME")
+    need(not phonemes(list(itertools.islice(texts, 1000))), f"{source}: its texts are phonemes, such as {text[:60]!r}, which "
+         "Higgs-Audio does not read; give the texts from which they were made")
+
+
+def unpacked_before(source, note, how):
+    """(what decides what is unpacked from a source, the rows refused then or None): None where it was not unpacked, or
+    has changed since. note: where to_chatml notes both.
+    """
+    path = Path(source)
+    files = path.rglob("*") if path.is_dir() else map(Path, glob.glob(str(source)))
+    stats = [(str(file), file.stat()) for file in sorted(files) if file.suffix in (".parquet", ".arrow", ".tar")]
+    made = [[[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats], *how]
+    if not stats or not note.exists() or not note.with_suffix(".jsonl").exists():
+        return made if stats else None, None
+    saved = json_files.read_object(note)
+    return made, [problem(*row, source) for row in saved["refused"]] if saved["made"] == made else None
+
+
+def to_chatml(source, out_path, *, held_out=False, problems=None, **how):
+    """Write a source of any format as ChatML .jsonl; returns its path. UserError where nothing can be read.
+
+    held_out: whether validation data is asked for: rows whose `split` says so are read as that alone. problems: a list
+    that takes the rows that cannot be used, as common.problems.Problem; None: they are printed. how: of Reading, such as
+    columns="audio=clip,text=caption".
+    """
+    out_path, reading = Path(out_path), Reading(**how)
+    given = dict(pair.split("=", 1) for pair in reading.columns.split(",") if pair)
+    out_path.parent.mkdir(parents=True, exist_ok=True)
+    note = out_path.with_suffix(".source")
+    made, before = unpacked_before(source, note, [held_out, vars(reading)])
+    if before is not None:
+        print(f"converted  {printable(source)}: as before, {out_path}", flush=True)
+        problems is None or problems.extend(before)
+        return out_path
+    note.unlink(missing_ok=True)
+    unpacked = Unpacked(out_path.with_suffix(".audio"))
+    at, about, rows = open_source(source, given, unpacked)
+    base = at if at.is_dir() else at.parent
+    paths, plain = audio_paths(base), Paths(base.resolve())
+    refused, texts, odd, outside, other, pool = [], Counter(), {}, [], 0, {}
+    marked = False
+    with tempfile.TemporaryFile("w+", encoding="utf-8", dir=out_path.parent) as scratch:
+        for place, row in rows:         # first all rows: what is in them decides whether they are what they seem
+            name, raw = f"{at} {place}", row.get("audio") if isinstance(row, dict) else None
+            try:
+                label = label_of(row) if isinstance(row, dict) else ""
+                name += f" ({printable(label, NAME)})" if label else ""
+                if isinstance(row, dict) and str(row.get("split")).strip().lower() in HELD_OUT:
+                    marked = True
+                    if not held_out:
+                        other += 1
+                        continue
+                row = checked(row, paths)
+                if "messages" in row:
+                    row = whole(row, plain)
+                else:
+                    texts[row["text"]] += 1
+                    for what, pattern in ODD.items():
+                        if pattern.search(row["text"]):
+                            odd.setdefault(what, []).append(row["text"])
+                    if not os.path.isabs(raw) and not Path(row["audio"]).is_relative_to(base.resolve()):
+                        outside.append(row["audio"])
+                    prompts.note_candidate(pool, row, reading, sum(texts.values()))
+                scratch.write(json.dumps([name, row], default=str) + "\n")
+            except BadSample as error:
+                refused.append(problem(name, error.check, error, source))
+        unpacked.close()
+        if texts:
+            stop_if_odd(source, texts)
+        scratch.seek(0)
+        first, kept = "", 0
+
+        def write(path):
+            nonlocal first, kept, other
+            with open(path, "w", encoding="utf-8") as out:
+                for line in scratch:
+                    name, row = json.loads(line)
+                    if held_out and marked and str(row.get("split")).strip().lower() not in HELD_OUT:
+                        other += 1
+                        continue
+                    notes = []
+                    try:
+                        if "messages" not in row:
+                            row, notes = prompts.row_entry(row, reading, pool, paths)
+                    except BadSample as error:
+                        refused.append(problem(name, error.check, error, source))
+                        continue
+                    misc = row.get("misc") if isinstance(row.get("misc"), dict) else {}
+                    row["misc"] = {**misc, "source": name, **({"notes": notes} if notes else {})}
+                    if not kept:
+                        with contextlib.suppress(BadSample):
+                            first = sample_text(canonical_sample(name, row, plain))
+                    out.write(json.dumps(row) + "\n")
+                    kept += 1
+        write_atomically(out_path, write)
+    if made:
+        rows = [[p.name, p.check, p.what] for p in refused]
+        write_atomically(note, lambda path: path.write_text(json.dumps({"made": made, "refused": rows})))
+    counts = Counter(p.check for p in refused)
+    counts = ", ".join(f"{n} {check}" for check, n in sorted(counts.items()))
+    print(f"converted  {printable(source)} ({printable(about)}): {kept + len(refused)} rows = {kept} kept + {len(refused)} refused"
+          f"{f' ({counts})' * bool(counts)}; {out_path}" + (f"; {other} are of another split" if other else ""), flush=True)
+    if first:
+        print(f"           first: {printable(first)}", flush=True)
+    odd |= {"name audio that is not below the folder of the list": outside} if outside else {}
+    for what, found in odd.items():
+        print(f"           {counted(len(found), 'text' if found is not outside else 'row')} {what}, such as {printable(found[0])[:60]!r}",
+              flush=True)
+    if problems is not None:
+        problems.extend(refused)
+    else:
+        print("".join(f"{p}\n" for p in refused[:20]), end="", flush=True)
+    return out_path
+
+
+def main(argv=None):
+    p = flags.Parser("Speech data of any format -> ChatML .jsonl.")
+    p.add_argument("source", help="file, folder, or pattern of shards in quotes")
+    p.add_argument("--output", required=True, help="the .jsonl to write")
+    p.add_argument("--columns", default="", metavar="MEANING=NAME,...", help="columns of other names, or by number "
+                   f"where there is no header: audio=clip,text=caption; meanings are {', '.join(COLUMNS)}")
+    args = flags.parse(p, lambda args, _: choices.check_columns(args.columns), argv)
+    try:
+        to_chatml(args.source, args.output, columns=args.columns)
+    except UserError as error:
+        sys.exit(error_text(f"error: {error}"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""pick_checkpoint.py: checkpoints speak and are judged, OUT/best leads to the best, a run without a better one is ended."""
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.trainer import ROOT
+
+# what is heard of "one two three four": of the base, and of each checkpoint; a silent clip is tried before each
+HEARD = ["one two x x", "x x x x", "one two three x", "one two three x", "one x x x"]
+
+
+def hear(folder):
+    """A command that hears HEARD one after another."""
+    (folder / "hear.py").write_text(f"""import pathlib, sys
+count = pathlib.Path({str(folder / 'count')!r})
+number = len(count.read_text()) if count.exists() else 0
+count.write_text("." * (number + 1))
+print({HEARD!r}[number // 2] if number % 2 else "")
+""")
+    return f"{sys.executable} {folder / 'hear.py'}"
+
+
+@pytest.fixture
+def pick(tmp_path):
+    def run(out, *flags):
+        words = [sys.executable, ROOT / "speech" / "pick_checkpoint.py", out, *flags]
+        return subprocess.run(list(map(str, words)), capture_output=True, text=True)
+    return run
+
+
+@pytest.mark.slow
+def test_the_best_understood_checkpoint_is_linked(forked, pick, tmp_path):
+    """Of equal ones the earlier; what was judged is not spoken again; one by loss needs no prompts."""
+    (tmp_path / "prompts.txt").write_text("one two three four\n")
+    run = forked("--use_lora", "--max_steps", 3, "--save_steps", 1, "--eval_steps", 1, "--validation_split", 0.2,
+                 "--save_total_limit", 0, "--num_workers", 0)
+    out, flags = run.output_dir, ("--prompts", tmp_path / "prompts.txt", "--max_seconds", 0.2, "--asr_command", hear(tmp_path))
+    done = pick(out, *flags)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[-1] for line in done.stdout.splitlines()[:4]] == ["50.0%", "100.0%", "25.0%", "25.0%"]
+    assert f"best       checkpoint-2 by word errors: 25.0%; the base 50.0%; {out / 'best'}\n" in done.stdout
+    assert os.readlink(out / "best") == "checkpoint-2" and (out / "best" / "adapter_model.safetensors").exists()
+    again = pick(out, *flags)
+    assert again.stdout == done.stdout and len((tmp_path / "count").read_text()) == 8
+    losses = {row["step"]: row["eval/loss"] for row in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+              if "eval/loss" in row}
+    lowest = min((loss, step) for step, loss in losses.items() if step)[1]
+    assert f"checkpoint-{lowest}" in pick(out, "--by", "loss").stdout and os.readlink(out / "best") == f"checkpoint-{lowest}"
+
+
+@pytest.mark.parametrize("flags, said", [
+    (("--asr_command", "x"), "--by wer needs --prompts"), (("--prompts", "x"), "--by wer needs --asr_model or --asr_command"),
+    (("--by", "sim", "--prompts", "x"), "--by sim needs --speaker_model"), (("--by", "loss", "--patience", 2), "needs --follow"),
+    (("--by", "loss"), "holds no checkpoint")])
+def test_mistakes_are_one_line(pick, tmp_path, flags, said):
+    done = pick(tmp_path, *flags)
+    assert done.returncode == 1 and said in done.stderr and done.stderr.count("\n") == 1
