@@ -23,7 +23,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import data
-import train_v2_ddp
 from bench import fake_cuda, shapes
 from common import checkpoint, distributed, flags, plan, run, step_memory, tensor_files
 from core import fused, loading, watchdog
@@ -33,6 +32,7 @@ from speech import choices as speech_choices
 from speech.data.dataset import Encoding
 from speech.data.rows import Reading, Sources
 from speech.model import versions
+from tests.helpers.trainer import script_flags
 
 STEPS = 3
 TRAINERS = {"speech": train_v2_ddp, "speech3": train_v2_ddp, "chat": train_sft, "blocks": train_bd3lm}
@@ -70,7 +70,7 @@ FILES = {"speech": speech_files, "speech3": speech3_files, "chat": chat_files, "
 def prepare(folder):
     """Call once, with an empty folder: fill the code cache of speech_files on the CPU, then have a GPU."""
     for words in (speech_files(folder, 2), speech3_files(folder, 2)):
-        args = flags.parse(train_v2_ddp.build_parser(), train_v2_ddp.check_flags, [
+        args = flags.parse(script_flags()[0], train_v2_ddp.check_flags, [
             *map(str, words), "--output_dir", str(folder / "out")])
         config = json.loads((words[1] / "config.json").read_text())
         module = versions.module(config)

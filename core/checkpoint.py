@@ -180,7 +180,8 @@ class CheckpointManager:
         """Copy everything off the device and start writing checkpoint-STEP. On every rank.
 
         weights: {name: parameter}, plain or sharded, saved as STEM.safetensors under these names
-        (split: see tensor_io.stage). save_config(folder): writes the files beside it, on rank 0.
+        (split: see tensor_io.stage); name them after dist.reshard(model), or FSDP2's are the
+        gathered ones. save_config(folder): writes the files beside it, on rank 0.
         state: JSON-able dict for trainer_state/state.json; rank 0's counts. best_step: rotation
         keeps that checkpoint. files: {relative path: write(path)} of more files, rank 0's.
         """

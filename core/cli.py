@@ -160,6 +160,11 @@ class Args(argparse.Namespace):
     __slots__ = ("given", "named")
 
 
+def named(args):
+    """Names of the flags that the command line or its --config file gives."""
+    return getattr(args, "named", frozenset())
+
+
 def stored(args):
     """{name: value} of all flags, without passwords: what every file and board gets."""
     return {name: without_secrets(value) for name, value in vars(args).items()}

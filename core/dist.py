@@ -16,6 +16,7 @@ failed one finds the note and prints nothing. Watchdogs (core/watchdog.py) end r
 cannot: a main thread that waits in a collective takes no signal.
 """
 import contextlib
+import errno
 import gc
 import inspect
 import multiprocessing
@@ -162,8 +163,10 @@ def report_error(kind, error, trace):
         if claim_error_report(store):
             print_error(error_text(f"error: {error}"))
     elif isinstance(error, OSError) and error.filename and error.strerror:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
         if claim_error_report(store):
-            print_error(error_text(f"error: {error.filename}: {error.strerror}"))
+            print_error(error_text(f"error: {error.filename2 or error.filename} cannot be "
+                                   f"{'' if full else 'read or '}written ({error.strerror})"))
     else:
         lost_peer = isinstance(error, dist.DistError) or any(
             word in str(error) for word in COLLECTIVE_ERRORS)

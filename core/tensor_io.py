@@ -293,6 +293,8 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
                 tensor = tensor.to(world.device)
             tensor = full_tensor(tensor)
             gathered += tensor.nbytes
+        assert tensor.untyped_storage().nbytes() or not tensor.numel(), (
+            f"{name} is a gathered weight that FSDP2 has freed: call dist.reshard(model) first")
         if owners[name] == world.rank:
             waiting[name] = tensor.reshape(tensor.shape or (1,)).contiguous()
         if gathered > WINDOW * world.size:      # all ranks copy at the same time

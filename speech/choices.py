@@ -15,6 +15,8 @@ LORA_TARGETS = {        # endings of module names
     "all-linear": [*ATTENTION, "gate_proj", "up_proj", "down_proj"],        # both FFNs, no head, no embedding
 }
 
+AUDIO_WEIGHTS = ("embed_audio_tokens", "audio_lm_head", "audio_embedding")      # what --freeze_llm trains
+
 ON_OFF = ("on", "off")
 
 CHECKS = ("invalid", "empty_text", "control_token", "audio", "too_long")       # of samples, for --drop_bad
@@ -36,6 +38,32 @@ DTYPES = ("float32", "bfloat16")        # of its weights
 HUB_CODEC = "bosonai/higgs-audio-v2-tokenizer"      # what a processor names as its codec when the base names none
 CHATML = (".json", ".jsonl", ".lst")     # files whose prompts say themselves which voice is wanted; .lst: Seed-TTS-eval
 DEFAULT_SYSTEM = "Generate audio following instruction."
+
+
+def check_trainer(args):
+    """The flags of data and --keep, and which bad samples are dropped. Raises UserError."""
+    check_data(args)
+    flags.check_bad_samples(args, CHECKS)
+    check_keep(args)
+    for path, _ in sources(args)[0] if args.code_cache else ():
+        need(not os.path.exists(os.path.join(path, "prepared.json")),
+             f"--code_cache: {path} has its codes already; drop the flag")
+
+
+def trained_weights(args):
+    """Which weights the trainer's flags train, in words."""
+    found = "audio embedding and head" if args.freeze_llm else "full"
+    if args.use_lora:
+        found = "lora and audio table" if args.train_audio_table else "lora"
+        found += " on nf4" * (args.base_dtype == "nf4")
+    return found + ("" if args.text_loss_weight else " without text")
+
+
+def pack_text(args):
+    """What a pack of the trainer is, in words."""
+    size = f"{args.max_tokens_per_batch} tokens" if args.max_tokens_per_batch else (
+        f"{args.per_device_train_batch_size} samples")
+    return f"{size} by length, in blocks" if args.group_by_length else size
 
 
 def codec(group):
@@ -128,8 +156,7 @@ def check_keep(args):
     need(args.keep or (args.keep_weight, args.keep_every) == (1, 10), "--keep_weight and --keep_every need --keep")
     need(not args.keep or args.use_lora, "--keep needs --use_lora: a full fine-tuning would need a second model to keep "
                                          "near; mix old data in, --train_data_file new.json old.json:0.25")
-    for name in ("train_audio_table", "replay_every"):
-        need(not (args.keep and getattr(args, name)), f"--keep does not go with --{name}")
+    need(not (args.keep and args.train_audio_table), "--keep does not go with --train_audio_table")
 
 
 def data(group):

@@ -14,11 +14,10 @@ import sys
 
 import pytest
 
-import train_v2_ddp
 from common import distributed, flags
 from common.flags import UserError
 from diffusion import choices, train_bd3lm
-from tests.helpers.trainer import ROOT
+from tests.helpers.trainer import ROOT, script_flags, speech_trainer
 
 LAUNCH = """torchrun --nproc_per_node=8 train_v2_ddp.py --model_path bosonai/higgs-audio-v2-generation-3B-base
 --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --train_data_file train.json --output_dir ./out
@@ -42,7 +41,7 @@ TASKS = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker
 
 
 def parse(*words):
-    return train_v2_ddp.build_parser().parse_args([*REQUIRED, *words])
+    return script_flags()[0].parse_args([*REQUIRED, *words])
 
 
 def test_known_launch_line_parses():
@@ -55,11 +54,11 @@ def test_known_launch_line_parses():
         "learning_rate": 5e-5, "num_train_epochs": 3, "logging_steps": 50, "warmup_steps": 500, "bf16": True,
         "use_lora": True}
     for spelling in ("--disable_evaluation", "--disable_eval"):
-        args = train_v2_ddp.build_parser().parse_args(
+        args = script_flags()[0].parse_args(
             [spelling if word == "--disable_evaluation" else word for word in line])
         assert {name: getattr(args, name) for name in expected} == expected
         args.wait_timeout = 60      # shorter than the default of --sample_time_limit, which is not used
-        train_v2_ddp.check_flags(args, world_size=8)        # no combination in it is refused
+        script_flags()[1](args, world_size=8)        # no combination in it is refused
 
 
 def test_defaults_of_known_flags():
@@ -90,7 +89,7 @@ def test_defaults_of_known_flags():
 ])
 def test_refused_flags_in_one_line(words, said, capsys):
     with pytest.raises(SystemExit) as stopped:
-        flags.parse(train_v2_ddp.build_parser(), None, [*REQUIRED, *words])
+        flags.parse(script_flags()[0], None, [*REQUIRED, *words])
     printed = capsys.readouterr()
     assert stopped.value.code == 2 and not printed.out
     assert printed.err.startswith(f"error: {said}") and printed.err.count("\n") == 1
@@ -98,9 +97,9 @@ def test_refused_flags_in_one_line(words, said, capsys):
 
 def test_what_is_missing_is_named_in_one_line(capsys):
     with pytest.raises(SystemExit):
-        flags.parse(train_v2_ddp.build_parser(), None, ["--lerning_rate", "1"])      # the mistake comes first
+        flags.parse(script_flags()[0], None, ["--lerning_rate", "1"])      # the mistake comes first
     with pytest.raises(SystemExit):
-        flags.parse(train_v2_ddp.build_parser(), None, [])
+        flags.parse(script_flags()[0], None, [])
     first, second = capsys.readouterr().err.splitlines()
     assert "--lerning_rate: no such flag" in first and "required: --model_path" in second
 
@@ -161,7 +160,7 @@ def test_older_names_of_block_diffusion():
 ])
 def test_combinations_that_make_no_sense(words, part):
     with pytest.raises(flags.UserError, match=re.escape(part)):
-        train_v2_ddp.check_flags(parse(*words), world_size=1)
+        script_flags()[1](parse(*words), world_size=1)
 
 
 def test_loader_processes_of_a_node_are_its_cpus_at_most(monkeypatch, capsys):
@@ -170,7 +169,7 @@ def test_loader_processes_of_a_node_are_its_cpus_at_most(monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     for given, taken in ((32, 16), (16, 16), (3, 3)):
         args = parse("--dataloader_num_workers", str(given))
-        train_v2_ddp.check_flags(args, world_size=8)
+        script_flags()[1](args, world_size=8)
         assert args.num_workers == taken
         assert ("8 ranks on 128 CPUs, so 16 each" in capsys.readouterr().out) == (given == 32)
 
@@ -179,7 +178,7 @@ def test_loader_processes_of_a_node_are_its_cpus_at_most(monkeypatch, capsys):
 # --config
 
 
-def configured(tmp_path, text, *words, script=train_v2_ddp):
+def configured(tmp_path, text, *words, script=speech_trainer):
     (tmp_path / "run.yaml").write_text(text)
     return flags.parse(script.build_parser(), script.check_flags, ["--config", str(tmp_path / "run.yaml"), *words])
 
@@ -221,20 +220,20 @@ def test_a_bad_file_of_flags_is_one_line(tmp_path, text, said, capsys):
 def test_what_is_not_a_file_of_flags_is_one_line(tmp_path, make, capsys):
     make(tmp_path / "run.yaml")
     with pytest.raises(SystemExit):
-        flags.parse(train_v2_ddp.build_parser(), None, ["--config", str(tmp_path / "run.yaml")])
+        flags.parse(script_flags()[0], None, ["--config", str(tmp_path / "run.yaml")])
     assert re.fullmatch(r"error: --config \S+/run.yaml: cannot be read \(it is a .*\n", capsys.readouterr().err)
 
 
 def test_a_time_limit_of_what_was_not_asked_for_refuses_nothing():
     args = parse("--wait_timeout", "60")
-    train_v2_ddp.check_flags(args, world_size=1)
+    script_flags()[1](args, world_size=1)
     with pytest.raises(UserError, match="--sample_time_limit 120 must be below --wait_timeout 60"):
-        train_v2_ddp.check_flags(parse("--wait_timeout", "60", "--sample_prompts", "p.txt"), world_size=1)
+        script_flags()[1](parse("--wait_timeout", "60", "--sample_prompts", "p.txt"), world_size=1)
 
 
 @pytest.mark.parametrize("script, words", [
-    (train_v2_ddp, [*REQUIRED, "--drop_bad", "too_long", "--gradient_checkpointing", "selective", "--resume", "none"]),
-    (train_v2_ddp, [*REQUIRED, "--no-reshard_after_forward", "--parallel", "fsdp", "--global_batch_size", "8"]),
+    (speech_trainer, [*REQUIRED, "--drop_bad", "too_long", "--gradient_checkpointing", "selective", "--resume", "none"]),
+    (speech_trainer, [*REQUIRED, "--no-reshard_after_forward", "--parallel", "fsdp", "--global_batch_size", "8"]),
     (train_bd3lm, ["--demo", "--pack", "--t_range", "0.3", "0.8", "--output_dir", "a: #b 'c' \"d\" ö"])])
 def test_the_file_that_a_run_leaves_repeats_it(tmp_path, script, words):
     """Before what derives was filled in: a derived number beside the one that it comes of would be refused."""
@@ -246,7 +245,7 @@ def test_the_file_that_a_run_leaves_repeats_it(tmp_path, script, words):
 
 def test_global_batch_size_counts_ranks():
     args = parse("--global_batch_size", "64", "--per_device_train_batch_size", "2")
-    train_v2_ddp.check_flags(args, world_size=8)
+    script_flags()[1](args, world_size=8)
     assert args.gradient_accumulation_steps == 4
 
 
@@ -329,7 +328,7 @@ def test_garbage_is_collected_again_when_the_imports_are_done(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train_v2_ddp.py", *REQUIRED, "--output_dir", "out"])
     gc.unfreeze()
     try:
-        flags.parse(train_v2_ddp.build_parser())
+        flags.parse(script_flags()[0])
         off = not gc.isenabled()
         with distributed.one_clear_error():
             assert off and gc.isenabled() and gc.get_freeze_count() > 10**5     # all that pytest has imported

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import soundfile
 
-import train_v2_ddp
 from common import checkpoint
 from common.distributed import UserError
 from speech.data.rows import read_samples
-from tests.helpers.trainer import Run, train_forked, trainer_arguments
+from tests.helpers.trainer import Run, script_flags, train_forked, trainer_arguments
 
 
 @pytest.fixture
@@ -529,7 +528,7 @@ def test_flags(tiny, flags, said):
         pytest.skip("wandb is installed here")
     words = trainer_arguments(tiny, "out", "--max_steps", 1, "--disable_eval", *flags)
     with pytest.raises(UserError, match=re.escape(said)):
-        train_v2_ddp.check_flags(train_v2_ddp.build_parser().parse_args(words), 1)
+        script_flags()[1](script_flags()[0].parse_args(words), 1)
 
 
 def test_a_wrong_flag_is_one_line(run):

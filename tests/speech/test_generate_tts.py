@@ -16,7 +16,6 @@ import soundfile
 import torch
 from transformers import AutoProcessor, AutoTokenizer
 
-import train_v2_ddp
 from common import distributed
 from speech import generate_tts
 from speech.data import text_normalization
@@ -28,7 +27,7 @@ from speech.model.labels import delay_rows, token_ids
 from speech.voice import generate, sample_prompts, scores
 from tests.helpers import spoken as speech
 from tests.helpers.runs import CLOCK, rows
-from tests.helpers.trainer import train_forked, trainer_arguments, unheard
+from tests.helpers.trainer import speech_main, train_forked, trainer_arguments, unheard
 
 CPU = torch.device("cpu")
 
@@ -438,10 +437,10 @@ def test_dry_run_counts_and_checks_the_prompts(tiny, short, tmp_path, capsys):
                                   "fsdp", "--sample_prompts", prompts, *more)
         if status:
             with pytest.raises(SystemExit) as end:
-                train_v2_ddp.main(words)
+                speech_main(words)
             assert end.value.code == status
         else:
-            train_v2_ddp.main(words)
+            speech_main(words)
         out = capsys.readouterr()
         return out.out + out.err
     entries = json.loads(short.read_text())

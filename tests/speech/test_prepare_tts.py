@@ -11,7 +11,6 @@ import pytest
 import soundfile
 import torch
 
-import train_v2_ddp
 from common.distributed import UserError, World
 from data import make_loader, prepare_table
 from speech import prepare_tts
@@ -21,6 +20,7 @@ from speech.data.code_cache import file_key
 from speech.data.conversations import Clip
 from speech.data.dataset import Encoding, Table, split_samples, usable_samples, weighted
 from speech.data.rows import Reading, Sources
+from tests.helpers.trainer import speech_main
 
 WORLD = World(device=torch.device("cpu"))
 
@@ -84,7 +84,7 @@ def folder(tiny, tokenizer, ids, speech, tmp_path_factory):
 def train_without_codec(argv):
     """In a fork, where torchaudio cannot be imported and so nothing be encoded."""
     sys.modules["torchaudio"] = None
-    train_v2_ddp.main(argv)
+    speech_main(argv)
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import train_v2_ddp
 from common import checkpoint, resume
 from common.distributed import World
 from core import recomputation
@@ -24,7 +23,15 @@ from core.optim import lr_factor
 from speech.data.dataset import Table
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.runs import rows, tensors
-from tests.helpers.trainer import Run, Tiny, bad_token, train_forked, trainer_command, unheard
+from tests.helpers.trainer import (
+    Run,
+    Tiny,
+    bad_token,
+    speech_main,
+    train_forked,
+    trainer_command,
+    unheard,
+)
 
 LR = 2e-4               # a wrong gradient moves weights far beyond the tolerances below, Adam's rounding does not
 TRAINED, STEPS = 19, 10     # of 24 samples, 0.2 held out; 2 epochs of ceil(19 / 4) steps
@@ -91,7 +98,7 @@ def train_counted(argv):
     """The trainer, which then says for how many calls of a layer it kept only the input."""
     real, calls = recomputation.checkpoint, []
     recomputation.checkpoint = lambda *given, **more: (calls.append(1), real(*given, **more))[1]
-    train_v2_ddp.main(argv)
+    speech_main(argv)
     print(f"recomputed {len(calls)}")
 
 
@@ -235,7 +242,7 @@ def watched(pool, tiny, tmp_path_factory):
 def train_audited(argv):
     """In a fork, which started without sitecustomize."""
     exec(AUDIT, {})
-    train_v2_ddp.main(argv)
+    speech_main(argv)
 
 
 @pytest.mark.slow
@@ -464,14 +471,6 @@ def test_log_names_and_console_line(shared):
         rf"step +2/{STEPS} \| loss +{number} \| audio +{number} text +{number} \| stop +{number}% \| "
         rf"lr {number}e-\d+ \| grad_norm +{number} \| +[\d,.]+ audio-s/s( \| mfu +{number}%)? \| eta \d+:\d\d:\d\d",
         line), line
-
-
-def test_a_log_line_fits_a_terminal():
-    """With numbers as wide as they get."""
-    values = {"train/mfu": 0.612, "train/loss": 61.9012, "train/audio_loss": 55.512, "train/text_loss": 12.34,
-              "train/stop_recall": 1.0, "train/learning_rate": 5e-5, "train/grad_norm": 1234.567,
-              "train/audio_seconds_per_second": 99_999.9, "train/step_seconds": 10.0}
-    assert len(train_v2_ddp.console_line(50_000, 500_000, values)) <= 160
 
 
 @pytest.mark.slow
