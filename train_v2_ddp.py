@@ -1,8 +1,8 @@
 """Fine-tune Higgs-Audio V2 or Higgs TTS 3 (text to speech), LoRA or full: one process, DDP, FSDP2.
 
-    torchrun --nproc_per_node=8 train_v2_ddp.py --model_path bosonai/higgs-audio-v2-generation-3B-base \
-        --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --train_data_file train.json \
-        --output_dir ./out --per_device_train_batch_size 2 --learning_rate 5e-5 --bf16 --use_lora
+    torchrun --nproc_per_node=8 train_v2_ddp.py --train_data_file train.json --output_dir ./out \
+        --model_path bosonai/higgs-audio-v2-generation-3B-base --bf16 --use_lora \
+        --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --learning_rate 5e-5
     bash launch/demo.sh     # the same in small; needs no GPU and no model of yours
 
 The script reads top to bottom: flags, ranks, data, resume, order of the data, model, validation and
@@ -23,110 +23,106 @@ from speech import choices
 
 # --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
-# Flags
+# Flags: name, default, help
 
 p = cli.Parser("Fine-tune Higgs-Audio V2 or Higgs TTS 3.")
-add = p.add_argument
+flag, switch = p.flag, p.switch
 # before the run
-add("--config", metavar="FILE", help="YAML file of lines `flag: value`; the command line overrides it. "
-    "Every run leaves the file that repeats it, OUTPUT_DIR/run.yaml")
-add("--dry_run", nargs="?", type=int, const=0, metavar="GPUS", help="check everything, print the plan, "
-    "stop; needs no GPU. GPUS: plan for so many (default: this launch's)")
+flag("--config", None, "YAML file of lines `flag: value`, such as OUTPUT_DIR/run.yaml; the "
+     "command line overrides it", metavar="FILE")
+flag("--dry_run", None, "check everything, print the plan, stop; needs no GPU. GPUS: plan for so "
+     "many (default: this launch's)", nargs="?", type=int, const=0, metavar="GPUS")
 # model
-add("--model_path", required=True, help="folder or hub name: Higgs-Audio V2 (any format) or TTS 3")
-add("--audio_tokenizer_path", help="audio codec, folder or hub name (default: inside TTS 3)")
-cli.switch(p, "--use_lora", help="train adapters on a frozen base instead of all weights")
-add("--lora_rank", type=int, default=16, help="adapter rank")
-add("--lora_alpha", type=int, default=32, help="updates are multiplied by alpha / rank")
-add("--lora_dropout", type=float, default=0.0, help="dropout on adapter inputs, 0 to 1")
-add("--lora_target_modules", type=cli.alias(all="all-linear"), help=", ".join(choices.LORA_TARGETS)
-    + ", or module name endings (default: attention; TTS 3: all-linear)")
-cli.switch(p, "--use_rslora", help="PEFT's rsLoRA: multiply updates by alpha / sqrt(rank) instead")
-cli.switch(p, "--use_dora", help="PEFT's DoRA: train the length of each weight row apart; slower")
-cli.switch(p, "--train_audio_table", help="with adapters, train the audio embedding of TTS 3")
-cli.switch(p, "--freeze_llm", help="full fine-tuning of the audio embedding and head only")
-add("--base_dtype", choices=("bf16", "nf4"), help="lora: nf4 keeps frozen layers in four bits")
+flag("--model_path", None, "folder or hub name of Higgs-Audio V2 or Higgs TTS 3", required=True)
+flag("--audio_tokenizer_path", None, "audio codec, folder or hub name (default: inside TTS 3)")
+switch("--use_lora", "train adapters on a frozen base instead of all weights")
+flag("--lora_rank", 16, "adapter rank")
+flag("--lora_alpha", 32, "updates are multiplied by alpha / rank")
+flag("--lora_dropout", 0.0, "dropout on adapter inputs, 0 to 1")
+flag("--lora_target_modules", None, ", ".join(choices.LORA_TARGETS) + ", or module name endings "
+     "(default: attention; TTS 3: all-linear)", type=cli.alias(all="all-linear"))
+switch("--use_rslora", "PEFT's rsLoRA: multiply updates by alpha / sqrt(rank) instead")
+switch("--use_dora", "PEFT's DoRA: train the length of each weight row apart; slower")
+switch("--train_audio_table", "with adapters, train the audio embedding of TTS 3")
+switch("--freeze_llm", "full fine-tuning of the audio embedding and head only")
+flag("--base_dtype", None, "lora: nf4 keeps frozen layers in four bits", choices=("bf16", "nf4"))
 # data
 choices.data(p)
-add("--validation_split", type=float, help="share of samples held out, by seeded shuffle (default: "
-    "0.005, but of few samples 5 %%, up to 16)")
-cli.switch(p, "--disable_eval", help="no validation, no hold-out")
-add("--code_cache", help="folder of encoded audio, shared by runs (default: OUTPUT_DIR/codes)")
-add("--preprocess_num_proc", type=int, default=min(8, cli.usable_cpus()), help="processes per node "
-    "that read and tokenise, or decode audio; 0 = in the trainer")
-add("--max_length", type=int, default=0, help="tokens a sample may have, 0 = the model's positions")
-add("--drop_bad", nargs="*", metavar="CHECK", help="drop bad samples instead of stopping; all, or "
-    f"found by {', '.join(choices.CHECKS)}; OUTPUT_DIR/problems.jsonl lists them")
-cli.switch(p, "--drop_too_long", help=argparse.SUPPRESS)        # the same as --drop_bad too_long
-add("--num_workers", type=int, default=2, help="loader processes per rank, 0 = in the trainer")
+flag("--validation_split", None, "share of samples held out, by seeded shuffle (default: 0.005, "
+     "but of few samples 5 %%, up to 16)", type=float)
+switch("--disable_eval", "no validation, no hold-out")
+flag("--code_cache", None, "folder of encoded audio, shared by runs (default: OUTPUT_DIR/codes)")
+flag("--preprocess_num_proc", min(8, cli.usable_cpus()), "processes per node that read, tokenise "
+     "and decode audio; 0 = in the trainer")
+flag("--max_length", 0, "tokens a sample may have, 0 = the model's positions")
+flag("--drop_bad", None, "drop bad samples instead of stopping; all, or found by "
+     f"{', '.join(choices.CHECKS)}; OUTPUT_DIR/problems.jsonl lists them", nargs="*",
+     metavar="CHECK")
+switch("--drop_too_long", argparse.SUPPRESS)        # the same as --drop_bad too_long
+flag("--num_workers", 2, "loader processes per rank, 0 = in the trainer")
 # batch and length of the run
-add("--per_device_train_batch_size", type=int, default=4, help="samples per micro-step and rank")
-add("--max_tokens_per_batch", type=int, default=0, help="pack whole samples up to so many tokens "
-    "instead, static shapes; 0 = off")
-add("--per_device_eval_batch_size", type=int, default=1, help="samples per validation batch")
-add("--gradient_accumulation_steps", type=int, default=1, help="micro-steps per optimizer step")
-add("--global_batch_size", type=int, default=0, help="samples per step; derives the accumulation")
-cli.switch(p, "--group_by_length", help="put samples of similar length into the same micro-step")
-add("--num_train_epochs", type=int, default=3, help="passes over the training samples")
-add("--max_steps", type=int, default=0, help="stop after so many optimizer steps, 0 = by epochs")
+flag("--per_device_train_batch_size", 4, "samples per micro-step and rank")
+flag("--max_tokens_per_batch", 0, "pack whole samples up to so many tokens instead; 0 = off")
+flag("--per_device_eval_batch_size", 1, "samples per validation batch")
+flag("--gradient_accumulation_steps", 1, "micro-steps per optimizer step")
+flag("--global_batch_size", 0, "samples per step; derives the accumulation")
+switch("--group_by_length", "put samples of similar length into the same micro-step")
+flag("--num_train_epochs", 3, "passes over the training samples")
+flag("--max_steps", 0, "stop after so many optimizer steps, 0 = by epochs")
 # optimization
-add("--learning_rate", type=float, default=5e-5, help="peak learning rate")
-add("--lr_scheduler", type=cli.alias(constant_with_warmup="constant"), default="cosine",
-    choices=("cosine", "linear", "constant"), help="after warm-up")
-add("--min_lr_ratio", type=float, default=0.0, help="final learning rate as a share of the peak")
-add("--warmup_steps", type=int, help="linear warm-up (default: 5 %% of the run, at most 100)")
-add("--scale_lr_from_batch", type=int, default=0, metavar="N", help="multiply the learning rate by "
-    "sqrt(samples per optimizer step / N), 0 = off")
-add("--weight_decay", type=float, default=0.01, help="AdamW decay of matrices, not embeddings")
-add("--adam_beta2", type=float, default=0.999, help="AdamW decay of the variance")
-add("--max_grad_norm", type=float, default=1.0, help="clip the global gradient norm, 0 = off")
-add("--max_bad_steps", type=int, default=5, help="stop after so many non-finite steps in a row")
-add("--audio_loss_reduction", choices=("mean", "sum"), default="mean", help="over the codebooks: "
-    "mean, or sum as transformers does (8 times larger)")
-add("--text_loss_weight", type=float, default=1.0, help="weight of the text loss, 0 = audio only")
-add("--keep", metavar="FILE", help="texts that the base speaks once, and the model is held near it "
-    "there; needs --use_lora")
-add("--keep_weight", type=float, default=1.0, help="weight of that divergence beside the loss")
-add("--keep_every", type=int, default=10, help="steps between those with packs of --keep")
-add("--seed", type=int, default=42, help="of weights, data order, hold-out and dropout")
+flag("--learning_rate", 5e-5, "peak learning rate")
+flag("--lr_scheduler", "cosine", "after warm-up", choices=("cosine", "linear", "constant"),
+     type=cli.alias(constant_with_warmup="constant"))
+flag("--min_lr_ratio", 0.0, "final learning rate as a share of the peak")
+flag("--warmup_steps", None, "linear warm-up (default: 5 %% of the run, at most 100)", type=int)
+flag("--scale_lr_from_batch", 0, "multiply the rate by sqrt(samples a step / N); 0 = off")
+flag("--weight_decay", 0.01, "AdamW decay of matrices, not embeddings")
+flag("--adam_beta2", 0.999, "AdamW decay of the variance")
+flag("--max_grad_norm", 1.0, "clip the global gradient norm, 0 = off")
+flag("--max_bad_steps", 5, "stop after so many non-finite steps in a row")
+flag("--audio_loss_reduction", "mean", "over codebooks; transformers takes the sum, 8 times larger",
+     choices=("mean", "sum"))
+flag("--text_loss_weight", 1.0, "weight of the text loss, 0 = audio only")
+flag("--keep", None, "texts that the base speaks once; the adapter is held near it there")
+flag("--keep_weight", 1.0, "weight of that divergence beside the loss")
+flag("--keep_every", 10, "steps between those with packs of --keep")
+flag("--seed", 42, "of weights, data order, hold-out and dropout")
 # speed and memory
-cli.switch(p, "--auto", help="choose what no flag names by the memory plan, and print why: batches, "
-           "--gradient_checkpointing, --parallel; a resumed run keeps its choice")
-add("--gpu_memory", type=float, metavar="GIB", help="--dry_run, --auto: of one GPU (default: of the "
-    "GPU here, else 80)")
-add("--parallel", type=cli.sharding, choices=("ddp", "fsdp", "hsdp"), default="ddp", help="a model "
-    "on every GPU; sharded over all GPUs (FSDP2), or over a node's, with a copy a node (HSDP)")
-add("--shard_size", type=int, default=0, help="hsdp: GPUs that weights are sharded over, 0 = a node")
-add("--reshard_after_forward", action=argparse.BooleanOptionalAction, default=True, help="fsdp, "
-    "hsdp: free gathered weights until the backward pass; no-: faster, more memory")
-add("--reduce_dtype", choices=("fp32", "bf16"), default="fp32", help="in which FSDP sums gradients")
-cli.switch(p, "--cpu_offload", help="fsdp, hsdp: shards and optimizer in host memory (slow)")
-cli.switch(p, "--bf16", help="bfloat16 compute; a frozen base is stored in bfloat16")
-cli.switch(p, "--fp16", help="float16 compute with a scaled loss, for GPUs without bfloat16")
-cli.switch(p, "--float8", help="lora with --compile: products with frozen weights in float8")
-cli.switch(p, "--tf32", help="TF32 for float32 matrix products on CUDA")
-cli.switch(p, "--compile", help="torch.compile each layer")
-add("--gradient_checkpointing", nargs="?", const="all", type=cli.recomputation,
-    metavar="all|selective", help="recompute layers in the backward pass: all of them, or all but "
-    "attention and matrix products; the flag alone means all")
-add("--collective_timeout", type=int, default=600, help="abort after so many seconds without "
-    "progress, naming the rank")
-add("--wait_timeout", type=int, default=21600, help="the same for data preparation, validation, saving")
+switch("--auto", "choose what no flag names by the memory plan, and print why: batches, "
+       "--gradient_checkpointing, --parallel; a resumed run keeps its choice")
+flag("--gpu_memory", None, "--dry_run, --auto: memory of one GPU (default: the one here, else 80)",
+     type=float, metavar="GIB")
+flag("--parallel", "ddp", "a model on every GPU; sharded over all GPUs (FSDP2), or over a node's, "
+     "with a copy a node (HSDP)", type=cli.sharding, choices=("ddp", "fsdp", "hsdp"))
+flag("--shard_size", 0, "hsdp: GPUs that weights are sharded over, 0 = a node's")
+flag("--reshard_after_forward", True, "fsdp, hsdp: free gathered weights until the backward pass; "
+     "no-: faster, more memory", action=argparse.BooleanOptionalAction)
+flag("--reduce_dtype", "fp32", "in which FSDP sums gradients", choices=("fp32", "bf16"))
+switch("--cpu_offload", "fsdp, hsdp: shards and optimizer in host memory (slow)")
+switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
+switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16")
+switch("--float8", "lora with --compile: products with frozen weights in float8")
+switch("--tf32", "TF32 for float32 matrix products on CUDA")
+switch("--compile", "torch.compile each layer")
+flag("--gradient_checkpointing", None, "recompute layers in the backward pass: all of them, or all "
+     "but attention and matrix products; the flag alone means all", nargs="?", const="all",
+     type=cli.recomputation, metavar="all|selective")
+flag("--collective_timeout", 600, "abort after so many seconds without progress, naming the rank")
+flag("--wait_timeout", 21600, "the same for data preparation, validation and saves")
 # logging, validation, checkpoints
-add("--output_dir", default="./output", help="everything written goes here; shared by all nodes")
-add("--logging_dir", default="./logs", help="TensorBoard files go to a folder in here")
-add("--logging_steps", type=int, default=10, help="optimizer steps between log lines")
-add("--report_to", nargs="+", default=["tensorboard"], metavar="NAME", help="beside metrics.jsonl: "
-    f"one or more of {', '.join(cli.TRACKERS)}, or none")
-add("--wandb_project", default="flat-trainers", help="project at W&B and trackio")
-add("--eval_steps", type=int, help="steps between validations, 0 = at the end (default: 1/5 of the run)")
-add("--save_steps", type=int, help="steps between checkpoints, 0 = at the end (default: 1/10 of it)")
-add("--save_total_limit", type=int, default=3, help="newest checkpoints kept beside the best, 0 = all")
-add("--resume", type=cli.alias(true="auto", false="none"), default="auto", help="auto (newest whole "
-    "checkpoint in OUTPUT_DIR), none, or a folder")
-add("--sample_prompts", metavar="FILE", help="prompts spoken at every validation: one text a line, "
-    "or ChatML")
-add("--sample_seconds", type=float, default=10.0, help="seconds of speech a prompt may give")
+flag("--output_dir", "./output", "everything written goes here; shared by all nodes")
+flag("--logging_dir", "./logs", "TensorBoard files go to a folder in here")
+flag("--logging_steps", 10, "optimizer steps between log lines")
+flag("--report_to", ["tensorboard"], f"beside metrics.jsonl: {', '.join(cli.TRACKERS)} or none",
+     nargs="+", metavar="NAME")
+flag("--wandb_project", "flat-trainers", "project at W&B and trackio")
+flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
+flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 1/10)", type=int)
+flag("--save_total_limit", 3, "newest checkpoints kept beside the best, 0 = all")
+flag("--resume", "auto", "auto (newest whole checkpoint in OUTPUT_DIR), none, or a folder",
+     type=cli.alias(true="auto", false="none"))
+flag("--sample_prompts", None, "texts, or ChatML, spoken at every validation", metavar="FILE")
+flag("--sample_seconds", 10.0, "seconds of speech a prompt may give")
 
 
 def check_flags(args, world_size):
@@ -141,23 +137,25 @@ def check_flags(args, world_size):
         require(args.auto or not args.gpu_memory, "--gpu_memory needs --dry_run")
     require(not (args.disable_eval and (args.eval_data_file or args.eval_data_dir)),
             "--disable_eval and validation data exclude each other")
-    require(args.sample_prompts or args.sample_seconds == 10, "--sample_seconds needs --sample_prompts")
+    require(args.sample_prompts or args.sample_seconds == 10,
+            "--sample_seconds needs --sample_prompts")
     require(args.use_lora or not args.train_audio_table,
             "--train_audio_table needs --use_lora; without it all is trained")
     require(not (args.use_lora and args.freeze_llm),
             "--use_lora freezes the whole base already: drop --freeze_llm")
-    require(not (args.global_batch_size and "gradient_accumulation_steps" in cli.named(args)),
+    given = cli.named(args)
+    require(not (args.global_batch_size and "gradient_accumulation_steps" in given),
             "give one of --global_batch_size and --gradient_accumulation_steps")
-    if args.max_tokens_per_batch or args.auto and "per_device_train_batch_size" not in cli.named(args):
-        for flag in ("group_by_length", "scale_lr_from_batch", *["global_batch_size"][args.auto:]):
-            require(not getattr(args, flag), f"--{flag} counts samples: not with packs of tokens")
+    if args.max_tokens_per_batch or args.auto and "per_device_train_batch_size" not in given:
+        for name in ("group_by_length", "scale_lr_from_batch", *["global_batch_size"][args.auto:]):
+            require(not getattr(args, name), f"--{name} counts samples: not with packs of tokens")
     elif args.global_batch_size:
-        per_micro_step = args.per_device_train_batch_size * world_size
-        require(args.global_batch_size % per_micro_step == 0,
-                f"--global_batch_size {args.global_batch_size} is not a multiple of {per_micro_step} "
+        samples = args.per_device_train_batch_size * world_size
+        require(args.global_batch_size % samples == 0,
+                f"--global_batch_size {args.global_batch_size} is not a multiple of {samples} "
                 f"(--per_device_train_batch_size {args.per_device_train_batch_size} x "
                 f"{cli.counted(world_size, 'rank')})")
-        args.gradient_accumulation_steps = args.global_batch_size // per_micro_step
+        args.gradient_accumulation_steps = args.global_batch_size // samples
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
@@ -199,13 +197,12 @@ from speech.model.loss import Sums, decays, flops_per_pack, total_loss
 
 output_dir, work_dir = Path(args.output_dir), args.output_dir
 if dry:
-    world = dist.World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    sys.excepthook = dist.report_error
+    world = dist.single_process()
     scratch = tempfile.TemporaryDirectory()
     work_dir = scratch.name
 else:
-    world = dist.init(args.collective_timeout, args.wait_timeout, args.auto or args.parallel != "ddp",
-                      args.auto or args.cpu_offload)
+    world = dist.init(args.collective_timeout, args.wait_timeout,
+                      args.auto or args.parallel != "ddp", args.auto or args.cpu_offload)
     dist.rank0(world, checkpoint.claim_output, args.output_dir)
     dist.rank0(world, watchdog.clear_marker, args.output_dir)
 watch = watchdog.Watchdog(world, args.collective_timeout)       # names a rank that hangs
@@ -313,7 +310,8 @@ if main_rank:
                 "--keep": keep_loss.fingerprint_with(base) if keep_loss else None}
 # validation losses compare only where these are equal
 validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
-checkpoints = checkpoint.CheckpointManager(world, output_dir, args.save_total_limit, args.wait_timeout)
+checkpoints = checkpoint.CheckpointManager(
+    world, output_dir, args.save_total_limit, args.wait_timeout)
 resume, state = checkpoints.latest(args.resume)
 if resume:
     dist.rank0(world, checkpoint.check_identity, resume, state, identity)
@@ -434,7 +432,7 @@ def forward_backward(batch, n_audio, n_text, sync):
     return loss, Sums(*losses, *counts).flat()
 
 
-if device.type == "cuda":       # the largest pack, once, so that it does not fail hours into the run
+if device.type == "cuda":       # the largest pack, once: it must not fail hours into the run
     largest = max((order.epoch(0).pack(i) for i in range(order.packs_per_epoch)),
                   key=lambda pack: table.lengths[train_ids[pack]].sum())
     samples = SpeechSamples(table, ids)
@@ -442,9 +440,9 @@ if device.type == "cuda":       # the largest pack, once, so that it does not fa
     try:
         forward_backward(batch.to(device), 1, 1, True)
     except torch.OutOfMemoryError:
-        raise cli.UserError(f"the largest pack, {len(batch.input_ids)} tokens, does not fit into the "
-                            "GPU's memory; what helps: --auto, --gradient_checkpointing, smaller "
-                            "batches, --parallel fsdp")
+        raise cli.UserError(
+            f"the largest pack, {len(batch.input_ids)} tokens, does not fit into the GPU's memory; "
+            "what helps: --auto, --gradient_checkpointing, smaller batches, --parallel fsdp")
     model.zero_grad(set_to_none=True)
 dist.seed_everything(args.seed, world.rank)     # other dropout on every rank
 if resume:
@@ -553,7 +551,8 @@ if main_rank:
     precision = "bf16 autocast" if args.bf16 else "fp16 autocast" if args.fp16 else "fp32"
     print0(f"device     {world.size} x {name}, torch {torch.__version__}, {precision}",
            metrics.model_text(model, args.use_lora), samples_line(table, train_ids, eval_ids),
-           steps_line + f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}", intervals, start_line)
+           steps_line + f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}", intervals,
+           start_line)
 else:
     log = None
 start_step, timer, stopping = step, metrics.StepTimer(), False
@@ -634,9 +633,10 @@ while step < total_steps and not stopping:
         left = metrics.duration((total_steps - step) * values["train/step_seconds"])
         mfu = f" | mfu {values['train/mfu']:6.1%}" if "train/mfu" in values else ""
         print0("step {:>6}/{} | loss {train/loss:7.4f} | audio {train/audio_loss:6.3f} text "
-               "{train/text_loss:6.3f} | stop {train/stop_recall:6.1%} | lr {train/learning_rate:.2e} "
-               "| grad_norm {train/grad_norm:7.3f} | {train/audio_seconds_per_second:>7,.1f} audio-s/s"
-               "{} | eta {}".format(step, total_steps, mfu, left, **values))
+               "{train/text_loss:6.3f} | stop {train/stop_recall:6.1%} | lr "
+               "{train/learning_rate:.2e} | grad_norm {train/grad_norm:7.3f} | "
+               "{train/audio_seconds_per_second:>7,.1f} audio-s/s{} | eta {}"
+               .format(step, total_steps, mfu, left, **values))
 
     # validate; a request to stop counts one step late, so that no step waits for the device
     eval_due = validates and (last or args.eval_steps > 0 and step % args.eval_steps == 0)
@@ -666,8 +666,8 @@ if main_rank:
         print(f"stopped    {why} at step {step} of {total_steps}; checkpoint saved; rerun the same "
               "command to resume")
     else:
-        best = f"; best validation loss {best_loss:.4f} at step {best_step}" * (best_step is not None)
+        best = f"; best validation loss {best_loss:.4f} at step {best_step}"
         print(f"done       step {step}; {monitor.skipped} steps skipped; final checkpoint "
-              f"{output_dir / f'checkpoint-{step}'}{best}")
+              f"{output_dir / f'checkpoint-{step}'}{best if best_step is not None else ''}")
         print(metrics.verdict_line(metrics.verdict(metrics.read_metrics(log.path))))
 dist.finish()

@@ -336,8 +336,9 @@ def check_identity(path, state, identity):
     """UserError when a checkpoint does not share {name: value} with the run that resumes it."""
     for name, value in identity.items():
         before = state["identity"].get(name)
-        # a dry run knows of the data only the beginning: the codes of audio may lack
-        require(before == value or str(before).startswith(f"{value} audio "),
+        # a dry run, and an old checkpoint, know of the data only the beginning, not the codes
+        short, long = sorted((str(before), str(value)), key=len)
+        require(before == value or long.startswith(f"{short} audio "),
                 f"{path}: was made with another {name} ({before}, this run {value}); give the same "
                 "flags and files, or another --output_dir")
 

@@ -81,10 +81,7 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
     than GPUs, or torchrun restarted workers on a used store.
     """
     global _world
-    sys.excepthook = report_error
-    if not gc.isenabled():      # since cli.parse
-        gc.freeze()     # what was imported stays: no collection scans it, forks share its pages
-        gc.enable()
+    single_process()
     env = os.environ
     rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
     local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
@@ -113,6 +110,15 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
         world.slow_group = dist.new_group(
             backend="gloo", timeout=timedelta(seconds=wait_timeout_s + LATER_S))
     return world
+
+
+def single_process():
+    """World of a script that joins no other process, such as a dry run; errors are one line."""
+    sys.excepthook = report_error
+    if not gc.isenabled():      # since cli.parse
+        gc.freeze()     # what was imported stays: no collection scans it, forks share its pages
+        gc.enable()
+    return World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def finish():

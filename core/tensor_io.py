@@ -311,7 +311,8 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
             copied.synchronize()
         if bad := [name for name, tensor in share.items() if not is_finite(tensor)]:
             # or rotation would leave nothing but checkpoints that nobody can use
-            raise UserError(f"{path.name}: {len(bad)} tensors hold NaN or infinity, first {bad[0]}")
+            raise UserError(f"{path.name}: {len(bad)} of its tensors hold NaN or infinity, first "
+                            f"{', '.join(sorted(bad)[:5])}")
         save(share, path)
 
     used = sorted(set(owners.values()))

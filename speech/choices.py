@@ -104,7 +104,7 @@ def check_recognisers(args):
     need(not (args.asr_model and args.asr_command), "give one of --asr_model and --asr_command")
     need(args.asr_time_limit == 3600 or args.asr_command, "--asr_time_limit is for --asr_command")
     flags.above_zero(args, "asr_time_limit")
-    limits = [name for name in ("asr_time_limit", "sample_time_limit") if hasattr(args, name)]
+    limits = ["asr_time_limit"]
     most = getattr(args, "wait_timeout", float("inf"))
     need(not args.asr_command or sum(getattr(args, name) for name in limits) < most,
          " + ".join(f"--{name} {getattr(args, name):g}" for name in limits)
@@ -113,44 +113,13 @@ def check_recognisers(args):
          "--language: only --asr_model and --asr_command make use of it")
 
 
-def check_judges(args, speaks=True):
-    """The flags of judges(). speaks: whether there will be anything to judge."""
+def check_judges(args):
+    """The flags of judges()."""
     check_recognisers(args)
-    for name in ("asr_model", "asr_command", "speaker_model", "mos"):
-        need(speaks or not getattr(args, name), f"--{name} needs --sample_prompts")
-
-
-def best(group):
-    """Flags of speech/voice/best.py."""
-    group.add_argument("--best_by", choices=("loss", "wer", "cer", "sim"), default="loss",
-                       help="validation loss, or of the sample prompts word errors, character errors, or the likeness "
-                            "of voices; of equal ones the lower loss decides")
-    group.add_argument("--early_stop_patience", type=int, default=0,
-                       help="stop after so many validations without a better one, 0 = never")
-
-
-def check_best(args):
-    """The flags of best()."""
-    flags.zero_or_more(args, "early_stop_patience")
-    need(args.best_by not in ("wer", "cer") or args.asr_model or args.asr_command,
-         f"--best_by {args.best_by} needs --sample_prompts and --asr_model or --asr_command")
-    need(args.best_by != "sim" or args.speaker_model, "--best_by sim needs --sample_prompts and --speaker_model")
-    need(not args.early_stop_patience or not args.disable_eval or args.best_by != "loss",
-         "--early_stop_patience needs validation: drop --disable_eval")
-
-
-def keep(group):
-    """Flags of what a fine-tuning shall not undo (speech/voice/keep.py)."""
-    group.add_argument("--keep", metavar="FILE", help="texts, with or without a voice, as --sample_prompts takes them: "
-                       "the base speaks them once, and the model is held near it there; needs --use_lora")
-    group.add_argument("--keep_weight", type=float, default=1.0, help="weight of that divergence beside the loss, whatever "
-                       "--keep_every is")
-    group.add_argument("--keep_every", type=int, default=10, help="steps from one with packs of --keep to the next; the "
-                       "default takes about a fifth of the time")
 
 
 def check_keep(args):
-    """The flags of keep()."""
+    """The trainer's flags of --keep (speech/voice/keep.py)."""
     flags.above_zero(args, "keep_weight")
     flags.at_least_one(args, "keep_every")
     need(args.keep or (args.keep_weight, args.keep_every) == (1, 10), "--keep_weight and --keep_every need --keep")

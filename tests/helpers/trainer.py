@@ -81,9 +81,20 @@ def trainer_arguments(tiny, output_dir, *flags):
 
 
 def run_script(script, argv):
-    """Run a script of module-level code in this process, as `python SCRIPT ARGV` would."""
-    sys.argv = [str(ROOT / script), *map(str, argv)]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    """Run a script of module-level code in this process, as `python SCRIPT ARGV` would. SystemExit if it fails."""
+    before, sys.argv = (sys.excepthook, sys.argv), [str(ROOT / script), *map(str, argv)]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    except Flags:
+        raise
+    except BaseException:
+        sys.excepthook(*sys.exc_info())     # the script's own, which may end the process here
+        raise SystemExit(1)
+    finally:
+        sys.excepthook, sys.argv = before
 
 
 def speech_main(argv):
@@ -101,10 +112,8 @@ def script_flags(script="train_v2_ddp.py"):
         cli.accept_old_names(parser)
         raise Flags(parser, check)
 
-    before = sys.argv
     with mock.patch.object(cli, "parse", found), pytest.raises(Flags) as caught:
         run_script(script, [])
-    sys.argv = before
     return caught.value.args
 
 
