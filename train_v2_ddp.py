@@ -92,6 +92,8 @@ switch("--auto", "choose what no flag names by the memory plan, and print why: b
        "--gradient_checkpointing, --parallel; a resumed run keeps its choice")
 flag("--gpu_memory", None, "--dry_run, --auto: memory of one GPU (default: the one here, else 80)",
      type=float, metavar="GIB")
+flag("--host_memory", None, "--dry_run: free memory of a node (default: what is free here)",
+     type=float, metavar="GIB")
 flag("--parallel", "ddp", "a model on every GPU; sharded over all GPUs (FSDP2), or over a node's, "
      "with a copy a node (HSDP)", type=cli.sharding, choices=("ddp", "fsdp", "hsdp"))
 flag("--shard_size", 0, "hsdp: GPUs that weights are sharded over, 0 = a node's")
@@ -131,10 +133,11 @@ def check_flags(args, world_size):
     precision.check(args)
     choices.check_trainer(args)
     cli.zero_or_more(args, "text_loss_weight")
-    cli.above_zero(args, "sample_seconds gpu_memory")
+    cli.above_zero(args, "sample_seconds gpu_memory host_memory")
     if args.dry_run is None:        # now, long before the imports are done
         run_lock.check_free(args.output_dir)
         require(args.auto or not args.gpu_memory, "--gpu_memory needs --dry_run")
+        require(not args.host_memory, "--host_memory needs --dry_run")
     require(not (args.disable_eval and (args.eval_data_file or args.eval_data_dir)),
             "--disable_eval and validation data exclude each other")
     require(args.sample_prompts or args.sample_seconds == 10,
@@ -143,10 +146,10 @@ def check_flags(args, world_size):
             "--train_audio_table needs --use_lora; without it all is trained")
     require(not (args.use_lora and args.freeze_llm),
             "--use_lora freezes the whole base already: drop --freeze_llm")
-    given = cli.named(args)
-    require(not (args.global_batch_size and "gradient_accumulation_steps" in given),
+    require(not args.global_batch_size or args.gradient_accumulation_steps == 1,
             "give one of --global_batch_size and --gradient_accumulation_steps")
-    if args.max_tokens_per_batch or args.auto and "per_device_train_batch_size" not in given:
+    by_tokens = args.auto and "per_device_train_batch_size" not in cli.named(args)
+    if args.max_tokens_per_batch or by_tokens:
         for name in ("group_by_length", "scale_lr_from_batch", *["global_batch_size"][args.auto:]):
             require(not getattr(args, name), f"--{name} counts samples: not with packs of tokens")
     elif args.global_batch_size:
@@ -172,6 +175,7 @@ import numpy as np
 import torch
 
 import lora  # first: it explains a torchaudio that breaks every transformers import
+from common.problems import collect
 from core import (
     adapters,
     checkpoint,
@@ -209,7 +213,6 @@ watch = watchdog.Watchdog(world, args.collective_timeout)       # names a rank t
 watch.report_progress("data preparation", args.wait_timeout)
 watchdog.exit_if_asked(world, args.output_dir)      # by a signal during the imports
 ranks, main_rank, device = args.dry_run or world.size, world.is_main, world.device
-dist.check_bf16(device, args.bf16)
 if args.compile:        # by all ranks or by none
     args.compile = all(dist.all_gather(world, fused.compiles(device.type)))
 dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
@@ -225,8 +228,9 @@ def print0(*lines):
 
 
 # --------------------------------------------------------------------------------------------------
-# Data: rank 0 tokenises, all ranks map the same table and know the whole order. So ranks never
-# have to ask each other which samples a step has, or how many targets.
+# Model: on the meta device, where it takes no memory. Data: rank 0 tokenises, all ranks map the
+# same table and know the whole order. So ranks never have to ask each other which samples a step
+# has, or how many targets.
 
 folder, config_dict, codec_dir = versions.find_files(
     world, args.model_path, args.audio_tokenizer_path, work_dir)
@@ -236,27 +240,6 @@ if args.use_lora:
     args.lora_target_modules = args.lora_target_modules or module.LORA_TARGETS
 config, tokenizer = module.read_config(config_dict), module.load_tokenizer(folder)
 ids = module.token_ids(tokenizer, config)
-try:
-    table = prepare_table(world, tokenizer, ids, args, codec_dir, work_dir)
-except watchdog.Stopped as why:
-    watchdog.exit_stopped(world, args.output_dir, why)
-prompts = keep_loss = None
-if args.sample_prompts:
-    from speech.voice import sample_prompts
-    prompts = sample_prompts.load(args, tokenizer, ids, config, codec_dir, world)
-if args.keep:
-    from speech.voice import keep
-    keep_loss = keep.load(args, tokenizer, ids, config, codec_dir, world)
-train_ids, eval_ids = usable_samples(
-    table, *split_samples(table, 0 if args.disable_eval else args.validation_split, args.seed),
-    max_length=args.max_length or config.max_position_embeddings, say=main_rank,
-    max_tokens=args.max_tokens_per_batch, drop="too_long" in args.drop_bad,
-    output_dir=None if dry or not main_rank else args.output_dir)
-if args.tf32:       # only now: codes in the cache must not depend on it
-    torch.set_float32_matmul_precision("high")
-
-# --------------------------------------------------------------------------------------------------
-# Model: on the meta device, where it takes no memory
 
 
 def empty_model(source, config_dict):
@@ -286,10 +269,40 @@ def empty_model(source, config_dict):
     return model, parts
 
 
-if args.float8:
-    from core import float8
-    float8.check_device(device, True)
-model, parts = empty_model(folder, config_dict)
+def check_machine():
+    """Raise UserError where this machine cannot compute what the flags ask for."""
+    dist.check_bf16(device, args.bf16)
+    if args.float8:
+        from core import float8
+        float8.check_device(device, True)
+
+
+def load_prompts():
+    """The prompts of --sample_prompts, and what holds the model near its base, or None each."""
+    prompts = keep_loss = None
+    if args.sample_prompts:
+        from speech.voice import sample_prompts
+        prompts = sample_prompts.load(args, tokenizer, ids, config, codec_dir, world)
+    if args.keep:
+        from speech.voice import keep
+        keep_loss = keep.load(args, tokenizer, ids, config, codec_dir, world)
+    return prompts, keep_loss
+
+
+try:    # a run ends at the first mistake, a dry run names them all
+    _, _, (model, parts), table, (prompts, keep_loss) = collect(
+        dry, lambda: choices.check_folders(args), check_machine,
+        lambda: empty_model(folder, config_dict),
+        lambda: prepare_table(world, tokenizer, ids, args, codec_dir, work_dir), load_prompts)
+except watchdog.Stopped as why:
+    watchdog.exit_stopped(world, args.output_dir, why)
+train_ids, eval_ids = usable_samples(
+    table, *split_samples(table, 0 if args.disable_eval else args.validation_split, args.seed),
+    max_length=args.max_length or config.max_position_embeddings, say=main_rank,
+    max_tokens=args.max_tokens_per_batch, drop="too_long" in args.drop_bad,
+    output_dir=None if dry or not main_rank else args.output_dir)
+if args.tf32:       # only now: codes in the cache must not depend on it
+    torch.set_float32_matmul_precision("high")
 if args.auto or dry:
     from speech import plan
     speakers = [speaker for speaker in (prompts, keep_loss) if speaker]
@@ -396,6 +409,7 @@ if args.use_lora and resume:
 elif args.use_lora:
     adapters.init_adapters(net, args.seed)
 if args.float8:
+    from core import float8
     float8.convert(module.layers(native))
 model.train()
 wrapped = dist.wrap_ddp(model, world) if args.parallel == "ddp" else model

@@ -308,8 +308,8 @@ class CheckpointManager:
                          if step > state["step"]]
                 # else the next --resume auto would continue the abandoned ones
                 require(resume == "auto" or not later,
-                        f"--resume {path}: --output_dir has later checkpoints ({later[-1:]}); move "
-                        "them away or give another --output_dir")
+                        f"--resume {path}: later checkpoints stand in --output_dir (step "
+                        f"{', '.join(map(str, later))}); move them away or give another one")
                 return Path(path), state
             require(resume == "auto", f"--resume {path}: {problem}")
             if self.world.is_main:

@@ -49,12 +49,11 @@ WITHOUT_EFFECT = {
 # Removed: {flag: what to do instead}
 JUDGE = "speak with saved checkpoints (speech/generate_tts.py), then judge (speech/evaluate_tts.py)"
 GONE = {
-    **dict.fromkeys(("--best_by", "--asr_model", "--asr_command", "--speaker_model", "--mos"), JUDGE),
+    "--best_by": JUDGE, "--asr_model": JUDGE, "--asr_command": JUDGE, "--speaker_model": JUDGE,
     "--early_stop_patience": "make the file OUTPUT_DIR/stop to end a run",
     "--replay_every": "nothing replaces it",
     "--save_minutes": "give --save_steps",
-    "--sample_time_limit": "it is two minutes",
-    "--host_memory": "the host's free memory is measured"}
+    "--sample_time_limit": "it is two minutes"}
 
 # Control characters, line separators, marks that turn the direction of text, halves of characters
 HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"

@@ -106,6 +106,8 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
         store = dist.PrefixStore("trainer", world.store) if size > 1 else dist.HashStore()
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit,
                                 device_id=device if cuda else None)
+        # torch has put its own there, which prints nothing of a hook that ends the process
+        sys.excepthook = report_error
     if size > 1:        # new_group ignores the default group's limit
         world.slow_group = dist.new_group(
             backend="gloo", timeout=timedelta(seconds=wait_timeout_s + LATER_S))
@@ -171,8 +173,10 @@ def report_error(kind, error, trace):
     elif isinstance(error, OSError) and error.filename and error.strerror:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
         if claim_error_report(store):
-            print_error(error_text(f"error: {error.filename2 or error.filename} cannot be "
-                                   f"{'' if full else 'read or '}written ({error.strerror})"))
+            mine = isinstance(error, PermissionError)
+            print_error(error_text(
+                f"error: {error.filename2 or error.filename} cannot be {'' if full else 'read or '}"
+                f"written ({error.strerror}{': this user may not' * mine})"))
     else:
         lost_peer = isinstance(error, dist.DistError) or any(
             word in str(error) for word in COLLECTIVE_ERRORS)

@@ -50,6 +50,16 @@ def check_trainer(args):
              f"--code_cache: {path} has its codes already; drop the flag")
 
 
+def check_folders(args):
+    """UserError for a folder that a run could not write, found by its dry run."""
+    if args.dry_run is None:
+        return
+    from common.plan import check_writable
+    for flag in ("output_dir", "code_cache", *["logging_dir"] * ("tensorboard" in args.report_to)):
+        if getattr(args, flag):
+            check_writable(getattr(args, flag), f"--{flag}")
+
+
 def trained_weights(args):
     """Which weights the trainer's flags train, in words."""
     found = "audio embedding and head" if args.freeze_llm else "full"

@@ -12,7 +12,7 @@ REQUIRED = ["--train_data_file", "train.json", "--model_path", "model", "--audio
 FLAGS = """adam_beta2 audio_loss_reduction audio_tokenizer_path auto base_dtype bf16 code_cache
     collective_timeout columns compile config cpu_offload data_format disable_eval drop_bad
     dry_run eval_data_dir eval_data_file eval_steps float8 fp16 freeze_llm global_batch_size
-    gpu_memory gradient_accumulation_steps gradient_checkpointing group_by_length help keep
+    gpu_memory gradient_accumulation_steps gradient_checkpointing group_by_length host_memory help keep
     keep_every keep_weight learning_rate logging_dir logging_steps lora_alpha lora_dropout
     lora_rank lora_target_modules lr_scheduler max_bad_steps max_grad_norm max_length max_steps
     max_tokens_per_batch min_lr_ratio model_path normalize_text num_train_epochs num_workers

@@ -12,7 +12,7 @@ import soundfile
 import torch
 
 from common.distributed import UserError, World
-from data import make_loader, prepare_table
+from data import make_loader, make_table
 from speech import prepare_tts
 from speech.choices import CHECKS, SOUND_ERRORS
 from speech.data import checks
@@ -51,9 +51,9 @@ def prepared(tiny, tokenizer, ids, source, out, drop=(), held_out=None, weight=1
 
 
 def opened(tiny, tokenizer, ids, train, out, held_out=None, reading=None):
-    """The table of prepare_table, from prepared folders or sources."""
+    """The table of make_table, from prepared folders or sources."""
     out.mkdir(exist_ok=True)
-    return prepare_table(WORLD, tokenizer, ids, Sources(train, held_out, reading or Reading()),
+    return make_table(WORLD, tokenizer, ids, Sources(train, held_out, reading or Reading()),
                          Encoding(tiny.codec, out / "codes", ids.num_codebooks, wait_limit_s=60), out)
 
 
