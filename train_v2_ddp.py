@@ -526,7 +526,8 @@ def save():
 
     def save_config(path):
         # whoever speaks with this checkpoint treats texts as training did
-        text_normalization.save_setting(path / text_normalization.FILE, args.normalize_text)
+        text_normalization.save_setting(path / text_normalization.FILE, args.normalize_text,
+                                        args.base_dtype)
         if args.use_lora:
             return adapters.save_config(net, path)
         return module.save_config(native, tokenizer, path, folder)
@@ -651,6 +652,9 @@ while step < total_steps and not stopping:
                "{train/learning_rate:.2e} | grad_norm {train/grad_norm:7.3f} | "
                "{train/audio_seconds_per_second:>7,.1f} audio-s/s{} | eta {}"
                .format(step, total_steps, mfu, left, **values))
+
+    if step == start_step + 1:      # compiles and allocates: speed and eta count from here
+        timer.reset()
 
     # validate; a request to stop counts one step late, so that no step waits for the device
     eval_due = validates and (last or args.eval_steps > 0 and step % args.eval_steps == 0)

@@ -8,6 +8,7 @@ step and writes metrics.jsonl, as our trainers do.
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,8 @@ def speech(args, attention, dtype):
     table = Table(next(args.tables.glob("table-*")))
     model = HiggsAudioV2ForConditionalGeneration.from_pretrained(
         args.model_path, dtype=dtype, attn_implementation=attention)
+    # autocast on CUDA adds the codebooks' embeddings up in fp32, which a bf16 model does not take
+    model.model.embed_audio_tokens.register_forward_hook(lambda *seen: seen[-1].to(dtype))
     return (model, SpeechSamples(table, ids), table.lengths,
             lambda samples: padded_batch(samples, ids), choices.LORA_TARGETS["attention"])
 
@@ -87,7 +90,7 @@ class Chats(torch.utils.data.Dataset):
 
 
 def chats(args, attention, dtype):
-    from distill.dataset import ChatSamples, ChatTable
+    from distill.chat_data import ChatSamples, ChatTable
     table = ChatTable(next(args.tables.glob("table-*")))
     model = AutoModelForCausalLM.from_pretrained(args.model_path, dtype=dtype,
                                                  attn_implementation=attention)
@@ -100,16 +103,20 @@ class Lines(TrainerCallback):
     """Prints and keeps what Trainer logs of each step."""
 
     def __init__(self, out):
-        self.file = (out / "metrics.jsonl").open("w")
+        self.file, self.since = (out / "metrics.jsonl").open("w"), time.perf_counter()
 
     def on_log(self, args, state, control, logs=None, **_):
         if "loss" in logs:
             print(f"step {state.global_step} | loss {logs['loss']:.4f}", flush=True)
-            memory = measure.peak_memory_gib(torch.device(args.device.type))
+            device = torch.device(args.device.type)
+            measure.synchronize(device)
+            memory, now = measure.peak_memory_gib(device), time.perf_counter()
             row = {"step": state.global_step, "train/loss": logs["loss"],
+                   "train/step_seconds": now - self.since,
                    "train/grad_norm": logs["grad_norm"], "train/memory_gib": memory}
             self.file.write(json.dumps(row) + "\n")
             self.file.flush()
+            self.since = now
 
 
 def main(argv=None):

@@ -1,10 +1,9 @@
-"""What the measurements in this folder share: two ways in turn, medians, the machine, one JSON file per question.
+"""What the measurements share: the machine, its matrix rate, one JSON file per question.
 
-A report has `tables`: {name: {"columns": [...], "rows": [[...], ...]}} of numbers and words, for bench/table.py, which
-renders them into README.md and docs/; everything else in it is there for whoever wants to look closer.
+A report has `tables`: {name: {"columns": [...], "rows": [[...], ...]}} of numbers and words, which
+bench/table.py renders into README.md and docs/.
 """
 import datetime
-import gc
 import json
 import os
 import platform
@@ -18,27 +17,8 @@ from pathlib import Path
 import torch
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PACKAGES = ("torch", "transformers", "peft", "trl", "torchao")      # those installed are named in a report
+PACKAGES = ("torch", "transformers", "peft", "trl", "torchao")      # named in a report if installed
 FOLDERS = ("--results_dir", "--work_dir")      # flags that change nothing of what is measured
-MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_TOP_PAD_": "268435456"}
-
-
-def keep_freed_memory(argv=None):
-    """Start this script anew with a glibc that keeps freed memory, when there is no GPU and main() got no argv.
-
-    By default each large tensor costs page faults anew, which a GPU, with torch's caching allocator, never pays.
-    """
-    if argv is None and not torch.cuda.is_available() and platform.libc_ver()[0] == "glibc" \
-            and not MALLOC.items() <= os.environ.items():
-        sys.stdout.flush()
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | MALLOC)
-
-
-def allocator():
-    """Who gives memory to tensors on the CPU, in words."""
-    if not MALLOC.items() <= os.environ.items():
-        return "the system's"
-    return " ".join(["glibc, freed memory kept:", *(f"{name}={value}" for name, value in MALLOC.items())])
 
 
 def synchronize(device):
@@ -47,46 +27,27 @@ def synchronize(device):
         torch.cuda.synchronize(device)
 
 
-def alternate(ways, rounds, device, warm_up=1, after=None):
-    """{name: [seconds of each round]} of {name: function}, called in turn: a busy moment of the machine hits all.
-
-    Each name's first `warm_up` calls are not timed. The order turns around every round, so none always goes first.
-    after: called with what is known so far when a timed round has ended.
-    """
-    seconds = {name: [] for name in ways}
-    for turn in range(-warm_up, rounds):
-        gc.collect()
-        for name in ways if turn % 2 == 0 else reversed(ways):
-            synchronize(device)
-            start = time.perf_counter()
-            ways[name]()
-            synchronize(device)
-            if turn >= 0:
-                seconds[name].append(time.perf_counter() - start)
-        if after and turn >= 0:
-            after(seconds)
-    return seconds
-
-
-def median(values):
-    """Median and spread of a list of numbers: {"median", "least", "most"}."""
-    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
-
-
-def matmul_rate(device, dtype=None, size=None, repeats=10):
-    """FLOP/s of a large matrix product, median: bf16, 8192 wide on a GPU, float32, 1024 wide on a CPU."""
-    cuda = device.type == "cuda"
-    size, dtype = size or (8192 if cuda else 1024), dtype or (torch.bfloat16 if cuda else torch.float32)
+def matmul_rate(device, repeats=13):
+    """FLOP/s of a large matrix product, median: bf16, 8192 wide on a GPU, fp32, 1024 on a CPU."""
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
     a, b = torch.randn(2, size, size, device=device, dtype=dtype)
-    seconds = alternate({"matmul": lambda: [a @ b for _ in range(10)]}, repeats, device, warm_up=3)["matmul"]
-    return 10 * 2 * size ** 3 / statistics.median(seconds)
+    seconds = []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(10):
+            a @ b
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return 10 * 2 * size ** 3 / statistics.median(seconds[3:])
 
 
 def peak_memory_gib(device):
-    """Most memory held so far: of the GPU as torch counts it, else resident memory of this process."""
+    """Most memory held so far: of the GPU as torch counts it, else resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    status = dict(line.split(":", 1) for line in open("/proc/self/status"))     # getrusage's has the parent's in it
+    with open("/proc/self/status") as file:     # getrusage's has the parent's in it
+        status = dict(line.split(":", 1) for line in file)
     return int(status["VmHWM"].split()[0]) / 2**20
 
 
@@ -96,7 +57,7 @@ def device_name(device):
 
 
 def command(script, argv=None):
-    """The line that measures it again: argv, by default this process's, less the folders of this machine."""
+    """The line that measures it again: argv, or this process's, less folders of this machine."""
     parts, words = [], iter(sys.argv[1:] if argv is None else argv)
     for word in words:
         if word in FOLDERS:
@@ -107,7 +68,7 @@ def command(script, argv=None):
 
 
 def new_report(question, device, command):
-    """What every report begins with: the question, the machine, versions, the day and the command."""
+    """What every report begins with: question, machine, versions, day and command."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -116,10 +77,12 @@ def new_report(question, device, command):
             continue
     if device.type == "cuda":
         versions["cuda"] = torch.version.cuda
-    cpu = next((line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
-    return {"question": question, "device": device_name(device), "cpu": cpu, "cores": len(os.sched_getaffinity(0)),
-            "threads": torch.get_num_threads(), "allocator": allocator(), "date": datetime.date.today().isoformat(),
-            "versions": versions, "command": command, "tables": {}}
+    with open("/proc/cpuinfo") as file:
+        names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    return {"question": question, "device": device_name(device), "cpu": names[0] if names else "",
+            "cores": len(os.sched_getaffinity(0)), "threads": torch.get_num_threads(),
+            "date": datetime.date.today().isoformat(), "versions": versions, "command": command,
+            "tables": {}}
 
 
 def write_report(name, report, results_dir=RESULTS):

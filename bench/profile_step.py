@@ -3,18 +3,18 @@
     python bench/profile_step.py speech                    # or chats, blocks; a minute or two
     python bench/profile_step.py speech --shape tiny --steps 1     # to try it
 
-The trainer itself runs, on speed.py's files, packed to a budget. Four steps warm up, then --steps
-are timed as they are, then as many under the profiler. Self times: without what a called operator
-spends; on a GPU of its kernels, and what they leave of the step is time in which the GPU waits. The
-peak of memory stands beside the one that --dry_run plans for.
+The trainer runs as a user starts it, on speed.py's files, packed to a budget. Four steps warm up,
+then --steps are timed as they are, then as many under the profiler. Self times: without what a
+called operator spends; on a GPU those of kernels, and the rest of the step the GPU waits.
 
 Writes bench/results/profile-NAME-DEVICE.txt.
 """
 import argparse
-import contextlib
-import importlib
+import json
 import os
 import re
+import runpy
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,14 +23,15 @@ from pathlib import Path
 
 import torch
 from torch.autograd import DeviceType
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
 from bench import measure
 from bench.speed import SCRIPTS, SETS, length, make_files, our_command, packed
 from bench.table import origin
-from common import flags, plan, run, step_memory
 
 WARM_UP, ROWS, WIDTH = 4, 25, 64
 GROUPS = {      # the first that a name of an operator or a kernel matches
@@ -47,68 +48,42 @@ GROUPS = {      # the first that a name of an operator or a kernel matches
 OTHER = "elementwise, norms, sums and the rest"
 
 
-class Watch:
-    """Profiles a training loop that calls step_done() after every step.
+def watch(script, words, out, timed, profiled):
+    """Run a trainer's script in this process, time and profile its steps, then leave the process.
 
-    times: seconds of a step without the profiler, and under it.
+    Writes OUT.json (seconds of a step and of the first one, peak memory) and OUT.profile.txt.
     """
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    kinds = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * cuda]
+    profiler, steps, times = torch.profiler.profile(activities=kinds), 0, {}
+    started, ended = WARM_UP + timed, WARM_UP + timed + profiled
 
-    def __init__(self, device, steps):
-        self.device, self.steps = device, steps
-        self.ended, self.going, self.times = 0, True, []
-        kinds = [ProfilerActivity.CPU]
-        if device.type == "cuda":
-            kinds.append(ProfilerActivity.CUDA)
-        self.profiler = torch.profiler.profile(activities=kinds)
-
-    def step_done(self):
-        """False when all has been seen."""
-        self.ended += 1
-        seen = self.ended - WARM_UP
-        if seen % self.steps == 0 and seen >= 0:
-            measure.synchronize(self.device)
-            if seen:
-                self.times.append((time.perf_counter() - self.start) / self.steps)
-            if seen == self.steps:
-                self.profiler.start()
-            elif seen == 2 * self.steps:
-                self.profiler.stop()
-                self.going = False
-            self.start = time.perf_counter()
-        return self.going
-
-
-# --------------------------------------------------------------------------------------------------
-# The trainer, until the watch has seen enough
-
-
-class Finished(Exception):
-    """All steps have been seen."""
-
-
-def train(name, words, watch):
-    """Run a trainer's own train(): the watch hears of each step. -> bytes of one GPU that its
-    --dry_run plans for.
-    """
-    script = importlib.import_module(SCRIPTS[name].removesuffix(".py").replace("/", "."))
-    planned, real_window = [], run.TrainState.window
-
-    def parse(*more):
-        return flags.parse(script.build_parser(), script.check_flags, [*map(str, words), *more])
-
-    def print_room(args, setup, found, *_):
-        planned.append(found.peak)
-
-    def window(now):
-        if now.step and not watch.step_done():
-            raise Finished
-        return real_window(now)
-
-    with step_memory.swapped((plan, "print_room", print_room)):
-        script.train(parse("--dry_run", "1"))
-    with step_memory.swapped((run.TrainState, "window", window)), contextlib.suppress(Finished):
-        script.train(parse())
-    return planned[0]
+    def step_done(optimizer, args, kwargs):
+        nonlocal steps
+        steps += 1
+        if steps not in (1, WARM_UP, started, ended):
+            return
+        measure.synchronize(device)
+        times[steps] = time.perf_counter()
+        if steps == started:    # written before the profiler starts, whatever that does
+            row = {"step_s": (times[started] - times[WARM_UP]) / timed,
+                   "first_step_s": times[1] - began, "peak_gib": measure.peak_memory_gib(device)}
+            Path(f"{out}.json").write_text(json.dumps(row))
+            profiler.start()
+            times["profile"] = time.perf_counter()
+        elif steps == ended:
+            profiler.stop()
+            alone = (times[started] - times[WARM_UP]) / timed
+            under = (times[ended] - times["profile"]) / profiled
+            found = self_times(profiler.key_averages(), cuda)
+            lines = tables(found, profiled, (alone, under), cuda)
+            Path(f"{out}.profile.txt").write_text("\n".join(lines) + "\n")
+            os._exit(0)     # threads of the trainer still run
+    register_optimizer_step_post_hook(step_done)
+    sys.argv, began = [script, *words], time.perf_counter()
+    runpy.run_path(str(ROOT / script), run_name="__main__")
+    sys.exit(f"error: the run ended in its step {steps}, before {ended}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -132,10 +107,12 @@ def group_of(name):
     return next(found, OTHER)
 
 
-def tables(found, watch, cuda):
-    """Lines of both tables, a step each; found: of self_times, over watch.steps."""
-    steps, groups = watch.steps, Counter()
-    alone, wall = (1e3 * seconds for seconds in watch.times)
+def tables(found, steps, times, cuda):
+    """Lines of both tables, a step each. found: of self_times, over `steps`. times: seconds of a
+    step without the profiler and under it.
+    """
+    groups = Counter()
+    alone, wall = (1e3 * seconds for seconds in times)
     for name, (spent, _) in found.items():
         groups[group_of(name)] += spent / steps
     rest = "GPU idle" if cuda else "outside operators (Python)"
@@ -164,39 +141,32 @@ def main(argv=None):
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     shape, samples, batch = SETS[device.type][args.name]
-    shape, watch = args.shape or shape, Watch(device, args.steps)
+    shape = args.shape or shape
     report = measure.new_report("where a step's time goes", device,
                                 measure.command("profile_step", argv))
-    more = [*packed(args.name, batch), *length(args.name, 1000, 1000)]
-    kind = [args.name]
-    if args.lora:
-        more.append("--use_lora")
-        kind.append("lora")
-    if args.compile:
-        more.append("--compile")
-        kind.append("compiled")
-    if cuda:
-        more += ["--bf16", "--tf32"]
+    options = {"lora": ["--use_lora"], "compile": ["--compile"]}
+    kind = [name for name in options if getattr(args, name)]
+    more = [*packed(args.name, batch), *length(args.name, 1000, 1000),
+            *[word for name in kind for word in options[name]], *["--bf16", "--tf32"] * cuda]
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         files = make_files(args.name, folder, shape, samples)
         _, _, *words = our_command(args.name, files, shape, batch, folder, *more, "--output_dir",
                                    folder / "out")
-        planned = train(args.name, words, watch)
-        memory = (f"peak {measure.peak_memory_gib(device):.2f} GiB, planned "
-                  f"{planned / 2**30:.2f} GiB for a GPU")
-    found = self_times(watch.profiler.key_averages(), cuda)
-    lines = [origin(report), f"{shape}, {memory}", f"memory from: {report['allocator']}", "",
-             *tables(found, watch, cuda)]
-    print("\n".join(lines))
-    where = "-".join(report["device"].lower().split())
-    path = args.results_dir / f"profile-{'-'.join(kind)}-{where}.txt"
+        subprocess.run([sys.executable, __file__, "watch", str(args.steps), str(folder / "seen"),
+                        SCRIPTS[args.name], *map(str, words)], check=True)
+        seen = json.loads((folder / "seen.json").read_text())
+        profile = (folder / "seen.profile.txt").read_text()
+    text = f"{origin(report)}\n{shape}, peak {seen['peak_gib']:.2f} GiB\n\n{profile}"
+    print(text)
+    where = "-".join([args.name, *kind, *report["device"].lower().split()])
+    path = args.results_dir / f"profile-{where}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n")
-    print(f"wrote {path}", flush=True)
-    if argv is None:
-        os._exit(0)     # threads of the run that was left
+    path.write_text(text)
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["watch"]:      # in a process of its own
+        watch(sys.argv[4], sys.argv[5:], sys.argv[3], int(sys.argv[2]), int(sys.argv[2]))
     main()

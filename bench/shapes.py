@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from diffusion import demo_problems
-from distill import weights as chat_weights
+from diffusion import make_problems
+from distill import causal_lm as chat_weights
 from speech.demo import make_tiny
 from speech.model import v3, versions
 
@@ -53,11 +53,11 @@ def write_holes(named, path):
         file.truncate(8 + len(text) + at)
 
 
-def write_random(named, path):
-    """The same with normal values, the same each time; norms are ones."""
-    tensors, generator = {}, torch.Generator().manual_seed(0)
+def write_random(named, path, device="cpu"):
+    """The same with normal values, the same each time on a device; norms are ones."""
+    tensors, generator = {}, torch.Generator(device).manual_seed(0)
     for name, parameter in named:
-        values = torch.empty(parameter.shape, dtype=torch.bfloat16)
+        values = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
         tensors[name] = values.fill_(1) if "norm" in name else values.normal_(
             0, 0.02, generator=generator)
     save_file(tensors, path, {"format": "pt"})
@@ -145,22 +145,25 @@ def speech_files(folder, pairs, layers=0, shape="3b", fill=write_holes):
     return speech_words(folder, model)
 
 
-def speech3_files(folder, pairs, layers):
-    """speech_files with a Higgs TTS 3 of 4B, whose weights are holes."""
+def speech3_files(folder, pairs, layers=0, shape="4b", fill=write_holes):
+    """speech_files with a Higgs TTS 3."""
     speech_data(folder, pairs)
-    model = folder / f"speech3-{layers}"
+    model = folder / f"speech3-{shape}-{layers}"
     if not model.exists():
         if not (folder / "third").exists():
             make_tiny.make_model3(folder / "third", make_tiny.make_codec(folder))
+        if shape == "tiny":
+            return speech_words(folder, folder / "third" / "model")
         model.mkdir()
         copy_but_weights(folder / "third" / "model", model)
         config = json.loads((model / "config.json").read_text())
-        config["text_config"] |= CHAT["4b"] | {"num_hidden_layers": layers,
-                                               "max_position_embeddings": 32768}
-        config["audio_encoder_config"]["out_dim"] = CHAT["4b"]["hidden_size"]
+        config["text_config"] |= CHAT[shape] | {"max_position_embeddings": 32768}
+        if layers:
+            config["text_config"]["num_hidden_layers"] = layers
+        config["audio_encoder_config"]["out_dim"] = CHAT[shape]["hidden_size"]
         (model / "config.json").write_text(json.dumps(config))
         named = v3.weight_names(v3.empty_model(config, torch.bfloat16, model))
-        write_holes(named.items(), model / "model.safetensors")
+        fill(named.items(), model / "model.safetensors")
     return speech_words(folder, model)
 
 
@@ -172,7 +175,7 @@ def chat_files(folder, lengths, layers=0, shape="4b", fill=write_holes):
     """Flags that name a Qwen3 and chats of about so many tokens each, half of them trained."""
     model, chats = folder / f"chat-{shape}-{layers}", folder / "chats.jsonl"
     if not model.exists():
-        core = demo_problems.train_tokenizer([f"user assistant {WORDS}\n"] * 9)
+        core = make_problems.train_tokenizer([f"user assistant {WORDS}\n"] * 9)
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>",
             additional_special_tokens=["<|im_start|>", "<|im_end|>"])
@@ -198,7 +201,7 @@ def block_files(folder, lengths, answer=0.6):
     """Flags that name GPT-2-sized vocabulary and problems of about so many tokens."""
     data = folder / "problems.jsonl"
     if not data.exists():
-        demo_problems.write_demo(folder / "demo")
+        make_problems.write_demo(folder / "demo")
         path = str(folder / "demo" / "tokenizer.json")
         tokenizer = Tokenizer.from_file(path)
         more = BLOCK_VOCABULARY - tokenizer.get_vocab_size()
@@ -216,3 +219,12 @@ def block_files(folder, lengths, answer=0.6):
             lines.append(json.dumps(problem) + "\n")
         data.write_text("".join(lines))
     return ["--train_data_file", data, "--tokenizer", folder / "demo" / "tokenizer.json"]
+
+
+def longest_problem(data, tokenizer, block=16):
+    """Tokens of the longest problem of block_files, in whole blocks, as minimal/ has them."""
+    encode = Tokenizer.from_file(str(tokenizer)).encode
+    problems = map(json.loads, data.read_text().splitlines())
+    longest = max(len(encode(f"Question: {problem['question']}\nAnswer:").ids) +
+                  len(encode(f" {problem['answer']}").ids) + 2 for problem in problems)
+    return -(-longest // block) * block

@@ -41,10 +41,10 @@ SETS = {"cpu": {"speech": ("small", 20, 4), "chats": ("small", 32, 16), "blocks"
         "cuda": {"speech": ("3b", 64, 8), "chats": ("4b", 128, 16), "blocks": ("small", 512, 128)}}
 SAME = {"speech": ("ours", "minimal"), "chats": ("ours", "Trainer"),
         "blocks": ("ours, one problem a row", "minimal")}       # whose losses must agree
-BLOCK_LENGTH = 512          # tokens of a row
 TOLERANCE = {"cpu": 1e-4, "cuda": 1e-2}     # of the first loss, relative
 LIMIT_S = 600               # of one run
-COLUMNS = ["way", "steps of an epoch", "step (ms)", "samples/s", "useful tokens/s", "padding",
+COLUMNS = ["way", "steps of an epoch", "step (ms)", "fastest", "slowest", "samples/s",
+           "useful tokens/s", "padding",
            "memory (GiB)", "mfu", "first loss", "ours is faster by", "at least"]
 
 
@@ -52,13 +52,14 @@ COLUMNS = ["way", "steps of an epoch", "step (ms)", "samples/s", "useful tokens/
 # Commands
 
 
-def make_files(name, folder, shape, samples):
+def make_files(name, folder, shape, samples, fill=None):
     """Flags that name a model and data, lengths log-normal."""
     from bench import shapes
-    fill = shapes.write_random
-    if name == "speech":
+    fill = fill or shapes.write_random
+    if name in ("speech", "speech3"):
         seconds = shapes.log_normal(2 * samples, 7, 0.6, 2, 20).reshape(-1, 2).round(2).tolist()
-        words = shapes.speech_files(folder, seconds, 0, shape, fill)
+        make = shapes.speech_files if name == "speech" else shapes.speech3_files
+        words = make(folder, seconds, 0, shape, fill)
         try:
             import soundfile  # noqa: F401
         except ImportError:     # then nothing can be decoded here
@@ -79,14 +80,14 @@ def length(name, epochs, steps):
 
 def our_command(name, words, shape, batch, folder, *more):
     """By our trainer; neither validates nor saves before its end."""
-    own = {"speech": ["--disable_eval", "--code_cache", folder / "codes", "--normalize_text",
-                      "off"],
-           "chats": [],
+    speech = ["--disable_eval", "--code_cache", folder / "codes", "--normalize_text", "off"]
+    own = {"speech": speech, "speech3": speech, "chats": [],
            "blocks": ["--model_size", shape, "--validation_split", 0, "--attn_backend",
                       "flex" if torch.cuda.is_available() else "sdpa", "--dropout", 0]}[name]
     size = [] if {"--max_tokens_per_batch", "--problems_per_batch"} & set(more) else [
         "--per_device_train_batch_size", batch]
-    return [sys.executable, ROOT / SCRIPTS[name], *words, *own, *size, "--report_to", "none",
+    return [sys.executable, ROOT / SCRIPTS[name.removesuffix("3")], *words, *own, *size,
+            "--report_to", "none",
             "--gradient_accumulation_steps", 1, "--eval_steps", 0, "--save_steps", 0,
             "--num_workers", 2 if torch.cuda.is_available() else 0, *more]
 
@@ -120,13 +121,16 @@ def ways_of(name, words, args, folder):
                 *enough, "--per_device_train_batch_size", batch, "--tables", folder / "ours-0",
                 *more]
     if name == "blocks":
-        from diffusion.choices import SIZES
+        from diffusion.dit import SIZES
+
+        from bench import shapes
+        longest = shapes.longest_problem(*words[1::2])      # what minimal's rows are padded to
         names = "--hidden_size", "--layers", "--heads", "--cond_size"
         plain = [word for pair in zip(names, SIZES[shape]) for word in pair]
         found = {"ours": ours(*packed(name, batch)),
-                 "ours, one problem a row": ours("--no-pack"),
+                 "ours, one problem a row": ours("--no-pack", "--max_length", longest),
                  "minimal": minimal("train_bd3lm.py", *plain, "--dropout", 0, "--max_length",
-                                    BLOCK_LENGTH, "--gradient_accumulation_steps", 1,
+                                    longest, "--gradient_accumulation_steps", 1,
                                     "--eval_data_file", words[1]),
                  "ours, compiled": ours(*packed(name, batch), "--compile")}
         return found
@@ -192,7 +196,9 @@ def summary(name, runs, ours, samples, tokens):
 
     def of(key):
         return rows[-1].get(f"train/{key}")
-    return [name, steps, round(1e3 * spent / steps, 1), samples / spent, tokens / spent,
+    step, fastest, slowest = (round(1e3 * value / steps, 1)
+                              for value in (spent, min(seconds), max(seconds)))
+    return [name, steps, step, fastest, slowest, samples / spent, tokens / spent,
             of("padding"), of("memory_gib"), of("mfu"), rows[0]["train/loss"], faster, least]
 
 

@@ -1,16 +1,16 @@
 """Fills the tables in README.md and docs/ from the files in bench/results, and from nothing else.
 
     python bench/table.py               # rewrite every block
-    python bench/table.py --check       # change nothing; exit 1 naming the blocks that are not what the files say
+    python bench/table.py --check       # change nothing; exit 1 naming the blocks that differ
 
 A block is all between two lines of its own:
 
     <!-- table NAME-DEVICE.json TABLE -->
     <!-- end table -->
 
-TABLE is a key of the file's `tables`; under the table stand machine, day, versions and the command that measures it
-again. Whole numbers are printed as they are, others with 3 significant digits. A part of a table: the rows that have
-all of the given cells, and the given columns, in that order:
+TABLE is a key of the file's `tables`; machine, day, versions and the command that measures it again
+follow. Whole numbers are printed as they are, others with 3 significant digits. A part of a table:
+the rows that have all of the given cells, and the given columns, in that order:
 
     <!-- table NAME-DEVICE.json TABLE; rows small | lora; columns side | step (ms) -->
 """
@@ -53,18 +53,21 @@ def number(value):
 
 
 def markdown(table):
-    """{"columns", "rows"} -> lines of a markdown table; columns that hold numbers only are aligned to the right."""
+    """{"columns", "rows"} -> lines of a markdown table; columns of numbers are aligned right."""
     columns, rows = table["columns"], table["rows"]
     if odd := next((row for row in rows if len(row) != len(columns)), None):
         raise BadBlock(f"a row has {len(odd)} values for {len(columns)} columns: {odd}")
-    right = [all(isinstance(row[i], (int, float, type(None))) for row in rows) for i in range(len(columns))]
-    cells = [list(map(cell, columns)), ["--:" if r else "---" for r in right], *[list(map(cell, r)) for r in rows]]
+    right = [all(isinstance(row[i], (int, float, type(None))) for row in rows)
+             for i in range(len(columns))]
+    cells = [list(map(cell, columns)), ["--:" if r else "---" for r in right],
+             *[list(map(cell, row)) for row in rows]]
     return ["| " + " | ".join(line) + " |" for line in cells]
 
 
 def origin(report):
     """Where, when, with what and how a report was measured, in one line."""
-    machine = [part for part in dict.fromkeys((report["device"], report["cpu"])) if part not in ("", "CPU")]
+    machine = [part for part in dict.fromkeys((report["device"], report["cpu"]))
+               if part not in ("", "CPU")]
     cores, threads = report["cores"], report["threads"]
     machine += [f"{cores} core{'s' * (cores != 1)}", f"{threads} thread{'s' * (threads != 1)}"]
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
@@ -72,7 +75,7 @@ def origin(report):
 
 
 def part(table, wanted):
-    """The rows and columns of a table that the marker's words behind TABLE ask for; wanted: ["rows a | b", ...]."""
+    """The part of a table that the marker asks for; wanted: ["rows a | b", "columns c", ...]."""
     columns, rows = table["columns"], table["rows"]
     for words in wanted:
         what, _, names = words.strip().partition(" ")
@@ -92,7 +95,7 @@ def part(table, wanted):
 
 
 def block(results, name, words):
-    """Lines of one block, without its markers; words: TABLE and, behind semicolons, which part of it."""
+    """Lines of one block, without its markers; words: TABLE; rows ...; columns ..."""
     table, *wanted = words.split(";")
     try:
         report = json.loads((results / name).read_text())
@@ -106,7 +109,7 @@ def block(results, name, words):
 
 
 def render(text, results):
-    """(text with every block filled, names of those that were not what the files say). Raises BadBlock."""
+    """(text with every block filled, names of those that differed). Raises BadBlock."""
     lines, stale, rest = [], [], iter(enumerate(text.splitlines(), 1))
     for at, line in rest:
         lines.append(line)
@@ -120,7 +123,8 @@ def render(text, results):
                 break
             old.append(line)
         if line != END:
-            raise BadBlock(f"line {at}: the block of {begin[1]} {begin[2]} is not closed by '{END}'")
+            raise BadBlock(f"line {at}: the block of {begin[1]} {begin[2]} is not closed by "
+                           f"'{END}'")
         try:
             new = block(results, *begin.groups())
         except BadBlock as error:
@@ -131,7 +135,7 @@ def render(text, results):
 
 
 def fill(path, results, check):
-    """Fill the blocks of one file, or (check) only compare them; raises BadBlock, its message naming the file."""
+    """Fill the blocks of one file, or (check) only compare them. Raises BadBlock."""
     try:
         text, stale = render(path.read_text(), results)
     except BadBlock as error:
@@ -139,7 +143,8 @@ def fill(path, results, check):
     if not stale:
         return
     if check:
-        raise BadBlock(f"{path} does not show what the files say: {'; '.join(stale)}; run python bench/table.py")
+        raise BadBlock(f"{path} does not show what the files say: {'; '.join(stale)}; "
+                       "run python bench/table.py")
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text)
     os.replace(temporary, path)
@@ -148,9 +153,12 @@ def fill(path, results, check):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when a block is out of date")
-    parser.add_argument("--file", type=Path, nargs="+", help="markdown files (default: README.md and docs/*.md)")
-    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results", help="folder of the reports")
+    parser.add_argument("--check", action="store_true",
+                        help="change nothing; exit 1 when a block is out of date")
+    parser.add_argument("--file", type=Path, nargs="+",
+                        help="markdown files (default: README.md and docs/*.md)")
+    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results",
+                        help="folder of the reports")
     args = parser.parse_args(argv)
     try:
         for path in args.file or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:

@@ -37,6 +37,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from common.flags import UserError
+from core.lifetime import stop_requested
 from common.text import counted, error_text, print_error, printable
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
@@ -153,6 +154,8 @@ def one_clear_error():
         broken = isinstance(error, dist.DistError) or any(
             word in str(error) for word in COLLECTIVE_ERRORS)
         if broken:      # a peer is gone: its own message, torchrun's or the watchdog's says more
+            if stop_requested():        # torchrun has asked already
+                leave(1)
             _give_way(2 * GRACE_S)
         if first_to_fail(_world and _world.store, store_gone=not broken):
             print_error(error_text(f"rank {rank} failed:\n{traceback.format_exc()}", 400),
@@ -373,6 +376,10 @@ def compile_layers(layers, **options):
     was generated for 16 floats at a time would be built for 8 and leave half of its results unwritten (torch 2.13,
     after a change of ATEN_CPU_CAPABILITY or in a folder that unlike machines share), so the key gets it here.
     """
+    import torch._inductor.config
+    # on by default since torch 2.10; gradients of chunked modulations (the DiT's) come back with
+    # memory that nothing was written to (pytorch issue 193061; seen on an H200 with 2.11)
+    torch._inductor.config.triton.mix_order_reduction = False
     # else each layer is cut where DDP's buckets end, which a layer is too small to gain from
     torch._dynamo.config.optimize_ddp = False
     tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")

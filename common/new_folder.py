@@ -42,7 +42,10 @@ def new_folder(output_dir, size=0, flag="--output_dir"):
             os.rename(building, final)
         (final / lock.path.name).unlink()
         checkpoint.fsync_path(final.parent)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
+        full = "(os error" in str(error)        # of tokenizers, which raises nothing else
+        if not full and not isinstance(error, (OSError, SafetensorError)):
+            raise
         raise UserError(f"{flag} {output_dir}: cannot be written ({error})")
     finally:
         shutil.rmtree(building, ignore_errors=True)

@@ -157,15 +157,21 @@ def state(run, now):
 
 
 def read_samples(folder):
-    """[facts] of a folder's <name>.wav, by name: what its JSON says, and name, paths of files."""
-    samples = []
-    for audio in sorted(Path(folder).glob("*.wav"), key=lambda path: natural(path.stem)):
+    """[facts] of a folder's <name>.wav, by name: what its JSON says, and name, paths of files.
+
+    The page shows files of this folder alone, whatever a link or a JSON file in it names.
+    """
+    folder, samples = Path(folder).resolve(), []
+
+    def is_ours(path):
+        return path.is_file() and path.resolve().is_relative_to(folder)
+    for audio in filter(is_ours, sorted(folder.glob("*.wav"), key=lambda path: natural(path.stem))):
         notes, picture = audio.with_suffix(".json"), audio.with_suffix(".png")
-        facts = without_secrets(json_files.read_object(notes)) if notes.exists() else {}
-        voice = Path(folder) / str(facts.get("reference_audio") or ".")
+        facts = without_secrets(json_files.read_object(notes)) if is_ours(notes) else {}
+        voice = folder / str(facts.get("reference_audio") or ".")
         samples.append(facts | {
-            "name": audio.stem, "audio": audio, "picture": picture if picture.is_file() else None,
-            "voice": voice if voice.is_file() and voice.suffix.lower() in PLAYABLE else None})
+            "name": audio.stem, "audio": audio, "picture": picture if is_ours(picture) else None,
+            "voice": voice if is_ours(voice) and voice.suffix.lower() in PLAYABLE else None})
     return samples
 
 
@@ -456,7 +462,7 @@ def write_report(runs, args):
         for step, path in step_paths(run.folder, "answers/step-*.json", args.sample_steps):
             found = json_files.read_object(path)
             answers.append((f"{of_run}{step:,}", objects(found, "answers", path)))
-        evaluations += sorted(run.folder.rglob("evaluation.json"))
+        evaluations += sorted(filter(Path.is_file, run.folder.rglob("evaluation.json")))
     for folder in map(Path, args.samples):
         clips = read_samples(folder)
         need(clips, f"--samples {folder}: no .wav file in it; give a folder of generate_tts.py")
@@ -470,7 +476,9 @@ def write_report(runs, args):
     text = page(runs, columns, [read_evaluation(path) for path in evaluations], answers)
     output = runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html")
     temporary = output.with_name(f".{output.name}.tmp")
-    temporary.write_bytes(text.encode("utf-8", errors="replace"))
+    temporary.unlink(missing_ok=True)
+    with open(temporary, "xb") as file:     # x: not through a link of this name
+        file.write(text.encode("utf-8", errors="replace"))
     temporary.replace(output)       # readers see the old page or the new one
     print(f"report     {output} ({len(text) / 2**20:.1f} MiB): "
           f"{sum(len(run.rows) for run in runs)} lines of metrics, {shown} of {found} samples "

@@ -306,20 +306,22 @@ class TrainState:
         if self.scaler:
             self.scaler.unscale(parameters)
         self.norm = optim.clip_gradients(parameters, self.args.max_grad_norm)
-        bad = 1 - torch.isfinite(self.norm).float()
+        zero = (self.norm == 0).float()
+        bad = torch.maximum(1 - torch.isfinite(self.norm).float(), zero)
         asked = distributed.largest(self.world, self.request())
         self.lr = lr
         for group in optimizer.param_groups:
             group["lr"] = lr
         optim.guarded_step(optimizer, bad)
         optimizer.zero_grad(set_to_none=True)
-        bad = bad.to(self.world.device)                 # with --cpu_offload gradients are elsewhere
+        # with --cpu_offload gradients are elsewhere
+        bad, zero = bad.to(self.world.device), zero.to(self.world.device)
         if self.scaler:
             self.scaler.update(bad)
         self.sums += torch.where(bad > 0, 0.0, sums)
         self.at["step"], self.at["first"] = self.step + 1, self.at["first"] + self.per_step
         self.report_bad()                               # of the step before: this one is still being computed
-        self.flags.push(bad, asked, (self.step, self.finite))
+        self.flags.push(bad + zero, asked, (self.step, self.finite))
         self.finite = []
         return bad
 
@@ -338,6 +340,10 @@ class TrainState:
         if not (about := self.flags.pop()):
             return
         step, flags = about
+        if self.flags.zero:
+            raise UserError(f"step {step}: the norm of all gradients is exactly 0, so nothing is "
+                            "trained; check that samples have trained tokens, and run once "
+                            "without --compile and --float8")
         local = [self.name(i) for finite, numbers in flags if not finite.item() for i in numbers]
         names = sorted({name for rank_names in distributed.gather_objects(self.world, local) for name in rank_names})
         what = f"samples with a non-finite loss: {'; '.join(names[:20])}" if names else "every loss was finite"

@@ -138,11 +138,9 @@ class Kept(torch.autograd.Function):
 
 def varlen(q, k, v, *_):
     """torch's attention of packed documents: q (S, heads, D), k, v (S, kv_heads, D)."""
-    grouped = {"enable_gqa": True} if document_attention.VARLEN_GQA else {}
-    if not grouped:
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     ends = q.new_empty(2, dtype=torch.int32)
-    return varlen_attn(q, k, v, ends, ends, len(q), len(q), window_size=(-1, 0), **grouped)
+    return varlen_attn(q, k, v, ends, ends, len(q), len(q), window_size=(-1, 0),
+                       **document_attention.GROUPED)
 
 
 def dropout(x, p=0.5, training=True, inplace=False):

@@ -251,7 +251,7 @@ def whole(tensor):
     DTensor.full_tensor() would end a process now and then: gloo's name of its gather is ALLGATHER_COALESCED. The two
     threads of a gloo group store the name of the collective that each has ended in one std::string, without a lock
     (seen in torch 2.11 and 2.13, ProcessGroupGloo::runLoop), and both may free a name of more than 15 letters, which
-    lies on the heap. docs/log.md counts it. This gather is called ALLGATHER.
+    lies on the heap. docs/dropped.md has it. This gather is called ALLGATHER.
     """
     local, mesh = tensor.to_local(), tensor.device_mesh
     parts = mesh.size(mesh.ndim - 1)

@@ -68,6 +68,9 @@ def read_chunks(path, size, first=0, step=1):
             check = "unreadable"
             try:
                 record = line if rows else json_files.loads(line)
+                if not isinstance(record, dict):
+                    raise ValueError(f"is a JSON {type(record).__name__}, and one object a line is read"
+                                     "; a list becomes lines by: jq -c '.[]' LIST > LINES.jsonl")
                 check = "invalid"
                 record = as_messages(record)
                 check_messages(record)

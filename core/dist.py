@@ -336,6 +336,10 @@ def autocast(device, dtype):
 
 def compile_layers(layers, **options):
     """torch.compile each layer in place; parameters keep their names. options: of torch.compile."""
+    import torch._inductor.config
+    # on by default since torch 2.10; gradients of chunked modulations (the DiT's) come back with
+    # memory that nothing was written to (pytorch issue 193061; seen on an H200 with 2.11)
+    torch._inductor.config.triton.mix_order_reduction = False
     # else each layer is cut where DDP's buckets end, which a layer is too small to gain from
     torch._dynamo.config.optimize_ddp = False
     # torch's key of a compiled graph lacks the vector width: code made for 16 floats at a time,

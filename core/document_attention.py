@@ -13,7 +13,8 @@ from transformers import AttentionInterface
 from core import fused
 from core.cli import UserError
 
-VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters      # torch >= 2.13
+# torch 2.11 takes fewer key heads without being told
+GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 ATTENTION = "packed_documents"
 
 
@@ -30,12 +31,9 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))       # (S, heads, D)
     if q.is_cuda and v.dtype in fused.FLASH:
         q, k = q.to(v.dtype), k.to(v.dtype)     # autocast: rotary embedding leaves them in fp32
-        gqa = {"enable_gqa": True} if VARLEN_GQA else {}
-        if not VARLEN_GQA:
-            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         window = (sliding_window - 1 if sliding_window else -1, 0)
         out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling,
-                          window_size=window, **gqa)
+                          window_size=window, **GROUPED)
     else:
         out = _attention_by_document(q.to(v.dtype), k.to(v.dtype), v, cu_seq_lens_q, scaling, sliding_window)
     return out[None], None

@@ -8,9 +8,9 @@ their digits than in e5m2. A frozen weight has no gradient; torchao's training A
 the weight again in every step, so it is not used.
 """
 import torch
-from torch import library, nn
+from torch import nn
 
-from core import fused
+from core import fused, low_rank
 from core.cli import UserError
 
 FLOAT8 = torch.float8_e4m3fn
@@ -29,20 +29,20 @@ def rounded_kernel(rows):
     return (rows / scales).to(FLOAT8), scales
 
 
-@library.custom_op("flat_trainers::rounded", mutates_args=())
-def rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+# An operator of its own: fused with what stands before it in a compiled layer, whose packs have
+# other numbers of rows, Inductor cannot split its loops (CantSplit; pytorch issue 183696).
+compiled_rounded = low_rank.define_operator(
+    "rounded", "(Tensor rows) -> (Tensor, Tensor)",
+    lambda rows: fused.kernel(rounded_kernel, rows),
+    lambda rows: (torch.empty_like(rows, dtype=FLOAT8),
+                  rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32)))
+
+
+def rounded(rows):
     """rows (n, width) -> (the same in float8, each divided by its scale so that its largest value
     fits; (n, 1) scales). Scales are float32; a row of zeros has a tiny one.
-
-    An operator of its own: fused with what stands before it in a compiled layer, whose packs have
-    other numbers of rows, Inductor cannot split its loops (CantSplit; pytorch issue 183696).
     """
-    return fused.kernel(rounded_kernel, rows)
-
-
-@rounded.register_fake
-def _(rows):
-    return torch.empty_like(rows, dtype=FLOAT8), rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32)
+    return compiled_rounded(rows)
 
 
 def product(rows, weight, scales):

@@ -110,7 +110,7 @@ class _SwiGLU(torch.autograd.Function):
 
 def swiglu(gate, up):
     """silu(gate) * up, all of one shape."""
-    return _SwiGLU.apply(gate, up)
+    return F.silu(gate) * up if torch.compiler.is_compiling() else _SwiGLU.apply(gate, up)
 
 
 def rotate_kernel(x, cos, sin):
@@ -226,18 +226,19 @@ def use(model):
             module.__class__ = _with(kind, lambda norm, x: rms_norm(x, norm.weight, norm.variance_epsilon))
         elif _is_plain_mlp(kind) and _is_silu(module.act_fn):
             module.__class__ = _with(kind, lambda mlp, x: mlp.down_proj(
-                swiglu(*outputs(x, mlp.gate_proj, mlp.up_proj))))
+                swiglu(*outputs(x, mlp.gate_proj, mlp.up_proj))), compiled_too=True)
         plain = getattr(place, ROTARY, None)
         if plain and not hasattr(plain, "plain") and _is_plain_rotary(plain):
             setattr(place, ROTARY, _rotary(plain))
     return model
 
 
-def _with(kind, forward):
+def _with(kind, forward, compiled_too=False):
     """The class with another forward for what is wanted here."""
     if (kind, forward.__code__) not in _made:
         def chosen(self, x):
-            return forward(self, x) if wanted(x) else kind.forward(self, x)
+            ours = wanted(x) or compiled_too and x.is_cuda
+            return forward(self, x) if ours else kind.forward(self, x)
         _made[kind, forward.__code__] = type(kind.__name__, (kind,), {"forward": chosen, "__module__": kind.__module__})
     return _made[kind, forward.__code__]
 

@@ -11,6 +11,44 @@ import torch
 from torch import nn
 
 
+def define_operator(name, schema, function, fake):
+    """torch.ops.flat_trainers.NAME, which compiled layers call as a whole.
+
+    fake: its outputs without their values. torch.library.custom_op would check each call, which
+    takes three times as long on the host as the call.
+    """
+    operators = torch.ops.flat_trainers
+    if not hasattr(operators, name):        # another copy of this file may have defined it
+        torch.library.define(f"flat_trainers::{name}", schema)
+        torch.library.impl(f"flat_trainers::{name}", ("cpu", "cuda"), function)
+        torch.library.register_fake(f"flat_trainers::{name}", fake)
+    return getattr(operators, name)
+
+
+def add_products(lefts, rights, alpha):
+    """lefts[0] @ rights[0] + lefts[1] @ rights[1] + ..., the last times alpha; 2-d, one dtype.
+
+    Each product is added to the sum by the kernel that computes it.
+    """
+    out = lefts[0] @ rights[0]
+    for left, right in zip(lefts[1:-1], rights[1:-1]):
+        out.addmm_(left, right)
+    return out.addmm_(lefts[-1], rights[-1], alpha=alpha)
+
+
+# One operator in compiled layers: torch 2.11's compiler gives no gradient to an output of an
+# autograd.Function that was changed in place, and Inductor copies what a product is added to.
+compiled_add_products = define_operator(
+    "add_products", "(Tensor[] lefts, Tensor[] rights, float alpha) -> Tensor", add_products,
+    lambda lefts, rights, alpha: lefts[0].new_empty(lefts[0].shape[0], rights[0].shape[1]))
+
+
+def sum_products(lefts, rights, alpha=1.0):
+    """add_products, eager or compiled."""
+    add = compiled_add_products if torch.compiler.is_compiling() else add_products
+    return add(lefts, rights, float(alpha))
+
+
 class _Outputs(torch.autograd.Function):
     """x W_i^T + scale_i dropout(x) A_i^T B_i^T of n layers. x (rows, in), W_i (out_i, in),
     A_i (rank_i, in), B_i (out_i, rank_i).
@@ -26,9 +64,9 @@ class _Outputs(torch.autograd.Function):
         lows = low.split([len(down) for down in downs], dim=1)
         outputs = []
         for base, up, low, scale in zip(bases, ups, lows, scales):
-            out = x @ whole(base, (len(up), x.shape[1]), dtype).t()
-            add = out.addmm_ if in_place else out.addmm
-            outputs.append(add(low, up.to(dtype).t(), alpha=scale))
+            base, up = whole(base, (len(up), x.shape[1]), dtype).t(), up.to(dtype).t()
+            outputs.append(sum_products([x, low], [base, up], scale) if in_place
+                           else (x @ base).addmm(low, up, alpha=scale))
         ctx.settings = dtype, scales, rate
         ctx.save_for_backward(*weights, *lows, rows, *mask)
         return tuple(outputs)
@@ -47,14 +85,13 @@ class _Outputs(torch.autograd.Function):
         d_x = None
         if ctx.needs_input_grad[0]:     # the first layer's input has none: embeddings are frozen
             shapes = [(len(up), rows.shape[1]) for up in ups]
-            d_x = grads[0] @ whole(bases[0], shapes[0], dtype)
-            for grad, base, shape in zip(grads[1:], bases[1:], shapes[1:]):
-                d_x.addmm_(grad, whole(base, shape, dtype))
+            wholes = [whole(base, shape, dtype) for base, shape in zip(bases, shapes)]
             down = torch.cat(downs).to(dtype)
-            if rate:
-                d_x.addcmul_(d_low @ down, *mask, value=1 / (1 - rate))
+            if not rate:
+                d_x = sum_products([*grads, d_low], [*wholes, down])
             else:
-                d_x.addmm_(d_low, down)
+                d_x = sum_products(grads, wholes) if n > 1 else grads[0] @ wholes[0]
+                d_x = d_x.addcmul(d_low @ down, *mask, value=1 / (1 - rate))
         return d_x, None, None, None, None, *(None for _ in bases), *d_downs, *d_ups
 
 

@@ -176,7 +176,7 @@ class MetricsLog:
             checkpoint.move_aside(self.path, f"is damaged ({bad})")
         if rows:
             kept = [row for row in rows if row["step"] <= resumed_step]
-            if eval_due:        # by a run that was killed before its next checkpoint
+            if eval_due or not resumed_step:    # by a run killed before its next checkpoint
                 kept = [row for row in kept if row["step"] < resumed_step or not is_validation(row)]
             text = "".join(json.dumps(row) + "\n" for row in kept)
             checkpoint.write_atomically(self.path, lambda path: path.write_text(text))
@@ -365,10 +365,11 @@ def loss_clause(rows):
     if rise <= SMALL:
         return f"{where} and is as good at step {last} ({end:.4f})"
     where = f"{where} and {rise * 100:.1f} % higher at step {last}"
-    near = [value for at, value in training if at <= step]
+    near = [value for at, value in training if at <= step] or [value for _, value in training[:1]]
+    take = f"take checkpoint-{step}" if step else "take the base model"
     if near and training[-1][1] < near[-1]:
-        return f"{where} while the training loss fell: overfitting, take checkpoint-{step}"
-    return f"{where}: the run diverged, take checkpoint-{step} and a lower rate"
+        return f"{where} while the training loss fell: overfitting, {take}"
+    return f"{where}: the run diverged, {take} and a lower rate"
 
 
 def understood(share):

@@ -85,7 +85,7 @@ def guarded_step(optimizer, bad):
 
 class StepFlags:
     """What the host has to know of each optimizer step, fetched one step late so that the device is never waited for:
-    was its gradient not finite, did any rank ask to save or to stop.
+    was its gradient not finite or exactly 0, did any rank ask to save or to stop.
     """
 
     def __init__(self, device, bad_total=0):
@@ -94,12 +94,12 @@ class StepFlags:
         self.event = torch.cuda.Event() if cuda else None
         self.pending = None         # what the caller wants back about the step whose flags are on their way
         self.bad_in_a_row, self.bad_total = 0, bad_total
-        self.save, self.stop = False, False
+        self.zero, self.save, self.stop = False, False, False
 
     def push(self, bad, asked, about):
         """Start fetching the flags of the step just queued, 0-d tensors; pop returns `about` when it was bad.
 
-        asked: 0, SAVE or STOP, which a save goes with.
+        bad: 1 not finite, 2 exactly 0. asked: 0, SAVE or STOP, which a save goes with.
         """
         self.host.copy_(torch.stack([bad, asked]), non_blocking=True)
         if self.event:
@@ -114,8 +114,9 @@ class StepFlags:
             self.event.synchronize()
         (about,), self.pending = self.pending, None
         bad, asked = (int(flag) for flag in self.host.tolist())
+        self.zero = bad == 2
         self.bad_in_a_row = self.bad_in_a_row + 1 if bad else 0
-        self.bad_total += bad
+        self.bad_total += bool(bad)
         self.save |= asked >= SAVE
         self.stop |= asked >= STOP
         return about if bad else None

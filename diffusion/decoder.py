@@ -1,314 +1,279 @@
-"""A Llama- or Qwen3-shaped language model as a block-diffusion backbone: its weights, block-causal attention.
+"""A language model of transformers as a block-diffusion backbone, under block-causal attention.
 
-Same three-part pass, masks and interface as dit.py; a token also sees what follows it in its block. The recipe is that
-of dLLM's BD3 of Qwen3 (github.com/ZHZisZZ/dllm, examples/a2d), SDAR (arXiv 2510.06303, github.com/JetAstra/SDAR) and
-E2D2 (github.com/kuleshov-group/e2d2): noisy and clean copies under the same positions, all weights trained, and no
-shift: the head, which an autoregressive model reads one place before a token, here reads at the masked token itself.
-The mask's row is new; where the table has rows that no token uses, it is the first of them, as in dLLM and SDAR.
-Under LoRA the base is frozen, and the mask's row is a parameter of its own that is trained beside the adapters.
-
-Names of parameters are transformers', so files go both ways. Read there: models/llama and models/qwen3.
+Same three-part pass, masks and interface as dit.py; the model's own layers run, with another
+attention function that is registered with transformers. The recipe is that of dLLM's BD3 of Qwen3
+(github.com/ZHZisZZ/dllm, examples/a2d), SDAR (arXiv 2510.06303, github.com/JetAstra/SDAR) and E2D2
+(github.com/kuleshov-group/e2d2): noisy and clean copies under the same positions, all weights
+trained, and no shift: the head, which an autoregressive model reads one place before a token, here
+reads at the masked token itself. The mask's row is new; where the table has rows that no token
+uses, it is the first of them, as in dLLM and SDAR. Under LoRA the base is frozen, and the mask's
+row is a parameter of its own that is trained beside the adapters.
 """
+import functools
+import inspect
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from common import tensor_files
 from common.distributed import UserError
-from core import fused, json_files
+from core import fused
 from diffusion import dit
 
-SHAPES = ("llama", "mistral", "qwen2", "qwen3", "sdar")     # values of model_type that are this network
+ATTENTION = "noisy_and_clean_blocks"
+KINDS = ("llama", "mistral", "qwen2", "qwen3", "sdar")     # SDAR is Qwen3 under another mask
+LENGTH_ROPE = ("dynamic", "longrope")
+# the largest sizes of a config.json that are believed
+LARGEST = {"vocab_size": 2**22, "hidden_size": 2**17, "intermediate_size": 2**19,
+           "num_hidden_layers": 2**10, "num_attention_heads": 2**10,
+           "num_key_value_heads": 2**10, "head_dim": 2**12}
+
+
+def block_attention(module, query, key, value, attention_mask, block_masks, **_):
+    """dit.attend of query (B, heads, S, D), key and value (B, kv_heads, S, D), as transformers
+    calls it: (B, S, heads, D), None. block_masks: dit.masks_of; in the last layer, whose clean
+    tokens nobody reads, they get zeros.
+    """
+    is_last = module.layer_idx == module.config.num_hidden_layers - 1
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+    out = dit.attend(query.to(value.dtype), key.to(value.dtype), value, *block_masks[is_last])
+    return F.pad(out, (0, 0, 0, 0, 0, query.shape[2] - out.shape[1])), None
+
+
+AttentionInterface.register(ATTENTION, block_attention)
 
 
 @dataclass
 class Config:
-    """Shape of a decoder. vocab_size includes the mask token mask_id, which is never predicted."""
+    """What a decoder is made of. vocab_size includes the mask token mask_id."""
     vocab_size: int
     mask_id: int
-    hidden_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    mlp_size: int
-    theta: float            # base of the rotary frequencies
-    eps: float              # of the norms
-    tied: bool              # the head is the embedding
-    qk_norm: bool           # Qwen3: queries and keys are normalised
-    qkv_bias: bool          # Qwen2: their products have biases
+    source: dict                # config.json of the language model
     dropout: float = 0.0
-    lora: dict | None = None    # adapt's arguments; base, the language model's name, and identity, of its files
+    lora: dict | None = None    # add_adapters' arguments; base and identity of the language model
+
+    @functools.cached_property
+    def native(self):
+        """transformers' config of this network."""
+        given = {k: v for k, v in self.source.items() if k not in ("model_type", "auto_map")}
+        kind = self.source["model_type"].replace("sdar", "qwen3")
+        return AutoConfig.for_model(kind, **given | {"vocab_size": self.vocab_size})
+
+    layers = property(lambda self: self.native.num_hidden_layers)
+    kv_heads = property(lambda self: self.native.num_key_value_heads)
+    head_size = property(lambda self: getattr(self.native, "head_dim", None)
+                         or self.native.hidden_size // self.native.num_attention_heads)
 
 
-def config_of(folder, vocab_size, mask_id, dropout):
-    """Config of a transformers folder; vocab_size, if its own table is not larger. Raises UserError."""
-    given = json_files.read_object(folder / "config.json")
-    kind = given.get("model_type")
-    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
-    odd = {"model_type": (kind, kind if kind in SHAPES else SHAPES),
-           "hidden_act": (given.get("hidden_act", "silu"), "silu"),
-           "rope": (rope.get("rope_type", rope.get("type", "default")), "default"),
-           "mlp_bias": (given.get("mlp_bias", False), False),
-           "attention_bias": (given.get("attention_bias", False), False),
-           "use_sliding_window": (given.get("use_sliding_window", False), False),
-           "quantization_config": (given.get("quantization_config"), None)}
-    if kind == "mistral":
-        odd["sliding_window"] = given.get("sliding_window"), None
-    if wrong := [f"{name} {value}" for name, (value, right) in odd.items() if value != right]:
-        raise UserError(f"--init_from {folder}: its config.json has {', '.join(wrong)}; models of type "
-                        f"{', '.join(SHAPES)} without that can be converted")
-    heads = given["num_attention_heads"]
-    return Config(
-        max(vocab_size, given["vocab_size"]), mask_id, given["hidden_size"], given["num_hidden_layers"], heads,
-        given.get("num_key_value_heads") or heads, given.get("head_dim") or given["hidden_size"] // heads,
-        given["intermediate_size"], float(rope.get("rope_theta") or given.get("rope_theta") or dit.THETA),
-        given.get("rms_norm_eps", 1e-6), bool(given.get("tie_word_embeddings", False)),
-        kind in ("qwen3", "sdar"), kind == "qwen2", dropout)
+def config_of(folder, source, vocab_size, mask_id, dropout):
+    """Config of a language model with the config.json `source`; vocab_size, if its own table is
+    smaller. Raises UserError, which names the folder.
+    """
+    def refuse(what):
+        raise UserError(f"--init_from {folder}: its config.json has {what}")
+
+    kind = source.get("model_type")
+    rope = source.get("rope_parameters") or source.get("rope_scaling") or {}
+    if kind not in KINDS:
+        refuse(f"model_type {kind}; models of type {', '.join(KINDS)} can be converted")
+    for name, most in LARGEST.items():
+        value = source.get(name)
+        if name not in source or (value is None and name in ("num_key_value_heads", "head_dim")):
+            continue        # transformers has a default
+        if type(value) is not int or not 0 < value <= most:
+            refuse(f"{name} {value}, not 1 to {most:,}")
+    if source.get("use_sliding_window") or (kind == "mistral" and source.get("sliding_window")):
+        refuse("a sliding window, which blocks do not have")
+    if source.get("quantization_config"):
+        refuse("a quantization_config; give the model that is not quantised")
+    if (rope_type := rope.get("rope_type", rope.get("type"))) in LENGTH_ROPE:
+        refuse(f"rope {rope_type}, which depends on the longest text of a batch")
+    config = Config(vocab_size, mask_id, source, dropout)
+    try:
+        config.vocab_size = max(vocab_size, source.get("vocab_size", 0))
+        if config.native.num_attention_heads % config.kv_heads:
+            raise ValueError("num_attention_heads is no multiple of num_key_value_heads")
+    except Exception as error:      # a dozen kinds, of transformers' checks
+        refuse(f"what transformers refuses ({str(error).splitlines()[0]:.120})")
+    return config
 
 
 def read_folder(folder, config):
-    """{name: CPU tensor} of a transformers folder, without the second name of a tied head. Raises UserError."""
+    """{name: CPU tensor} of a transformers folder, without a tied head's second name. UserError."""
     files = tensor_files.model_files(folder, "--init_from ")
     tensor_files.open_tensors(files)        # names what cannot be read
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()
                if not name.endswith("rotary_emb.inv_freq")}
-    if config.tied:
-        tensors.pop("lm_head.weight", None)
-    if len(tensors.get("model.embed_tokens.weight", ())) > config.vocab_size:
-        raise UserError(f"--init_from {folder}: its embedding has more rows than its config.json says")
+    table = tensors.get("model.embed_tokens.weight")
+    if config.native.tie_word_embeddings and "lm_head.weight" in tensors:
+        head = tensors.pop("lm_head.weight")
+        if table is not None and not torch.equal(head, table):
+            raise UserError(f"--init_from {folder}: config.json has tie_word_embeddings true, but "
+                            "lm_head.weight is not the embedding; set it to false to keep that "
+                            "head")
+    if table is not None and len(table) > config.vocab_size:
+        raise UserError(f"--init_from {folder}: its embedding has more rows than its config.json "
+                        "says")
     return tensors
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Layers
+class Past:
+    """Keys and values of clean tokens, as transformers' attention asks for them."""
 
+    def __init__(self, pairs):
+        self.pairs, self.new = pairs, []
 
-class Norm(nn.Module):
-    """Root-mean-square norm over the last dimension in float32, with a weight."""
-
-    def __init__(self, size, eps):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-
-    def forward(self, x):
-        if fused.wanted(x):
-            return fused.rms_norm(x, self.weight, self.eps)
-        x = x.float()
-        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
-
-
-class Attention(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        size, bias = config.hidden_size, config.qkv_bias
-        self.head_size = config.head_size
-        self.q_proj = nn.Linear(size, config.heads * config.head_size, bias)
-        self.k_proj = nn.Linear(size, config.kv_heads * config.head_size, bias)
-        self.v_proj = nn.Linear(size, config.kv_heads * config.head_size, bias)
-        self.o_proj = nn.Linear(config.heads * config.head_size, size, bias=False)
-        if config.qk_norm:
-            self.q_norm, self.k_norm = (Norm(config.head_size, config.eps) for _ in range(2))
-        self.qk_norm = config.qk_norm
-
-    def forward(self, x, cos, sin, queries, mask, clean_mask, past):
-        """As dit.Layer: (attended (B, S or queries, H), keys and values of x (B, kv_heads, S, D))."""
-        q, k, v = (out.unflatten(-1, (-1, self.head_size)) for out in fused.outputs(
-            x, self.q_proj, self.k_proj, self.v_proj))
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        rotate = fused.rotate if fused.wanted(v) else fused.rotate_kernel
-        q, k = (rotate(t, cos, sin).to(v.dtype) for t in (q, k))
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        new = k, v
-        if past is not None:
-            k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-        return self.o_proj(dit.attend(q, k, v, queries, mask, clean_mask).flatten(2)), new
-
-
-class MLP(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.mlp_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.mlp_size, bias=False)
-        self.down_proj = nn.Linear(config.mlp_size, config.hidden_size, bias=False)
-
-    def forward(self, x):
-        gate, up = fused.outputs(x, self.gate_proj, self.up_proj)
-        return self.down_proj(fused.swiglu(gate, up) if fused.wanted(x) else F.silu(gate) * up)
-
-
-class Layer(nn.Module):
-    """One transformer layer; arguments and results as dit.Layer's, without its conditioning."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.dropout = config.dropout
-        self.self_attn, self.mlp = Attention(config), MLP(config)
-        self.input_layernorm = Norm(config.hidden_size, config.eps)
-        self.post_attention_layernorm = Norm(config.hidden_size, config.eps)
-
-    def forward(self, x, cos, sin, queries, mask, clean_mask=None, past=None):
-        out, new = self.self_attn(self.input_layernorm(x), cos, sin, queries, mask, clean_mask, past)
-        x = x[:, :out.shape[1]]
-        x = x + F.dropout(out, self.dropout, self.training)
-        x = x + F.dropout(self.mlp(self.post_attention_layernorm(x)), self.dropout, self.training)
-        return x if past is None else (x, new)
+    def update(self, keys, values, layer, *_, **__):
+        self.new.append((keys, values))
+        return tuple(torch.cat(pair, dim=2) for pair in zip(self.pairs[layer], (keys, values)))
 
 
 class Decoder(nn.Module):
-    """The whole network, with DiT's interface: forward is what training wraps, extend and logits what samples."""
+    """The whole network, with DiT's interface."""
 
     def __init__(self, config, backend="sdpa", recompute=None):
         super().__init__()
-        self.config, self.backend, self.call = config, backend, dit.caller(recompute)
-        self.model = nn.ModuleDict({
-            "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
-            "layers": nn.ModuleList([Layer(config) for _ in range(config.layers)]),
-            "norm": Norm(config.hidden_size, config.eps)})
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.tie()
-        self._masks = None, None        # layout, its masks: rows of one layout share them
+        self.config, self.backend = config, backend
+        net = AutoModelForCausalLM.from_config(config.native, dtype=torch.float32,
+                                               attn_implementation=ATTENTION)
+        self.model, self.lm_head = fused.use(net).model, net.lm_head
+        self.masks = None, None         # layout, its masks: rows of one layout share them
+        for layer in self.layers:
+            for part in (layer.self_attn, layer.mlp):
+                part.register_forward_hook(functools.partial(drop_output, config.dropout))
         self.register_parameter("mask_row", None)
         if config.lora:
             # in a list, torch does not register it again
-            self.adapted = [adapt(self, config.lora)]
-            if recompute:
-                from core import recomputation
-                recomputation.leave_products(self, recompute)
+            self.adapted = [add_adapters(self, config.lora)]
+        if recompute:
+            from core import recomputation
+            recomputation.set_mode(self, self.layers, recompute)
 
-    def tie(self):
-        """Make the head the embedding, where it is; again when weights were moved or made anew."""
-        if self.config.tied:
-            self.lm_head.weight = self.model["embed_tokens"].weight
+    embed = property(lambda self: self.model.embed_tokens)
+    layers = property(lambda self: self.model.layers)
 
-    embed = property(lambda self: self.model["embed_tokens"])
-    layers = property(lambda self: self.model["layers"])
-
-    def embedded(self, tokens):
-        """(..., H) of tokens (...), in the dtype of the layers."""
+    def run(self, tokens, position, block_masks, past=None):
+        """Hidden states (B, S, H) of tokens at positions (B, S), after the last norm."""
         x = self.embed(tokens)
-        x = x if self.mask_row is None else torch.where((tokens == self.config.mask_id)[..., None], self.mask_row, x)
-        return x.to(fused.stream_dtype(x))
-
-    def rope(self, position):
-        """(cos, sin) of (B, S) positions, each (B, S, 1, D) float32."""
-        half = self.config.head_size // 2
-        frequency = self.config.theta ** (-torch.arange(half, device=position.device, dtype=torch.float32) / half)
-        angle = position[..., None, None] * torch.cat([frequency, frequency])
-        return angle.cos(), angle.sin()
+        if self.mask_row is not None:
+            is_mask = (tokens == self.config.mask_id)[..., None]
+            x = torch.where(is_mask, self.mask_row, x)
+        rotary = self.model.rotary_emb(x, position)
+        x = x.to(fused.stream_dtype(x))
+        cache = {}
+        if past is not None:        # transformers renames it
+            known = inspect.signature(type(self.layers[0]).forward).parameters
+            cache = {"cache" if "cache" in known else "past_key_values": past}
+        for layer in self.layers:
+            x = layer(x, position_embeddings=rotary, position_ids=position,
+                      block_masks=block_masks, **cache)
+        return x
 
     def hidden_states(self, inputs):
         """Final hidden states (B, N, H) of the noisy copies. inputs: noise.Inputs."""
-        x, (cos, sin) = self.embedded(inputs.tokens), self.rope(inputs.position)
-        for layer, masks in zip(self.layers, dit.masks_of(self, inputs)):
-            given = (x, cos, sin, *masks)
-            x = self.call(layer, *given) if self.training else layer(*given)
-        return x
+        masks = dit.masks_of(self, inputs)
+        return self.run(inputs.tokens, inputs.position, masks)[:, :inputs.n_noisy]
 
     def logits(self, hidden):
         """(..., H) -> (..., V) float32; the mask token's is -inf (SUBS: it is never the answer)."""
-        return dit.logits_of(self.lm_head, self.model["norm"](hidden), self.config.mask_id)
+        return dit.logits_of(self.lm_head, self.model.norm(hidden), self.config.mask_id)
 
     def row_losses(self, hidden, labels):
-        """As dit.DiT.row_losses."""
-        return dit.cross_entropies(self.lm_head, self.model["norm"](hidden), self.config.mask_id, labels)
+        """Cross-entropies (R,) float32 of hidden states (R, H) at labels (R,)."""
+        hidden = self.model.norm(hidden)
+        return dit.cross_entropies(self.lm_head, hidden, self.config.mask_id, labels)
 
     def forward(self, inputs):
-        """Cross-entropy (R,) float32 of the clean token at each of inputs.rows; no row gives an empty tensor."""
+        """Cross-entropy (R,) float32 of the clean token at each of inputs.rows."""
         return dit.losses(self, inputs)
 
     def extend(self, tokens, position, mask, past):
-        """As DiT.extend: hidden states of one more block behind cached ones, and its own keys and values."""
-        x, new, (cos, sin) = self.embedded(tokens), [], self.rope(position)
-        for layer, pair in zip(self.layers, past):
-            x, own = layer(x, cos, sin, tokens.shape[1], mask, past=pair)
-            new.append(own)
-        return x, new
+        """As DiT.extend."""
+        past = Past(past)
+        return self.run(tokens, position, [(tokens.shape[1], mask, None)] * 2, past), past.new
+
+    @staticmethod
+    def decays(name, parameter):
+        """As DiT.decays; a tied table is an embedding."""
+        return parameter.ndim > 1 and "embed_tokens" not in name
+
+    def flops(self, tokens, rows, pairs):
+        """As DiT.flops; frozen matrices have no gradients; adapters are not counted."""
+        native, layers = self.config.native, self.config.layers
+        matrices = sum(p.numel() for name, p in base_weights(self).items()
+                       if p.ndim > 1 and ".layers." in name)
+        products = 2 * tokens * matrices + 2 * rows * native.hidden_size * native.vocab_size
+        heads = native.num_attention_heads * self.config.head_size
+        return (2 if self.config.lora else 3) * products + 3 * 4 * heads * pairs * layers
 
 
-Model = Decoder
+Config.network = Decoder
 
-# ---------------------------------------------------------------------------------------------------------------------
+
+def drop_output(dropout, module, args, output):
+    """Dropout on what attention or an MLP returns; a forward hook."""
+    if not module.training or not dropout:
+        return output
+    if isinstance(output, tuple):
+        return F.dropout(output[0], dropout), *output[1:]
+    return F.dropout(output, dropout)
+
+
+# --------------------------------------------------------------------------------------------------
 # Adapters
 
 
-def adapt(model, lora):
+def add_adapters(model, lora):
     """Freeze a Decoder, give it LoRA adapters and the mask's row as a parameter -> PEFT's wrapper.
 
-    lora: of Config: dtype, the name of that of frozen weights, and arguments of adapters.add_lora by name. UserError
-    when no layer is a target.
+    lora: of Config: dtype, the name of that of frozen weights, and arguments of adapters.add_lora
+    by name. UserError when no layer is a target.
     """
-    from core import adapters  # here: PEFT takes seconds to import
-    how = [lora[name] for name in ("rank", "alpha", "dropout", "targets", "base", "rslora", "dora")]
+    from core import adapters       # here: PEFT takes seconds to import
+    names = ("rank", "alpha", "dropout", "targets", "base", "rslora", "dora")
+    how = [lora[name] for name in names]
     wrapper = adapters.add_lora(model, model.layers, *how, task=None)
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(getattr(torch, lora["dtype"]))
-    model.mask_row = nn.Parameter(torch.zeros(model.config.hidden_size))
+    model.mask_row = nn.Parameter(torch.zeros(model.config.native.hidden_size))
     return wrapper
 
 
 def base_weights(model):
     """{transformers' name: parameter}: all of a Decoder, or the frozen ones under its adapters."""
-    return {name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()
+    return {name.replace(".base_layer.", "."): parameter
+            for name, parameter in model.named_parameters()
             if ".lora_" not in name and name != "mask_row"}
 
 
 def begin_adapters(model, tensors, seed):
-    """Fill new adapters, which change nothing yet, and the mask's row, from a start's tensors. The base is filled."""
+    """Fill new adapters, which change nothing yet, and the mask's row, from a start's tensors."""
     from core import adapters
     adapters.init_adapters(model.adapted[0], seed)
-    tensor_files.fill(model.mask_row, tensors["model.embed_tokens.weight"][model.config.mask_id])
+    row = tensors["model.embed_tokens.weight"][model.config.mask_id]
+    tensor_files.fill(model.mask_row, row)
 
 
 @torch.no_grad()
-def read_base(model):
-    """Fill the frozen weights from the language model that the checkpoint's config names. UserError when it changed."""
+def merge_adapters(model):
+    """Read the frozen weights from the language model that the adapters were trained on, and add
+    the adapters to them -> a Decoder without adapters. UserError when the files have changed.
+    """
     config = model.config
-    folder = tensor_files.find_folder(config.lora["base"], "the language model of these adapters,")
+    folder = tensor_files.find_folder(config.lora["base"],
+                                      "the language model of these adapters,")
     files = tensor_files.model_files(folder)
     if tensor_files.fingerprint_files(files) != config.lora["identity"]:
         raise UserError(f"{folder}: its weights are not those that these adapters were trained on")
     tensors = read_folder(folder, config)
     for name, parameter in base_weights(model).items():
-        parameter[:len(tensors[name])] = tensors[name]      # rows of new tokens stay: the mask has its own
-
-
-@torch.no_grad()
-def merged(model):
-    """A Decoder without adapters that computes the same: updates are added to the weights, the mask's row is set."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    for module in model.modules():
-        if isinstance(module, BaseTunerLayer):
-            module.merge()
-    tensors = {name: parameter.detach() for name, parameter in base_weights(model).items()}
-    tensors["model.embed_tokens.weight"][model.config.mask_id] = model.mask_row
-    if model.config.tied:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    with torch.device("meta"):
-        plain = Decoder(replace(model.config, lora=None), model.backend)
-    plain.load_state_dict(tensors, assign=True)
-    plain.tie()
-    return plain
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Work
-
-
-def decays(name, parameter):
-    """As dit.decays; a tied table is an embedding."""
-    return parameter.ndim > 1 and "embed_tokens" not in name
-
-
-def flops(config, tokens, rows, pairs):
-    """As dit.flops; frozen matrices have no gradients of their own, and adapters are not counted."""
-    size, heads = config.hidden_size, config.heads * config.head_size
-    layer = 2 * size * (heads + config.kv_heads * config.head_size) + 3 * size * config.mlp_size
-    matrices = 2 * tokens * layer * config.layers + 2 * rows * size * config.vocab_size
-    return (2 if config.lora else 3) * matrices + 3 * 4 * heads * pairs * config.layers
+        parameter[:len(tensors[name])] = tensors[name]      # the mask's row follows
+    model = model.adapted.pop().merge_and_unload()
+    model.embed.weight[config.mask_id] = model.mask_row
+    model.mask_row, model.config = None, replace(config, lora=None)
+    return model

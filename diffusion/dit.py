@@ -1,10 +1,11 @@
-"""The DiT backbone of block diffusion: a clean copy of the text and noisy copies of its blocks in one pass.
+"""The DiT backbone of block diffusion: clean text and noisy copies of its blocks in one pass.
 
-A row of the batch is [noisy copies (N) | clean tokens (L)]. Every token has a document, a block number in it and a
-position; nothing else decides who sees whom (attends below), so packed rows, padded rows, BD3-LM's block-causal layout
-and a hierarchy of question, plan and execution are one model. The backbone is that of BD3-LM and MDLM (arXiv
-2503.09573; adaLN-zero from DiT, arXiv 2212.09748): RoPE, GELU MLP, untied zero-initialised head, no time conditioning,
-so that the modulation is a learned constant.
+A row of the batch is [noisy copies (N) | clean tokens (L)]. Every token has a document, a block
+number in it and a position; nothing else decides who sees whom (attends below), so packed rows,
+padded rows, BD3-LM's block-causal layout and a hierarchy of question, plan and execution are one
+model. The backbone is that of BD3-LM and MDLM (arXiv 2503.09573; adaLN-zero from DiT, arXiv
+2212.09748): RoPE, GELU MLP, untied zero-initialised head, no time conditioning, so that the
+modulation is a learned constant.
 """
 import functools
 import math
@@ -18,12 +19,14 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from core import fused
-from diffusion.choices import SIZES
 
-HEAD_ROWS = 8192        # logits of so many rows at a time; of more, they are computed again in the backward pass
-ROW_STEP = 128          # on a GPU logits are those of a multiple of it: few sizes, which its allocator has in stock
+# hidden size, layers, heads, width of the conditioning; nano is for demos and tests
+SIZES = {"nano": (64, 2, 4, 16), "tiny": (256, 8, 8, 64), "small": (768, 12, 12, 128),
+         "medium": (1024, 24, 16, 128)}
+HEAD_ROWS = 8192        # logits of so many rows at a time; the backward pass computes more again
+ROW_STEP = 128          # on a GPU logits have a multiple of this many rows: few sizes to allocate
 TILE = 128              # queries and keys of a tile, flex_attention's unit of work
-# with its default of 4 warps the forward spills 920 bytes a thread on sm_90, with 8 none (tests/gpu/test_kernels.py)
+# with its default of 4 warps the forward spills 920 bytes a thread on sm_90, with 8 none
 KERNEL = {"fwd_num_warps": 8}
 NOTHING, SOME, ALL = 0, 1, 2        # how many pairs of a tile may attend
 THETA = 10_000.0        # base of the rotary frequencies
@@ -50,16 +53,17 @@ def config_of(size, vocab_size, mask_id, dropout=0.1):
     return Config(vocab_size, mask_id, *SIZES[size], dropout)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Who sees whom
 
 
 def attends(doc, block, n_noisy):
-    """The mask as a function of (row, head, query, key) indices, for FlexAttention and for broadcast index tensors.
+    """The mask as a function of (row, head, query, key) indices, as FlexAttention takes it.
 
-    doc, block: (B, S) ints; doc is -1 on padding. Tokens 0 to n_noisy - 1 of a row are noisy copies, the rest is clean.
-    A query sees, in its own document, its own block in its own half and clean tokens of earlier blocks; noise is seen
-    by its own noisy block only. Padding is seen by nobody but itself, so that no row of the softmax is empty.
+    doc, block: (B, S) ints; doc is -1 on padding. Tokens 0 to n_noisy - 1 of a row are noisy
+    copies, the rest is clean. A query sees, in its own document, its own block in its own half and
+    clean tokens of earlier blocks; noise is seen by its own noisy block only. Padding is seen by
+    nobody but itself, so that no row of the softmax is empty.
     """
     def rule(b, h, q, k):
         q_block, k_block = block[b, q], block[b, k]
@@ -71,11 +75,11 @@ def attends(doc, block, n_noisy):
 
 
 def tile_states(doc, block, n_noisy):
-    """What flex_attention may skip of attends: (B, tiles, tiles) int8 of NOTHING, SOME or ALL for each tile.
+    """What flex_attention may skip: (B, tiles, tiles) int8 of NOTHING, SOME or ALL for each tile.
 
-    doc, block: (B, S) int arrays as in attends. Pairs are counted by runs of tokens of one block, some 50 a row,
-    not one by one as create_block_mask does: cheap enough for a loader process. A last tile that is not whole is never
-    ALL, as there.
+    doc, block: (B, S) int arrays as in attends. Pairs are counted by runs of tokens of one block,
+    some 50 a row, not one by one as create_block_mask does: cheap enough for a loader process. A
+    last tile that is not whole is never ALL, as there.
     """
     rows, length = doc.shape
     edges = np.append(np.arange(0, length, TILE), length)
@@ -83,45 +87,46 @@ def tile_states(doc, block, n_noisy):
     for r in range(rows):
         changes = np.flatnonzero((np.diff(doc[r]) != 0) | (np.diff(block[r]) != 0)) + 1
         starts = np.unique(np.concatenate([[0, n_noisy], changes]))
+        ends = np.append(starts[1:], length)[:, None]
         at, live = np.arange(len(starts)), doc[r, starts] >= 0
-        rule = attends(doc[r:r + 1, starts], block[r:r + 1, starts], np.searchsorted(starts, n_noisy))
-        seen = rule(0, 0, at[:, None], at) & live       # of padding runs no token sees another one
-        tokens = covered(starts, length, edges)
+        rule = attends(doc[r:r + 1, starts], block[r:r + 1, starts],
+                       np.searchsorted(starts, n_noisy))
+        seen = rule(0, 0, at[:, None], at) & live       # padding sees no other padding
+        # (runs, tiles) tokens of each run in each tile
+        tokens = (np.minimum(ends, edges[1:]) - np.maximum(starts[:, None], edges[:-1])).clip(min=0)
         counts[r] = tokens.T @ seen @ tokens
-        np.einsum("ii->i", counts[r])[:] += (tokens * ~live[:, None]).sum(0)        # but each sees itself
-    return torch.from_numpy(np.select([counts == TILE * TILE, counts > 0], [ALL, SOME], NOTHING).astype(np.int8))
-
-
-def covered(starts, length, edges):
-    """(runs, tiles) tokens of each run in each tile; a run ends where the next one starts, the last one at length."""
-    ends = np.append(starts[1:], length)[:, None]
-    return (np.minimum(ends, edges[1:]) - np.maximum(starts[:, None], edges[:-1])).clip(min=0)
+        np.einsum("ii->i", counts[r])[:] += (tokens * ~live[:, None]).sum(0)    # but itself
+    states = np.select([counts == TILE * TILE, counts > 0], [ALL, SOME], NOTHING)
+    return torch.from_numpy(states.astype(np.int8))
 
 
 def block_mask(states, rule, queries, keys):
-    """BlockMask of states (B, query tiles, key tiles) from tile_states, equal to create_block_mask(rule, ...)."""
+    """BlockMask of tile_states (B, query tiles, key tiles), equal to create_block_mask(rule)."""
     blocks = []
     for state in (SOME, ALL):
         where = (states[:, None] == state).int()
-        blocks += [where.sum(-1, dtype=torch.int32), where.argsort(dim=-1, descending=True, stable=True).int()]
-    return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=TILE, mask_mod=rule, seq_lengths=(queries, keys))
+        blocks += [where.sum(-1, dtype=torch.int32),
+                   where.argsort(dim=-1, descending=True, stable=True).int()]
+    return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=TILE, mask_mod=rule,
+                                    seq_lengths=(queries, keys))
 
 
 def attention_masks(doc, block, n_noisy, states=None):
     """(mask of noisy queries over all keys, mask of the other queries), for attend().
 
-    With states (tile_states, on the device of doc and block) two BlockMasks, the second one of all queries over all
-    keys; else two (B, 1, queries, keys) bool, the second one of clean queries over clean keys.
+    With states (tile_states, on the device of doc and block) two BlockMasks, the second one of all
+    queries over all keys; else two (B, 1, queries, keys) bool, the second one of clean queries over
+    clean keys.
     """
     (rows, length), device = doc.shape, doc.device
-    rule, n_clean = attends(doc, block, n_noisy), length - n_noisy
+    rule = attends(doc, block, n_noisy)
     if states is not None:
         return (block_mask(states[:, :-(-n_noisy // TILE)], rule, n_noisy, length),
                 block_mask(states, rule, length, length))
     b = torch.arange(rows, device=device)[:, None, None]
     at = torch.arange(length, device=device)
-    clean = n_noisy + at[:n_clean]
-    return rule(b, 0, at[:n_noisy, None], at)[:, None], rule(b, 0, clean[:, None], clean)[:, None]
+    noisy, clean = at[:n_noisy, None], at[n_noisy:]
+    return rule(b, 0, noisy, at)[:, None], rule(b, 0, clean[:, None], clean)[:, None]
 
 
 @functools.cache        # made when it is needed: the compiler alone takes seconds to import
@@ -130,13 +135,13 @@ def compiled_flex():
     return torch.compile(flex_attention, dynamic=False)
 
 
-@torch.compiler.disable     # a graph of its own: inside a compiled layer torch 2.13's CPU kernel misread its input
+@torch.compiler.disable     # inside a compiled layer torch 2.13's CPU kernel misread its input
 def _flex_on_cpu(q, k, v, mask):
     return flex_attention(q, k, v, block_mask=mask)
 
 
 def sparse_attention(q, k, v, mask):
-    """FlexAttention of q to k, v under a BlockMask: on a GPU one kernel, in the graph of a compiled layer."""
+    """FlexAttention of q to k, v under a BlockMask; in a compiled layer part of its graph."""
     if not q.is_cuda:
         return _flex_on_cpu(q, k, v, mask)
     flex = flex_attention if torch.compiler.is_compiling() else compiled_flex()
@@ -144,53 +149,58 @@ def sparse_attention(q, k, v, mask):
 
 
 def attention(q, k, v, mask):
-    """Attention of q (B, heads, queries, D) to k, v (B, heads, keys, D) where mask allows it -> like q."""
+    """Attention of q (B, heads, queries, D) to k, v (B, heads, keys, D) by mask -> like q."""
     if isinstance(mask, BlockMask):
         return sparse_attention(q, k, v, mask)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 def attend(q, k, v, queries, mask, clean_mask):
-    """Attention of q, k, v (B, heads, S, D): of the first `queries` tokens by mask, of the others by clean_mask, which
-    may be None, to each other -> (B, S or queries, heads, D).
+    """Attention of q, k, v (B, heads, S, D): of the first `queries` tokens by mask, of the others
+    by clean_mask, which may be None, to each other -> (B, S or queries, heads, D).
     """
     whole = queries == q.shape[2]       # a slice has a backward pass of its own, even of all
     out = attention(q if whole else q[:, :, :queries], k, v, mask)
     if clean_mask is not None:
-        clean = attention(q[:, :, queries:], k[:, :, queries:], v[:, :, queries:], clean_mask)
-        out = torch.cat([out, clean], dim=2)
+        q, k, v = (t[:, :, queries:] for t in (q, k, v))
+        out = torch.cat([out, attention(q, k, v, clean_mask)], dim=2)
     return out.transpose(1, 2)
 
 
 def masks_of(model, inputs):
-    """What attend() needs of masks in each layer, [(queries, mask, clean_mask)], of inputs (noise.Inputs).
+    """attend()'s (queries, mask, clean_mask) of inner layers, and of the last one.
 
-    The last layer has queries of noisy copies alone. Rows of one layout share masks, which the model keeps. Rows of
-    less than a tile of noisy copies have dense ones: for so few queries torch compiles FlexAttention without backward.
+    The last layer has queries of noisy copies alone. Rows of one layout share masks, which the
+    model keeps. Rows of less than a tile of noisy copies have dense ones: for so few queries torch
+    compiles FlexAttention without backward. inputs: noise.Inputs.
     """
-    if inputs.layout is None or model._masks[0] != inputs.layout:
+    if inputs.layout is None or model.masks[0] != inputs.layout:
         states = inputs.tiles if model.backend == "flex" and inputs.n_noisy >= TILE else None
-        model._masks = inputs.layout, attention_masks(inputs.doc, inputs.block, inputs.n_noisy, states)
-    noisy, others = model._masks[1]
-    inner = (inputs.doc.shape[1], others, None) if isinstance(others, BlockMask) else (inputs.n_noisy, noisy, others)
-    return [inner] * (len(model.layers) - 1) + [(inputs.n_noisy, noisy, None)]
+        made = attention_masks(inputs.doc, inputs.block, inputs.n_noisy, states)
+        model.masks = inputs.layout, made
+    noisy, others = model.masks[1]
+    inner = inputs.n_noisy, noisy, others
+    if isinstance(others, BlockMask):
+        inner = inputs.doc.shape[1], others, None
+    return inner, (inputs.n_noisy, noisy, None)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Losses
 
 
 def _logits(head, x, mask_id):
-    """Logits (..., V or more) of x (..., H), -inf for mask_id and what lies behind the vocabulary.
+    """Logits (..., V or more) of x (..., H), -inf for mask_id and what comes after the vocabulary.
 
-    Behind it: tensor cores want rows whose bytes are a multiple of 16 (docs.nvidia.com/deeplearning/performance), which
-    those of GPT-2's 50,258 tokens are not.
+    After it: tensor cores want rows whose bytes are a multiple of 16, which those of GPT-2's 50,258
+    tokens are not (docs.nvidia.com/deeplearning/performance).
     """
     weight, size = head.weight, len(head.weight)
     bias = torch.zeros(size, device=x.device) if head.bias is None else head.bias
     bias = bias.masked_fill(torch.arange(size, device=x.device) == mask_id, -torch.inf)
     if fused.wanted(x) and size % 8:
-        weight, bias = F.pad(weight.to(x.dtype), (0, 0, 0, -size % 64)), F.pad(bias, (0, -size % 64), value=-torch.inf)
+        weight = F.pad(weight.to(x.dtype), (0, 0, 0, -size % 64))
+        bias = F.pad(bias, (0, -size % 64), value=-torch.inf)
     return F.linear(x, weight, bias.to(x.dtype))
 
 
@@ -208,9 +218,9 @@ def cross_entropies(head, x, mask_id, labels):
 
 
 def losses(model, inputs):
-    """Cross-entropies (R,) of a model at inputs.rows, from its hidden_states and row_losses; of many in pieces."""
+    """Cross-entropies (R,) of a model at inputs.rows; many are computed in pieces."""
     hidden, rows, labels = model.hidden_states(inputs).flatten(0, 1), inputs.rows, inputs.labels
-    if fused.wanted(hidden):        # each step masks another number of tokens; what is added gets no gradient
+    if fused.wanted(hidden):        # each step masks another number of tokens
         rows, labels = (F.pad(numbers, (0, -len(numbers) % ROW_STEP)) for numbers in (rows, labels))
     rows = hidden.index_select(0, rows)
     if len(rows) <= HEAD_ROWS:
@@ -220,12 +230,12 @@ def losses(model, inputs):
     return torch.cat(found)[:len(inputs.rows)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Layers
 
 
 class Norm(nn.Module):
-    """Layer norm with a weight and no bias, modulated: norm(x) * (1 + scale) + shift in one pass."""
+    """Layer norm with a weight and no bias, modulated: norm(x) * (1 + scale) + shift."""
 
     def __init__(self, size):
         super().__init__()
@@ -237,16 +247,23 @@ class Norm(nn.Module):
 
 
 def constants(modulation, condition, number):
-    """`number` (H,) float32 tensors: a layer's modulation of all its tokens, from condition (cond_size,)."""
-    with torch.autocast(condition.device.type, enabled=False):      # a few numbers, that all tokens share
+    """`number` (H,) float32 tensors, a layer's modulation, from condition (cond_size,)."""
+    with torch.autocast(condition.device.type, enabled=False):      # a few numbers
         return modulation(condition.to(modulation.weight.dtype)).float().chunk(number)
 
 
+def rotate(x, cos, sin):
+    """Rotary embedding of x (B, S, heads, D), like x; cos, sin (B, S, 1, D / 2) float32."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
 def gated(linear, x, gate):
-    """gate * linear(x) for a gate (outputs,): one of the weights where x has more rows than these have columns."""
+    """gate * linear(x); the gate (outputs,) goes into the weights where x has more rows."""
     if x[..., 0].numel() < linear.in_features:
         return gate.to(x.dtype) * linear(x)
-    return F.linear(x, gate[:, None] * linear.weight, None if linear.bias is None else gate * linear.bias)
+    bias = None if linear.bias is None else gate * linear.bias
+    return F.linear(x, gate[:, None] * linear.weight, bias)
 
 
 class Layer(nn.Module):
@@ -263,17 +280,19 @@ class Layer(nn.Module):
         self.modulation = nn.Linear(config.cond_size, 6 * size)
 
     def forward(self, x, condition, cos, sin, queries, mask, clean_mask=None, past=None):
-        """x (B, S, H) -> the same, or (B, queries, H): what the first tokens see by mask, and the others by clean_mask.
+        """x (B, S, H) -> the same, or (B, queries, H): what the first tokens see by mask, and the
+        others by clean_mask, without which they give keys only.
 
-        condition (cond_size,). Without clean_mask the others give keys only. past: (keys, values) (B, heads, P, D) of
-        earlier clean tokens, seen where mask (B, 1, S, P + S) says; then this returns (x, (keys, values) of x).
+        condition (cond_size,). past: (keys, values) (B, heads, P, D) of earlier clean tokens, seen
+        where mask (B, 1, S, P + S) says; then this returns (x, (keys, values) of x).
         """
         shift1, scale1, gate1, shift2, scale2, gate2 = constants(self.modulation, condition, 6)
         qkv = self.qkv(self.norm_attention(x, shift1, scale1)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = (t.transpose(1, 2) for t in fused.rotate_qkv(qkv, cos, sin))
+        q, k, v = qkv.unbind(2)
+        q, k, v = (t.transpose(1, 2) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))
         new = k, v
         if past is not None:
-            k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
+            k, v = (torch.cat(pair, dim=2) for pair in zip(past, new))
         out = attend(q, k, v, queries, mask, clean_mask)
         x = x[:, :out.shape[1]]
         x = x + self.drop(gated(self.out, out.flatten(2), gate1))
@@ -285,36 +304,31 @@ class Layer(nn.Module):
         return F.dropout(x, self.dropout, self.training)
 
 
-def caller(recompute):
-    """A function of (layer, its arguments) that calls it. recompute: of flags.MODES, or None."""
-    if not recompute:
-        return lambda layer, *given: layer(*given)
-    from core import recomputation
-    return recomputation.caller(recompute)
-
-
 class DiT(nn.Module):
-    """The whole network. forward is what training wraps; extend and logits are what the sampler calls."""
+    """The whole network. forward is what training wraps; the sampler calls extend and logits."""
 
     def __init__(self, config, backend="sdpa", recompute=None):
-        """backend: "flex" (on a CPU forward only) or "sdpa". recompute: of flags.MODES, or None."""
+        """backend: "flex" (on a CPU forward only) or "sdpa". recompute: None, "all", "selective":
+        what the backward pass computes again.
+        """
         super().__init__()
-        self.config, self.backend, self.call = config, backend, caller(recompute)
+        self.config, self.backend, self.call = config, backend, None
         size, cond = config.hidden_size, config.cond_size
         self.embed = nn.Embedding(config.vocab_size, size)
-        self.condition_in, self.condition_out = nn.Linear(FREQUENCIES, cond), nn.Linear(cond, cond)
+        self.condition_in = nn.Linear(FREQUENCIES, cond)
+        self.condition_out = nn.Linear(cond, cond)
         self.layers = nn.ModuleList([Layer(config) for _ in range(config.layers)])
         self.norm = Norm(size)
         self.modulation = nn.Linear(cond, 2 * size)
         self.head = nn.Linear(size, config.vocab_size)
-        self._masks = None, None        # layout, its masks: rows of one layout share them
+        self.masks = None, None         # layout, its masks: rows of one layout share them
         nn.init.kaiming_uniform_(self.embed.weight, a=math.sqrt(5))
         for linear in [self.head, self.modulation, *(layer.modulation for layer in self.layers)]:
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
-
-    def tie(self):
-        """Nothing is tied."""
+        if recompute:
+            from core import recomputation
+            recomputation.set_mode(self, self.layers, recompute)
 
     def embedded(self, tokens):
         """(B, S, H) of tokens (B, S), in the dtype of the layers."""
@@ -324,24 +338,25 @@ class DiT(nn.Module):
     def condition(self):
         """(cond_size,): the embedding of noise level 0, whose cosines are 1 and sines 0."""
         weight = self.condition_in.weight
-        wave = (torch.arange(FREQUENCIES, device=weight.device) < FREQUENCIES // 2).to(weight.dtype)
+        at = torch.arange(FREQUENCIES, device=weight.device)
+        wave = (at < FREQUENCIES // 2).to(weight.dtype)
         with torch.autocast(weight.device.type, enabled=False):
             return F.silu(self.condition_out(F.silu(self.condition_in(wave))))
 
     def rope(self, position):
         """(cos, sin) of (B, S) positions, each (B, S, 1, D / 2) float32."""
-        half = self.config.hidden_size // self.config.heads // 2
-        frequency = THETA ** (-torch.arange(half, device=position.device, dtype=torch.float32) / half)
-        angle = position[..., None, None] * frequency
+        half = self.config.head_size // 2
+        at = torch.arange(half, device=position.device, dtype=torch.float32)
+        angle = position[..., None, None] * THETA ** (-at / half)
         return angle.cos(), angle.sin()
 
     def hidden_states(self, inputs):
         """Final hidden states (B, N, H) of the noisy copies. inputs: noise.Inputs."""
-        x, condition = self.embedded(inputs.tokens), self.condition()
-        cos, sin = self.rope(inputs.position)
-        for layer, masks in zip(self.layers, masks_of(self, inputs)):
-            given = (x, condition, cos, sin, *masks)
-            x = self.call(layer, *given) if self.training else layer(*given)
+        x, constant = self.embedded(inputs.tokens), (self.condition(), *self.rope(inputs.position))
+        inner, last = masks_of(self, inputs)
+        for layer in self.layers:
+            given = x, *constant, *(last if layer is self.layers[-1] else inner)
+            x = self.call(layer, *given) if self.call and self.training else layer(*given)
         return x
 
     def head_inputs(self, hidden):
@@ -357,38 +372,37 @@ class DiT(nn.Module):
         return cross_entropies(self.head, self.head_inputs(hidden), self.config.mask_id, labels)
 
     def forward(self, inputs):
-        """Cross-entropy (R,) float32 of the clean token at each of inputs.rows; no row gives an empty tensor."""
+        """Cross-entropy (R,) float32 of the clean token at each of inputs.rows."""
         return losses(self, inputs)
 
     def extend(self, tokens, position, mask, past):
-        """Hidden states (B, T, H) of one more block behind cached ones, and its own [(keys, values)] for the cache.
+        """Hidden states (B, T, H) of one more block behind cached ones, and its own
+        [(keys, values)] for the cache.
 
-        tokens, position (B, T). past: [(keys, values)] of every layer, (B, heads, P, D). mask (B, 1, T, P + T) bool:
-        what each of the block's tokens sees, cached keys first.
+        tokens, position (B, T). past: [(keys, values)] of every layer, (B, heads, P, D). mask
+        (B, 1, T, P + T) bool: what each of the block's tokens sees, cached keys first.
         """
-        x, new = self.embedded(tokens), []
-        cos, sin = self.rope(position)
-        condition = self.condition()
+        x, new, size = self.embedded(tokens), [], tokens.shape[1]
+        constant = self.condition(), *self.rope(position)
         for layer, pair in zip(self.layers, past):
-            x, own = layer(x, condition, cos, sin, tokens.shape[1], mask, past=pair)
+            x, own = layer(x, *constant, size, mask, past=pair)
             new.append(own)
         return x, new
 
+    @staticmethod
+    def decays(name, parameter):
+        """Weight decay shrinks matrices, not the embedding: rows a batch lacks would shrink."""
+        return parameter.ndim > 1 and name != "embed.weight"
 
-Model = DiT
+    def flops(self, tokens, rows, pairs):
+        """Model FLOPs of forward and backward, three times the forward.
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Work
+        tokens: noisy and clean ones; rows: masked ones that reach the head; pairs: (query, key)
+        pairs that may attend. Padding and recomputation are not counted.
+        """
+        size, layers = self.config.hidden_size, self.config.layers
+        matrices = 2 * tokens * 12 * size * size * layers + 2 * rows * size * self.config.vocab_size
+        return 3 * (matrices + 4 * size * pairs * layers)
 
-def decays(name, parameter):
-    """Weight decay shrinks matrices, not norms and biases, and not the embedding: rows a batch lacks would shrink."""
-    return parameter.ndim > 1 and name != "embed.weight"
 
-
-def flops(config, tokens, rows, pairs):
-    """Model FLOPs of forward and backward (three times the forward). tokens: noisy and clean ones; rows: masked ones
-    that reach the head; pairs: (query, key) pairs that may attend. Padding and recomputation are not counted.
-    """
-    size = config.hidden_size
-    matrices = 2 * tokens * 12 * size * size * config.layers + 2 * rows * size * config.vocab_size
-    return 3 * (matrices + 4 * size * pairs * config.layers)
+Config.network = DiT

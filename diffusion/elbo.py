@@ -1,23 +1,79 @@
-"""Validation of block diffusion: the likelihood bound with its sampling error.
+"""Validation of block diffusion by the averaged weights: the likelihood bound with its sampling
+error, the noise range whose losses vary least, and answers to held-out problems.
 
 Every rank takes equally many batches, the last ones perhaps of padding only. A batch gets the same
 noise at every validation and on any number of ranks, so bounds of different steps and runs compare.
 """
 import math
+import time
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
-from common import distributed
+from common import checkpoint, distributed, tensor_files
 from core import watchdog
 from core.packing import PackOrder, rank_packs
 from diffusion import blocks, noise
-from diffusion.choices import bound_range
+from diffusion.problems import FILL, FULL, bound_range, range_fits
 
 ANSWERS = "question", "answer", "execution", "fill"
 REGIONS = {"gsm8k": ANSWERS, "chat": ANSWERS, "hdp": ("question", "plan", "execution", "fill")}
 PLACES = 32         # block numbers reported one by one; the last stands for all later ones
+SHOWN = 4           # problems whose answers are kept for the report
+
+# --------------------------------------------------------------------------------------------------
+# Averaged weights
+
+
+def local(tensor):
+    """This rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def trained(model):
+    """{name: parameter} of those that training changes: all, or adapters and the mask's row."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+class Average:
+    """Exponential moving average of a model's trained weights.
+
+    Its decay is min(decay, (1 + n) / (10 + n)) at update n = 1, 2, ...
+    """
+
+    def __init__(self, model, decay):
+        """Make it when the weights are in place and sharded, if they will be."""
+        self.decay, self.parameters = decay, trained(model)
+        self.shadow = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.updates = torch.zeros((), device=local(next(iter(self.shadow.values()))).device)
+
+    def _pairs(self):
+        return zip(*([local(t.detach()) for t in tensors.values()]
+                     for tensors in (self.parameters, self.shadow)))
+
+    @torch.no_grad()
+    def update(self, skip=0.0):
+        """Move towards the weights, unless skip (number or 0-d tensor) is 1; no host sync."""
+        self.updates += 1 - skip
+        decay = ((1 + self.updates) / (10 + self.updates)).clamp(max=self.decay)
+        share = (1 - decay) * (1 - skip)
+        for weight, shadow in self._pairs():        # one pass; _foreach_lerp_ takes no 0-d tensor
+            shadow.lerp_(weight, share)
+
+    @torch.no_grad()
+    def swap(self):
+        """Exchange the model's weights and the averaged ones, in place. FSDP2: reshard before."""
+        for weight, shadow in self._pairs():
+            kept = weight.clone()
+            weight.copy_(shadow)
+            shadow.copy_(kept)
+
+
+# --------------------------------------------------------------------------------------------------
+# Bound
 
 
 class Eval(NamedTuple):
@@ -31,8 +87,7 @@ class Eval(NamedTuple):
 
 
 def share_of_batches(world, rows, batch_rows, most=None):
-    """Yield (number, Blocks) of this rank's part of the first `most` batches of rows (blocks.Rows),
-    in order.
+    """Yield (number, Blocks) of this rank's part of the first `most` batches of rows, in order.
 
     Every rank gets equally many; the last ones may hold padding only.
     """
@@ -69,10 +124,8 @@ def bound(world, model, how, check):
 
     eval/loss: nats per target. eval/nll: the same sum per token of text (targets without fill);
     eval/stderr: its standard error. eval/nll_REGION, eval/nll_block_NN: nats per target of one
-    region or block number. Noise is loglinear whatever schedule is trained on. The bound is the
-    same under every schedule, but under the others more of it comes from levels below FULL, which
-    are never drawn. The standard error is that of the noise alone, from how the draws of each block
-    differ; low levels are rare and weigh much (1/t), so with few blocks it is rough.
+    region or block number. The standard error is that of the noise alone, from how the draws of
+    each block differ; low levels are rare and weigh much (1/t), so with few blocks it is rough.
     """
     rows, repeats, device = how.rows, how.repeats, world.device
     layout = rows.documents.layout
@@ -90,8 +143,9 @@ def bound(world, model, how, check):
                                *batch.doc.shape)
             inputs = noise.diffuse(batch, draws, how.mask_id, bound_range(layout))
             losses = weighted_losses(model, inputs, device, how.bf16)
+            group = batch.group.flatten()[inputs.places].to(device)
             sums[repeat].index_add_(0, cell[inputs.places].to(device), losses)
-            of_block[repeat].index_add_(0, batch.group.flatten()[inputs.places].to(device), losses)
+            of_block[repeat].index_add_(0, group, losses)
         if repeats > 1 and batch.n_groups:      # none: what tops up the last round of ranks
             variance += of_block.var(0).sum() / repeats
     sums, variance = distributed.all_sum(world, sums), distributed.all_sum(world, variance)
@@ -113,7 +167,7 @@ def report(sums, variance, counts, regions):
     targets (4 * PLACES,) -> {"eval/...": float}.
     """
     per_cell, counts = sums.mean(0).reshape(4, PLACES), counts.reshape(4, PLACES)
-    text = max(1, counts[:blocks.FILL].sum())
+    text = max(1, counts[:FILL].sum())
     nll = per_cell.sum() / text
     values = {"loss": per_cell.sum() / max(1, counts.sum()), "nll": nll,
               "bits_per_token": nll / math.log(2), "perplexity": math.exp(min(700.0, nll))}
@@ -130,10 +184,8 @@ def report(sums, variance, counts, regions):
 
 def improved(best, values):
     """Whether a validation has a better bound or accuracy than any before; `best`, {name: value},
-    takes them over.
-
-    Bounds rise while answers still get better, when a model becomes too sure of itself; so either
-    counts.
+    takes them over. Bounds rise while answers still get better, when a model becomes too sure of
+    itself; so either counts.
     """
     news = {"nll": values["eval/nll"]}
     if "eval/accuracy" in values:
@@ -141,3 +193,124 @@ def improved(best, values):
     better = {name: value for name, value in news.items() if value < best.get(name, math.inf)}
     best.update(better)
     return bool(better)
+
+
+# --------------------------------------------------------------------------------------------------
+# --clip_search_widths: the noise range under which losses of blocks vary least (BD3-LM's var_min)
+
+
+def candidates(widths, block_sizes):
+    """Ranges to try, [(low, high)]: all of (0, 1], and for each width those that start at 0, 0.05,
+    0.10 and so on, without those that no number of masked tokens of a full block lies in.
+    """
+    found = [FULL]
+    for width in widths:
+        steps = int(round((1 - width) / 0.05, 6)) + 1
+        found += [(max(round(0.05 * i, 2), FULL[0]), round(0.05 * i + width, 6))
+                  for i in range(steps)]
+    return list(dict.fromkeys(t_range for t_range in found
+                              if all(range_fits(t_range, size) for size in block_sizes)))
+
+
+@torch.no_grad()
+def search_range(world, model, how, check, args):
+    """(low, high) of the candidate under which losses of blocks vary least, or None when asked to
+    stop.
+
+    Less variance between blocks means less noise in gradients. Costs one forward pass for each
+    candidate and each of the first --clip_search_batches batches. All candidates get the same
+    random numbers. how: Eval; check: as in bound; args: the trainer's flags.
+    """
+    device = world.device
+    tried = candidates(args.clip_search_widths, how.rows.documents.layout.block_sizes())
+    # sum, sum of squares, number
+    moments = torch.zeros(len(tried), 3, dtype=torch.float64, device=device)
+    for number, batch in share_of_batches(world, how.rows, how.batch_rows,
+                                          args.clip_search_batches):
+        check()
+        if asked_to_stop(world):
+            return None
+        draws = noise.draw(how.seed, "search", number, batch.n_groups, *batch.doc.shape)
+        sizes = torch.bincount(batch.group[batch.target], minlength=batch.n_groups).to(device)
+        for index, t_range in enumerate(tried):
+            inputs = noise.diffuse(batch, draws, how.mask_id, t_range, args.loss_weighting)
+            losses = weighted_losses(model, inputs, device, how.bf16)
+            per_block = torch.zeros(batch.n_groups, dtype=torch.float64, device=device)
+            per_block.index_add_(0, batch.group.flatten()[inputs.places].to(device), losses)
+            per_block /= sizes
+            moments[index] += torch.stack([per_block.sum(), per_block.square().sum(),
+                                           torch.full_like(losses.sum(), batch.n_groups)])
+    total, squares, n = distributed.all_sum(world, moments).T
+    return tried[int((squares / n - (total / n).square()).argmin())]
+
+
+# --------------------------------------------------------------------------------------------------
+# --eval_accuracy: each rank answers its share of some held-out problems on its own, so that ranks
+# which wait for nobody may take as many passes as they need. Sampling is certain (temperature 0,
+# all tokens of probability 0.9 and more in a pass), so that numbers of different steps compare.
+
+
+def choose_problems(rows, n, tokens, seed):
+    """[(Problem, its sampler.question_state)] of n held-out problems of blocks.Rows, by the seed."""
+    from diffusion.sampler import question_state
+    documents = rows.documents
+    numbers = sorted(number for members in rows.members for number in members)
+    chosen = np.random.default_rng((seed, 4)).permutation(numbers)[:n]
+    return [(problem, question_state(problem, tokens, documents.layout))
+            for problem in (documents.problems[number] for number in chosen)]
+
+
+def accuracy(world, model, how, chosen, tokens):
+    """({"eval/accuracy": strict, ...}, the first SHOWN problems with their answers). Collective.
+
+    model: the network, sharded or not, in eval mode, with the weights to judge. how: Eval. chosen:
+    of choose_problems.
+    """
+    from diffusion.sampler import Sampling, Solver, answer_batch, score
+    began, answers, whole = time.monotonic(), [], whole_model(model)
+    solver = Solver(whole, tokens, how.rows.documents.layout,
+                    Sampling("confidence", temperature=0.0), how.bf16)
+    mine = chosen[world.rank::world.size]
+    for first in range(0, len(mine), how.batch_rows):
+        batch = mine[first:first + how.batch_rows]
+        # lengths change with every block: compiled layers would be compiled again for each
+        with torch.compiler.set_stance("force_eager"):
+            written = answer_batch(solver, [state for _, state in batch], how.seed)
+        for (problem, _), answer in zip(batch, written):
+            strict, flexible = score(answer["text"], problem.answer)
+            answers.append(answer | {
+                "name": problem.name, "question": problem.question, "answer": problem.answer,
+                "strict": strict, "flexible": flexible,
+                "growth": [[part, answer[part]] for part in ("plan", "text") if part in answer]})
+    del whole, solver
+    of_ranks = distributed.gather_objects(world, answers)
+    answers = [of_ranks[i % world.size][i // world.size] for i in range(len(chosen))]
+    means = {name: float(np.mean([answer[name] for answer in answers]))
+             for name in ("strict", "flexible", "ended", "forwards")}
+    right = means["strict"]
+    return {"eval/accuracy": right, "eval/accuracy_flexible": means["flexible"],
+            "eval/accuracy_stderr": math.sqrt(right * (1 - right) / len(answers)),
+            "eval/ended": means["ended"], "eval/nfe": means["forwards"],
+            "eval/accuracy_seconds": time.monotonic() - began}, answers[:SHOWN]
+
+
+@torch.no_grad()
+def whole_model(model):
+    """The model itself, or a copy that is not sharded, whose passes need no other rank."""
+    distributed.reshard(model)
+    parameters = dict(model.named_parameters())
+    if not any(isinstance(p, DTensor) for p in parameters.values()):
+        return model
+    device = local(next(model.parameters())).device
+    with torch.random.fork_rng(devices=[]):     # its first weights are drawn, for nothing
+        copy = model.config.network(model.config).to(device).eval()
+    for name, parameter in copy.named_parameters():
+        parameter.copy_(tensor_files.whole(parameters[name]))
+    return copy
+
+
+def write_answers(output_dir, step, answers):
+    """OUTPUT_DIR/answers/step-N.json for the report, of answers of accuracy()."""
+    folder = Path(output_dir) / "answers"
+    checkpoint.prepare_output(folder)
+    checkpoint.write_json(folder / f"step-{step}.json", {"step": step, "answers": answers})

@@ -1,21 +1,25 @@
-r"""Plans for GSM8K's problems, made by rule or by a teacher.
+r"""Plans for GSM8K's problems, by rule or by a teacher; and the arithmetic problems of the demos.
 
     python diffusion/make_problems.py plans --input train.jsonl --output train_hdp.json
 
-`plans` turns GSM8K into the HDP form {id, question, plan, execution, answer, plan_source: "rule"}. Its plans come from
-the operators of the calculator marks and the words behind each result, not from a language model: they say which
-operations follow one another and what each one finds, never a number. Expect less of them than of a teacher's plans.
-Those (plan_source: "teacher") take three steps:
+`plans` turns GSM8K into the HDP form {id, question, plan, execution, answer, plan_source: "rule"}.
+A rule's plan names the operation of each calculator mark and the words after its result, never a
+number. Expect less of it than of a teacher's plans (plan_source: "teacher"), which take three
+steps:
 
     python diffusion/make_problems.py lines --input train.jsonl --output lines.txt
-    python distill/create_data.py --input_file lines.txt --prompt_file prompts/gsm8k_plan.txt --parser whole \
-        --temperature 0.6 --top_p 0.9 --output_file plans.jsonl --model_name TEACHER
-    python diffusion/make_problems.py plans --input train.jsonl --teacher plans.jsonl --output train_hdp.json
+    python distill/create_data.py --input_file lines.txt --prompt_file prompts/gsm8k_plan.txt \
+        --parser whole --temperature 0.6 --top_p 0.9 --output_file plans.jsonl --model_name TEACHER
+    python diffusion/make_problems.py plans --input train.jsonl --teacher plans.jsonl \
+        --output train_hdp.json
 """
+import json
+import random
+import re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # of common/ and core/
 
 from common import flags
 
@@ -24,99 +28,49 @@ def build_parser():
     p = flags.Parser("Plans for the problems of GSM8K.")
     p.usage = "%(prog)s {lines,plans} [--flag value ...]"
     commands = p.add_subparsers(dest="command", required=True, prog=p.prog)
-    lines = commands.add_parser("lines", help="GSM8K -> one line a problem for create_data.py, to get plans")
-    plans = commands.add_parser("plans", help="GSM8K -> HDP JSON with plans by rule, or those of a teacher")
+    lines = commands.add_parser("lines", help="GSM8K -> one line a problem for create_data.py")
+    plans = commands.add_parser("plans", help="GSM8K -> HDP JSON with plans by rule or a teacher's")
     for command, what in ((lines, "text file to write"), (plans, "JSON file to write")):
-        command.add_argument("--input", required=True, help="GSM8K JSONL, dataset folder or hub name")
-        command.add_argument("--split", default="train", help="split of a dataset folder or hub name")
+        command.add_argument("--input", required=True, help="GSM8K JSONL, dataset folder, hub name")
+        command.add_argument("--split", default="train", help="split of a dataset folder, hub name")
         command.add_argument("--output", required=True, help=what)
-    plans.add_argument("--teacher", help="chat JSONL that create_data.py made of `lines`; default: plans by rule")
+    plans.add_argument("--teacher", help="chat JSONL that create_data.py made of `lines`")
     return p
 
 
 # parsed before anything else is imported: --help and a mistake in a flag answer at once
 ARGS = flags.parse(build_parser()) if __name__ == "__main__" else None
 
-import re
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from common import checkpoint, distributed
 from common.distributed import UserError
+from common.flags import need
 from core import json_files
-from diffusion.problems import CALCULATOR, read_problems
+from diffusion.problems import CALCULATOR, END, read_problems
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Plans by rule
+# --------------------------------------------------------------------------------------------------
+# Plans
 
-VERBS = (("/", "divide"), ("*", "multiply"), ("-", "subtract"), ("+", "add"))     # the first one found names a step
-STEP = re.compile(r"<<([^<>=]*)=[^<>]*>>\s*\$?[\d,.]*%?([^.;,!?<\n]*)")      # calculator mark, words behind the result
-LINKS = re.compile(r"^(?:(?:so|then|thus|therefore|hence|next|now|and|but|also|finally|first|second|third|lastly|if|"
-                   r"since|because|as|(?:that|this|which) means(?: that)?|we know(?: that)?)\b[ ,:]*)+", re.IGNORECASE)
-COPULA = re.compile(r"\b(?:is|are|was|were|be|been|equals?|totals?|will be|would be|comes? (?:out )?to|adds? up to)$",
-                    re.IGNORECASE)
-# words that begin a sentence and are no names
-OPENERS = set("A All An After At Before By During Each Every For From He Her His In It Its My On One Our She That The "
-              "Their There These They This Those To Together We When With You Your".split())
-BEHIND = set("about after at by each for from if in left less more on over per than to with worth".split())
-SEARCH = re.compile(r"^(?:to )?(?:find|calculate|compute|determine|figure out|work out)(?: out)?\b", re.IGNORECASE)
-NUMBERS = set("one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty hundred "
-              "thousand half twice double triple".split())
+# the first operator found names a step
+VERBS = (("/", "Divide"), ("*", "Multiply"), ("-", "Subtract"), ("+", "Add"))
+# calculator mark, words after its result
+STEP = re.compile(r"<<([^<>=]*)=[^<>]*>>\s*\$?[\d,.]*%?([^.;,!?<\n]*)")
+NUMBERS = set("one two three four five six seven eight nine ten eleven twelve twenty thirty forty "
+              "fifty hundred thousand half twice double triple".split())
 WORDS = 10          # of a goal
 
 
-def words_of(text):
-    """Words of a text, numbers left out, in figures or in letters."""
-    words = re.sub(r"[^A-Za-z' -]", " ", text.replace("\u2019", "'")).split()
-    return [word for word in words if word.strip("'-") and word.lower().strip("'-") not in NUMBERS]
-
-
-def said_before(text):
-    """(words of what a step finds, whether they are a thing) from the text before its expression.
-
-    A thing: "the price of the juice" of "The price of the juice was"; else a clause: "Betty has".
-    """
-    clause = re.split(r"[.;!?](?=\s|$)|\n|>>", text.replace("\u2019", "'"))[-1]
-    clause = re.sub(r"(?<=\d)\s*[xX]\s*(?=[\d$])", "*", clause)
-    clause = re.sub(r"[^A-Za-z]+$", "", clause)         # without the expression
-    if re.search("[*/+=]", clause):                     # it has words inside: 6 tubs * 2 tubes per tub
-        clause = re.split(r"[\d$(*/+=]", clause)[0].strip(" ,:-")
-    parts = [part for part in re.split(r",|\b(?:so|then|because)\b", clause) if part.strip()] or [""]
-    clause = LINKS.sub("", parts[-1].strip())
-    is_thing = bool(COPULA.search(clause) or SEARCH.search(clause))
-    words = words_of(SEARCH.sub("", COPULA.sub("", clause)))
-    if words and words[0] in OPENERS:
-        words[0] = words[0].lower()
-    if not words or words[0] == "there" or words[-1] == "there" or words[-1] in ("the", "a", "an", "that"):
-        return [], False
-    return words[-WORDS:], is_thing
-
-
 def rule_plan(solution):
-    """GSM8K's worked answer with calculator marks -> a plan in words, without digits.
-
-    What a step finds is named by the words behind its result and by those before its expression.
-    """
-    found, last = [], 0
-    for step in STEP.finditer(solution):
-        expression, rest = step.groups()
-        verb = next((verb for sign, verb in VERBS if sign in expression.lstrip("-")), "work out the amount")
-        after = words_of(rest)[:WORDS]
-        before, is_thing = said_before(solution[last:step.start()])
-        if is_thing and before:
-            goal = before
-        elif before and after and after[0].lower() in BEHIND:
-            goal = ["what", *before, *after]
-        elif before and after:
-            goal = [*after, "that" if len(before) > 1 else "of", *before]
-        else:
-            goal = after or (["what", *before] if before else ["the", "next", "amount"])
-        last = step.end(1)
-        sentence = verb, "to find " + " ".join(goal)
-        if not found or found[-1] != sentence:
-            found.append(sentence)
-    if not found:
-        return "Work out the answer from the given amounts."
-    lead = ["First", *["Then"] * (len(found) - 2), "Finally"] if len(found) > 1 else ["Simply"]
-    return " ".join(f"{first} {verb} {goal}." for first, (verb, goal) in zip(lead, found))
+    """GSM8K's worked answer with calculator marks -> a plan in words, without numbers."""
+    sentences = []
+    for expression, rest in STEP.findall(solution):
+        sign = expression.lstrip("-")
+        verb = next((verb for operator, verb in VERBS if operator in sign), "Work on")
+        words = [word for word in re.sub(r"[^A-Za-z' -]", " ", rest).split()
+                 if word.strip("'-") and word.lower().strip("'-") not in NUMBERS]
+        sentences.append(f"{verb} to find {' '.join(words[:WORDS]) or 'the next amount'}.")
+    return " ".join(dict.fromkeys(sentences)) or "Work out the answer from the given amounts."
 
 
 def teacher_line(problem):
@@ -126,81 +80,182 @@ def teacher_line(problem):
 
 
 def read_teacher(path, problems):
-    """Plans of a chat JSONL that create_data.py made from the teacher_lines of these problems, in their order.
+    """Plans of a chat JSONL that create_data.py made from the teacher_lines of these problems.
 
-    Raises UserError when one has no plan, or the file was made from other problems.
+    In their order. UserError when one has no plan, or the file was made from other problems.
     """
-    plans = {}
-    for number, text in enumerate(json_files.read_text(path, "--teacher ").removesuffix("\n").split("\n"), 1):
+    plans, text = {}, json_files.read_text(path, "--teacher ").removesuffix("\n")
+    for number, line in enumerate(text.split("\n"), 1):
+        where = f"--teacher {path} line {number}"
         try:
-            record = json_files.loads(text)
-            asked, said = (message["content"] for message in record["messages"])
-            line = record.get("line", record["id"])
-            known = 0 <= line < len(problems) and asked == teacher_line(problems[line])
-            plans[line] = " ".join(said.split())
+            record = json_files.loads(line)
+            question, plan = (message["content"] for message in record["messages"])
+            index = record.get("line", record["id"])
+            known = 0 <= index < len(problems) and question == teacher_line(problems[index])
+            plans[index] = " ".join(plan.split())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"--teacher {path} line {number}: is not a record of create_data.py ({error})")
-        if not known:
-            raise UserError(f"--teacher {path} line {number}: was not made from the lines of these problems")
-    if without := [problem.name for number, problem in enumerate(problems) if number not in plans]:
-        raise UserError(f"--teacher {path}: {len(without)} of {len(problems)} problems have no plan, the first is "
-                        f"{without[0]}; see .rejected.jsonl, and ask again with more --max_retries")
+            raise UserError(f"{where}: is not a record of create_data.py ({error})")
+        need(known, f"{where}: was not made from the lines of these problems")
+    if without := [p.name for number, p in enumerate(problems) if number not in plans]:
+        raise UserError(f"--teacher {path}: {len(without)} of {len(problems)} problems have no "
+                        f"plan, the first is {without[0]}; see .rejected.jsonl, and ask again with "
+                        "more --max_retries")
     return [plans[number] for number in range(len(problems))]
 
 
 def make_plans(path, split="train", teacher=None):
-    """GSM8K file, dataset folder or hub name -> list of dicts {id, question, plan, execution, answer, plan_source}.
+    """GSM8K file, dataset folder or hub name -> list of dicts of the HDP form.
 
     teacher: chat JSONL of create_data.py with the plans; None: plans by rule.
     """
     problems, entries = read_problems(path, split, "gsm8k"), []
-    plans = read_teacher(teacher, problems) if teacher else None
-    for number, problem in enumerate(problems):
-        worked = problem.solution.rpartition("####")[0]
-        execution = " ".join(CALCULATOR.sub("", worked).split())
-        if not execution:
-            raise UserError(f"{problem.name}: its answer has no steps before ####; a plan needs some")
-        entries.append({"id": f"gsm8k_{number}", "question": problem.question,
-                        "plan": plans[number] if teacher else rule_plan(worked), "execution": execution,
-                        "answer": problem.answer, "plan_source": "teacher" if teacher else "rule"})
+    worked = [problem.solution.rpartition("####")[0] for problem in problems]
+    plans = read_teacher(teacher, problems) if teacher else map(rule_plan, worked)
+    for number, (problem, steps, plan) in enumerate(zip(problems, worked, plans)):
+        execution = " ".join(CALCULATOR.sub("", steps).split())
+        need(execution, f"{problem.name}: its answer has no steps before ####; a plan needs some")
+        entries.append({"id": f"gsm8k_{number}", "question": problem.question, "plan": plan,
+                        "execution": execution, "answer": problem.answer,
+                        "plan_source": "teacher" if teacher else "rule"})
     return entries
 
 
-def quality(entries):
-    """{what: number} of plans, by rule or a teacher's alike: sentences, and shares of plans that have a fault."""
-    def share(wrong):
-        return sum(map(wrong, entries)) / len(entries)
+def faults(entries):
+    """{fault: share of the plans that have it}."""
+    wrong = {"with figures": lambda e: re.search(r"\d", e["plan"]),
+             "with the answer": lambda e: e["answer"] in re.findall(r"-?[\d.,]*\d", e["plan"]),
+             "of one sentence": lambda e: len(re.findall(r"[.!?]+(?:\s|$)", e["plan"])) < 2,
+             "longer than the solution":
+                 lambda e: len(e["plan"].split()) > len(e["execution"].split())}
+    return {name: sum(map(bool, map(test, entries))) / len(entries) for name, test in wrong.items()}
 
-    def sentences(entry):
-        return [part for part in re.split(r"[.!?]+(?:\s|$)", entry["plan"]) if part.strip()]
 
-    def letters(entry):
-        return NUMBERS & set(re.findall("[a-z]+", entry["plan"].lower()))
-    return {"sentences": sum(len(sentences(e)) for e in entries) / len(entries),
-            "with figures": share(lambda e: bool(re.search(r"\d", e["plan"]))),
-            "with numbers in letters": share(lambda e: bool(letters(e))),
-            "with the answer": share(lambda e: e["answer"] in re.findall(r"-?[\d.,]*\d", e["plan"])),
-            "naming nothing but the next amount": share(lambda e: "the next amount" in e["plan"]),
-            "of one sentence": share(lambda e: len(sentences(e)) == 1),
-            "longer than the solution": share(lambda e: len(e["plan"].split()) > len(e["execution"].split()))}
+# --------------------------------------------------------------------------------------------------
+# The demo's problems, with plans and a small tokenizer of their own: training without a download
+
+NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Hugo")
+THINGS = ("apples", "books", "coins", "marbles", "pens", "shells", "stamps", "stickers")
+VOCAB_SIZE = 512        # of the demo's tokenizer, <|endoftext|> included
+CHAT = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+# (question, [solution step], [plan sentence], answer); a and b are drawn, the others follow
+KINDS = (
+    ("{name} has {a} {things} and gets {b} more. How many {things} does {name} have now?",
+     ["{name} has {a}+{b} = <<{a}+{b}={plus}>>{plus} {things}."],
+     ["Add the new {things} to the first ones."], "plus"),
+    ("{name} has {plus} {things} and gives away {b}. How many {things} does {name} have left?",
+     ["{name} has {plus}-{b} = <<{plus}-{b}={a}>>{a} {things} left."],
+     ["Subtract the {things} given away from all {things}."], "a"),
+    ("{name} has {a} boxes with {b} {things} each. How many {things} does {name} have?",
+     ["{name} has {a}*{b} = <<{a}*{b}={times}>>{times} {things}."],
+     ["Multiply the boxes by the {things} in a box."], "times"),
+    ("{name} has {a} {things}, gets {b} more and gives away {c}. How many {things} does {name} "
+     "have left?",
+     ["{name} has {a}+{b} = <<{a}+{b}={plus}>>{plus} {things}.",
+      "Then {plus}-{c} = <<{plus}-{c}={rest}>>{rest} are left."],
+     ["Add the new {things} to the first ones.", "Subtract the {things} given away."], "rest"),
+)
+
+
+def draw_problems(n, seed=0):
+    """n different problems as dicts {id, question, plan, execution, answer, solution}.
+
+    Given numbers are 2 to 6; solution is GSM8K's form of the answer, marks and #### included.
+    Raises UserError when there are not so many.
+    """
+    rng, found, repeats = random.Random(seed), {}, 0
+    while len(found) < n:
+        question, steps, plan, result = rng.choice(KINDS)
+        a, b = rng.randint(2, 6), rng.randint(2, 6)
+        name, things, c = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, a + b - 1)
+        values = {"name": name, "things": things, "a": a, "b": b, "c": c, "plus": a + b,
+                  "times": a * b, "rest": a + b - c}
+        steps = [step.format(**values) for step in steps]
+        question, answer = question.format(**values), str(values[result])
+        repeats = repeats + 1 if question in found else 0
+        need(repeats <= 1000, f"there are not {n} different demo problems; ask for fewer")
+        if not repeats:
+            found[question] = {"id": f"demo_{len(found)}", "question": question,
+                               "plan": " ".join(plan).format(**values),
+                               "execution": CALCULATOR.sub("", " ".join(steps)), "answer": answer,
+                               "solution": "\n".join(steps) + f"\n#### {answer}"}
+    return list(found.values())
+
+
+def train_tokenizer(texts):
+    """A byte-level BPE of VOCAB_SIZE ids at most, <|endoftext|> last, trained on the texts."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - 1, initial_alphabet=alphabet, show_progress=False))
+    bpe.add_special_tokens([END])
+    return bpe
+
+
+def write_lines(path, entries):
+    checkpoint.write_text(path, "".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+def write_demo(folder, n_train=2000, n_test=200, seed=0):
+    """Write train and test problems in all forms and their tokenizers to a folder.
+
+    train.jsonl (GSM8K's form), train_hdp.json, train_chat.jsonl, the same of test, tokenizer.json,
+    and chat/, a tokenizer with a template.
+    """
+    folder = Path(folder)
+    checkpoint.prepare_output(folder / "chat", "demo folder")
+    problems = draw_problems(n_train + n_test, seed)
+    train, test = problems[:n_train], problems[n_train:]
+    for split, part in (("train", train), ("test", test)):
+        write_lines(folder / f"{split}.jsonl",
+                    [{"question": p["question"], "answer": p["solution"]} for p in part])
+        checkpoint.write_json(folder / f"{split}_hdp.json", [
+            {key: p[key] for key in ("id", "question", "plan", "execution", "answer")}
+            for p in part])
+        write_lines(folder / f"{split}_chat.jsonl", [
+            {"messages": [{"role": "user", "content": p["question"]},
+                          {"role": "assistant", "content": CALCULATOR.sub("", p["solution"])}]}
+            for p in part])
+    tokenizer = train_tokenizer([text for p in train for text in (
+        f"Question: {p['question']}\nAnswer: {p['solution']}", f" {p['plan']}",
+        f" {p['execution']} ")])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(folder / "chat" / "tokenizer.json"))
+    checkpoint.write_json(folder / "chat" / "tokenizer_config.json", {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>",
+        "chat_template": CHAT})
+
+
+def prepare_demo(folder, system, n):
+    """write_demo of n problems to train and a tenth, but 8 at least, to validate.
+
+    -> (training file, validation file, tokenizer folder) of a system, as text.
+    """
+    folder = Path(folder)
+    write_demo(folder, n, max(8, n // 10))
+    ending = {"gsm8k": ".jsonl", "hdp": "_hdp.json", "chat": "_chat.jsonl"}[system]
+    tokenizer = folder / "chat" if system == "chat" else folder
+    return str(folder / f"train{ending}"), str(folder / f"test{ending}"), str(tokenizer)
 
 
 def main(argv=None):
     args = ARGS or flags.parse(build_parser(), None, argv)
     with distributed.one_clear_error():
+        checkpoint.prepare_output(Path(args.output).resolve().parent, "--output")
         if args.command == "lines":
-            texts = [teacher_line(problem) for problem in read_problems(args.input, args.split, "gsm8k")]
-            checkpoint.prepare_output(Path(args.output).resolve().parent, "--output")
+            texts = list(map(teacher_line, read_problems(args.input, args.split, "gsm8k")))
             checkpoint.write_text(args.output, "".join(text + "\n" for text in texts))
             print(f"{args.output}: {len(texts)} lines for create_data.py")
         else:
             entries = make_plans(args.input, args.split, args.teacher)
-            checkpoint.prepare_output(Path(args.output).resolve().parent, "--output")
             checkpoint.write_json(args.output, entries)
-            print(f"{args.output}: {len(entries)} problems with plans by {'a teacher' if args.teacher else 'rule'}")
-            found = quality(entries)
-            print(f"plans      {found.pop('sentences'):.1f} sentences each; "
-                  + ", ".join(f"{value:.1%} {what}" for what, value in found.items()))
+            who = "a teacher" if args.teacher else "rule"
+            print(f"{args.output}: {len(entries)} problems with plans by {who}")
+            print("plans      " + ", ".join(f"{share:.1%} {fault}"
+                                            for fault, share in faults(entries).items()))
 
 
 if __name__ == "__main__":

@@ -1,27 +1,26 @@
 """Block diffusion: noise on blocks, and the weights that make the loss a bound on their likelihood.
 
-A batch (Blocks) becomes what the network is fed (Inputs) here, on the CPU, from random numbers that depend on the seed
-and the step alone. So any split of a step over ranks and micro-steps trains the same, a resumed run goes on exactly,
-and the number of masked tokens is known without asking the GPU.
+A batch (Blocks) becomes what the network is fed (Inputs) here, on the CPU, from random numbers that
+depend on the seed and the step alone. So any split of a step over ranks and micro-steps trains the
+same, a resumed run goes on exactly, and the number of masked tokens is known without asking the GPU.
 
-    -log p(x) <= sum over blocks of  E_t E_mask [ w(t) * sum over masked tokens of -log p(token | noisy block, past) ]
+    -log p(x) <= sum over blocks of
+                 E_t E_mask [ 1 / t * sum over masked tokens of -log p(token | noisy block, past) ]
 
-Each target of a block is masked with probability p(t), t in (0, 1]; w(t) = p'(t) / p(t). SUBS: other tokens have no
-loss and the mask token no probability. Sources: BD3-LM (arXiv 2503.09573) and its code
-(github.com/kuleshov-group/bd3lms), MDLM (arXiv 2406.07524).
+Each target of a block is masked with probability t in (0, 1] (the loglinear schedule, whose weight
+is 1 / t). SUBS: other tokens have no loss and the mask token no probability. Sources: BD3-LM (arXiv
+2503.09573) and its code (github.com/kuleshov-group/bd3lms), MDLM (arXiv 2406.07524).
 """
 import hashlib
-import math
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from core import loading
-from diffusion.choices import FULL, enforced
+from diffusion.problems import FULL, enforced
 
 NOISE = {"train": 1, "validation": 2, "search": 3}      # purposes of random numbers
-COSINE_FLOOR = 1e-3         # masked share of the cosine schedule at t = 0
 
 
 class Blocks(NamedTuple):
@@ -31,14 +30,14 @@ class Blocks(NamedTuple):
     doc: torch.Tensor           # (B, L) int64   document in the row, -1 on padding
     block: torch.Tensor         # (B, L) int64   block in the document
     target: torch.Tensor        # (B, L) bool    may be masked, and is in the loss
-    region: torch.Tensor        # (B, L) int64   for reports: 0 question, 1 plan or answer, 2 execution, 3 fill
-    noisy: torch.Tensor         # (B, N) int64   positions 0..L-1 that get a noisy copy, -1: none
-    group: torch.Tensor         # (B, L) int64   number of the (document, block) in the batch, which share one t; -1
+    region: torch.Tensor        # (B, L) int64   problems.QUESTION, PLAN, EXECUTION or FILL
+    noisy: torch.Tensor         # (B, N) int64   places 0..L-1 that get a noisy copy, -1: none
+    group: torch.Tensor         # (B, L) int64   number of the (document, block), which share a t
     n_groups: int
     n_targets: int
     documents: int
     tokens: int                 # clean ones without padding
-    tiles: torch.Tensor         # (B, tiles, tiles) int8   dit.tile_states: what flex attention may skip
+    tiles: torch.Tensor         # (B, tiles, tiles) int8   dit.tile_states: what flex may skip
 
     __reduce__ = loading.reduce
 
@@ -49,10 +48,10 @@ class Inputs(NamedTuple):
     position: torch.Tensor      # (B, N + L) int64
     doc: torch.Tensor           # (B, N + L) int32
     block: torch.Tensor         # (B, N + L) int32
-    rows: torch.Tensor          # (R,) int64         masked targets, in the flat (B * N) noisy copies
-    labels: torch.Tensor        # (R,) int64         their clean tokens
-    weights: torch.Tensor       # (R,) float32       factor of their cross-entropy
-    places: torch.Tensor        # (R,) int64         where they stand in the flat (B * L) clean tokens
+    rows: torch.Tensor          # (R,) int64     masked targets, in the flat (B * N) noisy copies
+    labels: torch.Tensor        # (R,) int64     their clean tokens
+    weights: torch.Tensor       # (R,) float32   factor of their cross-entropy
+    places: torch.Tensor        # (R,) int64     their places in the flat (B * L) clean tokens
     tiles: torch.Tensor         # as in Blocks
     n_noisy: int                # N
     layout: bytes               # equal for batches that need the same attention mask
@@ -61,77 +60,48 @@ class Inputs(NamedTuple):
 
 
 def send(tensor, device):
-    """A CPU tensor on a device. Pinned first: a copy from other memory makes the host wait until the GPU is idle."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    """A CPU tensor on a device. Pinned first: else the host waits until the GPU is idle."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Random numbers and noise
 
 
 class Draws(NamedTuple):
     """Uniform random numbers for some rows."""
-    levels: np.ndarray          # (G,) stratified over all groups drawn together: becomes t
-    counts: np.ndarray          # (G,) how many tokens of a group are masked, when the range is clipped
-    tokens: np.ndarray          # (B, L) which tokens are masked
+    levels: np.ndarray      # (G,) stratified over all groups drawn together: becomes t
+    counts: np.ndarray      # (G,) how many tokens of a group are masked, under a clipped range
+    tokens: np.ndarray      # (B, L) which tokens are masked
 
     def part(self, first_row, rows, first_group, groups):
         """The numbers of some of the rows and of their groups."""
         groups = slice(first_group, first_group + groups)
-        return Draws(self.levels[groups], self.counts[groups], self.tokens[first_row:first_row + rows])
+        return Draws(self.levels[groups], self.counts[groups],
+                     self.tokens[first_row:first_row + rows])
 
 
-def draw(seed, purpose, number, groups, rows, length, permuted=True):
+def draw(seed, purpose, number, groups, rows, length):
     """Draws for `rows` rows of `length` tokens with `groups` groups together.
 
-    purpose: a key of NOISE; number: of the step or batch (an int or a tuple of ints). Each of the G strata [i / G,
-    (i + 1) / G) gives one level; permuted: to a random group. Otherwise group i gets stratum i as in the official code:
-    then the noise of a block depends on its place in the batch, and the plan of a lone problem is never fully masked.
+    purpose: a key of NOISE; number: of the step or batch (an int or a tuple of ints). Each of the
+    strata [i / groups, (i + 1) / groups) gives one level, to a random group.
     """
     number = number if isinstance(number, tuple) else (number,)
     rng = np.random.default_rng((seed, NOISE[purpose], *number))
-    strata = rng.permutation(groups) if permuted else np.arange(groups)
-    return Draws((strata + rng.random(groups)) / max(1, groups), rng.random(groups), rng.random((rows, length)))
-
-
-def mask_rate(t, schedule):
-    """p(t), the probability that a token is masked: float64 tensors."""
-    if schedule == "loglinear":
-        return t
-    if schedule == "square":
-        return t.square().clamp(min=1e-3)
-    if schedule == "square_root":
-        return t.sqrt()
-    if schedule == "log":
-        return torch.log1p(t) / math.log(2)
-    return 1 - (1 - COSINE_FLOOR) * torch.cos(math.pi / 2 * t)
-
-
-def mean_rate(t_range, schedule):
-    """Mean of p(t) over a range of t: the share of targets that is masked, on average."""
-    low, high = t_range
-    return float(mask_rate(low + (high - low) * torch.linspace(0, 1, 1001, dtype=torch.float64), schedule).mean())
-
-
-def bound_weight(t, schedule):
-    """w(t) = p'(t) / p(t), the factor that makes the masked cross-entropy a bound."""
-    if schedule == "loglinear":
-        return 1 / t
-    if schedule == "square":
-        return 2 * t / mask_rate(t, schedule)
-    if schedule == "square_root":
-        return 0.5 / t
-    if schedule == "log":
-        return 1 / (mask_rate(t, schedule) * math.log(2) * (1 + t))
-    return (1 - COSINE_FLOOR) * math.pi / 2 * torch.sin(math.pi / 2 * t) / mask_rate(t, schedule)
+    levels = (rng.permutation(groups) + rng.random(groups)) / max(1, groups)
+    return Draws(levels, rng.random(groups), rng.random((rows, length)))
 
 
 def truncated_counts(n, rate, t_range, uniform):
-    """Masked tokens (G,) of blocks with n (G,) targets: binomial(n, rate) given that the share lies in t_range.
+    """Masked tokens (G,) of blocks with n (G,) targets: binomial(n, rate) given that the share lies
+    in t_range.
 
-    That is the law of drawing a block again until its share lies inside, as the official code does, without the loop.
-    Blocks too short to have any share inside, or only 0, get the nearest numbers on both sides, so that every token
-    is masked at times. rate, uniform: (G,) float64.
+    That is the law of drawing a block again until its share lies inside, as the official code does,
+    without the loop. Blocks too short to have any share inside, or only 0, get the nearest numbers
+    on both sides, so that every token is masked at times. rate, uniform: (G,) float64.
     """
     n, (low, high) = n.double(), enforced(t_range)
     ends = torch.ceil(low * n - 1e-9).long(), torch.floor(high * n + 1e-9).long()
@@ -147,7 +117,7 @@ def truncated_counts(n, rate, t_range, uniform):
 
 
 def choose_masked(batch, rate, draws, t_range):
-    """(T,) bool over the targets of a batch (Blocks) in flat order: which are masked. rate: (G,) float64."""
+    """(T,) bool over the targets of Blocks in flat order: which are masked. rate: (G,) float64."""
     group, uniform = batch.group[batch.target], torch.from_numpy(draws.tokens)[batch.target]
     if enforced(t_range) == (0.0, 1.0) or not len(group):
         return uniform <= rate[group]
@@ -160,17 +130,17 @@ def choose_masked(batch, rate, draws, t_range):
     return rank < counts[group]
 
 
-def diffuse(batch, draws, mask_id, t_range=FULL, schedule="loglinear", weighting="elbo"):
+def diffuse(batch, draws, mask_id, t_range=FULL, weighting="elbo"):
     """Noise a batch (Blocks) with random numbers (Draws) -> Inputs.
 
-    t_range: t is uniform in it; a clipped one also clips the masked share of every block. weighting: "elbo" (w(t);
-    1 when the range starts above 0.5, as in the official code) or "ce" (1). Raises ValueError when a target has no
-    noisy copy or no group.
+    t_range: t is uniform in it; a clipped one also clips the masked share of every block.
+    weighting: "elbo" (1 / t; 1 when the range starts above 0.5, as in the official code) or "ce"
+    (1). Raises ValueError when a target has no noisy copy or no group.
     """
     low, high = t_range
     t = low + (high - low) * torch.from_numpy(draws.levels)
     masked = torch.zeros(batch.target.shape, dtype=torch.bool)
-    masked[batch.target] = choose_masked(batch, mask_rate(t, schedule), draws, t_range)
+    masked[batch.target] = choose_masked(batch, t, draws, t_range)
 
     copied, at = batch.noisy >= 0, batch.noisy.clamp(min=0)
     clean = batch.input_ids.gather(1, at)
@@ -178,16 +148,16 @@ def diffuse(batch, draws, mask_id, t_range=FULL, schedule="loglinear", weighting
     if hidden.sum() != masked.sum() or (batch.group[batch.target] < 0).any():
         raise ValueError("a target has no noisy copy or no group")
     places = (torch.arange(len(at))[:, None] * batch.target.shape[1] + at)[hidden]
+    weights = torch.ones(len(places))
     if weighting == "elbo" and low <= 0.5:
-        weights = bound_weight(t, schedule)[batch.group.flatten()[places]].float()
-    else:
-        weights = torch.ones(len(places))
+        weights = (1 / t)[batch.group.flatten()[places]].float()
     doc = torch.cat([batch.doc.gather(1, at).masked_fill(~copied, -1), batch.doc], 1).int()
     block = torch.cat([batch.block.gather(1, at), batch.block], 1).int()
     layout = hashlib.sha256(doc.numpy().tobytes() + block.numpy().tobytes()).digest()
     return Inputs(torch.cat([clean.masked_fill(hidden, mask_id), batch.input_ids], 1),
                   torch.cat([batch.position.gather(1, at), batch.position], 1), doc, block,
-                  hidden.flatten().nonzero()[:, 0], clean[hidden], weights, places, batch.tiles, at.shape[1], layout)
+                  hidden.flatten().nonzero()[:, 0], clean[hidden], weights, places, batch.tiles,
+                  at.shape[1], layout)
 
 
 def attended_pairs(batch):
@@ -200,9 +170,11 @@ def attended_pairs(batch):
     live, copied = batch.doc >= 0, (batch.noisy >= 0) & (batch.doc.gather(1, at) >= 0)
     groups, inverse = block_key[live].unique(return_inverse=True)
     clean = torch.bincount(inverse, minlength=len(groups))
-    noisy = torch.bincount(torch.searchsorted(groups, block_key.gather(1, at)[copied]), minlength=len(groups))
+    noisy = torch.bincount(torch.searchsorted(groups, block_key.gather(1, at)[copied]),
+                           minlength=len(groups))
     docs = torch.zeros_like(groups)
     docs[inverse] = doc_key[live]
     before = clean.cumsum(0) - clean
-    earlier = before - before[torch.searchsorted(docs, docs)]       # clean tokens of the document's earlier blocks
+    # clean tokens of the document's earlier blocks
+    earlier = before - before[torch.searchsorted(docs, docs)]
     return int((noisy * (noisy + earlier) + clean * (clean + earlier)).sum())

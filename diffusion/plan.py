@@ -6,7 +6,7 @@ import torch
 
 from common import plan, step_memory
 from common.flags import named
-from diffusion import dit, noise, weights
+from diffusion import dit, noise
 
 
 def loss(model, rows, length, n_noisy, masked):
@@ -26,7 +26,7 @@ def loss(model, rows, length, n_noisy, masked):
 def step_of(config, backend):
     """step_memory.Step of a network of a Config. backend: --attn_backend, None for that of GPUs."""
     with torch.device("meta"):
-        model = weights.module_of(config).Model(config, backend or "flex")
+        model = config.network(config, backend or "flex")
     attention = dit, "sparse_attention", lambda q, k, v, mask: step_memory.Kept.apply(q, k, v)
     return step_memory.Step(model, lambda model: model.layers, loss, (attention,), average=True)
 
@@ -38,7 +38,7 @@ def setup_of(args, ranks):
 
 def memory(args, step, setup, rows, eval_rows, targets):
     """step_memory.Memory of micro-steps with at most so many targets, of which a share is masked."""
-    masked = noise.mean_rate(args.t_range, args.noise_schedule) * targets
+    masked = sum(args.t_range) / 2 * targets
     size = rows.length, rows.noisy_length
     evaluated = args.per_device_eval_batch_size
     held_out = evaluated, *size, round(masked * evaluated / setup.batch_size)

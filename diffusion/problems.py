@@ -1,50 +1,148 @@
-"""GSM8K and HDP files -> problems; GPT-2's tokenizer (or another byte-level BPE) with a system's special tokens.
+"""GSM8K, HDP and chat files -> problems; a tokenizer with the special tokens of a system; the layout of blocks.
 
-Reads JSONL, JSON, dataset folders (JSONL, parquet, arrow) and hub names. Whatever cannot be used is one line that names
-the file and the sample. Special tokens follow kuleshov-group/bd3lms (gsm8k: a mask behind GPT-2's vocabulary) and
-ngocbao220/hdp-diffusion (hdp: five tokens in that order), both Apache-2.0.
+Reads JSONL, JSON, dataset folders (JSONL, parquet, arrow) and hub names. Special tokens follow
+kuleshov-group/bd3lms (gsm8k: a mask behind GPT-2's vocabulary) and ngocbao220/hdp-diffusion (hdp:
+five tokens in that order), both Apache-2.0.
 """
 import functools
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from common.distributed import UserError
+from common.flags import at_least_one, need, zero_or_more
 from common.problems import problem, settle
-from common.text import NAME, printable
+from common.text import NAME, UserError, printable
 from core import json_files
 
+CHECKS = ("invalid", "control_token", "too_long")        # of problems, for --drop_bad
+# regions of a document; gsm8k's answer is PLAN, FILL is what follows an end token
+QUESTION, PLAN, EXECUTION, FILL = 0, 1, 2, 3
+FULL = (1e-3, 1.0)          # the range of t of the bound itself; these ends are not enforced
 END = "<|endoftext|>"
-MARKERS = {"gsm8k": ("<|mask|>",), "hdp": ("<|pad|>", "<|plan|>", "<|execution|>", "<|answer|>", "<|mask|>")}
-SDAR_MASK = "<|MASK|>"      # the mask of SDAR's tokenizers (github.com/JetAstra/SDAR), which they hold already
+MARKERS = {"gsm8k": ("<|mask|>",),
+           "hdp": ("<|pad|>", "<|plan|>", "<|execution|>", "<|answer|>", "<|mask|>")}
+SDAR_MASK = "<|MASK|>"      # the mask in SDAR's tokenizers (github.com/JetAstra/SDAR)
 NUMBER = re.compile(r"(?:(?<![\d)])-)?\d[\d,]*(?:\.\d+)?")       # the minus of 5-3 is no sign
 HUB_NAME = re.compile(r"(?!.*\.jsonl?$)\w[\w.-]*(/[\w.-]+)?")      # openai/gsm8k, gpt2
 CALCULATOR = re.compile(r"<<[^<>]*>>")
+# advice that names flags of the chat trainer
+CHAT_HINT = re.compile(r"; (so what|give) .*--chat_template.*")
+
+# --------------------------------------------------------------------------------------------------
+# Layout: how a problem becomes blocks
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+@dataclass
+class Layout:
+    """How a problem becomes blocks; JSON-able by dataclasses.asdict. Lengths in tokens."""
+    system: str = "gsm8k"
+    block_size: int = 16
+    plan_block_size: int = 0            # hdp; 0: block_size
+    execution_block_size: int = 0
+    question_budget: int = 128          # hdp: room of a region, markers and end token included
+    plan_budget: int = 128
+    execution_budget: int = 256
+    max_length: int = 512               # gsm8k, chat: tokens of question and answer
+    strip_calculator: bool = False      # remove <<48/2=24>>
+    loss_on_question: bool = False      # noise and train the question as well
+    prompt: str = ""                    # gsm8k: text with {question}; "": Question: ...\\nAnswer:
+    end_token: str = ""                 # of an answer; "": <|endoftext|>
+
+    @property
+    def longest(self):
+        """Tokens of the longest possible document."""
+        budgets = self.question_budget + self.plan_budget + self.execution_budget
+        return budgets if self.system == "hdp" else self.max_length
+
+    def region_block(self, region):
+        """Block size of PLAN or EXECUTION."""
+        own = {PLAN: self.plan_block_size, EXECUTION: self.execution_block_size}[region]
+        return own if own and self.system == "hdp" else self.block_size
+
+    def block_sizes(self):
+        """The different block sizes of generated regions."""
+        return {self.region_block(PLAN), self.region_block(EXECUTION)}
+
+    def start(self, region):
+        """Position of a region's first token, the same for every problem (hdp)."""
+        return (0, self.question_budget, self.question_budget + self.plan_budget)[region]
+
+    def check(self):
+        """Raise UserError where blocks do not fit evenly, or a setting would do nothing."""
+        at_least_one(self, "block_size", "question_budget", "plan_budget", "execution_budget",
+                     "max_length")
+        for flag in ("plan_block_size", "execution_block_size"):
+            zero_or_more(self, flag)
+            need(not getattr(self, flag) or self.system == "hdp", f"--{flag} needs --system hdp")
+        even = [("block_size", self.block_size, "max_length", self.max_length)]
+        if self.system == "hdp":
+            even = [("plan_block_size", self.region_block(PLAN), "plan_budget", self.plan_budget),
+                    ("execution_block_size", self.region_block(EXECUTION), "execution_budget",
+                     self.execution_budget)]
+        for flag, size, name, total in even:
+            need(total % size == 0, f"--{name} {total} is not a multiple of --{flag} {size}: a "
+                                    "block would be cut")
+
+
+def read_layout(found):
+    """Layout of a checkpoint's config.json. Raises UserError for layouts that are gone."""
+    if found.get("hdp_layout", "hierarchical") != "hierarchical":
+        raise UserError("a model of --hdp_layout flat, which is gone: train it as --system hdp")
+    return Layout(**{name: value for name, value in found.items() if name != "hdp_layout"})
+
+
+def bound_range(layout):
+    """Range of t that makes the loss a bound: all; for single tokens t = 1, which is exact."""
+    return (1.0, 1.0) if layout.block_sizes() == {1} else FULL
+
+
+def enforced(t_range):
+    """(low, high) share of masked tokens that a block must have under a clipped range."""
+    low, high = t_range
+    clipped = tuple(t_range) != FULL
+    return (low if clipped and low > FULL[0] else 0.0), (high if clipped and high < 1 else 1.0)
+
+
+def range_fits(t_range, block_size):
+    """Whether some number of masked tokens of a full block, not none, lies in the range."""
+    low, high = enforced(t_range)
+    return max(1, math.ceil(low * block_size - 1e-9)) <= math.floor(high * block_size + 1e-9)
+
+
+def check_range(t_range, layout):
+    """Raise UserError for a range that is none, or that no share of some full block lies in."""
+    low, high = t_range
+    need(0 < low <= high <= 1, f"noise range {low:g} to {high:g}: it must lie above 0, up to 1, "
+                               "lower end first")
+    for size in layout.block_sizes():
+        need(range_fits(t_range, size), f"noise range {low:g} to {high:g}: no number of masked "
+                                        f"tokens out of {size} lies in it; widen it")
+
+
+# --------------------------------------------------------------------------------------------------
 # Files -> problems
 
 
 @dataclass
 class Problem:
-    """One problem. name says where it stands in the user's files; answer is the final number as text."""
+    """One problem. name: where it is in the user's files; answer: the final number as text."""
     name: str
     question: str
-    solution: str           # gsm8k: the worked answer with its last line `#### N`; hdp: the execution
+    solution: str           # gsm8k: worked answer with its last line `#### N`; hdp: the execution
     answer: str
     plan: str = ""          # hdp only
-    ids: list = None        # of a chat: prompt and answer, tokenised; the first `given` are the prompt
+    ids: list = None        # of a chat: prompt and answer, tokenised; the first `given` are prompt
     given: int = 0
 
 
 def read_problems(path, split, system, strip_calculator=False, bad=None):
-    """List of Problems of a JSONL or JSON file, a dataset folder or a hub dataset (both: its `split`).
+    """List of Problems of a JSONL or JSON file, a dataset folder or a hub dataset (its `split`).
 
-    strip_calculator removes GSM8K's <<48/2=24>> marks. bad: a list that takes what cannot be used (problems.Problem of
-    common); None: UserError with all of them.
+    strip_calculator removes GSM8K's <<48/2=24>> marks. bad: a list that takes what cannot be used
+    (problems.Problem of common); None: UserError with all of them.
     """
     problems, wrong = [], []
     for name, entry in read_entries(path, split):
@@ -56,8 +154,7 @@ def read_problems(path, split, system, strip_calculator=False, bad=None):
         settle(wrong)
     else:
         bad += wrong
-    if not problems:
-        raise UserError(f"{path}: holds no problems")
+    need(problems, f"{path}: holds no problems")
     return problems
 
 
@@ -65,25 +162,27 @@ def parse_problem(name, entry, system, strip_calculator):
     """One JSON object -> Problem; ValueError says what is wrong and what to do."""
     if not isinstance(entry, dict):
         raise ValueError(f"is a {type(entry).__name__}, not an object with 'question'")
-    keys = ("question", "answer") if system != "hdp" else ("question", "plan", "execution", "answer")
-    for key in keys:
+    hdp = system == "hdp"
+    for key in ("question", "plan", "execution", "answer") if hdp else ("question", "answer"):
         if not isinstance(entry.get(key), str) or not entry[key].strip():
-            hint = "; make plans with make_problems.py plans" if key in ("plan", "execution") else ""
+            hint = "; make plans with make_problems.py plans" if key not in ("question", "answer") \
+                else ""
             raise ValueError(f"has no {key!r} (a text that is not empty){hint}")
         if json_files.HALF_CHARACTER.search(entry[key]):
-            raise ValueError(f"its {key!r} holds half of a surrogate pair (\\ud800 to \\udfff); write it whole")
-    question, solution = entry["question"].strip(), entry[keys[-2] if system == "hdp" else "answer"].strip()
+            raise ValueError(f"its {key!r} holds half of a surrogate pair (\\ud800 to \\udfff); "
+                             "write it whole")
+    solution, answer = entry["execution" if hdp else "answer"].strip(), entry["answer"].strip()
     if strip_calculator:
         solution = CALCULATOR.sub("", solution)
-    answer = entry["answer"].strip()
-    if system != "hdp":
-        marker, answer = solution.rpartition("####")[1:]
+    if not hdp:
+        _, marker, answer = solution.rpartition("####")
         if not marker:
             raise ValueError("its 'answer' has no '#### N' line; add the final number behind ####")
         answer = answer.strip()
     if not NUMBER.fullmatch(answer):
         raise ValueError(f"its final answer {answer!r} is not a number")
-    return Problem(name, question, solution, answer, entry["plan"].strip() if system == "hdp" else "")
+    plan = entry["plan"].strip() if hdp else ""
+    return Problem(name, entry["question"].strip(), solution, answer, plan)
 
 
 def read_entries(path, split):
@@ -92,17 +191,15 @@ def read_entries(path, split):
     if not file.exists() and ("/" not in str(path) or not HUB_NAME.fullmatch(str(path))):
         raise UserError(f"{path}: no such file or folder")
     if not file.is_file():
+        file = find_split(file if file.exists() else download(path), split)
+    if isinstance(file, list):          # parquet or arrow
         from common import hub
-        from diffusion import folders
-        file = folders.find_split(file if file.exists() else folders.download(path), split)
-        if isinstance(file, list):      # parquet or arrow
-            rows = (row for one in file for row in hub.table_rows(one))
-            for i, entry in enumerate(rows):
-                yield f"{file[0].parent} {split} sample {i}", entry
-            return
+        rows = (row for one in file for row in hub.table_rows(one))
+        for i, entry in enumerate(rows):
+            yield f"{file[0].parent} {split} sample {i}", entry
+        return
     text = json_files.read_text(file)
-    if not text.strip():
-        raise UserError(f"{file}: is empty")
+    need(text.strip(), f"{file}: is empty")
     if text.lstrip()[0] == "[":
         for i, entry in enumerate(json_files.parse(text, file)):
             label = entry.get("id") if isinstance(entry, dict) else None
@@ -114,15 +211,37 @@ def read_entries(path, split):
             yield f"{file} line {number}", json_files.parse(line, file, number)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def find_split(folder, split):
+    """JSONL or JSON file of a split in a dataset folder, or its list of parquet or arrow files."""
+    for name in (f"{split}.jsonl", f"{split}.json"):
+        if (folder / name).is_file():
+            return folder / name
+    for pattern in (f"main/{split}-*.parquet", f"{split}-*.parquet", f"data/{split}-*.parquet",
+                    f"{split}/*.arrow"):
+        if files := sorted(folder.glob(pattern)):
+            return files
+    raise UserError(f"{folder}: has no {split}.jsonl, {split}.json, {split}-*.parquet (also in "
+                    f"main/ or data/) or {split}/*.arrow")
+
+
+def download(name):
+    """Folder of a hub dataset (openai/gsm8k), downloaded or from the cache. Raises UserError."""
+    from common import hub
+    with hub.asking(name):
+        from huggingface_hub import snapshot_download
+        return Path(snapshot_download(str(name), repo_type="dataset",
+                                      allow_patterns=["*.json*", "*.parquet"]))
+
+
+# --------------------------------------------------------------------------------------------------
 # Tokenizer
 
 
 @dataclass
 class Tokens:
-    """A byte-level BPE tokenizer with the special tokens of a system; ids that a system lacks are -1."""
+    """A byte-level BPE tokenizer with a system's special tokens; ids that it lacks are -1."""
     tokenizer: Tokenizer
-    vocab_size: int         # rows of the model's embedding: GPT-2 has 50,258 with gsm8k's mask, 50,262 with hdp's five
+    vocab_size: int         # rows of the embedding: GPT-2's with gsm8k's mask 50,258, hdp's 50,262
     bos: int
     end: int                # ends the answer (gsm8k) or a region (hdp)
     pad: int
@@ -134,20 +253,24 @@ class Tokens:
     @functools.cached_property
     def special(self):
         """{text: id} of tokens that no text of a problem may hold."""
-        added = {token.content: number for number, token in self.tokenizer.get_added_tokens_decoder().items()
-                 if token.special}
-        return added | self.markers
+        added = self.tokenizer.get_added_tokens_decoder().items()
+        return {token.content: number for number, token in added if token.special} | self.markers
 
-    def smuggled(self, *texts):
-        """The first special token that stands in one of the texts, or None."""
+    def find_control_token(self, *texts):
+        """The first special token in one of the texts, or None."""
         return next((name for name in sorted(self.special, key=self.special.get)
                      if any(name in text for text in texts)), None)
 
     @functools.cached_property
     def markers(self):
         """{name: id} of the special tokens that follow the tokenizer's own."""
-        found = {name: self.tokenizer.token_to_id(name) for name in (*MARKERS["hdp"], SDAR_MASK)}
-        return {name: number for name, number in found.items() if number is not None}
+        ids = {name: self.tokenizer.token_to_id(name) for name in (*MARKERS["hdp"], SDAR_MASK)}
+        return {name: number for name, number in ids.items() if number is not None}
+
+    def plain(self):
+        """{text: id} of the tokenizer's own tokens, without the markers."""
+        vocabulary = self.tokenizer.get_vocab().items()
+        return {text: number for text, number in vocabulary if text not in self.markers}
 
     def encode(self, text):
         """Text -> list of ids."""
@@ -167,15 +290,12 @@ def load_tokenizer(name, system, end_token=""):
     such as gpt2. end_token: of gsm8k's answers; "": <|endoftext|>. Raises UserError.
     """
     path = Path(name)
-    hint = "give a folder with tokenizer.json or with GPT-2's encoder.json and vocab.bpe, or gpt2 when online"
+    hint = ("give a folder with tokenizer.json or with GPT-2's encoder.json and vocab.bpe, or gpt2 "
+            "when online")
     try:
-        if path.is_dir():
-            tokenizer = tokenizer_from_folder(path)
-        else:
-            if not path.exists():
-                from diffusion import folders
-                path = folders.download_tokenizer(name, HUB_NAME.fullmatch(str(name)), hint)
-            tokenizer = Tokenizer.from_file(str(path))
+        if not path.exists():
+            path = download_tokenizer(name, hint)
+        tokenizer = read_tokenizer(path) if path.is_dir() else Tokenizer.from_file(str(path))
     except UserError:
         raise
     except Exception as error:      # the tokenizers library raises bare Exceptions
@@ -199,27 +319,131 @@ def load_tokenizer(name, system, end_token=""):
     if used != set(range(size)):        # the model's embedding has a row for each of 0 to size - 1
         raise UserError(f"--tokenizer {name}: its {size} tokens have ids up to {max(used)}, with "
                         f"gaps; {hint}")
-    ids = {m: tokenizer.token_to_id(m) for m in markers}
+    ids = {marker: tokenizer.token_to_id(marker) for marker in markers}
     last = ids.get("<|pad|>", end)
     regions = [ids.get(f"<|{name}|>", -1) for name in ("plan", "execution", "answer")]
-    return Tokens(tokenizer, size, -1 if system == "hdp" else begin, last, last, *regions, ids[markers[-1]])
+    return Tokens(tokenizer, size, -1 if system == "hdp" else begin, last, last, *regions,
+                  ids[markers[-1]])
 
 
-def tokenizer_from_folder(folder):
-    """tokenizer.json, or OpenAI's (encoder.json, vocab.bpe) or transformers' (vocab.json, merges.txt) GPT-2 files."""
+def download_tokenizer(name, hint):
+    """Path of the tokenizer.json of a hub model. Raises UserError, which ends with hint."""
+    why = ""
+    try:
+        if HUB_NAME.fullmatch(str(name)):
+            from huggingface_hub import hf_hub_download
+            return Path(hf_hub_download(str(name), "tokenizer.json"))
+    except Exception as error:      # a dozen kinds: no network, no such name, not allowed
+        why = f", and nothing that could be downloaded ({type(error).__name__})"
+    raise UserError(f"--tokenizer {name}: no such file or folder{why}; {hint}")
+
+
+def read_tokenizer(folder):
+    """Tokenizer of a folder: tokenizer.json, or OpenAI's (encoder.json, vocab.bpe) or transformers'
+    (vocab.json, merges.txt) files of GPT-2. Raises UserError.
+    """
     if (folder / "tokenizer.json").exists():
         return Tokenizer.from_file(str(folder / "tokenizer.json"))
-    # Qwen's and SDAR's older folders: vocabulary and merges alone lack the added tokens and how text is split; without
-    # these files or a class transformers makes an empty tokenizer, or none
+    # Qwen's and SDAR's older folders: vocabulary and merges alone lack the added tokens and how
+    # text is split; without these files or a class transformers makes an empty tokenizer, or none
     slow = [folder / name for name in ("vocab.json", "merges.txt", "tokenizer_config.json")]
-    if all(path.exists() for path in slow) and '"tokenizer_class"' in slow[-1].read_text(encoding="utf-8"):
-        from diffusion import folders
-        return folders.auto_tokenizer(folder).backend_tokenizer
+    if all(path.exists() for path in slow) and '"tokenizer_class"' in json_files.read_text(slow[-1]):
+        return auto_tokenizer(folder).backend_tokenizer
     for vocabulary, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
         if (folder / vocabulary).exists() and (folder / merges).exists():
-            tokenizer = Tokenizer(models.BPE.from_file(str(folder / vocabulary), str(folder / merges)))
+            bpe = models.BPE.from_file(str(folder / vocabulary), str(folder / merges))
+            tokenizer = Tokenizer(bpe)
             tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
             tokenizer.decoder = decoders.ByteLevel()
             return tokenizer
-    raise UserError(f"--tokenizer {folder}: has neither tokenizer.json nor encoder.json with vocab.bpe nor vocab.json "
-                    "with merges.txt")
+    raise UserError(f"--tokenizer {folder}: has neither tokenizer.json nor encoder.json with "
+                    "vocab.bpe nor vocab.json with merges.txt")
+
+
+def auto_tokenizer(folder):
+    """transformers' tokenizer of a folder, without its warnings of configs it does not know."""
+    import transformers
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    finally:
+        transformers.logging.set_verbosity(before)
+
+
+# --------------------------------------------------------------------------------------------------
+# Chats: every trained answer is a problem of its own, whose question is all that comes before it in
+# the chat template. A document ends with its answer, since the sampler fills the last block with
+# end tokens, which no later turn may hold. The prompt's ids are proven to begin the whole, so what
+# is trained is what is asked for later. Thinking, where a template knows it, is off.
+
+
+def chat_encoder(folder, turns="all"):
+    """chat.Encoder of a tokenizer folder's chat template. Raises UserError."""
+    from core import chat
+    tokenizer = chat.load_tokenizer(folder, load=auto_tokenizer)
+    return chat.Encoder(tokenizer, turns, thinking=False)
+
+
+def read_chats(path, folder, tokens, bad):
+    """Problems of a chat file or data set, with ids; those of one chat have one name.
+
+    folder: tokenizer with a chat template. tokens: Tokens, whose end token must end the template's
+    answers; UserError otherwise. bad: a list that takes what cannot be used.
+    """
+    from core import chat
+    encoder, found = chat_encoder(folder, "last"), []
+    for records, wrong in chat.read_chunks(path, 1024):
+        bad += [problem(p.name, "invalid", p.what, path) for p in wrong]
+        answers = [(f"{path}:{line}", i, record) for line, record in records
+                   for i in trained_answers(record["messages"])]
+        results = encoder.encode([record["messages"][:i + 1] for _, i, record in answers],
+                                 [record.get("tools") for _, _, record in answers])
+        for (name, i, _), result in zip(answers, results):
+            if isinstance(result, ValueError):
+                why = f"answer in message {i + 1}: {CHAT_HINT.sub('', str(result))}"
+                bad.append(problem(name, "invalid", why, path))
+                continue
+            ids, mask = result
+            ids = ids[:len(mask) - mask[::-1].index(True)]
+            if ids[-1] != tokens.end:
+                last, end = map(tokens.tokenizer.id_to_token, (ids[-1], tokens.end))
+                raise UserError(f"{folder}: its chat template ends answers with {last}, its end "
+                                f"token is {end}; give --end_token '{last}'")
+            found.append(Problem(name, "", "", "", ids=ids, given=mask.index(True)))
+    need(found or bad, f"{path}: holds no chats")
+    return found
+
+
+def trained_answers(messages):
+    """Places of the answers to train; without one the last message, for the encoder to say why."""
+    found = [i for i, message in enumerate(messages)
+             if message["role"] == "assistant" and message.get("weight", 1)]
+    return found or [len(messages) - 1]
+
+
+def read_chat_prompts(path, folder, tokens):
+    """Problems without answers of a JSONL or JSON file of {"messages": ...}: all up to the place
+    where the next answer begins; an answer at the end is left out. Raises UserError.
+    """
+    from core import chat
+    encoder, found, wrong = chat_encoder(folder), [], []
+    for name, entry in read_entries(path, ""):
+        messages = entry.get("messages") if isinstance(entry, dict) else None
+        if isinstance(messages, list) and messages and isinstance(messages[-1], dict):
+            messages = messages[:-1] if messages[-1].get("role") == "assistant" else messages
+        try:
+            if not isinstance(messages, list) or not messages:
+                raise ValueError('has no list "messages" with something asked')
+            tools = entry.get("tools")
+            whole = {"messages": [*messages, {"role": "assistant", "content": "-"}]}
+            chat.check_messages(whole | ({"tools": tools} if tools else {}))
+            if control := encoder.control.search("".join(m["content"] for m in messages)):
+                raise ValueError(f"contains the control token {control[0]}; remove it")
+            ids = tokens.encode(encoder.render(messages, True, tools))
+            found.append(Problem(name, chat.question(messages), "", "", ids=ids, given=len(ids)))
+        except ValueError as error:
+            wrong.append(problem(name, "invalid", CHAT_HINT.sub("", str(error)), path))
+    settle(wrong)
+    need(found, f"{path}: holds no chats")
+    return found

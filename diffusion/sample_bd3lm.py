@@ -1,31 +1,26 @@
-"""Answer GSM8K or HDP problems with a block-diffusion model: texts, exact match, network passes,
-tokens per second.
+"""Answer GSM8K, HDP or chat problems with a block-diffusion model: texts, exact match, network
+passes, tokens per second.
 
     python diffusion/sample_bd3lm.py --checkpoint out --test_file test.jsonl
     python diffusion/sample_bd3lm.py --checkpoint out/checkpoint-5000 --test_file test.jsonl \
         --order confidence --threshold 0.9
     python diffusion/sample_bd3lm.py --checkpoint out --question "Ben has 3 boxes of 6 pens. ..."
-    python diffusion/sample_bd3lm.py --checkpoint out --interactive      # until an empty question
-    python diffusion/sample_bd3lm.py --checkpoint out --bound test.jsonl    # their likelihood
-    python diffusion/sample_bd3lm.py --checkpoint out --chat        # with all that was said
     python diffusion/sample_bd3lm.py --checkpoint out --chat chats.jsonl      # {"messages": ...}
 
 Everything is conditioned on the question. gsm8k: the answer block by block until <|endoftext|>.
-hdp: first the plan until its end token, then, behind the finished plan, the execution with
-<|answer|>. Strict exact match takes the number behind #### (hdp: behind <|answer|>) and compares
-texts as openai/grade-school-math does; flexible takes the last number in the text and compares
-values. NFE is the mean number of network passes a problem needed.
+hdp: first the plan until its end token, then the execution with <|answer|>. Strict exact match
+takes the number after #### (hdp: after <|answer|>) and compares texts as openai/grade-school-math
+does; flexible takes the last number in the text and compares values. NFE is the mean number of
+network passes a problem needed.
 """
 import argparse
 import sys
 from pathlib import Path
 
-# common/ stands beside this folder
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # of common/ and core/
 
 from common import flags
 from common.flags import need
-from diffusion.model_flags import answer_flags, checkpoint_flags
 
 # --------------------------------------------------------------------------------------------------
 # Flags
@@ -33,29 +28,36 @@ from diffusion.model_flags import answer_flags, checkpoint_flags
 
 def build_parser():
     p = flags.Parser("Answer problems with a block-diffusion model.")
-    checkpoint_flags(p)
-    answer_flags(p, "first_hitting")
     add = p.add_argument
+    add("--checkpoint", required=True, help="checkpoint folder, or the trainer's OUTPUT_DIR")
+    add("--pick", choices=("best", "newest"), default="best",
+        help="of an OUTPUT_DIR: the best checkpoint by --best_by, or the newest one")
+    add("--ema", action=argparse.BooleanOptionalAction, default=True,
+        help="take the averaged weights")
     add("--test_file", help="problems of the trained form: JSONL, JSON, dataset folder or hub name")
-    add("--question", nargs="+", metavar="TEXT", help="questions to answer, printed block by block")
+    add("--question", nargs="+", metavar="TEXT", help="questions to answer")
     add("--question_file", help='questions: a text file of lines, or JSON objects with "question"')
-    flags.switch(p, "--interactive", help="read questions from the terminal, until an empty line")
-    add("--chat", nargs="?", const="", metavar="FILE",
-        help='answer chats, by the chat template: JSONL or JSON of {"messages": ...}; '
-             "the flag alone: talk in the terminal, until an empty line")
-    add("--bound", metavar="FILE", help="bound the likelihood of the answers in a file "
-        "of the form the model was trained on: nats and bits per token")
+    add("--chat", metavar="FILE",
+        help='answer chats, by the chat template: JSONL or JSON of {"messages": ...}')
     add("--split", default="test", help="split of a dataset folder or hub name")
     add("--limit", type=int, default=0, help="answer only the first so many problems, 0 = all")
-    flags.switch(p, "--drop_too_long", help="count problems whose question does not fit as wrong, "
-        "or leave them out of --bound, instead of stopping")
+    flags.switch(p, "--drop_too_long", help="count problems whose question does not fit as wrong "
+        "instead of stopping")
+    add("--order", choices=("first_hitting", "top_k", "confidence"), default="first_hitting",
+        help="which masked tokens a pass fills: one at random, the surest ones, or all that are "
+             "sure enough")
     add("--tokens_per_step", type=int, default=1, help="top_k: tokens a pass")
+    add("--threshold", type=float, default=0.9,
+        help="confidence: probability a token must have, 0 to 1")
     add("--temperature", type=float, default=0.0,
         help="0 = the likeliest token, 1 = as the model says")
     add("--top_p", type=float, default=1.0,
         help="nucleus: draw from the likeliest tokens up to this share")
     add("--use_cache", action=argparse.BooleanOptionalAction, default=True, help="keep keys and "
         "values of finished blocks; no-: compute them again in every pass")
+    add("--batch_size", type=int, default=64, help="problems answered side by side")
+    flags.switch(p, "--bf16", help="bfloat16 compute")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--seed", type=int, default=0, help="of order and temperature")
     add("--min_accuracy", type=float, default=0.0, metavar="SHARE", help="exit status 1 "
         "unless this share of the problems is answered right, strictly; 0 to 1")
@@ -64,17 +66,9 @@ def build_parser():
     return p
 
 
-DRAWING = "order", "temperature", "top_p", "tokens_per_step", "threshold", "show"     # flags of it
-
-
 def check_flags(args, world_size):
     """Raise UserError for values that make no sense, or would do nothing."""
-    flags.at_least_one(args, "batch_size", "tokens_per_step", "draws")
-    need(args.draws > 1, "--draws must be at least 2: one has no error")
-    need(args.draws == 16 or args.bound, "--draws needs --bound")
-    for flag in DRAWING if args.bound else ():
-        need(getattr(args, flag) == build_parser().get_default(flag),
-             f"--{flag} does nothing with --bound: nothing is drawn")
+    flags.at_least_one(args, "batch_size", "tokens_per_step")
     flags.zero_or_more(args, "limit", "show", "seed", "temperature")
     flags.share(args, "min_accuracy")
     need(not args.min_accuracy or args.test_file,
@@ -88,12 +82,10 @@ def check_flags(args, world_size):
          "--tokens_per_step needs --order top_k")
     need(args.threshold == 0.9 or args.order == "confidence",
          "--threshold needs --order confidence")
-    given = [args.test_file, args.question, args.question_file, args.interactive,
-             args.chat is not None, args.bound]
-    need(sum(map(bool, given)) == 1,
-         "give one of --test_file, --question, --question_file, --interactive, --chat and --bound")
-    need(not args.output or args.test_file or args.question_file or args.chat or args.bound,
-         "--output needs --test_file, --question_file, --chat FILE or --bound")
+    need(sum(map(bool, [args.test_file, args.question, args.question_file, args.chat])) == 1,
+         "give one of --test_file, --question, --question_file and --chat")
+    need(not args.output or not args.question,
+         "--output needs --test_file, --question_file or --chat")
     need(not args.output or not Path(args.output).is_dir(),
          f"--output {args.output} is a folder; give a file")
 
@@ -112,9 +104,8 @@ from common.problems import problem as bad_problem
 from common.problems import settle
 from common.text import LINE, printable
 from core import json_files, metrics
-from diffusion.answers import answer_batch, load_solver, question_state, score
-from diffusion.problems import Problem, read_entries, read_problems
-from diffusion.sampler import Sampling
+from diffusion.problems import Problem, read_chat_prompts, read_entries, read_problems
+from diffusion.sampler import Sampling, answer_batch, load_solver, question_state, score
 
 # --------------------------------------------------------------------------------------------------
 # Answers
@@ -137,8 +128,7 @@ def read_questions(path):
             wrong.append(bad_problem(name, "invalid",
                                      "has no 'question' (a text that is not empty)", path))
     settle(wrong)
-    if not found:
-        raise UserError(f"{path}: holds no questions")
+    need(found, f"{path}: holds no questions")
     return found
 
 
@@ -183,60 +173,6 @@ def answer_all(solver, problems, args):
     return answers, seconds
 
 
-def answer_aloud(solver, problem, seed):
-    """Answer one problem, printed block by block as it is written -> its text. Raises UserError."""
-    state = question_state(problem, solver.tokens, solver.layout)
-    began, printed = time.monotonic(), {}
-
-    def show(_, part, text):
-        if part not in printed:
-            print("\n" if printed else "", f"{part:<9}  ", sep="", end="")
-        text = text.rstrip("\ufffd")        # the next block completes the character
-        lines = text[len(printed.get(part, "")):].split("\n")
-        print(f"\n{'':11}".join(map(printable, lines)), end="", flush=True)
-        printed[part] = text
-    answer, = answer_batch(solver, [state], seed, show)
-    print(f"\nspeed      {answer['forwards']} passes, {answer['tokens']} tokens, "
-          f"{time.monotonic() - began:.1f} s"
-          + ("" if answer["ended"] else "; did not end by itself"))
-    return answer["text"]
-
-
-def asked(question):
-    """Problem of a question of the command line or the terminal."""
-    return Problem("the question", question, "", "")
-
-
-def talker(solver, folder, seed):
-    """answer(question) for converse by a folder's chat template, behind the last turns that fit."""
-    from diffusion import chats
-    encoder, said, most = chats.encoder_of(folder), [], solver.layout.max_length
-
-    def answer(question):
-        for first in range(0, len(said) + 1, 2):
-            messages = [*said[first:], {"role": "user", "content": question}]
-            problem = chats.prompt("the chat", messages, encoder, solver.tokens)
-            if len(problem.ids) <= most * 3 // 4:       # the rest is for the answer
-                break
-        if first and len(problem.ids) < most:
-            forgotten = printable(said[first - 2]["content"], 60)
-            print(f"notice     no room for all that was said in --max_length {most}: what was "
-                  f"asked first is forgotten, {forgotten!r}")
-        text = answer_aloud(solver, problem, seed)
-        if text:
-            said[:] = [*messages, {"role": "assistant", "content": text}]
-    return answer
-
-
-def converse(answer):
-    """answer(question) each question of the terminal, until an empty line or the input's end."""
-    while question := input("question   " if sys.stdin.isatty() else "").strip():
-        try:
-            answer(question)
-        except UserError as error:
-            print(f"error: {error}")
-
-
 def summarise(answers, seconds):
     """{name: number} over all answers; shares from 0 to 1."""
     n, written = len(answers), sum(a["tokens"] for a in answers)
@@ -246,9 +182,9 @@ def summarise(answers, seconds):
         total[rule] = sum(a[rule] for a in answers) / n
     for rule in scores:
         total[f"{rule}_stderr"] = math.sqrt(total[rule] * (1 - total[rule]) / n)
-    return total | {"nfe": sum(a["forwards"] for a in answers) / n, "tokens": written,
-                    "seconds": seconds,
-                    "tokens_per_forward": written / max(1, sum(a["forwards"] for a in answers)),
+    passes = sum(a["forwards"] for a in answers)
+    return total | {"nfe": passes / n, "tokens": written, "seconds": seconds,
+                    "tokens_per_forward": written / max(1, passes),
                     "tokens_per_second": written / max(seconds, 1e-9)}
 
 
@@ -293,49 +229,42 @@ def main(argv=None):
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     with distributed.one_clear_error():
         sampling = Sampling(args.order, args.tokens_per_step, args.threshold, args.temperature,
-                            args.top_p,
-                            args.use_cache)
+                            args.top_p, args.use_cache)
         folder, solver = load_solver(args, sampling)
         layout = solver.layout
         how = {"first_hitting": "one random token a pass",
                "top_k": f"the {args.tokens_per_step} surest tokens a pass",
                "confidence": f"all tokens from probability {args.threshold:g} on"}[args.order]
         print(f"model      {folder}, {'averaged' if args.ema else 'last'} weights, "
-              f"{layout.system}, on {solver.model.embed.weight.device}")
-        if args.bound:
-            from diffusion import likelihood
-            return likelihood.report(args, folder, solver)
-        print(f"sampling   {how}; temperature {args.temperature:g}, top_p {args.top_p:g}")
-        if args.chat is not None and not layout.prompt:
-            raise UserError(f"--chat: {folder} was trained without a chat template (--system chat)")
-        if args.chat == "":
-            return converse(talker(solver, folder, args.seed))
-        if args.interactive:
-            return converse(lambda question: answer_aloud(solver, asked(question), args.seed))
-        if args.question:
-            for question in args.question:
-                print(f"question   {printable(question)}")
-                answer_aloud(solver, asked(question), args.seed)
-            return
-        source = args.test_file or args.question_file or args.chat
+              f"{layout.system}, on {solver.model.embed.weight.device}\n"
+              f"sampling   {how}; temperature {args.temperature:g}, top_p {args.top_p:g}")
+        source = args.test_file or args.question_file or args.chat or "the command line"
         if args.chat:
-            from diffusion import chats
-            problems = chats.read_prompts(source, folder, solver.tokens)
+            need(layout.prompt, f"--chat: {folder} was trained without a chat template "
+                                "(--system chat)")
+            problems = read_chat_prompts(source, folder, solver.tokens)
         elif args.test_file:
             problems = read_problems(source, args.split, layout.system, layout.strip_calculator)
-        else:
+        elif args.question_file:
             problems = read_questions(source)
+        else:
+            problems = [Problem(f"question {n}", text, "", "")
+                        for n, text in enumerate(args.question, 1)]
         problems = problems[:args.limit or len(problems)]
-        ending = f"-{Path(source).stem}" if not args.test_file else ""
+        ending = f"-{Path(source).stem}" if args.question_file or args.chat else ""
         output = Path(args.output or folder.parent / f"answers-{folder.name}{ending}.json")
-        checkpoint.prepare_output(output.parent, "--output")
+        if args.question:
+            output = "above"        # a few lines: no file
+        else:
+            checkpoint.prepare_output(output.parent, "--output")
         print(f"problems   {len(problems)} from {source}")
         answers, seconds = answer_all(solver, problems, args)
         total = summarise(answers, seconds)
-        found = {"checkpoint": str(folder), "settings": flags.stored(args), "summary": total,
-                 "answers": answers}
-        checkpoint.write_json(output, found)
-        for answer in answers[:args.show]:
+        if not args.question:
+            checkpoint.write_json(output, {
+                "checkpoint": str(folder), "settings": flags.stored(args), "summary": total,
+                "answers": answers})
+        for answer in answers if args.question else answers[:args.show]:
             print_answer(answer)
         print_summary(total, output, args.min_accuracy)
     if args.min_accuracy and total["strict"] < args.min_accuracy:

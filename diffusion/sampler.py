@@ -1,14 +1,23 @@
-"""Blockwise sampling: one block after the other is unmasked behind the cached keys and values of
-clean tokens.
+"""Blockwise sampling: one block after the other is unmasked, given cached keys and values of the
+clean tokens before it; questions in, answers and their scores out.
 
 Many problems at a time, each with its own context; those that reach their end token leave the
 batch. Orders of unmasking: one random token a pass (first hitting, as BD3-LM samples), the k
 surest, or all that are sure enough.
 """
+import re
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
+
+from common.distributed import UserError
+from diffusion.blocks import pieces, prompt_ids
+from diffusion.problems import EXECUTION, PLAN, Layout, load_tokenizer, read_layout
+
+# in a text; -$5 is one, the minus of 5-$3 no sign
+NUMBER = re.compile(r"(?:(?<![\d)$%])-\$?)?\d[\d,]*(?:\.\d+)?")
 
 
 class Generated(NamedTuple):
@@ -100,15 +109,14 @@ def keep(rows, tensors, past):
 
 
 @torch.no_grad()
-def generate(model, states, rooms, block_size, end, how=Sampling(), generator=None, progress=None):
+def generate(model, states, rooms, block_size, end, how=Sampling(), generator=None):
     """Generate blocks for every problem until `end` comes or its room is used up -> list of
     Generated.
 
     model: DiT in eval mode. states: (context, (pinned, first)) of each problem. context: (3, n)
     ints, ids, positions and block numbers of clean tokens. pinned: ids that the first block begins
     with, fewer than block_size; first: its position. rooms: blocks each may have. generator: on the
-    model's device. progress(number, ids): called behind every block of a problem with all ids it
-    has so far.
+    model's device.
     """
     contexts, pinned = zip(*states)
     device, config = model.embed.weight.device, model.config
@@ -150,8 +158,6 @@ def generate(model, states, rooms, block_size, end, how=Sampling(), generator=No
         for row, i in enumerate(active):
             written[i] += new[row].tolist()
             ended[i] = stop[row]
-            if progress:
-                progress(i, written[i])
             if not stop[row] and done < rooms[i]:
                 left.append(row)
         # the finished block once more, now clean, for its keys and values
@@ -165,3 +171,146 @@ def generate(model, states, rooms, block_size, end, how=Sampling(), generator=No
         (tokens, position, block, known), past = keep(left, (tokens, position, block, known), past)
         active = [active[row] for row in left]
     return [Generated(*parts) for parts in zip(written, forwards, ended)]
+
+
+# --------------------------------------------------------------------------------------------------
+# Questions in
+
+
+def question_state(problem, tokens, layout):
+    """What is given before the first generated region: (context, (pinned ids, their first
+    position)).
+
+    context: (3, n) int64 ids, position, block of clean tokens. Raises UserError when the question
+    is too long.
+    """
+    if problem.ids:
+        return ids_state(problem.name, problem.ids[:problem.given], layout)
+    if token := tokens.find_control_token(problem.question):
+        raise UserError(f"{problem.name}: its text holds the special token {token}; remove it")
+    ids = tokens.encode(pieces(problem, layout)[0])
+    if layout.system != "hdp":
+        return ids_state(problem.name, prompt_ids(ids, tokens, layout), layout)
+    if len(ids) > layout.question_budget:
+        raise UserError(f"{problem.name}: its question has {len(ids)} tokens, more than "
+                        f"--question_budget {layout.question_budget}")
+    at = np.arange(len(ids))
+    return np.stack([ids, at, np.zeros_like(at)]), ([tokens.plan], layout.start(PLAN))
+
+
+def ids_state(name, ids, layout):
+    """question_state of all the ids that come before an answer. UserError without room."""
+    if len(ids) >= layout.max_length:
+        raise UserError(f"{name}: its question has {len(ids)} tokens, no room in --max_length "
+                        f"{layout.max_length}")
+    whole = len(ids) - len(ids) % layout.block_size
+    at = np.arange(whole)
+    return np.stack([np.array(ids)[:whole], at, at // layout.block_size]), (ids[whole:], whole)
+
+
+def room(first_position, region, layout):
+    """Blocks that may be generated in a region whose first block starts at first_position."""
+    if layout.system != "hdp":
+        return (layout.max_length - first_position) // layout.block_size
+    budget = layout.plan_budget if region == PLAN else layout.execution_budget
+    return budget // layout.region_block(region)
+
+
+def execution_state(context, plan, tokens, layout):
+    """question_state of the second region: the context and then the finished plan's ids."""
+    at = np.arange(len(plan))
+    block = context[2].max(initial=-1) + 1 + at // layout.region_block(PLAN)
+    return (np.concatenate([context, [plan, layout.start(PLAN) + at, block]], axis=1),
+            ([tokens.execution], layout.start(EXECUTION)))
+
+
+# --------------------------------------------------------------------------------------------------
+# Answers out
+
+
+def finish_region(ids, pinned, end):
+    """Generated ids -> (the same, only end tokens after the first end token, was there one)."""
+    if end not in ids[pinned:]:
+        return list(ids), False
+    first = ids.index(end, pinned)
+    return [*ids[:first], *[end] * (len(ids) - first)], True
+
+
+def region_text(ids, pinned, tokens):
+    """A region's text up to its end, without pinned ids; hdp's <|answer|> becomes GSM8K's ####."""
+    body = list(ids[pinned:])
+    if tokens.end in body:
+        body = body[:body.index(tokens.end)]
+    if tokens.answer in body:
+        at = body.index(tokens.answer)
+        steps, answer = tokens.decode(body[:at]), tokens.decode(body[at + 1:])
+        return f"{steps.strip()}\n#### {answer.strip()}"
+    return tokens.decode(body).strip()
+
+
+class Solver(NamedTuple):
+    """A model that answers, and how it samples."""
+    model: nn.Module
+    tokens: object              # problems.Tokens
+    layout: Layout
+    how: Sampling
+    bf16: bool = False
+
+
+def load_solver(args, how):
+    """(checkpoint folder, Solver) of flags --checkpoint, --pick, --ema, --device, --bf16. UserError.
+
+    how: Sampling.
+    """
+    from diffusion import published
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no GPU here")
+    folder = published.find_checkpoint(args.checkpoint, args.pick)
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model, about = published.load_checkpoint(folder, args.ema)
+    layout = read_layout(about["layout"])
+    tokens = load_tokenizer(folder, layout.system, layout.end_token)
+    return folder, Solver(model.to(device), tokens, layout, how, args.bf16)
+
+
+def answer_batch(solver, states, seed):
+    """A Solver's answers to problems with these question_state states -> list of dicts. seed: of
+    what is drawn.
+
+    The dicts hold text, hdp's also plan; forwards, the network passes; tokens, generated ones up to
+    and with the end token; ended, whether the end token came in every region.
+    """
+    tokens, layout, device = solver.tokens, solver.layout, solver.model.embed.weight.device
+    generator = torch.Generator(device).manual_seed(seed)
+    answers = [{"forwards": 0, "tokens": 0, "ended": True} for _ in states]
+    for region in (PLAN, EXECUTION) if layout.system == "hdp" else (PLAN,):
+        name = "plan" if layout.system == "hdp" and region == PLAN else "text"
+        rooms = [room(first, region, layout) for _, (_, first) in states]
+        with torch.autocast(device.type, torch.bfloat16, enabled=solver.bf16):
+            written = generate(solver.model, states, rooms, layout.region_block(region),
+                               tokens.end, solver.how, generator)
+        following = []
+        for answer, made, (context, (given, _)) in zip(answers, written, states):
+            ids, _ = finish_region(made.ids, len(given), tokens.end)
+            body = ids[len(given):]
+            answer[name] = region_text(ids, len(given), tokens)
+            answer["forwards"] += made.forwards
+            answer["tokens"] += body.index(tokens.end) + 1 if made.ended else len(body)
+            answer["ended"] &= made.ended
+            if name == "plan":
+                following.append(execution_state(context, ids, tokens, layout))
+        states = following
+    return answers
+
+
+def score(text, answer):
+    """(strict, flexible) of a generated text against the final number.
+
+    strict is openai/grade-school-math's rule: the number right after `#### `, commas removed, must
+    be the same text. flexible: the last number anywhere has the same value.
+    """
+    gold = answer.replace(",", "")
+    marked = re.search(r"#### (-?[0-9.,]+)", text)
+    strict = marked is not None and marked[1].replace(",", "") == gold
+    numbers = NUMBER.findall(text)
+    return strict, bool(numbers) and float(re.sub("[,$]", "", numbers[-1])) == float(gold)

@@ -123,11 +123,14 @@ def check_flags(args, world_size):
     need(args.prompt_role != "system" or args.parser != "language" or args.prompt_file == str(PROMPT),
          "--prompt_role system: say what counts as an answer, --parser whole (or regex)")
     need(engine != "openai" or args.base_url, "--engine openai needs --base_url")
+    if args.base_url:
+        from distill.teacher_server import address
+        address(args.base_url, "--base_url")
     need(engine != "transformers" or args.constrain == "never", "--constrain needs the engine vllm or a server")
     for other, names in ENGINE_FLAGS.items():
         for flag in names if other != engine else ():
             need(getattr(args, flag) == defaults.get_default(flag), f"--{flag} is for the engine {other}, not {engine}"
-                 + (": there is no vLLM here, see launch/distill_h100x8.sh, which makes an environment for it"
+                 + (": there is no vLLM here, see launch/create_data_h100x8.sh; vLLM needs an environment of its own"
                     if (args.engine, other, engine) == ("auto", "vllm", "transformers") else ""))
     need(not (engine == "openai" and args.max_model_len), "--max_model_len is the server's own matter: set it there")
     shard_of(args.shard)

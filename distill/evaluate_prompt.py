@@ -82,9 +82,9 @@ import torch
 
 from common import checkpoint, distributed
 from core import adapters, chat, document_attention, metrics
-from distill import frozen, held_out, packed_lm, scores, student, weights
+from distill import frozen, held_out, packed_lm, scores, student, causal_lm
 from distill.choices import THINKING
-from distill.dataset import ChatSamples, ChatTable, Reading, build_table, collate
+from distill.chat_data import ChatSamples, ChatTable, Reading, build_table, collate
 from distill.keep import kept
 
 
@@ -254,7 +254,7 @@ def open_run(args, name):
         raise UserError(f"--prompt_file {args.prompt_file}: {folder} learned {learned}; drop the flag"
                         if learned else f"--checkpoint {folder}: was not trained with --prompt_file; give that "
                         "flag here, or evaluate_sft.py, which judges labels")
-    base = weights.find_model(args.model_path or run.model_path)
+    base = causal_lm.find_model(args.model_path or run.model_path)
     held_out.check_base(name, base, meta)
     return folder, meta, run, base, chat.load_tokenizer(folder)
 
@@ -271,7 +271,7 @@ def open_voices(run, folder, base, device, dtype):
     voices = {BASE: plain, STUDENT: mine, PROMPTED: plain}
     if run.teacher_path and run.teacher_path != run.model_path:
         del voices[PROMPTED]
-        voices[TEACHER] = Voice(student.load_model(weights.find_model(run.teacher_path, "--teacher_path"), None, dtype,
+        voices[TEACHER] = Voice(student.load_model(causal_lm.find_model(run.teacher_path, "--teacher_path"), None, dtype,
                                                    device))
     return voices
 
@@ -280,10 +280,10 @@ def prompted_samples(run, base, tokenizer, lines, prompt):
     """The lines' samples of ChatSamples, each followed by the same answer as the teacher reads it."""
     turns = "last" if prompt.role == "user" else run.train_turns
     encoder = chat.Encoder(tokenizer, turns, THINKING[run.enable_thinking])
-    limit = weights.length_limit(weights.load_config(base), run.max_length, run.max_tokens_per_batch)
+    limit = causal_lm.length_limit(causal_lm.load_config(base), run.max_length, run.max_tokens_per_batch)
     theirs = None
     if run.teacher_path and run.teacher_path != run.model_path:
-        own = chat.load_tokenizer(weights.find_model(run.teacher_path, "--teacher_path"), run.chat_template)
+        own = chat.load_tokenizer(causal_lm.find_model(run.teacher_path, "--teacher_path"), run.chat_template)
         theirs = chat.Encoder(own, turns, THINKING[run.enable_thinking])
     with tempfile.TemporaryDirectory() as scratch:
         build_table(scratch, [lines.path], Reading(encoder, limit, run.too_long, prompt=prompt, drop=run.drop_bad,

@@ -136,7 +136,7 @@ import torch
 
 from common import checkpoint, distributed
 from core import chat, metrics
-from distill import held_out, scores, student, weights
+from distill import held_out, scores, student, causal_lm
 
 
 def pick_labels(parser, lines):
@@ -317,7 +317,7 @@ def open_students(args):
         if not base:
             raise UserError(f"--checkpoint {names[0]}: does not say what it was trained from; give "
                             "--model_path" + ("" if opened[0][1] else ", or --no-base"))
-        base = weights.find_model(base)
+        base = causal_lm.find_model(base)
         for name, meta in zip(names, metas):
             held_out.check_base(name, base, meta)
     tokenizers = [chat.load_tokenizer(folder) for folder, _, _ in opened]

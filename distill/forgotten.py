@@ -13,9 +13,9 @@ import torch
 
 from common.distributed import UserError
 from core import chat, metrics
-from distill import student, weights
+from distill import student, causal_lm
 from distill.choices import THINKING
-from distill.dataset import ChatSamples, ChatTable, Reading, build_table, question_hash
+from distill.chat_data import ChatSamples, ChatTable, Reading, build_table, question_hash
 from distill.keep import kept
 
 
@@ -49,7 +49,7 @@ def divergence(voice, base, samples, batch_size):
 
 def add(args, columns, voices, run, tokenizer, lines, rule):
     """Add its measures to the columns (None for a teacher) -> a clause for the verdict."""
-    run.limit = weights.length_limit(voices["base"].model.config, run.max_length,
+    run.limit = causal_lm.length_limit(voices["base"].model.config, run.max_length,
                                      run.max_tokens_per_batch)
     samples, chats = read(args.unrelated, run, tokenizer)
     draw, found = student.greedy(lines.about["enable_thinking"]), {}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from common import run
-from distill import packed_lm, weights
+from distill import packed_lm, causal_lm
 
 
 class Frozen(nn.Module):
@@ -44,8 +44,8 @@ def empty(folder, dtype):
 
 def add(model, args):
     """Give an empty PackedLM its frozen models; a base with adapters to switch off needs none."""
-    base, dtype = weights.find_model(args.model_path), run.half(args) or torch.float32
-    teacher = weights.find_model(args.teacher_path, "--teacher_path") if args.teacher_path else base
+    base, dtype = causal_lm.find_model(args.model_path), run.half(args) or torch.float32
+    teacher = causal_lm.find_model(args.teacher_path, "--teacher_path") if args.teacher_path else base
     if args.teacher_url:
         from distill.scored import Scorer
         model.frozen["teacher"] = Scorer(
@@ -59,12 +59,12 @@ def add(model, args):
         model.frozen["base"] = other if same else empty(base, dtype)
 
 
-def fingerprint(args, kept, found):
-    """Text for what teaches: `found` of the data, another model's weights, --keep's table; None."""
-    found = [found] if found else []
+def fingerprint(args, kept):
+    """Text for what teaches: another model's weights, --keep's table; None."""
+    found = []
     if args.teacher_path and args.teacher_path != args.model_path:
-        teacher = weights.find_model(args.teacher_path, "--teacher_path")
-        found.append(weights.fingerprint_weights(teacher))
+        teacher = causal_lm.find_model(args.teacher_path, "--teacher_path")
+        found.append(causal_lm.fingerprint_weights(teacher))
     if args.teacher_name:
         found.append(args.teacher_name)
     if kept:

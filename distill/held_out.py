@@ -14,9 +14,9 @@ from common import checkpoint
 from common.distributed import UserError
 from core import chat, json_files
 from core.json_files import read_text
-from distill import weights
+from distill import causal_lm
 from distill.choices import GROUP, LINES, THINKING
-from distill.dataset import HELD_OUT, key_groups, question_hash
+from distill.chat_data import HELD_OUT, key_groups, question_hash
 
 HOLD_OUT = "--validation_split 0.1 --group_size 15"
 # flags of a run, by which it read its data; the values are for a checkpoint that does not say
@@ -67,7 +67,7 @@ def open_checkpoint(name):
 
 def check_base(name, base, meta):
     """Raise UserError when a run started from another model than the folder `base`."""
-    if meta and weights.fingerprint_weights(base) != meta["identity"]["base model"]:
+    if meta and causal_lm.fingerprint_weights(base) != meta["identity"]["base model"]:
         raise UserError(f"--checkpoint {name}: was not trained from {base} but from other weights "
                         f"({meta['args']['model_path']} then); give that model with --model_path")
 

@@ -12,12 +12,12 @@ import torch
 
 from common import distributed, run
 from core.packing import PackOrder
-from distill.dataset import ChatSamples, collate, prepare_table
+from distill.chat_data import ChatSamples, collate, prepare_table
 
 
 def read(args, world, work_dir, reading):
     """ChatTable of --keep. reading: of the training data. Raises UserError."""
-    own = reading._replace(teacher=None, prompt=None, behind=None)
+    own = reading._replace(prompt=None, behind=None)
     return prepare_table(world, Path(work_dir) / "keep", [args.keep], own)[0]
 
 

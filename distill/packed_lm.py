@@ -7,31 +7,29 @@ layers that carry state along the axis, and heads that do more than multiply.
 The head works on the rows that predict a trained token, in pieces, so the logits of a batch never stand whole; it does
 so inside the wrapped forward, where FSDP2 has gathered its weight once.
 """
-import functools
 import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from common import distributed
 from common.distributed import UserError
 from core import fused
 from core.document_attention import ATTENTION
-from distill import weights
-from distill.dataset import PackedChats
-from distill.linear_loss import linear_loss
+from distill import causal_lm
+from distill.chat_data import PackedChats
+from distill.losses import chunked_loss
 
 LOGITS = 2**26          # values of logits at a time: 256 MiB in fp32
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 LENGTH_ROPE = {"dynamic", "longrope"}
-KEPT = ("forward", 0.5, 0)      # divergence of --keep: KL(base, student)
+KEPT = (1.0, "forward", 0.5, 0)     # --keep: KL(base, student) and nothing else
 # Settings that change logits or attention in a way that the packed forward would miss, and the value that does nothing.
 NEUTRAL = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1,
            "lm_head_multiplier": 1, "attention_dropout": 0, "attn_pdrop": 0, "attention_chunk_size": None,
            "output_router_logits": False}       # with it transformers adds the routers' balancing loss
-MIXTURES = {"qwen2_moe", "qwen3_moe", "olmoe"}      # of experts, in the layout of weights.EXPERTS
+MIXTURES = {"qwen2_moe", "qwen3_moe", "olmoe"}      # of experts, in the layout of causal_lm.EXPERTS
 
 
 def check_model(model):
@@ -62,50 +60,16 @@ def check_model(model):
 # Model and loss
 
 
-def head_sums(share, taught, logits, targets, *teacher):
-    """(loss, right guesses) of logits (R, V) fp32 against targets (R,), sums and 0-d fp32; the loss is cross-entropy.
-
-    teacher: ids and logprobs as in topk.divergence, which has a share in the loss; or, where `taught` is (function of
-    the teacher's rows (R, H) -> its logits, (kind, beta, k) of divergence.divergence), those rows. Then the other sums
-    of topk.mixed_loss follow.
-    """
-    right = (logits.detach().argmax(-1) == targets).sum().float()
-    if not teacher:
-        return F.cross_entropy(logits, targets, reduction="sum"), right
-    if taught:
-        from distill.divergence import prompted_loss
-        logits_of, prompted = taught
-        loss, *parts = prompted_loss(logits, targets, logits_of(*teacher), share, *prompted)
-    else:
-        from distill.topk import mixed_loss
-        loss, *parts = mixed_loss(logits, targets, *teacher, share)
-    return loss, right, *parts
-
-
-def chunked_loss(hidden, weight, bias, targets, chunk, teacher=(), share=0.0, prompted=None, head=None):
-    """head_sums of rows (R, H) behind the head, `chunk` of them at a time. head: the teacher's, if it has its own."""
-    matrix, offset = head or (weight, bias)
-
-    @torch.no_grad()
-    def logits_of(*rows):
-        if len(rows) > 1:       # what a server knows of the teacher's distribution
-            return rows
-        return F.linear(rows[0].to(matrix.dtype), matrix, offset).float()
-    sums = functools.partial(head_sums, share, prompted and (logits_of, prompted))
-    return linear_loss(sums, hidden, weight, bias, chunk, targets, *teacher)
-
-
 class Sums(NamedTuple):
     """What a batch adds up: 0-d fp32 tensors, or python numbers when they are summed over batches and ranks."""
     loss: object                # what is trained
     right: object               # targets that were the likeliest token
     targets: object             # trained tokens
     ce: object = None           # with a teacher: cross-entropies of all targets
-    divergence: object = None   # of those that have a teacher
-    taught: object = None       # how many these are
+    divergence: object = None   # from the teacher, of all targets
 
     def stacked(self):
-        """(3,) or (6,) fp32 of those that there are, without gradients: what is added up for the log."""
+        """(3,) or (5,) fp32 of those that there are, without gradients: what is added up for the log."""
         return torch.stack([value.detach() for value in self if value is not None])
 
 
@@ -113,23 +77,21 @@ class PackedLM(nn.Module):
     """What DDP and FSDP2 wrap: forward(batch) -> sums, not means, so that any split over ranks and micro-steps adds up.
 
     net: a causal LM built with attention=ATTENTION, or the PeftModel around it. recompute: of
-    flags.MODES, or None. share: of the teacher's divergence in the loss, where batches have a teacher. prompted:
-    (kind, beta, k) of divergence.divergence where a teacher scores the answers: frozen["teacher"], or this model
-    without its adapters. frozen: {name: frozen.Frozen}, no part of this module; "base": for batches that are `kept`.
+    flags.MODES, or None. prompted: (share in the loss, kind, beta, k) of losses.divergence where a teacher scores the
+    answers: frozen["teacher"], or this model without its adapters. frozen: {name: frozen.Frozen}, no part of this module; "base": for batches that are `kept`.
     """
 
-    def __init__(self, net, recompute=None, logits=LOGITS, share=0.0, prompted=None):
+    def __init__(self, net, recompute=None, logits=LOGITS, prompted=None):
         super().__init__()
-        self.net, self.share = net, share
-        self.prompted, self.lora = prompted, hasattr(net, "peft_config")
-        self.sums = 6 if share else 3       # how many of Sums forward gives
+        self.net, self.prompted, self.lora = net, prompted, hasattr(net, "peft_config")
+        self.sums = 5 if prompted else 3        # how many of Sums forward gives
         self.frozen = {}
         # in a list, torch does not register it again
         self._native = [net.get_base_model() if self.lora else net]
         fused.use(self.native)
         if recompute:
             from core import recomputation
-            recomputation.set_mode(net, weights.decoder_layers(self.native), recompute)
+            recomputation.set_mode(net, causal_lm.decoder_layers(self.native), recompute)
         rows = logits // self.native.get_output_embeddings().out_features
         self.chunk = max(128, rows // 128 * 128)        # products of whole tiles
 
@@ -139,17 +101,15 @@ class PackedLM(nn.Module):
         return self._native[0]
 
     def forward(self, batch: PackedChats):
-        """Sums of the batch; without a share of divergence the first three, and the loss is the cross-entropy."""
-        teacher, head_of = (), None
-        share, prompted = (1.0, KEPT) if batch.kept else (self.share, self.prompted)
+        """Sums of the batch; without a teacher the first three, and the loss is the cross-entropy."""
+        teacher, teacher_head = (), None
+        prompted = KEPT if batch.kept else self.prompted
         if prompted:
-            teacher, head_of = self.taught(batch)
-        elif share:
-            teacher = batch.teacher_ids, batch.teacher_logprobs
+            teacher, teacher_head = self.taught(batch)
         rows = self.hidden(batch.input_ids, batch.position_ids, batch.cu_seqlens, batch.longest, batch.rows)
         head = self.native.get_output_embeddings()
-        loss, right, *taught = chunked_loss(rows, head.weight, head.bias, batch.targets, self.chunk, teacher,
-                                            share, prompted, head_of)
+        loss, right, *taught = chunked_loss(rows, (head.weight, head.bias), batch.targets, self.chunk, teacher,
+                                            prompted, teacher_head)
         # filled on the device: a tensor made of a python number would wait for the GPU
         targets = torch.full_like(right, len(batch.targets))
         return Sums(loss, right, targets, *taught)
@@ -178,24 +138,24 @@ class PackedLM(nn.Module):
         return (rows,), None
 
 
-def build_empty(folder, dtype, lora=None, recompute=None, share=0.0, prompted=None, four_bits=False):
+def build_empty(folder, dtype, lora=None, recompute=None, prompted=None, four_bits=False):
     """(PackedLM of a model folder, on the meta device, {name: [slice handle]} of its weights).
 
     lora: None, or adapters.add_lora's (rank, alpha, dropout, targets, base name): then only the adapters require
-    gradients. recompute, share, prompted: of PackedLM. four_bits: the frozen layers as nf4.py has them. Raises UserError when the folder does not hold exactly the
-    model's weights, or the architecture cannot be packed.
+    gradients. recompute, prompted: of PackedLM. four_bits: the frozen layers as nf4.py has them. Raises UserError
+    when the folder does not hold exactly the model's weights, or the architecture cannot be packed.
     """
-    native = net = weights.empty_model(weights.load_config(folder), dtype, folder, ATTENTION)
+    native = net = causal_lm.empty_model(causal_lm.load_config(folder), dtype, folder, ATTENTION)
     check_model(native)
-    layers, parts = weights.decoder_layers(native), weights.weight_parts(folder, native)
-    weights.check_weights(native, parts, folder)
+    layers, parts = causal_lm.decoder_layers(native), causal_lm.weight_parts(folder, native)
+    causal_lm.check_weights(native, parts, folder)
     if lora:
         from core import adapters
         net = adapters.add_lora(native, layers, *lora)
     if four_bits:
         from core import nf4
         nf4.convert(layers)
-    return PackedLM(net, recompute, share=share, prompted=prompted), parts
+    return PackedLM(net, recompute, prompted=prompted), parts
 
 
 def load(model, parts, world, *, sharding=None, compiled=False):
@@ -203,22 +163,22 @@ def load(model, parts, world, *, sharding=None, compiled=False):
 
     sharding: options of distributed.shard, {"bf16": ...}; None: not sharded. compiled: torch.compile each layer.
     """
-    layers = weights.decoder_layers(model.native)
+    layers = causal_lm.decoder_layers(model.native)
     if compiled:
         distributed.compile_layers(layers)
     if sharding is not None:
         distributed.shard(model, layers, world, **sharding)
     on_host = sharding and sharding.get("cpu_offload")
-    weights.give_memory(model, "cpu" if on_host else world.device, world.device)
+    causal_lm.give_memory(model, "cpu" if on_host else world.device, world.device)
     base = dict(model.native.named_parameters())
     if model.lora:
         from core import adapters
         base = adapters.base_weights(model.net)
     if any(hasattr(module, "nf4") for module in model.modules()):
         from core import nf4
-        nf4.load_weights(model, weights.load_weights, base, parts, world)
+        nf4.load_weights(model, causal_lm.load_weights, base, parts, world)
     else:
-        weights.load_weights(base, parts, world)
+        causal_lm.load_weights(base, parts, world)
 
 
 def check_resume(model, folder):
@@ -227,19 +187,19 @@ def check_resume(model, folder):
         from core import adapters
         adapters.load_adapters(model.net, folder)       # onto the meta device nothing is copied, shapes are compared
     else:
-        weights.check_weights(model.native, weights.weight_parts(folder, model.native), folder)
+        causal_lm.check_weights(model.native, causal_lm.weight_parts(folder, model.native), folder)
 
 
 def loss_report(sums, prefix):
     """Sums of python numbers, over all ranks -> {metric name: float}.
 
-    nan when every step was skipped: no loss to claim. ce_loss is over all trained tokens, kl_loss over taught ones.
+    nan when every step was skipped: no loss to claim.
     """
     def mean(total, count):
         return total / count if count else math.nan
     found = {"loss": mean(sums.loss, sums.targets), "accuracy": mean(sums.right, sums.targets)}
-    if sums.taught is not None:
-        found |= {"ce_loss": mean(sums.ce, sums.targets), "kl_loss": mean(sums.divergence, sums.taught)}
+    if sums.ce is not None:
+        found |= {"ce_loss": mean(sums.ce, sums.targets), "kl_loss": mean(sums.divergence, sums.targets)}
     return {f"{prefix}/{name}": value for name, value in found.items()}
 
 
@@ -256,13 +216,13 @@ def layer_weights(model):
     four_bits = sum(module.in_features * module.out_features for module in model.modules() if hasattr(module, "nf4"))
     return four_bits + sum(
         parameter.numel() * (model.config.num_experts_per_tok if parameter.ndim == 3 else 1)
-        // (parameter.shape[0] if parameter.ndim == 3 else 1) for layer in weights.decoder_layers(model)
+        // (parameter.shape[0] if parameter.ndim == 3 else 1) for layer in causal_lm.decoder_layers(model)
         for name, parameter in layer.named_parameters() if parameter.ndim > 1 and ".lora_" not in name)
 
 
 def mixture_text(model):
     """[line about a PackedLM's experts]; [] for a dense model."""
-    found = [p for name, p in model.native.named_parameters() if p.ndim == 3 and weights.expert_names(name, p.shape)]
+    found = [p for name, p in model.native.named_parameters() if p.ndim == 3 and causal_lm.expert_names(name, p.shape)]
     if not found:
         return []
     each, idle = model.native.config.num_experts_per_tok, found[0].shape[0]

@@ -7,8 +7,8 @@ import torch
 
 from common import plan, step_memory
 from core.packing import PackOrder
-from distill import weights
-from distill.dataset import PackedChats, samples_line
+from distill import causal_lm
+from distill.chat_data import PackedChats, samples_line
 from distill.packed_lm import mixture_text
 
 
@@ -19,15 +19,13 @@ def loss(model, tokens, targets, kept=False):
     places, rows = numbers(tokens), numbers(targets)
     teacher = ()
     if model.prompted or kept:  # the teacher's forward keeps only what the head reads: two tokens
-        teacher = (None, None, places[:2], places[:2], places[:2].int(), rows, 2)
-    elif model.share:
-        teacher = (numbers(targets, 1), torch.zeros(targets, 1))
+        teacher = (places[:2], places[:2], places[:2].int(), rows, 2)
     batch = PackedChats(places, places, places[:2].int(), rows, rows, tokens, (), {}, *teacher)
     return model(replace(batch, kept=kept)).loss
 
 
 def layers_of(model):
-    return weights.decoder_layers(model.native)
+    return causal_lm.decoder_layers(model.native)
 
 
 def step_of(model):
@@ -72,7 +70,7 @@ def with_frozen(found, model, setup, pack):
     standing += found.parts["gradients"] * (not setup.fresh)
     host = found.host
     for name, other in frozen.models(model):
-        layers = [sum(p.numel() for p in layer.parameters()) for layer in weights.decoder_layers(other.native)]
+        layers = [sum(p.numel() for p in layer.parameters()) for layer in causal_lm.decoder_layers(other.native)]
         stored, root = sum(p.nbytes for p in other.parameters()), 0
         if setup.fsdp:
             root = value * (sum(p.numel() for p in other.parameters()) - sum(layers))

@@ -8,7 +8,7 @@ import torch
 
 from common import distributed, run
 from common.gathered import gathered
-from distill.dataset import ChatSamples, collate
+from distill.chat_data import ChatSamples, collate
 from distill.generate import Draw, generate
 
 

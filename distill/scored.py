@@ -9,25 +9,43 @@ bucket, as with --teacher_path and the same K. Each conversation is one request,
 to its own rows: one that failed and is sent again counts once.
 """
 import math
+import re
 
 import torch
 
 from common.distributed import UserError
-from distill.divergence import FLOOR
+from common.text import printable
+from distill.losses import FLOOR
 from distill.teacher_server import NOT_SET, Server
 
 
-def known_tokens(found, k):
-    """([ids], [log-probabilities]) of the k likeliest of a place's prompt_logprobs. ValueError."""
+ROUNDING = 1e-3         # by which rounded probabilities may be above 1
+
+
+def known_tokens(found, k, token):
+    """([ids], [log-probabilities]) of the k likeliest of a place's prompt_logprobs. ValueError.
+
+    token: the one that stands at this place. Servers give it besides the likeliest: where it is not
+    there, the row is another place's.
+    """
     try:
-        ranked = sorted((value["rank"], int(token), float(value["logprob"]))
-                        for token, value in found.items())
-        ranked = [(token, logprob) for rank, token, logprob in ranked if rank <= k][:k]
-        if len(ranked) != k or any(math.isnan(logprob) for _, logprob in ranked):
-            raise ValueError
-    except (KeyError, TypeError, AttributeError):
-        raise ValueError
-    return tuple(zip(*ranked))
+        ranked = sorted((value["rank"], name, float(value["logprob"]))
+                        for name, value in found.items())
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise ValueError(f"gave no prompt_logprobs of the {k} likeliest for each token; vLLM's "
+                         "server does")
+    if odd := [name for _, name, _ in ranked if not re.fullmatch(r"0|[1-9]\d{0,9}", name)]:
+        raise ValueError(f"names a token {printable(odd[0], 20)}, which is no id")
+    if str(token) not in found:
+        raise ValueError(f"gave log-probabilities without that of token {token}, which was sent: "
+                         "they are of another place")
+    best = [(int(name), logprob) for rank, name, logprob in ranked if rank <= k][:k]
+    if len(best) != k:
+        raise ValueError(f"gave {len(best)} tokens of the {k} likeliest; it needs --max-logprobs {k}")
+    if not all(value <= ROUNDING for _, _, value in ranked) or sum(
+            math.exp(min(value, 1)) for _, value in best) > 1 + ROUNDING:
+        raise ValueError("gave log-probabilities that are none: above 0, nan, or of more than 1 together")
+    return tuple(zip(*best))
 
 
 class Scorer:
@@ -47,13 +65,16 @@ class Scorer:
             "prompt_logprobs": self.k}, hint=f"; it needs --max-logprobs {self.k}", end=end)
         try:
             first, *rows = found["choices"][0]["prompt_logprobs"]
-            if len(rows) != len(ids) - 1:
-                raise ValueError
-            return [first, *(known_tokens(row, self.k) for row in rows)]
         except (ValueError, KeyError, TypeError, IndexError):
-            raise UserError(f"--teacher_url {self.server.url}/completions: gave no prompt_logprobs "
-                            f"of the {self.k} likeliest for each of {len(ids)} tokens; vLLM's "
-                            "server does")
+            first, rows = None, []
+        try:
+            if len(rows) != len(ids) - 1:
+                raise ValueError(f"gave prompt_logprobs of {len(rows)} places for {len(ids) - 1}; "
+                                 "vLLM's server gives each")
+            return [first, *(known_tokens(row, self.k, token)
+                             for row, token in zip(rows, ids[1:]))]
+        except ValueError as error:
+            raise UserError(f"--teacher_url {self.server.url}/completions: {error}")
 
     def __call__(self, batch):
         ids, bounds = batch.prompted_ids.tolist(), batch.prompted_cu_seqlens.tolist()
@@ -69,6 +90,6 @@ class Scorer:
             raise UserError(f"--teacher_url: names token {tokens.max().item()}, and the student has "
                             f"{self.rows:,}: serve a model of as many rows")
         rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=0).log()
-        both = torch.cat([logprobs, rest], 1).clamp(min=FLOOR).float()
+        both = torch.cat([logprobs, rest], 1).clamp(min=FLOOR)
         device = batch.prompted_ids.device
         return (tokens.to(device), both.to(device)), None

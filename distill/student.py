@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from common.distributed import UserError
 from core import adapters
-from distill import teacher, weights
+from distill import teacher, causal_lm
 
 LATENCY_LINES = 8           # asked one at a time
 UNKNOWN = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform",
@@ -41,11 +41,11 @@ def load_model(folder, adapter, dtype, device):
 
     Each weight must be there, under its name and in its shape; from_pretrained would go on with random ones.
     """
-    model = weights.empty_model(weights.load_config(folder), dtype, folder)
-    parts = weights.weight_parts(folder, model)
-    weights.check_weights(model, parts, folder)
-    weights.give_memory(model, device)
-    weights.load_weights(dict(model.named_parameters()), parts)
+    model = causal_lm.empty_model(causal_lm.load_config(folder), dtype, folder)
+    parts = causal_lm.weight_parts(folder, model)
+    causal_lm.check_weights(model, parts, folder)
+    causal_lm.give_memory(model, device)
+    causal_lm.load_weights(dict(model.named_parameters()), parts)
     if adapter:
         model = adapters.add_saved(model, adapter, UNKNOWN)
         for parameter in adapters.adapter_weights(model).values():      # not buffers: rotary embeddings stay float32
@@ -56,7 +56,7 @@ def load_model(folder, adapter, dtype, device):
 
 def end_ids(model, ends):
     """Sorted ids at which an answer ends: those of the generation_config and those that training ended with."""
-    weights.stop_at(model, ends)
+    causal_lm.stop_at(model, ends)
     known = model.generation_config.eos_token_id
     return sorted(known if isinstance(known, list) else [known])
 
@@ -107,7 +107,7 @@ def vllm_folder(folder, adapter, tokenizer, ends, scratch):
     if adapter:
         model = load_model(folder, adapter, torch.float32, torch.device("cpu")).merge_and_unload()
     else:
-        model = weights.empty_model(weights.load_config(folder), torch.float32, folder)
+        model = causal_lm.empty_model(causal_lm.load_config(folder), torch.float32, folder)
     model.generation_config = GenerationConfig(eos_token_id=end_ids(model, ends))
     if adapter:
         model.save_pretrained(scratch)

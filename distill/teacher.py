@@ -126,15 +126,16 @@ def read_prompt(path, role="user"):
 
 
 def with_prompt(prompt, messages):
-    """The messages as the teacher gets them. ValueError for a second system message, or when there
-    is no message of the user at the end that a prompt could go around.
+    """The messages as the teacher gets them; a conversation's own system message comes behind the
+    prompt in the same one. ValueError when there is no message of the user at the end that a prompt
+    could go around.
     """
     if prompt.role == "none":
         return list(messages)
     if prompt.role == "system":
         if messages and messages[0]["role"] in ("system", "developer"):
-            raise ValueError("has a system message of its own beside --prompt_role system; join "
-                             "the two")
+            first, *rest = messages
+            return [first | {"content": f"{prompt.before}\n\n{first['content']}"}, *rest]
         return [{"role": "system", "content": prompt.before}, *messages]
     if not messages or messages[-1]["role"] != "user":
         raise ValueError("has no message of the user before its last answer, around which "

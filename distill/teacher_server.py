@@ -84,8 +84,10 @@ class Server:
         import httpx
         self.flag = flag
         self.timeout, self.failures = timeout, (httpx.HTTPError, httpx.InvalidURL)
-        self.url, user = address(base_url)
-        headers = {"Content-Type": "application/json", **authorization(user)}
+        self.url, user = address(base_url, flag)
+        # uncompressed: a few bytes of gzip in gzip would become gigabytes before they are counted
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity",
+                   **authorization(user)}
         # its name for the limit; fields it does not take
         self.max_tokens, self.dropped = "max_tokens", frozenset()
         self.told = -math.inf       # when the last notice was printed
@@ -95,7 +97,7 @@ class Server:
                                             verify=ssl.create_default_context())
             httpx.URL(self.url)
         except (ImportError, ValueError, httpx.InvalidURL) as error:    # of a proxy's address, too
-            raise UserError(f"--base_url {self.url}, or a proxy of the environment: {error}")
+            raise UserError(f"{flag} {self.url}, or a proxy of the environment: {error}")
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
@@ -122,6 +124,8 @@ class Server:
                     hint = (f"; the calls of a step have {2 * self.timeout:g} s together, twice "
                             "--request_timeout")
                 if lasts or time.monotonic() + pause > last:
+                    if not isinstance(error, (Refused, TimeoutError)):      # of what nobody has read
+                        hint = ""
                     raise UserError(f"{self.flag} {self.url}{path}: {explain(error)}{hint}")
             time.sleep(pause)
             pause = min(2 * pause, 30)
@@ -166,7 +170,10 @@ class Server:
         """(response, its body). Refused when that is longer than LONGEST."""
         found, most = bytearray(), json_files.LONGEST
         async with self.client.stream(method, self.url + path, content=data) as response:
-            async for part in response.aiter_bytes():
+            packed = response.headers.get("Content-Encoding", "identity")
+            if packed != "identity":
+                raise Refused(415, f"its answer is {printable(packed, 40)}, and was asked for as it is")
+            async for part in response.aiter_raw():
                 found += part
                 if len(found) > most:
                     raise Refused(413, f"its answer is longer than {most >> 20} MiB")
@@ -198,15 +205,18 @@ class Server:
             print(printable(message))
 
 
-def address(base_url):
+def address(base_url, flag):
     """(address without the user's name and password, those or ""). Raises UserError."""
     try:
         parts = urllib.parse.urlsplit(base_url.rstrip("/"))
     except ValueError as error:
-        raise UserError(f"--base_url: is not an address ({error})")
+        raise UserError(f"{flag}: is not an address ({error})")
     # a part of a password may stand there
     need("@" not in parts.path + parts.query + parts.fragment,
-         "--base_url: a name or password in it holds / ? or #; write them as %2F, %3F, %23")
+         f"{flag}: a name or password in it holds / ? or #; write them as %2F, %3F, %23")
+    need(not parts.query and not parts.fragment,     # which may be a key, so it is not shown
+         f"{flag}: ends in ?... or #..., which no call would carry; give the key in OPENAI_API_KEY, "
+         "and an address that ends in its path, mostly /v1")
     user, _, host = parts.netloc.rpartition("@")
     return parts._replace(netloc=host).geturl(), urllib.parse.unquote(user)
 

@@ -12,7 +12,7 @@ from common import flags
 from common.flags import UserError, need
 
 LABELS = "its labels alone can be learned, as distill/create_data.py makes them"
-OF_TEACHER = ("divergence", "js_beta", "on_policy", "max_new_tokens", "base_url")
+OF_TEACHER = ("divergence", "js_beta", "distill_topk", "distill_weight", "on_policy", "max_new_tokens", "base_url")
 
 
 def check_flags(args, parser, world_size):
@@ -21,8 +21,6 @@ def check_flags(args, parser, world_size):
         return getattr(args, flag) != parser.get_default(flag)
     args.teacher_path = args.teacher_path or (args.prompt_file and args.model_path)
     need(args.prompt_file or not given("prompt_role"), "--prompt_role needs --prompt_file")
-    need(args.distill_topk or args.teacher_path or args.distill_weight is None,
-         "--distill_weight needs --distill_topk, --teacher_path or --prompt_file")
     if args.distill_weight is not None:
         need(0 < args.distill_weight <= 1,
              f"--distill_weight is {args.distill_weight}; it must be above 0, at most 1")
@@ -42,6 +40,9 @@ def check_flags(args, parser, world_size):
         need(not args.replay_every, "--replay_every compares bit for bit, which a server's scores "
                                     "are not: drop it, or --teacher_url")
     if args.teacher_url or args.base_url:
+        from distill.teacher_server import address
+        for flag in ("teacher_url", "base_url"):
+            address(getattr(args, flag) or "", f"--{flag}")
         need(0 < 2 * args.request_timeout < args.collective_timeout,
              f"--request_timeout {args.request_timeout:g}: a server that fails is waited for twice "
              f"as long, which must end before --collective_timeout ({args.collective_timeout} s)")
@@ -96,18 +97,20 @@ def open_side(args, config, tokenizer):
     fewer positions). config, tokenizer: the student's. Raises UserError.
     """
     from core import chat
-    from distill import weights
+    from distill import causal_lm
     from distill.choices import THINKING
     from distill.teacher import Prompt, read_prompt
     named = args.prompt_file
     prompt = read_prompt(named, args.prompt_role) if named else Prompt("none", "")
     if args.teacher_path == args.model_path and not args.teacher_url:
+        check_topk(args, config.vocab_size)
         return prompt, None, config
-    folder = weights.find_model(args.teacher_path, "--teacher_path")
-    theirs = weights.load_config(folder)
+    folder = causal_lm.find_model(args.teacher_path, "--teacher_path")
+    theirs = causal_lm.load_config(folder)
     own = chat.load_tokenizer(folder, template=args.chat_template)
-    weights.check_vocabulary(own, theirs)
+    causal_lm.check_vocabulary(own, theirs)
     check_same(tokenizer, own, min(config.vocab_size, theirs.vocab_size), args.teacher_path)
+    check_topk(args, min(config.vocab_size, theirs.vocab_size))
     need(not args.on_policy or config.vocab_size <= theirs.vocab_size,
          f"--on_policy: the student may draw {config.vocab_size:,} ids, and --teacher_path "
          f"{args.teacher_path} reads {theirs.vocab_size:,}")
@@ -115,6 +118,12 @@ def open_side(args, config, tokenizer):
                   key=lambda c: getattr(c, "max_position_embeddings", None) or 1 << 30)
     encoder = chat.Encoder(own, args.train_turns, thinking=THINKING[args.enable_thinking])
     return prompt, encoder, smaller
+
+
+def check_topk(args, tokens):
+    """Raise UserError unless the vocabulary has more tokens than --distill_topk: the rest is one."""
+    need(args.distill_topk < tokens, f"--distill_topk {args.distill_topk}: the models have {tokens:,} "
+                                     "tokens; give a smaller number, or 0 for all of them")
 
 
 def check_lesson(args, table, numbers):
@@ -147,6 +156,9 @@ def context(record):
         check_messages({"messages": whole})
     except ValueError as error:
         raise ValueError(f'its "teacher_messages": {error}')
+    if (role := given[-1]["role"]) not in ("user", "tool"):
+        raise ValueError(f'its "teacher_messages" end with a message of the {role}: the teacher would '
+                         "read more than the question; end them with the user's")
     # answers among them are context: only the last one is learned
     return [m | {"weight": 0} if m["role"] == "assistant" else m for m in given], messages[-1]
 

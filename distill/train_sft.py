@@ -12,7 +12,7 @@ micro-steps). The counts come from the plan that all ranks share, so no rank has
 trained is proven against the tokenizer's chat template (chat.py); a template where that fails is refused.
 
 With --teacher_path a second, frozen model scores each token of the answers, and the student learns its distribution
-(divergence.py); with --prompt_file it reads them behind that prompt, which the student does not have. The teacher may
+(losses.py); with --prompt_file it reads them behind that prompt, which the student does not have. The teacher may
 be the student's own base. The answers are those of the data, or with --on_policy the student's own.
 
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
@@ -31,7 +31,6 @@ from distill.choices import CHECKS, DISTILLING, DIVERGENCES, THINKING, TOO_LONG
 # LoRA takes about ten times the rate of full fine-tuning (thinking-machines-lab/tinker-cookbook's rule).
 LORA_RATE, FULL_RATE = 2e-4, 2e-5
 GLOBAL_BATCH = 128      # samples an optimizer step, unless flags say otherwise
-DISTILL_WEIGHT = 0.5
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags
@@ -62,8 +61,7 @@ def build_parser():
     g.add_argument("--train_turns", choices=("all", "last"), default="all",
                    help="assistant turns that are trained; with a prompt around the user's text always the last")
     g.add_argument("--preprocess_num_proc", type=int, default=min(8, flags.usable_cpus()),
-                   help="processes that read and tokenise large files, 0 = in the trainer; always so with "
-                        "--distill_topk")
+                   help="processes that read and tokenise large files, 0 = in the trainer")
     g.add_argument("--max_length", type=int, default=0,
                    help="tokens a sample may have, 0 = the model's positions; with --prompt_file those of student and "
                         "teacher together")
@@ -94,11 +92,10 @@ def build_parser():
                    help="with --base_url, optimizer steps after which the server gets the adapters anew")
     g.add_argument("--request_timeout", type=float, default=240.0, help="seconds that one request may take in all")
     g.add_argument("--distill_topk", type=int, default=0, metavar="K",
-                   help="learn the teacher's K likeliest tokens, as create_data.py --logprobs stored them; 0 = off. "
-                        "With a teacher compare those and the sum of all others; 0 = the whole vocabulary")
+                   help="compare the teacher's K likeliest tokens and the sum of all others; 0 = the whole vocabulary")
     g.add_argument("--distill_weight", type=float,
                    help="share of the divergence in the loss of a token that has a teacher, above 0, up to 1 (default: "
-                        f"1 with --teacher_path or --prompt_file, else {DISTILL_WEIGHT})")
+                        "1)")
     g.add_argument("--keep", metavar="FILE", help="chats whose answers are to stay as likely as the base makes them")
     g.add_argument("--keep_weight", type=float, default=1.0, help="of KL(base, student) a token, in the loss")
     g.add_argument("--keep_every", type=int, default=4, help="steps from one batch of them to the next")
@@ -148,12 +145,11 @@ def check_flags(args, world_size):
     flags.check_loading(args, build_parser())
     flags.at_least_one(args, "group_size")
     flags.zero_or_more(args, "gradient_accumulation_steps", "distill_topk")
-    distilling = args.distill_topk or args.teacher_path or args.prompt_file
-    if distilling or any(getattr(args, flag) != build_parser().get_default(flag) for flag in DISTILLING):
+    if args.teacher_path or args.prompt_file or any(getattr(args, flag) != build_parser().get_default(flag) for flag in DISTILLING):
         from distill import teaching
         teaching.check_flags(args, build_parser(), world_size)
-    if distilling and args.distill_weight is None:
-        args.distill_weight = 1.0 if args.teacher_path else DISTILL_WEIGHT
+    if args.teacher_path and args.distill_weight is None:
+        args.distill_weight = 1.0
     need(not (args.eval_data_file and args.validation_split),
          "give one of --eval_data_file and --validation_split, not both")
     need(not (args.global_batch_size and args.gradient_accumulation_steps),
@@ -183,8 +179,8 @@ from common import checkpoint, distributed, run, tensor_files
 from common.problems import collect
 from core import chat, loading, metrics, optim, watchdog
 from core.packing import PackOrder, rank_packs, run_length
-from distill import packed_lm, weights
-from distill.dataset import (
+from distill import packed_lm, causal_lm
+from distill.chat_data import (
     Reading,
     make_loader,
     prepare_table,
@@ -208,9 +204,10 @@ def empty_model(folder, args):
         lora = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules, args.model_path,
                 args.use_rslora, args.use_dora)
     dtype = args.use_lora and run.half(args) or torch.float32
-    share = args.distill_weight or 0.0
-    prompted = (args.divergence, args.js_beta, args.distill_topk) if args.teacher_path else None
-    model, parts = packed_lm.build_empty(folder, dtype, lora, args.gradient_checkpointing, share, prompted,
+    prompted = None
+    if args.teacher_path:
+        prompted = (args.distill_weight, args.divergence, args.js_beta, args.distill_topk)
+    model, parts = packed_lm.build_empty(folder, dtype, lora, args.gradient_checkpointing, prompted,
                                          args.base_dtype == "nf4")
     if prompted or args.keep:
         from distill import frozen
@@ -235,7 +232,7 @@ def load_model(args, world, model, parts, resume, sharding):
             adapters.init_adapters(model.net, args.seed)
     if args.float8:
         from core import float8
-        float8.convert(weights.decoder_layers(model.native))
+        float8.convert(causal_lm.decoder_layers(model.native))
     model.train()
     return model if sharding else distributed.wrap_ddp(model, world)
 
@@ -245,14 +242,14 @@ def run_identity(args, inputs, data):
 
     inputs: Inputs. data: fingerprint of the samples trained.
     """
-    teacher = inputs.table.teacher_fingerprint(inputs.train_ids)
+    teacher = None
     if inputs.prompt or inputs.kept:
         from distill import frozen
-        teacher = frozen.fingerprint(args, inputs.kept, teacher)
+        teacher = frozen.fingerprint(args, inputs.kept)
     samples, tokens = args.per_device_train_batch_size, args.max_tokens_per_batch
     pack = f"{tokens} tokens" if tokens else f"{samples} samples"
     trained = "lora on nf4" if args.base_dtype == "nf4" else "lora"
-    return {"base model": weights.fingerprint_weights(inputs.folder),
+    return {"base model": causal_lm.fingerprint_weights(inputs.folder),
             "set of trained weights": trained if args.use_lora else "full",
             "seed": args.seed, "training data": data, "teacher": teacher, "pack": pack}
 
@@ -266,7 +263,7 @@ def save_checkpoint(world, writer, model, tokenizer, optimizer, meta):
         from core import adapters
         files = tensor_files.stage(world, "adapter_model", adapters.adapter_weights(model.net), spread=False)
     else:
-        files = tensor_files.stage(world, "model", dict(model.native.named_parameters()), parts=weights.published)
+        files = tensor_files.stage(world, "model", dict(model.native.named_parameters()), parts=causal_lm.published)
     moments = optim.state_tensors(optimizer, model.named_parameters())
     files |= tensor_files.stage(world, f"{checkpoint.STATE_DIR}/optimizer", moments)
     if world.is_main:
@@ -282,7 +279,7 @@ def save_config(model, tokenizer, folder):
         adapters.save_config(model.net, folder)
         tokenizer.save_pretrained(folder)
     else:
-        weights.save_config(model.native, tokenizer, folder)
+        causal_lm.save_config(model.native, tokenizer, folder)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -383,21 +380,18 @@ def read_inputs(args, world):
     dry, work_dir = args.dry_run is not None, run.work_folder(args)
     for flag in ("model_path", "teacher_path"):     # one downloads for all
         if name := getattr(args, flag):
-            distributed.rank0_first(world, weights.find_model, name, f"--{flag}")
-    folder = weights.find_model(args.model_path)
-    config = weights.load_config(folder)
+            distributed.rank0_first(world, causal_lm.find_model, name, f"--{flag}")
+    folder = causal_lm.find_model(args.model_path)
+    config = causal_lm.load_config(folder)
     tokenizer = chat.load_tokenizer(folder, template=args.chat_template)
-    weights.check_vocabulary(tokenizer, config)
+    causal_lm.check_vocabulary(tokenizer, config)
     encoder = chat.Encoder(tokenizer, args.train_turns, thinking=THINKING[args.enable_thinking])
-    prompt = teacher = behind = None
+    prompt = behind = None
     if args.teacher_path:
         from distill import teaching
         prompt, behind, config = teaching.open_side(args, config, tokenizer)
-    elif args.distill_topk:
-        from distill.topk import Alternatives
-        teacher = Alternatives(tokenizer, args.distill_topk)
-    limit = weights.length_limit(config, args.max_length, args.max_tokens_per_batch)
-    reading = Reading(encoder, limit, args.too_long, teacher, prompt, args.drop_bad,
+    limit = causal_lm.length_limit(config, args.max_length, args.max_tokens_per_batch)
+    reading = Reading(encoder, limit, args.too_long, prompt, args.drop_bad,
                       args.preprocess_num_proc, behind)
     paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
 
@@ -489,7 +483,7 @@ def train(args):
         model, parts = empty_model(resume, args)
     wrapped = load_model(args, world, model, parts, resume, run.sharding(args, ranks))
     # generate stops where trained answers end
-    new_ends = weights.stop_at(model.native, inputs.ends)
+    new_ends = causal_lm.stop_at(model.native, inputs.ends)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
                                   (0.9, args.adam_beta2), packed_lm.decays)

@@ -2,12 +2,12 @@
 # Teacher labels on one node of 8 GPUs: 8 / (TP x PP) instances of distill/create_data.py side by
 # side, one shard each.
 #
-#   bash launch/create_data_h100x8.sh [INPUT [OUTPUT [TP]]] [flags of distill/create_data.py]
-#   TP=1 suits a 30B-A3B teacher in bf16 on 80 GB as well; 4 is the default; 2 and 8 work alike
+#   bash launch/create_data_h100x8.sh INPUT [OUTPUT [TP]] [flags of distill/create_data.py]
 #
-# DRY_RUN=1 checks, prints the commands and ends. Ctrl-C, SIGTERM or a dying instance leave no
-# process and lose nothing that was finished: the same command goes on, also with another TP. OUTPUT
-# appears when every line is finished.
+# OUTPUT is ./data/prompt_distillation_lang.jsonl by default; it appears when every line is finished.
+# TP is 4 by default; 1 suits a 30B-A3B teacher in bf16 on 80 GB as well. DRY_RUN=1 checks, prints
+# the commands and ends. Ctrl-C, SIGTERM or a dying instance leave no process and lose nothing that
+# was finished: run the same command again, also with another TP.
 set -euo pipefail
 LAUNCHER=create_data_h100x8
 
@@ -17,30 +17,25 @@ source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
 # vLLM's all-reduce (TP > 1) cannot share such memory
 if [ -z "$allocator" ]; then unset PYTORCH_ALLOC_CONF; fi
 
-# not all of known_settings: the student's, of one command for both, are in the environment too
-known=(MODEL PP MAX_MODEL_LEN ENGINE GPUS RESTART_S STOP_S LOG_EVERY_S)
-misspelt
-
 MODEL=${MODEL:-Qwen/Qwen3-30B-A3B-Instruct-2507}    # the teacher: folder or hub name
 PP=${PP:-1}                             # pipeline stages; TP x PP GPUs an instance
-MAX_MODEL_LEN=${MAX_MODEL_LEN:-8192}  # tokens; the teacher's own 262,144 would not fit
+MAX_MODEL_LEN=${MAX_MODEL_LEN:-8192}    # tokens; the teacher's own 262,144 would not fit
 ENGINE=${ENGINE:-vllm}                  # of distill/create_data.py
 GPUS=${GPUS:-$(count_gpus)}             # GPUs to use
-VENV=${VENV:-}  # a virtual environment; none: the one this shell is in; default: env.sh
-CONDA_ENV=${CONDA_ENV:-}                # or a conda environment
 MAX_RESTARTS=${MAX_RESTARTS:-2}         # of each instance that fails
 RESTART_S=${RESTART_S:-10}              # seconds before that
 STOP_S=${STOP_S:-60}                    # seconds that instances get to end; then they are killed
 LOG_EVERY_S=${LOG_EVERY_S:-30}          # seconds between looks at how far they are
 DRY_RUN=${DRY_RUN:-0}                   # 1: check, print the commands, end
+known=(MODEL PP MAX_MODEL_LEN ENGINE GPUS RESTART_S STOP_S LOG_EVERY_S)
+OTHERS='' known_settings                # those of the student may be set for both launchers
 
 # -- checks ----------------------------------------------------------------------------------------
 
-input=../tinker-cookbook/example-data/multilingual.txt      # defaults
-output=./data/prompt_distillation_lang.jsonl tp=4
-if [ $# -gt 0 ] && [[ $1 != -* ]]; then input=$1; shift; fi
-if [ $# -gt 0 ] && [[ $1 != -* ]]; then output=$1; shift; fi
-if [ $# -gt 0 ] && [[ $1 != -* ]]; then tp=$1; shift; fi
+given=()
+while [ $# -gt 0 ] && [ ${#given[@]} -lt 3 ] && [[ $1 != -* ]]; do given+=("$1"); shift; done
+input=${given[0]:-} output=${given[1]:-./data/prompt_distillation_lang.jsonl} tp=${given[2]:-4}
+[ -n "$input" ] || die "INPUT is not set: $LAUNCHER.sh INPUT [OUTPUT [TP]], a line each"
 case $tp in 1 | 2 | 4 | 8) ;; *) die "TP is '$tp': 1, 2, 4 or 8" ;; esac
 [[ $PP =~ ^[1-9][0-9]*$ ]] || die "PP=$PP: a number from 1 on"
 [[ $GPUS =~ ^[1-9][0-9]*$ ]] || die "$HOSTNAME has $GPUS GPUs; set GPUS"
@@ -51,8 +46,7 @@ engine=()
 if [ "$ENGINE" = vllm ]; then engine=(vllm); fi
 use_environment python torch "${engine[@]}"
 
-instances=$((GPUS / (tp * PP)))
-devices=()
+instances=$((GPUS / (tp * PP))) devices=()
 if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then IFS=, read -ra devices <<<"$CUDA_VISIBLE_DEVICES"; fi
 for ((i = ${#devices[@]}; i < GPUS; i++)); do devices+=("$i"); done
 slice() { local IFS=,; echo "${devices[*]:$1 * tp * PP:tp * PP}"; }     # the GPUs of an instance
@@ -92,8 +86,7 @@ instance() {        # NUMBER: start it until it ends well, has failed too often 
         end_all "$mark\.$1"
         if [ $status = 0 ] || [ -e "$stop" ]; then break; fi
         say "instance $1 ended with status $status: $(tail -n 1 "$logs/instance-$1.log")"
-        if [ $tries -ge "$MAX_RESTARTS" ]; then return 1; fi
-        tries=$((tries + 1))
+        if [ $((tries++)) -ge "$MAX_RESTARTS" ]; then return 1; fi
         say "instance $1 starts again in $RESTART_S s ($tries of $MAX_RESTARTS)"
         sleep "$RESTART_S"
     done

@@ -3,33 +3,19 @@
 #
 #   bash launch/distill_demo.sh [flags of distill/train_sft.py]
 #   QUESTIONS=lines.txt PROMPT=system.txt FOLLOWS='^Ahoy' TOPIC= OUT=mine bash launch/...   your own
-#   STORY=language bash launch/distill_demo.sh      labels: distill_h100x8.sh in small
 #
 # SmolLM2-135M-Instruct behind a system prompt is the teacher; the same model, without the prompt,
-# learns by LoRA on 2 processes to answer as if it had read it (train_sft.py --prompt_file). A
-# control learns from the same questions with each other's answers. All are judged by questions
-# about things that no training question names. Exit status 0 only if the student went half of the
-# way to its teacher, in divergence and in following the prompt, and the control did not.
-#
-# Ctrl-C and SIGTERM save and leave no process; the same command goes on.
+# learns by LoRA on 2 processes to answer as if it had read it. A control learns from the same
+# questions with each other's answers. Both are judged by questions about things that no training
+# question names. Exit status 0 only if the student closed half of the gap to its teacher, in
+# divergence and in following the prompt, and the control did not. Ctrl-C and SIGTERM save; the same
+# command resumes.
 set -euo pipefail
 # shellcheck disable=SC2034     # env.sh's messages begin with it
 LAUNCHER=distill_demo
 # shellcheck source=launch/env.sh
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
 
-setting STORY prompt                    # or language, which reads OUT, STUDENT and RANKS
-case $STORY in
-prompt) ;;
-language)
-    for name in QUESTIONS PROMPT STEPS BATCH LEARNING_RATE GROUP_SIZE HELD_OUT ANSWER_TOKENS \
-        FOLLOWS TOPIC MIN_CLOSED KEEP; do
-        [ -z "${!name+set}" ] || die "$name is set, which STORY=language does not read"
-    done
-    ;;
-*) die "STORY=$STORY: prompt or language" ;;
-esac
-[ "$STORY" = prompt ] || defaults[OUT]=distill_language_out
 setting OUT distill_out                 # everything is written below this folder
 setting QUESTIONS "$REPO/distill/demo/data/questions.txt"   # lines
 setting PROMPT "$REPO/distill/prompts/dictionary.txt"       # of the teacher
@@ -43,8 +29,8 @@ setting HELD_OUT 0.29                   # share of groups the student never trai
 setting ANSWER_TOKENS "$([[ $PROMPT = */dictionary.txt ]] && echo 32 || echo 128)"  # of an answer
 setting FOLLOWS '^(?i:{topic}): [^\n:]+$'           # pattern of answers that follow the prompt
 setting TOPIC '^(?:What|Why|Where) (?:is|are) (\w+)'   # {topic} in it is this, of the question
-setting MIN_CLOSED 0.5                  # part of the way, 0 to 1
-setting KEEP 0          # 1: keep what the base answers to other questions; yet others judge that
+setting MIN_CLOSED 0.5                  # share of the gap to close, 0 to 1
+setting KEEP 0                          # 1: keep the base's answers to other questions (--keep)
 known_settings
 
 for name in GROUP_SIZE BATCH STEPS ANSWER_TOKENS ${RANKS:+RANKS}; do
@@ -64,14 +50,31 @@ done
 source "$REPO/launch/setup.sh"
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 RANKS=${RANKS:-$((gpus == 0 ? 2 : gpus))}
-[ "$STORY" = language ] || [ $((BATCH % RANKS)) = 0 ] ||
-    die "BATCH=$BATCH is not a multiple of $RANKS processes (RANKS)"
+[ $((BATCH % RANKS)) = 0 ] || die "BATCH=$BATCH is not a multiple of $RANKS processes (RANKS)"
 precision=()
 if [ "$gpus" != 0 ]; then precision=(--bf16); fi      # many CPUs are slower with it
 export PYTHONPATH=$OUT/packages${PYTHONPATH:+:$PYTHONPATH} HF_HUB_DISABLE_PROGRESS_BARS=1
-mkdir -p "$OUT"
-# shellcheck source=launch/stages.sh
-source "$REPO/launch/stages.sh"
+mkdir -p "$OUT/steps"
+
+# shellcheck disable=SC2317,SC2329     # supervise calls these
+ask() { kill -TERM -- "-$1"; }
+# shellcheck disable=SC2317,SC2329
+end() { kill -INT -- "-$1"; }       # node.sh, asked before, ends the trainers
+step() {        # NAME PRODUCT COMMAND...: run it unless this very command has made PRODUCT
+    local name=$1 product=$2 status=0
+    shift 2
+    if [ -e "$product" ] && [ "$(cat "$OUT/steps/$name" 2>/dev/null)" = "$(shown "$@")" ]; then
+        echo "== $name: finished, $product"
+        return
+    fi
+    echo "== $name"
+    supervise ask end "$@" || status=$?
+    trap - TERM HUP INT
+    [ -z "$asked" ] || exit $((128 + $(kill -l "$asked")))
+    [ $status = 0 ] || exit $status
+    need_file "$product" "$name"
+    shown "$@" >"$OUT/steps/$name"
+}
 
 if [ -z "$STUDENT" ]; then      # what only this demo needs stands apart from the environment
     STUDENT=$OUT/smollm2
@@ -81,47 +84,23 @@ if [ -z "$STUDENT" ]; then      # what only this demo needs stands apart from th
     step base "$STUDENT/model.safetensors" env TQDM_DISABLE=1 \
         python distill/demo/get_smollm2.py "$STUDENT"
 fi
-if [ "$STORY" = language ]; then        # a language identifier in a teacher's place
-    step identifier "$OUT/packages/py3langid/__init__.py" python -m pip install --quiet --upgrade \
-        --disable-pip-version-check --no-deps --target "$OUT/packages" py3langid==0.4.0
-    port=PORT
-    if [ "${DRY_RUN:-0}" != 1 ]; then
-        rm -f "$OUT/port"
-        python distill/demo/langid_server.py --port_file "$OUT/port" &      # ends with this process
-        while [ ! -e "$OUT/port" ] && kill -0 $! 2>/dev/null; do sleep 0.2; done
-        [ -e "$OUT/port" ] || die "distill/demo/langid_server.py did not start"
-        port=$(cat "$OUT/port")
-    fi
-    export no_proxy=127.0.0.1,${no_proxy:-${NO_PROXY:-}}        # else a proxy would be asked for it
-    # adapters under DDP: without a GPU little else would be as fast between processes
-    exec env -u STORY -u OUT -u RANKS TEACHER="http://127.0.0.1:$port/v1" \
-        TEACHER_NAME=py3langid TEACHER_FLAGS="--concurrency 8" STUDENT="$STUDENT" GPUS="$RANKS" \
-        LORA=1 SWITCHES= VENV=none MIN_AGREEMENT=0.7 \
-        JUDGE_FLAGS="--min_gain 0.3 --prompt_max_new_tokens 32" \
-        bash launch/distill_h100x8.sh distill/demo/data/sentences.txt "$OUT" --parallel ddp \
-        --learning_rate 1e-3 --max_tokens_per_batch 512 --gradient_accumulation_steps 1 \
-        --max_steps 40 --save_steps 20 --eval_steps 0 --num_workers 1 "${precision[@]}" "$@"
-fi
-step answers "$OUT/answers.jsonl" python distill/create_data.py --input_file "$QUESTIONS" \
-    --prompt_file "$PROMPT" --prompt_role system --parser whole --output_file "$OUT/answers.jsonl" \
-    --model_name "$STUDENT" --engine transformers --batch_size 66 --chunk_size 1024 \
-    --temperature 0 --max_retries 0 --max_tokens "$ANSWER_TOKENS"
+label() {       # NAME QUESTIONS MAX_TOKENS [flags]
+    step "$1" "$OUT/$1.jsonl" python distill/create_data.py --input_file "$2" --parser whole \
+        --output_file "$OUT/$1.jsonl" --model_name "$STUDENT" --engine transformers \
+        --batch_size 66 --chunk_size 1024 --temperature 0 --max_retries 0 --max_tokens "${@:3}"
+}
+label answers "$QUESTIONS" "$ANSWER_TOKENS" --prompt_file "$PROMPT" --prompt_role system
 step swapped "$OUT/swapped.jsonl" python distill/demo/swap_answers.py "$OUT/answers.jsonl" \
     "$OUT/swapped.jsonl"
-
-threads=$(($(count_cpus) / RANKS))
 kept=() unrelated=()
-if [ "$KEEP" = 1 ]; then
-    for name in keep unrelated; do      # the base itself answers, behind no prompt
-        step "$name" "$OUT/$name.jsonl" python distill/create_data.py \
-            --input_file "distill/demo/data/$name.txt" --prompt_file distill/prompts/none.txt \
-            --parser whole --output_file "$OUT/$name.jsonl" --model_name "$STUDENT" \
-            --engine transformers --batch_size 66 --chunk_size 1024 --temperature 0 \
-            --max_retries 0 --max_tokens 200
+if [ "$KEEP" = 1 ]; then        # the base itself answers, behind no prompt
+    for name in keep unrelated; do
+        label $name distill/demo/data/$name.txt 200 --prompt_file distill/prompts/none.txt
     done
     kept=(--keep "$OUT/keep.jsonl") unrelated=(--unrelated "$OUT/unrelated.jsonl")
 fi
 
+threads=$(($(count_cpus) / RANKS))
 train() {           # NAME ANSWERS [flags]
     step "$1" "$OUT/$1/checkpoint-$STEPS/manifest.json" \
         env OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}" \
@@ -140,7 +119,6 @@ step evaluation "$OUT/training/evaluation/evaluation.json" python distill/evalua
     --output_dir "$OUT/training/evaluation" --follows "$FOLLOWS" ${TOPIC:+--topic "$TOPIC"} \
     --max_new_tokens "$ANSWER_TOKENS" --batch_size 64 --min_closed "$MIN_CLOSED" "${unrelated[@]}"
 
-if [ "${DRY_RUN:-0}" = 1 ]; then exit; fi
 echo "== result"
 python common/report.py "$OUT/training"
 cat "$OUT/training/evaluation/evaluation.txt"

@@ -1,11 +1,22 @@
 #!/usr/bin/env bash
-# Settings and checks shared by the launchers; sourced, not run. What is set already is kept:
+# Settings and checks shared by the launchers; sourced, not run. Settings of the shell win:
 # NCCL_DEBUG=INFO sbatch ...
 
-# This repository; absolute, for other folders and nodes.
 REPO=$(cd -P "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 
-# -- what this node has ----------------------------------------------------------------------------
+for word; do        # --help prints the comment at the top of the launcher
+    case $word in -h | --help)
+        sed -n '2,${/^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p}' "$0"
+        exit ;;
+    esac
+done
+
+say() { echo "${LAUNCHER:-launch}: $*" >&2; }
+die() { say "error: $*"; exit 1; }
+need_file() { [ -e "$1" ] || die "${2:-$1}: no such file: $1"; }
+
+# A command as it may be printed and kept: without names and passwords in addresses.
+shown() { printf '%q ' "$@" | sed -E 's,://[^/?# ]*@,://,g'; }
 
 # The GPUs torch will see: those the driver lists, or fewer when CUDA_VISIBLE_DEVICES says so.
 count_gpus() {
@@ -13,9 +24,9 @@ count_gpus() {
     if command -v nvidia-smi >/dev/null; then
         listed=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
     fi
-    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
-        IFS=, read -ra visible <<<"$CUDA_VISIBLE_DEVICES"
-        if [ "${#visible[@]}" -lt "$listed" ]; then listed=${#visible[@]}; fi
+    IFS=, read -ra visible <<<"${CUDA_VISIBLE_DEVICES-}"
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ] && [ "${#visible[@]}" -lt "$listed" ]; then
+        listed=${#visible[@]}
     fi
     echo "$listed"
 }
@@ -25,24 +36,14 @@ count_cpus() {
     echo "${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-$(env -u OMP_NUM_THREADS nproc)}}"
 }
 
-# -- checks, each ending in one clear line ---------------------------------------------------------
-
-say() { echo "${LAUNCHER:-launch}: $*" >&2; }
-die() { say "error: $*"; exit 1; }
-
-# A command as it may be printed and kept: without names and passwords in addresses.
-shown() { printf '%q ' "$@" | sed -E 's,://[^/?# ]*@,://,g'; }
-
-need_file() { [ -e "$1" ] || die "${2:-$1}: no such file: $1"; }
-
 need_free_port() {
     if (exec 3<>"/dev/tcp/localhost/$1") 2>/dev/null; then
         die "port $1 on $(hostname) is in use; set MASTER_PORT to another one"
     fi
 }
 
-# flag_value --output_dir ./output "$@": the flag's value in a command line, the last one as in the
-# trainer, else in its --config FILE, else the default.
+# flag_value --output_dir ./output "$@": the flag's last value in a command line, else in its
+# --config FILE, else the default.
 flag_value() {
     local flag=$1 value=$2 file='' given=''
     shift 2
@@ -62,25 +63,22 @@ flag_value() {
     echo "$value"
 }
 
-# True if the command line has this flag: has_flag --output_dir "$@"
-has_flag() {
+has_flag() {        # has_flag --output_dir "$@"
     local flag=$1 word
-    shift
-    for word in "$@"; do case $word in "$flag" | "$flag="*) return 0 ;; esac; done
+    for word in "${@:2}"; do case $word in "$flag" | "$flag="*) return 0 ;; esac; done
     return 1
 }
 
 # -- settings of a launcher ------------------------------------------------------------------------
 
-# The launcher's arguments; what it knows as a setting; what goes to its trainer.
+# The launcher's arguments; the names of its settings; what goes to its trainer; defaults of a
+# launcher that runs another one.
 arguments=("$@") known=() flags=()
-
-# A launcher that runs another one has defaults of its own.
 declare -A defaults
 
 # setting NAME DEFAULT [FLAG [FOLDER_FLAG]]: a variable that people may set. Its value goes to the
-# trainer behind FLAG, or FOLDER_FLAG where it is a folder, unless it is empty; with FLAG "-" the
-# launcher sees to that. The arguments, and --config, count more than the default.
+# trainer after FLAG (FOLDER_FLAG for a folder) unless it is empty; FLAG "-": the launcher passes it.
+# Arguments and --config override the default.
 setting() {
     local set=${!1+yes} flag
     known+=("$1")
@@ -99,37 +97,32 @@ setting() {
     flags+=("$flag" "${!1}")
 }
 
-# known_settings: refuse what is not in `known`. A setting of another launcher or of people's notes
-# would do nothing, nor would a misspelt one: BATCHSIZE, DRYRUN.
+OTHERS="BATCH BATCH_SIZE BLOCK_SIZE CODEC DATA DATA_PATH EPOCHS EVAL_STEPS GLOBAL_BATCH
+    GLOBAL_BATCH_SIZE GPUS GRAD_ACCUM GROUP_SIZE HDP_LAYOUT INIT_FROM LEARNING_RATE LOADERS
+    LOGGING_STEPS LORA LORA_ALPHA LORA_RANK LORA_TARGETS LR MAX_LENGTH MAX_STEPS MICRO_BATCH_SIZE
+    MODEL MODEL_PATH NUM_EPOCHS NUM_GPUS NUM_WORKERS OUTPUT_DIR PREPROCESS PRESET REPORT_TO
+    SAMPLE_FLAGS SAVE_STEPS SEQ_LEN SEQ_LENGTH SIZE STORY SWITCHES TEST_DATA TOKENIZER TRAIN_DATA
+    TRAIN_FILE VALIDATION WARMUP WARMUP_STEPS WORKERS"      # settings of other launchers and notes
+
+# Refuse a variable that would do nothing: one of OTHERS, or a misspelt one of `known`.
 known_settings() {
-    local name
-    for name in BATCH BATCH_SIZE BLOCK_SIZE CODEC DATA DATA_PATH EPOCHS EVAL_STEPS GLOBAL_BATCH \
-        GLOBAL_BATCH_SIZE GPUS GRAD_ACCUM GROUP_SIZE HDP_LAYOUT INIT_FROM LEARNING_RATE LOADERS \
-        LOGGING_STEPS LORA LORA_ALPHA LORA_RANK LORA_TARGETS LR MAX_LENGTH MAX_STEPS \
-        MICRO_BATCH_SIZE MODEL MODEL_PATH NUM_EPOCHS NUM_GPUS NUM_WORKERS OUTPUT_DIR PREPROCESS \
-        PRESET REPORT_TO SAMPLE_FLAGS SAVE_STEPS SEQ_LEN SEQ_LENGTH SIZE SWITCHES \
-        TEST_DATA TOKENIZER TRAIN_DATA TRAIN_FILE VALIDATION WARMUP WARMUP_STEPS WORKERS; do
+    local name near
+    for name in $OTHERS; do
         case " ${known[*]} " in *" $name "*) continue ;; esac
         [ -z "${!name+set}" ] ||
             die "$name=${!name}: not a setting of this launcher; it has ${known[*]}"
     done
-    misspelt
-}
-
-# misspelt: refuse what is nearly one of `known`; RANK and TOKEN are other programs'
-misspelt() {
-    local near
     near=$(compgen -e | python3 -ISc 'import difflib, sys
 for name in sys.stdin.read().split():
-    if name not in (*sys.argv, "RANK", "TOKEN"):
+    if name not in (*sys.argv, "RANK", "TOKEN"):        # those are other programs
         for near in difflib.get_close_matches(name, sys.argv[1:], 1, 0.85): print(name, near)' \
         "${known[@]}" VENV CONDA_ENV NPROC_PER_NODE MASTER_PORT PORT_BASE MAX_RESTARTS \
-        MAX_REQUEUES LOG_DIR DRY_RUN 2>/dev/null) || near=''
+        MAX_REQUEUES LOG_DIR DRY_RUN SRUN_ARGS MIN_GPUS 2>/dev/null) || near=''
     [ -z "$near" ] || die "${near%% *} is set, which is not a setting; the nearest is ${near##* }"
 }
 
-# translate ARGUMENT...: overrides as other people's scripts take them, turned into flags by the
-# array `overrides`, KEY to FLAG, that the launcher has. The result is `arguments`.
+# translate ARGUMENT...: key=value overrides of other people's scripts -> flags, by the array
+# `overrides`, KEY to FLAG, of the launcher. The result is `arguments`.
 translate() {
     local argument key flag value
     arguments=()
@@ -170,7 +163,7 @@ read_switches() {
 
 # -- the Python environment ------------------------------------------------------------------------
 
-# on_path PROGRAM PACKAGE...: true if the PATH has this program, and its python these packages.
+# on_path PROGRAM PACKAGE...: whether PATH has this program, and its python these packages.
 on_path() {
     command -v "$1" >/dev/null && python -c 'import importlib.util as u, sys
 sys.exit(not all(map(u.find_spec, sys.argv[1:])))' "${@:2}" 2>/dev/null
@@ -178,7 +171,7 @@ sys.exit(not all(map(u.find_spec, sys.argv[1:])))' "${@:2}" 2>/dev/null
 
 has_conda_env() { command -v conda >/dev/null && conda env list | grep "^$1 " >/dev/null; }
 
-# False if python's torch can use no GPU; prints torch's folder. An import would take seconds.
+# Prints torch's folder; false if that torch can use no GPU. An import would take seconds.
 torch_for_gpus() {
     python -c 'import importlib.util as u, pathlib, runpy, sys
 spec = u.find_spec("torch")
@@ -189,10 +182,8 @@ built = runpy.run_path(folder / "version.py")
 sys.exit(not any(built.get(name) for name in ("cuda", "hip", "xpu")))'
 }
 
-# use_environment PROGRAM PACKAGE...: activate what the run needs. VENV=FOLDER is a virtual
-# environment, VENV=none the one this shell is in, as it is, and CONDA_ENV a conda environment. With
-# neither it is the one this shell is in if it has all that is named, else the .venv of
-# launch/setup.sh.
+# use_environment PROGRAM PACKAGE...: activate VENV, or CONDA_ENV; with neither the environment of
+# this shell if it has all that is named, else the .venv of launch/setup.sh. VENV=none: as it is.
 use_environment() {
     local folder=${VENV:-}
     if [ -z "$folder" ] && [ -n "${CONDA_ENV:-}" ]; then
@@ -214,39 +205,21 @@ use_environment() {
         die "no $1 on PATH: set VENV or CONDA_ENV, or run bash launch/setup.sh"
 }
 
-# set_up PROGRAM PACKAGE...: for demos; what use_environment will look for is made, unless it is
-# there.
-set_up() {
-    case ${VENV:-} in
-    none) return ;;
-    '') if [ -n "${CONDA_ENV:-}" ] || on_path "$@"; then return; fi ;;
-    *) if PATH=$VENV/bin on_path "$@"; then return; fi ;;
-    esac
-    bash "$REPO/launch/setup.sh"        # quick if an earlier one came to its end
-}
-
 # -- settings for torch ----------------------------------------------------------------------------
 
-# Segments that grow fit batches of changing length without fragments. No max_split_size_mb beside
-# it: it would only bar smaller requests from larger free blocks. CUDA 12's older name wins if it is
-# set.
+# Segments that grow fit batches of changing length without fragments; CUDA 12's older name of the
+# variable wins if it is set. Not set here: TORCH_NCCL_ASYNC_ERROR_HANDLING (its default ends a rank
+# whose collective failed; the 1 of older advice can block the dump below) and
+# CUDA_DEVICE_MAX_CONNECTIONS (1 is for tensor parallelism; DDP and FSDP lose overlap).
 if [ -z "${PYTORCH_CUDA_ALLOC_CONF:-}" ]; then
     export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 fi
-# TORCH_NCCL_ASYNC_ERROR_HANDLING is not set: its default, 3, ends a rank whose collective failed;
-# the 1 of older advice aborts communicators first, which can block the dump below.
-# CUDA_DEVICE_MAX_CONNECTIONS is not set: 1 is for tensor parallelism, and DDP and FSDP lose
-# overlap.
 export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}       # a rank's last collectives,
 export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}      # written when one hangs
-# Where torchrun restarts workers, each start gets a store of its own: out of the agent's they would
-# read addresses of dead ones. Elsewhere the agent's is better: no second port, no name to look up.
-if [ "${MAX_RESTARTS:-0}" != 0 ]; then
+if [ "${MAX_RESTARTS:-0}" != 0 ]; then      # the agent's store would have addresses of dead ranks
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 fi
-# torchrun on one machine, on a free port unless MASTER_PORT says which; no host name has to be
-# known.
-# shellcheck disable=SC2034     # the launchers use it
+# shellcheck disable=SC2034     # torchrun on one machine: a free port, no host name needed
 one_machine=(--rdzv-backend=c10d --rdzv-endpoint="127.0.0.1:${MASTER_PORT:-0}"
     --local-addr=127.0.0.1)
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}        # nodes that end warn for a page
@@ -258,7 +231,7 @@ export PYTHONUNBUFFERED=1                           # a killed process's last wo
 
 # -- running children ------------------------------------------------------------------------------
 
-REPEAT_S=${REPEAT_S:-5}  # seconds until the wish to stop is repeated: a starting trainer misses it
+REPEAT_S=${REPEAT_S:-5}  # seconds until a request to stop is repeated: a starting trainer misses it
 
 # runs PID: is it there? A killed process keeps its number until its parent asks how it ended.
 runs() {
@@ -266,18 +239,18 @@ runs() {
     { read -r stat <"/proc/$1/stat"; } 2>/dev/null && stat=${stat##*) } && [ "${stat%% *}" != Z ]
 }
 
-# left NAME=VALUE: pids of what has this mark in its environment, into whatever session it has gone.
-# VALUE is a pattern. grep's status speaks of processes that ended meanwhile.
+# left NAME=PATTERN: pids of what has this mark in its environment, whatever session it is in.
+# grep fails for processes that ended meanwhile.
 left() {
     env -u "${1%%=*}" grep -lszxE "$1" /proc/[0-9]*/environ | env -u "${1%%=*}" cut -d/ -f3 || true
 }
 
-# end_all NAME=VALUE: kill what has the mark; again, for what was just being started.
+# end_all NAME=PATTERN: kill what has the mark; again, for what was just being started.
 # shellcheck disable=SC2046
 end_all() { for _ in 1 2 3; do kill -KILL $(left "$1") 2>/dev/null || break; done; }
 
-# guard NAME=VALUE SECONDS [COMMAND...]: should this shell be killed, run the command, give what has
-# the mark so many seconds, then kill it. To be called before the mark is exported.
+# guard NAME=PATTERN SECONDS [COMMAND...]: should this shell be killed, run the command, give what
+# has the mark so many seconds, then kill it. Call it before the mark is exported.
 guard() {
     set -m
     (trap '' USR1 TERM HUP INT

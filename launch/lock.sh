@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Write requirements.lock anew: the newest versions that requirements.txt and pyproject.toml allow,
+# Rewrite requirements.lock: the newest versions that requirements.txt and pyproject.toml allow,
 # of every package that launch/setup.sh installs, for all Pythons. torch is not in it, nor what
 # torch's own wheel pins (CUDA, Triton): TORCH_VERSION says which. Then run the tests before you
 # commit it: VERSIONS=newest bash launch/test.sh
 set -euo pipefail
 
+for word; do case $word in -h | --help) sed -n '2,${/^#/!q; s/^# \{0,1\}//p}' "$0"; exit ;; esac; done
 PYTHON=${PYTHON:-python3}  # Python >= 3.11; makes an environment for uv where there is none
 TORCH_VERSION=${TORCH_VERSION:-2.13.0}    # that the others have to fit
 

@@ -1,13 +1,11 @@
 #!/usr/bin/env bash
 # One node's part of a launch: node.sh LOG torchrun ...; slurm.sh calls it once on every node.
 # The node's own copy of the output goes to LOG-NODE.log; "" keeps none.
-trap '' USR1                # first of all: nothing here may die of the wish to stop
+trap '' USR1                # first of all: nothing here may die of a request to stop
 set -euo pipefail
 LAUNCHER=${SLURMD_NODENAME:-$HOSTNAME}
-
 NEED_GPUS=${NEED_GPUS:-0}   # GPUs this node must have
 ORPHAN_S=${ORPHAN_S:-30}    # seconds that children may outlive this shell; Slurm's default as well
-
 # shellcheck source=launch/env.sh
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
 
@@ -35,7 +33,6 @@ mark=LAUNCH_ID=$HOSTNAME-$$
 end_marked() { end_all "$mark"; }
 guard "$mark" "$ORPHAN_S"
 export LAUNCH_ID=$HOSTNAME-$$
-
 status=0
 supervise ask_trainers end_marked "$@" || status=$?
 end_marked

@@ -1,8 +1,15 @@
 #!/usr/bin/env bash
 # Make a Python environment that works, then leave it active. Sourced by the demos and test.sh; run
-# it alone to only set up. Needs Python >= 3.11 and no root: where the distribution left out pip,
-# its package of it is only unpacked. Where uv is installed, it does the work.
+# it alone to only set up. Needs Python >= 3.11 with venv, or uv, and no root.
+#
+#   bash launch/setup.sh                    .venv here, versions of requirements.lock
+#   TORCH_CPU=1 bash launch/setup.sh        torch without CUDA: 0.4 GB instead of 3
+#   VERSIONS=oldest VENV=old bash launch/setup.sh
 set -euo pipefail
+
+for word; do        # --help prints the comment at the top
+    case $word in -h | --help) sed -n '2,${/^#/!q; s/^# \{0,1\}//p}' "$0"; exit ;; esac
+done
 
 PYTHON=${PYTHON:-python3}                 # Python >= 3.11
 VENV=${VENV:-}                            # folder, default .venv here; none: the one we are in
@@ -12,7 +19,6 @@ TORCH_CPU=${TORCH_CPU:-0}                 # 1: a new environment gets torch with
 UV=${UV-uv}                               # does the work where it is installed; empty: pip
 # has that torch, if pip's own indexes do not
 TORCH_INDEX=${TORCH_INDEX-https://download.pytorch.org/whl/cpu}
-PYTHON_WHEELS=${PYTHON_WHEELS:-/usr/share/python-wheels}  # where Debian's python3-pip-whl puts pip
 
 setup_root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 case $VENV in
@@ -55,22 +61,6 @@ print("torch==" + sys.argv[1], *found, sep="\n")' "$TORCH_VERSION")
     esac
 }
 
-# find_pip_wheel FOLDER: a wheel of pip, which python can run as it is: the distribution's,
-# installed or fetched into this folder. The machine's package lists may be empty: our own then,
-# without root.
-find_pip_wheel() {
-    local own=(-o Dir::State="$1/state" -o Dir::State::status=/var/lib/dpkg/status
-        -o Dir::Cache="$1/cache")
-    wheel=$(find "$PYTHON_WHEELS" -name 'pip-*.whl' 2>/dev/null | sort | tail -n 1)
-    [ -z "$wheel" ] || return 0
-    echo "setup: $PYTHON has no pip: fetching python3-pip-whl with apt-get, for $VENV only"
-    mkdir -p "$1/state/lists/partial" "$1/cache/archives/partial"
-    (cd "$1" && { apt-get download python3-pip-whl || { apt-get "${own[@]}" update
-        apt-get "${own[@]}" download python3-pip-whl; }; }) >"$1/log" 2>&1 || return 1
-    for package in "$1"/python3-pip-whl_*.deb; do dpkg -x "$package" "$1"; done
-    wheel=$(find "$1/usr/share/python-wheels" -name 'pip-*.whl' | sort | tail -n 1)
-}
-
 if [ "$VENV" != none ]; then
     if [ ! -x "$VENV/bin/pip" ]; then
         if [ "${#pip[@]}" = 2 ]; then
@@ -78,14 +68,8 @@ if [ "$VENV" != none ]; then
         elif "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null; then
             "$PYTHON" -m venv "$VENV"
         else
-            venv_package="install python3-venv (sudo apt-get install python3-venv)"
-            "$PYTHON" -m venv --without-pip "$VENV" ||
-                setup_error "$PYTHON cannot make a venv: $venv_package"
-            find_pip_wheel "$VENV/pip-package" || setup_error "$PYTHON has no pip and" \
-                "python3-pip-whl cannot be fetched ($(tail -n 1 "$VENV/pip-package/log")):" \
-                "$venv_package, or set PYTHON to one with pip"
-            "$VENV/bin/python" "$wheel/pip" install --quiet --no-index "$wheel"
-            rm -rf "$VENV/pip-package"
+            setup_error "$PYTHON cannot make a venv: sudo apt-get install python3-venv, or" \
+                "install uv (https://docs.astral.sh/uv), or set PYTHON to another one"
         fi
     fi
     # shellcheck disable=SC1091

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Run a trainer on this machine, or on all nodes of the Slurm job we are in; arguments go to the
+# Run a trainer on this machine, or on all nodes of the Slurm job we are in. Arguments go to the
 # trainer. The launchers end in this one; TRAINER=mine.py bash launch/slurm.sh ... runs another
 # script.
 #
 # DRY_RUN=1 checks the trainer's flags, prints the commands and ends. Slurm's warning before the
 # time limit, SIGTERM and Ctrl-C let the trainers finish their step and save; after the warning the
 # job is queued again. A second Ctrl-C ends everything at once.
+# Partition and account are sbatch's own: SBATCH_PARTITION=gpu SBATCH_ACCOUNT=me sbatch ...; a
+# container: SRUN_ARGS="--container-image=/images/torch.sqsh --container-mounts=/data"
 set -euo pipefail
 LAUNCHER=${LAUNCHER:-slurm}                     # what messages begin with
 
@@ -14,16 +16,16 @@ source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
 
 TRAINER=${TRAINER:-}                            # the script that torchrun starts
 AFTER=${AFTER:-}                                # lines of bash that run once, here, after training
-VENV=${VENV:-}                                  # a virtual environment, or none; default: env.sh
-CONDA_ENV=${CONDA_ENV:-}                        # or a conda environment
+MIN_GPUS=${MIN_GPUS:-1}                         # GPUs this node must have; 0: train on CPUs as well
 NPROC_PER_NODE=${NPROC_PER_NODE:-}              # trainers a node; default: one a GPU
-PORT_BASE=${PORT_BASE:-}  # plus job id % 1000; default 29500 on several nodes:
-                                                # below 32768 the kernel takes no ports
-MASTER_PORT=${MASTER_PORT:-}                    # the first node's port, instead of that sum
-MAX_RESTARTS=${MAX_RESTARTS:-0}  # torchrun's own; 0: Slurm starts anew, on other nodes
-MAX_REQUEUES=${MAX_REQUEUES:-100}               # starts over which a job may queue itself again
+PORT_BASE=${PORT_BASE:-}                        # plus job id % 1000: the first node's port; default
+                                                # 29500 on several nodes
+MASTER_PORT=${MASTER_PORT:-}                    # that port itself
+MAX_RESTARTS=${MAX_RESTARTS:-0}                 # torchrun's own; 0: Slurm restarts, on other nodes
+MAX_REQUEUES=${MAX_REQUEUES:-100}               # how often a job may queue itself again
 REQUEUE_ON_FAILURE=${REQUEUE_ON_FAILURE:-node}  # node: a node was lost; any: any failure; never
-SRUN_WAIT=${SRUN_WAIT:-60}  # seconds after a node's end until a silent one is left
+SRUN_ARGS=${SRUN_ARGS:-}                        # further arguments of srun
+SRUN_WAIT=${SRUN_WAIT:-60}                      # seconds after a node's end until others are killed
 LOG_DIR=${LOG_DIR:-}                            # nodes' logs; in a job default OUTPUT_DIR/node_logs
 DRY_RUN=${DRY_RUN:-0}                           # 1: check, print the commands, end
 export -n LAUNCHER TRAINER AFTER                # launchers that AFTER calls have their own
@@ -33,7 +35,7 @@ MARKER=$OUTPUT_DIR/requeue                      # left by trainers that were ask
 job=${SLURM_JOB_ID:-} restart=${SLURM_RESTART_COUNT:-0} nodes=1
 if [ -n "${SLURM_STEP_ID:-}" ]; then job=''; fi # srun --pty bash: our srun would wait for its end
 if [ -n "$job$AFTER" ]; then LOG_DIR=${LOG_DIR:-$OUTPUT_DIR/node_logs}; fi
-PROGRESS=$LOG_DIR/$job.progress  # newest checkpoint at the last requeue for a lost node
+PROGRESS=$LOG_DIR/$job.progress                 # newest checkpoint at the last requeue
 
 # -- checks ----------------------------------------------------------------------------------------
 
@@ -50,6 +52,8 @@ for flag in --train_data_file --train_data_dir --eval_data_file --eval_data_dir;
 done
 
 gpus=$(count_gpus)
+[ "$gpus" -ge "$MIN_GPUS" ] || [ "$DRY_RUN" = 1 ] ||
+    die "$HOSTNAME has $gpus GPUs, $MIN_GPUS are needed (MIN_GPUS=0 trains on CPUs)"
 if [ -z "$NPROC_PER_NODE" ]; then
     [ "$gpus" -ge "${SLURM_GPUS_ON_NODE:-0}" ] || die "Slurm gave $SLURM_GPUS_ON_NODE GPUs on" \
         "$HOSTNAME, the driver shows $gpus; NPROC_PER_NODE=1 trains without"
@@ -69,7 +73,6 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
 # -- the command -----------------------------------------------------------------------------------
 
-trainers=(--nproc-per-node="$NPROC_PER_NODE" --max-restarts="$MAX_RESTARTS" "$TRAINER" "$@")
 if [ -z "$job" ]; then
     [ -z "$PORT_BASE" ] ||
         die "PORT_BASE is added to a Slurm job's number, and this is not a job: set MASTER_PORT"
@@ -80,8 +83,9 @@ else
     # srun no longer inherits --cpus-per-task. --kill-on-bad-exit: a node's failure ends the others.
     # --wait: srun would wait for ever for a node that died and came back before Slurm noticed.
     on_nodes=(srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --input=none)
+    read -ra more <<<"$SRUN_ARGS"
     command=("${on_nodes[@]}" --cpus-per-task="$(count_cpus)" --export=ALL --kill-on-bad-exit=1
-        --wait="$SRUN_WAIT" bash "$REPO/launch/node.sh" "$LOG_DIR/$job" torchrun)
+        --wait="$SRUN_WAIT" "${more[@]}" bash "$REPO/launch/node.sh" "$LOG_DIR/$job" torchrun)
     if [ "$nodes" = 1 ] && [ -z "$MASTER_PORT$PORT_BASE" ]; then
         rendezvous='' command+=("${one_machine[@]}")        # a free port: jobs may share a node
     else    # head could end scontrol, and with it us
@@ -91,7 +95,7 @@ else
             --rdzv-endpoint="$rendezvous")
     fi
 fi
-command+=("${trainers[@]}")
+command+=(--nproc-per-node="$NPROC_PER_NODE" --max-restarts="$MAX_RESTARTS" "$TRAINER" "$@")
 
 if [ "$DRY_RUN" = 1 ]; then
     if grep -q 'flags\.parse(' "$TRAINER"; then             # one of this repository's scripts
@@ -109,11 +113,7 @@ fi
 if [ -n "$LOG_DIR" ]; then mkdir -p "$LOG_DIR" || die "$LOG_DIR cannot be made"; fi
 rm -f "$MARKER"
 if [ -z "$job$AFTER" ]; then exec "${command[@]}"; fi       # node.sh does the rest
-
-if [ -z "$job" ]; then
-    say "$NPROC_PER_NODE trainers, $gpus GPUs, $OMP_NUM_THREADS threads each; log" \
-        "$LOG_DIR/local-*.log"
-else
+if [ -n "$job" ]; then
     if [ "$restart" = 0 ]; then rm -f "$PROGRESS"; fi       # another cluster's job of this number
     # and the rank, when one hangs
     export TORCH_FR_DUMP_TEMP_FILE=${TORCH_FR_DUMP_TEMP_FILE:-$LOG_DIR/$job-flight-}
@@ -139,10 +139,9 @@ supervise ask end "${command[@]}" || status=$?
 
 # -- what comes next -------------------------------------------------------------------------------
 
-# A node that was lost never told Slurm that its part has ended, so the step is still there after
-# srun; or it starts nothing any more. The exit status does not tell: trainers that lose a peer fail
-# as after any error. When Slurm finds the node missing before --wait is over, it queues the job on
-# its own.
+# A lost node never told Slurm that its part has ended, so the step is still listed after srun; or
+# it starts nothing any more. The exit status does not tell: trainers that lose a peer fail as after
+# any error. When Slurm misses the node before --wait is over, it queues the job by itself.
 node_lost() {
     for _ in {1..10}; do
         if ! squeue --noheader --steps --jobs="$job" --format=%i | grep -qE '\.[0-9]+$'; then
@@ -183,15 +182,11 @@ queue_again() {     # REASON; does not return
 if [ -e "$MARKER" ]; then queue_again "$(cat "$MARKER")"; fi
 if [ $status != 0 ]; then
     if [ "$REQUEUE_ON_FAILURE" = any ]; then queue_again "failed with status $status"; fi
-    if [ "$REQUEUE_ON_FAILURE" = node ] && [ -n "$job" ] && node_lost; then
-        queue_again "$lost"
-    fi
+    if [ "$REQUEUE_ON_FAILURE" = node ] && [ -n "$job" ] && node_lost; then queue_again "$lost"; fi
     exit $status
 fi
 [ -n "$AFTER" ] || exit 0
 [ -z "$asked" ] || queue_again "asked to stop by SIG$asked when training was over"
-
-# -- after training --------------------------------------------------------------------------------
 
 trap - TERM HUP INT     # USR1 stays ignored until AFTER is supervised
 # shellcheck disable=SC2317,SC2329     # supervise calls it

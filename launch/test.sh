@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
-# Set up, then run every test; arguments go to pytest, e.g. launch/test.sh
-# tests/speech/test_labels.py -x
+# Set up, then run every test. Arguments go to pytest:
+#
+#   bash launch/test.sh -m "not slow"
+#   bash launch/test.sh tests/speech/test_labels.py -x
+#   VERSIONS=oldest VENV=old bash launch/test.sh -m "not slow"
 set -euo pipefail
 
 # test files that run side by side; many tests wait more than they compute

@@ -21,8 +21,8 @@ export LAUNCHER=${LAUNCHER:-train_gsm8k_bd3lm_h200}
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")  # sbatch runs a copy; Slurm knows the original
 [ -e "$here/env.sh" ] || here=$(cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(scontrol show job \
-    "${SLURM_JOB_ID:-0}" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1|p")") ||
-    { echo "$LAUNCHER: error: there is no env.sh beside it" >&2; exit 1; }
+    "${SLURM_JOB_ID:-0}" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1|p")" 2>/dev/null) ||
+    { echo "$LAUNCHER: error: no env.sh beside it: sbatch FILE, not sbatch < FILE" >&2; exit 1; }
 # shellcheck source=launch/env.sh
 source "$here/env.sh"
 
@@ -45,11 +45,10 @@ declare -A presets=(            # problems a step; the trainer has the rest of e
     [convert]=64 [sdar]=64)
 SAMPLER=${SAMPLER:-$REPO/diffusion/sample_bd3lm.py}       # the script that answers
 SYSTEM=${SYSTEM:-gsm8k}                         # gsm8k, chat or hdp; train_hdp_diffusion_h200.sh sets hdp
-MIN_GPUS=${MIN_GPUS:-1}  # GPUs that must be there; 0 lets a dry run or a trial start anywhere
 MIN_ACCURACY=${MIN_ACCURACY:-0.8}  # demo: share of new problems to answer right, else status 1
 LOG_DIR=${LOG_DIR:-}  # where the output is kept, over requeues; default OUTPUT_DIR/node_logs
 cpus=$(count_cpus)
-setting INIT_FROM '' --init_from  # weights to start from: hub name, folder, .ckpt; default: none
+setting INIT_FROM '' --init_from  # weights to start from: hub name or folder; default: none
 case $(flag_value --init_from "$INIT_FROM" "$@") in '') of=recommended ;; *SDAR*) of=sdar ;; *) of=finetune ;; esac
 setting PRESET "$of"                            # of `presets`
 PRESET=$(flag_value --batch_preset "$PRESET" "$@")
@@ -92,13 +91,11 @@ batch=$GLOBAL_BATCH_SIZE$BATCH_SIZE$GRAD_ACCUM
 gpus=$(count_gpus)
 # shellcheck disable=SC2153     # setting() made it
 [ "$gpus" = 0 ] || [ "$GPUS" -le "$gpus" ] || die "GPUS=$GPUS, but $HOSTNAME has $gpus"
-if [ -z "$demo" ]; then
-    [ "$gpus" -ge "$MIN_GPUS" ] || die "$HOSTNAME has $gpus GPUs," \
-        "$MIN_GPUS are needed (MIN_GPUS); --demo needs none"
-    [ -n "$TRAIN_DATA" ] || die "TRAIN_DATA is not set: a file of training problems"
-else
+if [ -n "$demo" ]; then
     [ -z "$batch" ] || die "the demo has a batch of its own"
-    if [ "${DRY_RUN:-0}" != 1 ]; then set_up torchrun torch transformers; fi
+    export MIN_GPUS=0
+else
+    [ -n "$TRAIN_DATA" ] || die "TRAIN_DATA is not set: a file of training problems"
 fi
 
 # -- commands --------------------------------------------------------------------------------------
@@ -150,7 +147,9 @@ fi
 if [ -z "$plan" ] && [ -n "$TEST_DATA" ]; then
     read -ra sample_flags <<<"$SAMPLE_FLAGS"
     how=--test_file
-    if [ "$SYSTEM" = chat ] && [ -z "$demo" ]; then how=--bound; fi
+    if [ "$SYSTEM" = chat ] && [ -z "$demo" ]; then
+        how=--bound SAMPLER=${SAMPLER/sample_bd3lm/evaluate}
+    fi
     after+=$(printf '%q ' python "$SAMPLER" --checkpoint "$OUTPUT_DIR" $how "$TEST_DATA" \
         "${sample_flags[@]}")
 elif [ -z "$plan" ]; then

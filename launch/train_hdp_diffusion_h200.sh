@@ -1,14 +1,10 @@
 #!/usr/bin/env bash
 # Train HDP-Diffusion (question -> plan -> execution) on one H200, then answer the test problems:
-# the plan first, then the execution behind it. Arguments go to diffusion/train_bd3lm.py, after
-# those from here.
+# train_gsm8k_bd3lm_h200.sh with SYSTEM=hdp. Arguments go to diffusion/train_bd3lm.py.
 #
 #   TRAIN_DATA=train_hdp.json TEST_DATA=test_hdp.json sbatch launch/train_hdp_diffusion_h200.sh
 #   bash launch/train_hdp_diffusion_h200.sh --demo      small, on problems it makes itself; no GPU
 #   python diffusion/make_problems.py plans --input train.jsonl --output train_hdp.json     by rule
-#
-# All else - PRESET, DRY_RUN=1, signals, requeueing - is train_gsm8k_bd3lm_h200.sh, which this one
-# calls.
 #
 #SBATCH --job-name=train_hdp_diffusion --output=%x-%j.out --open-mode=append
 #SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=18
@@ -18,17 +14,15 @@ export LAUNCHER=train_hdp_diffusion_h200
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")  # sbatch runs a copy; Slurm knows the original
 [ -e "$here/env.sh" ] || here=$(cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(scontrol show job \
-    "${SLURM_JOB_ID:-0}" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1|p")") ||
-    { echo "$LAUNCHER: error: there is no env.sh beside it" >&2; exit 1; }
+    "${SLURM_JOB_ID:-0}" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1|p")" 2>/dev/null) ||
+    { echo "$LAUNCHER: error: no env.sh beside it: sbatch FILE, not sbatch < FILE" >&2; exit 1; }
 # shellcheck source=launch/env.sh
 source "$here/env.sh"
 
 export SYSTEM=hdp
 export TRAIN_DATA=${TRAIN_DATA:-}           # HDP JSON: question, plan, execution, answer
 export TEST_DATA=${TEST_DATA:-}             # the same for the test problems; empty: no accuracy
-# flat: the source's padded shape and its mask, for comparison
-HDP_LAYOUT=${HDP_LAYOUT:-hierarchical}
-layout=(--hdp_layout "$HDP_LAYOUT")
-if [ "$HDP_LAYOUT" = flat ]; then layout+=(--no-pack); fi
+[ "${HDP_LAYOUT:-hierarchical}" = hierarchical ] ||
+    die "HDP_LAYOUT=$HDP_LAYOUT is gone; leave it out: the hierarchy has the same mask, unpadded"
 
-exec bash "$REPO/launch/train_gsm8k_bd3lm_h200.sh" "${layout[@]}" "$@"
+exec bash "$REPO/launch/train_gsm8k_bd3lm_h200.sh" "$@"

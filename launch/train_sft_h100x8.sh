@@ -5,9 +5,8 @@
 #   TRAIN_FILE=labels.jsonl bash launch/train_sft_h100x8.sh OUT [flags of distill/train_sft.py]
 #   TRAIN_FILE=labels.jsonl sbatch launch/train_sft_h100x8.sh OUT ...       the same as a Slurm job
 #
-# Right on 1, 2 and 4 GPUs too: --auto fits packs to the GPUs, and a step stays about
-# GLOBAL_BATCH_SIZE samples, or with BATCH_SIZE=16 just that. Everything else - DRY_RUN=1, signals,
-# requeueing - is slurm.sh, which this one calls.
+# Also on 1, 2 and 4 GPUs: --auto fits packs to the GPUs, and a step stays about GLOBAL_BATCH_SIZE
+# samples. DRY_RUN=1, signals, requeueing: launch/slurm.sh, which this one calls.
 #
 #SBATCH --job-name=train_sft_h100x8 --output=%x-%j.out --open-mode=append
 #SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=64
@@ -17,8 +16,8 @@ export LAUNCHER=train_sft_h100x8
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")  # sbatch runs a copy; Slurm knows the original
 [ -e "$here/env.sh" ] || here=$(cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(scontrol show job \
-    "${SLURM_JOB_ID:-0}" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1|p")") ||
-    { echo "$LAUNCHER: error: there is no env.sh beside it" >&2; exit 1; }
+    "${SLURM_JOB_ID:-0}" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1|p")" 2>/dev/null) ||
+    { echo "$LAUNCHER: error: no env.sh beside it: sbatch FILE, not sbatch < FILE" >&2; exit 1; }
 # shellcheck source=launch/env.sh
 source "$here/env.sh"
 
@@ -60,7 +59,6 @@ setting LOGGING_STEPS 5 --logging_steps                     # optimizer steps be
 setting REPORT_TO tensorboard -  # beside metrics.jsonl; several, separated by spaces
 setting SWITCHES '--bf16 --tf32 --auto' -  # flags without a value; SWITCHES= gives none of them
 known_settings
-
 read_switches ''
 
 exec bash "$REPO/launch/slurm.sh" "${flags[@]}" --output_dir "$out" "${switches[@]}" \

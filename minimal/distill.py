@@ -50,7 +50,7 @@ args = p.parse_args()
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 out = Path(args.output_dir)
 out.mkdir(parents=True, exist_ok=True)
-tokenizer = AutoTokenizer.from_pretrained(args.model_path)
+tokenizer = AutoTokenizer.from_pretrained(args.model_path, trust_remote_code=False)
 prompt = Path(args.prompt_file).read_text().strip()
 questions = [line.strip() for line in open(args.questions_file) if line.strip()]
 special = set(tokenizer.all_special_ids)
@@ -58,7 +58,9 @@ PAD = tokenizer.eos_token_id        # what fills rows; masks leave it out
 
 
 def load(source):
-    return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32,
+                                                 trust_remote_code=False)
+    return model.to(device).eval()
 
 
 def write(path, text):

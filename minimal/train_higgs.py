@@ -104,7 +104,8 @@ resume = checkpoints[-1] if checkpoints else None
 source = resume if resume and not args.use_lora else args.model_path
 dtype = torch.bfloat16 if args.bf16 and args.use_lora else torch.float32
 native = net = HiggsAudioV2.from_pretrained(source, use_text_head=True, dtype=dtype)
-config, tokenizer = native.config, AutoTokenizer.from_pretrained(args.model_path)
+config = native.config
+tokenizer = AutoTokenizer.from_pretrained(args.model_path, trust_remote_code=False)
 K, BOS, EOS = config.num_codebooks, config.audio_stream_bos_id, config.audio_stream_eos_id
 if args.use_lora and resume:
     net = PeftModel.from_pretrained(native, resume, is_trainable=True)

@@ -82,6 +82,20 @@ def codec(group):
                        "(default: the codec inside a Higgs TTS 3 checkpoint)")
 
 
+def base_dtype(group, help):
+    """The flag of the base's dtype behind an adapter."""
+    group.add_argument("--base_dtype", choices=("bf16", "nf4"), help=f"{help} (default: as the adapter's run had it)")
+
+
+def check_base_dtype(args):
+    """Make args.base_dtype "nf4" or None."""
+    from speech.data.text_normalization import saved_setting
+    saved = args.adapter and saved_setting(args.adapter, "base_dtype", ["nf4"])
+    args.base_dtype = "nf4" if (args.base_dtype or saved) == "nf4" else None
+    if args.base_dtype:
+        flags.need_package("bitsandbytes", "--base_dtype nf4")
+
+
 def recognisers(group):
     """Flags of what understands speech (scores.py)."""
     group.add_argument("--asr_model", help="recogniser that gives word errors: folder or hub name of a transformers "

@@ -4,7 +4,6 @@
     python speech/evaluate_tts.py samples --asr_model openai/whisper-small --speaker_model microsoft/wavlm-base-plus-sv
     python speech/evaluate_tts.py samples --asr_model pocketsphinx --speaker_model resemblyzer --mos
     python speech/evaluate_tts.py samples_base samples_trained         # the same prompts from two checkpoints
-    python speech/evaluate_tts.py --check_layout --model_path bosonai/higgs-tts-3-4b clips.jsonl       # layout_check.py
 
 A folder holds what generate_tts.py writes: NAME.wav and NAME.json with "text", "ended_by" ("eos" or "length"), and
 maybe "reference_audio" (the voice to be cloned) and "target_audio" (the same text, truly spoken): all of the file, or
@@ -40,11 +39,6 @@ def build_parser():
     p.add_argument("folders", nargs="+", metavar="FOLDER", help="what generate_tts.py wrote; several are compared")
     p.add_argument("--reference_dir", help="true recordings of the same names (default: each JSON's target_audio)")
     judges(p)
-    p.add_argument("--check_layout", action="store_true", help="instead: the losses of a Higgs TTS 3 checkpoint on "
-                   "real speech, a source of data as the trainer takes it, under its layout and under three wrong ones")
-    p.add_argument("--model_path", help="--check_layout: folder or hub name of the checkpoint")
-    p.add_argument("--audio_tokenizer_path", help="--check_layout: codec (default: the one inside the checkpoint)")
-    p.add_argument("--max_samples", type=int, default=32, help="--check_layout: samples to take")
     p.add_argument("--device", help="where the models run (default: a GPU when there is one)")
     p.add_argument("--batch_size", type=int, default=8, help="samples Whisper hears at once")
     return p
@@ -52,13 +46,7 @@ def build_parser():
 
 def check_flags(args, world_size):
     """Raise UserError for flags that cannot work."""
-    flags.at_least_one(args, "batch_size", "max_samples")
-    need(bool(args.model_path) == args.check_layout, "--check_layout and --model_path belong together")
-    need(args.check_layout or not args.audio_tokenizer_path and args.max_samples == 32,
-         "--audio_tokenizer_path and --max_samples are for --check_layout")
-    need(not args.check_layout or len(args.folders) == 1 and not any(
-        (args.reference_dir, args.asr_model, args.asr_command, args.speaker_model, args.mos)),
-        "--check_layout takes one source of speech, and nothing judges it")
+    flags.at_least_one(args, "batch_size")
     check_judges(args)
     need(not args.reference_dir or Path(args.reference_dir).is_dir(),
          f"--reference_dir {args.reference_dir}: no such folder")
@@ -69,7 +57,6 @@ def check_flags(args, world_size):
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import math
-import tempfile
 from dataclasses import dataclass
 
 import torch
@@ -297,12 +284,6 @@ def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
     with one_clear_error():
         args.device = pick_device(args.device)
-        if args.check_layout:
-            with tempfile.TemporaryDirectory() as scratch:
-                from speech.voice import layout_check  # imports transformers
-                print(*layout_check.check(args.model_path, args.audio_tokenizer_path, args.folders[0], args.max_samples,
-                                          args.device, scratch), sep="\n")
-            return
         found = [read_samples(folder, args.reference_dir, bool(args.asr_model or args.asr_command))
                  for folder in args.folders]
         check_same_prompts(args.folders, found)

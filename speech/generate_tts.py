@@ -33,8 +33,7 @@ def build_parser():
     g.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU when there is one")
     g.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto",
                    help="of the base's weights; adapters stay float32; auto: bfloat16 on a GPU, float16 on a T4 or V100")
-    g.add_argument("--base_dtype", choices=("nf4",), help="keep the base's layers in four bits, as the run did "
-                   "whose adapter this is: for 8 to 12 GB")
+    choices.base_dtype(g, "nf4 keeps the base's layers in four bits: for 8 to 12 GB")
     g = p.add_argument_group("what to say")
     g.add_argument("--text", nargs="+", help="one or more texts")
     g.add_argument("--prompts", help="file: one text a line, or with the voice to take in it ChatML .json/.jsonl or a "
@@ -92,8 +91,7 @@ def check_flags(args, world_size):
     need(args.top_p is None or 0 < args.top_p <= 1, f"--top_p is {args.top_p}; it must be more than 0 and at most 1")
     flags.above_zero(args, "max_seconds")
     flags.at_least_one(args, "batch_size", "best_of")
-    if args.base_dtype:
-        flags.need_package("bitsandbytes", "--base_dtype nf4")
+    choices.check_base_dtype(args)
     choices.check_recognisers(args)
     need(args.best_of > 1 or not (args.asr_model or args.asr_command or args.speaker_model),
          "--asr_model, --asr_command and --speaker_model choose among takes: give --best_of; to judge speech, "
@@ -140,6 +138,11 @@ def read_texts(args, normalize):
         return generate.read_prompts(args.prompts, normalize)
     lines = [(f"--text {text!r}", text) for text in args.text or ()]
     lines = generate.read_lines(args.prompts) if args.prompts else lines
+    if args.split_text:
+        from speech.voice import takes
+        for name, text in lines:
+            need(len(text) <= args.split_text or not takes.MARK.search(text), f"{name}: --split_text would give a tag "
+                 "such as [SPEAKER1] to the first part alone; split this text yourself")
     return generate.text_prompts(lines, normalize, args.reference_audio, args.reference_text,
                                  args.system_prompt, args.scene)
 
@@ -341,7 +344,8 @@ def main(argv=None):
         distributed.gather_objects(world, None)        # nobody writes before that is done
         if world.is_main:
             what = f"{args.model_path} + {args.adapter}" if args.adapter else args.model_path
-            print(f"model      {what}, {str(dtype).removeprefix('torch.')} on {world.size} x {world.device.type}\n"
+            print(f"model      {what}, {str(dtype).removeprefix('torch.')} on {world.size} x {world.device.type}"
+                  f"{', its base in NF4' * bool(args.base_dtype)}\n"
                   f"text       {why}\n"
                   f"prompts    {len(samples)} in batches of {args.batch_size}; at most {args.max_seconds:g} s each")
 

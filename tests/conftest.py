@@ -22,9 +22,9 @@ torch.set_num_threads(1)
 gc.disable()    # until all tests are collected
 
 LONGEST = ("recovery", "slurm", "kernels", "fsdp", "docs", "train_v2_ddp", "launchers", "train_bd3lm", "train_sft", "plan",
-           "create_data", "nf4", "setup", "decoder", "minimal", "reproducible", "distill_demo", "speed", "rehearsal",
+           "create_data", "nf4", "setup", "decoder", "minimal", "reproducible", "distill_demo", "speed",
            "distributed", "generate_tts", "bad_input", "generate", "judge_demo", "encode", "replay", "first_voice", "takes",
-           "house", "distill_h100x8", "divergence")
+           "house", "divergence")
 
 
 def pytest_configure(config):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.distributed import World
-from diffusion import demo_problems
+from diffusion import make_problems
 from speech.data.dataset import Encoding, ensure_codes
 from speech.data.rows import read_samples
 from tests.helpers import chats
@@ -27,11 +27,11 @@ SPEECH = files("common/", "indexing") | files("core/", "adapters low_rank") | fi
     "speech/data/", "builder code_cache conversations dataset rows text_normalization") | files(
     "speech/model/", "labels loss v2 versions weights")
 CHATS = files("common/", "indexing") | files("core/", "chat document_attention") | files(
-    "distill/", "choices dataset linear_loss packed_lm train_sft weights")
-BLOCKS = files("diffusion/", "blocks choices dit elbo lines noise problems train_bd3lm weights")
+    "distill/", "causal_lm chat_data choices losses packed_lm train_sft")
+BLOCKS = files("diffusion/", "blocks dit elbo noise problems train_bd3lm")
 # {script: (files it may load beside ALL, lines of all together)}
-LIMITS = {"train_v2_ddp.py": (SPEECH, 8_380), "distill/train_sft.py": (CHATS, 6_540),
-          "diffusion/train_bd3lm.py": (BLOCKS, 6_580)}
+LIMITS = {"train_v2_ddp.py": (SPEECH, 8_430), "distill/train_sft.py": (CHATS, 6_590),
+          "diffusion/train_bd3lm.py": (BLOCKS, 6_630)}
 WATCH = """
 import atexit, runpy, sys
 sys.argv = sys.argv[1:]
@@ -56,7 +56,7 @@ def command(script, request, folder):
         short += ["--model_path", folder / "model", "--train_data_file", folder / "chats.jsonl",
                   "--validation_split", 0.2]
     else:
-        train, held_out, tokenizer = demo_problems.prepare(folder / "demo", "gsm8k", 100)
+        train, held_out, tokenizer = make_problems.prepare_demo(folder / "demo", "gsm8k", 100)
         short += ["--train_data_file", train, "--eval_data_file", held_out, "--tokenizer", tokenizer,
                   "--model_size", "nano", "--per_device_train_batch_size", 2,
                   "--gradient_accumulation_steps", 1, "--eval_repeats", 1]

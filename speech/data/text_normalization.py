@@ -121,15 +121,18 @@ def words_before(asked, answer):
 # The setting of a checkpoint
 
 
-def save_setting(path, value):
-    """Write a checkpoint's file FILE: "on" if its run normalised its texts, else "off"."""
-    Path(path).write_text(json.dumps({"normalize_text": value}) + "\n")
+def save_setting(path, value, base_dtype=None):
+    """Write a checkpoint's file FILE: "on" if its run normalised its texts, else "off"; and "nf4"
+    as base_dtype if its adapter was trained on such a base.
+    """
+    about = {"normalize_text": value} | ({"base_dtype": "nf4"} if base_dtype == "nf4" else {})
+    Path(path).write_text(json.dumps(about) + "\n")
 
 
-def saved_setting(folder):
-    """"on" or "off" of a checkpoint folder, None where it does not say."""
+def saved_setting(folder, name="normalize_text", known=("on", "off")):
+    """A setting of a checkpoint folder, None where it does not say."""
     try:
-        value = read_object(Path(folder) / FILE)["normalize_text"]
+        value = read_object(Path(folder) / FILE)[name]
     except (UserError, KeyError):
         return None
-    return value if value in ("on", "off") else None
+    return value if value in known else None

@@ -23,9 +23,10 @@ from speech.model.export import new_folder
 LOGGED = {"train/loss": "training loss", "eval/loss": "validation loss",     # of metrics.jsonl, for the card
           "eval/stop_rate": "share of sample prompts that ended by themselves"}
 # what a checkpoint or a merged model of ours holds for others; a folder may hold anything else, secrets too
-SHARED = ("adapter_config.json", "adapter_model.safetensors", "model*.safetensors", "model.safetensors.index.json",
-          "config.json", "*_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-          "merges.txt", "chat_template.*", text_normalization.FILE, "LICENSE*", "NOTICE*")
+SHARED = ("adapter_config.json", "adapter_model.safetensors", "model.safetensors", "model-[0-9]*-of-[0-9]*.safetensors",
+          "model.safetensors.index.json", "config.json", "generation_config.json", "preprocessor_config.json",
+          "processor_config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json",
+          "added_tokens.json", "vocab.json", "merges.txt", "chat_template.*", text_normalization.FILE, "LICENSE*", "NOTICE*")
 CARD = """---
 {front}
 ---

@@ -1,6 +1,7 @@
 """Flags of lora.py's commands, which training has not. Imports no torch: flags are parsed first."""
 from common import flags
 from common.flags import need
+from speech import choices
 from speech.choices import DTYPES, HUB_CODEC, LAYOUTS
 
 
@@ -20,8 +21,7 @@ def build_parser():
     p.add_argument("--dtype", choices=DTYPES, help="of the weights; default float32 with an "
                    "adapter (bfloat16 halves the size and rounds part of the update away), else "
                    "the source's")
-    p.add_argument("--base_dtype", choices=("nf4",), help="of the run that made the adapter: the base "
-                   "is rounded as that run rounded it, so that the merged model is what it trained")
+    choices.base_dtype(p, "nf4 rounds the base as the adapter's run did, so that the merged model is what it trained")
     p.add_argument("--max_shard_gb", type=float, default=5.0,
                    help="largest weight file in GB, so also the memory this takes")
     p.add_argument("--audio_tokenizer_path", help="folder or hub name that the native processor "
@@ -58,6 +58,5 @@ def check_flags(args, world_size):
     args.format = args.format or {"merge": "native", "export": "2025"}[args.command]
     need(args.command == "export" or args.adapter,
          "merge needs --adapter FOLDER; to convert a checkpoint without one: lora.py export")
-    if args.base_dtype:
-        flags.need_package("bitsandbytes", "--base_dtype nf4")
+    choices.check_base_dtype(args)
     need(args.max_shard_gb > 0, f"--max_shard_gb {args.max_shard_gb}: must be positive")

@@ -21,7 +21,8 @@ from speech.model.loss import Sums, decays, flops_per_pack, named, total_loss  #
 
 from transformers.models.higgs_audio_v2 import modeling_higgs_audio_v2 as modeling  # isort: skip
 
-VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters      # torch >= 2.13
+# torch 2.11 takes fewer key heads without being told
+GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 LICENCE = None          # nothing to be said of it
 LORA_TARGETS = "attention"      # its four layers, where --lora_target_modules says nothing
 WHOLE_MODULES = ()      # modules that an adapter may hold as a whole
@@ -151,10 +152,7 @@ def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
     attention. Elsewhere: SDPA sample by sample, same result, by seqlens (B,) int64 on the CPU.
     """
     if q.is_cuda and q.dtype in fused.FLASH:
-        gqa = {"enable_gqa": True} if VARLEN_GQA else {}
-        if not VARLEN_GQA:
-            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-        causal = {"window_size": (-1, 0), **gqa}
+        causal = {"window_size": (-1, 0), **GROUPED}
         return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **causal)
     return _attention_by_sample(q, k, v, seqlens)
 

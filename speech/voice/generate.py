@@ -460,7 +460,8 @@ def write_sample(folder, name, wave, picture, about):
         raise UserError(f"{folder / name}.wav: the codec has made samples that are not finite numbers")
     about = {**about, "clipped": int((np.abs(wave) > 1).sum())}
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / f"{name}.wav",
-                     lambda path: soundfile.write(path, wave, SAMPLE_RATE, subtype="PCM_16", format="WAV"))
+    sound = io.BytesIO()        # soundfile cannot say that a disk is full
+    soundfile.write(sound, wave, SAMPLE_RATE, subtype="PCM_16", format="WAV")
+    write_atomically(folder / f"{name}.wav", lambda path: Path(path).write_bytes(sound.getvalue()))
     write_atomically(folder / f"{name}.png", lambda path: Path(path).write_bytes(png(picture)))
     write_atomically(folder / f"{name}.json", lambda path: Path(path).write_text(json.dumps(about, indent=1) + "\n"))

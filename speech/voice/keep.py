@@ -14,8 +14,8 @@ import torch
 
 from common.gathered import gathered
 from core import adapters, dist
-from core.checkpoint import write_atomically
-from core.cli import UserError
+from core.checkpoint import move_aside, write_atomically
+from core.cli import UserError, require
 from core.packing import PackOrder
 from core.watchdog import Stopped, stop_requested
 from speech.data.code_cache import FRAME_RATE
@@ -120,9 +120,13 @@ class Keeper:
         """
         path, none = Path(self.args.output_dir) / FILE, np.zeros((0, self.ids.num_codebooks))
         if path.exists():
-            with np.load(path) as saved:
-                if str(saved["fingerprint"]) == self.fingerprint:
-                    return [saved[f"codes_{i}"] for i in range(len(self.prompts))]
+            try:
+                require(path.is_file(), "is not a file")
+                with np.load(path) as saved:        # each array of a zip file has a checksum
+                    if str(saved["fingerprint"]) == self.fingerprint:
+                        return [saved[f"codes_{i}"] for i in range(len(self.prompts))]
+            except Exception as error:      # whatever damage makes of it
+                move_aside(path, f"cannot be read ({error}), so the base speaks again")
         found = []
         with torch.compiler.set_stance("force_eager"), adapters.switched_off(model.net):
             for first in range(0, len(self.prompts), BATCH):

@@ -142,7 +142,7 @@ def recognise_command(waves, rate, command, time_limit=None):
             paths.append(f"{folder}/{len(paths):05d}.wav")
             soundfile.write(paths[-1], wave, rate, subtype="PCM_16")
         try:
-            process = lifetime.start([*shlex.split(command), *paths], text=True,
+            process = lifetime.start([*shlex.split(command), *paths], encoding="utf-8", errors="replace",
                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         except (OSError, ValueError) as error:
             raise UserError(f"--asr_command {command}: cannot be started ({error})")
@@ -357,6 +357,7 @@ def load_judges(asr_model=None, asr_command=None, speaker_model=None, mos=False,
     if asr_command:
         def hear(waves, rate, names, notes):
             return recognise_command(waves, rate, asr_command, asr_time_limit)
+        hear([np.zeros(RATE, np.float32)], RATE, ["silence"], [])       # a wrong path is found now
     elif asr_model == "pocketsphinx":
         need_package("pocketsphinx", "--asr_model")
 

@@ -1,6 +1,9 @@
 """--best_of, --split_text, --max_cer: the best of several takes, long texts part by part, good takes as data."""
+import io
 import json
+import os
 import re
+import struct
 import tempfile
 import textwrap
 from dataclasses import replace
@@ -9,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from common.checkpoint import write_atomically
+from common.distributed import UserError, naming
 from speech.data import text_normalization
 from speech.data.conversations import Clip
 from speech.data.decode import SAVED
@@ -19,6 +23,7 @@ STRIDE = 1_000_003      # between the seeds of a prompt's takes: batches number 
 PAUSE_S = 0.12          # of silence between parts
 FADE_S = 0.01           # at both ends of a part, so that a joint makes no click
 BEST = "best.jsonl"     # in the output folder: training data
+MARK = re.compile(r"\[SPEAKER\d+\]|<\|\w+:\w+\|>")        # holds for what follows it
 SENTENCE = r"(?<=[.!?…])\s+|(?<=[。！？])"        # ends there
 
 
@@ -74,15 +79,36 @@ def join(waves, rate):
 
 
 def stream(path):
-    """write(wave so far), for --stream: adds what is new to a WAV file, or raw to stdout ("-")."""
+    """write(wave so far), for --stream: adds what is new to a WAV file, or raw to stdout ("-").
+
+    In a pipe the file's length is the largest there is. UserError for one that nobody reads.
+    """
     import soundfile
-    where, how = (1, "RAW") if path == "-" else (path, "WAV")
-    file = soundfile.SoundFile(where, "w", generate.SAMPLE_RATE, 1, "PCM_16", format=how,
-                               closefd=False)
+    raw, rate, done = path == "-", generate.SAMPLE_RATE, 0
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK      # or a pipe would wait
+    try:
+        number = 1 if raw else os.open(path, flags, 0o666)
+    except OSError as error:
+        raise UserError(f"--stream {path}: {error.strerror}; of a pipe, start the reader first")
+    os.set_blocking(number, True)
+    file = open(number, "wb", closefd=False)
+
+    def header(size):
+        return struct.pack("<4sI8sIHHIIHH4sI", b"RIFF", size + 36, b"WAVEfmt ", 16, 1, 1, rate,
+                           2 * rate, 2, 16, b"data", size)
 
     def write(wave):
-        file.write(wave[file.frames:])
-        file.flush()
+        nonlocal done
+        sound = io.BytesIO()
+        soundfile.write(sound, wave[done:], rate, "PCM_16", format="RAW")
+        with naming(path):
+            if not raw and not done:
+                file.write(header(2**32 - 38))
+            file.write(sound.getvalue())
+            file.flush()
+            done = len(wave)
+            if not raw and file.seekable():
+                os.pwrite(number, header(2 * done), 0)
     return write
 
 

@@ -1,9 +1,6 @@
 """The documents' tables are what the result files say, and nothing else; a block that cannot be filled is one line."""
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -117,46 +114,3 @@ def test_readme_and_docs_show_what_the_result_files_say():
     table.main(["--check"])
     speed = (ROOT / "docs" / "speed.md").read_text()
     assert len(table.BEGIN.findall(speed)) > 1, "docs/speed.md lost its tables"
-
-
-def test_a_run_of_the_demo_is_a_row_of_the_scoreboard(tmp_path):
-    """50 steps of 0.5 s on 2 ranks are 50 core-seconds; 16 clips and 27 s of sound a step. A second run is a second row."""
-    scoreboard = load("scoreboard")
-    logged = [{"step": 25}, {"step": 25, "eval/loss": 1.0}, {"step": 50}]
-    for row in (logged[0], logged[2]):
-        row |= {"train/step_seconds": 0.5, "train/samples_per_second": 32, "train/audio_seconds_per_second": 54}
-    (tmp_path / "run" / "after").mkdir(parents=True)
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged))
-    (tmp_path / "run" / "starts.jsonl").write_text('{"ranks": 2}\n')
-    (tmp_path / "run" / "after" / "evaluation.json").write_text('{"metrics": {"wer": 0.125}}')
-    for note in ("first", "second"):
-        scoreboard.main([str(tmp_path / "run"), "--note", note, "--results_dir", str(tmp_path)])
-    report, = tmp_path.glob("scoreboard-*.json")
-    found = json.loads(report.read_text())["tables"]["rows"]
-    row = dict(zip(found["columns"], found["rows"][0]))
-    assert row["word errors (%)"] == 12.5 and row["clips"] == 800 and row["ranks"] == 2
-    assert row["hours"] == pytest.approx(50 / 3600) and row["clips an hour"] == pytest.approx(800 * 72)
-    assert row["audio-hours an hour"] == pytest.approx(27) and row["command"].endswith("bash launch/demo.sh")
-    assert [row[-1] for row in found["rows"]] == ["first", "second"]
-
-
-@pytest.mark.slow
-def test_a_script_starts_anew_once_with_its_flags_and_an_allocator_that_keeps_memory(tmp_path):
-    measure = load("measure")
-    script = tmp_path / "script.py"
-    script.write_text(f"""import os, sys
-sys.path[0] = {str(ROOT)!r}
-print("begins", flush=True)
-from bench import measure
-measure.keep_freed_memory([])
-if "MALLOC_TOP_PAD_" not in os.environ:
-    print("as it was")
-measure.keep_freed_memory()
-print(sys.flags.no_user_site, sys.argv[1:], measure.allocator())
-""")
-    clean = {name: value for name, value in os.environ.items() if name not in measure.MALLOC}
-    done = subprocess.run([sys.executable, "-s", script, "--flag", "a b"], text=True, stdout=subprocess.PIPE,
-                          env={**clean, "CUDA_VISIBLE_DEVICES": ""}, check=True)
-    words = " ".join(f"{name}={value}" for name, value in measure.MALLOC.items())
-    assert done.stdout.splitlines() == ["begins", "as it was", "begins",
-                                        f"1 ['--flag', 'a b'] glibc, freed memory kept: {words}"]

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from common import checkpoint, resume, run
-from common.distributed import World
+from common.distributed import UserError, World
 from common.new_folder import new_folder
 
 STATE = {"step": 4, "epoch": 0, "first": 8, "identity": {}, "validation": None, "best_step": None, "best_loss": None,
@@ -34,6 +34,67 @@ def make(folder, state=None, manifest=None):
 
 def test_a_whole_one(tmp_path):
     assert resume.damage(make(tmp_path / "checkpoint-4")) == ""
+
+
+@pytest.mark.parametrize("data, why", [(b"weighty", "checksum"), (b"weight", "bytes")])
+def test_a_file_that_is_another(tmp_path, data, why):
+    folder = make(tmp_path / "checkpoint-4")
+    (folder / "model.safetensors").write_bytes(data)
+    assert re.search(f"model.safetensors .*{why}", resume.damage(folder))
+
+
+def test_rotation_spares_the_best_the_newest_and_later_ones(tmp_path):
+    """By number, not by name; 200 is of an earlier run and was passed over."""
+    for step in (9, 10, 100, 200):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    checkpoint.rotate(tmp_path, 100, 0)
+    assert [step for step, _ in checkpoint.checkpoints(tmp_path)] == [9, 10, 100, 200]
+    checkpoint.rotate(tmp_path, 100, 1, best_step=9)
+    assert [step for step, _ in checkpoint.checkpoints(tmp_path)] == [9, 100, 200]
+    assert [path.name for path in checkpoint.to_try(tmp_path, "auto")] == [
+        "checkpoint-200", "checkpoint-100", "checkpoint-9"]
+    with pytest.raises(UserError, match="--resume none, but .* holds checkpoints"):
+        checkpoint.to_try(tmp_path, "none")
+    assert checkpoint.to_try(tmp_path / "new", "none") == []
+
+
+def test_of_a_link_the_link_alone_is_deleted(tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "weights").write_text("x")
+    (tmp_path / LEFT[0]).symlink_to(tmp_path / "theirs")
+    assert checkpoint.remove_named(tmp_path, checkpoint.UNFINISHED) == [LEFT[0]]
+    assert (tmp_path / "theirs" / "weights").exists() and not os.path.lexists(tmp_path / LEFT[0])
+
+
+def test_a_step_that_is_reached_again_keeps_what_was_there(tmp_path):
+    for _ in range(2):
+        save(tmp_path, 4)
+        assert resume.damage(tmp_path / "checkpoint-4") == ""
+    aside, = tmp_path.glob("checkpoint-4.passed-over-*")
+    assert resume.damage(aside) == ""
+
+
+def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """In the order of the calls: each file, each folder, the new name, the folder of the name."""
+    calls = []
+
+    def noted(name, real, path):
+        def call(*args):
+            calls.append((name, path(*args)))
+            return real(*args)
+        monkeypatch.setattr(os, name, call)
+    noted("fsync", os.fsync, lambda fd: os.readlink(f"/proc/self/fd/{fd}"))
+    for name in ("rename", "replace"):
+        noted(name, getattr(os, name), lambda old, new: str(new))
+    save(tmp_path, 4)
+    final = tmp_path / "checkpoint-4"
+    named = calls.index(("rename", str(final)))
+    before = {re.sub(r"\.tmp-\w+", "", path) for name, path in calls[:named] if name == "fsync"}
+    assert before >= {str(path) for path in [final, *final.rglob("*")]}
+    assert ("fsync", str(tmp_path)) in calls[named:]
+    calls.clear()
+    checkpoint.write_text(tmp_path / "run.yaml", "a: 1\n")
+    assert [name for name, _ in calls] == ["fsync", "replace", "fsync"] and calls[2][1] == str(tmp_path)
 
 
 LEFT = ["checkpoint-6.tmp-0123abcd", "checkpoint-4.tmp-deleted-1764000000000", "table-0123abcd",

@@ -16,7 +16,7 @@ import pytest
 
 from common import distributed, flags
 from core import cli
-from diffusion import choices, train_bd3lm
+from diffusion import problems, train_bd3lm
 from tests.helpers.trainer import ROOT, script_flags, speech_trainer
 
 LAUNCH = """torchrun --nproc_per_node=8 train_v2_ddp.py --model_path bosonai/higgs-audio-v2-generation-3B-base
@@ -336,7 +336,7 @@ def test_garbage_is_collected_again_when_the_imports_are_done(monkeypatch):
 
 def used_names(script):
     """Attributes of `args` that a script and the modules beside it read, but for its parser and checks."""
-    found = {field.name for field in dataclasses.fields(choices.Layout)} if script.startswith("diffusion") else set()
+    found = {field.name for field in dataclasses.fields(problems.Layout)} if script.startswith("diffusion") else set()
     shared = [ROOT / "speech" / "choices.py", ROOT / "speech" / "voice" / "sample_prompts.py"] * (
         script in ("train_v2_ddp.py", "speech/prepare_tts.py"))
     for path in [ROOT / script, *(ROOT / script).parent.glob("*.py"), *(ROOT / "common").glob("*.py"),

@@ -6,7 +6,7 @@ import torch
 
 from common.distributed import UserError
 from core import float8
-from distill import train_sft, weights
+from distill import causal_lm, train_sft
 from tests.distill.test_plan import batch_of, built
 from tests.helpers.small_speech import pack_of, small_model
 from tests.helpers.trainer import speech_trainer
@@ -43,7 +43,7 @@ def student(mode):
     _, model = built("qwen", True, True, False, mode, dropout=0.1)
     del model.native.model.layers[1:]
     batch = batch_of(2, 60, 10)
-    return model, weights.decoder_layers(model.native), lambda: model(batch)[0]
+    return model, causal_lm.decoder_layers(model.native), lambda: model(batch)[0]
 
 
 @pytest.mark.parametrize("make, linears", [(speech, 10), (student, 7)])

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from common.distributed import UserError
 from core import fp16
-from distill import packed_lm, train_sft
-from distill.linear_loss import linear_loss
+from distill import train_sft
+from distill.losses import linear_loss, loss_sums
 from tests.helpers import chats
 from tests.helpers.trainer import (
     Run,
@@ -145,7 +145,7 @@ def test_no_sum_over_rows_overflows_before_the_scale():
     weight = torch.zeros(8, 16, requires_grad=True)
     targets = torch.zeros(256, dtype=torch.int64)
     with torch.autocast("cpu", torch.float16):
-        loss, _ = linear_loss(partial(packed_lm.head_sums, 0.0, None), hidden, weight, None, 256, targets)
+        loss, _ = linear_loss(partial(loss_sums, None), hidden, weight, None, 256, targets)
     (loss * 2.0 ** -8).backward()
     wide = weight.detach().double().requires_grad_()
     F.cross_entropy(hidden.detach().double() @ wide.t(), targets, reduction="sum").mul(2.0 ** -8).backward()

@@ -14,7 +14,7 @@ from common import indexing
 from common.distributed import UserError
 from common.indexing import Column, Lists, parallel_map_ordered, token_lists
 from core import chat, json_files
-from distill import dataset as chat_table
+from distill import chat_data as chat_table
 from tests.helpers import chats
 from tests.helpers.fork import in_a_fork
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import weakref
 
@@ -26,7 +27,7 @@ from common.distributed import UserError, World
 from common.flags import parse
 from common.step_memory import Setup, step_bytes
 from core import adapters, document_attention
-from distill import packed_lm, train_sft, weights
+from distill import causal_lm, packed_lm, train_sft
 from distill import plan as chat_plan
 from speech import plan as speech_plan
 from speech.generate_tts import load_to_speak
@@ -105,6 +106,33 @@ def test_a_card_of_8_gb_speaks_on_the_base_that_was_trained_on():
     assert torch.equal(*found) and stored[1] < stored[0] / 3
 
 
+@pytest.mark.slow
+def test_an_adapter_says_that_its_base_was_in_four_bits(tmp_path):
+    """generate_tts.py and merge do as the run did, unless told otherwise; what a run saves is seen below."""
+    voice = ROOT / "launch" / "voice"
+    adapter = shutil.copytree(voice / "adapter", tmp_path / "adapter")
+    (adapter / "text_settings.json").write_text('{"normalize_text": "on", "base_dtype": "nf4"}')
+    env = {**os.environ, "PYTHONPATH": os.environ.get("BITSANDBYTES", "")}
+    model = ["--model_path", voice / "model", "--adapter", adapter, "--output_dir"]
+    speak = [ROOT / "speech" / "generate_tts.py", *model, tmp_path / "said", "--audio_tokenizer_path", voice / "codec",
+             "--text", "one.", "--max_seconds", 0.4, "--overwrite"]
+
+    def run(*words):
+        return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, env=env)
+    merge = run(ROOT / "lora.py", "merge", *model, tmp_path / "merged")
+    for done in (run(*speak), merge):
+        if not importlib.util.find_spec("bitsandbytes"):
+            assert done.returncode == 1 and "error: --base_dtype nf4: the package bitsandbytes is missing" in done.stderr
+    if importlib.util.find_spec("bitsandbytes"):
+        assert json.loads((tmp_path / "said" / "0000.json").read_text())["base_dtype"] == "nf4"
+        run(ROOT / "lora.py", "merge", *model, tmp_path / "other", "--base_dtype", "bf16")
+        weights = [load_file(tmp_path / name / "model.safetensors") for name in ("merged", "other")]
+        name = next(name for name in weights[0] if "q_proj" in name)
+        assert not torch.equal(weights[0][name], weights[1][name])
+    done = run(*speak, "--base_dtype", "bf16")
+    assert done.returncode == 0 and json.loads((tmp_path / "said" / "0000.json").read_text())["base_dtype"] is None
+
+
 def test_dora_does_not_speak_on_four_bits(tmp_path):
     voice = ROOT / "launch" / "voice"
     about = json.loads((voice / "adapter" / "adapter_config.json").read_text()) | {"use_dora": True}
@@ -158,7 +186,7 @@ def test_one_weight_at_a_time_is_whole():
 
     def load(weights, parts, world):
         assert not any(ref() is not None for ref in alive), "two at once"
-        (name, tensor), = weights.items()
+        (name, tensor), = causal_lm.items()
         tensor.copy_(parts[name])
         alive.append(weakref.ref(tensor))
     gc.disable()        # the references alone free it
@@ -200,6 +228,7 @@ def test_resume_is_exact_and_two_ranks_learn_the_same(pool, tiny, tmp_path):
     two = run("two", "--replay_every", 2, ranks=2)
     assert two.metrics("train/loss") == pytest.approx(one.metrics("train/loss"), rel=2e-3)
     learnt = one.output_dir / "checkpoint-4"
+    assert json.loads((learnt / "text_settings.json").read_text())["base_dtype"] == "nf4"
     for name, dtype in (("as trained", "nf4"), ("on the base", None)):
         lora.merge(str(tiny.model), str(learnt), tmp_path / name, codec=str(tiny.codec), base_dtype=dtype)
         whole = load_file(tmp_path / name / "model.safetensors")
@@ -256,7 +285,7 @@ def test_what_is_counted_is_what_a_real_step_has_alive(kind, recompute, monkeypa
     else:
         monkeypatch.setattr(document_attention, "_attention_by_document", by_lengths([150] * 4))
         empty, model = built("qwen", True, True, False, recompute, dropout=0.1)
-        step, layers, batch = chat_plan.step_of(empty), weights.decoder_layers(model.native), batch_of(4, 150, 120)
+        step, layers, batch = chat_plan.step_of(empty), causal_lm.decoder_layers(model.native), batch_of(4, 150, 120)
         pack = 600, len(batch.rows)
     converted(layers)
 
@@ -287,8 +316,8 @@ def released(name):
                                  "text_config": shape | {"tie_word_embeddings": True}}, torch.bfloat16, None)
         return v3.PackedHiggs3(lora.add_lora(native, 16, 32, 0.0, v3.LORA_TARGETS, "base")), speech_trainer
     config = {"llama": LlamaConfig, "qwen": Qwen3Config}[kind](**shape, tie_word_embeddings=True)
-    native = weights.empty_model(config, torch.bfloat16, attention=document_attention.ATTENTION)
-    net = adapters.add_lora(native, weights.decoder_layers(native), 32, 32, 0.0, "all-linear", "base")
+    native = causal_lm.empty_model(config, torch.bfloat16, attention=document_attention.ATTENTION)
+    net = adapters.add_lora(native, causal_lm.decoder_layers(native), 32, 32, 0.0, "all-linear", "base")
     return packed_lm.PackedLM(net), train_sft
 
 
@@ -298,7 +327,7 @@ SHAPES = {"Higgs-Audio V2": ("v2",), "Higgs TTS 3": ("v3", 151936, 2560, 9728, 3
 
 
 def planned(name, capsys, tmp_path):
-    """A row of the table in docs/recipes.md: what a dry run with --auto takes on each card."""
+    """A row of the table in docs/speech.md: what a dry run with --auto takes on each card."""
     model, trainer = released(name)
     cells = []
     for gib in CARDS:
@@ -314,7 +343,7 @@ def planned(name, capsys, tmp_path):
                 return step_memory.estimate(speech_plan.step_of(model), setup, (text, setup.budget - text, setup.budget - text,
                                                                        text // 4))
             plan.choose_packs(args, ALONE, 1, CLIPS, memory_of)
-        how = {None: "", "selective": ", cheap parts recomputed", "all": ", recomputed"}[args.gradient_checkpointing]
+        how = {None: "", "selective": "S ", "all": "R "}[args.gradient_checkpointing]
         said = capsys.readouterr().out
         peak = re.findall(r"([\d.]+) GiB  taken", said)
         rounded_too = ["NF4" in line for line in re.findall(r".* GiB  t.*", said)]
@@ -322,9 +351,8 @@ def planned(name, capsys, tmp_path):
         costs = {None: "", "selective": "cheap parts", "all": "50 % more products"}[args.gradient_checkpointing]
         cost = re.search(r"cost: (.*)", said)[1]
         assert costs in cost and ("four bits" in cost) == rounded_too[-1]
-        offload = ", offloaded" * args.cpu_offload
-        cells.append(f"{'NF4' if args.base_dtype else 'bf16'}, {args.max_tokens_per_batch:,}{how}{offload}: {peak[0]}"
-                     if peak else "too small")
+        assert args.max_tokens_per_batch == 4096 and not args.cpu_offload
+        cells.append(f"{'NF4 ' if args.base_dtype else ''}{how}{peak[0]}" if peak else "too small")
     return f"| {name} | {' | '.join(cells)} |"
 
 
@@ -333,7 +361,7 @@ def planned(name, capsys, tmp_path):
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_table_of_cards_is_what_dry_runs_say(name, capsys, tmp_path):
     row = planned(name, capsys, tmp_path)
-    assert row in (ROOT / "docs" / "recipes.md").read_text().splitlines(), row
+    assert row in (ROOT / "docs" / "speech.md").read_text().splitlines(), row
 
 
 @pytest.mark.parametrize("flags, reason", [

@@ -1,4 +1,7 @@
 """Every sample once an epoch, in an order that depends on seed and epoch alone; packs that use their budget."""
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -280,3 +283,11 @@ def test_array_packs_are_the_plain_ones(kind, n):
                       group_by_length=kind.get("by_length", False))
     for epoch in (0, 2):
         assert packs(order, epoch) == plain_packs(lengths, epoch, 3, **kind)
+
+
+def test_plans_of_old_epochs_are_let_go():
+    """A plan has a number for each sample; the loader reads one epoch ahead."""
+    order = PackOrder(np.full(40, 10), tokens_per_pack=30)
+    plans = [weakref.ref(order.epoch(number)) for number in range(5)]
+    gc.collect()
+    assert [plan() is not None for plan in plans] == [False, False, False, True, True]

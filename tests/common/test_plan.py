@@ -16,7 +16,7 @@ from common.step_memory import GIB, Memory, Setup
 from core import adapters, document_attention
 from core.packing import PackOrder
 from diffusion import plan as block_plan
-from distill import packed_lm, train_sft, weights
+from distill import causal_lm, packed_lm, train_sft
 from distill import plan as chat_plan
 from tests.helpers import chats
 
@@ -96,11 +96,11 @@ def students():
     """{LoRA: the empty PackedLM}."""
     found = {}
     for lora in (False, True):
-        native = net = weights.empty_model(transformers.Qwen3Config(**SIZES),
+        native = net = causal_lm.empty_model(transformers.Qwen3Config(**SIZES),
                                            torch.bfloat16 if lora else torch.float32,
                                            attention=document_attention.ATTENTION)
         if lora:
-            net = adapters.add_lora(native, weights.decoder_layers(native), 32, 32, 0.0, "all-linear", "base")
+            net = adapters.add_lora(native, causal_lm.decoder_layers(native), 32, 32, 0.0, "all-linear", "base")
         found[lora] = packed_lm.PackedLM(net, None)
     return found
 

@@ -2,6 +2,7 @@
 import base64
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -476,6 +477,30 @@ def test_bad_input_is_one_line(change, flags, said, tmp_path, capsys):
     message = printed.err.rstrip("\n") or str(stopped.value.code)
     assert message.startswith("error: ") and said in message and "\n" not in message
     assert not list(tmp_path.rglob("*.html*")) and not printed.out
+
+
+def test_no_other_file_of_the_disk_gets_into_the_page_or_is_written(run, tmp_path):
+    """Samples may come from somebody else: a link, a FIFO, a JSON file that names a file outside them."""
+    secret, folder = tmp_path / "secret.wav", tmp_path / "spoken"
+    make_samples(folder, 3)
+    shutil.copy(folder / "prompt-1.wav", secret)
+    secret.write_bytes(secret.read_bytes() + b"only here")
+    notes = folder / "prompt-1.json"
+    for named in (str(secret), "../secret.wav"):
+        notes.write_text(json.dumps(json.loads(notes.read_text()) | {"reference_audio": named}))
+        os.symlink(secret, folder / "link.wav")
+        os.mkfifo(folder / "pipe.wav")
+        os.mkfifo(folder / "link.json")
+        os.mkfifo(run / "evaluation.json")
+        os.symlink(tmp_path / "victim", run / ".report.html.tmp")
+        (tmp_path / "victim").write_text("whole")
+        done = make_report(run, "--samples", folder)
+        (run / "evaluation.json").unlink()
+        assert done.returncode == 0, done.stderr
+        assert base64.b64encode(secret.read_bytes()).decode() not in (run / "report.html").read_text()
+        assert (tmp_path / "victim").read_text() == "whole"
+        for name in ("link.wav", "pipe.wav", "link.json"):
+            (folder / name).unlink()
 
 
 def test_a_run_that_has_just_begun(tmp_path):

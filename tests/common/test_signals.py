@@ -77,3 +77,29 @@ def test_signals_from_the_fork_of_a_loader_on_take_no_loader_away(start, tmp_pat
     assert re.search(r"^stopped .*saved; the same command goes on$", job.log.read_text(), re.M)
     assert (out / "requeue").exists() and list(out.glob("checkpoint-*"))
     assert "Traceback" not in job.log.read_text()
+
+
+def rank_of(job, rank):
+    """Pid of a rank under torchrun."""
+    for pid in children(job.pid):
+        with contextlib.suppress(OSError):
+            if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                return pid
+    raise AssertionError(f"no rank {rank}\n{job.log.read_text()}")
+
+
+def test_a_rank_whose_peer_was_killed_says_nothing(start, tmp_path):
+    """torchrun names the dead one, and asks the other to end before that one notices its loss."""
+    job = start("--use_lora", "--num_train_epochs", 1000, "--disable_eval", ranks=2)
+    wait_until(lambda: (tmp_path / "out" / "metrics.jsonl").exists(), "metrics", lambda: job.poll() is None)
+    innocent = rank_of(job, 0)
+    os.kill(innocent, signal.SIGSTOP)
+    os.kill(rank_of(job, 1), signal.SIGKILL)
+
+    def asked():
+        pending = re.search(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{innocent}/status").read_text(), re.M)[1]
+        return int(pending, 16) >> (signal.SIGTERM - 1) & 1
+    wait_until(asked, "SIGTERM from torchrun")
+    os.kill(innocent, signal.SIGCONT)
+    assert job.wait() == 1 and "rank 0 failed" not in job.log.read_text(), job.log.read_text()
+    assert "Signal 9 (SIGKILL)" in job.log.read_text()

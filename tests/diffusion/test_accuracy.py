@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from common import checkpoint
-from diffusion import accuracy, elbo, lines, sample_bd3lm
+from diffusion import blocks, elbo, problems, sample_bd3lm, sampler, train_bd3lm
 from tests.helpers.trainer import Run
 
 ARGUMENTS = {"report_to": "none", "model_size": "nano", "block_size": 8, "max_length": 96, "row_length": 96,
@@ -39,16 +39,13 @@ def test_ranks_share_the_problems(pool, demo, tmp_path):
     assert right[3] == right[6] and (meta["best_loss"], meta["best_step"]) == (1 - right[best], best) and best == 6
     assert meta["best"]["wrong"] == 1 - right[best]
     questions, found = tmp_path / "questions.jsonl", shown[0][0]         # at step 6 all answers are empty
-    assert all(answer["text"] and len(answer["growth"]) > 1 for answer in found)
+    assert all(answer["text"] for answer in found)
     questions.write_text("".join(json.dumps({"question": a["question"]}) + "\n" for a in found))
     sample_bd3lm.main(["--checkpoint", str(first), "--question_file", str(questions), "--order", "confidence",
                        "--device", "cpu", "--output", str(tmp_path / "answers.json")])
     again = json.loads((tmp_path / "answers.json").read_text())["answers"]
-    assert [a["text"] for a in again] == [a["text"] for a in found] == [a["growth"][-1][1] for a in found]
+    assert [a["text"] for a in again] == [a["text"] for a in found]
     assert [a["forwards"] for a in again] == [a["forwards"] for a in found]
-    for answer in found:
-        texts = [text for _, text in answer["growth"]]
-        assert all(later.startswith(text) for text, later in zip(texts, texts[1:]))
 
 
 def test_either_a_better_bound_or_a_better_accuracy_goes_on():
@@ -63,34 +60,32 @@ def test_either_a_better_bound_or_a_better_accuracy_goes_on():
 def test_known_answers_are_right(demo, monkeypatch):
     """Scores and shares, with a sampler that writes the truth to every other problem."""
     from common.distributed import World
-    from diffusion import answers, blocks, problems
-    tokens, layout = problems.load_tokenizer(demo, "gsm8k"), blocks.Layout("gsm8k", block_size=8, max_length=96)
+    tokens, layout = problems.load_tokenizer(demo, "gsm8k"), problems.Layout("gsm8k", block_size=8, max_length=96)
     documents = blocks.make_documents(problems.read_problems(demo / "test.jsonl", "", "gsm8k"), tokens, layout)
     rows = blocks.make_rows(documents, range(len(documents)), 96, pack=True)
-    asked = accuracy.choose(rows, 8, tokens, seed=1)
-    assert len({problem.name for problem, _ in asked}) == 8 and accuracy.choose(rows, 0, tokens, 1) == []
-    assert [p for p, _ in accuracy.choose(rows, 8, tokens, 1)] == [p for p, _ in asked]
-    assert [p for p, _ in accuracy.choose(rows, 8, tokens, 2)] != [p for p, _ in asked]
+    asked = elbo.choose_problems(rows, 8, tokens, seed=1)
+    assert len({problem.name for problem, _ in asked}) == 8 and elbo.choose_problems(rows, 0, tokens, 1) == []
+    assert [p for p, _ in elbo.choose_problems(rows, 8, tokens, 1)] == [p for p, _ in asked]
+    assert [p for p, _ in elbo.choose_problems(rows, 8, tokens, 2)] != [p for p, _ in asked]
     written = iter(enumerate(asked))
 
-    def generate(model, states, rooms, block_size, end, how, generator, progress):
+    def generate(model, states, rooms, block_size, end, how, generator):
         found = []
-        for number, (_, (ids, _)) in enumerate(states):
+        for _, (ids, _) in states:
             place, (problem, _) = next(written)
             text = problem.solution if place % 2 else "#### 1"
-            found.append(answers.sampler.Generated([*ids, *tokens.encode(" " + text), end], 3, True))
-            progress(number, found[-1].ids)
+            found.append(sampler.Generated([*ids, *tokens.encode(" " + text), end], 3, True))
         return found
-    monkeypatch.setattr(answers.sampler, "generate", generate)
+    monkeypatch.setattr(sampler, "generate", generate)
     how = elbo.Eval(rows, tokens.mask, batch_rows=3, repeats=1, seed=0, bf16=False)
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(1, 1)})
     model.embed = model["embed"]
-    values, shown = accuracy.accuracy(World(device=torch.device("cpu")), model, how, asked, tokens)
+    values, shown = elbo.accuracy(World(device=torch.device("cpu")), model, how, asked, tokens)
     right = sum(p.answer == "1" or i % 2 for i, (p, _) in enumerate(asked)) / 8
     assert values["eval/accuracy"] == right >= 0.5 and values["eval/nfe"] == 3 and values["eval/ended"] == 1
     assert [a["name"] for a in shown] == [p.name for p, _ in asked[:4]]
     values |= {"eval/nll": 1, "eval/bits_per_token": 1, "eval/perplexity": 1, "eval/loss": 1}
-    assert f"right {right:.1%}" in lines.eval_line(3, values, ())
+    assert f"right {right:.1%}" in train_bd3lm.eval_line(3, values, ())
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -99,7 +94,6 @@ def test_known_answers_are_right(demo, monkeypatch):
     (["--eval_accuracy", "-1"], "--eval_accuracy is -1; it must be 0 or more")])
 def test_wishes_that_would_do_nothing(demo, tmp_path, flags, words):
     from common.flags import UserError
-    from diffusion import train_bd3lm
     args = train_bd3lm.build_parser().parse_args(["--train_data_file", "x", "--output_dir", str(tmp_path), *flags])
     with pytest.raises(UserError, match=words):
         train_bd3lm.check_flags(args, 1)

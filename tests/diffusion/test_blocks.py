@@ -9,7 +9,7 @@ import torch
 from common.distributed import UserError
 from core.packing import PackOrder, rank_packs
 from diffusion import blocks
-from diffusion.blocks import EXECUTION, FILL, PLAN, QUESTION, Layout
+from diffusion.problems import EXECUTION, FILL, PLAN, QUESTION
 from tests.helpers.block_problems import LAYOUTS, load
 
 # -- Documents ---------------------------------------------------------------------------------------------------------
@@ -41,10 +41,10 @@ def slow_document(problem, tokens, layout):
                                      (EXECUTION, execution, layout.execution_budget, layout.execution_block_size)):
         size, filling, last = own or layout.block_size, region != QUESTION, None
         for i in range(budget):
-            number = (start + i) // layout.block_size if layout.flat else block + i // size if region else 0
+            number = block + i // size if region else 0
             if i >= len(ids):       # nothing is filled beyond the block of the end token
                 filling &= number == last
-                if not filling and not layout.flat:
+                if not filling:
                     break
             last = number
             live = i < len(ids) or filling
@@ -64,9 +64,9 @@ def test_documents_equal_a_construction_rule_by_rule(demo, name):
     for d, problem in enumerate(found):
         part = slice(*documents.offsets[d:d + 2])
         ours = list(zip(*(getattr(documents, field)[part].tolist()
-                          for field in ("ids", "position", "block", "target", "region", "live"))))
-        theirs = [tuple(x) for x in slow_document(problem, tokens, layout)]
-        assert ours == theirs
+                          for field in ("ids", "position", "block", "target", "region"))))
+        theirs = slow_document(problem, tokens, layout)
+        assert ours == [row[:5] for row in theirs] and all(row[5] for row in theirs)
         trained = sorted({row[2] for row in theirs if row[3]})
         groups = [trained.index(row[2]) if row[2] in trained and row[5] else -1 for row in theirs]
         assert documents.group[part].tolist() == groups
@@ -123,8 +123,7 @@ def test_special_tokens_in_a_text_are_refused(demo, token):
     ({"system": "hdp", "plan_block_size": 12}, "--plan_budget 32 is not a multiple of --plan_block_size 12"),
     ({"system": "hdp", "execution_block_size": -1}, "--execution_block_size is -1; it must be 0 or more"),
     ({"system": "hdp", "block_size": 32}, "--execution_budget 48 is not a multiple of --execution_block_size 32"),
-    ({"system": "hdp", "hdp_layout": "flat", "block_size": 32}, "--question_budget 48 is not a multiple of --block_size 32"),
-    ({"system": "hdp", "hdp_layout": "flat", "execution_block_size": 8}, "--execution_block_size needs --system hdp"),
+    ({"execution_block_size": 8}, "--execution_block_size needs --system hdp"),
 ])
 def test_layouts_that_do_not_come_out_even_are_refused(change, message):
     with pytest.raises(UserError, match=message):
@@ -133,11 +132,11 @@ def test_layouts_that_do_not_come_out_even_are_refused(change, message):
 
 def test_fingerprint_tells_documents_apart(demo):
     found, tokens, documents = load(demo, LAYOUTS["gsm8k"])
-    assert documents.fingerprint() == load(demo, LAYOUTS["gsm8k"])[2].fingerprint()
-    others = [load(demo, LAYOUTS[name])[2] for name in ("gsm8k-1", "gsm8k-question")]
+    others = [load(demo, LAYOUTS[name])[2] for name in ("gsm8k", "gsm8k-1", "gsm8k-question")]
     others.append(blocks.make_documents(found[:-1], tokens, LAYOUTS["gsm8k"]))
-    assert len({documents.fingerprint(), documents.fingerprint([1, 2]), documents.fingerprint([2, 1]),
-                *(o.fingerprint() for o in others)}) == 6
+    first, *different = (o.fingerprint(range(len(o))) for o in others)
+    assert documents.fingerprint(range(len(documents))) == first
+    assert len({first, documents.fingerprint([1, 2]), documents.fingerprint([2, 1]), *different}) == 6
 
 
 # -- Rows and batches --------------------------------------------------------------------------------------------------
@@ -153,7 +152,7 @@ def test_batches_hold_every_document_once_and_whole(demo, name, pack):
     rows = blocks.make_rows(documents, train, length, pack, seed=5)
     assert sorted(d for row in rows.members for d in row) == train.tolist()
     assert all(len(m) == 1 for m in rows.members) or pack
-    order = PackOrder(rows.tokens, samples_per_pack=4, seed=5)
+    order = PackOrder(rows.per_row(documents.tokens), samples_per_pack=4, seed=5)
     packs = list(rank_packs(order, 0, 1, 1, epochs=1)) + [[]]
     loader = blocks.make_loader(rows, packs, 4, rows.noisy_length, num_workers=0, prefetch_factor=None)
     fields = ("ids", "position", "block", "target", "region")
@@ -179,15 +178,14 @@ def test_batches_hold_every_document_once_and_whole(demo, name, pack):
             assert (group[doc < 0] == -1).all() and not batch.target[r][doc < 0].any()
             assert (batch.input_ids[r][doc < 0] == tokens.pad).all()
         assert sorted(groups) == list(range(batch.n_groups))
-        assert batch.n_targets == batch.target.sum() == rows.n_targets[numbers].sum()
-        assert batch.tokens == rows.tokens[numbers].sum()
+        assert batch.n_targets == batch.target.sum() == rows.per_row(documents.n_targets)[numbers].sum()
+        assert batch.tokens == rows.per_row(documents.tokens)[numbers].sum()
         assert batch.documents == sum(len(rows.members[n]) for n in numbers)
         counted += [batch.n_targets, batch.tokens, batch.documents]
     wanted = []
     for d in train:
         part = slice(*documents.offsets[d:d + 2])
-        keep = documents.live[part]
-        wanted.append(tuple(tuple(getattr(documents, f)[part][keep].tolist()) for f in fields))
+        wanted.append(tuple(tuple(getattr(documents, f)[part].tolist()) for f in fields))
     assert sorted(seen) == sorted(wanted)
     assert counted.tolist() == [documents.n_targets[train].sum(), documents.tokens[train].sum(), len(train)]
 
@@ -221,13 +219,6 @@ def test_packing_takes_the_cheapest_room_for_noisy_copies(demo):
     cost = len(rows) * (256 + rows.noisy_length)
     naive = blocks.best_fit(documents.lengths, np.random.default_rng((3, 0)).permutation(60), 256)
     assert cost < 0.9 * len(naive) * 512
-
-
-def test_the_flat_layout_keeps_its_sources_1024_token_shape(demo):
-    layout = Layout("hdp", "flat", block_size=16)
-    _, _, documents = load(demo, layout)
-    rows = blocks.make_rows(documents, np.arange(60), layout.longest, False)
-    assert (rows.length, rows.noisy_length) == (512, 512) and (documents.lengths == 512).all()
 
 
 def test_a_row_too_short_for_a_document_is_refused(demo):

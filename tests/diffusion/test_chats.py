@@ -1,5 +1,4 @@
 """Chats as block diffusion: the same losses as GSM8K's form, one document an answer, sampled with what was said."""
-import io
 import json
 import types
 
@@ -10,8 +9,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from common.distributed import UserError, World
-from diffusion import blocks, chats, dit, elbo, init_from, sample_bd3lm, train_bd3lm
-from diffusion.answers import question_state
+from diffusion import blocks, dit, elbo, problems, published, sample_bd3lm, train_bd3lm
 from diffusion.problems import load_tokenizer
 from tests.diffusion.test_decoder import CHAT
 from tests.helpers.chats import ask, write
@@ -32,18 +30,18 @@ def folder(demo, tmp_path_factory):
 
 def parts(folder, system, block_size=8):
     """(Layout, Tokens) of a run with the chat template."""
-    layout = init_from.with_chat(blocks.Layout(system, block_size=block_size, max_length=128), folder)
+    layout = published.with_chat(problems.Layout(system, block_size=block_size, max_length=128), folder)
     return layout, load_tokenizer(folder, system, layout.end_token)
 
 
 @torch.no_grad()
 def test_a_chat_of_one_turn_has_the_losses_of_the_problem(folder, demo, tmp_path):
-    problems = [json.loads(line) for line in (demo / "train.jsonl").read_text().splitlines()[:12]]
-    data = write(tmp_path / "chats.jsonl", [ask(p["question"], p["answer"]) for p in problems])
+    entries = [json.loads(line) for line in (demo / "train.jsonl").read_text().splitlines()[:12]]
+    data = write(tmp_path / "chats.jsonl", [ask(p["question"], p["answer"]) for p in entries])
     found = {}
     for system, path in (("gsm8k", demo / "train.jsonl"), ("chat", data)):
         layout, tokens = parts(folder, system)
-        made = chats.read(data, folder, tokens, []) if system == "chat" else blocks.read_problems(
+        made = problems.read_chats(data, folder, tokens, []) if system == "chat" else problems.read_problems(
             path, "train", system)[:12]
         rows = blocks.make_rows(blocks.make_documents(made, tokens, layout), np.arange(12), 128, False)
         torch.manual_seed(0)
@@ -60,7 +58,7 @@ def test_every_trained_answer_is_a_document_behind_all_that_was_said(folder, tmp
     with open(data, "a") as file:
         file.write('{"messages": [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "1"}]}\n')
         file.write('{"messages": [{"role": "user", "content": "no answer"}]}\nno JSON\n')
-    found = chats.read(data, folder, tokens, bad)
+    found = problems.read_chats(data, folder, tokens, bad)
     assert [p.name for p in found] == [f"{data}:1"] * 2
     said = PreTrainedTokenizerFast.from_pretrained(folder)
     documents = blocks.make_documents(found, tokens, layout)
@@ -93,11 +91,11 @@ def test_answers_of_one_chat_stay_together(folder, tmp_path):
 def test_an_end_that_is_not_the_templates_is_named(folder, tmp_path):
     data = write(tmp_path / "chats.jsonl", [TALK])
     with pytest.raises(UserError, match=r"ends answers with <\|im_end\|>, its end token is <\|endoftext\|>; give --end_"):
-        chats.read(data, folder, load_tokenizer(folder, "chat"), [])
+        problems.read_chats(data, folder, load_tokenizer(folder, "chat"), [])
 
 
-def test_train_and_talk(folder, tmp_path, capsys, monkeypatch):
-    """A run on chats, whose held-out part shares no chat with the rest; then answers to files and in the terminal."""
+def test_train_and_answer(folder, tmp_path, capsys):
+    """A run on chats, whose held-out part shares no chat with the rest; then answers to files."""
     talks = [[*ask(f"What is {i}?", f"It is {i}."), *ask(f"And {i} more?", f"It is {2 * i}.")] for i in range(24)]
     data, out = write(tmp_path / "chats.jsonl", talks), tmp_path / "out"
     train_bd3lm.main(["--system", "chat", "--train_data_file", str(data), "--tokenizer", str(folder), "--model_size",
@@ -111,35 +109,11 @@ def test_train_and_talk(folder, tmp_path, capsys, monkeypatch):
     sample_bd3lm.main([*common, "--chat", str(data), "--limit", "3", "--output", str(tmp_path / "answers.json")])
     answers = json.loads((tmp_path / "answers.json").read_text())["answers"]
     assert [a["question"] for a in answers] == [f"And {i} more?" for i in range(3)]
-    monkeypatch.setattr("sys.stdin", io.StringIO("What is 3?\nAnd <|im_end|>?\n\n"))
-    capsys.readouterr()
-    sample_bd3lm.main([*common, "--chat"])
-    said = capsys.readouterr().out
-    assert said.count("passes") == 1 and "contains the control token <|im_end|>; remove it" in said
-    (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "user"}]}\n{"question": "1"}\n')
+    (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "user"}]}\n{"question": "1"}\n'
+                                        '{"messages": [{"role": "user", "content": "And <|im_end|>?"}]}\n')
     with pytest.raises(SystemExit):
         sample_bd3lm.main([*common, "--chat", str(tmp_path / "bad.jsonl")])
     said = capsys.readouterr().err
-    assert "line 1: message 1 has no text" in said and 'line 2: has no list "messages" with something asked' in said
+    assert "line 1: message 1 has no text" in said and "contains the control token <|im_end|>; remove it" in said and 'line 2: has no list "messages" with something asked' in said
 
 
-def test_a_chat_that_outgrows_its_room_forgets_what_was_asked_first(folder, monkeypatch, capsys):
-    """Said once a turn; a question that is too long by itself costs nothing that was said before."""
-    (layout, tokens), asked = parts(folder, "chat"), []
-
-    def answer_aloud(solver, problem, seed):
-        question_state(problem, tokens, layout)
-        asked.append(tokens.decode(problem.ids))
-        return "So it is."
-    monkeypatch.setattr(sample_bd3lm, "answer_aloud", answer_aloud)
-    talk = sample_bd3lm.talker(types.SimpleNamespace(tokens=tokens, layout=layout), folder, 0)
-    for i in range(9):
-        talk(f"What is {i} and {i} more?")
-    turns = [[i for i in range(9) if f"What is {i} and" in text] for text in asked]
-    most = max(map(len, turns))
-    assert 1 < most < 8 and turns == [list(range(9))[max(0, i + 1 - most):i + 1] for i in range(9)]
-    assert capsys.readouterr().out.count("is forgotten, 'What is ") == 9 - most
-    with pytest.raises(UserError, match="no room in --max_length 128"):
-        talk("long " * 99)
-    talk("More?")
-    assert asked[-1].count("So it is.") >= most - 1

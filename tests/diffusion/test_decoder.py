@@ -29,15 +29,15 @@ from diffusion import (
     blocks,
     decoder,
     dit,
-    export_bd3lm,
-    init_from,
+    elbo,
+    problems,
+    published,
     sample_bd3lm,
     sampler,
     train_bd3lm,
-    weights,
 )
-from diffusion.answers import question_state
 from diffusion.problems import load_tokenizer, read_problems
+from diffusion.sampler import question_state
 from tests.helpers.block_rows import MIXED, make_blocks, noised, sampled_hidden
 from tests.helpers.trainer import Run
 
@@ -78,9 +78,9 @@ def models(demo, tmp_path_factory):
 def opened(folder):
     """(our network with the folder's weights, Tokens, transformers' model)."""
     tokens = load_tokenizer(folder, "gsm8k")
-    config = init_from.config_for(folder, "small", tokens, 0.0)
+    config = published.config_for(folder, "small", tokens, 0.0)
     model = decoder.Decoder(config).eval()
-    given = init_from.read(folder, config, tokens)
+    given = published.read(folder, config, tokens)
     for name, parameter in model.named_parameters():
         parameter.data.copy_(given.tensors[name])
     theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
@@ -150,8 +150,8 @@ def test_noisy_blocks_are_what_the_sampler_sees(models, kind):
 def test_the_mask_takes_a_spare_row_or_a_new_one(models):
     for kind, rows in (("llama", ROWS + 2), ("qwen3", ROWS + 1 + SPARE)):
         tokens = load_tokenizer(models[kind], "gsm8k")
-        config = init_from.config_for(models[kind], "small", tokens, 0.0)
-        given = init_from.read(models[kind], config, tokens)
+        config = published.config_for(models[kind], "small", tokens, 0.0)
+        given = published.read(models[kind], config, tokens)
         table = load_file(models[kind] / "model.safetensors")["model.embed_tokens.weight"]
         assert tokens.mask == ROWS + 1 == config.mask_id and config.vocab_size == rows
         assert torch.equal(given.tensors["model.embed_tokens.weight"][:ROWS + 1], table[:ROWS + 1])
@@ -161,14 +161,13 @@ def test_the_mask_takes_a_spare_row_or_a_new_one(models):
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"model_type": "gpt2"}, "model_type gpt2"), ({"hidden_act": "gelu"}, "hidden_act gelu"),
-    ({"rope_parameters": {"rope_type": "yarn"}}, "rope yarn"),
-    ({"use_sliding_window": True}, "use_sliding_window True"), ({"attention_bias": True}, "attention_bias True")])
+    ({"model_type": "gpt2"}, "model_type gpt2"), ({"rope_parameters": {"rope_type": "dynamic"}}, "rope dynamic"),
+    ({"use_sliding_window": True}, "a sliding window"), ({"num_attention_heads": 3}, "no multiple of"),
+    ({"quantization_config": {"bits": 4}}, "a quantization_config")])
 def test_shapes_that_are_not_this_network_are_refused(models, tmp_path, change, words):
     config = json.loads((models["qwen3"] / "config.json").read_text()) | change
-    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=re.escape(words)):
-        decoder.config_of(tmp_path, ROWS + 2, ROWS + 1, 0.0)
+        decoder.config_of(tmp_path, config, ROWS + 2, ROWS + 1, 0.0)
 
 
 def test_folders_of_slow_tokenizers_are_read_as_transformers_reads_them(models, tmp_path, caplog):
@@ -195,18 +194,17 @@ def test_folders_of_slow_tokenizers_are_read_as_transformers_reads_them(models, 
     assert tokens.end == theirs.eos_token_id == ROWS + 2 and tokens.mask == len(theirs) == ROWS + 3
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 1024}))     # as GPT-2's
     (tmp_path / "config.json").unlink()
-    assert init_from.vocabulary(tmp_path) == {word: i for i, word in enumerate(words)}
+    assert problems.read_tokenizer(tmp_path).get_vocab() == {word: i for i, word in enumerate(words)}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
     (tmp_path / "vocab.json").unlink()
     with pytest.raises(UserError, match="has neither tokenizer.json"):
         load_tokenizer(tmp_path, "gsm8k", "<|im_end|>")
-    assert init_from.vocabulary(tmp_path) == {}
 
 
 def test_questions_in_the_chat_template(models, demo):
     """The ids are the template's; the answer ends as a turn does; a question cannot end its turn."""
     folder = models["chat"]
-    layout = init_from.with_chat(blocks.Layout("gsm8k", block_size=8, max_length=96), folder)
+    layout = published.with_chat(problems.Layout("gsm8k", block_size=8, max_length=96), folder)
     assert layout.end_token == "<|im_end|>" and "{question}" in layout.prompt
     tokens = load_tokenizer(folder, "gsm8k", layout.end_token)
     problem = read_problems(demo / "test.jsonl", "", "gsm8k")[0]
@@ -236,7 +234,7 @@ def test_a_foreign_tokenizer_is_refused(models, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
     tokens = load_tokenizer(tmp_path, "gsm8k")
     with pytest.raises(UserError, match="its tokenizer is not that of --tokenizer.*drop --tokenizer"):
-        init_from.read(models["llama"], init_from.config_for(models["llama"], "small", tokens, 0.0), tokens)
+        published.read(models["llama"], published.config_for(models["llama"], "small", tokens, 0.0), tokens)
 
 
 def test_what_the_chat_trainer_left_is_a_language_model(models, tmp_path):
@@ -250,15 +248,15 @@ def test_what_the_chat_trainer_left_is_a_language_model(models, tmp_path):
         writer.save(3, {"adapter_config.json": lambda path: path.write_text("{}")} if folder == adapter else {
             file.name: partial(shutil.copy, file) for file in files}, state)
         writer.finish()
-    assert init_from.find(saved.parent) == init_from.find(saved) == saved and init_from.is_causal(saved)
+    assert published.find(saved.parent) == published.find(saved) == saved and published.is_causal(saved)
     tokens = load_tokenizer(saved, "gsm8k")
-    given = init_from.read(saved, init_from.config_for(saved, "small", tokens, 0.0), tokens)
+    given = published.read(saved, published.config_for(saved, "small", tokens, 0.0), tokens)
     assert given.source["model_type"] == "qwen3"
-    config = init_from.config_for(saved, "small", tokens, 0.0)       # adapters find their base in the run's folder
-    assert init_from.with_lora(config, saved, False, str(saved.parent), {}).lora["base"] == str(saved)
+    config = published.config_for(saved, "small", tokens, 0.0)       # adapters find their base in the run's folder
+    assert published.with_lora(config, saved, False, str(saved.parent), {}).lora["base"] == str(saved)
     for folder in (adapter, adapter.parent):
         with pytest.raises(UserError, match="is an adapter; merge it into its base"):
-            init_from.find(folder)
+            published.find(folder)
 
 
 def test_base_models_end_answers_with_a_token_of_their_own(models, demo, tmp_path):
@@ -273,7 +271,7 @@ def test_base_models_end_answers_with_a_token_of_their_own(models, demo, tmp_pat
         load_tokenizer(tmp_path, "gsm8k", "<end>")
     tokens = load_tokenizer(tmp_path, "gsm8k", "</s>")
     assert (tokens.bos, tokens.end) == (backend.token_to_id("<s>"), backend.token_to_id("</s>"))
-    layout = blocks.Layout("gsm8k", block_size=8, max_length=96, end_token="</s>")
+    layout = problems.Layout("gsm8k", block_size=8, max_length=96, end_token="</s>")
     ids = blocks.make_documents(read_problems(demo / "test.jsonl", "", "gsm8k")[:1], tokens, layout).ids
     assert ids[0] == tokens.bos and ids[-1] == tokens.end
     assert load_tokenizer(tmp_path, "hdp").mask == backend.get_vocab_size() + 4         # plans end with <|pad|>
@@ -304,7 +302,7 @@ def test_it_trains_resumes_and_answers(pool, demo, models, tmp_path, capsys, kin
     assert bounds[0][4] < bounds[0][0] - (0.5 if kind == "all" else 0.1)
     assert "resumed from" in runs["fsdp"].output and "language model" not in runs["fsdp"].output
     folder = resume.newest_whole(tmp_path / "fsdp")
-    model, about = weights.load_checkpoint(folder)
+    model, about = published.load_checkpoint(folder)
     assert isinstance(model, decoder.Decoder) and model.lm_head.weight is model.embed.weight
     if kind == "lora":
         check_adapters(folder, model, about, models["chat"])
@@ -323,12 +321,12 @@ def test_it_trains_resumes_and_answers(pool, demo, models, tmp_path, capsys, kin
 
 def check_going_on(start, layout, demo, output_dir, capsys):
     """A run from a checkpoint or an export takes over prompt form, end token, tokenizer and chat template."""
-    path = init_from.find(str(start))
-    common = blocks.Layout("gsm8k", block_size=4, max_length=96)
-    kept = init_from.with_form(common, path)
+    path = published.find(str(start))
+    common = problems.Layout("gsm8k", block_size=4, max_length=96)
+    kept = published.with_form(common, path)
     assert (kept.prompt, kept.end_token) == (layout["prompt"], layout["end_token"]) and "<|im_start|>" in kept.prompt
-    assert kept == init_from.with_chat(common, path) and init_from.own_tokenizer(path) == path
-    assert init_from.with_form(blocks.Layout("hdp"), path) == blocks.Layout("hdp")
+    assert kept == published.with_chat(common, path)
+    assert published.with_form(problems.Layout("hdp"), path) == problems.Layout("hdp")
     capsys.readouterr()
     train_bd3lm.main(["--init_from", str(start), "--train_data_file", str(demo / "train.jsonl"), "--block_size", "4",
                       "--max_length", "96", "--output_dir", str(output_dir), "--dry_run", "--report_to", "none"])
@@ -346,8 +344,10 @@ def check_adapters(folder, merged, about, base):
     assert all(tensor.any() for name, tensor in averaged.items() if "lora_B" in name)
     assert (averaged["mask_row"] - table[:mask].mean(0)).norm() > 0.1
     apart = decoder.Decoder(decoder.Config(**about["model"])).eval()
-    resume.load_tensors(folder, "ema", weights.trained(apart))
-    decoder.read_base(apart)
+    resume.load_tensors(folder, "ema", elbo.trained(apart))
+    for name, parameter in decoder.base_weights(apart).items():
+        rows = load_file(base / "model.safetensors")[name]
+        parameter[:len(rows)] = rows
     assert torch.equal(apart.embed.weight[:mask], table[:mask])
     assert torch.equal(merged.embed.weight[:mask], table[:mask])
     inputs = noised(make_blocks(MIXED, 26, 24))
@@ -358,7 +358,7 @@ def check_adapters(folder, merged, about, base):
     (base / "model.safetensors").rename(base / "away")
     try:
         with pytest.raises(UserError, match="holds no weights"):
-            weights.load_checkpoint(folder)
+            published.load_checkpoint(folder)
     finally:
         (base / "away").rename(base / "model.safetensors")
 
@@ -366,18 +366,18 @@ def check_adapters(folder, merged, about, base):
 @torch.no_grad()
 def check_export(folder, model, exported):
     """transformers reads the folder, with these weights; --init_from takes them back bit for bit."""
-    export_bd3lm.main(["--checkpoint", str(folder), "--output_dir", str(exported)])
+    published.main(["--checkpoint", str(folder), "--output_dir", str(exported)])
     theirs = AutoModelForCausalLM.from_pretrained(exported, dtype="auto")
     ours = dict(model.named_parameters())
     found = dict(theirs.named_parameters())
     assert found.keys() == ours.keys() and all(torch.equal(found[name], ours[name]) for name in ours)
     tokens = load_tokenizer(exported, "gsm8k", "<|im_end|>")
-    given = init_from.read(exported, init_from.config_for(exported, "small", tokens, 0.0), tokens)
+    given = published.read(exported, published.config_for(exported, "small", tokens, 0.0), tokens)
     assert tokens.mask == model.config.mask_id and "new rows" not in given.words
     assert given.tensors.keys() == ours.keys() and all(torch.equal(given.tensors[name], ours[name]) for name in ours)
     assert f"(id {tokens.mask})" in (exported / "README.md").read_text()
-    with pytest.raises(UserError, match="is not empty"):
-        export_bd3lm.export(folder, True, exported)
+    with pytest.raises(UserError, match="not empty"):
+        published.export(folder, True, exported)
 
 
 def tensor_files_in(folder, stem):
@@ -385,17 +385,17 @@ def tensor_files_in(folder, stem):
 
 
 def test_work_is_counted_like_a_plain_sum():
-    config = decoder.Config(20, 19, hidden_size=8, layers=2, heads=4, kv_heads=2, head_size=4, mlp_size=12, theta=1e4,
-                            eps=1e-5, tied=False, qk_norm=False, qkv_bias=False)
+    source = Qwen3Config(**SHAPE | {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4,
+                                    "intermediate_size": 12}, head_dim=4).to_dict()
     with torch.device("meta"):
-        model = decoder.Decoder(config)
+        model = decoder.Decoder(decoder.Config(20, 19, source))
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name)
     products = 2 * 10 * matrices + 2 * 3 * 8 * 20 + 4 * 7 * 16 * 2      # of tokens, of the head's rows, of pairs
-    assert decoder.flops(config, tokens=10, rows=3, pairs=7) == 3 * products
+    assert model.flops(tokens=10, rows=3, pairs=7) == 3 * products
     named = dict(model.named_parameters())
-    assert not decoder.decays("model.embed_tokens.weight", named["model.embed_tokens.weight"])
-    assert not decoder.decays("model.norm.weight", named["model.norm.weight"])
-    assert decoder.decays("lm_head.weight", named["lm_head.weight"])
+    assert not model.decays("model.embed_tokens.weight", named["model.embed_tokens.weight"])
+    assert not model.decays("model.norm.weight", named["model.norm.weight"])
+    assert model.decays("lm_head.weight", named["lm_head.weight"])
 
 
 # -- SDAR --------------------------------------------------------------------------------------------------------------
@@ -404,9 +404,9 @@ def test_work_is_counted_like_a_plain_sum():
 @pytest.fixture(scope="module")
 def sdar(demo, tmp_path_factory):
     """(OUTPUT_DIR of a run from a Qwen3 whose tokens end where SDAR's mask begins, its export as SDAR)."""
-    assert export_bd3lm.SDAR_MASK_ID == 151669      # what servers look for
+    assert published.SDAR_MASK_ID == 151669      # what servers look for
     patch = pytest.MonkeyPatch()
-    patch.setattr(export_bd3lm, "SDAR_MASK_ID", SDAR_MASK)
+    patch.setattr(published, "SDAR_MASK_ID", SDAR_MASK)
     base, out = tmp_path_factory.mktemp("qwen3"), tmp_path_factory.mktemp("sdar")
     tokenizer = Tokenizer.from_file(str(demo / "tokenizer.json"))
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
@@ -420,7 +420,7 @@ def sdar(demo, tmp_path_factory):
                       "--block_size", "4", "--max_length", "96", "--max_steps", "1", "--num_workers", "0",
                       "--problems_per_batch", "4", "--output_dir", str(out / "run"), "--report_to", "none",
                       "--eval_steps", "0", "--logging_dir", str(out / "logs")])
-    export_bd3lm.main(["--checkpoint", str(out / "run"), "--output_dir", str(out / "sdar"), "--format", "sdar"])
+    published.main(["--checkpoint", str(out / "run"), "--output_dir", str(out / "sdar"), "--format", "sdar"])
     yield out / "run", out / "sdar"
     patch.undo()
 
@@ -454,8 +454,8 @@ def test_sdar_goes_out_and_in_and_answers_the_same(sdar, block):
     state = load_file(folder / "model.safetensors")
     assert not theirs.load_state_dict(state).missing_keys and "lm_head.weight" in state
     tokens = load_tokenizer(folder, "gsm8k", "<|im_end|>")
-    ours = decoder.Decoder(init_from.config_for(folder, "small", tokens, 0.0)).eval()
-    given = init_from.read(folder, ours.config, tokens)
+    ours = decoder.Decoder(published.config_for(folder, "small", tokens, 0.0)).eval()
+    given = published.read(folder, ours.config, tokens)
     assert tokens.mask == SDAR_MASK and "new rows" not in given.words
     ours.load_state_dict(given.tensors)
     draw, how = np.random.default_rng(0), sampler.Sampling("top_k", temperature=0)
@@ -476,7 +476,7 @@ def test_sdars_files_are_named_as_servers_want_them(sdar, models, demo, tmp_path
               "tie_word_embeddings": False, "vocab_size": SDAR_ROWS}
     assert wanted.items() <= config.items()
     # SDAR's class and SGLang's read the theta here, and take 10,000 where it is missing
-    theta = weights.load_checkpoint(resume.newest_whole(run))[0].config.theta
+    theta = published.load_checkpoint(resume.newest_whole(run))[0].config.native.rope_parameters["rope_theta"]
     assert config["rope_theta"] == theta and "rope_parameters" not in config
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     assert tokenizer.convert_tokens_to_ids("<|MASK|>") == SDAR_MASK == tokenizer.mask_token_id
@@ -492,13 +492,13 @@ def test_sdars_files_are_named_as_servers_want_them(sdar, models, demo, tmp_path
                       "--max_length", "96", "--max_steps", "1", "--problems_per_batch", "1", "--output_dir",
                       str(tmp_path / "on"), "--gradient_accumulation_steps", "1", "--report_to", "none", "--eval_steps",
                       "0", "--validation_split", "0", "--num_workers", "0", "--learning_rate", "0"])
-    export_bd3lm.main(["--checkpoint", str(tmp_path / "on"), "--output_dir", str(tmp_path / "again")])
+    published.main(["--checkpoint", str(tmp_path / "on"), "--output_dir", str(tmp_path / "again")])
     assert json.loads((tmp_path / "again" / "config.json").read_text()) == config
     state, again = (load_file(part / "model.safetensors") for part in (folder, tmp_path / "again"))
     assert state.keys() == again.keys() and all(torch.equal(state[name], again[name]) for name in state)
-    other = weights.load_checkpoint(resume.newest_whole(run))[0]
+    other = published.load_checkpoint(resume.newest_whole(run))[0]
     other.config.mask_id = 5
     with pytest.raises(UserError, match=f"the mask has id 5, and servers look for {SDAR_MASK}"):
-        export_bd3lm.sdar_state(other)
+        published.check_sdar(other.config)
     with pytest.raises(UserError, match="SDAR is Qwen3"):
-        export_bd3lm.sdar_state(opened(models["llama"])[0])
+        published.check_sdar(opened(models["llama"])[0].config)

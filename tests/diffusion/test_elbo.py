@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from common import distributed
-from diffusion import blocks, clip_search, dit, elbo, noise, problems
+from diffusion import blocks, dit, elbo, noise, problems
 
 ALONE = distributed.World(device=torch.device("cpu"))
 
 
 def test_counts_and_report_add_up(demo):
     tokens = problems.load_tokenizer(demo, "hdp")
-    layout = blocks.Layout("hdp", block_size=8, question_budget=48, plan_budget=32, execution_budget=64)
+    layout = problems.Layout("hdp", block_size=8, question_budget=48, plan_budget=32, execution_budget=64)
     documents = blocks.make_documents(problems.read_problems(demo / "test_hdp.json", "test", "hdp"), tokens, layout)
     rows = blocks.make_rows(documents, np.arange(5), 144, True)
     counts = elbo.target_counts(rows).reshape(4, -1)
@@ -33,7 +33,7 @@ def rows_of(demo, split, documents, pack=True):
     """(Tokens, Rows of 96 tokens) of the first documents of a demo file."""
     tokens = problems.load_tokenizer(demo, "gsm8k")
     found = blocks.make_documents(problems.read_problems(demo / f"{split}.jsonl", split, "gsm8k"), tokens,
-                                  blocks.Layout(block_size=8, max_length=96))
+                                  problems.Layout(block_size=8, max_length=96))
     return tokens, blocks.make_rows(found, np.arange(documents), 96, pack)
 
 
@@ -65,9 +65,9 @@ def test_ranks_share_batches_without_a_rest(demo):
 
 
 def test_search_takes_the_range_of_least_variance(demo):
-    official = clip_search.candidates([0.5, 0.6, 0.7, 0.8, 0.9], {16})
+    official = elbo.candidates([0.5, 0.6, 0.7, 0.8, 0.9], {16})
     assert len(official) == 1 + 11 + 9 + 7 + 5 + 3 and official[:3] == [noise.FULL, (1e-3, 0.5), (0.05, 0.55)]
-    assert clip_search.candidates([0.1], {4}) == [noise.FULL, *((low, round(low + 0.1, 2)) for low in
+    assert elbo.candidates([0.1], {4}) == [noise.FULL, *((low, round(low + 0.1, 2)) for low in
                                                         (0.15, 0.2, 0.25, 0.4, 0.45, 0.5, 0.65, 0.7, 0.75, 0.9))]
     tokens, rows = rows_of(demo, "train", 24)
     torch.manual_seed(0)
@@ -76,9 +76,9 @@ def test_search_takes_the_range_of_least_variance(demo):
     args = types.SimpleNamespace(clip_search_widths=[0.5, 0.3], clip_search_batches=2, noise_schedule="loglinear",
                                  loss_weighting="elbo")
     how = elbo.Eval(rows, tokens.mask, batch_rows=4, repeats=1, seed=42, bf16=False)
-    found = clip_search.search_range(ALONE, model, how, int, args)
+    found = elbo.search_range(ALONE, model, how, int, args)
     scores = {}
-    for t_range in clip_search.candidates([0.5, 0.3], {8}):
+    for t_range in elbo.candidates([0.5, 0.3], {8}):
         per_block = []
         for number in range(2):
             batch = blocks.collate([rows[r] for r in range(4 * number, 4 * number + 4)], 4, 96, rows.noisy_length, 0)

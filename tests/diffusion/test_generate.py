@@ -11,10 +11,9 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from diffusion import export_bd3lm, sampler, train_bd3lm, weights
-from diffusion.answers import load_solver, question_state, room
-from diffusion.choices import Layout
-from diffusion.problems import Problem
+from diffusion import published, sampler, train_bd3lm
+from diffusion.problems import Layout, Problem
+from diffusion.sampler import load_solver, question_state, room
 from tests.diffusion.test_decoder import CHAT, ROWS, SHAPE
 from tests.helpers.progress import PATIENCE_S
 
@@ -48,7 +47,7 @@ def exported(demo, tmp_path_factory):
                       "--block_size", "4", "--max_length", "96", "--max_steps", "1", "--num_workers", "0",
                       "--problems_per_batch", "4", "--output_dir", str(out / "run"), "--report_to", "none",
                       "--eval_steps", "0", "--logging_dir", str(out / "logs"), "--validation_split", "0"])
-    export_bd3lm.main(["--checkpoint", str(out / "run"), "--output_dir", str(out / "exported")])
+    published.main(["--checkpoint", str(out / "run"), "--output_dir", str(out / "exported")])
     return out / "run", out / "exported"
 
 
@@ -80,9 +79,10 @@ def test_the_file_beside_an_export_writes_our_tokens(exported, tmp_path, monkeyp
     """Also where config.json is SDAR's."""
     run, folder = exported
     sdar = shutil.copytree(folder, tmp_path / "sdar")
-    model, about = weights.load_checkpoint(weights.find_checkpoint(run, "newest"))
-    text = export_bd3lm.sdar_config((folder / "config.json").read_text(), model, Layout(**about["layout"]))
-    (sdar / "config.json").write_text(text)
+    model, about = published.load_checkpoint(published.find_checkpoint(run, "newest"))
+    config = json.loads((folder / "config.json").read_text())
+    (sdar / "config.json").write_text(json.dumps(published.sdar_config(
+        config, model.config, Layout(**about["layout"]))))
     theirs, of_sdar = map(json.loads, python("-c", THEIRS, folder, json.dumps(ASK), sdar).splitlines())
     ours = [ids for threshold, temperature in ((0.9, 0.0), (0.02, 0.0), (0.02, 1.0))
             for ids in our_answers(run, ASK, threshold, temperature, 7)]
@@ -95,7 +95,7 @@ def test_the_file_beside_an_export_writes_our_tokens(exported, tmp_path, monkeyp
 
 
 def test_generate_is_small_and_alone():
-    text = (export_bd3lm.Path(export_bd3lm.__file__).with_name("generate.py")).read_text()
+    text = (published.Path(published.__file__).with_name("generate.py")).read_text()
     assert len(text.splitlines()) <= 200 and "from diffusion" not in text and "from common" not in text
 
 

@@ -1,4 +1,4 @@
-"""The bound of a text's likelihood: exact in blocks of one token, above the exact value of a larger block by its error."""
+"""The bound of a text's evaluate: exact in blocks of one token, above the exact value of a larger block by its error."""
 import itertools
 import json
 import math
@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion import blocks, dit, likelihood, lm_eval_bd3lm, sample_bd3lm, train_bd3lm
-from diffusion.answers import Solver
+from diffusion import dit, evaluate, problems, train_bd3lm
 from diffusion.problems import load_tokenizer
-from diffusion.sampler import Sampling, prefill
+from diffusion.sampler import Sampling, Solver, prefill
 
 PAIRS = [("Question: Ben has 3 pens.\nAnswer:", " Ben has"), ("1", " 3*6 = 18"), ("Who?", " Anna")]
 
@@ -25,7 +24,7 @@ def solver_of(demo, block_size):
     for layer in model.layers:
         for parameter in layer.parameters():
             parameter.data += 0.4 * torch.randn_like(parameter)
-    return Solver(model, tokens, blocks.Layout(block_size=block_size, max_length=64), Sampling())
+    return Solver(model, tokens, problems.Layout(block_size=block_size, max_length=64), Sampling())
 
 
 def log_probabilities(solver, clean, shown):
@@ -43,7 +42,7 @@ def log_probabilities(solver, clean, shown):
 def test_blocks_of_one_token_have_the_exact_likelihood(demo):
     """Of a DiT, against its cached sampler asked for one token after the other; lm-eval gets minus that."""
     solver = solver_of(demo, 1)
-    found = lm_eval_bd3lm.harness_model(object, solver, 2, 16).loglikelihood(
+    found = evaluate.harness_model(object, solver, 2, 16).loglikelihood(
         [types.SimpleNamespace(args=pair) for pair in PAIRS])
     for (context, text), (value, greedy) in zip(PAIRS, found):
         ids = [solver.tokens.bos, *solver.tokens.encode(context)]
@@ -67,10 +66,10 @@ def test_the_mean_of_the_draws_is_the_mean_over_all_orders(demo):
             nats -= float(log_probabilities(solver, context, shown)[place, text[place]])
             shown[place] = text[place]
         both.append(nats)
-    documents = likelihood.continuations(solver, [("a", context, text)] * 1000)
-    found = likelihood.draws_of(solver, documents, 50, 500, seed=3)
+    documents = evaluate.continuations(solver, [("a", context, text)] * 1000)
+    found = evaluate.draw_bounds(solver, documents, 50, 500, seed=3)
     error = found.mean(0).std(ddof=1) / math.sqrt(found.shape[1])     # levels are stratified over all documents
-    alone = math.sqrt((likelihood.errors(found) ** 2).sum()) / len(found)
+    alone = math.sqrt((evaluate.standard_errors(found) ** 2).sum()) / len(found)
     assert abs(found.mean() - np.mean(both)) < 4 * error < 0.05 * np.mean(both) and error < alone < 10 * error
     assert abs(both[0] - both[1]) > 4 * error
 
@@ -87,7 +86,7 @@ def test_the_bound_of_a_file(demo, tmp_path, capsys):
     wanted = next(line for line in lines if "eval/nll" in line)
     capsys.readouterr()
     common = ["--checkpoint", str(out), "--device", "cpu", "--bound", str(demo / "test.jsonl")]
-    sample_bd3lm.main([*common, "--draws", "8", "--output", str(tmp_path / "bound.json")])
+    evaluate.main([*common, "--draws", "8", "--output", str(tmp_path / "bound.json")])
     found = json.loads((tmp_path / "bound.json").read_text())
     summary, texts = found["summary"], found["texts"]
     error = math.hypot(summary["nats_stderr"], wanted["eval/stderr"])
@@ -96,13 +95,8 @@ def test_the_bound_of_a_file(demo, tmp_path, capsys):
     assert len(texts) == 20 and sum(t["tokens"] for t in texts) == summary["tokens"]
     assert sum(t["nats"] for t in texts) == pytest.approx(summary["nats_per_token"] * summary["tokens"])
     said = capsys.readouterr().out
-    assert "bound      nll <= " in said and "sampling" not in said
+    assert "bound      nll <= " in said
     with pytest.raises(SystemExit):
-        sample_bd3lm.main([*common, "--draws", "1"])
+        evaluate.main([*common, "--draws", "1"])
 
 
-@pytest.mark.parametrize("flag", [["--temperature", "0.7"], ["--show", "7"], ["--order", "confidence"]])
-def test_flags_of_drawing_do_nothing_with_a_bound(flag, capsys):
-    with pytest.raises(SystemExit):
-        sample_bd3lm.main(["--checkpoint", "out", "--bound", "texts.jsonl", *flag])
-    assert f"{flag[0]} does nothing with --bound" in capsys.readouterr().err

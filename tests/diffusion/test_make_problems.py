@@ -11,18 +11,10 @@ from diffusion.problems import read_problems
 
 def test_rule_plans_follow_the_steps_and_never_hold_a_number():
     solution = ("Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nThen -3*2 = <<-3*2=-6>>6 were lost, 7 of 9.\n"
-                "She has $<<24-6=18>>18.50 left over 2 days.\n")
+                "She has $<<24-6=18>>18.50 left over two days.\n")
     assert make_problems.rule_plan(solution) == (
-        "First divide to find clips in May that Natalia sold. Then multiply to find were lost. "
-        "Finally subtract to find what she has left over days.")
-    solution = ("The price of the juice was 2 * 2 = $<<2*2=4>>4.\nSo in total he paid for it 2 + 3 = $<<2+3=5>>5.\n"
-                "Thus there are 9 x 2 = <<9*2=18>>18 pens, so Ann owns 4 x 5 = $<<4*5=20>>20 for the three bags.\n"
-                "First find the weight: 6 tubs * 2 kg per tub = <<6*2=12>>12 kg")
-    assert make_problems.rule_plan(solution) == (
-        "First multiply to find the price of the juice. Then add to find what in total he paid for it. "
-        "Then multiply to find pens. Then multiply to find what Ann owns for the bags. "
-        "Finally multiply to find the weight.")
-    assert make_problems.rule_plan("<<1+1=2>>2") == "Simply add to find the next amount."
+        "Divide to find clips in May. Multiply to find were lost. Subtract to find left over days.")
+    assert make_problems.rule_plan("<<1+1=2>>2") == "Add to find the next amount."
     assert make_problems.rule_plan("no marks at all") == "Work out the answer from the given amounts."
 
 
@@ -39,12 +31,11 @@ def test_plans_by_rule_are_hdp_problems_labelled_as_such(demo, tmp_path, capsys)
 
 
 def test_faults_of_plans_are_counted():
-    plans = ["Add to find 12 pens. Then stop.", "Find twice the price.", "Find the next amount. Work on and on and on.",
+    plans = ["Add to find 12 pens. Then stop.", "Find the price.", "Find the amount. Work on and on and on.",
              "Find what Ann owns. Then add."]
     entries = [{"plan": plan, "execution": "Two words 1 2 3 4", "answer": "12"} for plan in plans]
-    assert make_problems.quality(entries) == {
-        "sentences": 1.75, "with figures": 0.25, "with numbers in letters": 0.25, "with the answer": 0.25,
-        "naming nothing but the next amount": 0.25, "of one sentence": 0.25, "longer than the solution": 0.5}
+    assert make_problems.faults(entries) == {
+        "with figures": 0.25, "with the answer": 0.25, "of one sentence": 0.25, "longer than the solution": 0.5}
 
 
 def test_plans_need_steps(tmp_path):

@@ -3,8 +3,6 @@ import json
 import math
 import os
 import re
-import sys
-import types
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from common import checkpoint
 from common.distributed import UserError
 from core import fused
-from diffusion import dit, export_bd3lm, init_from, noise, official
+from diffusion import dit, noise, published
 from diffusion.problems import load_tokenizer
 from tests.helpers.trainer import ROOT, Run
 
@@ -79,17 +77,10 @@ def reference(state, noisy, clean, size):
     return linear("output_layer.linear", norm("output_layer.norm_final", x) * (1 + scale) + shift)[:length]
 
 
-class Config:
-    """Stands for omegaconf's DictConfig, which Lightning files hold."""
-
-    def __init__(self, **values):
-        self.__dict__.update(values)
-
-
 @pytest.fixture
 def files(tmp_path):
-    """{form: path} of one model in all published forms; the Lightning file's averaged weights are another model's."""
-    state, averaged = draw(0), draw(1)
+    """{form: folder} of one model in both published forms."""
+    averaged = draw(1)
     hub = tmp_path / "hub"
     hub.mkdir()
     save_file(averaged, hub / "model.safetensors")
@@ -98,17 +89,7 @@ def files(tmp_path):
     old.mkdir()
     torch.save({name: tensor for name, tensor in averaged.items() if name not in EPS}, old / "pytorch_model.bin")
     (old / "config.json").write_text(json.dumps({"model_type": "mdlm"}))
-    module = types.ModuleType("omegaconf_of_theirs")
-    module.DictConfig = type("DictConfig", (Config,), {"__module__": module.__name__})
-    sys.modules[module.__name__] = module
-    ema = {"decay": 0.9999, "num_updates": 7, "shadow_params": parameters(averaged)}
-    torch.save({"state_dict": {f"module._orig_mod.{name}" if "backbone" in name else name: t
-                               for name, t in state.items()},
-                "ema": ema, "hyper_parameters": {"config": module.DictConfig(a=1)}, **EPS}, tmp_path / "13.ckpt")
-    del sys.modules[module.__name__]
-    torch.save({"state_dict": {name.replace("blocks.1.", "blocks.1._orig_mod."): t for name, t in state.items()},
-                "ema": ema}, tmp_path / "plain.ckpt")
-    return {"hub": hub, "mdlm": old, "lightning": tmp_path / "13.ckpt", "plain": tmp_path / "plain.ckpt"}
+    return {"hub": hub, "mdlm": old}
 
 
 def filled(given, config):
@@ -141,46 +122,44 @@ def test_loss_and_gradients_are_the_official_ones(for_gpus, monkeypatch):
     theirs = reference(state, noisy, clean, 16)[rows].index_fill(1, torch.tensor(V - 1), -torch.inf)
     theirs = F.cross_entropy(theirs, clean[rows], reduction="none")
     model = dit.DiT(dit.config_of("nano", V, V - 1, dropout=0.0)).train()
-    official.load_official_state_dict(model, {name: tensor for name, tensor in state.items() if name not in EPS})
+    published.load_official_state_dict(model, {name: tensor for name, tensor in state.items() if name not in EPS})
     ours = model(inputs_of(noisy, clean, 16, rows))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     ours.sum().backward()
     theirs.sum().backward()
-    for (official_name, name) in official.official_names(LAYERS):
+    for (official_name, name) in published.official_names(LAYERS):
         grad, wanted = model.get_parameter(name).grad, state[f"backbone.{official_name}"].grad
         assert (grad - wanted).norm() <= 1e-4 * wanted.norm(), name      # sums in other orders: 8e-6 was seen
 
 
-@pytest.mark.parametrize("form, ema, seed", [("hub", True, 1), ("mdlm", True, 1), ("lightning", True, 1),
-                                             ("lightning", False, 0), ("plain", True, 1), ("plain", False, 0)])
-def test_every_form_gives_the_published_model(files, demo, form, ema, seed):
+@pytest.mark.parametrize("form", ["hub", "mdlm"])
+def test_every_form_gives_the_published_model(files, demo, form, seed=1):
     tokens = load_tokenizer(demo, "gsm8k")
     config = dit.config_of("nano", tokens.vocab_size, tokens.mask)
-    given = init_from.read(files[form], config, tokens, ema)
-    assert ("were left out" in given.words) == (form == "lightning")
+    given = published.read(files[form], config, tokens)
     noisy, clean = torch.randint(V, (2, 12), generator=torch.Generator().manual_seed(2))
     for size in (4, 12):
         ours, theirs = logits_of(filled(given, config), noisy, clean, size), reference(draw(seed), noisy, clean, size)
         torch.testing.assert_close(ours[:, :-1], theirs[:, :-1], rtol=1e-5, atol=1e-4)
-    again = official.state_dict(given.tensors, HEADS, EPS.values())
+    again = published.official_state(given.tensors, HEADS, EPS.values())
     wanted = draw(seed)
     assert again.keys() == wanted.keys() and all(torch.equal(again[name], wanted[name]) for name in wanted)
     assert {name: str(t.dtype) for name, t in again.items()} == {name: str(t.dtype) for name, t in wanted.items()}
 
 
 def test_names_are_those_of_the_published_class():
-    assert [f"backbone.{theirs}" for theirs, _ in official.official_names(12)] == TABLE["parameters"]
+    assert [f"backbone.{theirs}" for theirs, _ in published.official_names(12)] == TABLE["parameters"]
     with torch.device("meta"):
         model = dit.DiT(dit.config_of("small", 50258, 50257))
-    ours = official.state_dict(dict(model.named_parameters()), 12, (1e-3, 1))
+    ours = published.official_state(dict(model.named_parameters()), 12, (1e-3, 1))
     assert {name: [str(t.dtype).removeprefix("torch."), *t.shape] for name, t in ours.items()} == TABLE["tensors"]
-    assert {name for name, _ in model.named_parameters()} == {ours for _, ours in official.official_names(12)}
+    assert {name for name, _ in model.named_parameters()} == {ours for _, ours in published.official_names(12)}
 
 
 def test_markers_of_plans_get_rows_and_nothing_else_changes(files, demo):
     tokens = load_tokenizer(demo, "hdp")
     config = dit.config_of("nano", tokens.vocab_size, tokens.mask)
-    given = init_from.read(files["hub"], config, tokens, seed=3)
+    given = published.read(files["hub"], config, tokens, seed=3)
     assert given.words.endswith("new rows for <|pad|>, <|plan|>, <|execution|>, <|answer|>")
     state, model = draw(1), filled(given, config)
     noisy, clean = torch.randint(V - 1, (2, 8), generator=torch.Generator().manual_seed(2))
@@ -201,28 +180,18 @@ class Trap:
         return self.call
 
 
-@pytest.mark.parametrize("kind", ["mkdir", "exec", "function"])
-def test_a_pickle_runs_nothing(tmp_path, kind):
-    """Code where Lightning has its callbacks, and where a tensor should be."""
-    ran, path, state = tmp_path / "ran", tmp_path / "hostile.ckpt", draw(0)
-    trap = {"mkdir": Trap(os.mkdir, (str(ran),)), "exec": Trap(exec, (f"open({str(ran)!r}, 'w')",)),
-            "function": os.mkdir}[kind]
-    ema = {"shadow_params": parameters(draw(1))}
-    torch.save({"state_dict": state, "ema": ema, "callbacks": [trap, {1: trap}]}, path)
-    held, note = official.read_pickle(path)
-    assert not ran.exists() and "were left out" in note and held["callbacks"][0] is not os.mkdir
-    assert torch.equal(held["state_dict"]["backbone.vocab_embed.embedding"], state["backbone.vocab_embed.embedding"])
-    torch.save({"state_dict": state | {"backbone.output_layer.linear.bias": trap},
-                "ema": ema}, path)
-    with pytest.raises(UserError, match="output_layer.linear.bias is not a tensor"):
-        official.read(path)
+def test_a_pickle_runs_nothing(tmp_path):
+    ran, path = tmp_path / "ran", tmp_path / "pytorch_model.bin"
+    torch.save(draw(0) | {"backbone.output_layer.linear.bias": Trap(os.mkdir, (str(ran),))}, path)
+    with pytest.raises(UserError, match="holds more than weights, which is not read"):
+        published.read_pickle(path)
     assert not ran.exists()
 
 
 def test_a_pipe_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "weights.bin")
     with pytest.raises(UserError, match="--init_from .*weights.bin: cannot be read .it is a pipe"):
-        official.read_pickle(tmp_path / "weights.bin")
+        published.read_pickle(tmp_path / "weights.bin")
 
 
 def spoil(path, change):
@@ -242,23 +211,20 @@ def test_what_does_not_fit_is_one_line(files, demo, damage, words):
     tokens = load_tokenizer(demo, "gsm8k")
     damage(files)
     with pytest.raises(UserError, match=re.escape(words)):
-        init_from.read(files["hub"], dit.config_of("nano", V, V - 1), tokens)
+        published.read(files["hub"], dit.config_of("nano", V, V - 1), tokens)
 
 
 def test_other_wishes_are_answered(files, demo, tmp_path):
     tokens, nano = load_tokenizer(demo, "gsm8k"), dit.config_of("nano", V, V - 1)
     for path, config, ema, words in [
-            ("hub", nano, False, "the averaged ones; drop --no-init_ema"),
+            ("hub", nano, False, "holds one set of weights; drop --no-init_ema"),
             ("hub", dit.config_of("tiny", V, V - 1), True, "has 2 layers of 64, 4 heads, 16 of conditioning; give "
              "--model_size nano"), ("nowhere/at/all", nano, True, "no such folder")]:
         with pytest.raises(UserError, match=re.escape(words)):
-            init_from.read(init_from.find(str(files.get(path, path))), config, tokens, ema)
-    short = {"state_dict": draw(0), "ema": {"shadow_params": parameters(draw(1))[1:]}}
-    torch.save(short, tmp_path / "short.ckpt")
-    torch.save({"state_dict": draw(0)}, tmp_path / "none.ckpt")
-    for name, words in (("short", "in number or in shape"), ("none", "holds no averaged weights")):
-        with pytest.raises(UserError, match=words):
-            init_from.read(tmp_path / f"{name}.ckpt", nano, tokens)
+            published.read(published.find(str(files.get(path, path))), config, tokens, ema)
+    (tmp_path / "13.ckpt").write_text("")
+    with pytest.raises(UserError, match="is a file; .* push_to_hf.py makes one of a Lightning .ckpt"):
+        published.find(str(tmp_path / "13.ckpt"))
 
 
 def train(pool, demo, folder, *more, ranks=1, status=0):
@@ -273,24 +239,24 @@ def train(pool, demo, folder, *more, ranks=1, status=0):
 @pytest.mark.slow
 def test_a_run_starts_from_them_and_from_its_own(pool, demo, files, tmp_path):
     """Published -> FSDP on 2 ranks -> another block size -> published again; the first checkpoint is what was given."""
-    run = train(pool, demo, tmp_path / "fsdp", "--init_from", files["lightning"], "--max_steps", 1, "--parallel",
+    run = train(pool, demo, tmp_path / "fsdp", "--init_from", files["hub"], "--max_steps", 1, "--parallel",
                 "fsdp", "--per_device_train_batch_size", 2, ranks=2)
     assert sorted(run.metrics("eval/nll")) == [0, 1]
     saved = load_file(tmp_path / "fsdp" / "checkpoint-0" / "ema-00001-of-00002.safetensors")
     saved |= load_file(tmp_path / "fsdp" / "checkpoint-0" / "ema-00002-of-00002.safetensors")
     given = draw(1)
-    assert all(torch.equal(official.state_dict(saved, HEADS, (1e-3, 1.0))[name], given[name]) for name in
+    assert all(torch.equal(published.official_state(saved, HEADS, (1e-3, 1.0))[name], given[name]) for name in
                TABLE["parameters"] if name in given)
     run = train(pool, demo, tmp_path / "wider", "--init_from", tmp_path / "fsdp", "--block_size", 16, "--max_steps", 1)
     assert f"averaged weights of {tmp_path / 'fsdp'}/checkpoint-" in run.output
     other = train(pool, demo, tmp_path / "wider", "--init_from", files["hub"], "--block_size", 16, "--max_steps", 4,
                   status=1)
     assert "was made with another start" in other.output
-    export_bd3lm.main(["--checkpoint", str(tmp_path / "wider"), "--pick", "newest", "--output_dir",
+    published.main(["--checkpoint", str(tmp_path / "wider"), "--pick", "newest", "--output_dir",
                        str(tmp_path / "exported")])
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     tokens = load_tokenizer(demo, "gsm8k")
-    given = init_from.read(tmp_path / "exported", dit.config_of("nano", V, V - 1), tokens)
+    given = published.read(tmp_path / "exported", dit.config_of("nano", V, V - 1), tokens)
     kept = load_file(checkpoint.checkpoints(tmp_path / "wider")[-1][1] / "ema.safetensors")
     assert exported.keys() == draw(0).keys() and all(torch.equal(given.tensors[name], kept[name]) for name in kept)
     config = json.loads((tmp_path / "exported" / "config.json").read_text())

@@ -8,7 +8,6 @@ import pytest
 from pyarrow import parquet
 
 from common.distributed import UserError
-from diffusion.choices import SYSTEMS
 from diffusion.problems import load_tokenizer, read_problems
 
 # -- Tokenizers --------------------------------------------------------------------------------------------------------
@@ -34,7 +33,7 @@ def test_gpt2s_two_files_give_the_same_tokens_as_tokenizer_json(demo, tmp_path, 
     merges = [" ".join(pair) for pair in model["model"]["merges"]]
     (tmp_path / names[1]).write_text("\n".join(["#version: 0.2", *merges, ""]))
     text = "Question: Ben has 4 boxes with 7 books each.\nAnswer: <<4*7=28>>28 bööks <|endoftext|>"
-    for system in SYSTEMS:
+    for system in ("gsm8k", "chat", "hdp"):
         ours, whole = load_tokenizer(tmp_path, system), load_tokenizer(demo, system)
         assert ours.encode(text) == whole.encode(text) and ours.vocab_size == whole.vocab_size
         assert ours.encode(text)[-1] == ours.tokenizer.token_to_id("<|endoftext|>")

@@ -60,6 +60,25 @@ def test_a_problem_ends_with_its_end_token_and_the_others_go_on():
     assert len(ended[0].ids) <= 8
 
 
+def test_a_block_that_was_given_is_like_one_that_was_written():
+    """Places, block numbers, keys and values of later blocks: one call for two blocks writes what two calls do."""
+    model, how = network().eval(), sampler.Sampling("top_k", temperature=0)
+    context = np.stack([np.arange(8), np.arange(8), np.arange(8) // 4])
+    whole, = sampler.generate(model, [(context, ([], 8))], [2], 4, 99, how)
+    first, = sampler.generate(model, [(context, ([], 8))], [1], 4, 99, how)
+    assert whole.ids[:4] == first.ids
+    block = np.stack([first.ids, np.arange(8, 12), np.full(4, 2)])
+    second, = sampler.generate(model, [(np.concatenate([context, block], 1), ([], 12))], [1], 4, 99, how)
+    assert whole.ids[4:] == second.ids
+
+
+def test_an_end_token_that_was_given_ends_nothing():
+    model = network().eval()
+    context = np.stack([np.arange(8), np.arange(8), np.arange(8) // 4])
+    result, = sampler.generate(model, [(context, ([3, 4], 8))], [1], 4, 4, sampler.Sampling("top_k", temperature=0))
+    assert result.ids[:2] == [3, 4] and 4 not in result.ids[2:] and not result.ended
+
+
 def test_temperature_and_nucleus():
     torch.manual_seed(0)
     p = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])

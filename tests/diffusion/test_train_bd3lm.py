@@ -3,11 +3,11 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from common import checkpoint, distributed, plan, resume
 from common.distributed import UserError
-from diffusion import blocks, demo_problems, dit, elbo, noise, problems, train_bd3lm, weights
+from diffusion import blocks, dit, elbo, make_problems, noise, problems, published, train_bd3lm
 from tests.helpers.runs import CLOCK, CUTS, newest, rows
 from tests.helpers.trainer import Run
 
@@ -34,7 +34,7 @@ SPLITS = ("ddp 1x4", "ddp 1x2x2 --gradient_checkpointing", "ddp 2x2 --num_worker
 def demo(tmp_path_factory):
     """Folder with 24 training and 8 test problems for both systems and their tokenizer."""
     folder = tmp_path_factory.mktemp("demo")
-    demo_problems.write_demo(folder, 24, 8)
+    make_problems.write_demo(folder, 24, 8)
     return folder
 
 
@@ -221,8 +221,8 @@ def test_flags_are_noted_as_values(shared):
 
 
 @pytest.mark.parametrize("flags", [
-    "", "--bf16", f"{HDP} --hdp_layout flat --no-pack --loss_on_question", "--block_size 96 --no-pack",
-    "--loss_weighting ce --t_range 0.3 0.8 --official_t_order", "--noise_schedule cosine --strip_calculator"])
+    "", "--bf16", f"{HDP} --loss_on_question", "--block_size 96 --no-pack",
+    "--loss_weighting ce --t_range 0.3 0.8", "--strip_calculator"])
 def test_the_first_step_of_every_mode_guesses(shared, flags):
     run = shared(f"ddp 1x4 --max_steps 2 --eval_steps 0 {flags}")
     first, second = training(run)
@@ -254,13 +254,13 @@ def test_validation_leaves_no_averaged_weights_behind(shared):
 
 
 def layout_of(config):
-    return blocks.Layout(**config["layout"])
+    return problems.Layout(**config["layout"])
 
 
 def test_the_bound_of_single_tokens_is_the_exact_likelihood(shared, demo):
     """Validation of averaged weights, as the sampler loads them, by a plain pass over every prefix."""
     run = shared("ddp 1x4 --block_size 1 --max_steps 2 --no-pack")
-    model, config = weights.load_checkpoint(newest(run))
+    model, config = published.load_checkpoint(newest(run))
     tokens = problems.load_tokenizer(newest(run), "gsm8k")
     documents = blocks.make_documents(problems.read_problems(demo / "test.jsonl", "test", "gsm8k"), tokens,
                                      layout_of(config))
@@ -276,7 +276,7 @@ def test_the_bound_of_single_tokens_is_the_exact_likelihood(shared, demo):
             hidden, _ = model.extend(mask, at, seen, clean)
             losses = torch.nn.functional.cross_entropy(model.logits(hidden)[0], ids[0], reduction="none")
         total += losses[documents.target[a:b]].double().sum()
-        text += (documents.target[a:b] & (documents.region[a:b] != blocks.FILL)).sum()
+        text += (documents.target[a:b] & (documents.region[a:b] != problems.FILL)).sum()
     values = rows(run)[-1]
     assert values["eval/nll"] == pytest.approx(float(total / text), rel=1e-5)
     assert values["eval/bits_per_token"] == pytest.approx(float(total / text) / math.log(2), rel=1e-5)
@@ -407,8 +407,6 @@ BAD = {
     "--t_range 0.8 0.3": "lower end first", "--end_token </s> --chat": "--end_token needs --system gsm8k, and no --chat",
     "--plan_block_size 4": "--plan_block_size needs --system hdp",
     f"{HDP} --plan_block_size 5": "--plan_budget 32 is not a multiple of --plan_block_size 5",
-    "--hdp_layout flat": "--hdp_layout flat needs --system hdp",
-    f"{HDP} --hdp_layout flat": "add --no-pack",
     "--max_steps 0": "--max_steps is 0; it must be at least 1",
     "--learning_rate nan": "--learning_rate is nan",
     "--ema_decay 1": "--ema_decay is 1.0; it must be at least 0 and below 1",
@@ -492,8 +490,14 @@ def test_other_budgets_are_another_run(pool, demo, shared):
     assert run.status == 1 and "was made with another question_budget (48, this run 64)" in run.output
 
 
-def test_a_state_of_another_trainer_is_refused():
+def test_a_state_of_another_trainer_is_refused(pool, demo, shared, tmp_path):
     """One that somebody has made, checksums included."""
-    args = SimpleNamespace(output_dir="out", clip_search_widths=[], t_range=(0, 1))
-    with pytest.raises(UserError, match="state.json of its checkpoint has no averaged, best; it is not of this"):
-        train_bd3lm.resume_validation(args, None, {"step": 1, "t_range": [0, 1], "stale": 0}, None)
+    shutil.copytree(shared("ddp 1x4 --save_steps 1 --eval_steps 0").output_dir, tmp_path / "out")
+    folder = newest(Run(0, "", tmp_path / "out"))
+    state, manifest = folder / "trainer_state" / "state.json", json.loads((folder / "manifest.json").read_text())
+    state.write_text(json.dumps({k: v for k, v in json.loads(state.read_text()).items() if k not in ("averaged", "best")}))
+    manifest["files"]["trainer_state/state.json"] = {"bytes": state.stat().st_size,
+                                                     "sha256": checkpoint.sha256_file(state)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    run = complete(pool, demo, tmp_path / "out", "--max_steps", 8, "--save_steps", 1, "--eval_steps", 0, ok=False)
+    assert "state.json of its checkpoint has no averaged, best; it is not of this trainer" in run.output, run.output

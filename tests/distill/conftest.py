@@ -1,11 +1,9 @@
 """Tiny students and the conversations that they are trained on."""
-import json
-
 import numpy as np
 import pytest
 
 from core import chat
-from distill.dataset import ChatTable, Reading, split_groups, write_table
+from distill.chat_data import ChatTable, Reading, split_groups, write_table
 from tests.helpers import chats, tiny_teacher
 from tests.helpers.students import HELD_OUT, SEED
 
@@ -19,8 +17,7 @@ def made(tmp_path_factory):
     chats.student(folder / "moe", "moe")
     chats.student(folder / "sixteen", hidden_size=48, intermediate_size=64, head_dim=16)
     chats.student(folder / "window", use_sliding_window=True, sliding_window=6, max_window_layers=1)
-    records = chats.alternatives(24, chats.tokenizer())         # without --distill_topk they change nothing
-    (folder / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    chats.write(folder / "chats.jsonl", chats.conversations(24))
     return folder
 
 

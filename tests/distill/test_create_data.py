@@ -21,7 +21,7 @@ import pytest
 from common import distributed
 from core import chat
 from diffusion import make_problems
-from distill import create_data, dataset, journal, teacher
+from distill import chat_data, create_data, journal, teacher
 from distill.choices import LINES
 from distill.labels import LANGUAGES, make_parser, read_label
 from tests.helpers import chats, tiny_teacher
@@ -451,9 +451,9 @@ def test_conversations(server, tmp_path):
     (tmp_path / "prompt.txt").write_text("You name languages.")
     more = ["--prompt_role", "system", "--parser", "regex", "--pattern", "Final Answer: (.*)"]
     given = [word.replace("labels", "b") for word in given]
-    assert "line 1 has a system message of its own" in label(tmp_path, *given, *more, ok=False)
-    (tmp_path / "chats.jsonl").write_text(json.dumps(records[1]) + "\n")
     label(tmp_path, *given, *more)
+    joined = {"role": "system", "content": f"You name languages.\n\n{turns[0]['content']}"}
+    assert [joined, *turns[1:]] in [body["messages"] for body in server.asked()]
     assert [{"role": "system", "content": "You name languages."}, *history] in [
         body["messages"] for body in server.asked()]
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "bot"}]}\n')
@@ -471,10 +471,10 @@ def test_two_files_join_without_duplicates(server, tmp_path):
     assert len(set(ids)) == 9 and max(ids) < 2**53
     (tmp_path / "twice.jsonl").write_text(parts[0] * 2)
     encoder = chat.Encoder(chats.tokenizer())
-    assert dataset.build_table(tmp_path / "table", [tmp_path / "both.jsonl"], dataset.Reading(encoder, 256, "stop"))[0] == 9
+    assert chat_data.build_table(tmp_path / "table", [tmp_path / "both.jsonl"], chat_data.Reading(encoder, 256, "stop"))[0] == 9
     with pytest.raises(distributed.UserError, match=f"twice.jsonl:5: has the same id {ids[0]} as .*twice.jsonl:1"):
-        dataset.build_table(tmp_path / "again", [tmp_path / "twice.jsonl"], dataset.Reading(encoder, 256, "stop"))
-    groups = dataset.key_groups(np.array(ids), 2)
+        chat_data.build_table(tmp_path / "again", [tmp_path / "twice.jsonl"], chat_data.Reading(encoder, 256, "stop"))
+    groups = chat_data.key_groups(np.array(ids), 2)
     assert [groups.tolist().count(g) for g in dict.fromkeys(groups.tolist())] == [2, 2, 2, 2, 1]
 
 

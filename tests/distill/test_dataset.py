@@ -8,7 +8,7 @@ from huggingface_hub import constants
 from common.distributed import UserError, World
 from core import chat
 from core.packing import PackOrder, rank_packs
-from distill.dataset import (
+from distill.chat_data import (
     ChatTable,
     Reading,
     build_table,
@@ -33,7 +33,8 @@ def made():
 
 
 @pytest.mark.parametrize("line, part", [
-    (b"{", "is not JSON (Expecting property name"), (b"[]", 'has no list "messages"'), (b"\xff{}", "is not UTF-8"),
+    (b"{", "is not JSON (Expecting property name"), (b"[]", "is a JSON list, and one object a line"),
+    (b"\xff{}", "is not UTF-8"),
     (b'{"messages": []}', 'has no list "messages"'), (b'{"messages": "hi"}', 'has no list "messages"'),
     (b'{"conversations": [{"from": "human", "value": "a", "mood": 0}]}', 'turn 1 of its "conversations" is'),
     (b'{"conversations": [{"from": ["gpt"], "value": "a"}]}', "message 1 has no role out of system"),

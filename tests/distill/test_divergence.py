@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common import distributed
 from common.distributed import UserError
 from core import adapters, chat
-from distill import evaluate_prompt, packed_lm, rollouts, served, weights
-from distill.dataset import ChatSamples, ChatTable, Reading, collate, write_table
-from distill.divergence import divergence
+from distill import causal_lm, evaluate_prompt, packed_lm, rollouts, served
+from distill.chat_data import ChatSamples, ChatTable, Reading, collate, write_table
+from distill.losses import chunked_loss, divergence
 from distill.teacher import read_prompt, with_prompt
 from tests.helpers import chats, students
 from tests.helpers.lora_server import LoraServer
@@ -64,10 +64,10 @@ def test_values_and_gradients_are_the_dense_ones(kind, beta, k):
     for chunk in (100, 4):
         for t in ours:
             t.grad = None
-        loss, right, all_ce, all_apart, n = packed_lm.chunked_loss(*ours, targets, chunk, (taught,), 0.7,
-                                                                   (kind, beta, k))
+        loss, right, all_ce, all_apart = chunked_loss(ours[0], ours[1:], targets, chunk, (taught,),
+                                                      (0.7, kind, beta, k))
         (2 * loss).backward()
-        assert (all_ce.item(), all_apart.item(), n) == pytest.approx((ce.sum().item(), sum(apart).item(), 11), rel=1e-5)
+        assert (all_ce.item(), all_apart.item()) == pytest.approx((ce.sum().item(), sum(apart).item()), rel=1e-5)
         assert loss.item() == pytest.approx(0.3 * ce.sum().item() + 0.7 * sum(apart).item(), rel=1e-5)
         assert right == (rows.argmax(-1) == targets).sum() and taught.grad is None
         for a, b in zip(ours, theirs):
@@ -149,7 +149,7 @@ def test_packed_self_distillation_is_the_dense_one(made, tmp_path, student, role
     turns = "last" if role == "user" else "all"
     table = prompted_table(made, tmp_path / "table", student, role, turns)
     lora = (5, 5, 0.0, "all-linear", str(made / student))
-    model, parts = packed_lm.build_empty(made / student, torch.float32, lora, recompute, share=0.7, prompted=kind)
+    model, parts = packed_lm.build_empty(made / student, torch.float32, lora, recompute, prompted=(0.7, *kind))
     packed_lm.load(model, parts, distributed.World(device=torch.device("cpu")))
     random_adapter(tmp_path, model)
     model.train()
@@ -159,9 +159,9 @@ def test_packed_self_distillation_is_the_dense_one(made, tmp_path, student, role
     state = torch.get_rng_state()
     batch = collate([ChatSamples(table)[n] for n in chosen], prompted=True)
     passes = []
-    weights.decoder_layers(model.native)[0].register_forward_pre_hook(
+    causal_lm.decoder_layers(model.native)[0].register_forward_pre_hook(
         lambda layer, _: passes.append((layer.training, torch.is_grad_enabled())))
-    loss, right, n, ce, apart, taught = model(batch)
+    loss, right, n, ce, apart = model(batch)
     assert passes == [(False, False), (True, True)], "the teacher has no dropout and keeps nothing"
     loss.backward()
     assert torch.equal(state, torch.get_rng_state()) and model.net.training
@@ -177,7 +177,7 @@ def test_packed_self_distillation_is_the_dense_one(made, tmp_path, student, role
     wanted = sum(dense(s.double(), t.double(), *kind) for s, t, _ in rows)
     total = 0.3 * wanted_ce + 0.7 * wanted
     total.backward()
-    assert n == taught == len(rows) == int(table.targets[chosen].sum())
+    assert n == len(rows) == int(table.targets[chosen].sum())
     assert (loss.item(), ce.item(), apart.item()) == pytest.approx((total.item(), wanted_ce.item(), wanted.item()),
                                                                    rel=1e-4)
     assert wanted.item() > 0.01 * n.item(), "prompt and adapter matter"
@@ -198,7 +198,7 @@ def test_the_model_behind_no_prompt_is_no_other(made, tmp_path):
     table = ChatTable(tmp_path / "table")
     for kind in (("forward", 0.5, 0), ("reverse", 0.5, 3), ("js", 0.5, 0)):
         model, parts = packed_lm.build_empty(made / "qwen", torch.float32, (4, 4, 0.0, "all-linear", "x"), None,
-                                             share=1.0, prompted=kind)
+                                             prompted=(1.0, *kind))
         packed_lm.load(model, parts, distributed.World(device=torch.device("cpu")))
         adapters.init_adapters(model.net, 0)
         loss, *_ = model.train()(collate([ChatSamples(table)[n] for n in (1, 2, 5)], prompted=True))
@@ -208,11 +208,7 @@ def test_the_model_behind_no_prompt_is_no_other(made, tmp_path):
 
 
 def test_prompts_that_cannot_teach(made, tmp_path):
-    chats.write(tmp_path / "chats.jsonl", [[{"role": "system", "content": "x"}, *chats.ask("y", "en")]])
     encoder = chat.Encoder(chat.load_tokenizer(made / "qwen"))
-    with pytest.raises(UserError, match="chats.jsonl:1: has a system message of its own beside --prompt_role system"):
-        write_table(tmp_path / "t", [tmp_path / "chats.jsonl"], Reading(encoder, 512,
-                    prompt=read_prompt(made / "system.txt", "system")))
     with pytest.raises(UserError, match=r"tokens, more than 60"):
         write_table(tmp_path / "t", [made / "chats.jsonl"], Reading(encoder, 60,
                     prompt=read_prompt(made / "system.txt", "system")))
@@ -313,8 +309,8 @@ def test_drawn_answers_are_draws(made, tmp_path):
     """Behind the student's own prompt, from its softmax with its adapters; the teacher reads the same tokens."""
     table = prompted_table(made, tmp_path / "table", "smollm2", "system")
     lora = (4, 4, 0.0, "all-linear", "x")
-    model, parts = packed_lm.build_empty(made / "smollm2", torch.float32, lora, None, share=1.0,
-                                         prompted=("forward", 0.5, 0))
+    model, parts = packed_lm.build_empty(made / "smollm2", torch.float32, lora, None,
+                                         prompted=(1.0, "forward", 0.5, 0))
     packed_lm.load(model, parts, distributed.World(device=torch.device("cpu")))
     random_adapter(tmp_path, model)
     world, ends = distributed.World(device=torch.device("cpu")), [2]

@@ -16,12 +16,14 @@ from common.step_memory import Setup
 from core import chat
 from core.packing import PackOrder
 from distill import frozen, packed_lm, plan, rollouts, teaching
-from distill.dataset import ChatSamples, ChatTable, Reading, collate, write_table
+from distill.chat_data import ChatSamples, ChatTable, Reading, collate, write_table
 from distill.teacher import Prompt
 from tests.helpers import chats, students
 
 PROMPT = "Name the language. the quick brown fox\n"
 WORLD = distributed.World(device=torch.device("cpu"))
+# fp32 logarithms of these vocabularies lie between 4 and 8, so each model rounds a row's by half of this
+STEP = 2**-21
 # another template than the student's: what stands before an answer is the teacher's own
 SPOKEN = chats.QWEN.replace("'<|im_start|>' + m.role + '\\n'", "'<|im_start|>' + m.role + ' of'").replace(
     "'<|im_start|>assistant\\n'", "'<|im_start|>assistant of'")
@@ -60,7 +62,7 @@ def table_of(made, folder, teacher, prompt, turns="all"):
 
 
 def model_of(made, teacher, kind, lora=None):
-    model, parts = packed_lm.build_empty(made / "student", torch.float32, lora, share=1.0, prompted=kind)
+    model, parts = packed_lm.build_empty(made / "student", torch.float32, lora, prompted=(1.0, *kind))
     model.frozen["teacher"] = frozen.empty(made / teacher, torch.float32)
     packed_lm.load(model, parts, WORLD)
     frozen.load_all(model, WORLD, None)
@@ -116,13 +118,13 @@ def test_scores_and_gradients_are_those_of_whole_logits(made, tmp_path, prompt, 
     model = model_of(made, "teacher", (kind, 0.5, k))
     model.chunk = 7
     chosen = [0, 3, 5, 7]
-    loss, _, n, _, total, _ = model(collate([ChatSamples(table)[i] for i in chosen], prompted=True))
+    loss, _, n, _, total = model(collate([ChatSamples(table)[i] for i in chosen], prompted=True))
     loss.backward()
     student, teacher = (AutoModelForCausalLM.from_pretrained(made / name) for name in ("student", "teacher"))
     records = [json.loads(line) for line in open(made / "chats.jsonl")]
     wanted, count = plain(made, student, teacher, "teacher", [records[i] for i in chosen], prompt, kind, k)
     wanted.backward()
-    assert n == count and loss.item() == total.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert n == count and loss.item() == total.item() == pytest.approx(wanted.item(), abs=count * STEP)
     ours = dict(model.native.named_parameters())
     for name, parameter in student.named_parameters():
         torch.testing.assert_close(ours[name].grad, parameter.grad, rtol=1e-4, atol=1e-5 * float(
@@ -142,7 +144,8 @@ def test_a_teacher_has_no_dropout(made, tmp_path):
     records = [json.loads(line) for line in open(made / "chats.jsonl")]
     wanted, _ = plain(made, student, teacher.eval(), "dropping", [records[i] for i in (1, 5)], Prompt("none", ""),
                       "forward", 0)
-    assert model.train()(batch).loss.item() == pytest.approx(wanted.item(), abs=1e-6)
+    loss, _, n, *_ = model.train()(batch)
+    assert loss.item() == pytest.approx(wanted.item(), abs=n.item() * STEP)
     model.frozen["teacher"].train()
     assert model(batch).loss.item() != pytest.approx(wanted.item(), rel=1e-3), "dropout would not be seen"
 
@@ -150,7 +153,7 @@ def test_a_teacher_has_no_dropout(made, tmp_path):
 @pytest.mark.parametrize("setup", [Setup(2, "fsdp"), Setup(2, "ddp")])
 def test_its_memory_is_planned(made, setup):
     """A shard of it and its gathered root, or all of it; its forward is a stage of its own."""
-    model, _ = packed_lm.build_empty(made / "student", torch.float32, share=1.0, prompted=("forward", 0.5, 0))
+    model, _ = packed_lm.build_empty(made / "student", torch.float32, prompted=(1.0, "forward", 0.5, 0))
     lengths, targets = np.full(8, 100), np.full(8, 30)
     order = PackOrder(lengths, tokens_per_pack=0, samples_per_pack=4, seed=0)
     alone, _ = plan.memory(model, setup, lengths, targets, order)
@@ -270,7 +273,7 @@ def test_draws_are_those_of_the_student_of_now(made, train, tmp_path):
     one = train(1, tmp_path / "one", "--parallel", "ddp", *flags)
     names = [made / "student", *(tmp_path / "one" / f"checkpoint-{step}" for step in (1, 2, 3))]
     nets = [AutoModelForCausalLM.from_pretrained(name) for name in names]
-    assert losses(one) == pytest.approx([own_loss(made, net, step) for step, net in enumerate(nets)], rel=1e-6)
+    assert losses(one) == pytest.approx([own_loss(made, net, step) for step, net in enumerate(nets)], abs=STEP)
     for step in (1, 2, 3):
         assert losses(one)[step] != pytest.approx(own_loss(made, nets[step - 1], step), rel=1e-3), "stale"
 
@@ -291,15 +294,15 @@ def test_all_weights_can_learn_from_a_frozen_copy(made, train, tmp_path):
     full = train(1, tmp_path / "full", "--parallel", "ddp", *flags)
     lora = train(1, tmp_path / "lora", "--parallel", "ddp", "--use_lora", *flags)
     both = train(2, tmp_path / "both", "--parallel", "fsdp", "--bf16", *flags)
-    assert full[1]["train/kl_loss"] == pytest.approx(lora[1]["train/kl_loss"], rel=1e-6)
+    assert full[1]["train/kl_loss"] == pytest.approx(lora[1]["train/kl_loss"], abs=STEP)
     assert both[1]["train/kl_loss"] == pytest.approx(lora[1]["train/kl_loss"], rel=0.1)
     base = AutoModelForCausalLM.from_pretrained(made / "student")
     moved = AutoModelForCausalLM.from_pretrained(tmp_path / "full" / "checkpoint-3")
     records = [json.loads(line) for line in open(made / "few.jsonl")]
     asked = made, moved, base, "student", records, Prompt("system", ""), "forward", 0
     wanted, count = plain(*asked)
-    assert full[4]["train/kl_loss"] == pytest.approx(wanted.item() / count, rel=1e-6, abs=1e-7)
+    assert full[4]["train/kl_loss"] == pytest.approx(wanted.item() / count, abs=STEP)
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made / "student"),
                                         tmp_path / "lora" / "checkpoint-3")
     wanted, count = plain(made, adapted, base, "student", records, Prompt("system", ""), "forward", 0)
-    assert lora[4]["train/kl_loss"] == pytest.approx(wanted.item() / count, rel=1e-6, abs=1e-7)
+    assert lora[4]["train/kl_loss"] == pytest.approx(wanted.item() / count, abs=STEP)

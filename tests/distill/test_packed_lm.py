@@ -11,18 +11,19 @@ from transformers import AutoModelForCausalLM
 from common.distributed import UserError
 from core import adapters, document_attention
 from core.packing import PackOrder
-from distill import packed_lm, weights
-from distill.dataset import ChatSamples, collate
+from distill import causal_lm, packed_lm
+from distill.chat_data import ChatSamples, collate
+from distill.losses import chunked_loss
 from tests.helpers.students import sample_loss
 
 
 def packed_model(folder, recompute=None, attention=document_attention.ATTENTION):
     """The model of a folder by our own loading, in a PackedLM."""
-    native = weights.empty_model(weights.load_config(folder), torch.float32, folder, attention)
-    parts = weights.weight_parts(folder, native)
-    weights.check_weights(native, parts, folder)
-    weights.give_memory(native, "cpu")
-    weights.load_weights(dict(native.named_parameters()), parts)
+    native = causal_lm.empty_model(causal_lm.load_config(folder), torch.float32, folder, attention)
+    parts = causal_lm.weight_parts(folder, native)
+    causal_lm.check_weights(native, parts, folder)
+    causal_lm.give_memory(native, "cpu")
+    causal_lm.load_weights(dict(native.named_parameters()), parts)
     return packed_lm.PackedLM(native, recompute)
 
 
@@ -57,7 +58,7 @@ def test_chunked_loss_is_plain(n, chunk):
     ours = [torch.randn(shape, requires_grad=True) for shape in shapes]
     theirs = [t.detach().clone().requires_grad_() for t in ours]
     targets = torch.randint(0, 23, (n,))
-    loss, right = packed_lm.chunked_loss(*ours, targets, chunk)
+    loss, right = chunked_loss(ours[0], ours[1:], targets, chunk)
     logits = theirs[0] @ theirs[1].T + theirs[2]
     plain = -logits.log_softmax(-1)[torch.arange(n), targets].sum()
     (3 * loss).backward()
@@ -75,13 +76,13 @@ def test_the_heads_gradient_is_summed_in_float32():
     targets, found = torch.randint(0, 50, (256,)), []
     for chunk, dtype in ((256, torch.float64), (256, torch.bfloat16), (4, torch.bfloat16)):
         given = [t.to(dtype, copy=True).requires_grad_() for t in (hidden, weight)]
-        packed_lm.chunked_loss(*given, None, targets, chunk)[0].backward()
+        chunked_loss(given[0], (given[1], None), targets, chunk)[0].backward()
         assert given[1].grad.dtype == dtype
         found.append([t.grad.double() for t in given])
     for exact, whole, pieces in zip(*found):
         assert (pieces - exact).norm() < 1.1 * (whole - exact).norm() < 0.01 * exact.norm()
     with torch.no_grad():
-        assert not packed_lm.chunked_loss(*given, None, targets, 4)[0].requires_grad
+        assert not chunked_loss(given[0], (given[1], None), targets, 4)[0].requires_grad
 
 
 def test_chunks_never_hold_all_logits(made, data, monkeypatch):
@@ -102,7 +103,7 @@ def test_compiled_layers_are_eager_ones(made, data):
     from torch._dynamo.testing import CompileCounter
     table, train, _ = data("qwen")
     plain, compiled, counter, graphs = packed_model(made / "qwen"), packed_model(made / "qwen"), CompileCounter(), 0
-    for layer in weights.decoder_layers(compiled.native):
+    for layer in causal_lm.decoder_layers(compiled.native):
         layer.compile(backend=counter)
     for start in range(0, 20, 2):
         batch = collate([ChatSamples(table)[n] for n in train[start:start + 2 + start % 3]])
@@ -118,11 +119,11 @@ def test_static_packs_compile_no_more_after_two(made, data, method):
     table, train, _ = data("qwen")
     model = packed_model(made / "qwen", recompute="all" if method == "lora" else None)
     if method == "lora":
-        net = adapters.add_lora(model.native, weights.decoder_layers(model.native), 4, 8, 0.0, "all-linear", "base")
+        net = adapters.add_lora(model.native, causal_lm.decoder_layers(model.native), 4, 8, 0.0, "all-linear", "base")
         adapters.init_adapters(net, 1)
         model = packed_lm.PackedLM(net, recompute="all")
     torch._dynamo.reset()
-    for layer in weights.decoder_layers(model.native):
+    for layer in causal_lm.decoder_layers(model.native):
         layer.compile(backend="aot_eager")
     order = PackOrder(table.lengths[train], tokens_per_pack=160, seed=1)
     samples, counts = ChatSamples(table), set()
@@ -171,11 +172,11 @@ def test_other_architectures_packed(kind, settings):
     theirs = AutoModelForCausalLM.from_config(config).eval()
     if kind == "GPTJ" and not theirs._supports_attention_backend:       # transformers < 5.24
         with pytest.raises(UserError, match="cannot be built with another attention"):
-            weights.empty_model(config, torch.float32, attention=document_attention.ATTENTION)
+            causal_lm.empty_model(config, torch.float32, attention=document_attention.ATTENTION)
         return
-    ours = weights.empty_model(config, torch.float32, attention=document_attention.ATTENTION).eval()
+    ours = causal_lm.empty_model(config, torch.float32, attention=document_attention.ATTENTION).eval()
     packed_lm.check_model(ours)
-    weights.give_memory(ours, "cpu")
+    causal_lm.give_memory(ours, "cpu")
     same = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
         same[name].data += 0.1 * torch.randn(parameter.shape)
@@ -206,7 +207,7 @@ def test_other_architectures_packed(kind, settings):
 def test_architectures_that_cannot_be_packed(kind, settings, part):
     config = getattr(transformers, f"{kind}Config")(**SIZES | settings)
     with pytest.raises(UserError, match=re.escape(part)):
-        model = weights.empty_model(config, torch.float32, attention=document_attention.ATTENTION)
+        model = causal_lm.empty_model(config, torch.float32, attention=document_attention.ATTENTION)
         packed_lm.check_model(model)
-        weights.give_memory(model, "cpu")
+        causal_lm.give_memory(model, "cpu")
         packed_lm.PackedLM(model)(collate([(0, np.arange(5), np.ones(5, bool))]))

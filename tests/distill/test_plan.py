@@ -12,7 +12,7 @@ from common.flags import parse
 from common.step_memory import Setup, step_bytes
 from core import adapters, document_attention
 from core.packing import PackOrder
-from distill import dataset, keep, packed_lm, plan, train_sft, weights
+from distill import causal_lm, chat_data, keep, packed_lm, plan, train_sft
 from tests.helpers import chats
 from tests.helpers.live_bytes import by_lengths, real_peak
 
@@ -30,34 +30,32 @@ def built(kind, lora, bf16, sharded, recompute, dropout=0.0, **more):
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        native = net = weights.empty_model(MODELS[kind], torch.bfloat16 if lora and bf16 else torch.float32,
+        native = net = causal_lm.empty_model(MODELS[kind], torch.bfloat16 if lora and bf16 else torch.float32,
                                            attention=document_attention.ATTENTION)
         if lora:
-            net = adapters.add_lora(native, weights.decoder_layers(native), 8, 16, dropout, "all-linear", "base")
+            net = adapters.add_lora(native, causal_lm.decoder_layers(native), 8, 16, dropout, "all-linear", "base")
         models.append(packed_lm.PackedLM(net, recompute, **more).train())
-    weights.give_memory(models[1], "cpu")
+    causal_lm.give_memory(models[1], "cpu")
     for parameter in models[1].parameters():
         torch.nn.init.normal_(parameter, 0, 0.05)
     return models[0], models[1].to(torch.bfloat16) if bf16 and sharded else models[1]
 
 
-def batch_of(documents, n, trained, topk=0):
+def batch_of(documents, n, trained):
     """PackedChats of documents of n tokens, of which the last ones are trained."""
     mask = np.arange(n) >= n - trained
-    teacher = (np.arange(n - trained, n), np.tile(np.arange(topk), (trained, 1)),
-               np.log(np.full((trained, topk), 0.9 / max(1, topk))))
-    return dataset.collate([(i, np.arange(n) % 250, mask.copy(), teacher) for i in range(documents)], topk=topk)
+    return chat_data.collate([(i, np.arange(n) % 250, mask.copy()) for i in range(documents)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, lora, bf16, recompute, topk", [
-    ("qwen", True, True, "selective", 0), ("llama", True, True, None, 3), ("gemma", False, True, "all", 0),
-    ("moe", True, True, None, 0), ("wide", True, False, "all", 3)])
-def test_what_is_counted_is_what_a_real_step_has_alive(kind, lora, bf16, recompute, topk, monkeypatch):
+@pytest.mark.parametrize("kind, lora, bf16, recompute", [
+    ("qwen", True, True, "selective"), ("llama", True, True, None), ("gemma", False, True, "all"),
+    ("moe", True, True, None), ("wide", True, False, "all")])
+def test_what_is_counted_is_what_a_real_step_has_alive(kind, lora, bf16, recompute, monkeypatch):
     """Within 3 %, activations, logits, casts and gradients; of six layers four are run."""
     monkeypatch.setattr(document_attention, "_attention_by_document", by_lengths([150] * 4))
-    empty, model = built(kind, lora, bf16, False, recompute, dropout=0.1, share=0.5 if topk else 0.0)
-    batch = batch_of(4, 150, 120, topk)
+    empty, model = built(kind, lora, bf16, False, recompute, dropout=0.1)
+    batch = batch_of(4, 150, 120)
     empty.chunk = model.chunk = 200
     peak = real_peak(model, batch, lambda model, batch: model(batch)[0], bf16)
     setup = Setup(1, bf16=bf16, recompute=recompute)
@@ -72,7 +70,7 @@ def test_packs_of_keep_are_counted(monkeypatch):
         [150] * 4 if len(q) == 600 else [len(q)])(q, *others))
     empty, model = built("qwen", True, True, False, None)
     empty.chunk = model.chunk = 200
-    batch = keep.kept([(i, np.arange(150) % 250, np.arange(150) >= 30, None) for i in range(4)])
+    batch = keep.kept([(i, np.arange(150) % 250, np.arange(150) >= 30) for i in range(4)])
     peak = real_peak(model, batch, lambda model, batch: model(batch).loss, True)
     setup = Setup(1, batch_size=4)
     counted = max(step_bytes(plan.step_of(empty), setup, (600, 480, True), gpu=False).values())
@@ -110,7 +108,7 @@ def test_sharded_weights_are_computed_on_in_bfloat16(monkeypatch):
 @pytest.mark.parametrize("kind", ["forward", "reverse", "js"])
 def test_logits_of_a_prompted_teacher_are_counted(kind, k):
     """A student's and a teacher's, and what a divergence makes of them: copies of (targets, vocabulary) in fp32."""
-    empty, _ = built("wide", True, False, True, None, share=1.0, prompted=(kind, 0.5, k))
+    empty, _ = built("wide", True, False, True, None, prompted=(1.0, kind, 0.5, k))
     few, many = (max(step_bytes(plan.step_of(empty), Setup(1, bf16=False), (600, targets)).values())
                  for targets in (256, 512))
     copies = (many - few) / (4 * 256 * 4000)
@@ -126,7 +124,7 @@ def test_counting_leaves_the_model_as_it_was():
         step_bytes(plan.step_of(counted), Setup(1, "fsdp", recompute="selective"), (120, 27))
     with torch.no_grad():
         assert model(batch)[0].item() == before
-    layers = weights.decoder_layers(model.native)
+    layers = causal_lm.decoder_layers(model.native)
     assert len(layers) == 6 and all(layer.gradient_checkpointing and not layer._forward_hooks for layer in layers)
 
 

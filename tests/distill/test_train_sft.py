@@ -13,10 +13,8 @@ import subprocess
 import threading
 import time
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -37,8 +35,7 @@ COMMON = {"learning_rate": LR, "max_steps": STEPS, "logging_steps": 1, "warmup_r
           "eval_steps": 2, "validation_split": HELD_OUT, "per_device_eval_batch_size": 3, "num_workers": 0,
           "save_steps": 0, "save_total_limit": 1, "report_to": "none", "seed": SEED}
 METHODS = {"full": (), "lora": ("--use_lora", "--lora_rank", 5), "packs": ("--max_tokens_per_batch", 160),
-           "dropout": ("--use_lora", "--lora_rank", 5, "--lora_dropout", 0.2),
-           "distill": ("--distill_topk", 3, "--distill_weight", 0.7)}
+           "dropout": ("--use_lora", "--lora_rank", 5, "--lora_dropout", 0.2)}
 EVERY = "--save_steps 1 --save_total_limit 0 --logging_steps 2"
 
 
@@ -103,30 +100,6 @@ def assert_same_bits(run, other, after):
 # -- The reference: transformers' own forward, one sample at a time ----------------------------------------------------
 
 
-def taught_loss(model, table, number, record, tokenizer):
-    """(loss, cross-entropies, divergences, taught tokens) of one sample by whole logits and F.kl_div; 3 of 4, 0.7."""
-    part = slice(table.offsets[number], table.offsets[number + 1])
-    ids = torch.from_numpy(table.tokens[part].astype(np.int64))
-    trained = np.flatnonzero(table.trained[part])
-    log_q = model(input_ids=ids[None]).logits[0].log_softmax(-1)
-    ce = [-log_q[place - 1, ids[place]] for place in trained]
-    loss, all_kl, taught = list(ce), 0.0, 0
-    texts, words = record.get("label_tokens", []), tokenizer.get_vocab()
-    places = trained[len(trained) - len(texts) - 1:-1]
-    if [tokenizer.decode([ids[place]]) for place in places] == texts:
-        for place, row in zip(places, record.get("logprobs", [])):
-            known = {words[text.replace(" ", "\u0120")]: math.exp(value) for text, value in row[:3]
-                     if text.replace(" ", "\u0120") in words}
-            q = log_q[place - 1, list(known)].exp()
-            q = torch.cat([q, 1 - q.sum()[None]])
-            p = torch.tensor([*known.values(), 1 - sum(known.values())])
-            kl = F.kl_div(q.log(), p, reduction="sum")
-            at = list(trained).index(place)
-            loss[at] = 0.3 * ce[at] + 0.7 * kl
-            all_kl, taught = all_kl + kl, taught + 1
-    return sum(loss), sum(ce), all_kl, taught
-
-
 def mean_loss(model, table, numbers):
     """Token mean over samples."""
     with torch.no_grad():
@@ -172,45 +145,6 @@ def test_a_run_is_the_plain_trainers(shared, data, made, name):
     assert run.metrics("eval/accuracy")[STEPS] == pytest.approx(right / table.targets[held_out].sum())
     losses = list(run.metrics("eval/loss").values())
     assert losses[-1] < losses[0], "it learns"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen distill fsdp 2x4x1", "llama distill ddp 1x8x1"])
-def test_distillation_is_the_plain_trainers(shared, data, made, name):
-    run, student = shared(name), name.split()[0]
-    table, train, held_out = data(student)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(made / student).train(), chats.tokenizer()
-    records, parts = [json.loads(line) for line in open(made / "chats.jsonl")], []
-
-    def one(model, table, number):
-        loss, *more = taught_loss(model, table, number, records[number], tokenizer)
-        parts.append([float(torch.as_tensor(value).detach()) for value in more] + [int(table.targets[number])])
-        return loss, None
-
-    losses, norms = zip(*reference_run(model, table, train, one))
-    assert list(run.metrics("train/loss").values()) == pytest.approx(losses, rel=2e-5)
-    assert list(run.metrics("train/grad_norm").values()) == pytest.approx(norms, rel=1e-4)
-    assert_close(AutoModelForCausalLM.from_pretrained(newest(run)).state_dict(), model.state_dict())
-    for step, steps in ((1, parts[:8]), (2, parts[8:16]), (3, parts[16:20])):
-        ce, kl, taught, targets = (sum(column) for column in zip(*steps))
-        assert run.metrics("train/ce_loss")[step] == pytest.approx(ce / targets, rel=2e-5)
-        assert run.metrics("train/kl_loss")[step] == pytest.approx(kl / taught, rel=2e-5)
-    parts.clear()
-    with torch.no_grad():
-        loss = sum(one(model, table, n)[0].item() for n in held_out)
-    ce, kl, taught, targets = (sum(column) for column in zip(*parts))
-    for metric, value in (("loss", loss / targets), ("ce_loss", ce / targets), ("kl_loss", kl / taught)):
-        assert run.metrics(f"eval/{metric}")[STEPS] == pytest.approx(value, rel=2e-5)
-    assert re.search(r"\| loss +[\d.]+ ce +[\d.]+ kl +[\d.]+ acc", run.output)
-    assert re.search(r"teacher    \d+ of 24 samples have alternatives, .* have none; .* split otherwise", run.output)
-
-
-@pytest.mark.slow
-def test_distillation_is_the_same_for_any_split(shared):
-    assert_same_run(shared("qwen distill ddp 2x2x2 --num_workers 1"), shared("qwen distill fsdp 2x4x1"))
-    assert_same_run(shared("llama distill fsdp 2x4x1 --gradient_checkpointing"), shared("llama distill ddp 1x8x1"))
-    packs = "--max_tokens_per_batch 160"
-    assert_same_run(shared(f"llama distill ddp 1x4x2 {packs}"), shared(f"llama distill fsdp 2x4x1 {packs}"))
 
 
 @pytest.mark.slow
@@ -421,8 +355,8 @@ def planned(made, output_dir, *flags, student="qwen"):
     (["--gradient_accumulation_steps", "0", "--per_device_train_batch_size", "9"], "128 is not a multiple of 18"),
     (["--global_batch_size", "16"], "give one of --global_batch_size and --gradient_accumulation_steps"),
     (["--parallel", "ddp", "--cpu_offload"], "need --parallel fsdp"), (["--learning_rate", "nan"], "must be 0 or more"),
-    (["--distill_topk", "3", "--distill_weight", "1.5"], "--distill_weight is 1.5; it must be above 0, at most 1"),
-    (["--distill_topk", "3", "--distill_weight", "0"], "--distill_weight is 0.0; it must be above 0"),
+    (["--teacher_path", "t", "--distill_weight", "1.5"], "--distill_weight is 1.5; it must be above 0, at most 1"),
+    (["--teacher_path", "t", "--distill_weight", "0"], "--distill_weight is 0.0; it must be above 0"),
     (["--base_url", "http://x"], "--base_url needs --prompt_file"), (["--refresh_steps", "2"], "needs --base_url"),
     (["--on_policy", "1"], "--on_policy needs --prompt_file or --teacher_path"),
     (["--keep_every", "2"], "--keep_every needs --keep"),
@@ -430,8 +364,8 @@ def planned(made, output_dir, *flags, student="qwen"):
     (["--teacher_path", "t", "--on_policy", "1", "--base_url", "http://h/v1"], "--base_url needs --use_lora"),
     (["--teacher_path", "t", "--prompt_role", "system"], "--prompt_role needs --prompt_file"),
     (["--keep", "k", "--keep_weight", "0"], "--keep_weight is 0.0; it must be above 0"),
-    (["--distill_weight", "0.9"], "needs --distill_topk"), (["--distill_topk", "-1"], "must be 0 or more"),
-    (["--distill_topk", "9"], "--distill_topk 9: "),
+    (["--distill_weight", "0.9"], "--distill_weight needs --prompt_file or --teacher_path"),
+    (["--distill_topk", "-1"], "must be 0 or more"), (["--distill_topk", "9"], "--distill_topk needs --prompt_file"),
     (["--warmup_ratio", "2"], "--warmup_ratio is 2.0; it must lie between 0 and 1"),
     (["--group_size", "24"], "all samples are one group"), (["--num_train_epochs", "0"], "must be at least 1"),
     (["--output_dir", "/proc/here"], "--output_dir /proc/here: cannot be written"),
@@ -526,7 +460,7 @@ def test_another_runs_checkpoint_is_refused(pool, made, shared, tmp_path):
     for flags, part in ((["--seed", 1], "another seed"), (["--per_device_train_batch_size", 3], "another pack"),
                         (["--use_lora"], "another set of trained weights"),
                         (["--model_path", made / "window"], "another base model"),
-                        (["--distill_topk", 3], "another teacher")):
+                        (["--keep", made / "chats.jsonl"], "another teacher")):
         with pytest.raises(UserError, match=part):
             planned(made, tmp_path / "out", "--per_device_train_batch_size", 4, *flags)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from distill import weights
+from distill import causal_lm
 from tests.helpers import chats
 
 
@@ -13,17 +13,17 @@ def test_a_base_is_known_by_what_checkpoints_have_of_it(tmp_path):
     """Another hash than of 2026-11-25 would refuse to resume their runs."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(bytes(range(256)) * 9000)
-    assert weights.fingerprint_weights(tmp_path) == "01afd7a7d95309c1"
+    assert causal_lm.fingerprint_weights(tmp_path) == "01afd7a7d95309c1"
 
 
 @pytest.mark.parametrize("student", ["qwen", "llama"])
 def test_loaded_is_from_pretrained(made, student):
     """Weights, computed buffers, ties: the very logits."""
-    ours = weights.empty_model(weights.load_config(made / student), torch.float32, made / student, "sdpa").eval()
-    parts = weights.weight_parts(made / student, ours)
-    weights.check_weights(ours, parts, made / student)
-    weights.give_memory(ours, "cpu")
-    weights.load_weights(dict(ours.named_parameters()), parts)
+    ours = causal_lm.empty_model(causal_lm.load_config(made / student), torch.float32, made / student, "sdpa").eval()
+    parts = causal_lm.weight_parts(made / student, ours)
+    causal_lm.check_weights(ours, parts, made / student)
+    causal_lm.give_memory(ours, "cpu")
+    causal_lm.load_weights(dict(ours.named_parameters()), parts)
     theirs = AutoModelForCausalLM.from_pretrained(made / student).eval()
     ids = torch.arange(3, 200)[None]
     assert torch.equal(ours(input_ids=ids).logits, theirs(input_ids=ids).logits)
@@ -33,12 +33,12 @@ def test_loaded_is_from_pretrained(made, student):
 
 def test_a_saved_config_tells_what_was_trained(made, tmp_path):
     """The dtype of the weights beside it, whatever the base had, and an end that generate stops at."""
-    config = weights.load_config(made / "qwen")
+    config = causal_lm.load_config(made / "qwen")
     config.dtype = torch.bfloat16
-    model, tokenizer = weights.empty_model(config, torch.float32, made / "qwen"), chats.tokenizer()
+    model, tokenizer = causal_lm.empty_model(config, torch.float32, made / "qwen"), chats.tokenizer()
     known, other = model.generation_config.eos_token_id, tokenizer.convert_tokens_to_ids("<|eot_id|>")
-    assert weights.stop_at(model, [known]) == [] and weights.stop_at(model, [known, other]) == [other]
-    weights.save_config(model, tokenizer, tmp_path)
+    assert causal_lm.stop_at(model, [known]) == [] and causal_lm.stop_at(model, [known, other]) == [other]
+    causal_lm.save_config(model, tokenizer, tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["dtype"] == "float32" and saved["architectures"] == ["Qwen3ForCausalLM"]
     assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [known, other]

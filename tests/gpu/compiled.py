@@ -1,44 +1,137 @@
-"""What torch.compile makes of our functions and layers for sm_90, as JSON lines for test_kernels.py.
+"""What torch.compile makes of the kernels of fused.py for an H100, as JSON lines for test_kernels.py.
 
-    python tests/gpu/compiled.py         # in a process with bench/fake_cuda.py's device preloaded
+Dynamo traces fake CUDA tensors, Inductor writes Triton, and Triton's compiler, which needs no
+driver, turns that into code for sm_90. Left out: constant folding, autotuning, anything about time.
 """
-import functools
-import gc
+import copy
 import json
+import re
 import sys
+import types
+from collections import Counter
 from pathlib import Path
 
 import torch
+import torch._inductor.compile_fx as compile_fx
+import torch._inductor.config
+import torch._inductor.fx_passes.joint_graph as joint_graph
+import torch._inductor.fx_passes.post_grad as post_grad
+import torch._inductor.runtime.triton_helpers as triton_helpers
+import torch._inductor.scheduler as scheduler
+import torch.utils._triton
+import triton
+from torch._dynamo.device_interface import CudaInterface
+from torch._dynamo.utils import counters
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.debug import DebugContext
+from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from bench import sm90
-
-sm90.patch()
-gc.disable()        # looks through all that dynamo keeps, again and again
-
-import torch.nn.functional as F
-from torch._dynamo.utils import counters
-from torch.nn.attention.flex_attention import BlockMask
-from transformers import AutoModelForCausalLM, Qwen3Config
-
-import lora as lora_script
 from common import distributed
-from core import adapters, fused
-from core import float8 as float8_layers
-from core.document_attention import ATTENTION
-from diffusion import dit
-from distill import packed_lm
-from speech.model import v2, weights
+from core import fused
 
-fused.compiles = lambda kind: True      # nothing can run on this device, as a trial would
-BF16 = torch.bfloat16
+SM90 = GPUTarget("cuda", 90, 32)
+H100 = types.SimpleNamespace(
+    name="NVIDIA H100", major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132,
+    warp_size=32, L2_cache_size=50 * 2**20, regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048, max_threads_per_block=1024, gcnArchName="",
+    shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472, is_integrated=0)
+FAKE = FakeTensorMode(allow_non_fake_inputs=True)
+SOURCES = []    # Python with Triton kernels in it, of each graph that was compiled
 ROWS = (8192, 8064, 5120)       # tokens of three packs
-PACKS = (2501, 900), (2377, 850), (2600, 1000)      # rows of text, longest sample
 WIDTH, HEADS, HEAD = 8192, 24, 128
 
 
-def tensor(*shape, dtype=BF16):
+# --------------------------------------------------------------------------------------------------
+# A compiler for a GPU that is not there
+
+
+class Driver:
+    """What Triton asks of a GPU's driver when it compiles."""
+    is_active = staticmethod(lambda: True)
+    get_current_target = staticmethod(lambda: SM90)
+    get_active_torch_device = staticmethod(lambda: torch.device("cuda", 0))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda *_: 0)
+    get_device_interface = staticmethod(lambda: torch.cuda)
+
+
+def inner_compile(module, inputs, **_):
+    """Inductor's steps as far as to code; what comes back runs the graph on fake tensors."""
+    traced = copy.deepcopy(module)
+    with torch.no_grad():
+        mode = compile_fx.fake_tensor_prop(module, inputs)
+    compile_fx._recursive_record_original_output_strides(module)
+    with V.set_fake_mode(mode):
+        compile_fx._recursive_post_grad_passes(module, is_inference=True)
+    graph = GraphLowering(module, example_inputs=inputs, shape_env=mode.shape_env)
+    with V.set_fake_mode(mode), V.set_graph_handler(graph), V.set_debug_handler(DebugContext()):
+        graph.run(*inputs)
+        source = graph.codegen()[0]
+    SOURCES.append(getattr(source, "value", str(source)))
+
+    def run(*args):
+        if len(args) == 1 and isinstance(args[0], (list, tuple)):
+            args = args[0]
+        with torch._guards.detect_fake_mode(args) or FAKE:
+            return traced(*args)
+    return run
+
+
+def patch():
+    """Make torch.compile take an H100 for granted, and keep the code that it writes for it."""
+    for owner in (CudaInterface, CudaInterface.Worker):
+        owner.get_device_properties = staticmethod(lambda *_: H100)
+        owner.current_device = staticmethod(lambda: 0)
+    CudaInterface.device_count = staticmethod(lambda: 1)
+    torch.cuda.get_device_properties = lambda *_: H100
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.current_device = lambda: 0
+    for name in ("exchange_device", "maybe_exchange_device"):
+        setattr(CudaInterface, name, staticmethod(lambda *_: 0))
+        setattr(torch.cuda, f"_{name}", lambda *_: 0)
+    for module in (torch.utils._triton, scheduler, fused):
+        module.has_triton = lambda: True
+    triton.runtime.driver.set_active(Driver())
+    triton_helpers.set_driver_to_gpu = lambda: None
+    joint_graph.lazy_init = post_grad.lazy_init = lambda *_, **__: None
+    torch._inductor.config.joint_graph_constant_folding = False
+    fused.compiles = lambda kind: True
+    whole = compile_fx.compile_fx
+    compile_fx.compile_fx = lambda graph, inputs, **more: whole(
+        graph, inputs, **more | {"inner_compile": inner_compile})
+
+
+def assemble(name, source):
+    """Code of a Triton kernel for sm_90, in its first configuration -> what its PTX and binary say."""
+    kernel = getattr(PyCodeCache.load(source), name)
+    config, meta, arguments = kernel.configs[0], kernel.triton_meta, kernel.fn.arg_names
+    signature = {argument: meta["signature"].get(argument, "constexpr") for argument in arguments}
+    constants = {key if isinstance(key, tuple) else (arguments.index(key),): value
+                 for key, value in (meta["constants"] | config.kwargs).items()}
+    signature |= dict.fromkeys(config.kwargs, "constexpr")
+    made = triton.compile(
+        ASTSource(kernel.fn, signature, constants, meta["configs"][0]), target=SM90,
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages})
+    ptx = made.asm["ptx"]
+    widths = re.findall(r"(?:ld|st)\.global(?:\.L1::evict\w+)*(?:\.L2::\w+)*\.([.\w]+)", ptx)
+    # FRAME_SIZE in .nv.info: format 4, attribute 0x11, size 8, the kernel's number, bytes of stack
+    frame = re.search(rb"\x04\x11\x08\0.{4}(.{4})", made.asm["cubin"], re.S)
+    return {"name": name, "accesses": Counter(widths),      # {"v4.b32": 3}, 16 bytes each
+            "divisions": len(re.findall(r"\b(?:div|rem)\.[su](?:32|64)", ptx)),     # of integers
+            "spilled": int.from_bytes(frame[1], "little")}      # bytes a thread
+
+
+# --------------------------------------------------------------------------------------------------
+# Our kernels
+
+
+def tensor(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="cuda")
 
 
@@ -47,182 +140,68 @@ def rotated(rows):
     return tensor(rows, HEADS, HEAD), tensor(rows, 1, HEAD), tensor(rows, 1, HEAD)
 
 
-def rotated_blocks(rows):
-    """q, k, cos, sin of the DiT."""
-    q, cos = tensor(rows // 1024, 1024, 12, 64), tensor(rows // 1024, 1024, 1, 32, dtype=torch.float32)
-    return q, torch.empty_like(q), cos, torch.empty_like(cos)
+def rotated_blocks(rows, n=2):
+    """n of q, k, v; then cos, sin of the DiT."""
+    return [*(tensor(rows // 1024, 1024, 12, 64) for _ in range(n)),
+            *(tensor(rows // 1024, 1024, 1, 32, dtype=torch.float32) for _ in range(2))]
 
 
-CODES = {}      # {Triton source: sm90.Code}
-
-# {kernel of fused.py: its arguments by number of rows}
-FUNCTIONS = {
+ARGUMENTS = {       # {kernel of fused.py: its arguments by number of rows}
     fused.swiglu_kernel: lambda rows: [tensor(rows, WIDTH) for _ in range(2)],
     fused.swiglu_gradient_kernel: lambda rows: [tensor(rows, WIDTH) for _ in range(3)],
     fused.rotate_kernel: rotated,
     fused.rotate_gradient_kernel: rotated,
     fused.rotate_qk_kernel: rotated_blocks,
-    fused.rotate_qkv_gradient_kernel: lambda rows: [
-        *(tensor(rows // 1024, 1024, 12, 64) for _ in range(3)),
-        *(tensor(rows // 1024, 1024, 1, 32, dtype=torch.float32) for _ in range(2))],
-    fused.cross_entropies_kernel: lambda rows: [
-        tensor(rows, 50304), tensor(rows, dtype=torch.int64)],
-    fused.cross_entropies_gradient_kernel: lambda rows: [
-        tensor(rows, dtype=torch.float32), tensor(rows, 50304), tensor(rows, dtype=torch.int64),
-        tensor(rows, dtype=torch.float32)],
-}
+    fused.rotate_qkv_gradient_kernel: lambda rows: rotated_blocks(rows, 3)}
 
 
-def report(name, graphs, first=0, **more):
-    """Print a case. first: of the graphs whose kernels are assembled, which takes a second each."""
-    kernels = []
-    for graph in graphs[first:]:
-        for kernel, source in graph.kernels():
-            same = source.replace(kernel, "kernel")     # layers share kernels, under other names
-            if same not in CODES:
-                CODES[same] = sm90.assembled(kernel, source)
-            kernels.append({"name": kernel, "direction": graph.direction, **CODES[same]._asdict()})
-    print(json.dumps({"case": name, "graphs": len(graphs), "kernels": kernels, **more}), flush=True)
-
-
-def functions(names, suffix=""):
-    """Functions of fused.py on packs of three lengths."""
-    for function in names:
-        arguments = FUNCTIONS[function]
-        torch._dynamo.reset()
-        counters.clear()
-        sm90.GRAPHS.clear()
-        with sm90.fake():
-            for rows in ROWS:
-                fused.kernel(function, *arguments(rows))
-        report(function.__name__ + suffix, sm90.GRAPHS, breaks=sum(counters["graph_break"].values()))
-
-
-def three_packs(name, found, call, width, packs=PACKS):
-    """Compiled layers both ways, on packs of 8192 tokens. call(layer, hidden, pack): runs one."""
+def report(function, suffix=""):
+    """Compile a function for packs of three lengths and print what came out."""
     torch._dynamo.reset()
     counters.clear()
-    sm90.GRAPHS.clear()
-    distributed.compile_layers(found)
-    error = ""
-    for pack in packs:
-        hidden = tensor(8192, width).requires_grad_()
-        try:
-            with torch.autocast("cuda", BF16):
-                out = hidden
-                for layer in found:
-                    out = call(layer, out, *pack)
-            out.backward(torch.empty_like(out))
-        except Exception as failed:
-            error = f"{type(failed).__name__}: {failed}"[:300]
-            break
-    moved = sum(graph.moved for graph in sm90.GRAPHS[:2]) / 1e9
-    # the first two are those of one length, the others of all
-    report(name, sm90.GRAPHS, 2 if len(packs) > 1 else 99, breaks=sum(counters["graph_break"].values()), error=error,
-           gb_a_layer=round(moved, 3))
+    SOURCES.clear()
+    with FAKE:
+        for rows in ROWS:
+            fused.kernel(function, *ARGUMENTS[function](rows))
+    kernels = [assemble(name, source) for text in SOURCES for name, source in re.findall(
+        r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", text, re.S)]
+    print(json.dumps({"case": function.__name__ + suffix, "graphs": len(SOURCES),
+                      "breaks": sum(counters["graph_break"].values()), "kernels": kernels}))
 
 
-def speech(name, float8=False, ask=False):
-    """A decoder layer of Higgs-Audio V2 under LoRA. ask: the planted fault, it waits for the GPU."""
-    settings = json.loads((sm90.fake_cuda.ROOT / "launch/voice/model/config.json").read_text())
-    settings |= {"vocab_size": 4096, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 1,
-                 "num_attention_heads": HEADS, "num_key_value_heads": 8, "head_dim": HEAD}
-    native = weights.empty_model(weights.native_config(settings), BF16)
-    model = v2.PackedHiggs(lora_script.add_lora(native, 16, 32, 0.0, "all-linear", "x"))
-
-    def call(layer, hidden, n_text, longest):
-        order, cos = tensor(8192, dtype=torch.int64), tensor(8192, HEAD)
-        packed = v2.Packed(n_text, order, torch.empty_like(order), cos, torch.empty_like(cos),
-                           tensor(14, dtype=torch.int32), longest, None)
-        return layer(hidden, packed=packed)
-
-    with sm90.fake():
-        model.to_empty(device="cuda")
-        found = model.base_model.model.layers
-        if float8:
-            float8_layers.convert(found)
-        if ask:
-            found[0].mlp.act_fn.forward = lambda x: F.silu(x) * x.sum().item()
-        three_packs(name, found, call, 3072, PACKS[:1] if ask else PACKS)
+def modulated_gradients(grad, *norms):
+    """Gradients of two norms in a row, x + norm(x) * (1 + scale) + shift, shifts and scales being parts
+    of one tensor, as in a layer of the DiT. norms: (normalised rows, 1 / deviation, scale) of each.
+    """
+    parts = []
+    for rows, inverse, scale in zip(norms[::3], norms[1::3], norms[2::3]):
+        parts += [grad.sum((0, 1)), (grad * rows).sum((0, 1))]
+        inner = grad * (1 + scale)
+        inner = inner - inner.mean(-1, keepdim=True) - rows * (inner * rows).mean(-1, keepdim=True)
+        grad = grad + inner * inverse
+    return grad, torch.cat(parts)
 
 
-def chat(name):
-    """A decoder layer of Qwen3 4B under LoRA, as distill/train_sft.py calls it."""
-    config = Qwen3Config(vocab_size=4096, hidden_size=2560, intermediate_size=9728, num_hidden_layers=1,
-                         num_attention_heads=32, num_key_value_heads=8, head_dim=HEAD)
-    with torch.device("meta"):
-        native = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=BF16)
-    how = (16, 32, 0.0, "all-linear", "x")
-    model = packed_lm.PackedLM(adapters.add_lora(native, native.model.layers, *how))
-
-    def call(layer, hidden, _, longest):
-        ends, cos = tensor(14, dtype=torch.int32), tensor(1, 8192, HEAD)
-        found = layer(hidden[None], position_embeddings=(cos, torch.empty_like(cos)), use_cache=False,
-                      cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=longest, max_length_k=longest)
-        return found[0]
-
-    with sm90.fake():
-        model.to_empty(device="cuda")
-        three_packs(name, model.native.model.layers, call, 2560)
-
-
-def block_mask(rows, noisy, length):
-    """Mask of block diffusion's rows, whose values nobody knows."""
-    tiles = length // dit.TILE
-    doc, block = (tensor(rows, length, dtype=torch.int32) for _ in range(2))
-    counts, places = (tensor(rows, 1, tiles, *more, dtype=torch.int32) for more in ((), (tiles,)))
-    return BlockMask.from_kv_blocks(
-        counts, places, counts, places, BLOCK_SIZE=dit.TILE, seq_lengths=(length, length),
-        mask_mod=dit.attends(doc, block, noisy))
-
-
-def block_attention(name):
-    """FlexAttention of block diffusion's rows, forward and backward."""
+def count_mixed_orders(case, planted=False):
+    """Print how many kernels reduce rows and columns at once (pytorch issue 193061)."""
     torch._dynamo.reset()
-    counters.clear()
-    sm90.GRAPHS.clear()
-    with sm90.fake():
-        mask = block_mask(8, 1024, 2048)
-        q, k, v = (tensor(8, 12, 2048, 64).requires_grad_() for _ in range(3))
-        out = dit.sparse_attention(q, k, v, mask)
-        out.backward(torch.empty_like(out))
-    report(name, sm90.GRAPHS, breaks=sum(counters["graph_break"].values()))
-
-
-def blocks(name):
-    """A layer of the 170M DiT, as diffusion/train_bd3lm.py compiles it: rows have one length."""
-    torch._dynamo.reset()
-    counters.clear()
-    sm90.GRAPHS.clear()
-    layer, rows, length, noisy = dit.Layer(dit.config_of("small", 50304, 50303)), 43, 896, 384    # of 128 problems
-    with sm90.fake():
-        layer.to_empty(device="cuda")
-        distributed.compile_layers([layer], dynamic=False)
-        cos = tensor(rows, length, 1, 32, dtype=torch.float32)
-        x = tensor(rows, length, 768).requires_grad_()
-        condition = tensor(layer.modulation.in_features, dtype=torch.float32)
-        with torch.autocast("cuda", BF16):
-            out = layer(x, condition, cos, torch.empty_like(cos), length, block_mask(rows, noisy, length))
-        out.backward(torch.empty_like(out))
-    report(name, sm90.GRAPHS, breaks=sum(counters["graph_break"].values()), error="",
-           gb_a_layer=round(sum(graph.moved for graph in sm90.GRAPHS) / 1e9, 3))
-
-
-def main():
-    functions(FUNCTIONS)
-    block_attention("block attention")
-    blocks("blocks")
-    speech("speech")
-    speech("speech, float8", float8=True)
-    chat("chat")
-    # the planted faults
-    speech("speech, .item()", ask=True)
-    fused._compiled = functools.cache(functools.partial(torch.compile, dynamic=True))
-    functions([fused.swiglu_kernel, fused.rotate_kernel], ", every size symbolic")
-    dit.KERNEL = None
-    dit.compiled_flex.cache_clear()
-    block_attention("block attention, 4 warps")
+    SOURCES.clear()
+    distributed.compile_layers([])
+    if planted:
+        torch._inductor.config.triton.mix_order_reduction = True
+    with FAKE:
+        x, row, scale = tensor(43, 896, 768), tensor(43, 896, 1), tensor(768)      # 128 problems
+        torch.compile(modulated_gradients)(x, x, row, scale, x, row, scale)
+    print(json.dumps({"case": case, "graphs": len(SOURCES), "mixed": str(SOURCES).count("MixOrder")}))
 
 
 if __name__ == "__main__":
-    main()
+    patch()
+    count_mixed_orders("mixed orders")
+    count_mixed_orders("mixed orders, planted", planted=True)
+    for function in ARGUMENTS:
+        report(function)
+    # the planted fault
+    fused._compiled = lambda function: torch.compile(function, dynamic=True)
+    for function in (fused.swiglu_kernel, fused.rotate_kernel):
+        report(function, ", every size symbolic")

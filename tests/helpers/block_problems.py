@@ -1,7 +1,6 @@
 """Layouts of all kinds, and the demo's problems in them, for the tests of block diffusion."""
 from diffusion import blocks
-from diffusion.blocks import Layout
-from diffusion.problems import load_tokenizer, read_problems
+from diffusion.problems import Layout, load_tokenizer, read_problems
 
 SMALL = {"question_budget": 48, "plan_budget": 32, "execution_budget": 48, "max_length": 96}
 LAYOUTS = {
@@ -12,7 +11,6 @@ LAYOUTS = {
     "hdp": Layout("hdp", block_size=8, **SMALL),
     "hdp-sizes": Layout("hdp", block_size=8, plan_block_size=32, execution_block_size=4, **SMALL),
     "hdp-question": Layout("hdp", block_size=16, loss_on_question=True, **SMALL),
-    "flat": Layout("hdp", "flat", block_size=8, **SMALL),
 }
 
 

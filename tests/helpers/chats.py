@@ -2,7 +2,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -110,26 +109,6 @@ def write(path, chats, **more):
     """JSONL of conversations; returns the path."""
     Path(path).write_text("".join(json.dumps({"messages": messages, **more}) + "\n" for messages in chats))
     return path
-
-
-def alternatives(n, tokenizer, k=4):
-    """n conversations as create_data.py --logprobs writes them: labels with up to k alternatives a token.
-
-    Every fifth has none; in every seventh the teacher split the label by letters. " zz" is no student token.
-    """
-    draw, records = np.random.default_rng(0), []
-    for i, messages in enumerate(conversations(n)):
-        label = messages[-1]["content"]
-        texts = list(label) if i % 7 == 3 else [tokenizer.decode([t]) for t in tokenizer("\n" + label).input_ids[1:]]
-        rows = []
-        for text in texts:
-            others = [text, *draw.choice(["the", "de", "x", " zz", "en", "<|im_end|>"], k, replace=False)]
-            others = list(dict.fromkeys(others))[:k - i % 2]
-            masses = draw.dirichlet([2.0] * (len(others) + 1))[:-1]
-            rows.append(sorted([[str(other), round(float(np.log(p)), 5)] for other, p in zip(others, masses)],
-                               key=lambda pair: -pair[1]))
-        records.append({"messages": messages} | ({"label_tokens": texts, "logprobs": rows} if i % 5 else {}))
-    return records
 
 
 def student(folder, kind="qwen", **settings):

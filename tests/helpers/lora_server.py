@@ -62,7 +62,7 @@ class LoraServer:
                 for name, value in headers:
                     self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(text.encode())
+                self.wfile.write(text.encode("latin-1" if headers else "utf-8"))
             do_GET = do_POST
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

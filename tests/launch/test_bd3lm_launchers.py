@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from common import flags
-from diffusion import sample_bd3lm, train_bd3lm
-from diffusion.choices import PRESETS
+from diffusion import evaluate, sample_bd3lm, train_bd3lm
+from diffusion.train_bd3lm import PRESETS
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT
 from tests.launch.test_launchers import alive, environment
@@ -45,11 +45,12 @@ def printed(done):
     flags = train[next(i for i, word in enumerate(train) if word.endswith("train_bd3lm.py")) + 1:]
     args = train_bd3lm.build_parser().parse_args(flags)
     if sample:                  # a demo's loss is looked at first
-        assert sample[-1][:2] == ["python", f"{ROOT}/diffusion/sample_bd3lm.py"]
+        script = sample_bd3lm if f"{ROOT}/diffusion/sample_bd3lm.py" in sample[-1] else evaluate
+        assert sample[-1][:2] == ["python", script.__file__]
         check = ["python", f"{ROOT}/common/report.py", str(args.output_dir), "--check_fell"]
         assert sample[:-1] == [check] * (args.demo is not None)
-        sample = sample_bd3lm.build_parser().parse_args(sample[-1][2:])
-        sample_bd3lm.check_flags(sample, 1)
+        sample = script.build_parser().parse_args(sample[-1][2:])
+        script.check_flags(sample, 1)
     return train, args, sample or None
 
 
@@ -94,13 +95,15 @@ def test_settings_and_arguments_reach_the_trainer_and_the_last_word_is_the_users
     data.touch()
     done = launch(LAUNCHERS["hdp"], "--block_size", "8", "--max_steps", "7", *ODD, DRY_RUN="1", MIN_GPUS="0",
                   SIZE="tiny", TRAIN_DATA=str(data), TOKENIZER="tok", BLOCK_SIZE="32", WORKERS="3", SWITCHES="",
-                  GPUS="2", HDP_LAYOUT="flat", TEST_DATA="e.json", SAMPLE_FLAGS="--limit 5")
+                  GPUS="2", HDP_LAYOUT="hierarchical", TEST_DATA="e.json", SAMPLE_FLAGS="--limit 5")
     words, args, sample = printed(done)
     train_bd3lm.check_flags(args, 1)
     layout = train_bd3lm.layout_of(args)
     assert words[-len(ODD):] == ODD and "--nproc-per-node=2" in words
     assert (args.train_data_file, args.tokenizer, args.model_size, args.num_workers) == (str(data), "tok", "tiny", 3)
-    assert (layout.block_size, args.max_steps, layout.hdp_layout, args.pack, args.bf16) == (8, 7, "flat", False, False)
+    assert (layout.block_size, args.max_steps, args.bf16) == (8, 7, False)
+    gone = launch(LAUNCHERS["hdp"], DRY_RUN="1", MIN_GPUS="0", HDP_LAYOUT="flat")
+    assert gone.returncode and "HDP_LAYOUT=flat is gone" in gone.stderr
     assert (sample.checkpoint, sample.limit, sample.bf16) == ("a folder", 5, False)
 
 
@@ -126,7 +129,7 @@ def test_chats_take_the_same_launcher(tmp_path):
     data.touch()
     _, args, sample = printed(launch(LAUNCHERS["gsm8k"], TRAIN_DATA=str(data), TEST_DATA="b.jsonl", **there))
     train_bd3lm.check_flags(args, 1)
-    assert args.system == "chat" and (sample.bound, sample.test_file) == ("b.jsonl", None)
+    assert args.system == "chat" and (sample.bound, sample.tasks) == ("b.jsonl", None)
     assert "TRAIN_DATA is not set" in launch(LAUNCHERS["gsm8k"], **there).stderr
     _, args, sample = printed(launch(LAUNCHERS["gsm8k"], "--demo", **there))
     train_bd3lm.check_flags(args, 1)
@@ -146,7 +149,6 @@ def test_arguments_choose_the_preset_as_settings_do(words, wanted):
 
 
 @pytest.mark.parametrize("system, settings, message", [
-    ("gsm8k", {}, r"has 0 GPUs, 1 are needed \(MIN_GPUS\); --demo needs none"),
     ("gsm8k", {"PRESET": "huge"}, r"PRESET=huge: one of .*recommended"),
     ("gsm8k", {"SYSTEM": "both"}, r"SYSTEM=both: gsm8k, chat or hdp"),
     ("hdp", {"MIN_GPUS": "0"}, r"TRAIN_DATA is not set"),

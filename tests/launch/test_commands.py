@@ -23,6 +23,7 @@ TRAIN_V2 = """torchrun --nproc_per_node=8 trainer/train_v2_ddp.py --model_path b
 MS_SWIFT = """--deepspeed default-zero3 --bf16 true --gradient_checkpointing true --optim adamw_torch_fused
 --dataloader_num_workers 32 --dataloader_pin_memory true --preprocess_num_proc 32 --lora_target_modules ALL
 --lora_rank 16 --lora_alpha 64 --report_to tensorboard --logging_steps 5"""
+TTS_DATA = "../../higgs-audio/training_data/chatml/train_chatml_samples.json"
 NCCL = """export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
 export PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb=128,expandable_segments=True
 export CUDA_DEVICE_MAX_CONNECTIONS=1"""
@@ -70,9 +71,9 @@ def same_but(line, *names):
 
 
 @pytest.mark.parametrize("script", ["trainer/launch/train_tts.sh", "scripts/train/train_tts.sh"])
-def test_train_tts_without_arguments(tree, script):
+def test_train_tts_with_its_data_alone(tree, script):
     """Line 2: the launch line's settings; batch, saving, logging, validation and warm-up are the trainer's own."""
-    done = subprocess.run(["bash", script], cwd=tree, text=True, capture_output=True, env=environment(DRY_RUN="1"))
+    done = subprocess.run(["bash", script], cwd=tree, text=True, capture_output=True, env=environment(DRY_RUN="1", TRAIN_DATA=TTS_DATA))
     words, line = printed_command(done)
     theirs, ours = same_but(line, "per_device_train_batch_size", "save_steps", "disable_eval", "warmup_steps",
                             "logging_steps", "auto")
@@ -92,9 +93,11 @@ def test_train_tts_as_a_job():
 
 def test_train_tts_says_which_data_is_missing(tmp_path):
     done = launch("train_tts.sh", cwd=tmp_path, DRY_RUN="1")
+    assert (done.returncode, done.stderr) == (
+        1, "train_tts: error: TRAIN_DATA is not set: a ChatML file or a folder of them\n")
+    done = launch("train_tts.sh", cwd=tmp_path, DRY_RUN="1", TRAIN_DATA=TTS_DATA)
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == (
-        "train_tts: error: --train_data_file: no such file: "
-        "../../higgs-audio/training_data/chatml/train_chatml_samples.json")
+        f"train_tts: error: --train_data_file: no such file: {TTS_DATA}")
 
 
 def test_train_tts_settings(tmp_path):
@@ -253,11 +256,12 @@ def test_student_on_what_the_teacher_wrote(tmp_path):
     done = launch("train_sft_h100x8.sh", "out", "algorithm.x=1", cwd=tmp_path, DRY_RUN="1")
     assert done.returncode == 1 and "algorithm.x=1: not one of the overrides" in done.stderr
     done = launch("create_data_h100x8.sh", cwd=tmp_path, DRY_RUN="1", GPUS="8")
-    assert done.returncode == 1 and "INPUT: no such file: ../tinker-cookbook/example-data/multilingual" in done.stderr
+    assert done.returncode == 1 and "INPUT is not set" in done.stderr
 
 
 @pytest.mark.parametrize("words, instances", [
-    ("", 2), ("../tinker-cookbook/example-data/multilingual.txt ./data/prompt_distillation_lang.jsonl 4", 2),
+    ("../tinker-cookbook/example-data/multilingual.txt", 2),
+    ("../tinker-cookbook/example-data/multilingual.txt ./data/prompt_distillation_lang.jsonl 4", 2),
     ("../tinker-cookbook/example-data/multilingual.txt ./data/prompt_distillation_lang.jsonl 8", 1)])
 def test_teacher_labels_of_the_launcher(tmp_path, words, instances):
     """Line 8 on 8 GPUs: the same files, 4 or 8 GPUs an instance; the python here answers at once that all is well."""

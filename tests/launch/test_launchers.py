@@ -34,7 +34,7 @@ def environment(**settings):
     """
     kept = {name: value for name, value in os.environ.items()
             if not name.startswith(("SLURM", "NCCL", "LAUNCH", "TRAINER", "AFTER", "CONDA_ENV"))}
-    return kept | {"CUDA_VISIBLE_DEVICES": "", "VENV": "none"} | settings
+    return kept | {"CUDA_VISIBLE_DEVICES": "", "VENV": "none", "MIN_GPUS": "0"} | settings
 
 
 def launch(launcher, *args, cwd=None, **settings):
@@ -175,15 +175,16 @@ def test_mixtures_and_patterns_are_data(tmp_path):
 
 
 @pytest.mark.parametrize("launcher, args, settings, message", [
-    ("train_tts_h200x8.sh", [], {}, r"has 0 GPUs, 8 are needed"),
+    ("train_tts.sh", [], {}, r"TRAIN_DATA is not set: a ChatML file"),
+    ("create_data_h100x8.sh", [], {}, r"INPUT is not set: create_data_h100x8.sh INPUT"),
     ("train_tts.sh", ["--train_data_file", __file__], {"SLURM_GPUS_ON_NODE": "8"},
      r"Slurm gave 8 GPUs on .*, the driver shows 0"),
-    ("train_tts.sh", [], {"TRAINER": "/nowhere/train.py"}, r"TRAINER: no such file: /nowhere/train.py"),
+    ("train_tts.sh", [], {"TRAINER": "/nowhere/train.py", "TRAIN_DATA": __file__}, r"TRAINER: no such file: /nowhere/train.py"),
     ("train_tts.sh", ["--train_data_file=no.json"], {}, r"--train_data_file: no such file: no.json"),
-    ("train_tts.sh", [], {"VENV": "/nowhere"}, r"VENV: no such file: /nowhere/bin/activate"),
-    ("train_tts.sh", [], {"PATH": "/usr/bin:/bin"}, r"no torchrun on PATH"),
-    ("train_tts.sh", [], {"VENV": "", "CONDA_ENV": "no-such-env"}, r"CONDA_ENV=no-such-env: no such conda environment"),
-    ("train_tts_h200x8.sh", [], {"MIN_GPUS": "0", "LORA": "no"}, r"LORA=no: 1 or 0"),
+    ("train_tts.sh", [], {"VENV": "/nowhere", "TRAIN_DATA": __file__}, r"VENV: no such file: /nowhere/bin/activate"),
+    ("train_tts.sh", [], {"PATH": "/usr/bin:/bin", "TRAIN_DATA": __file__}, r"no torchrun on PATH"),
+    ("train_tts.sh", [], {"VENV": "", "CONDA_ENV": "no-such-env", "TRAIN_DATA": __file__}, r"CONDA_ENV=no-such-env: no such conda environment"),
+    ("train_tts_h200x8.sh", [], {"LORA": "no"}, r"LORA=no: 1 or 0"),
     ("train_tts.sh", [], {"PORT_BASE": "2000", "TRAIN_DATA": __file__},
      r"PORT_BASE is added to a Slurm job's number, and this is not a job"),
     ("train_tts.sh", ["--no_such", "3"], {"TRAIN_DATA": __file__}, r"--no_such: no such flag; the nearest one is"),
@@ -201,21 +202,56 @@ def test_a_link_to_a_launcher_finds_the_repository(tmp_path):
     (tmp_path / "mine.sh").symlink_to(ROOT / "launch" / "train_tts.sh")
     assert f"{ROOT}/train_v2_ddp.py" in printed_command(launch(tmp_path / "mine.sh", DRY_RUN="1", TRAIN_DATA=__file__))[0]
     done = launch(shutil.copy(ROOT / "launch" / "train_tts.sh", tmp_path), PATH="/usr/bin:/bin")
-    assert done.returncode == 1 and "train_tts: error: there is no env.sh beside it" in done.stderr
+    assert done.returncode == 1 and "train_tts: error: no env.sh beside it: sbatch FILE, not sbatch < FILE" in done.stderr
     for name, near, wrong in (("create_data_h100x8", "MAX_MODEL_LEN", "MAXMODELLEN"),
-                              ("distill_demo", "LEARNING_RATE", "LEARNINGRATE"), ("demo", "SENTENCES", "SENTENCE"),
-                              ("distill_h100x8", "BATCH_SIZE", "BATCHSIZE")):
+                              ("distill_demo", "LEARNING_RATE", "LEARNINGRATE"), ("demo", "SENTENCES", "SENTENCE")):
         (tmp_path / f"my_{name}").symlink_to(ROOT / "launch" / f"{name}.sh")
         done = launch(tmp_path / f"my_{name}", DRY_RUN="1", **{wrong: "3"})
         said = f"{name}: error: {wrong} is set, which is not a setting; the nearest is {near}\n"
         assert done.stderr == said and done.returncode == 1
-    assert "error: STORY=x: prompt or language" in launch("distill_demo.sh", STORY="x", RANK="0", TOKEN="of mine").stderr
+    assert "RANK" not in launch("distill_demo.sh", KEEP="x", RANK="0", TOKEN="of mine").stderr
 
 
 def test_without_a_gpu_it_says_so_and_starts_one_trainer():
     done = launch("train_tts.sh", DRY_RUN="1", TRAIN_DATA=__file__)
     assert "--nproc-per-node=1" in printed_command(done)[0]
     assert "no GPU on" in done.stderr
+
+
+@pytest.mark.parametrize("launcher", sorted(path.name for path in (ROOT / "launch").glob("*.sh")
+                                             if path.name not in ("env.sh", "node.sh")))
+def test_help_is_the_header(launcher, tmp_path):
+    """Printed before anything is checked or written."""
+    done = launch(launcher, "--help", cwd=tmp_path, PATH="/usr/bin:/bin")
+    header = (ROOT / "launch" / launcher).read_text().split("\n\n")[0].splitlines()
+    assert done.returncode == 0 and done.stderr == "" and not list(tmp_path.iterdir())
+    assert done.stdout.splitlines()[0] == header[1].removeprefix("# ") and "SBATCH -" not in done.stdout
+    assert "set -euo" not in done.stdout and len(done.stdout.splitlines()) >= 3
+
+
+def test_a_node_without_gpus_is_refused_but_for_a_dry_run():
+    for launcher in LAUNCHERS:
+        done = launch(launcher, TRAIN_DATA=__file__, MIN_GPUS="")
+        assert done.returncode == 1 and done.stderr == (
+            f"{launcher[:-3]}: error: {socket.gethostname()} has 0 GPUs, 1 are needed (MIN_GPUS=0 trains on CPUs)\n")
+    assert launch("train_tts.sh", TRAIN_DATA=__file__, MIN_GPUS="", DRY_RUN="1").returncode == 0
+
+
+def test_arguments_of_srun(tmp_path):
+    (tmp_path / "scontrol").write_text("#!/bin/bash\necho n1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    done = launch("train_tts.sh", DRY_RUN="1", TRAIN_DATA=__file__, PATH=f"{tmp_path}:{os.environ['PATH']}",
+                  SLURM_JOB_ID="3007", SLURM_JOB_NUM_NODES="2", SLURM_JOB_NODELIST="n1",
+                  SRUN_ARGS="--container-image=/i.sqsh --container-mounts=/data")
+    words, _ = printed_command(done)
+    assert words[words.index("bash") - 2:words.index("bash")] == [
+        "--container-image=/i.sqsh", "--container-mounts=/data"]
+
+
+@pytest.mark.parametrize("launcher", ALL_LAUNCHERS)
+def test_common_nodes_have_the_cpus_that_a_job_asks_for(launcher):
+    cpus = re.search(r"^#SBATCH .*--cpus-per-task=(\d+)", (ROOT / "launch" / launcher).read_text(), re.M)
+    assert int(cpus[1]) <= 64
 
 
 def test_port_in_use_is_refused():
@@ -366,16 +402,12 @@ def make_environment(folder, name):
 
 @pytest.fixture
 def clone(tmp_path):
-    """A copy of the launchers, of empty scripts, and of a set-up that only makes a .venv; nothing is set up."""
+    """A copy of the launchers and of empty scripts; nothing is set up."""
     folder = tmp_path / "my clone"
     shutil.copytree(ROOT / "launch", folder / "launch")
     for name in {*ALL_LAUNCHERS.values(), "common/report.py", "diffusion/sample_bd3lm.py"}:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("")
-    make_environment(tmp_path / "made", "the new .venv")
-    (folder / "launch" / "setup.sh").write_text(
-        f'echo setting up "${{VENV:-.venv}}"\ncp -r "{tmp_path}/made" "${{VENV:-{folder}/.venv}}"\n'
-        f'sed -i "s|{tmp_path}/made|${{VENV:-{folder}/.venv}}|" "${{VENV:-{folder}/.venv}}/bin/activate"\n')
     return folder
 
 
@@ -415,23 +447,6 @@ def test_an_environment_that_has_all_is_not_left_for_set_ups(clone, light):
     path = f"{clone.parent}/bare/bin:{STANDARD}"
     assert launch_from(clone, "train_tts.sh", path=path).stdout == "trained in the .venv, VENV=\n"
     assert "an environment without torch" in launch_from(clone, "train_tts.sh", path=path, VENV="none").stdout
-
-
-@pytest.mark.slow
-@no_torchrun
-def test_a_demo_sets_up_what_is_not_there(clone, light):
-    launcher = "train_hdp_diffusion_h200.sh"
-    for settings in ({"VENV": "none"}, {"VENV": "none", "DRY_RUN": "1"}, {"DRY_RUN": "1"}):
-        done = launch_from(clone, launcher, "--demo", **settings)
-        assert done.returncode == 1 and "setting up" not in done.stdout
-    for settings in ({}, {"DRY_RUN": "1"}):         # all is there
-        done = launch_from(clone, launcher, "--demo", path=light, **settings)
-        assert done.returncode == 0 and "setting up" not in done.stdout, done.stdout + done.stderr
-    done = launch_from(clone, launcher, "--demo")
-    assert done.returncode == 0 and "setting up .venv\n" in done.stdout, done.stderr
-    assert "trained in the new .venv" in done.stdout
-    done = launch_from(clone, launcher, "--demo", VENV=str(clone.parent / "mine"))
-    assert done.returncode == 0 and f"setting up {clone.parent}/mine\n" in done.stdout, done.stderr
 
 
 def test_a_torch_without_cuda_is_not_started_on_gpus(clone):

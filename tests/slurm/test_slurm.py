@@ -40,7 +40,7 @@ class Job:
     def __init__(self, folder, *args, launcher=LAUNCHER, sbatch=(), **settings):
         folder.mkdir()
         self.out, self.log_file = folder / "out", folder / "job.log"
-        environment = {"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1", "VENV": "none", **settings}
+        environment = {"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1", "VENV": "none", "MIN_GPUS": "0", **settings}
         if launcher == LAUNCHER:        # adapters in fp32, as FLAGS say
             environment |= {"SWITCHES": "", "LORA": ""}
         environment["PATH"] = f"{Path(shutil.which('python')).parent}:{os.environ['PATH']}"
@@ -222,7 +222,7 @@ def test_lost_node_noticed_by_slurm(submit, cluster, undisturbed):
 
 def test_lost_node_not_noticed_by_slurm(submit, cluster, undisturbed):
     """The node is back before Slurm misses it: srun gives up after --wait, and the launcher queues the job again."""
-    # gloo may not tell a rank that stood still while its peer died (docs/log.md): then its own limit does
+    # gloo may not tell a rank that stood still while its peer died (docs/dropped.md): then its own limit does
     job = submit("--collective_timeout", 30, SRUN_WAIT="10")   # torchrun took 5 s to see that the first node had ended
     job.freeze_after(20)
     cluster("kill", "n2")
@@ -258,7 +258,7 @@ def test_h200_launcher_finds_its_repository_from_the_spool_folder(cluster, tmp_p
     job = Job(tmp_path / "job", "--train_data_file", ROOT / "README.md", launcher=str(LAUNCHER)[:-3] + "_h200x8.sh",
               DRY_RUN="1", MIN_GPUS="0", NPROC_PER_NODE="8", OMP_NUM_THREADS="")
     assert job.end() == ("COMPLETED", 0), job.log
-    assert "OMP_NUM_THREADS=16 srun --nodes=1" in job.log
+    assert "OMP_NUM_THREADS=8 srun --nodes=1" in job.log
     assert f"{ROOT}/train_v2_ddp.py --" in job.log and " --auto " in job.log
 
 
@@ -323,3 +323,13 @@ def test_launchers_find_the_repository_however_they_are_named(cluster, tmp_path,
     assert done.returncode == 0, done.stderr
     wait_until(lambda: log.exists() and ("--train_data_file" in log.read_text() or "rror" in log.read_text()), "output")
     assert f"{ROOT}/distill/train_sft.py --model_path" in log.read_text(), log.read_text()
+
+
+def test_a_launcher_on_standard_input_is_refused_in_one_line(cluster, tmp_path):
+    """sbatch < file: Slurm does not know where the file lies, so nobody can find the repository."""
+    log = tmp_path / "job.log"
+    with open(LAUNCHER) as file:
+        done = subprocess.run(["sbatch", "--parsable", "--wait", f"--output={log}"], stdin=file, cwd=tmp_path,
+                              text=True, capture_output=True)
+    assert done.returncode == 1, done.stderr
+    assert log.read_text() == "train_tts: error: no env.sh beside it: sbatch FILE, not sbatch < FILE\n"

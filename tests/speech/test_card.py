@@ -29,12 +29,12 @@ def test_the_folder_is_complete_and_its_card_tells_of_the_run(tiny, pushed, tmp_
     with pytest.raises(SystemExit):
         push("--dry_run")           # the tiny base has no name on the hub
     assert "give --base_model OWNER/NAME" in capsys.readouterr().err
-    for name in (".env", "notes.txt", "model.pt"):
+    for name in (".env", "notes.txt", "model.pt", "model_secret.safetensors", "notes_config.json"):
         (checkpoint / name).write_text("secret")
     (checkpoint / ".git").mkdir()
     (checkpoint / "LICENSE").symlink_to("/etc/hostname")
     push("--dry_run", "--base_model", "bosonai/base", "--language", "de", "no")
-    assert "not uploaded: .env, .git, LICENSE, model.pt, notes.txt" in capsys.readouterr().out
+    assert "not uploaded: .env, .git, LICENSE, model.pt, model_secret.safetensors, notes.txt, notes_config.json" in capsys.readouterr().out
     folder = tmp_path / "card"
     assert {path.name for path in folder.iterdir()} == {"README.md", "adapter_config.json", text_normalization.FILE,
                                                         "adapter_model.safetensors"}

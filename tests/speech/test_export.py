@@ -472,3 +472,14 @@ def test_flags_that_make_no_sense_are_one_clear_line(tiny, words, said, tmp_path
         lora.main([*(word.replace("MODEL", str(tiny.model)) for word in words), "--output_dir", str(tmp_path / "out")])
     error = capsys.readouterr().err
     assert end.value.code == 1 and error.startswith("error: ") and said in error
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_after_the_weights_is_one_line(disk, quick_python):
+    """tokenizers raises an Exception of no kind of its own."""
+    out, model = disk(5), ROOT / "launch" / "voice" / "model"
+    (out / "fill").write_bytes(bytes(724 * 1024))
+    words = [quick_python, ROOT / "lora.py", "export", "--format", "native", "--model_path", model, "--output_dir", out / "m"]
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith(f"error: --output_dir {out / 'm'}: cannot be written (")
+    assert done.stderr.count("\n") == 1 and [path.name for path in out.iterdir()] == ["fill"]

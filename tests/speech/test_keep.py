@@ -1,5 +1,6 @@
 """--keep: the divergence from the base is a plain loop's, on any ranks, and a run that resumes goes on the same."""
 import json
+import os
 import re
 import shutil
 
@@ -228,6 +229,27 @@ def test_resume_is_exact_and_does_not_speak_anew(shared, pool, voice, tmp_path):
     at = KEPT.index("--keep_weight")
     bare = train_forked(pool, voice, out, *KEPT[:at], *KEPT[at + 4:], *ONE[1:], ok=False)
     assert bare.status and "was made with another --keep" in bare.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["cut off", "one bit", "pipe"])
+def test_a_damaged_file_of_kept_speech_is_set_aside_and_spoken_again(shared, pool, voice, tmp_path, damage):
+    whole = shared(*ONE)
+    out = shutil.copytree(whole.output_dir, tmp_path / "out")
+    for step, folder in checkpoint.checkpoints(out)[1:]:
+        shutil.rmtree(folder)
+    file, found = out / "keep.npz", (out / "keep.npz").read_bytes()
+    if damage == "pipe":
+        file.unlink()
+        os.mkfifo(file)
+    else:
+        at = found.index(b"codes_2.npy") + 150      # amid an array's bytes
+        file.write_bytes(found[:-300] if damage == "cut off" else found[:at] + bytes([found[at] ^ 1]) + found[at + 1:])
+    again = train_forked(pool, voice, out, *KEPT, "--keep", voice.root / "keep.json", *ONE[1:])
+    assert "keep.npz" in again.output and "Traceback" not in again.output and len(list(out.glob("keep.npz.*"))) == 1
+    assert again.metrics("train/keep_kl") == whole.metrics("train/keep_kl")
+    assert file.read_bytes()[:2] == b"PK" and np.load(file)["codes_2"].shape == np.load(whole.output_dir / "keep.npz")["codes_2"].shape
+    assert all(torch.equal(weights(whole)[key], tensor) for key, tensor in weights(again).items())
 
 
 @pytest.mark.slow

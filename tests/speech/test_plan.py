@@ -27,7 +27,7 @@ from speech.model import labels_v3, v2, v3
 from speech.model.weights import empty_model
 from tests.helpers.live_bytes import by_lengths, real_peak
 from tests.helpers.small_speech import labels_of, pack_of, small_model
-from tests.helpers.trainer import ROOT, trainer_command
+from tests.helpers.trainer import trainer_command
 from tests.speech import test_bad_input
 from tests.speech.test_bad_input import complains, copy_of, written
 
@@ -111,7 +111,8 @@ def test_speaking_takes_what_it_can_use(real):
 def test_the_most_of_what_is_spoken_counts():
     """Of --sample_prompts and --keep, in either order."""
     class Rows(SimpleNamespace):
-        __len__ = lambda self: 4
+        def __len__(self):
+            return 4
     ids, n = labels_of(), np.arange(4)
     table = Rows(tokens=np.tile([1, ids.audio_placeholder_id], 4), labelled=np.tile([False, True], 4), clips=n,
                  clip_offsets=np.arange(5), where=np.tile([0, 0, 30, 0], (4, 1)), lengths=np.full(4, 40), text_targets=0 * n)
@@ -193,11 +194,7 @@ def number(pattern, text):
 
 
 def test_the_least_time_is_that_of_the_products():
-    """Of steps that would take an H200 an hour, a minute and a second at 70 % of its rate, as bench/roofline.py counts."""
-    table = json.loads((ROOT / "bench" / "results" / "roofline-cpu.json").read_text())["tables"]["bounds"]
-    bounds = {row[0]: row[table["columns"].index("bound (%)")] for row in table["rows"]}
-    for adapters, step in ((True, "LoRA on attention"), (False, "full, FSDP2 on 8")):
-        assert speech_plan.SHARES[adapters][0] == round(bounds[f"speech 3B, {step}, 8k tokens"] / 100, 2)
+    """Of steps that would take an H200 an hour, a minute and a second at 70 % of its rate."""
     said = speech_plan.time_text(0.70 * 790e12 * 3661, True)
     assert said.startswith("time       at least 1:01:01 on an H200 or 8:48:")     # 8.65 times as long
 

@@ -303,11 +303,11 @@ def test_what_a_recogniser_hears_is_compared_with_the_texts(tiny, tokenizer, ids
     (journal,) = (tmp_path / "a" / "heard").glob("*.jsonl")
     journal.write_text(journal.read_text()[:-20])       # a kill while it was writing
     report = prepared(tiny, tokenizer, ids, source, tmp_path / "a", recogniser=by, max_cer=0.05, drop=("transcript",))
-    assert (tmp_path / "calls").read_text().split() == ["7", "1"]
+    assert (tmp_path / "calls").read_text().split() == ["1", "7", "1"]       # a silent clip first
     assert report["samples"] == 5 and report["checks"]["transcript"] == {"samples": 2, "dropped": True}
     assert listed(tmp_path / "a")["transcript"] == [3, 6] and report["transcripts"]["mean_cer_kept"] == 0
     prepared(tiny, tokenizer, ids, source, tmp_path / "a", recogniser=by | {"language": "de"})
-    assert (tmp_path / "calls").read_text().split()[2:] == ["7"]
+    assert (tmp_path / "calls").read_text().split()[3:] == ["1", "7"]
 
 
 def test_limits_are_what_the_flags_say(capsys):

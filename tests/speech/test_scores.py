@@ -106,6 +106,7 @@ def test_a_command_hears_every_wave_in_order(tmp_path):
                           ("echo", "status 0, 1 lines for 3 files")):
         with pytest.raises(UserError, match=what):
             scores.recognise_command(waves, RATE, command)
+    assert scores.recognise_command(waves[:1], RATE, r"""sh -c 'printf "a\377b"'""") == ["a\ufffdb"]
 
 
 @torch.no_grad()

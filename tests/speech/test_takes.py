@@ -1,5 +1,7 @@
 """--best_of, --split_text, --max_cer: the best take is kept, parts follow one another, good takes are trained."""
 import json
+import os
+import re
 import subprocess
 from types import SimpleNamespace
 
@@ -154,7 +156,7 @@ def test_a_part_can_be_heard_before_the_next_one_is_spoken(voice, tmp_path):
         return prepare([generate.text_prompts([(part, part)], False)[0] for _, part, _ in asked], [0])
 
     def speak(prompts, turn):
-        before.append(soundfile.info(path).frames)
+        before.append(soundfile.info(path).frames if turn else 0)
         return takes.speak(native, codec, ids, settings, prompts, turn, 1, scores.load_judges())
     streamed = takes.speak_parts([["one.", "two.", "three."]], [None], behind, speak, scores.load_judges(), takes.stream(path))
     heard = soundfile.read(path, dtype="int16")[0]
@@ -175,6 +177,60 @@ def test_sound_alone_goes_to_stdout(tmp_path, quick_python):
     heard = np.frombuffer(done.stdout, "<i2")
     assert np.array_equal(heard, soundfile.read(tmp_path / "said" / "0000.wav", dtype="int16")[0]) and heard.any()
     assert b"done       1 samples" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["[SPEAKER0] one two. [SPEAKER1] three four.", "<|emotion:elation|>one two. three four."])
+def test_a_text_with_tags_is_not_cut(tmp_path, quick_python, text):
+    """The tag, the system text of dialogues and the right voice to go on in would be lost behind the first part."""
+    command = [quick_python, ROOT / "speech" / "generate_tts.py", "--model_path", VOICE / "model", "--audio_tokenizer_path",
+               VOICE / "codec", "--output_dir", tmp_path / "said", "--max_seconds", 1, "--ras_window", 0, "--text", text]
+
+    def speak(most):
+        return subprocess.run([*map(str, command), "--overwrite", "--split_text", str(most)], capture_output=True, text=True)
+    done = speak(15)
+    assert done.returncode == 1 and f"error: --text {text!r}: --split_text would" in done.stderr
+    assert "1 samples" in speak(90).stdout
+
+
+@pytest.mark.slow
+def test_a_pipe_is_written_while_somebody_reads_it(tmp_path, quick_python):
+    """`>(aplay)` and mkfifo: a WAV file that tells no length. Without a reader, and after it left: one line."""
+    pipe, got = tmp_path / "now.wav", tmp_path / "got.wav"
+    os.mkfifo(pipe)
+    command = [quick_python, ROOT / "speech" / "generate_tts.py", "--model_path", VOICE / "model", "--audio_tokenizer_path",
+               VOICE / "codec", "--output_dir", tmp_path / "said", "--text", "one two. three four.", "--split_text", 9,
+               "--max_seconds", 2, "--ras_window", 0, "--overwrite", "--stream", pipe]
+
+    def speak():
+        return subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=PATIENCE_S)
+    alone = speak()
+    assert alone.returncode == 1 and f"error: --stream {pipe}: No such device" in alone.stderr
+    with open(got, "wb") as out, subprocess.Popen(["cat", pipe], stdout=out):
+        assert speak().returncode == 0
+    heard = np.frombuffer(got.read_bytes()[44:], "<i2")
+    assert got.read_bytes()[:4] == b"RIFF" and soundfile.info(got).samplerate == 24000
+    assert np.array_equal(heard, soundfile.read(tmp_path / "said" / "0000.wav", dtype="int16")[0]) and heard.any()
+    with subprocess.Popen(["head", "-c", "9", pipe], stdout=subprocess.DEVNULL):
+        left = speak()
+    assert left.returncode == 1 and left.stderr.count("error: ") == 1 and "Traceback" not in left.stderr
+    assert f"{pipe} cannot be read or written (Broken pipe)" in left.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("free, flags, said", [
+    (8, (), "said/0000.wav cannot be written (No space left on device)"),
+    (48, ("--split_text", 9, "--stream", "OUT/now.wav"), "now.wav cannot be written (No space left on device)")])
+def test_a_full_disk_is_one_line(disk, quick_python, free, flags, said):
+    """Red where libsndfile writes: it says "System error"."""
+    out = disk(1)
+    (out / "fill").write_bytes(bytes(2**20 - 1024 * free))
+    command = [quick_python, ROOT / "speech" / "generate_tts.py", "--model_path", VOICE / "model", "--audio_tokenizer_path",
+               VOICE / "codec", "--output_dir", out / "said", "--text", "one two three four five. six seven.", "--max_seconds", 4,
+               "--ras_window", 0, *flags]
+    done = subprocess.run([str(word).replace("OUT", str(out)) for word in command], capture_output=True, text=True)
+    assert done.returncode == 1 and re.fullmatch(r"error: .*", done.stderr.splitlines()[-1]) and said in done.stderr
+    assert "Traceback" not in done.stderr and not list((out / "said").glob("*.tmp*")), done.stderr
 
 
 @pytest.mark.parametrize("array, offset, why", [
@@ -219,7 +275,7 @@ def test_codes_in_a_table_are_known_by_their_first_bytes(tmp_path):
     folder, shards, where = ensure_codes(WORLD, clips, how)
     assert np.array_equal(CodeReader(folder, shards).codes(*where[0].tolist()), codes)
     with pytest.raises(UserError, match="no sound to hear: drop --asr_model"):
-        transcripts.hear(WORLD, clips, np.arange(1), tmp_path / "heard", {"asr_command": "true"}, how)
+        transcripts.hear(WORLD, clips, np.arange(1), tmp_path / "heard", {"asr_command": "echo"}, how)
 
 
 def test_codes_and_sound_are_told_apart_by_their_first_bytes(voice, tmp_path):
@@ -325,7 +381,7 @@ def test_the_trainer_reads_a_take_as_it_was_asked_for_and_spoken(voice, tmp_path
     again = voice[-1](generate.read_prompts(tmp_path / takes.BEST, True), None)     # its codes are no recording
     assert [(prompt.text, prompt.target) for prompt in again] == [(prompt.text, None) for prompt in prompts]
     with pytest.raises(UserError, match="no sound to hear: drop --asr_model"):
-        transcripts.hear(WORLD, clips, np.arange(1), tmp_path / "heard", {"asr_command": "true"}, how)
+        transcripts.hear(WORLD, clips, np.arange(1), tmp_path / "heard", {"asr_command": "echo"}, how)
 
 
 def test_a_take_is_trained_as_it_was_spoken(tmp_path):
@@ -354,7 +410,7 @@ def test_spoken_chosen_and_learnt_through_the_scripts(pool, tmp_path):
         assert not any(statuses), output
         return output
     speak = ("--prompts", tmp_path / "texts.txt", "--max_seconds", 4, "--ras_window", 0, "--output_dir", tmp_path / "said",
-             "--best_of", 2, "--asr_command", f"python {ROOT}/bench/hear_digits.py")
+             "--best_of", 2, "--asr_command", f"python {ROOT}/tests/helpers/hear_digits.py")
     output = run("speech.generate_tts", *speak, "--max_cer", 1)
     rows = [json.loads(line) for line in (tmp_path / "said" / takes.BEST).read_text().splitlines()]
     about = [json.loads((tmp_path / "said" / f"{i:04d}.json").read_text()) for i in range(3)]

@@ -1,0 +1,274 @@
+"""Likelihoods by a block-diffusion model: a bound for the texts of a file, and lm-eval-harness.
+
+    python diffusion/evaluate.py --checkpoint out --bound test.jsonl      # nats and bits per token
+    pip install lm_eval
+    python diffusion/evaluate.py --checkpoint out --tasks gsm8k
+
+-log p(text) is at most the mean of the bound's draws (noise.py), each with the standard error of
+its draws; in blocks of one token it is equal, and one draw is enough.
+
+Tasks that generate (output_type generate_until) run as the harness defines them, answers greedy; of
+its settings for generation only `until` counts. Tasks that compare likelihoods (loglikelihood) get
+the bound of each text. A task's text is the prompt as it is, and a model trained with --chat gets
+it as the user's turn. The stock gsm8k task without examples asks what a model of --system gsm8k was
+trained on; examples (--num_fewshot 5) it has never seen.
+"""
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # of common/ and core/
+
+from common import flags
+from common.flags import need
+
+
+def build_parser():
+    p = flags.Parser("Bound likelihoods, or run tasks of lm-eval-harness.")
+    add = p.add_argument
+    add("--checkpoint", required=True, help="checkpoint folder, or the trainer's OUTPUT_DIR")
+    add("--pick", choices=("best", "newest"), default="best",
+        help="of an OUTPUT_DIR: the best checkpoint by --best_by, or the newest one")
+    add("--ema", action=argparse.BooleanOptionalAction, default=True,
+        help="take the averaged weights")
+    add("--bound", metavar="FILE", help="bound the likelihood of the answers in a file of the form "
+        "the model was trained on")
+    add("--split", default="test", help="--bound: split of a dataset folder or hub name")
+    flags.switch(p, "--drop_too_long", help="--bound: leave out what is too long, and count it")
+    add("--tasks", nargs="+", help="names of lm-eval's tasks")
+    add("--include_path", help="folder with task files of your own")
+    add("--num_fewshot", type=int, default=0, help="worked examples before each question")
+    add("--order", choices=("first_hitting", "top_k", "confidence"), default="confidence",
+        help="which masked tokens a pass fills: one at random, the surest, or all that are sure")
+    add("--threshold", type=float, default=0.9,
+        help="confidence: probability a token must have, 0 to 1")
+    add("--draws", type=int, default=16, help="draws of the noise for each bound")
+    add("--limit", type=int, default=0, help="only the first so many texts, 0 = all")
+    add("--batch_size", type=int, default=64, help="texts side by side")
+    add("--seed", type=int, default=0, help="of the draws")
+    flags.switch(p, "--bf16", help="bfloat16 compute")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    add("--output", help="JSON file for the results (default: beside the checkpoint)")
+    return p
+
+
+def check_flags(args, world_size):
+    """Raise UserError for values that make no sense."""
+    flags.at_least_one(args, "batch_size", "draws")
+    flags.zero_or_more(args, "limit", "num_fewshot", "seed")
+    need(bool(args.bound) != bool(args.tasks), "give one of --bound and --tasks")
+    need(args.draws > 1, "--draws must be at least 2: one has no error")
+
+
+# parsed before torch is imported: --help and a mistake in a flag answer at once
+ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+
+import math
+
+import numpy as np
+import torch
+
+from common import checkpoint, distributed
+from common.distributed import UserError
+from common.problems import settle
+from diffusion import blocks, elbo, noise
+from diffusion.problems import FILL, QUESTION, Problem, bound_range, read_chats, read_problems
+from diffusion.sampler import Sampling, answer_batch, ids_state, load_solver
+
+# --------------------------------------------------------------------------------------------------
+# Bounds
+
+
+@torch.no_grad()
+def draw_bounds(solver, documents, draws, batch_rows, seed):
+    """(n, draws) float64: nats of each document's targets in every draw of the noise.
+
+    solver: sampler.Solver.
+    """
+    device, t_range = solver.model.embed.weight.device, bound_range(solver.layout)
+    draws = 1 if t_range[0] == t_range[1] else draws        # always all masked: draws are the same
+    nats, order = np.zeros((len(documents), draws)), documents.lengths.argsort(kind="stable")
+    for first in range(0, len(order), batch_rows):
+        numbers = order[first:first + batch_rows]
+        longest = int(documents.lengths[numbers].max())
+        rows = blocks.make_rows(documents, numbers, longest, pack=False)
+        batch = blocks.collate([rows[r] for r in range(len(rows))], len(rows), rows.length,
+                               rows.noisy_length, documents.pad)
+        for number in range(draws):
+            drawn = noise.draw(seed, "validation", (first, number), batch.n_groups,
+                               *batch.doc.shape)
+            inputs = noise.diffuse(batch, drawn, solver.tokens.mask, t_range)
+            losses = elbo.weighted_losses(solver.model, inputs, device, solver.bf16).cpu()
+            sums = torch.zeros(len(rows), dtype=torch.float64)
+            sums.index_add_(0, inputs.places // rows.length, losses)
+            nats[numbers, number] = sums.numpy()
+    return nats
+
+
+def standard_errors(nats):
+    """(n,) standard errors of the means of draw_bounds; 0 where one draw is exact."""
+    draws = nats.shape[1]
+    return nats.std(1, ddof=1) / math.sqrt(draws) if draws > 1 else np.zeros(len(nats))
+
+
+def continuations(solver, pairs):
+    """Documents of (name, ids of a context, ids after it), of which only the latter count.
+
+    Places after the text in its last block stay masked: nothing is said of them. UserError.
+    """
+    problems = [Problem(name, "", "", "", ids=[*context, *ids], given=len(context))
+                for name, context, ids in pairs]
+    documents = blocks.make_documents(problems, solver.tokens, solver.layout)
+    rest = documents.region == FILL
+    documents.ids[rest] = solver.tokens.mask
+    # --loss_on_question trains the context, too; here it is given
+    documents.target[rest | (documents.region == QUESTION)] = False
+    return documents
+
+
+def bound_file(args, folder, solver):
+    """Print the bound of a file in the form that the model was trained on, and write its texts'."""
+    layout, tokens, bad = solver.layout, solver.tokens, []
+    if layout.system == "chat":
+        problems = read_chats(args.bound, folder, tokens, bad)
+    else:
+        problems = read_problems(args.bound, args.split, layout.system, layout.strip_calculator,
+                                 bad)
+    problems = problems[:args.limit or len(problems)]
+    documents = blocks.make_documents(problems, tokens, layout, bad, args.bound)
+    dropped = settle(bad, ("too_long",) if args.drop_too_long else (),
+                     hint=blocks.length_hint(bad))
+    if dropped:
+        print(f"data       dropped: {dropped}")
+    nats = draw_bounds(solver, documents, args.draws, args.batch_size, args.seed)
+    errors = standard_errors(nats)
+    counts = documents.per_document(documents.target & (documents.region != FILL))
+    mean = nats.mean(1).sum() / counts.sum()
+    error = math.sqrt((errors ** 2).sum()) / counts.sum()
+    exact = nats.shape[1] == 1 and bound_range(layout)[0] == 1
+    summary = {"texts": len(nats), "tokens": int(counts.sum()), "exact": exact,
+               "nats_per_token": float(mean), "nats_stderr": float(error),
+               "bits_per_token": float(mean) / math.log(2), "bits_stderr": error / math.log(2)}
+    texts = [{"name": p.name, "nats": float(mean), "stderr": float(e), "tokens": int(n)}
+             for p, mean, e, n in zip(documents.problems, nats.mean(1), errors, counts)]
+    name = f"bound-{folder.name}-{Path(args.bound).stem}.json"
+    output = Path(args.output or folder.parent / name)
+    checkpoint.prepare_output(output.parent, "--output")
+    checkpoint.write_json(output, {"checkpoint": str(folder), "settings": flags.stored(args),
+                                   "summary": summary, "texts": texts})
+    print(f"bound      {'nll =' if exact else 'nll <='} {mean:.4f} +- {error:.4f} nats/token, "
+          f"{summary['bits_per_token']:.4f} +- {summary['bits_stderr']:.4f} bits/token; "
+          f"{summary['tokens']} tokens in {len(nats)} texts, {nats.shape[1]} draws of the noise\n"
+          f"texts      {output}")
+
+
+# --------------------------------------------------------------------------------------------------
+# lm-eval-harness
+
+
+def harness_model(base, solver, batch_size, draws):
+    """An object of a subclass of `base`, lm_eval's LM: texts, and bounds by so many draws.
+
+    solver: sampler.Solver.
+    """
+    tokens, layout = solver.tokens, solver.layout
+
+    def context_ids(text):
+        text = layout.prompt.replace("{question}", text) if layout.prompt else text
+        return blocks.prompt_ids(tokens.encode(text), tokens, layout)
+
+    class BlockDiffusion(base):
+        too_long = 0        # without room: an answer is "" then, a context loses its first tokens
+        bounds = 0          # texts whose likelihood was bounded
+
+        def generate_until(self, requests, disable_tqdm=False):
+            """Texts in the order of the requests, whose args are (prompt, {"until": [text]})."""
+            states, texts = [], [""] * len(requests)
+            for number, request in enumerate(requests):
+                try:
+                    states.append((number, ids_state("", context_ids(request.args[0]), layout)))
+                except UserError:
+                    self.too_long += 1
+            states.sort(key=lambda item: item[1][0].shape[1])       # like lengths: less padding
+            for first in range(0, len(states), batch_size):
+                numbers, batch = zip(*states[first:first + batch_size])
+                for number, answer in zip(numbers, answer_batch(solver, batch, first)):
+                    until = requests[number].args[1].get("until") or []
+                    for stop in [until] if isinstance(until, str) else until:
+                        if stop:
+                            answer["text"] = answer["text"].partition(stop)[0]
+                    texts[number] = answer["text"]
+            return texts
+
+        def loglikelihood(self, requests, disable_tqdm=False):
+            """[(minus the bound of -log p(continuation | context), False)] of the requests.
+
+            False: whether greedy decoding would write it is not looked at. A context that is too
+            long loses its first tokens, as in the harness's own models; a continuation without
+            room by itself gets minus infinity.
+            """
+            pairs, numbers, found = [], [], [-math.inf] * len(requests)
+            self.bounds += len(requests)
+            for number, request in enumerate(requests):
+                ids, head = tokens.encode(request.args[1]), context_ids(request.args[0])
+                need(ids, f"request {number}: its continuation is empty")
+                left = layout.max_length - len(ids)
+                self.too_long += len(head) > left
+                if left > 0:
+                    numbers.append(number)
+                    pairs.append((f"request {number}", head[-left:], ids))
+            if pairs:
+                nats = draw_bounds(solver, continuations(solver, pairs), draws, batch_size, 0)
+                for number, mean in zip(numbers, nats.mean(1)):
+                    found[number] = -float(mean)
+            return [(value, False) for value in found]
+
+        def loglikelihood_rolling(self, requests, disable_tqdm=False):
+            raise UserError("this task scores texts without a question, which this model was not "
+                            "trained on")
+    return BlockDiffusion()
+
+
+def run_tasks(args, folder, solver):
+    """Run lm-eval's tasks, print and write their scores."""
+    try:
+        import lm_eval
+        from lm_eval.api.model import LM
+    except ImportError:
+        raise UserError("lm_eval is not installed: pip install lm_eval")
+    layout = solver.layout
+    need(layout.system != "hdp", f"--checkpoint {folder}: is an hdp model, which writes a plan "
+                                 "first; give one of --system gsm8k or chat")
+    ours = harness_model(LM, solver, args.batch_size, args.draws)
+    found = lm_eval.simple_evaluate(
+        model=ours, tasks=args.tasks, num_fewshot=args.num_fewshot, limit=args.limit or None,
+        bootstrap_iters=0, log_samples=False,
+        task_manager=lm_eval.tasks.TaskManager(include_path=args.include_path))
+    output = Path(args.output or folder.parent / f"lm-eval-{folder.name}.json")
+    checkpoint.write_json(output, {
+        "checkpoint": str(folder), "lm_eval": lm_eval.__version__, "settings": flags.stored(args),
+        "too_long": ours.too_long, "monte_carlo_bounds": ours.bounds,
+        "results": found["results"]}, default=str)
+    for task, metrics in found["results"].items():
+        for name, value in metrics.items():
+            if isinstance(value, float):
+                print(f"{task:<20} {name:<40} {value:.4f}")
+    if ours.bounds:
+        print(f"bounds     the likelihoods of {ours.bounds} texts are Monte Carlo bounds of "
+              f"{args.draws} draws")
+    print(f"settings   lm_eval {lm_eval.__version__}, {args.num_fewshot} examples, {args.order}, "
+          f"temperature 0, blocks of {layout.block_size}, at most {layout.max_length} tokens, "
+          f"{'averaged' if args.ema else 'last'} weights; {ours.too_long} questions too long\n"
+          f"results    {output}")
+
+
+def main(argv=None):
+    args = ARGS or flags.parse(build_parser(), check_flags, argv)
+    with distributed.one_clear_error():
+        folder, solver = load_solver(
+            args, Sampling(args.order, threshold=args.threshold, temperature=0.0))
+        (bound_file if args.bound else run_tasks)(args, folder, solver)
+
+
+if __name__ == "__main__":
+    main()

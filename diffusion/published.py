@@ -1,0 +1,625 @@
+"""Weights in and out: what a run starts from (--init_from), and checkpoints as others read them.
+
+    python diffusion/published.py --checkpoint out --output_dir exported
+    python diffusion/published.py --checkpoint out --output_dir served --format sdar    # for servers
+
+In: a folder of BD3-LM or MDLM as published (kuleshov-group/bd3lm-owt-*, mdlm-owt), a causal
+language model of transformers, an SDAR model, a checkpoint or an export of ours. Rows of markers
+that the source knows are kept, new ones get the mean row and a little noise. A source that was
+trained on a prompt form, an end token and a block size passes them on.
+
+Out: averaged weights. A network of BD3-LM's own goes out in the published layout, which
+transformers before version 5 loads with trust_remote_code=True; what was converted from a language
+model as that model's own class, or, a Qwen3, as an SDAR model (github.com/JetAstra/SDAR), which it
+is, with generate.py, which samples it without this repository.
+"""
+import argparse
+import dataclasses
+import json
+import pickle
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # of common/ and core/
+
+from common import flags
+
+
+def build_parser():
+    p = flags.Parser("Write a checkpoint in the layout of BD3-LM's models, or as a language model.")
+    p.add_argument("--checkpoint", required=True, help="checkpoint folder, or OUTPUT_DIR")
+    p.add_argument("--pick", choices=("best", "newest"), default="best", help="of an OUTPUT_DIR")
+    p.add_argument("--ema", action=argparse.BooleanOptionalAction, default=True,
+                   help="take the averaged weights")
+    p.add_argument("--output_dir", required=True, help="folder to write, new or empty")
+    p.add_argument("--format", choices=("usual", "sdar"), default="usual",
+                   help="of a converted Qwen3: sdar, which servers of SDAR read")
+    return p
+
+
+# parsed before torch is imported: --help and a mistake in a flag answer at once
+ARGS = flags.parse(build_parser()) if __name__ == "__main__" else None
+
+import torch
+from safetensors.torch import load_file
+
+from common import checkpoint, distributed, resume, tensor_files
+from common.distributed import UserError
+from common.new_folder import new_folder
+from core import json_files
+from diffusion import dit, elbo
+from diffusion.problems import (
+    END,
+    MARKERS,
+    SDAR_MASK,
+    auto_tokenizer,
+    load_tokenizer,
+    read_layout,
+    read_tokenizer,
+)
+
+# parameters with a row for each token
+ROWS = ("embed.weight", "head.weight", "head.bias", "model.embed_tokens.weight", "lm_head.weight")
+# files beside tokenizer.json that transformers reads: with them a chat template stays usable
+CHAT_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+HUB_CODE = "kuleshov-group/bd3lm-owt-block_size16"      # where transformers finds their classes
+SDAR_CODE = "JetLM/SDAR-1.7B-Chat"
+SDAR_MASK_ID = 151669       # the first behind Qwen3's tokens, by which SGLang knows SDAR's mask
+
+
+# --------------------------------------------------------------------------------------------------
+# Checkpoints of ours
+
+
+def load_checkpoint(folder, ema=True, backend="sdpa"):
+    """(network on the CPU in eval mode, config.json as a dict) of a checkpoint folder. UserError.
+
+    ema: the averaged weights. Adapters are merged into their language model, which is read from
+    where it was in training.
+    """
+    folder = Path(folder)
+    try:
+        about = json_files.read_object(folder / "config.json")
+        settings, kind = dict(about["model"]), dit.DiT
+        if "hidden_size" not in settings or "kv_heads" in settings:
+            from diffusion import decoder
+            kind = decoder.Decoder
+            if "kv_heads" in settings:      # of before 26 November 2026: sizes, and no source
+                settings = {name: settings[name] for name in ("vocab_size", "mask_id", "dropout",
+                                                              "lora")} | {"source": about["source"]}
+            if settings["lora"]:
+                settings["lora"] = settings["lora"] | {"dtype": "float32"}
+            config = decoder.Config(**settings)
+        else:
+            config = dit.Config(**settings)
+        model = kind(config, backend)
+    except (UserError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder}: no checkpoint of train_bd3lm.py (config.json: {error})")
+    resume.load_tensors(folder, "ema" if ema else "model", elbo.trained(model))
+    if getattr(config, "lora", None):
+        model = decoder.merge_adapters(model)
+    return model.eval(), about
+
+
+def find_checkpoint(name, pick, flag="--checkpoint"):
+    """The checkpoint folder that a flag's value and `pick`, "best" or "newest", mean. UserError."""
+    folder = Path(name)
+    if not folder.is_dir():
+        raise UserError(f"{flag} {name}: no such folder")
+    if checkpoint.checkpoints(folder):
+        folder = resume.newest_whole(folder)
+        if folder is None:
+            raise UserError(f"{flag} {name}: every checkpoint in it is damaged")
+        number = checkpoint.load_meta(folder)["best_step"]
+        best = folder.with_name(f"checkpoint-{number}")
+        if pick == "best" and number is not None and not resume.damage(best):
+            folder = best
+    elif wrong := resume.damage(folder):
+        raise UserError(f"{flag} {name}: is not a checkpoint, and holds none ({wrong})")
+    return folder
+
+
+# --------------------------------------------------------------------------------------------------
+# In
+
+
+class Start(NamedTuple):
+    """Weights that a run starts from, fit for its vocabulary."""
+    tensors: dict       # {our name: CPU tensor}
+    identity: str       # hash of the files they come from
+    words: str          # what they are
+    source: dict        # config.json of the language model that they come from; {}: of none
+
+
+def find(name):
+    """Folder of --init_from, found in an OUTPUT_DIR of ours, or downloaded. UserError."""
+    if Path(name).is_file():
+        raise UserError(f"--init_from {name}: is a file; give a folder with config.json and "
+                        "weights. bd3lms' push_to_hf.py makes one of a Lightning .ckpt")
+    path = tensor_files.find_folder(name, "--init_from", more=["*.bin"])
+    if checkpoint.checkpoints(path) or (path / checkpoint.MANIFEST).exists():
+        path = find_checkpoint(path, "best", "--init_from")
+    if (path / "adapter_config.json").is_file():
+        raise UserError(f"--init_from {path}: is an adapter; merge it into its base with PEFT")
+    return path
+
+
+def config_json(path):
+    return json_files.read_object(path / "config.json")
+
+
+def is_ours(path):
+    """Whether a path of find() is a checkpoint of this trainer, not of train_sft.py."""
+    return (path / checkpoint.MANIFEST).exists() and "model" in config_json(path)
+
+
+def is_causal(path):
+    """Whether a path of find() is a language model that predicts the next token."""
+    return not is_ours(path) and config_json(path).get("model_type") not in ("bd3lm", "mdlm", None)
+
+
+def config_for(path, model_size, tokens, dropout):
+    """Config of a run's network. path: of find(); model_size: of a DiT. Raises UserError."""
+    source = None
+    if is_ours(path):
+        about = config_json(path)
+        source = about.get("source") or None
+    elif is_causal(path):
+        source = config_json(path)
+    if source is None:
+        return dit.config_of(model_size, tokens.vocab_size, tokens.mask, dropout)
+    from diffusion import decoder
+    size = max(tokens.vocab_size, about["model"]["vocab_size"] if is_ours(path) else 0)
+    return decoder.config_of(path, source, size, tokens.mask, dropout)
+
+
+def with_chat(layout, folder):
+    """A Layout with questions in the chat template of a tokenizer folder, and answers that end as
+    its turns do. Thinking, where a template knows it, is off. UserError without a template.
+    """
+    try:
+        tokenizer = auto_tokenizer(folder)
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "{question}"}], tokenize=False,
+            add_generation_prompt=True, enable_thinking=False)
+    except Exception as error:      # a dozen kinds: no files, no template, a template that fails
+        raise UserError(f"--chat: {folder} has no chat template that can be used "
+                        f"({str(error).splitlines()[0]:.120})")
+    if prompt.count("{question}") != 1:
+        raise UserError(f"--chat: the chat template of {folder} does not write the question once")
+    return dataclasses.replace(layout, prompt=prompt,
+                               end_token=layout.end_token or tokenizer.eos_token)
+
+
+def trained_form(path):
+    """{prompt, end_token, block_size} that a path of find() was trained on, as far as it says."""
+    about = config_json(path)
+    form = about.get("layout") or about.get("block_diffusion") or {}
+    if is_causal(path):
+        form = about | form
+    size = form.get("block_size")
+    if size is not None and (type(size) is not int or size < 1):
+        raise UserError(f"--init_from {path}: its config.json has block_size {size}")
+    return form
+
+
+def with_form(layout, path):
+    """A Layout, not hdp's, with the prompt form and the end token that a path of find() was trained
+    on; layout.end_token, where it is given, stays.
+    """
+    form = trained_form(path)
+    if layout.system == "hdp":
+        return layout
+    return dataclasses.replace(layout, prompt=form.get("prompt", ""),
+                               end_token=layout.end_token or form.get("end_token", ""))
+
+
+def chat_files(folder):
+    """{name: bytes} of the CHAT_FILES that a tokenizer folder has."""
+    paths = [Path(folder) / name for name in CHAT_FILES]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+
+
+def read(path, config, tokens, ema=True, seed=0):
+    """Start of a path of find(). Raises UserError when it does not fit.
+
+    config: of config_for. tokens: problems.Tokens. ema: the averaged weights, of those that have
+    both. seed: of rows without a source.
+    """
+    note, source = "", {}
+    if is_ours(path):
+        model, about = load_checkpoint(path, ema)
+        layout = read_layout(about["layout"])
+        its_tokens = load_tokenizer(path, layout.system, layout.end_token)
+        own, markers, source = its_tokens.plain(), its_tokens.markers, about.get("source", {})
+        which, tensors = "averaged" if ema else "last", dict(model.named_parameters())
+    elif not ema:
+        raise UserError(f"--init_from {path}: holds one set of weights; drop --no-init_ema")
+    elif is_causal(path):
+        which, source = "causal", config_json(path)
+        tensors, own, markers = read_causal(path, config, tokens)
+        if size := trained_form(path).get("block_size"):
+            note = f"trained in blocks of {size}"
+    else:
+        which, tensors = "averaged", read_official(path, config)
+        # behind GPT-2's own tokens
+        own, mask = {}, len(tensors["embed.weight"]) - 1
+        markers = {"<|mask|>": mask}
+        if mask != len(tokens.plain()):
+            raise UserError(f"--init_from {path}: has rows of {mask} tokens and a mask, --tokenizer"
+                            f" has {len(tokens.plain())} tokens; give the one it was trained with")
+    if own and own != tokens.plain():
+        raise UserError(f"--init_from {path}: its tokenizer is not that of --tokenizer, so ids "
+                        f"would mean other words; drop --tokenizer")
+    check_size(path, tensors, config)
+    tensor_files.check_finite(tensors, path)
+    tensors, new = fit_vocabulary(tensors, markers, tokens, config.vocab_size, seed)
+    files = [file for file in sorted(path.iterdir()) if file.suffix in (".safetensors", ".bin")]
+    words = [f"{which} weights of {path}", note, new and f"new rows for {', '.join(new)}"]
+    return Start(tensors, tensor_files.fingerprint_files(files), "; ".join(filter(None, words)),
+                 source)
+
+
+def read_causal(path, config, tokens):
+    """(tensors, {text: id} of its own tokens, {text: id} of its markers) of a language model."""
+    from diffusion import decoder
+    tensors = decoder.read_folder(path, config)
+    try:
+        own = read_tokenizer(path).get_vocab()
+    except UserError:       # --tokenizer names another folder
+        own = {}
+    rows, used = len(tensors.get("model.embed_tokens.weight", ())), own or tokens.plain()
+    if (most := max(used.values()) + 1) > rows:
+        raise UserError(f"--init_from {path}: tokenizer and model disagree: {most} tokens and "
+                        f"{rows} rows")
+    markers = {name: own.pop(name) for name in (*MARKERS["hdp"], SDAR_MASK) if name in own}
+    mask = trained_form(path).get("mask_token_id")
+    if mask is not None and mask != tokens.mask:
+        raise UserError(f"--init_from {path}: its config.json has mask_token_id {mask}, its "
+                        f"tokenizer has the mask at {tokens.mask}; name it {SDAR_MASK} in "
+                        "tokenizer.json, or correct config.json")
+    return tensors, own, markers
+
+
+def with_lora(config, path, bf16, name, lora):
+    """A Config whose network has adapters, frozen weights in bfloat16 with bf16. Raises UserError.
+
+    path: of find(), name: as the user gave it. lora: other arguments of decoder.add_adapters.
+    """
+    if not is_causal(path):
+        raise UserError("--use_lora needs --init_from of a language model; other weights are "
+                        "trained whole")
+    files = tensor_files.model_files(path)
+    lora = lora | {"base": tensor_files.found_again(path if Path(name).is_dir() else name),
+                   "identity": tensor_files.fingerprint_files(files),
+                   "dtype": "bfloat16" if bf16 else "float32"}
+    return dataclasses.replace(config, lora=lora)
+
+
+def fill(model, given, seed, resumed):
+    """Put a Start's weights into a network and begin its adapters. resumed: a checkpoint follows,
+    which has all that is trained; of adapters that is not the language model below them.
+    """
+    lora = getattr(model.config, "lora", None)
+    weights = dict(model.named_parameters())
+    if lora:
+        from diffusion import decoder
+        weights = decoder.base_weights(model)
+    if lora or not resumed:
+        for name, parameter in weights.items():
+            tensor_files.fill(parameter, given.tensors[name])
+    if lora and not resumed:
+        decoder.begin_adapters(model, given.tensors, seed)
+
+
+def check_size(path, tensors, config):
+    """Raise UserError when weights are not those of a network of this Config, rows aside."""
+    with torch.device("meta"):
+        wanted = {name: parameter.shape for name, parameter
+                  in config.network(config).named_parameters()}
+    if wrong := sorted(wanted.keys() ^ tensors.keys()):
+        raise UserError(f"--init_from {path}: {len(wrong)} names are missing or unknown, first "
+                        f"{', '.join(wrong[:5])}")
+    for name, shape in wanted.items():
+        if tensors[name].shape[name in ROWS:] != shape[name in ROWS:]:
+            raise UserError(f"--init_from {path}: {name} is {tuple(tensors[name].shape)} instead "
+                            f"of {tuple(shape)}")
+
+
+def fit_vocabulary(tensors, markers, tokens, size, seed):
+    """(tensors of `size` rows for `tokens`, names of new markers). markers: {name: row there}."""
+    count, generator = len(tokens.plain()), torch.Generator().manual_seed(seed)
+
+    def fit(rows):
+        own, fitted = rows[:count].float(), torch.zeros(size, *rows.shape[1:], dtype=rows.dtype)
+        kept = min(len(rows), size)
+        fitted[:kept] = rows[:kept]
+        for name, number in tokens.markers.items():
+            if name in markers:
+                fitted[number] = rows[markers[name]]
+                continue
+            noise = 0       # a bias is one number a token
+            if rows.ndim > 1:
+                noise = 0.02 * own.std(0) * torch.randn(rows.shape[1:], generator=generator)
+            fitted[number] = own.mean(0) + noise
+        return fitted
+
+    new = [name for name in tokens.markers if name not in markers]
+    return {name: fit(tensor.detach()) if name in ROWS else tensor.detach()
+            for name, tensor in tensors.items()}, new
+
+
+# --------------------------------------------------------------------------------------------------
+# BD3-LM's and MDLM's own names (kuleshov-group/bd3lms 1c3e8f4: models/dit.py, models/hf)
+
+PREFIX = re.compile(r"^(?:module\.|backbone\.|_orig_mod\.)+|_orig_mod\.")      # DDP, compile
+BUFFERS = ("rotary_emb.inv_freq", "sampling_eps_min", "sampling_eps_max")
+# the same parameter there and here, in the order of its named_parameters()
+FIRST = (("vocab_embed.embedding", "embed.weight"),
+         ("sigma_map.mlp.0.weight", "condition_in.weight"),
+         ("sigma_map.mlp.0.bias", "condition_in.bias"),
+         ("sigma_map.mlp.2.weight", "condition_out.weight"),
+         ("sigma_map.mlp.2.bias", "condition_out.bias"))
+LAYER = (("norm1.weight", "norm_attention.weight"), ("attn_qkv.weight", "qkv.weight"),
+         ("attn_out.weight", "out.weight"), ("norm2.weight", "norm_mlp.weight"),
+         ("mlp.0.weight", "up.weight"), ("mlp.0.bias", "up.bias"),
+         ("mlp.2.weight", "down.weight"), ("mlp.2.bias", "down.bias"),
+         ("adaLN_modulation.weight", "modulation.weight"),
+         ("adaLN_modulation.bias", "modulation.bias"))
+LAST = (("output_layer.norm_final.weight", "norm.weight"),
+        ("output_layer.linear.weight", "head.weight"),
+        ("output_layer.linear.bias", "head.bias"),
+        ("output_layer.adaLN_modulation.weight", "modulation.weight"),
+        ("output_layer.adaLN_modulation.bias", "modulation.bias"))
+
+
+def count_layers(names):
+    """Layers of a DiT, from the names of its parameters, ours or theirs."""
+    found = (re.match(r"(?:layers|blocks)\.(\d+)\.", name) for name in names)
+    return 1 + max((int(match[1]) for match in found if match), default=-1)
+
+
+def official_names(layers):
+    """[(their name without prefixes, ours)] of a DiT of so many layers, in the order of theirs."""
+    between = [(f"blocks.{i}.{theirs}", f"layers.{i}.{ours}")
+               for i in range(layers) for theirs, ours in LAYER]
+    return [*FIRST, *between, *LAST]
+
+
+def from_official(state):
+    """({our name: tensor}, size of an attention head or 0) of a state dict with their names.
+
+    Prefixes are stripped; buffers, which some files have, are checked and left out. KeyError names
+    what is missing, unknown or no tensor.
+    """
+    plain = {PREFIX.sub("", name): tensor for name, tensor in state.items()}
+    pairs = official_names(count_layers(plain))
+    if wrong := sorted({theirs for theirs, _ in pairs} ^ (plain.keys() - set(BUFFERS))):
+        raise KeyError(f"{len(wrong)} names are missing or unknown, first {', '.join(wrong[:5])}")
+    if odd := [name for name, tensor in plain.items() if not isinstance(tensor, torch.Tensor)]:
+        raise KeyError(f"{min(odd)} is not a tensor")
+    frequency = plain.get("rotary_emb.inv_freq", torch.empty(0))
+    at = torch.arange(len(frequency), dtype=torch.float64) / max(1, len(frequency))
+    if not torch.allclose(frequency.double(), dit.THETA ** -at, rtol=1e-5):
+        raise KeyError(f"rotary_emb.inv_freq is not that of base {dit.THETA:g}")
+    return {ours: plain[theirs] for theirs, ours in pairs}, 2 * len(frequency)
+
+
+def load_official_state_dict(model, state):
+    """Load a state dict with their names, with or without prefixes, into a DiT. KeyError names what
+    is missing, unknown, or of another shape.
+    """
+    tensors, own = from_official(state)[0], model.state_dict()
+    if wrong := sorted(tensors.keys() ^ own.keys()) or [
+            name for name in own if tensors[name].shape != own[name].shape]:
+        raise KeyError(f"missing, unknown or of another shape: {wrong}")
+    model.load_state_dict(tensors)
+
+
+def read_official(path, config):
+    """{our name: CPU tensor} of a published folder, for a DiT of this Config. Raises UserError."""
+    about = config_json(path)
+    for key, right in (("time_conditioning", False), ("causal", False), ("adaln", True)):
+        if about.get(key, right) != right:
+            raise UserError(f"{path}: its config.json has {key} {about[key]}, which is not "
+                            "supported")
+    if files := tensor_files.files_in(path, "model"):
+        tensor_files.open_tensors(files)        # names what cannot be read
+        state = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    else:
+        state = read_pickle(path / "pytorch_model.bin")
+    try:
+        tensors, head_size = from_official(state)
+    except KeyError as error:
+        raise UserError(f"{path}: is not a DiT of BD3-LM or MDLM: {error.args[0]}")
+    if about.get("n_heads") and not head_size:
+        head_size = about["hidden_dim"] // about["n_heads"]
+    hidden, layers = tensors["embed.weight"].shape[1], count_layers(tensors)
+    heads = hidden // head_size if head_size else config.heads
+    size = hidden, layers, heads, len(tensors["condition_in.bias"])
+    if size != (config.hidden_size, config.layers, config.heads, config.cond_size):
+        fits = [name for name, known in dit.SIZES.items() if known == size]
+        raise UserError(f"--init_from {path}: has {layers} layers of {hidden}, {heads} heads, "
+                        f"{size[3]} of conditioning; "
+                        + (f"give --model_size {fits[0]}" if fits else "no --model_size is so"))
+    return tensors
+
+
+def read_pickle(path):
+    """The state dict of a file that torch.save wrote. Runs no code of the file. UserError."""
+    json_files.open_file(path, "--init_from ").close()
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})")
+    except pickle.UnpicklingError:
+        raise UserError(f"{path}: holds more than weights, which is not read; convert it to "
+                        "model.safetensors")
+    except Exception as error:      # whatever a damaged or hostile pickle brings about
+        why = f"{type(error).__name__}: {str(error).splitlines()[0]:.120}"
+        raise UserError(f"{path}: cannot be read ({why})")
+    if not isinstance(state, dict):
+        raise UserError(f"{path}: holds a {type(state).__name__}, not weights by name")
+    return state
+
+
+# --------------------------------------------------------------------------------------------------
+# Out
+
+README = """# A language model converted to block diffusion
+
+Tensors have the names of a transformers language model, but this is no autoregressive model: its
+own `generate()` would write nonsense. `python generate.py "a question"` answers, with torch and
+transformers alone:
+
+- Blocks of {block} tokens, counted from the first token of the prompt. A token sees its own block,
+  both ways, and all earlier blocks.
+- The next block begins as mask tokens (id {mask}), after the prompt's last tokens where the prompt
+  ends inside it. The head is not shifted: logits at a masked place are those of the token at that
+  place. The mask is never an answer. Passes replace masks, the surest first, until none is left;
+  then the next block follows.
+- Trained on the form {prompt!r}, answers end with {end!r}.
+
+`python diffusion/train_bd3lm.py --init_from THIS_FOLDER` trains on from here in that form.
+"""
+
+
+def official_state(tensors, heads, t_range):
+    """{their name: tensor} of {our name: tensor} of a DiT. t_range: trained on."""
+    size = tensors["embed.weight"].shape[1] // heads
+    # as they write it, to the last bit
+    frequency = 1.0 / (10_000 ** (torch.arange(0, size, 2).float() / size))
+    state = {f"backbone.{theirs}": tensors[ours]
+             for theirs, ours in official_names(count_layers(tensors))}
+    ends = {f"sampling_eps_{end}": torch.tensor(float(t))
+            for end, t in zip(("min", "max"), t_range)}
+    return state | {"backbone.rotary_emb.inv_freq": frequency} | ends
+
+
+def official_config(config, layout, t_range):
+    """config.json of a folder with such a state_dict, as a dict. config: dit.Config."""
+    return {"architectures": ["BD3LM"], "model_type": "bd3lm", "torch_dtype": "float32",
+            "return_dict": False,
+            "auto_map": {"AutoConfig": f"{HUB_CODE}--configuration_bd3lm.BD3LMConfig",
+                         "AutoModelForMaskedLM": f"{HUB_CODE}--modeling_bd3lm.BD3LM"},
+            "block_size": layout.block_size, "vocab_size": config.vocab_size,
+            "model_length": layout.longest, "cross_attn": True, "adaln": True,
+            "attn_backend": "sdpa", "causal": False, "hidden_dim": config.hidden_size,
+            "cond_dim": config.cond_size, "n_blocks": config.layers, "n_heads": config.heads,
+            "dropout": config.dropout, "time_conditioning": False, "var_min": True,
+            "sampling_eps_min": t_range[0], "sampling_eps_max": t_range[1]}
+
+
+def language_config(config, layout, tokens):
+    """config.json of an exported language model: its source's, and how it was trained."""
+    about = config.source | {
+        "vocab_size": config.vocab_size, "dtype": "float32", "eos_token_id": tokens.end,
+        "block_diffusion": {
+            "block_size": layout.block_size, "mask_token_id": config.mask_id, "shift": False,
+            "prompt": layout.prompt, "end_token": layout.end_token, "end_token_id": tokens.end,
+            "begin_token_id": tokens.bos, "max_length": layout.max_length}}
+    about.pop("torch_dtype", None)
+    return about
+
+
+def sdar_config(about, config, layout):
+    """config.json of an SDAR model. about: of language_config."""
+    kinds = {"AutoConfig": "configuration_sdar.SDARConfig", "AutoModel": "modeling_sdar.SDARModel",
+             "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM"}
+    # SDAR's class and SGLang's read the names before transformers 5
+    about = {k: v for k, v in about.items() if k not in ("rope_parameters", "dtype")}
+    return about | {
+        "model_type": "sdar", "architectures": ["SDARForCausalLM"], "tie_word_embeddings": False,
+        "rope_theta": config.native.rope_parameters["rope_theta"], "rope_scaling": None,
+        "torch_dtype": "float32", "fuse_cross_entropy": True, "block_size": layout.block_size,
+        "mask_token_id": config.mask_id,
+        "auto_map": {kind: f"{SDAR_CODE}--{name}" for kind, name in kinds.items()}}
+
+
+def check_sdar(config):
+    """Raise UserError when a network of this Config is no SDAR model."""
+    if getattr(config, "source", {}).get("model_type") not in ("qwen3", "sdar"):
+        raise UserError("--format sdar: SDAR is Qwen3; this model is of another kind: leave "
+                        "--format out, or start from a Qwen3 model (--init_from)")
+    if config.mask_id != SDAR_MASK_ID:
+        raise UserError(f"--format sdar: the mask has id {config.mask_id}, and servers look for "
+                        f"{SDAR_MASK_ID}: train with Qwen3's own tokenizer (151,669 tokens) and "
+                        "--system gsm8k, or leave --format out")
+
+
+def name_mask(folder, mask):
+    """Give the mask of a tokenizer folder SDAR's name. mask: its id."""
+    path = folder / "tokenizer.json"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    for token in found["added_tokens"]:
+        if token["id"] == mask:
+            token["content"] = SDAR_MASK
+    checkpoint.write_json(path, found)
+    path = folder / "tokenizer_config.json"
+    if path.exists():
+        about = json.loads(path.read_text(encoding="utf-8"))
+        checkpoint.write_json(path, about | {"mask_token": SDAR_MASK})
+
+
+def export(folder, ema, output, layout_of="usual"):
+    """Write the checkpoint `folder` to the folder `output` -> its tensors by name. UserError.
+
+    layout_of: --format.
+    """
+    model, about = load_checkpoint(folder, ema)
+    config, layout = model.config, read_layout(about["layout"])
+    tokens = load_tokenizer(folder, layout.system, layout.end_token)
+    is_language_model = not isinstance(model, dit.DiT)
+    # what began as SDAR stays it: its config.json names files that are not here
+    began = about.get("source", {}).get("model_type") == "sdar" and config.mask_id == SDAR_MASK_ID
+    is_sdar = layout_of == "sdar" or began
+    if is_sdar:
+        check_sdar(config)
+    if is_language_model:
+        state, written = dict(model.named_parameters()), language_config(config, layout, tokens)
+        if is_sdar:
+            state |= {"lm_head.weight": model.lm_head.weight.clone()}
+            written = sdar_config(written, config, layout)
+    else:
+        t_range = checkpoint.load_meta(folder)["t_range"]
+        state = official_state(model.state_dict(), config.heads, t_range)
+        written = official_config(config, layout, t_range)
+        if layout.system == "hdp":
+            print("note       their code has blocks of one size from the first token on; this is "
+                  "an hdp model of other blocks, whose weights fit and whose texts need "
+                  "sample_bd3lm.py", flush=True)
+    state = {name: tensor.contiguous() for name, tensor in state.items()}
+    with new_folder(output, sum(tensor.nbytes for tensor in state.values())) as output:
+        tensor_files.save(state, output / "model.safetensors")
+        tokens.save(output)
+        for name, content in chat_files(folder).items():
+            (output / name).write_bytes(content)
+        if is_sdar:
+            name_mask(output, tokens.mask)
+        if is_language_model:       # servers stop where answers ended in training
+            ends = {name: config.source.get(name) for name in ("bos_token_id", "pad_token_id")}
+            checkpoint.write_json(output / "generation_config.json",
+                                  ends | {"eos_token_id": tokens.end})
+            shutil.copyfile(Path(__file__).with_name("generate.py"), output / "generate.py")
+            text = README.format(block=layout.block_size, mask=config.mask_id,
+                                 prompt=layout.prompt or "Question: {question}\nAnswer: ",
+                                 end=layout.end_token or END)
+            (output / "README.md").write_text(text, encoding="utf-8")
+        (output / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+    return state
+
+
+def main(argv=None):
+    args = ARGS or flags.parse(build_parser(), None, argv)
+    with distributed.one_clear_error():
+        folder = find_checkpoint(args.checkpoint, args.pick)
+        state = export(folder, args.ema, Path(args.output_dir), args.format)
+        which = "averaged" if args.ema else "last"
+        print(f"{args.output_dir}: {len(state)} tensors, {which} weights of {folder}")
+
+
+if __name__ == "__main__":
+    main()

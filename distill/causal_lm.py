@@ -1,0 +1,237 @@
+"""Checkpoints of transformers' causal language models: find, build empty, load into any sharding, save.
+
+A model starts empty on torch's meta device and takes its weights from the safetensors files row by row, so no process
+ever holds more than it trains. Missing, unexpected or misshapen weights stop the run. Mixtures of experts are published
+with matrices for each expert, which transformers holds in tensors (experts, rows, columns): files have the former,
+models the latter. What else from_pretrained would have to convert (quantised or remote-code models) is refused.
+"""
+import contextlib
+import copy
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, logging
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from common import checkpoint, tensor_files
+from common.distributed import UserError
+
+logging.disable_progress_bar()      # of loading weights: each rank would show one
+
+EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}    # tensor: matrices of an expert
+IGNORED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")      # buffers that old files hold; now computed
+
+
+def find_model(name, flag="--model_path"):
+    """Local folder of a model given as a path or hub name, which is downloaded. Raises UserError."""
+    folder = tensor_files.find_folder(name, flag)
+    if not (folder / "config.json").is_file():
+        adapter = (folder / "adapter_config.json").is_file()
+        raise UserError(f"{flag} {name}: has no config.json" + (
+            "; this is an adapter, give its base model" if adapter else checkpoint.hint(folder)))
+    return folder
+
+
+def length_limit(config, max_length=0, pack_tokens=0):
+    """Tokens that a sample may have: the least of the model's positions, --max_length and the tokens of a pack.
+
+    0: no such limit. Raises UserError when there is none at all, or --max_length is above the model's.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
+    if not (positions or max_length or pack_tokens):
+        raise UserError("this model names no longest text; say it with --max_length")
+    if positions and max_length > positions:
+        raise UserError(f"--max_length {max_length} is more than the model's {positions} positions")
+    return min(n for n in (max_length, pack_tokens, positions) if n)
+
+
+def check_vocabulary(tokenizer, config):
+    """Raise UserError when the tokenizer has more tokens than the model has rows."""
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(f"tokenizer and model disagree: {len(tokenizer)} tokens and {config.vocab_size} rows")
+
+
+def load_config(folder):
+    """transformers config of a model folder; raises UserError for what is no plain causal language model."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:          # ValueError, KeyError, validation errors
+        raise UserError(f"{folder}: its config.json cannot be used ({str(error).splitlines()[0]})")
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UserError(f"{folder}: is a {config.model_type!r} checkpoint, which is no causal language model of "
+                        "transformers")
+    if getattr(config, "quantization_config", None):
+        raise UserError(f"{folder}: is quantised; give the unquantised model")
+    return config
+
+
+@contextlib.contextmanager
+def _weights_on_meta():
+    """Parameters made within have no memory; buffers do, since no file holds them."""
+    register = nn.Module.register_parameter
+
+    def register_empty(module, name, parameter):
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.data.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+    nn.Module.register_parameter = register_empty
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def empty_model(config, dtype, folder=None, attention=None):
+    """Causal LM whose parameters are on the meta device and whose buffers are computed, on the CPU; or UserError.
+
+    folder: takes over the generation_config.json there. attention: name of a transformers attention function; None
+    leaves the choice to transformers.
+    """
+    config = copy.deepcopy(config)
+    try:
+        with _weights_on_meta():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention,
+                                                     trust_remote_code=False)
+    except (KeyError, ValueError) as error:     # architectures that look the attention up among their own classes
+        raise UserError(f"{config.model_type} models cannot be built with another attention "
+                        f"({type(error).__name__}: {str(error).splitlines()[0]}); they are not supported")
+    except Exception as error:      # sizes that no model has: ZeroDivisionError, RuntimeError, ...
+        raise UserError(f"{folder}: no model can be built as its config.json says "
+                        f"({type(error).__name__}: {str(error).splitlines()[0]})")
+    if stored := [name for name in model.state_dict() if name not in all_names(model)]:
+        raise UserError(f"{config.model_type} models keep state beside their weights ({min(stored)}), which is not "
+                        "supported")
+    model.config.architectures, model.config.dtype = [type(model).__name__], dtype      # what a checkpoint will hold
+    if folder and (Path(folder) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def all_names(model):
+    """{every name of a parameter: the first name of the same one}; they differ where weights are tied."""
+    first = {}
+    return {name: first.setdefault(id(parameter), name)
+            for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def give_memory(model, device, buffer_device=None):
+    """model.to_empty(device) that keeps tied weights tied and buffers' values; parameters are still unset.
+
+    Sharded or not. buffer_device: where buffers go, default `device`.
+    """
+    tied = {name: first for name, first in all_names(model).items() if name != first}
+    buffers = [(module, name, buffer.to(buffer_device or device, copy=True)) for module in model.modules()
+               for name, buffer in module.named_buffers(recurse=False)]
+    model.to_empty(device=device)
+    for name, first in tied.items():
+        place, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(place), leaf, model.get_parameter(first))
+    for module, name, buffer in buffers:
+        module._buffers[name] = buffer
+
+
+def decoder_layers(model):
+    """The model's decoder layers in order; raises UserError for an architecture that has none to be found."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise UserError(f"{type(model).__name__} has no decoder layers that transformers can recompute: it is not "
+                        "supported")
+    return layers
+
+
+def weight_parts(folder, model):
+    """{name: [slice handle]} of the weights in a folder's files; raises UserError when it has none,
+    or other values for the second name of a tied weight.
+
+    Left out: second names of tied weights, and buffers that old files hold.
+    """
+    found = tensor_files.open_tensors(tensor_files.files_in(folder, "model"))
+    if not found:
+        raise UserError(f"{folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
+    names = all_names(model)
+    parts = {}
+    for name, part in found.items():
+        if not name.endswith(IGNORED):
+            first = names.get(name, name)
+            if name == first or first not in found:
+                parts[first] = [part]
+            elif not same_values(part, found[first]):
+                raise UserError(f"{folder}: its files hold other values for {name} than for {first}, "
+                                "and its config.json ties the two: set tie_word_embeddings to false "
+                                "there")
+    return parts
+
+
+def same_values(one, other):
+    """Whether two slice handles hold the same rows; a few of them are read at a time."""
+    rows = one.get_shape()[0]
+    return one.get_shape() == other.get_shape() and all(
+        torch.equal(one[i:i + 4096], other[i:i + 4096]) for i in range(0, rows, 4096))
+
+
+def expert_names(name, shape):
+    """[names of the published matrices] of each expert, for a tensor (experts, rows, columns); [] for any other."""
+    place, _, leaf = name.rpartition(".")
+    if len(shape) != 3 or leaf not in EXPERTS:
+        return []
+    return [[f"{place}.{expert}.{matrix}.weight" for matrix in EXPERTS[leaf]] for expert in range(shape[0])]
+
+
+def published(name, tensor):
+    """{published name: tensor} of a parameter: views of the matrices of each expert, or the tensor as it is."""
+    experts = expert_names(name, tensor.shape)
+    return {matrix: rows for names, whole in zip(experts, tensor)
+            for matrix, rows in zip(names, whole.chunk(len(names)))} if experts else {name: tensor}
+
+
+def check_weights(model, parts, folder):
+    """Raise UserError unless the files hold exactly the model's weights. model: bare of adapters, not sharded."""
+    wanted = {}
+    for name, parameter in model.named_parameters():
+        found = {name: parameter} if name in parts else published(name, parameter.detach())
+        wanted |= {stored: tensor.shape for stored, tensor in found.items()}
+    if problem := tensor_files.compare(wanted, parts):
+        raise UserError(f"{folder}: {problem}; its files do not hold the weights under the names of "
+                        f"{type(model).__name__}. Other names, which from_pretrained may convert, are not supported")
+
+
+def load_weights(weights, parts, world=None):
+    """Fill {name: tensor, plain or a shard} from weight_parts. world: as in tensor_files.read_once."""
+    for name, tensor in weights.items():
+        tensor_files.read_once(world, tensor.detach(), partial(read_weight, name, tensor.detach(), parts))
+
+
+@torch.no_grad()
+def read_weight(name, tensor, parts):
+    """Fill a tensor, plain or a shard, from weight_parts: its own rows, or experts, only."""
+    if name in parts:
+        return tensor_files.read_into(tensor, parts[name])
+    local, first = tensor_files.local_rows(tensor)
+    for names, whole in zip(expert_names(name, tensor.shape)[first:], local):
+        for matrix, rows in zip(names, whole.chunk(len(names))):
+            tensor_files.read_into(rows, parts[matrix])
+
+
+def stop_at(model, ends):
+    """Make generate stop at the tokens that answers end with; returns those that it would not have stopped at."""
+    known = model.generation_config.eos_token_id
+    if known is None:
+        known = []
+    known = known if isinstance(known, list) else [known]
+    if new := [int(token) for token in ends if token not in known]:
+        model.generation_config.eos_token_id = [*known, *new]
+    return new
+
+
+def save_config(model, tokenizer, folder):
+    """The files of a checkpoint beside its weights, for from_pretrained and servers."""
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def fingerprint_weights(folder):
+    """tensor_files' hash of a checkpoint folder, in the form that this trainer's checkpoints have it."""
+    return tensor_files.fingerprint_weights(folder, '["{}", {}]')

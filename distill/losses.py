@@ -1,0 +1,168 @@
+"""Losses of a student's logits, a few rows at a time, so that the logits of a batch never exist whole.
+
+Alone, a token's loss is cross-entropy. With a teacher, which scores the same tokens, it is
+(1 - w) CE + w divergence, where p is the teacher's distribution over the vocabulary, q the student's:
+
+    forward   KL(p || q) = sum_i p_i log(p_i / q_i)         covers all that the teacher would say
+    reverse   KL(q || p)                                    keeps the student to what the teacher would say
+    js        b KL(p || m) + (1 - b) KL(q || m),  m = b p + (1 - b) q       (generalised Jensen-Shannon, Lin 1991)
+
+With top-k both are first summed up to the teacher's k likeliest tokens and one bucket for everything
+else. By the log-sum inequality that is never more than the divergence over the vocabulary, and zero
+where the two agree. No gradient goes into the teacher.
+"""
+import math
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+FLOOR = -1e4        # least log-probability, whose exponential is 0: logits of -inf would give nan
+
+
+# --------------------------------------------------------------------------------------------------
+# Divergence from a teacher
+
+
+def log_probs(logits, ids=None):
+    """(R, V) fp32 log-probabilities of logits (R, V); with ids (R, K): (R, K + 1) fp64, the last one
+    of all other tokens.
+    """
+    if ids is None:
+        return logits.log_softmax(-1).clamp(min=FLOOR)
+    rest = logits.scatter(1, ids, -math.inf).logsumexp(-1, keepdim=True)
+    # these few numbers are normalised in fp64: a divergence is a small difference of logarithms, and
+    # an error of 1e-7 in their total would stand in it undiminished
+    return torch.cat([logits.gather(1, ids), rest], 1).double().log_softmax(-1).clamp(min=FLOOR)
+
+
+def divergence(student, teacher, kind, beta=0.5, k=0):
+    """(R,) divergence of student logits (R, V) from teacher logits (R, V), both fp32; fp64 of top-k.
+
+    teacher may be (ids (R, k), log-probabilities (R, k + 1) as log_probs gives them).
+    kind: forward, reverse or js; beta: b of js, between 0 and 1; k: of top-k, below V; 0: the whole
+    vocabulary.
+    """
+    if isinstance(teacher, tuple):
+        ids, p = teacher
+    else:
+        ids = teacher.topk(k, -1).indices if k else None
+        p = log_probs(teacher, ids)
+    q = log_probs(student, ids)
+    if kind == "forward":
+        return (p.exp() * (p - q)).sum(-1)
+    if kind == "reverse":
+        return (q.exp() * (q - p)).sum(-1)
+    if kind == "js":
+        m = torch.logaddexp(p + math.log(beta), q + math.log(1 - beta))
+        return beta * (p.exp() * (p - m)).sum(-1) + (1 - beta) * (q.exp() * (q - m)).sum(-1)
+    raise ValueError(f"no divergence {kind!r}")
+
+
+def loss_sums(teaching, logits, targets, *teacher):
+    """(loss, targets that were the likeliest token) of logits (R, V) fp32 and targets (R,), 0-d fp32
+    sums over the rows, of which only the loss has gradients. With a teacher also the sums of
+    cross-entropies and of divergences.
+
+    teaching: None, or (w, kind, beta, k, function of the teacher's rows -> what divergence takes).
+    """
+    right = (logits.detach().argmax(-1) == targets).sum().float()
+    if not teacher:
+        return F.cross_entropy(logits, targets, reduction="sum"), right
+    share, kind, beta, k, logits_of = teaching
+    ce = logits.logsumexp(-1) - logits.gather(1, targets[:, None])[:, 0]
+    own, taught = logits, logits_of(*teacher)
+    if not isinstance(taught, tuple):       # embeddings that are padded otherwise: the ids that both have
+        own, taught = logits[:, :taught.shape[1]], taught[:, :logits.shape[1]]
+    apart = divergence(own, taught, kind, beta, k).float()
+    return ((1 - share) * ce + share * apart).sum(), right, ce.detach().sum(), apart.detach().sum()
+
+
+# --------------------------------------------------------------------------------------------------
+# Without the logits of a whole batch
+
+
+def chunked_loss(hidden, head, targets, chunk, teacher=(), prompted=None, teacher_head=None):
+    """loss_sums of rows (R, H) behind a head (weight, bias), `chunk` of them at a time.
+
+    teacher: the teacher's tensors for these rows: its rows (R, H'), or its ids and log-probabilities.
+    prompted: (w, kind, beta, k). teacher_head: the teacher's, None: the student's.
+    """
+    matrix, offset = teacher_head or head
+
+    @torch.no_grad()
+    def logits_of(*rows):
+        if len(rows) > 1:       # what a server knows of the teacher's distribution
+            return rows
+        return F.linear(rows[0].to(matrix.dtype), matrix, offset).float()
+    function = partial(loss_sums, prompted and (*prompted, logits_of))
+    return linear_loss(function, hidden, *head, chunk, targets, *teacher)
+
+
+def linear_loss(function, hidden, weight, bias, chunk, *rows):
+    """Sums over all rows of function(logits, *rows) of `chunk` rows each, 0-d fp32; the first is the
+    loss, which alone has gradients, to hidden, weight and bias (or None); its backward runs once.
+
+    hidden (R, H), weight (V, H), bias (V,), each of rows (R, ...). function: (logits (n, V) fp32,
+    *rows) -> tuple of 0-d fp32 sums over the n rows. No rows give what function makes of none.
+    """
+    wanted = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias))
+    return _LinearLoss.apply(function, chunk, wanted, hidden, weight, bias, *rows)
+
+
+class _LinearLoss(torch.autograd.Function):
+    """The logits of a chunk of rows are made, its loss and the gradient at its logits taken, and both
+    products of the backward pass done at once; so no chunk is computed twice.
+
+    The head's gradient is summed over the chunks in fp32, whatever the weight is stored or computed
+    in, and rounded once: summed in bfloat16 it would be 1 % off after 64 chunks.
+    """
+
+    @staticmethod
+    def forward(ctx, function, chunk, wanted, hidden, weight, bias, *rows):
+        """wanted: (bool, bool, bool), which of hidden, weight and bias have gradients."""
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        ctx.grads = [torch.empty_like(hidden) if wanted[0] else None]
+        ctx.grads += [torch.zeros(t.shape, dtype=torch.float32, device=t.device) if need else None
+                      for t, need in zip((weight, bias), wanted[1:])]
+        matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
+        with torch.autocast(kind, enabled=False):
+            sums = [_chunk(function, slice(first, first + chunk), hidden, matrix, offset, rows, ctx.grads)
+                    for first in range(0, max(1, len(hidden)), chunk)]
+        loss, *others = (value.clone() for value in torch.stack(sums).sum(0))
+        ctx.mark_non_differentiable(*others)
+        return loss, *others
+
+    @staticmethod
+    def backward(ctx, scale, *_):
+        grads, ctx.grads = ctx.grads, None      # scaled in place: once
+        return None, None, None, *(grad if grad is None else grad.mul_(scale) for grad in grads), *[None] * (
+            len(ctx.needs_input_grad) - 6)
+
+
+def _chunk(function, chunk, hidden, matrix, offset, rows, grads):
+    """function's sums over a chunk of the rows, stacked; adds what it gives to the gradients."""
+    of_hidden, of_weight, of_bias = grads
+    trained = any(grad is not None for grad in grads)
+    part = hidden[chunk].to(matrix.dtype)
+    logits = F.linear(part, matrix, offset).requires_grad_(trained)
+    with torch.set_grad_enabled(trained):
+        found = function(logits.float(), *(t[chunk] for t in rows))
+    sums = torch.stack([value.detach() for value in found])
+    if not trained:
+        return sums
+    grad, = torch.autograd.grad(found[0], logits)
+    del found, logits       # before the products, of which one is as large as the weight
+    if of_hidden is not None:
+        of_hidden[chunk] = grad @ matrix
+    if of_weight is not None and grad.dtype is torch.float16:
+        # --fp16's scale comes later: no sum over rows may overflow
+        grad, part = grad.float(), part.float()
+    if of_weight is not None and grad.dtype == of_weight.dtype:
+        of_weight.addmm_(grad.t(), part)
+    elif of_weight is not None:
+        of_weight.add_(grad.t() @ part)
+    if of_bias is not None:
+        of_bias.add_(grad.sum(0, dtype=torch.float32))
+    return sums
