@@ -29,9 +29,7 @@ def prepare_table(world, tokenizer, ids, args, codec_dir, work_dir):
     """All between the user's files and training, on every rank: read, encode what is new, write and
     map the table -> Table. Folders of prepare_tts.py are only mapped.
 
-    ids: TokenIds. args: the trainer's flags. work_dir: where the table is written, and the list of
-    samples that cannot be used. In a dry run nothing is encoded or listed: clips that the cache
-    lacks get the number of their frames from their headers.
+    args: the trainer's flags. Others: see make_table.
     """
     sources = Sources(*choices.sources(args), Reading(
         **choices.reading(args), lone_reference=ids.lone_reference), args.preprocess_num_proc, args.drop_bad)
@@ -41,9 +39,7 @@ def prepare_table(world, tokenizer, ids, args, codec_dir, work_dir):
 
 
 def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
-    """prepare_table of other arguments.
-
-    ids: TokenIds. sources: rows.Sources. encoding: dataset.Encoding. output_dir: where the table is
+    """prepare_table. ids: TokenIds. sources: rows.Sources. encoding: dataset.Encoding. output_dir: where the table is
     written, and the list of samples that cannot be used. dry: clips that the cache lacks get the
     number of their frames from their headers, and no codes; nothing is listed. Returns the Table.
     """
@@ -96,10 +92,6 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
         if world.is_main:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Packed batches
 
 
 class SpeechSamples(Dataset):

@@ -131,34 +131,9 @@ def check_flags(args, world_size):
     """Raise UserError for flags that would fail, or do nothing, later; fill in what derives."""
     cli.check_trainer(args, world_size, p)
     precision.check(args)
-    choices.check_trainer(args)
-    cli.zero_or_more(args, "text_loss_weight")
-    cli.above_zero(args, "sample_seconds gpu_memory host_memory")
+    choices.check_trainer(args, world_size)
     if args.dry_run is None:        # now, long before the imports are done
         run_lock.check_free(args.output_dir)
-        require(args.auto or not args.gpu_memory, "--gpu_memory needs --dry_run")
-        require(not args.host_memory, "--host_memory needs --dry_run")
-    require(not (args.disable_eval and (args.eval_data_file or args.eval_data_dir)),
-            "--disable_eval and validation data exclude each other")
-    require(args.sample_prompts or args.sample_seconds == 10,
-            "--sample_seconds needs --sample_prompts")
-    require(args.use_lora or not args.train_audio_table,
-            "--train_audio_table needs --use_lora; without it all is trained")
-    require(not (args.use_lora and args.freeze_llm),
-            "--use_lora freezes the whole base already: drop --freeze_llm")
-    require(not args.global_batch_size or args.gradient_accumulation_steps == 1,
-            "give one of --global_batch_size and --gradient_accumulation_steps")
-    by_tokens = args.auto and "per_device_train_batch_size" not in cli.named(args)
-    if args.max_tokens_per_batch or by_tokens:
-        for name in ("group_by_length", "scale_lr_from_batch", *["global_batch_size"][args.auto:]):
-            require(not getattr(args, name), f"--{name} counts samples: not with packs of tokens")
-    elif args.global_batch_size:
-        samples = args.per_device_train_batch_size * world_size
-        require(args.global_batch_size % samples == 0,
-                f"--global_batch_size {args.global_batch_size} is not a multiple of {samples} "
-                f"(--per_device_train_batch_size {args.per_device_train_batch_size} x "
-                f"{cli.counted(world_size, 'rank')})")
-        args.gradient_accumulation_steps = args.global_batch_size // samples
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
@@ -171,7 +146,6 @@ import math
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import lora  # first: it explains a torchaudio that breaks every transformers import
@@ -194,7 +168,7 @@ from speech.data import text_normalization
 from speech.data.code_cache import FRAME_RATE
 from speech.data.dataset import data_facts, samples_line, split_samples, usable_samples
 from speech.model import versions, weights
-from speech.model.loss import Sums, decays, flops_per_pack, total_loss
+from speech.model.loss import Sums, decays, eval_line, step_work, total_loss, train_line
 
 # --------------------------------------------------------------------------------------------------
 # Ranks. A dry run joins no other process and writes nothing.
@@ -350,19 +324,6 @@ peak_lr = args.learning_rate
 if args.scale_lr_from_batch:
     samples_per_step = per_step * args.per_device_train_batch_size
     peak_lr = optim.sqrt_lr(peak_lr, samples_per_step, args.scale_lr_from_batch)
-
-
-def step_work(samples):
-    """Totals over the samples of a step, all ranks, from the table; python numbers."""
-    lengths = table.lengths[samples].astype(np.int64)
-    n_audio, n_text = (int(targets[samples].sum())
-                       for targets in (table.audio_targets, table.text_targets))
-    pairs = int((lengths * (lengths + 1) // 2).sum())       # of causal attention
-    flops = flops_per_pack(config, int(lengths.sum()), n_audio, n_text, pairs, args.use_lora)
-    return {"audio_targets": n_audio, "text_targets": n_text, "tokens": int(lengths.sum()),
-            "samples": len(samples), "frames": int(table.frames[samples].sum()), "flops": flops}
-
-
 steps_line = (f"steps      {total_steps} ({steps_per_epoch} an epoch), "
               f"{cli.counted(per_step, 'pack')} a step = {cli.counted(ranks, 'rank')} x "
               f"{cli.counted(accumulation, 'micro-step')}; ")
@@ -372,14 +333,8 @@ if dry:
         adapters.load_adapters(model.net, resume)       # onto the meta device nothing is copied
     elif resume:
         empty_model(resume, json_files.read_object(resume / "config.json"))
-    share, left = args.warmup_steps / max(1, total_steps), total_steps - step
-    lines = [steps_line + f"warm-up {args.warmup_steps} steps, {share * 100:.0f}% of the run",
-             intervals, start_line]
-    if not args.float8:     # faster than the rates that the bound is of
-        flops = step_work(train_ids)["flops"] * left / steps_per_epoch / ranks
-        lines.insert(2, plan.time_text(flops, args.use_lora or args.freeze_llm))
-    plan.print_plan(args, ranks, model, data, order, lines, left,
-                    args.code_cache or output_dir / "codes")
+    plan.print_all(args, ranks, model, data, order, step, total_steps, steps_per_epoch,
+                   [steps_line, intervals, start_line])
     print("dry run ok")
     sys.exit(0)
 
@@ -501,9 +456,7 @@ def validate():
     if values is None:
         return None
     if values:
-        print0("eval   step {:>6} | loss {eval/loss:7.4f} | audio {eval/audio_loss:6.3f} | text "
-               "{eval/text_loss:6.3f} | eos {eval/eos_loss:6.3f} stop {eval/stop_recall:6.1%}"
-               .format(step, **values))
+        print0(eval_line(step, values))
     if prompts:
         watch.report_progress(f"sample prompts at step {step}", args.wait_timeout)
         values |= prompts.speak(world, model, step, log, autocast)
@@ -579,7 +532,8 @@ while step < total_steps and not stopping:
     # next batch: of which samples the step consists on all ranks, each rank knows from the order
     if first_pack >= order.packs_per_epoch:
         epoch, first_pack = epoch + 1, 0
-    work = step_work(train_ids[order.window(epoch, first_pack, per_step)])
+    samples = train_ids[order.window(epoch, first_pack, per_step)]
+    work = step_work(config, table, samples, args.use_lora)
     n_audio, n_text = work["audio_targets"], work["text_targets"]
     step_sums = torch.zeros_like(sums)      # stays on the device; nothing here waits for it
     for micro in range(accumulation):
@@ -645,14 +599,7 @@ while step < total_steps and not stopping:
                    "train/bad_steps": monitor.skipped, **timer.report(world)}
         if main_rank:
             log.write(step, values)
-        left = metrics.duration((total_steps - step) * values["train/step_seconds"])
-        mfu = f" | mfu {values['train/mfu']:6.1%}" if "train/mfu" in values else ""
-        print0("step {:>6}/{} | loss {train/loss:7.4f} | audio {train/audio_loss:6.3f} text "
-               "{train/text_loss:6.3f} | stop {train/stop_recall:6.1%} | lr "
-               "{train/learning_rate:.2e} | grad_norm {train/grad_norm:7.3f} | "
-               "{train/audio_seconds_per_second:>7,.1f} audio-s/s{} | eta {}"
-               .format(step, total_steps, mfu, left, **values))
-
+        print0(train_line(step, total_steps, values))
     if step == start_step + 1:      # compiles and allocates: speed and eta count from here
         timer.reset()
 

@@ -3,7 +3,7 @@ import os
 import re
 
 from common import flags
-from common.flags import need
+from common.flags import counted, need
 
 TASK_TYPES = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker_smart_voice",
               "multi_speaker_voice_cloning")
@@ -40,14 +40,36 @@ CHATML = (".json", ".jsonl", ".lst")     # files whose prompts say themselves wh
 DEFAULT_SYSTEM = "Generate audio following instruction."
 
 
-def check_trainer(args):
-    """The flags of data and --keep, and which bad samples are dropped. Raises UserError."""
+def check_trainer(args, world_size):
+    """The trainer's own flags; fills in what derives. Raises UserError."""
     check_data(args)
     flags.check_bad_samples(args, CHECKS)
     check_keep(args)
     for path, _ in sources(args)[0] if args.code_cache else ():
         need(not os.path.exists(os.path.join(path, "prepared.json")),
              f"--code_cache: {path} has its codes already; drop the flag")
+    flags.zero_or_more(args, "text_loss_weight")
+    flags.above_zero(args, "sample_seconds", "gpu_memory", "host_memory")
+    dry = args.dry_run is not None
+    need(dry or args.auto or not args.gpu_memory, "--gpu_memory needs --dry_run")
+    need(dry or not args.host_memory, "--host_memory needs --dry_run")
+    need(not (args.disable_eval and (args.eval_data_file or args.eval_data_dir)),
+         "--disable_eval and validation data exclude each other")
+    need(args.sample_prompts or args.sample_seconds == 10, "--sample_seconds needs --sample_prompts")
+    need(args.use_lora or not args.train_audio_table, "--train_audio_table needs --use_lora; without it all is trained")
+    need(not (args.use_lora and args.freeze_llm), "--use_lora freezes the whole base already: drop --freeze_llm")
+    need(not args.global_batch_size or args.gradient_accumulation_steps == 1,
+         "give one of --global_batch_size and --gradient_accumulation_steps")
+    by_tokens = args.auto and "per_device_train_batch_size" not in flags.named(args)
+    if args.max_tokens_per_batch or by_tokens:
+        for name in ("group_by_length", "scale_lr_from_batch", *["global_batch_size"][args.auto:]):
+            need(not getattr(args, name), f"--{name} counts samples: not with packs of tokens")
+    elif args.global_batch_size:
+        samples = args.per_device_train_batch_size * world_size
+        need(args.global_batch_size % samples == 0,
+             f"--global_batch_size {args.global_batch_size} is not a multiple of {samples} "
+             f"(--per_device_train_batch_size {args.per_device_train_batch_size} x {counted(world_size, 'rank')})")
+        args.gradient_accumulation_steps = args.global_batch_size // samples
 
 
 def check_folders(args):

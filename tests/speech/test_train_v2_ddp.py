@@ -21,6 +21,7 @@ from common.distributed import World
 from core import recomputation
 from core.optim import lr_factor
 from speech.data.dataset import Table
+from speech.model.loss import train_line
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.runs import rows, tensors
 from tests.helpers.trainer import (
@@ -439,6 +440,14 @@ def test_log_names_and_console_line(shared):
         rf"step +2/{STEPS} \| loss +{number} \| audio +{number} text +{number} \| stop +{number}% \| "
         rf"lr {number}e-\d+ \| grad_norm +{number} \| +[\d,.]+ audio-s/s( \| mfu +{number}%)? \| eta \d+:\d\d:\d\d",
         line), line
+
+
+def test_a_log_line_fits_a_terminal():
+    """With numbers as wide as they get."""
+    values = {"train/mfu": 0.612, "train/loss": 61.9012, "train/audio_loss": 55.512, "train/text_loss": 12.34,
+              "train/stop_recall": 1.0, "train/learning_rate": 5e-5, "train/grad_norm": 1234.567,
+              "train/audio_seconds_per_second": 99_999.9, "train/step_seconds": 10.0}
+    assert len(train_line(50_000, 500_000, values)) <= 160
 
 
 @pytest.mark.slow
