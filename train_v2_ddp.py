@@ -628,8 +628,7 @@ if main_rank:
     if stopping:
         why = watchdog.stop_asked(args.output_dir) or "asked to stop by a signal to another rank"
         watchdog.leave_marker(args.output_dir, f"{why} at step {step}")
-        print(f"stopped    {why} at step {step} of {total_steps}; checkpoint saved; rerun the same "
-              "command to resume")
+        print(f"stopped    {why} at step {step} of {total_steps}; saved; the same command goes on")
     else:
         best = f"; best validation loss {best_loss:.4f} at step {best_step}"
         print(f"done       step {step}; {monitor.skipped} steps skipped; final checkpoint "

@@ -43,6 +43,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
+from core import lifetime
 from core.cli import UserError, counted, error_text, print_error, printable
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
@@ -180,6 +181,8 @@ def report_error(kind, error, trace):
     else:
         lost_peer = isinstance(error, dist.DistError) or any(
             word in str(error) for word in COLLECTIVE_ERRORS)
+        if lost_peer and lifetime.stop_requested():     # torchrun ends all, and names the dead rank
+            os._exit(1)
         if lost_peer:       # that rank's message, torchrun's or the watchdog's says more
             wait_for_torchrun(2 * GRACE_S)
         if claim_error_report(store, if_store_is_gone=not lost_peer):
