@@ -7,6 +7,7 @@ by one) and every index the GPU needs. Nothing is padded per sample. No worker i
 import os
 import shutil
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,19 +16,30 @@ from torch.utils.data import Dataset
 from common import checkpoint, distributed
 from common.problems import Problems
 from core import loading
+from speech import choices
 from speech.data.builder import TableBuilder
-from speech.data.dataset import Table, ensure_codes, is_prepared, keep_prepared
-from speech.data.rows import read_all
+from speech.data.dataset import Encoding, Table, ensure_codes, is_prepared, keep_prepared
+from speech.data.rows import Reading, Sources, read_all
 from speech.model.labels import IGNORE, PackedBatch, audio_targets
 
 PAD_LENGTH = 128        # padding comes in samples this short: attention costs the square of a sample's length
 
 
-def prepare_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
+def prepare_table(world, tokenizer, ids, args, codec_dir, work_dir):
     """All between the user's files and training, on every rank: read, encode what is new, write and
-    map the table. Folders of prepare_tts.py are only mapped.
+    map the table -> Table. Folders of prepare_tts.py are only mapped.
 
-    ids: TokenIds. sources: rows.Sources. encoding: dataset.Encoding. output_dir: where the table is
+    args: the trainer's flags. Others: see make_table.
+    """
+    sources = Sources(*choices.sources(args), Reading(
+        **choices.reading(args), lone_reference=ids.lone_reference), args.preprocess_num_proc, args.drop_bad)
+    encoding = Encoding(codec_dir, args.code_cache or Path(args.output_dir) / "codes", ids.num_codebooks,
+                        args.preprocess_num_proc, args.wait_timeout)
+    return make_table(world, tokenizer, ids, sources, encoding, work_dir, args.dry_run is not None)
+
+
+def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
+    """prepare_table. ids: TokenIds. sources: rows.Sources. encoding: dataset.Encoding. output_dir: where the table is
     written, and the list of samples that cannot be used. dry: clips that the cache lacks get the
     number of their frames from their headers, and no codes; nothing is listed. Returns the Table.
     """
@@ -80,10 +92,6 @@ def prepare_table(world, tokenizer, ids, sources, encoding, output_dir, dry=Fals
         if world.is_main:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Packed batches
 
 
 class SpeechSamples(Dataset):

@@ -1,648 +1,637 @@
 """Fine-tune Higgs-Audio V2 or Higgs TTS 3 (text to speech), LoRA or full: one process, DDP, FSDP2.
 
-    torchrun --nproc_per_node=8 train_v2_ddp.py --model_path bosonai/higgs-audio-v2-generation-3B-base \
-        --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --train_data_file train.json --output_dir ./out \
-        --per_device_train_batch_size 2 --learning_rate 5e-5 --bf16 --use_lora
+    torchrun --nproc_per_node=8 train_v2_ddp.py --train_data_file train.json --output_dir ./out \
+        --model_path bosonai/higgs-audio-v2-generation-3B-base --bf16 --use_lora \
+        --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --learning_rate 5e-5
     bash launch/demo.sh     # the same in small; needs no GPU and no model of yours
 
-Loss: cross-entropy of the next row of codes, averaged over every trained code of the whole
-optimizer step (all ranks, all micro-steps, all 8 codebooks), plus --text_loss_weight times the same
-average over text targets. The counts come from the plan that all ranks share, so no rank has to ask
-another.
+The script reads top to bottom: flags, ranks, data, resume, order of the data, model, validation and
+saving, then the loop. Its loss is the cross-entropy of the next row of codes, averaged over every
+trained code of an optimizer step (all ranks, micro-steps and codebooks), plus --text_loss_weight
+times the same average over text targets. So 1 rank, N ranks, DDP and FSDP2 train alike.
 
-SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the
-launcher; exit status 0.
+SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop: the step is finished, a checkpoint saved, and
+OUTPUT_DIR/requeue left for the launcher; exit status 0. Rerun the same command to resume.
 """
+import argparse
 import os
 import sys
 
-from common import flags
-from common.flags import need
-from common.text import counted
-from core import run_lock
+from core import cli, precision, run_lock
+from core.cli import require
 from speech import choices
-from speech.choices import CHECKS, LORA_TARGETS
 
 # --------------------------------------------------------------------------------------------------
-# Flags
+# --------------------------------------------------------------------------------------------------
+# Flags: name, default, help
 
-
-def build_parser():
-    p = flags.Parser("Fine-tune Higgs-Audio V2 or Higgs TTS 3.",
-                     usual="audio_tokenizer_path train_data_dir disable_eval sample_prompts")
-    flags.before_the_run(p)
-    g = p.add_argument_group("model")
-    g.add_argument("--model_path", required=True,
-                   help="folder or hub name: Higgs-Audio V2 (native or 2025 format) or Higgs TTS 3")
-    choices.codec(g)
-    flags.lora(g, rank=16, alpha=32, dropout=0.0, targets=None,
-               targets_help=f"{', '.join(LORA_TARGETS)}, or comma-separated module name endings (default: attention; "
-                            "Higgs TTS 3: all-linear)")
-    flags.switch(g, "--train_audio_table", help="beside the adapters, the audio embedding of Higgs TTS 3, which is its "
-                                                "head as well")
-    flags.switch(g, "--freeze_llm", help="full fine-tuning of the audio embedding and head only")
-
-    g = p.add_argument_group("data")
-    choices.data(g)
-    g.add_argument("--validation_split", type=float, help="share of samples held out, by seeded shuffle "
-                   "(default: 0.005, but of few samples 5 %%, up to 16)")
-    g.add_argument("--code_cache", help="folder of encoded audio, shareable between runs (default: OUTPUT_DIR/codes)")
-    g.add_argument("--preprocess_num_proc", type=int, default=min(8, flags.usable_cpus()),
-                   help="processes that read and tokenise, or decode audio, per node; 0 = in the trainer")
-    g.add_argument("--max_length", type=int, default=0, help="tokens a sample may have, 0 = the model's positions")
-    flags.bad_samples(g, CHECKS)
-    flags.loading(g, num_workers=2)
-
-    g = p.add_argument_group("batch and length of the run")
-    g.add_argument("--per_device_train_batch_size", type=int, default=4, help="samples per micro-step and rank")
-    g.add_argument("--max_tokens_per_batch", type=int, default=0,
-                   help="pack whole samples up to this many tokens instead, static shape; 0 = off")
-    g.add_argument("--per_device_eval_batch_size", type=int, default=1, help="samples per validation batch")
-    g.add_argument("--gradient_accumulation_steps", type=int, default=1, help="micro-steps per optimizer step")
-    g.add_argument("--global_batch_size", type=int, default=0, help="samples per optimizer step; derives accumulation")
-    flags.switch(g, "--group_by_length", help="put samples of similar length side by side")
-    g.add_argument("--num_train_epochs", type=int, default=3, help="passes over the training samples")
-    g.add_argument("--max_steps", type=int, default=0, help="stop after this many optimizer steps, 0 = by epochs")
-
-    g = flags.optimisation(p, learning_rate=5e-5, learning_rate_help="peak learning rate", lr_scheduler="cosine",
-                           min_lr_ratio=0.0, weight_decay=0.01, adam_beta2=0.999)
-    g.add_argument("--warmup_steps", type=int,
-                   help="optimizer steps of linear warm-up (default: 5 %% of the run, at most 100)")
-    g.add_argument("--scale_lr_from_batch", type=int, default=0, metavar="N",
-                   help="multiply the rate by sqrt(samples per optimizer step / N), 0 = off")
-    g.add_argument("--audio_loss_reduction", choices=("mean", "sum"), default="mean",
-                   help="over the codebooks: mean, or sum as transformers does (8 times larger)")
-    g.add_argument("--text_loss_weight", type=float, default=1.0, help="weight of the text loss, 0 = audio only")
-    choices.keep(g)
-
-    g = flags.speed(p, parallel="ddp", bf16_help="bfloat16 compute; a frozen base is stored in bfloat16")
-    flags.sharding(g)
-
-    g = flags.logging(p, logging_steps=10, save_total_limit=3)
-    flags.switch(g, "--enable_strategic_logging", help="now and then print one sample as trained")
-    g.add_argument("--strategic_logging_steps", type=int, default=100, help="optimizer steps between printed samples")
-    flags.switch(g, "--disable_eval", help="no validation, no hold-out")
-    g.add_argument("--sample_prompts", metavar="FILE",
-                   help="prompts spoken at every validation: one text a line, or ChatML .json/.jsonl")
-    g.add_argument("--sample_seconds", type=float, default=10.0, help="seconds of speech a sample prompt may give")
-    g.add_argument("--sample_time_limit", type=float, default=120.0,
-                   help="seconds that generating all of them may take at one validation")
-    choices.judges(p.add_argument_group("what judges the sample prompts, on rank 0"))
-    choices.best(p.add_argument_group("which checkpoint is the best"))
-    return flags.accept_old(p)
+p = cli.Parser("Fine-tune Higgs-Audio V2 or Higgs TTS 3.")
+flag, switch = p.flag, p.switch
+# before the run
+flag("--config", None, "YAML file of lines `flag: value`, such as OUTPUT_DIR/run.yaml; the "
+     "command line overrides it", metavar="FILE")
+flag("--dry_run", None, "check everything, print the plan, stop; needs no GPU. GPUS: plan for so "
+     "many (default: this launch's)", nargs="?", type=int, const=0, metavar="GPUS")
+# model
+flag("--model_path", None, "folder or hub name of Higgs-Audio V2 or Higgs TTS 3", required=True)
+flag("--audio_tokenizer_path", None, "audio codec, folder or hub name (default: inside TTS 3)")
+switch("--use_lora", "train adapters on a frozen base instead of all weights")
+flag("--lora_rank", 16, "adapter rank")
+flag("--lora_alpha", 32, "updates are multiplied by alpha / rank")
+flag("--lora_dropout", 0.0, "dropout on adapter inputs, 0 to 1")
+flag("--lora_target_modules", None, ", ".join(choices.LORA_TARGETS) + ", or module name endings "
+     "(default: attention; TTS 3: all-linear)", type=cli.alias(all="all-linear"))
+switch("--use_rslora", "PEFT's rsLoRA: multiply updates by alpha / sqrt(rank) instead")
+switch("--use_dora", "PEFT's DoRA: train the length of each weight row apart; slower")
+switch("--train_audio_table", "with adapters, train the audio embedding of TTS 3")
+switch("--freeze_llm", "full fine-tuning of the audio embedding and head only")
+flag("--base_dtype", None, "lora: nf4 keeps frozen layers in four bits", choices=("bf16", "nf4"))
+# data
+choices.data(p)
+flag("--validation_split", None, "share of samples held out, by seeded shuffle (default: 0.005, "
+     "but of few samples 5 %%, up to 16)", type=float)
+switch("--disable_eval", "no validation, no hold-out")
+flag("--code_cache", None, "folder of encoded audio, shared by runs (default: OUTPUT_DIR/codes)")
+flag("--preprocess_num_proc", min(8, cli.usable_cpus()), "processes per node that read, tokenise "
+     "and decode audio; 0 = in the trainer")
+flag("--max_length", 0, "tokens a sample may have, 0 = the model's positions")
+flag("--drop_bad", None, "drop bad samples instead of stopping; all, or found by "
+     f"{', '.join(choices.CHECKS)}; OUTPUT_DIR/problems.jsonl lists them", nargs="*",
+     metavar="CHECK")
+switch("--drop_too_long", argparse.SUPPRESS)        # the same as --drop_bad too_long
+flag("--num_workers", 2, "loader processes per rank, 0 = in the trainer")
+# batch and length of the run
+flag("--per_device_train_batch_size", 4, "samples per micro-step and rank")
+flag("--max_tokens_per_batch", 0, "pack whole samples up to so many tokens instead; 0 = off")
+flag("--per_device_eval_batch_size", 1, "samples per validation batch")
+flag("--gradient_accumulation_steps", 1, "micro-steps per optimizer step")
+flag("--global_batch_size", 0, "samples per step; derives the accumulation")
+switch("--group_by_length", "put samples of similar length into the same micro-step")
+flag("--num_train_epochs", 3, "passes over the training samples")
+flag("--max_steps", 0, "stop after so many optimizer steps, 0 = by epochs")
+# optimization
+flag("--learning_rate", 5e-5, "peak learning rate")
+flag("--lr_scheduler", "cosine", "after warm-up", choices=("cosine", "linear", "constant"),
+     type=cli.alias(constant_with_warmup="constant"))
+flag("--min_lr_ratio", 0.0, "final learning rate as a share of the peak")
+flag("--warmup_steps", None, "linear warm-up (default: 5 %% of the run, at most 100)", type=int)
+flag("--scale_lr_from_batch", 0, "multiply the rate by sqrt(samples a step / N); 0 = off")
+flag("--weight_decay", 0.01, "AdamW decay of matrices, not embeddings")
+flag("--adam_beta2", 0.999, "AdamW decay of the variance")
+flag("--max_grad_norm", 1.0, "clip the global gradient norm, 0 = off")
+flag("--max_bad_steps", 5, "stop after so many non-finite steps in a row")
+flag("--audio_loss_reduction", "mean", "over codebooks; transformers takes the sum, 8 times larger",
+     choices=("mean", "sum"))
+flag("--text_loss_weight", 1.0, "weight of the text loss, 0 = audio only")
+flag("--keep", None, "texts that the base speaks once; the adapter is held near it there")
+flag("--keep_weight", 1.0, "weight of that divergence beside the loss")
+flag("--keep_every", 10, "steps between those with packs of --keep")
+flag("--seed", 42, "of weights, data order, hold-out and dropout")
+# speed and memory
+switch("--auto", "choose what no flag names by the memory plan, and print why: batches, "
+       "--gradient_checkpointing, --parallel; a resumed run keeps its choice")
+flag("--gpu_memory", None, "--dry_run, --auto: memory of one GPU (default: the one here, else 80)",
+     type=float, metavar="GIB")
+flag("--host_memory", None, "--dry_run: free memory of a node (default: what is free here)",
+     type=float, metavar="GIB")
+flag("--parallel", "ddp", "a model on every GPU; sharded over all GPUs (FSDP2), or over a node's, "
+     "with a copy a node (HSDP)", type=cli.sharding, choices=("ddp", "fsdp", "hsdp"))
+flag("--shard_size", 0, "hsdp: GPUs that weights are sharded over, 0 = a node's")
+flag("--reshard_after_forward", True, "fsdp, hsdp: free gathered weights until the backward pass; "
+     "no-: faster, more memory", action=argparse.BooleanOptionalAction)
+flag("--reduce_dtype", "fp32", "in which FSDP sums gradients", choices=("fp32", "bf16"))
+switch("--cpu_offload", "fsdp, hsdp: shards and optimizer in host memory (slow)")
+switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
+switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16")
+switch("--float8", "lora with --compile: products with frozen weights in float8")
+switch("--tf32", "TF32 for float32 matrix products on CUDA")
+switch("--compile", "torch.compile each layer")
+flag("--gradient_checkpointing", None, "recompute layers in the backward pass: all of them, or all "
+     "but attention and matrix products; the flag alone means all", nargs="?", const="all",
+     type=cli.recomputation, metavar="all|selective")
+flag("--collective_timeout", 600, "abort after so many seconds without progress, naming the rank")
+flag("--wait_timeout", 21600, "the same for data preparation, validation and saves")
+# logging, validation, checkpoints
+flag("--output_dir", "./output", "everything written goes here; shared by all nodes")
+flag("--logging_dir", "./logs", "TensorBoard files go to a folder in here")
+flag("--logging_steps", 10, "optimizer steps between log lines")
+flag("--report_to", ["tensorboard"], f"beside metrics.jsonl: {', '.join(cli.TRACKERS)} or none",
+     nargs="+", metavar="NAME")
+flag("--wandb_project", "flat-trainers", "project at W&B and trackio")
+flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
+flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 1/10)", type=int)
+flag("--save_total_limit", 3, "newest checkpoints kept beside the best, 0 = all")
+flag("--resume", "auto", "auto (newest whole checkpoint in OUTPUT_DIR), none, or a folder",
+     type=cli.alias(true="auto", false="none"))
+flag("--sample_prompts", None, "texts, or ChatML, spoken at every validation", metavar="FILE")
+flag("--sample_seconds", 10.0, "seconds of speech a prompt may give")
 
 
 def check_flags(args, world_size):
     """Raise UserError for flags that would fail, or do nothing, later; fill in what derives."""
-    flags.check_shared(args)
-    flags.check_bad_samples(args, CHECKS)
-    if args.dry_run is None:        # long before the imports are done
+    cli.check_trainer(args, world_size, p)
+    precision.check(args)
+    choices.check_trainer(args, world_size)
+    if args.dry_run is None:        # now, long before the imports are done
         run_lock.check_free(args.output_dir)
-    flags.check_parallel(args, world_size)
-    flags.check_sharding(args)
-    choices.check_data(args)
-    for path, _ in choices.sources(args)[0] if args.code_cache else ():
-        need(not os.path.exists(os.path.join(path, "prepared.json")),
-             f"--code_cache: {path} has its codes already; drop the flag")
-    need(not (args.disable_eval and (args.eval_data_file or args.eval_data_dir)),
-         "--disable_eval and validation data exclude each other")
-    flags.at_least_one(args, "gradient_accumulation_steps", "strategic_logging_steps")
-    flags.zero_or_more(args, "text_loss_weight")
-    for flag, usual in {"sample_seconds": 10, "sample_time_limit": 120}.items():
-        flags.above_zero(args, flag)
-        need(args.sample_prompts or getattr(args, flag) == usual,
-             f"--{flag} needs --sample_prompts")
-    choices.check_judges(args, bool(args.sample_prompts))
-    choices.check_keep(args)
-    choices.check_best(args)
-    need(not args.sample_prompts or args.sample_time_limit < args.wait_timeout,
-         f"--sample_time_limit {args.sample_time_limit:g} must be below --wait_timeout {args.wait_timeout}")
-    flags.check_lora(args, build_parser())
-    flags.check_loading(args, build_parser())
-    need(args.use_lora or not args.train_audio_table, "--train_audio_table needs --use_lora; without it all is trained")
-    need(not (args.use_lora and args.freeze_llm), "--use_lora freezes the whole base already: drop --freeze_llm")
-    if not flags.counts_samples(args):
-        need(not args.group_by_length, "--group_by_length does nothing with packs of tokens: they are equal")
-        need(args.auto or not args.global_batch_size, "--global_batch_size counts samples: with packs of tokens it "
-             "needs --auto")
-        need(not args.global_batch_size or "gradient_accumulation_steps" not in flags.named(args),
-             "give one of --global_batch_size and --gradient_accumulation_steps")
-        need(not args.scale_lr_from_batch, "--scale_lr_from_batch counts samples: not with packs of tokens")
-    if args.global_batch_size and flags.counts_samples(args):
-        per_micro_step = args.per_device_train_batch_size * world_size
-        need(args.gradient_accumulation_steps == 1, "give one of --global_batch_size and --gradient_accumulation_steps")
-        need(args.global_batch_size % per_micro_step == 0,
-             f"--global_batch_size {args.global_batch_size} is not a multiple of {per_micro_step} "
-             f"(--per_device_train_batch_size {args.per_device_train_batch_size} x {counted(world_size, 'rank')})")
-        args.gradient_accumulation_steps = args.global_batch_size // per_micro_step
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
-ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+args = cli.parse(p, check_flags)
+dry = args.dry_run is not None
+if dry and os.environ.get("RANK", "0") != "0":
+    sys.exit(0)     # one process plans for all
 
 import math
+import tempfile
 from pathlib import Path
 
-import numpy as np
 import torch
-from tqdm import tqdm
 
 import lora  # first: it explains a torchaudio that breaks every transformers import
-from common import checkpoint, distributed, run, tensor_files
-from common.distributed import UserError
 from common.problems import collect
-from core import adapters, loading, metrics, optim
-from core.json_files import read_object
+from core import (
+    adapters,
+    checkpoint,
+    dist,
+    fused,
+    json_files,
+    loading,
+    metrics,
+    optim,
+    tensor_io,
+    watchdog,
+)
 from core.packing import PackOrder, rank_packs, run_length
-from core.watchdog import stop_requested
-from data import collate, make_loader, prepare_table
+from data import SpeechSamples, collate, make_loader, prepare_table
 from speech.data import text_normalization
 from speech.data.code_cache import FRAME_RATE
-from speech.data.dataset import Encoding, data_facts, samples_line, split_samples, usable_samples
-from speech.data.rows import Reading, Sources
+from speech.data.dataset import data_facts, samples_line, split_samples, usable_samples
 from speech.model import versions, weights
-from speech.model.loss import Sums, decays, flops_per_pack, total_loss
+from speech.model.loss import Sums, decays, eval_line, step_work, total_loss, train_line
 
-# what --freeze_llm trains
-AUDIO_WEIGHTS = ("embed_audio_tokens", "audio_lm_head", "audio_embedding")
+# --------------------------------------------------------------------------------------------------
+# Ranks. A dry run joins no other process and writes nothing.
 
-# ------------------------------------------------------------------------------------------------
-# Model: empty, loaded, saved. module: of versions.module, speech/model/v2.py or v3.py
+output_dir, work_dir = Path(args.output_dir), args.output_dir
+if dry:
+    world = dist.single_process()
+    scratch = tempfile.TemporaryDirectory()
+    work_dir = scratch.name
+else:
+    world = dist.init(args.collective_timeout, args.wait_timeout,
+                      args.auto or args.parallel != "ddp", args.auto or args.cpu_offload)
+    dist.rank0(world, checkpoint.claim_output, args.output_dir)
+    dist.rank0(world, watchdog.clear_marker, args.output_dir)
+watch = watchdog.Watchdog(world, args.collective_timeout)       # names a rank that hangs
+watch.report_progress("data preparation", args.wait_timeout)
+watchdog.exit_if_asked(world, args.output_dir)      # by a signal during the imports
+ranks, main_rank, device = args.dry_run or world.size, world.is_main, world.device
+if args.compile:        # by all ranks or by none
+    args.compile = all(dist.all_gather(world, fused.compiles(device.type)))
+dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
 
 
-def empty_trained_model(module, folder, config, args):
-    """(module.packed on the meta device, {weight name: handles of that weight in the files}).
+def autocast():
+    return dist.autocast(device, dtype)
 
-    folder, config: of the model to train, and its config.json dict. With --use_lora the native
-    model inside has the adapters. Only weights that are trained require gradients. Raises UserError
-    when the folder does not hold exactly the model's weights, or nothing is left to train.
+
+def print0(*lines):
+    if main_rank:
+        print(*lines, sep="\n", flush=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Model: on the meta device, where it takes no memory. Data: rank 0 tokenises, all ranks map the
+# same table and know the whole order. So ranks never have to ask each other which samples a step
+# has, or how many targets.
+
+folder, config_dict, codec_dir = versions.find_files(
+    world, args.model_path, args.audio_tokenizer_path, work_dir)
+module = versions.module(config_dict)       # speech/model/v2.py or v3.py, chosen once
+args.normalize_text = module.text_setting(args.normalize_text or "")
+if args.use_lora:
+    args.lora_target_modules = args.lora_target_modules or module.LORA_TARGETS
+config, tokenizer = module.read_config(config_dict), module.load_tokenizer(folder)
+ids = module.token_ids(tokenizer, config)
+
+
+def empty_model(source, config_dict):
+    """(model on the meta device, {weight name: its places in the files of folder `source`}).
+
+    Only weights that are trained require gradients. Raises UserError when the folder does not hold
+    exactly the model's weights, or nothing is left to train.
     """
-    dtype = args.use_lora and run.half(args) or torch.float32
-    native = net = module.empty_model(config, dtype, folder)
-    parts = module.weight_parts(folder, config)
-    weights.check_weights(native, parts, folder)
+    # adapters are trained on a frozen base, which half precision is enough for
+    native = net = module.empty_model(config_dict, args.use_lora and dtype or torch.float32, source)
+    parts = module.weight_parts(source, config_dict)
+    weights.check_weights(native, parts, source)
     if args.use_lora:
         net = lora.add_lora(native, args.lora_rank, args.lora_alpha, args.lora_dropout,
                             args.lora_target_modules, args.model_path, args.train_audio_table,
                             use_rslora=args.use_rslora, use_dora=args.use_dora)
     elif args.freeze_llm:
         for name, parameter in native.named_parameters():
-            parameter.requires_grad_(any(part in name for part in AUDIO_WEIGHTS))
+            parameter.requires_grad_(any(part in name for part in choices.AUDIO_WEIGHTS))
     module.freeze_unreachable(native, args.text_loss_weight)
     if args.base_dtype == "nf4":
         from core import nf4
         nf4.convert(module.layers(native))
     model = module.packed(net, args.gradient_checkpointing)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError("these flags leave no weight to train")
+    require(any(parameter.requires_grad for parameter in model.parameters()),
+            "these flags leave no weight to train")
     return model, parts
 
 
-def load_model(module, world, model, parts, resume, args):
-    """Load empty_trained_model's model on this rank's device -> what to call: it, or DDP around it.
-    resume: checkpoint folder, or None: then adapters are drawn by the seed.
-    """
-    native, net, sharding = model.base_model, model.net, run.sharding(args, world.size)
-    if args.compile:
-        distributed.compile_layers(module.layers(native))
-    if sharding:
-        distributed.shard(model, module.layers(native), world, **sharding)
-    on_host = sharding and sharding["cpu_offload"]
-    # from here on there is memory, still unset
-    model.to_empty(device="cpu" if on_host else world.device)
-    module.reset_buffers(native, world.device)
-    base = adapters.base_weights(net) if args.use_lora else dict(native.named_parameters())
-    if args.base_dtype == "nf4":
-        from core import nf4
-        nf4.load_weights(native, weights.load_weights, base, parts, world)
-    else:
-        weights.load_weights(base, parts, world)
-    if args.use_lora and resume:
-        adapters.load_adapters(net, resume)
-    elif args.use_lora:
-        adapters.init_adapters(net, args.seed)
+def check_machine():
+    """Raise UserError where this machine cannot compute what the flags ask for."""
+    dist.check_bf16(device, args.bf16)
     if args.float8:
         from core import float8
-        float8.convert(module.layers(native))
-    model.train()
-    return model if sharding else distributed.wrap_ddp(model, world)
+        float8.check_device(device, True)
 
 
-def check_resume(module, model, resume):
-    """Raise UserError when a checkpoint does not fit this (empty) model. resume: folder or None."""
-    if not resume:
-        return
-    if model.has_adapters:
+def load_prompts():
+    """The prompts of --sample_prompts, and what holds the model near its base, or None each."""
+    prompts = keep_loss = None
+    if args.sample_prompts:
+        from speech.voice import sample_prompts
+        prompts = sample_prompts.load(args, tokenizer, ids, config, codec_dir, world)
+    if args.keep:
+        from speech.voice import keep
+        keep_loss = keep.load(args, tokenizer, ids, config, codec_dir, world)
+    return prompts, keep_loss
+
+
+try:    # a run ends at the first mistake, a dry run names them all
+    _, _, (model, parts), table, (prompts, keep_loss) = collect(
+        dry, lambda: choices.check_folders(args), check_machine,
+        lambda: empty_model(folder, config_dict),
+        lambda: prepare_table(world, tokenizer, ids, args, codec_dir, work_dir), load_prompts)
+except watchdog.Stopped as why:
+    watchdog.exit_stopped(world, args.output_dir, why)
+train_ids, eval_ids = usable_samples(
+    table, *split_samples(table, 0 if args.disable_eval else args.validation_split, args.seed),
+    max_length=args.max_length or config.max_position_embeddings, say=main_rank,
+    max_tokens=args.max_tokens_per_batch, drop="too_long" in args.drop_bad,
+    output_dir=None if dry or not main_rank else args.output_dir)
+if args.tf32:       # only now: codes in the cache must not depend on it
+    torch.set_float32_matmul_precision("high")
+if args.auto or dry:
+    from speech import plan
+    speakers = [speaker for speaker in (prompts, keep_loss) if speaker]
+    data = plan.Data(table, ids, train_ids, eval_ids, speakers, keep_loss)
+    if args.auto and plan.choose(args, world, ranks, model, data):
+        model, parts = empty_model(folder, config_dict)
+
+# --------------------------------------------------------------------------------------------------
+# Resume
+
+identity = None     # what a checkpoint must share with the run that resumes it
+if main_rank:
+    base = tensor_io.fingerprint(folder)
+    identity = {"base model": base, "codec": Path(table.reader.folder).name,
+                "set of trained weights": choices.trained_weights(args),
+                "--normalize_text": args.normalize_text, "seed": args.seed,
+                "training data": table.fingerprint(train_ids), "pack": choices.pack_text(args),
+                "--keep": keep_loss.fingerprint_with(base) if keep_loss else None}
+# validation losses compare only where these are equal
+validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
+checkpoints = checkpoint.CheckpointManager(
+    world, output_dir, args.save_total_limit, args.wait_timeout)
+resume, state = checkpoints.latest(args.resume)
+if resume:
+    dist.rank0(world, checkpoint.check_identity, resume, state, identity)
+step, epoch, first_pack = (state.get(key, 0) for key in ("step", "epoch", "first"))
+best_loss, best_step = math.inf, None
+if state.get("best_step") is not None and state["validation"] == validation:
+    best_loss, best_step = state["best_loss"], state["best_step"]
+
+# --------------------------------------------------------------------------------------------------
+# Order of the packs: a function of (seed, epoch) alone, so another number of ranks continues it
+
+accumulation = args.gradient_accumulation_steps
+per_step = ranks * accumulation
+order = PackOrder(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
+                  samples_per_pack=args.per_device_train_batch_size, seed=args.seed,
+                  group_by_length=args.group_by_length)
+steps_per_epoch, total_steps = run_length(
+    order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps,
+    {"step": step, "epoch": epoch, "first": first_pack})
+validates = bool(len(eval_ids) or prompts)
+intervals = cli.set_intervals(args, total_steps, state.get("args", {}), validates)
+peak_lr = args.learning_rate
+if args.scale_lr_from_batch:
+    samples_per_step = per_step * args.per_device_train_batch_size
+    peak_lr = optim.sqrt_lr(peak_lr, samples_per_step, args.scale_lr_from_batch)
+steps_line = (f"steps      {total_steps} ({steps_per_epoch} an epoch), "
+              f"{cli.counted(per_step, 'pack')} a step = {cli.counted(ranks, 'rank')} x "
+              f"{cli.counted(accumulation, 'micro-step')}; ")
+start_line = f"start      step {step}, {f'resumed from {resume}' if resume else 'base model'}"
+if dry:
+    if resume and args.use_lora:
         adapters.load_adapters(model.net, resume)       # onto the meta device nothing is copied
-    else:
-        config = read_object(Path(resume) / "config.json")
-        weights.check_weights(model.base_model, module.weight_parts(resume, config), resume)
+    elif resume:
+        empty_model(resume, json_files.read_object(resume / "config.json"))
+    plan.print_all(args, ranks, model, data, order, step, total_steps, steps_per_epoch,
+                   [steps_line, intervals, start_line])
+    print("dry run ok")
+    sys.exit(0)
+
+# --------------------------------------------------------------------------------------------------
+# Model: sharded while it takes no memory, then filled; no process ever holds more than its part
+
+watch.report_progress("loading the model", args.wait_timeout)
+if resume and not args.use_lora:        # a full checkpoint replaces the base
+    config_dict = json_files.read_object(resume / "config.json")
+    model, parts = empty_model(resume, config_dict)
+native, net = model.base_model, model.net
+if args.compile:
+    dist.compile_layers(module.layers(native))
+if args.parallel != "ddp":
+    dist.shard(model, module.layers(native), world, args.bf16, args.reshard_after_forward,
+               args.cpu_offload, args.shard_size, args.reduce_dtype)
+model.to_empty(device="cpu" if args.cpu_offload else device)
+module.reset_buffers(native, device)        # to_empty has left them unset
+named = adapters.base_weights(net) if args.use_lora else dict(native.named_parameters())
+if args.base_dtype == "nf4":
+    from core import nf4
+    nf4.load_weights(native, weights.load_weights, named, parts, world)
+else:
+    weights.load_weights(named, parts, world)
+if args.use_lora and resume:
+    adapters.load_adapters(net, resume)
+elif args.use_lora:
+    adapters.init_adapters(net, args.seed)
+if args.float8:
+    from core import float8
+    float8.convert(module.layers(native))
+model.train()
+wrapped = dist.wrap_ddp(model, world) if args.parallel == "ddp" else model
+trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
+                              (0.9, args.adam_beta2), decays)
+scaler = None
+if args.fp16:
+    from core.fp16 import Scaler
+    scaler = Scaler(device, state.get("scaler"))
+if keep_loss:
+    watch.report_progress("the base speaks --keep", args.wait_timeout)
+    try:
+        intervals += "\n" + keep_loss.speak(world, model, autocast)
+    except watchdog.Stopped as why:
+        watchdog.exit_stopped(world, args.output_dir, why)
+n_sums = Sums.size(ids.num_codebooks)       # of what a step adds up for the log
 
 
-def run_identity(folder, table, train, args):
-    """What a checkpoint must share with the run that resumes it, {name: value}; JSON-able.
+def forward_backward(batch, n_audio, n_text, sync):
+    """Add the gradients of one micro-step -> (loss, its sums for the log), which nobody waits for.
 
-    folder: the base model's. train: numbers of the samples trained.
+    The model returns sums over the batch's targets. They are divided by the targets of the whole
+    step on all ranks, so any split over ranks and micro-steps adds up to the same loss.
     """
-    trained = "full"
-    if args.use_lora:
-        trained = "lora and audio table" if args.train_audio_table else "lora"
-        trained += " on nf4" * (args.base_dtype == "nf4")
-    elif args.freeze_llm:
-        trained = "audio embedding and head"
-    samples, tokens = args.per_device_train_batch_size, args.max_tokens_per_batch
-    batch = f"{tokens} tokens" if tokens else f"{samples} samples"
-    # in this order they are compared: another base, text or seed makes other training data as well
-    return {"base model": tensor_files.fingerprint_weights(folder),
-            "codec": Path(table.reader.folder).name,
-            "set of trained weights": trained + ("" if args.text_loss_weight else " without text"),
-            "--normalize_text": args.normalize_text, "seed": args.seed,
-            "training data": table.fingerprint(train),
-            "pack": f"{batch} by length, in blocks" if args.group_by_length else batch}
+    with dist.gradient_sync(wrapped, sync):     # exchanged once a step, when complete
+        with autocast():
+            losses = audio, text, ends = wrapped(batch)
+        loss = total_loss(audio, n_audio, text, n_text, args.audio_loss_reduction,
+                          args.text_loss_weight)
+        # DDP and FSDP2 average gradients over ranks, the loss is a mean over all of them
+        (loss * (world.size * (scaler.scale if scaler else 1.0))).backward()
+    counts = batch.counts["audio_targets"], batch.counts["text_targets"]
+    return loss, Sums(*losses, *counts).flat()
 
 
-def save_checkpoint(module, world, writer, model, tokenizer, source, optimizer, meta):
-    """Copy all of checkpoint-<meta["step"]> off the device and start writing it. On every rank.
+if device.type == "cuda":       # the largest pack, once: it must not fail hours into the run
+    largest = max((order.epoch(0).pack(i) for i in range(order.packs_per_epoch)),
+                  key=lambda pack: table.lengths[train_ids[pack]].sum())
+    samples = SpeechSamples(table, ids)
+    batch = collate([samples[int(train_ids[i])] for i in largest], ids, args.max_tokens_per_batch)
+    try:
+        forward_backward(batch.to(device), 1, 1, True)
+    except torch.OutOfMemoryError:
+        raise cli.UserError(
+            f"the largest pack, {len(batch.input_ids)} tokens, does not fit into the GPU's memory; "
+            "what helps: --auto, --gradient_checkpointing, smaller batches, --parallel fsdp")
+    model.zero_grad(set_to_none=True)
+dist.seed_everything(args.seed, world.rank)     # other dropout on every rank
+if resume:
+    checkpoints.restore(resume, model, optimizer)
 
-    source: folder of the base model, whose processor files a full checkpoint takes over.
-    """
-    writer.begin(meta["step"])
-    distributed.reshard(model)
-    states = distributed.gather_on_main(world, checkpoint.rng_state(world.device))
-    if model.has_adapters:
-        named = adapters.adapter_weights(model.net)
-        files = tensor_files.stage(world, "adapter_model", named, spread=False)
-    else:
-        files = tensor_files.stage(world, "model", module.weight_names(model.base_model))
-    moments = optim.state_tensors(optimizer, model.named_parameters())
-    files |= tensor_files.stage(world, f"{checkpoint.STATE_DIR}/optimizer", moments)
-
-    def save_config(path):
-        if model.has_adapters:
-            return adapters.save_config(model.net, path)
-        return module.save_config(model.base_model, tokenizer, path, source)
-
-    if world.is_main:
-        setting, base = meta["args"]["normalize_text"], meta["args"]["base_dtype"]
-        files[f"{checkpoint.STATE_DIR}/rng.pt"] = checkpoint.pickled(states)
-        files[text_normalization.FILE] = lambda path: text_normalization.save_setting(
-            path, setting, base)
-        files["*"] = save_config
-    writer.save(meta["step"], files, meta)
-
-
-# ------------------------------------------------------------------------------------------------
-# Validation
+# --------------------------------------------------------------------------------------------------
+# Validation and checkpoints
 
 
 @torch.no_grad()
-def evaluate(module, world, model, table, ids, held_out, writer, args):
+def evaluate():
     """Exact target-weighted validation losses {eval/...: float}; each rank takes a share.
 
-    Now and then calls writer.check(), which may raise, and looks for a request to stop: then it
-    returns None, on all ranks.
+    None, on all ranks, when one was asked to stop meanwhile.
     """
-    order = PackOrder(table.lengths[held_out], samples_per_pack=args.per_device_eval_batch_size,
-                      shuffle=False)
-    mine = rank_packs(order, world.rank, world.size, 1, epochs=1)
-    packs = [[int(held_out[i]) for i in pack] for pack in mine]
+    held_out = PackOrder(table.lengths[eval_ids], shuffle=False,
+                         samples_per_pack=args.per_device_eval_batch_size)
+    packs = [[int(eval_ids[i]) for i in pack]
+             for pack in rank_packs(held_out, world.rank, world.size, 1, epochs=1)]
     loader = make_loader(table, ids, packs, num_workers=min(1, args.num_workers), prefetch_factor=2)
-    sums = torch.zeros(Sums.size(ids.num_codebooks), dtype=torch.float64, device=world.device)
+    total = torch.zeros(n_sums, dtype=torch.float64, device=device)
     model.eval()
     for i, batch in enumerate(loading.each(loader)):
         if i % 16 == 0:     # often enough for a prompt stop, seldom enough to cost nothing
-            writer.check()
-            if distributed.largest(world, bool(stop_requested())).item():
+            checkpoints.check()
+            if dist.all_max(world, bool(watchdog.stop_asked(args.output_dir))).item():
                 model.train()
                 return None
-        with run.autocast(args, world.device):
-            losses = model(batch.to(world.device))
-        sums += sums_of(losses, batch).flat()
+        with autocast():
+            losses = model(batch.to(device))
+        total += Sums(*losses, batch.counts["audio_targets"], batch.counts["text_targets"]).flat()
     model.train()
-    sums = distributed.all_sum(world, sums).tolist()
-    return module.loss_report(sums, args.audio_loss_reduction, args.text_loss_weight, "eval")
+    return module.loss_report(dist.all_reduce(world, total).tolist(), args.audio_loss_reduction,
+                              args.text_loss_weight, "eval")
 
 
-def sums_of(losses, batch):
-    """Sums of a batch. losses: what the packed model returned for it."""
-    return Sums(*losses, batch.counts["audio_targets"], batch.counts["text_targets"])
+def validate():
+    """Validate, speak the prompts, log -> whether the loss is the best so far; None if stopped."""
+    global best_loss, best_step
+    watch.report_progress(f"validation at step {step}", args.wait_timeout)
+    values = evaluate() if len(eval_ids) else {}
+    if values is None:
+        return None
+    if values:
+        print0(eval_line(step, values))
+    if prompts:
+        watch.report_progress(f"sample prompts at step {step}", args.wait_timeout)
+        values |= prompts.speak(world, model, step, log, autocast)
+    if values and main_rank:
+        log.write(step, values)
+    if not values.get("eval/loss", math.nan) < best_loss:       # never one that is not finite
+        return False
+    best_loss, best_step = values["eval/loss"], step
+    return True
 
 
-def load_prompts(args, tokenizer, ids, config, codec_dir, world):
-    """(sample_prompts.Speaker or None, keep.Keeper or None) of the flags. Raises UserError."""
-    speaker, keeper = None, None
-    if args.sample_prompts:
-        from speech.voice import sample_prompts
-        speaker = sample_prompts.load(args, tokenizer, ids, config, codec_dir, world)
-    if args.keep:
-        from speech.voice import keep
-        keeper = keep.load(args, tokenizer, ids, config, codec_dir, world)
-    return speaker, keeper
-
-
-# ------------------------------------------------------------------------------------------------
-# Reports
-
-
-def console_line(step, total_steps, v):
-    """One aligned line of at most 160 characters, with units; metrics.jsonl has all numbers."""
-    mfu = f" | mfu {v['train/mfu'] * 100:4.1f}%" if "train/mfu" in v else ""
-    left = metrics.duration((total_steps - step) * v["train/step_seconds"])
-    return (f"step {step:>6}/{total_steps} | loss {v['train/loss']:7.4f} | "
-            f"audio {v['train/audio_loss']:6.3f} text {v['train/text_loss']:6.3f} | "
-            f"stop {v['train/stop_recall'] * 100:5.1f}% | lr {v['train/learning_rate']:.2e} | "
-            f"grad_norm {v['train/grad_norm']:7.3f} | "
-            f"{v['train/audio_seconds_per_second']:>7,.1f} audio-s/s{mfu} | eta {left}")
-
-
-def eval_line(step, v):
-    """One aligned line of a validation, with units."""
-    return (f"eval   step {step:>6} | loss {v['eval/loss']:7.4f} | "
-            f"audio {v['eval/audio_loss']:6.3f} | text {v['eval/text_loss']:6.3f} | "
-            f"eos {v['eval/eos_loss']:6.3f} stop {v['eval/stop_recall'] * 100:5.1f}%")
-
-
-def step_work(config, table, window, use_lora):
-    """Totals over the samples of one optimizer step, all ranks, from the plan; python numbers."""
-    lengths = table.lengths[window].astype(np.int64)
-    n_audio, n_text = int(table.audio_targets[window].sum()), int(table.text_targets[window].sum())
-    pairs = int((lengths * (lengths + 1) // 2).sum())
-    flops = flops_per_pack(config, int(lengths.sum()), n_audio, n_text, pairs, use_lora)
-    return {"audio_targets": n_audio, "text_targets": n_text, "tokens": int(lengths.sum()),
-            "samples": len(window), "frames": int(table.frames[window].sum()), "flops": flops}
-
-
-def print_start(world, model, table, train_ids, eval_ids, args, *more):
-    """What is about to run, before the first step."""
-    where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-    precision = "bf16 autocast" if args.bf16 else "fp16 autocast" if args.fp16 else "fp32"
-    print(f"device     {world.size} x {where}, torch {torch.__version__}, {precision}\n"
-          f"{metrics.model_text(model, model.has_adapters)}\n"
-          f"{samples_line(table, train_ids, eval_ids)}", *more, sep="\n")
-
-
-def print_sample(table, tokenizer, batch):
-    """--enable_strategic_logging: show the first sample of a batch the way the model sees it."""
-    if not batch.samples:
-        return
-    places = batch.text_pos[batch.text_pos < batch.seqlens[0]]
-    text = tokenizer.decode(batch.input_ids[places].cpu())
-    n_audio, n_text = batch.counts["audio_targets"], batch.counts["text_targets"]
-    tqdm.write(f"sample     {table.name(batch.samples[0])}: {batch.seqlens[0]} tokens; "
-               f"batch trains {n_audio} codes and {n_text} text tokens; text {text!r}")
-
-
-# ------------------------------------------------------------------------------------------------
-# Data
-
-
-def read_data(args, tokenizer, ids, codec_dir, work_dir, world):
-    """The Table of the user's files, made in work_dir. A dry run encodes nothing."""
-    sources = Sources(*choices.sources(args), Reading(
-                      **choices.reading(args), lone_reference=ids.lone_reference),
-                      args.preprocess_num_proc, args.drop_bad)
-    encoding = Encoding(codec_dir, args.code_cache or Path(args.output_dir) / "codes",
-                        ids.num_codebooks, args.preprocess_num_proc, args.wait_timeout)
-    return prepare_table(world, tokenizer, ids, sources, encoding, work_dir,
-                         dry=args.dry_run is not None)
-
-
-# ------------------------------------------------------------------------------------------------
-# Main
-
-
-def main(argv=None):
-    args = ARGS or flags.parse(build_parser(), check_flags, argv)
-    run.main(args, train)
-
-
-def train(args):
-    # -- ranks, data, empty model --------------------------------------------------------------
-    ranks, dry, work_dir = run.ranks(args), args.dry_run is not None, run.work_folder(args)
-    world, watch = run.start(args, cpu_too=args.cpu_offload or args.auto)
-    device, main_rank = world.device, world.is_main
-    folder, config_dict, codec_dir = versions.find_files(
-        world, args.model_path, args.audio_tokenizer_path, work_dir)
-    module = versions.module(config_dict)
-    args.normalize_text = module.text_setting(args.normalize_text or "")
+def save():
+    """Copy everything off the device; it is written while the next steps run. On every rank."""
+    watch.report_progress(f"saving at step {step}", args.wait_timeout)
+    unlogged = dist.all_reduce(world, sums.clone()).tolist()    # of steps since the last log line
+    dist.reshard(model)     # after a validation FSDP2's parameters are the gathered ones
+    stem, named = "model", module.weight_names(native)
     if args.use_lora:
-        args.lora_target_modules = args.lora_target_modules or module.LORA_TARGETS
-    config, tokenizer = module.read_config(config_dict), module.load_tokenizer(folder)
-    ids = module.token_ids(tokenizer, config)
-    # a run ends at the first mistake, a dry run names them all
-    *_, (model, parts), table, (speaker, keeper) = collect(
-        dry, lambda: run.check_folders(args), lambda: distributed.check_bf16(device, args.bf16),
-        lambda: run.check_float8(args, device),
-        lambda: empty_trained_model(module, folder, config_dict, args),
-        lambda: read_data(args, tokenizer, ids, codec_dir, work_dir, world),
-        lambda: load_prompts(args, tokenizer, ids, config, codec_dir, world))
-    held_out = 0 if args.disable_eval else args.validation_split
-    all_train, all_eval = split_samples(table, held_out, args.seed)
-    train_ids, eval_ids = usable_samples(
-        table, all_train, all_eval, max_length=args.max_length or config.max_position_embeddings,
-        max_tokens=args.max_tokens_per_batch, drop="too_long" in args.drop_bad, say=main_rank,
-        output_dir=args.output_dir if main_rank and not dry else None)
-    if args.tf32:       # only now: codes in the cache must not depend on it
-        torch.set_float32_matmul_precision("high")
-    if args.auto or dry:
-        from speech import plan
-        speakers = [one for one in (speaker, keeper) if one]
-        data = plan.Data(table, ids, train_ids, eval_ids, speakers, keeper)
-    if args.auto and plan.choose(args, world, ranks, model, data):
-        model, parts = empty_trained_model(module, folder, config_dict, args)
-    identity = run_identity(folder, table, train_ids, args) if main_rank else None
-    if main_rank:
-        identity["--keep"] = keeper.known_by(identity["base model"]) if keeper else None     # both ways
-    validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
-    if args.best_by != "loss":
-        validation += [args.best_by, speaker.fingerprint()]
-    resume, meta = run.find_resume(args.output_dir, args.resume, identity, world)
-    if meta:        # the best of an older checkpoint still counts
-        from common.resume import same_data
-        if same_data(meta["validation"][0], validation[0]):
-            validation[0] = meta["validation"][0]
+        stem, named = "adapter_model", adapters.adapter_weights(net)
 
-    # -- order, number of steps: every rank knows them without asking; so all agree ---------------
-    accumulation, at = args.gradient_accumulation_steps, run.position(meta)
-    order = PackOrder(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
-                      samples_per_pack=args.per_device_train_batch_size, seed=args.seed,
-                      group_by_length=args.group_by_length)
-    per_step = ranks * accumulation
-    steps_per_epoch, total_steps = run_length(
-        order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps, at)
-    validates = bool(len(eval_ids) or speaker)
-    need(len(eval_ids) or not args.early_stop_patience or args.best_by != "loss",
-         "--early_stop_patience needs held-out samples: raise --validation_split or give --best_by")
-    often = run.intervals(args, total_steps, meta, validates)
-    peak_lr = args.learning_rate
-    if args.scale_lr_from_batch:
-        samples = per_step * args.per_device_train_batch_size
-        peak_lr = optim.sqrt_lr(args.learning_rate, samples, args.scale_lr_from_batch)
+    def save_config(path):
+        # whoever speaks with this checkpoint treats texts as training did
+        text_normalization.save_setting(path / text_normalization.FILE, args.normalize_text,
+                                        args.base_dtype)
+        if args.use_lora:
+            return adapters.save_config(net, path)
+        return module.save_config(native, tokenizer, path, folder)
 
-    if dry:
-        check_resume(module, model, resume)
-        share = args.warmup_steps / max(1, total_steps)
-        about = f"warm-up {args.warmup_steps} steps, {share * 100:.0f}% of the run"
-        lines = [run.steps_text(total_steps, steps_per_epoch, ranks, accumulation, about), often,
-                 run.start_text(at["step"], resume)]
-        if not args.float8:     # faster than the rates that the bound is of
-            frozen = args.use_lora or args.freeze_llm
-            epoch = step_work(config, table, train_ids, frozen)["flops"]
-            left = (total_steps - at["step"]) / steps_per_epoch
-            lines.insert(2, plan.time_text(epoch * left / ranks, frozen))
-        plan.print_plan(args, ranks, model, data, order, lines, total_steps - at["step"],
-                        args.code_cache or Path(args.output_dir) / "codes")
-        return print("dry run ok")
-
-    # -- model, optimizer, resume ----------------------------------------------------------------
-    watch.moved("loading the model", args.wait_timeout)
-    if resume and not args.use_lora:
-        # a full checkpoint replaces the base; adapters are loaded on top of it
-        config_dict = read_object(Path(resume) / "config.json")
-        model, parts = empty_trained_model(module, resume, config_dict, args)
-    wrapped = load_model(module, world, model, parts, resume, args)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
-                                  (0.9, args.adam_beta2), decays)
-    if keeper:
-        watch.moved("the base speaks --keep", args.wait_timeout)
-        often += "\n" + keeper.speak(world, model)
-    distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
-    size = Sums.size(ids.num_codebooks)
-    facts = run.Facts(size + 2 * bool(keeper), validation, table.name)
-    state = run.TrainState(world, watch, args, order, total_steps, (resume, meta), facts)
-    state.restore(model, optimizer)
-    epochs = sys.maxsize if args.max_steps else args.num_train_epochs
-    packs = ([int(train_ids[i]) for i in pack] for pack in rank_packs(
-        order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
-    loader = make_loader(table, ids, packs, num_workers=args.num_workers, prefetch_factor=4,
-                         pad_to=args.max_tokens_per_batch)
-    batches = loading.ahead(loader, device)
-    if main_rank:
-        if (Path(args.output_dir) / "samples").is_dir():
-            # speech of steps that this run will take once more
-            from speech.voice import sample_prompts
-            sample_prompts.forget_later(args.output_dir, state.step)
-        about = f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}"
-        print_start(world, model, table, train_ids, eval_ids, args,
-                    run.steps_text(total_steps, steps_per_epoch, ranks, accumulation, about),
-                    often, run.start_text(state.step, resume))
-
-    # -- loop: validation and checkpoint of the steps so far, then the next step -----------------
-    stopping, saving = False, False
-    compared = args.best_by != "loss" or args.early_stop_patience > 0
-    # of a validation that a signal broke off; and what the base does, to compare with
-    state.eval_due = bool((state.eval_due or compared and state.step == 0) and validates)
-    stale = meta.get("stale", 0) if meta and meta["validation"] == validation else 0
-    while True:
-        # -- validate ----------------------------------------------------------------------------
-        with state.pause():     # not training time
-            better = False
-            if state.eval_due and not stopping:
-                values = {}
-                if len(eval_ids):
-                    watch.moved(f"validation at step {state.step}", args.wait_timeout)
-                    values = evaluate(module, world, model, table, ids, eval_ids, state.writer,
-                                      args)
-                if values is None:
-                    # asked to stop meanwhile: the next start validates first
-                    stopping = True
-                else:
-                    state.eval_due = False
-                    if values and main_rank:
-                        tqdm.write(eval_line(state.step, values))
-                    if speaker:
-                        watch.moved(f"sample prompts at step {state.step}", args.wait_timeout)
-                        values |= speaker.speak(world, model, state, args)
-                    if values and main_rank:
-                        state.log.write(state.step, values)
-                    if compared:
-                        from speech.voice import best
-                        better, stale = best.judge(state, values, args.best_by, stale)
-                    else:
-                        better = state.better(values.get("eval/loss", math.nan))
-            enough = bool(args.early_stop_patience) and stale >= args.early_stop_patience
-
-            # -- save: every so often, before a stop, and whenever validation is best ------------
-            if (better or saving or stopping or enough) and state.saved_step != state.step:
-                about = state.to_save(identity, data=data_facts(table, train_ids), stale=stale)
-                # copied off the device here, written behind the next steps
-                save_checkpoint(module, world, state.writer, model, tokenizer, folder, optimizer,
-                                about)
-        if state.step >= total_steps or stopping or enough:
-            break
-
-        # every rank knows the samples of this step on all ranks, from the order alone: so it can
-        # divide its loss by their global number of targets, and N ranks train as one does
-        window = train_ids[state.window()]
-        work = step_work(config, table, window, args.use_lora)
-        n_audio, n_text = work["audio_targets"], work["text_targets"]
-        sums = torch.zeros_like(state.sums)     # stays on the device; nothing here waits for it
-
-        # -- forward, loss, backward: once for each micro-step -----------------------------------
-        for micro in range(accumulation):
-            batch = state.next(batches)
-            mine = list(batch.samples)
-            # a batch that differs from the plan would divide by another count than the other ranks'
-            planned = table.audio_targets[mine].sum()
-            assert batch.counts["audio_targets"] == planned, "loader and plan disagree"
-            # full packs have one shape, so compiled layers and the allocator see no other
-            filled = args.max_tokens_per_batch in (0, len(batch.input_ids))
-            assert filled, "the pack is not filled to its budget"
-            shown = micro == state.step % args.strategic_logging_steps == 0
-            if args.enable_strategic_logging and main_rank and shown:
-                print_sample(table, tokenizer, batch)
-            if keeper:      # before that pass, which sums these gradients over the ranks as well
-                sums[size:] += keeper.hold(wrapped, collate, world, state, micro)
-            # one pass, whose gradients ranks sum in the last micro-step; more by --replay_every
-            for summed in state.passes(wrapped, trainable, micro):
-                with distributed.gradient_sync(wrapped, summed):
-                    with run.autocast(args, device):
-                        # sums over this batch's targets, not means: any split adds up to the same
-                        losses = audio, text, ends = wrapped(batch)
-                    loss = total_loss(audio, n_audio, text, n_text, args.audio_loss_reduction,
-                                      args.text_loss_weight)
-                    # DDP and FSDP2 average gradients over ranks, the loss is a mean over them all
-                    (loss * (world.size * state.scale)).backward()
-                # whether it is finite is asked a step later; then these samples can be named
-                state.note_loss(loss, mine)
-            sums[:size] += sums_of(losses, batch).flat()
-
-        # -- step: clipped; skipped on all ranks alike where a gradient is not finite ------------
-        factor = optim.lr_factor(state.step, total_steps, args.warmup_steps, args.lr_scheduler,
-                                 args.min_lr_ratio)
-        state.update(optimizer, trainable, peak_lr * factor, sums)
-
-        # the same on every rank, so that all take part in what follows
-        state.eval_due = bool(validates and state.due(args.eval_steps))
-        saving = state.save_due()
-        # a request to stop counts one step late, so that no step waits for the device
-        stopping = state.stop_asked(state.eval_due or saving)
-        stopping = stopping and (state.eval_due or not state.last)
-
-        # -- log ---------------------------------------------------------------------------------
-        # an epoch whose packs do not fill the last step ends with packs of one token of padding
-        empty = max(0, state.at["first"] - order.packs_per_epoch)
-        state.count(per_step * args.max_tokens_per_batch or work["tokens"] + empty, work)
-        if state.due(args.logging_steps):
-            # a collective: on every rank, though rank 0 alone prints
-            sums = distributed.all_sum(world, state.sums).tolist()
-            values = module.loss_report(sums[:size], args.audio_loss_reduction,
-                                        args.text_loss_weight, "train")
-            if keeper and sums[-1]:
-                values["train/keep_kl"] = sums[-2] / sums[-1]
-            if main_rank:
-                state.log_step(values, lambda v: console_line(state.step, total_steps, v),
-                               audio_seconds_per_second=state.sums_since["frames"] / FRAME_RATE)
-            state.sums.zero_()
-            state.begin_line()
-    if not compared:
-        return state.finish(stopping)
-    from speech.voice import best
-    early = f" (nothing better in {stale} validations)" if state.step < total_steps else ""
-    state.finish(stopping, early, best.done(state, args.best_by),
-                 lambda rows: [best.clause(rows, args.best_by, state.best_step)])
+    checkpoints.save(step, model, optimizer, stem, named, save_config, {
+        "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
+        "validation": validation, "best_step": best_step, "eval_due": eval_due,
+        "best_loss": None if best_step is None else best_loss, "skipped": monitor.skipped,
+        "scaler": scaler and scaler.saved(), "unlogged": unlogged,
+        "data": data_facts(table, train_ids), "args": cli.stored(args)}, best_step)
 
 
-if __name__ == "__main__":
-    main()
+# --------------------------------------------------------------------------------------------------
+# Loop
+
+sums = torch.zeros(n_sums + 2 * bool(keep_loss), dtype=torch.float64, device=device)
+if main_rank and len(state.get("unlogged", ())) == len(sums):
+    sums += torch.tensor(state["unlogged"], dtype=torch.float64, device=device)
+monitor = optim.StepMonitor(world, table.name, args.max_bad_steps, state.get("skipped", 0), scaler)
+epochs = sys.maxsize if args.max_steps else args.num_train_epochs
+packs = ([int(train_ids[i]) for i in pack] for pack in rank_packs(
+    order, world.rank, world.size, accumulation, epochs, epoch, first_pack))
+loader = make_loader(table, ids, packs, num_workers=args.num_workers, prefetch_factor=4,
+                     pad_to=args.max_tokens_per_batch)
+batches = loading.ahead(loader, device)
+eval_due = bool(state.get("eval_due") and validates)     # a signal broke that validation off
+if main_rank:
+    checkpoint.write_text(output_dir / cli.CONFIG, cli.config_text(args, sys.argv[0]))
+    board = Path(args.logging_dir) / output_dir.resolve().name
+    log = metrics.MetricsLog(output_dir, board, args.report_to, cli.stored(args), step,
+                             args.wandb_project, eval_due)
+    if (output_dir / "samples").is_dir():       # speech of steps that come once more
+        from speech.voice import sample_prompts
+        sample_prompts.forget_later(output_dir, step)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    precision = "bf16 autocast" if args.bf16 else "fp16 autocast" if args.fp16 else "fp32"
+    print0(f"device     {world.size} x {name}, torch {torch.__version__}, {precision}",
+           metrics.model_text(model, args.use_lora), samples_line(table, train_ids, eval_ids),
+           steps_line + f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}", intervals,
+           start_line)
+else:
+    log = None
+start_step, timer, stopping = step, metrics.StepTimer(), False
+if eval_due:
+    with timer.paused():
+        eval_due = stopping = validate() is None
+
+while step < total_steps and not stopping:
+    # next batch: of which samples the step consists on all ranks, each rank knows from the order
+    if first_pack >= order.packs_per_epoch:
+        epoch, first_pack = epoch + 1, 0
+    samples = train_ids[order.window(epoch, first_pack, per_step)]
+    work = step_work(config, table, samples, args.use_lora)
+    n_audio, n_text = work["audio_targets"], work["text_targets"]
+    step_sums = torch.zeros_like(sums)      # stays on the device; nothing here waits for it
+    for micro in range(accumulation):
+        watch.report_progress(f"loading data for step {step + 1}")
+        with timer.waiting():
+            batch = next(batches)
+        mine = list(batch.samples)
+        # a batch that differs from the plan would divide by another count than the other ranks'
+        planned = table.audio_targets[mine].sum()
+        assert batch.counts["audio_targets"] == planned, "loader and plan disagree"
+        # compiling takes minutes, in the first step
+        limit = args.wait_timeout if args.compile and step == start_step else None
+        watch.report_progress(f"step {step + 1}", limit)
+
+        # forward, loss, backward
+        if keep_loss:       # before that pass, which sums these gradients over the ranks as well
+            step_sums[n_sums:] += keep_loss.backward(
+                wrapped, collate, world, step, micro, autocast, scaler.scale if scaler else 1.0)
+        loss, found = forward_backward(batch, n_audio, n_text, sync=micro == accumulation - 1)
+        monitor.watch(loss, mine)
+        step_sums[:n_sums] += found
+
+    # clip
+    if scaler:
+        scaler.unscale(trainable)
+    norm = optim.clip_gradients(trainable, args.max_grad_norm)
+
+    # step: skipped on all ranks alike where the gradient is not finite, which nobody waits for
+    lr = peak_lr * optim.lr_factor(step, total_steps, args.warmup_steps, args.lr_scheduler,
+                                   args.min_lr_ratio)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    bad = 1 - torch.isfinite(norm).float()
+    optim.guarded_step(optimizer, bad)
+    optimizer.zero_grad(set_to_none=True)
+    bad = bad.to(device)        # with --cpu_offload gradients are on the host
+    if scaler:
+        scaler.update(bad)
+    sums += torch.where(bad > 0, 0.0, step_sums)
+    step, first_pack = step + 1, first_pack + per_step
+    monitor.poll()      # of the step before: this one is still being computed
+    monitor.push(step, norm, bool(watchdog.stop_asked(args.output_dir)),
+                 trains=bool(n_audio or n_text and args.text_loss_weight))
+
+    # log; here the host waits for the device
+    last = step == total_steps
+    # an epoch whose packs do not fill the last step ends with packs of one token of padding
+    empty = max(0, first_pack - order.packs_per_epoch)
+    timer.count({"tokens": work["tokens"], "samples": work["samples"], "flops": work["flops"],
+                 "audio_seconds": work["frames"] / FRAME_RATE},
+                per_step * args.max_tokens_per_batch or work["tokens"] + empty)
+    if last or step % args.logging_steps == 0:
+        numbers = dist.all_reduce(world, sums).tolist()
+        sums.zero_()
+        values = module.loss_report(numbers[:n_sums], args.audio_loss_reduction,
+                                    args.text_loss_weight, "train")
+        if keep_loss and numbers[-1]:
+            values["train/keep_kl"] = numbers[-2] / numbers[-1]
+        if scaler:
+            values["train/loss_scale"] = scaler.scale.item()
+        values |= {"train/learning_rate": lr, "train/grad_norm": norm.item(),
+                   "train/epoch": epoch + min(1.0, first_pack / order.packs_per_epoch),
+                   "train/bad_steps": monitor.skipped, **timer.report(world)}
+        if main_rank:
+            log.write(step, values)
+        print0(train_line(step, total_steps, values))
+    if step == start_step + 1:      # compiles and allocates: speed and eta count from here
+        timer.reset()
+
+    # validate; a request to stop counts one step late, so that no step waits for the device
+    eval_due = validates and (last or args.eval_steps > 0 and step % args.eval_steps == 0)
+    saving = last or args.save_steps > 0 and step % args.save_steps == 0
+    if eval_due or saving:      # the host waits anyway
+        monitor.poll()
+    stopping, improved = monitor.stop and (eval_due or not last), False
+    with timer.paused():
+        checkpoints.check()
+        if eval_due and not stopping:
+            improved = validate()
+            # asked to stop meanwhile: the next start validates first
+            eval_due = stopping = improved is None
+
+        # save: every so often, before a stop, and whenever validation is best
+        if saving or stopping or improved:
+            save()
+
+watch.report_progress("waiting for the last checkpoint", args.wait_timeout)
+checkpoints.wait()
+watchdog.disarm()       # no rank waits for another any more
+if main_rank:
+    log.close()
+    if stopping:
+        why = watchdog.stop_asked(args.output_dir) or "asked to stop by a signal to another rank"
+        watchdog.leave_marker(args.output_dir, f"{why} at step {step}")
+        print(f"stopped    {why} at step {step} of {total_steps}; saved; the same command goes on")
+    else:
+        best = f"; best validation loss {best_loss:.4f} at step {best_step}"
+        print(f"done       step {step}; {monitor.skipped} steps skipped; final checkpoint "
+              f"{output_dir / f'checkpoint-{step}'}{best if best_step is not None else ''}")
+        print(metrics.verdict_line(metrics.verdict(metrics.read_metrics(log.path))))
+dist.finish()

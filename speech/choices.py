@@ -3,7 +3,7 @@ import os
 import re
 
 from common import flags
-from common.flags import need
+from common.flags import counted, need
 
 TASK_TYPES = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker_smart_voice",
               "multi_speaker_voice_cloning")
@@ -14,6 +14,8 @@ LORA_TARGETS = {        # endings of module names
     "attention+audio_mlp": [*ATTENTION, "audio_mlp.gate_proj", "audio_mlp.up_proj", "audio_mlp.down_proj"],
     "all-linear": [*ATTENTION, "gate_proj", "up_proj", "down_proj"],        # both FFNs, no head, no embedding
 }
+
+AUDIO_WEIGHTS = ("embed_audio_tokens", "audio_lm_head", "audio_embedding")      # what --freeze_llm trains
 
 ON_OFF = ("on", "off")
 
@@ -33,6 +35,64 @@ DTYPES = ("float32", "bfloat16")        # of its weights
 HUB_CODEC = "bosonai/higgs-audio-v2-tokenizer"      # what a processor names as its codec when the base names none
 CHATML = (".json", ".jsonl", ".lst")     # files whose prompts say themselves which voice is wanted; .lst: Seed-TTS-eval
 DEFAULT_SYSTEM = "Generate audio following instruction."
+
+
+def check_trainer(args, world_size):
+    """The trainer's own flags; fills in what derives. Raises UserError."""
+    check_data(args)
+    flags.check_bad_samples(args, CHECKS)
+    check_keep(args)
+    for path, _ in sources(args)[0] if args.code_cache else ():
+        need(not os.path.exists(os.path.join(path, "prepared.json")),
+             f"--code_cache: {path} has its codes already; drop the flag")
+    flags.zero_or_more(args, "text_loss_weight")
+    flags.above_zero(args, "sample_seconds", "gpu_memory", "host_memory")
+    dry = args.dry_run is not None
+    need(dry or args.auto or not args.gpu_memory, "--gpu_memory needs --dry_run")
+    need(dry or not args.host_memory, "--host_memory needs --dry_run")
+    need(not (args.disable_eval and (args.eval_data_file or args.eval_data_dir)),
+         "--disable_eval and validation data exclude each other")
+    need(args.sample_prompts or args.sample_seconds == 10, "--sample_seconds needs --sample_prompts")
+    need(args.use_lora or not args.train_audio_table, "--train_audio_table needs --use_lora; without it all is trained")
+    need(not (args.use_lora and args.freeze_llm), "--use_lora freezes the whole base already: drop --freeze_llm")
+    need(not args.global_batch_size or args.gradient_accumulation_steps == 1,
+         "give one of --global_batch_size and --gradient_accumulation_steps")
+    by_tokens = args.auto and "per_device_train_batch_size" not in flags.named(args)
+    if args.max_tokens_per_batch or by_tokens:
+        for name in ("group_by_length", "scale_lr_from_batch", *["global_batch_size"][args.auto:]):
+            need(not getattr(args, name), f"--{name} counts samples: not with packs of tokens")
+    elif args.global_batch_size:
+        samples = args.per_device_train_batch_size * world_size
+        need(args.global_batch_size % samples == 0,
+             f"--global_batch_size {args.global_batch_size} is not a multiple of {samples} "
+             f"(--per_device_train_batch_size {args.per_device_train_batch_size} x {counted(world_size, 'rank')})")
+        args.gradient_accumulation_steps = args.global_batch_size // samples
+
+
+def check_folders(args):
+    """UserError for a folder that a run could not write, found by its dry run."""
+    if args.dry_run is None:
+        return
+    from common.plan import check_writable
+    for flag in ("output_dir", "code_cache", *["logging_dir"] * ("tensorboard" in args.report_to)):
+        if getattr(args, flag):
+            check_writable(getattr(args, flag), f"--{flag}")
+
+
+def trained_weights(args):
+    """Which weights the trainer's flags train, in words."""
+    found = "audio embedding and head" if args.freeze_llm else "full"
+    if args.use_lora:
+        found = "lora and audio table" if args.train_audio_table else "lora"
+        found += " on nf4" * (args.base_dtype == "nf4")
+    return found + ("" if args.text_loss_weight else " without text")
+
+
+def pack_text(args):
+    """What a pack of the trainer is, in words."""
+    size = f"{args.max_tokens_per_batch} tokens" if args.max_tokens_per_batch else (
+        f"{args.per_device_train_batch_size} samples")
+    return f"{size} by length, in blocks" if args.group_by_length else size
 
 
 def codec(group):
@@ -87,7 +147,7 @@ def check_recognisers(args):
     need(not (args.asr_model and args.asr_command), "give one of --asr_model and --asr_command")
     need(args.asr_time_limit == 3600 or args.asr_command, "--asr_time_limit is for --asr_command")
     flags.above_zero(args, "asr_time_limit")
-    limits = [name for name in ("asr_time_limit", "sample_time_limit") if hasattr(args, name)]
+    limits = ["asr_time_limit"]
     most = getattr(args, "wait_timeout", float("inf"))
     need(not args.asr_command or sum(getattr(args, name) for name in limits) < most,
          " + ".join(f"--{name} {getattr(args, name):g}" for name in limits)
@@ -96,51 +156,19 @@ def check_recognisers(args):
          "--language: only --asr_model and --asr_command make use of it")
 
 
-def check_judges(args, speaks=True):
-    """The flags of judges(). speaks: whether there will be anything to judge."""
+def check_judges(args):
+    """The flags of judges()."""
     check_recognisers(args)
-    for name in ("asr_model", "asr_command", "speaker_model", "mos"):
-        need(speaks or not getattr(args, name), f"--{name} needs --sample_prompts")
-
-
-def best(group):
-    """Flags of speech/voice/best.py."""
-    group.add_argument("--best_by", choices=("loss", "wer", "cer", "sim"), default="loss",
-                       help="validation loss, or of the sample prompts word errors, character errors, or the likeness "
-                            "of voices; of equal ones the lower loss decides")
-    group.add_argument("--early_stop_patience", type=int, default=0,
-                       help="stop after so many validations without a better one, 0 = never")
-
-
-def check_best(args):
-    """The flags of best()."""
-    flags.zero_or_more(args, "early_stop_patience")
-    need(args.best_by not in ("wer", "cer") or args.asr_model or args.asr_command,
-         f"--best_by {args.best_by} needs --sample_prompts and --asr_model or --asr_command")
-    need(args.best_by != "sim" or args.speaker_model, "--best_by sim needs --sample_prompts and --speaker_model")
-    need(not args.early_stop_patience or not args.disable_eval or args.best_by != "loss",
-         "--early_stop_patience needs validation: drop --disable_eval")
-
-
-def keep(group):
-    """Flags of what a fine-tuning shall not undo (speech/voice/keep.py)."""
-    group.add_argument("--keep", metavar="FILE", help="texts, with or without a voice, as --sample_prompts takes them: "
-                       "the base speaks them once, and the model is held near it there; needs --use_lora")
-    group.add_argument("--keep_weight", type=float, default=1.0, help="weight of that divergence beside the loss, whatever "
-                       "--keep_every is")
-    group.add_argument("--keep_every", type=int, default=10, help="steps from one with packs of --keep to the next; the "
-                       "default takes about a fifth of the time")
 
 
 def check_keep(args):
-    """The flags of keep()."""
+    """The trainer's flags of --keep (speech/voice/keep.py)."""
     flags.above_zero(args, "keep_weight")
     flags.at_least_one(args, "keep_every")
     need(args.keep or (args.keep_weight, args.keep_every) == (1, 10), "--keep_weight and --keep_every need --keep")
     need(not args.keep or args.use_lora, "--keep needs --use_lora: a full fine-tuning would need a second model to keep "
                                          "near; mix old data in, --train_data_file new.json old.json:0.25")
-    for name in ("train_audio_table", "replay_every"):
-        need(not (args.keep and getattr(args, name)), f"--keep does not go with --{name}")
+    need(not (args.keep and args.train_audio_table), "--keep does not go with --train_audio_table")
 
 
 def data(group):

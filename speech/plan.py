@@ -1,4 +1,5 @@
 """--dry_run and --auto of the speech trainer: no weights are loaded and nothing is encoded."""
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from speech.data.code_cache import FRAME_RATE
 from speech.data.dataset import samples_line
 from speech.model import v2, versions
 from speech.model.labels import PackedBatch
+from speech.model.loss import step_work
 
 # {with adapters: the most of plan.RATES that a step reaches by count}; docs/speed.md has the steps
 SHARES = {True: (0.70, 0.90), False: (0.72, 0.88)}
@@ -165,3 +167,15 @@ def print_plan(args, ranks, model, data, order, lines, left, code_cache):
     codes = new_frames * 2 * data.ids.num_codebooks
     collect(True, lambda: plan.print_room(args, setup, found, pack, saved, left, validates),
             lambda: plan.check_disk(code_cache, codes, "codes of new clips"))
+
+
+def print_all(args, ranks, model, data, order, step, total_steps, steps_per_epoch, lines):
+    """print_plan of a dry run. step: that it begins with. lines: on steps, intervals, start."""
+    steps, intervals, start = lines
+    share, left = args.warmup_steps / max(1, total_steps), total_steps - step
+    lines = [f"{steps}warm-up {args.warmup_steps} steps, {share * 100:.0f}% of the run", intervals, start]
+    if not args.float8:     # faster than the rates that the bound is of
+        work = step_work(model.base_model.config, data.table, data.train, args.use_lora)
+        flops = work["flops"] * left / steps_per_epoch / ranks
+        lines.insert(2, time_text(flops, args.use_lora or args.freeze_llm))
+    print_plan(args, ranks, model, data, order, lines, left, args.code_cache or Path(args.output_dir) / "codes")

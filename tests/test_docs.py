@@ -30,7 +30,7 @@ from speech import convert
 from speech.data.encode import load_codec
 from tests.helpers import chats
 from tests.helpers.progress import PATIENCE_S
-from tests.helpers.trainer import ROOT, train_forked
+from tests.helpers.trainer import ROOT, script_flags, train_forked
 
 PAGES = [ROOT / "README.md", ROOT / ".github/CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
@@ -169,6 +169,8 @@ def parser_of(script):
     """The ArgumentParser of a script, whose main() runs up to the line that parses its flags."""
     def carry(parser, *_, **__):
         raise Parser(parser)
+    if script == "train_v2_ddp.py":
+        return script_flags()[0]
     with mock.patch.object(sys, "path", [str(ROOT), *sys.path]), mock.patch.object(sys, "argv", [script]):
         main = runpy.run_path(str(ROOT / script), run_name=f"flags of {script}")["main"]
         with mock.patch.object(argparse.ArgumentParser, "parse_args", carry):
@@ -219,7 +221,8 @@ def launcher_of(words):
 def all_flags():
     """Every flag of every script, those of the measurements included; each prints its --help."""
     paths = [path for folder in (".", "speech", "speech/demo", "diffusion", "distill", "distill/demo", "common", "core", "bench")
-             for path in (ROOT / folder).glob("*.py") if '\nif __name__ == "__main__":' in path.read_text()]
+             for path in (ROOT / folder).glob("*.py")
+             if '\nif __name__ == "__main__":' in path.read_text() or path.name == "train_v2_ddp.py"]
     flags, parsers = set(), [parser_of(path.relative_to(ROOT).as_posix()) for path in paths]
     while parsers:
         parser = parsers.pop()
@@ -350,6 +353,8 @@ def check_python(command, pool, workshop):
     if how == "dry" and "--dry_run" not in flags:
         quick = ["--dry_run", str(ranks)] if script != "distill/create_data.py" else ["--dry_run"]
     main = script.removesuffix(".py").replace("/", ".") + ".main"
+    if script == "train_v2_ddp.py":
+        main = "tests.helpers.trainer.speech_main"
     statuses, output = pool.run(min(ranks, 2) if how == "run" else 1, main, [*flags, *quick], cwd=workshop)
     assert not any(statuses), f"{command}: {command.text}\n{output[-3000:]}"
     if how == "dry":

@@ -20,9 +20,9 @@ def files(folder, names):
 
 
 ALL = files("common/", "checkpoint distributed flags problems run tensor_files text") | files(
-    "core/", "fused json_files lifetime loading metrics optim packing run_lock watchdog")
+    "core/", "checkpoint cli dist fused json_files lifetime loading metrics optim packing run_lock tensor_io watchdog")
 # LoRA on ChatML, codes in the cache: no other format, nothing that encodes, no TTS 3, no judge, no plan of memory
-SPEECH = files("common/", "indexing") | files("core/", "adapters low_rank") | files("", "train_v2_ddp data lora") | files(
+SPEECH = files("common/", "indexing") | files("core/", "adapters low_rank precision") | files("", "train_v2_ddp data lora") | files(
     "speech/", "choices") | files(
     "speech/data/", "builder code_cache conversations dataset rows text_normalization") | files(
     "speech/model/", "labels loss v2 versions weights")
@@ -30,8 +30,9 @@ CHATS = files("common/", "indexing") | files("core/", "chat document_attention")
     "distill/", "causal_lm chat_data choices losses packed_lm train_sft")
 BLOCKS = files("diffusion/", "blocks dit elbo noise problems train_bd3lm")
 # {script: (files it may load beside ALL, lines of all together)}
-LIMITS = {"train_v2_ddp.py": (SPEECH, 8_430), "distill/train_sft.py": (CHATS, 6_590),
-          "diffusion/train_bd3lm.py": (BLOCKS, 6_630)}
+# until nothing is left in common/: what its files have of core/'s counts twice
+LIMITS = {"train_v2_ddp.py": (SPEECH, 9_830), "distill/train_sft.py": (CHATS, 8_500),
+          "diffusion/train_bd3lm.py": (BLOCKS, 8_500)}
 WATCH = """
 import atexit, runpy, sys
 sys.argv = sys.argv[1:]

@@ -70,7 +70,7 @@ def speech(tiny):
 def test_higgs(pool, run_minimal, tiny, speech, tmp_path):
     mine, big = tmp_path / "mine", tmp_path / "big"
     run_minimal("train_higgs.py", speech, mine)
-    run_big(pool, "train_v2_ddp.main", [*speech, "--normalize_text", "off", "--code_cache", tiny.codes,
+    run_big(pool, "tests.helpers.trainer.speech_main", [*speech, "--normalize_text", "off", "--code_cache", tiny.codes,
                                         "--eval_steps", STEPS // 2], big)
     assert_equal(mine, big)
     folders = mine / f"checkpoint-{STEPS}", big / f"checkpoint-{STEPS}", tiny.model
@@ -83,7 +83,7 @@ def test_higgs_on_two_ranks_with_adapters(pool, run_minimal, tiny, speech, tmp_p
     mine, again, big = (tmp_path / name for name in ("mine", "again", "big"))
     flags = [*speech, "--use_lora"]
     run_minimal("train_higgs.py", flags, mine, ranks=2)
-    run_big(pool, "train_v2_ddp.main", [*flags, "--normalize_text", "off", "--code_cache", tiny.codes, "--eval_steps",
+    run_big(pool, "tests.helpers.trainer.speech_main", [*flags, "--normalize_text", "off", "--code_cache", tiny.codes, "--eval_steps",
                                         STEPS // 2, "--gradient_accumulation_steps", 4], big)
     assert_equal(mine, big)
     again.mkdir()

@@ -29,9 +29,9 @@ COMMON = ("--report_to", "none", "--logging_steps", 1, "--num_workers", 1, "--gr
           "--eval_steps", 3, "--save_steps", 3, "--save_total_limit", 0, "--per_device_train_batch_size", 2,
           "--lr_scheduler", "constant")     # which --max_steps does not change
 RUNS = {
-    "speech, lora, ddp": ("train_v2_ddp.main", ("--use_lora", "--lora_dropout", 0.1, "--warmup_steps", 2,
+    "speech, lora, ddp": ("tests.helpers.trainer.speech_main", ("--use_lora", "--lora_dropout", 0.1, "--warmup_steps", 2,
                                                  "--validation_split", 0.2)),
-    "speech, full, fsdp": ("train_v2_ddp.main", ("--parallel", "fsdp", "--warmup_steps", 2, "--validation_split", 0.2)),
+    "speech, full, fsdp": ("tests.helpers.trainer.speech_main", ("--parallel", "fsdp", "--warmup_steps", 2, "--validation_split", 0.2)),
     "chats, full, fsdp": ("distill.train_sft.main", ("--validation_split", 0.2, "--warmup_ratio", 0)),
     "chats, lora, ddp": ("distill.train_sft.main", ("--use_lora", "--lora_dropout", 0.1, "--parallel", "ddp",
                                                     "--warmup_ratio", 0)),
@@ -68,7 +68,7 @@ def inputs(tiny, tmp_path_factory):
     """{main: flags that name its model and data}"""
     folder = tmp_path_factory.mktemp("inputs")
     student = chats.student(folder / "student")
-    return {"train_v2_ddp.main": ("--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec,
+    return {"tests.helpers.trainer.speech_main": ("--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec,
                                   "--train_data_file", tiny.train_json, "--code_cache",
                                   fill_cache(folder / "codes", tiny)),
             "distill.train_sft.main": ("--model_path", student, "--train_data_file",

@@ -1,7 +1,10 @@
 """The training loss and its sums: what Higgs-Audio V2 and Higgs TTS 3 have in common."""
 from typing import NamedTuple
 
+import numpy as np
 import torch
+
+from core.metrics import duration
 
 
 class Ends(NamedTuple):
@@ -84,3 +87,31 @@ def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
     rows = tokens * layer * config.num_hidden_layers
     rows += audio_targets * h * config.codebook_size + text_targets * h * config.vocab_size
     return (4 if lora else 6) * rows + 3 * 4 * heads * d * pairs * config.num_hidden_layers
+
+
+def step_work(config, table, samples, lora):
+    """Totals over the samples of an optimizer step, all ranks, from the table; python numbers."""
+    lengths = table.lengths[samples].astype(np.int64)
+    n_audio, n_text = (int(targets[samples].sum())
+                       for targets in (table.audio_targets, table.text_targets))
+    pairs = int((lengths * (lengths + 1) // 2).sum())       # of causal attention
+    flops = flops_per_pack(config, int(lengths.sum()), n_audio, n_text, pairs, lora)
+    return {"audio_targets": n_audio, "text_targets": n_text, "tokens": int(lengths.sum()),
+            "samples": len(samples), "frames": int(table.frames[samples].sum()), "flops": flops}
+
+
+def train_line(step, total_steps, values):
+    """One aligned line of at most 160 characters, with units; metrics.jsonl has all numbers."""
+    left = duration((total_steps - step) * values["train/step_seconds"])
+    mfu = f" | mfu {values['train/mfu']:6.1%}" if "train/mfu" in values else ""
+    return ("step {:>6}/{} | loss {train/loss:7.4f} | audio {train/audio_loss:6.3f} text "
+            "{train/text_loss:6.3f} | stop {train/stop_recall:6.1%} | lr {train/learning_rate:.2e} | "
+            "grad_norm {train/grad_norm:7.3f} | {train/audio_seconds_per_second:>7,.1f} "
+            "audio-s/s{} | eta {}".format(step, total_steps, mfu, left, **values))
+
+
+def eval_line(step, values):
+    """One aligned line of a validation, with units."""
+    return ("eval   step {:>6} | loss {eval/loss:7.4f} | audio {eval/audio_loss:6.3f} | text "
+            "{eval/text_loss:6.3f} | eos {eval/eos_loss:6.3f} stop {eval/stop_recall:6.1%}"
+            .format(step, **values))

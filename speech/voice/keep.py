@@ -12,12 +12,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import distributed, run
-from common.checkpoint import move_aside, write_atomically
-from common.distributed import UserError
-from common.flags import need
 from common.gathered import gathered
-from core import adapters
+from core import adapters, dist
+from core.checkpoint import move_aside, write_atomically
+from core.cli import UserError, require
 from core.packing import PackOrder
 from core.watchdog import Stopped, stop_requested
 from speech.data.code_cache import FRAME_RATE
@@ -48,7 +46,7 @@ def load(args, tokenizer, ids, config, codec_dir, world):
         room = longest - settings.max_new_tokens
         return generate.prepare(samples, tokenizer, ids, codec, bandwidth, room), settings
 
-    prompts, settings = distributed.rank0_first(world, prepare)
+    prompts, settings = dist.rank0(world, prepare)
     digest = hashlib.sha256(str(args.seed).encode())
     for prompt in prompts:
         digest.update(prompt.tokens.tobytes() + prompt.audio_ids.tobytes())
@@ -81,12 +79,12 @@ class Keeper:
     fingerprint: str        # of the rows, their references and the seed; then of the base, on rank 0
     samples: list = field(default_factory=list)     # of with_speech
 
-    def known_by(self, base):
-        """Text that a resumed run must share; base: what the base model is known by. On rank 0."""
+    def fingerprint_with(self, base):
+        """Text that a resumed run must share; base: the base model's fingerprint. On rank 0."""
         self.fingerprint += base
         return self.fingerprint
 
-    def speak(self, world, model):
+    def speak(self, world, model, autocast):
         """Have the base speak the rows, unless OUTPUT_DIR has its codes -> a line about it.
         Collective: rank 0 speaks, the others wait.
 
@@ -94,8 +92,8 @@ class Keeper:
         end, and Stopped.
         """
         model.eval()
-        with gathered(model), run.autocast(self.args, world.device):
-            codes = distributed.rank0_first(world, self._codes, world, model)
+        with gathered(model), autocast():
+            codes = dist.rank0(world, self._codes, world, model)
         model.train()
         if codes is None:
             raise Stopped("asked to stop while the base spoke --keep")
@@ -123,7 +121,7 @@ class Keeper:
         path, none = Path(self.args.output_dir) / FILE, np.zeros((0, self.ids.num_codebooks))
         if path.exists():
             try:
-                need(path.is_file(), "is not a file")
+                require(path.is_file(), "is not a file")
                 with np.load(path) as saved:        # each array of a zip file has a checksum
                     if str(saved["fingerprint"]) == self.fingerprint:
                         return [saved[f"codes_{i}"] for i in range(len(self.prompts))]
@@ -160,27 +158,27 @@ class Keeper:
         places = (divmod(turn * count + i, self.order.packs_per_epoch) for i in range(count))
         return [self.order.epoch(epoch).pack(pack).tolist() for epoch, pack in places]
 
-    def hold(self, wrapped, collate, world, state, micro):
+    def backward(self, wrapped, collate, world, step, micro, autocast, scale=1.0):
         """Add the gradients of one micro-step's pack -> (2,) float64 for the log: divergence and
-        its cells.
+        its cells. scale: of the loss, under --fp16.
 
         The divergence is divided by the cells of the step's packs on all ranks. Ranks do not sum
         gradients here: the training pass that follows does. collate: data.collate.
         """
         found = torch.zeros(2, dtype=torch.float64, device=world.device)
-        packs = self.packs(state.step, world)
+        packs = self.packs(step, world)
         if not packs:
             return found
         mine = packs[micro * world.size + world.rank]
         batch = collate([self.samples[i] for i in mine], self.ids, self.args.max_tokens_per_batch)
         cells = sum(int(self.targets[pack].sum()) for pack in packs)
-        with distributed.gradient_sync(wrapped, False):
-            with run.autocast(self.args, world.device):
+        with dist.gradient_sync(wrapped, False):
+            with autocast():
                 apart = wrapped(batch.to(world.device), keep=True)
             loss = total_loss(apart, cells, 0.0, 1, self.args.audio_loss_reduction, 0.0)
             # as much as the weight says on an average step
             times = self.args.keep_weight * self.args.keep_every * world.size
-            (loss * (times * state.scale)).backward()
+            (loss * (times * scale)).backward()
         found += float(self.targets[mine].sum())
         found[0] = apart.detach().sum()
         return found

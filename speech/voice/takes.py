@@ -1,5 +1,4 @@
 """--best_of, --split_text, --max_cer: the best of several takes, long texts part by part, good takes as data."""
-import errno
 import io
 import json
 import os
@@ -14,11 +13,11 @@ import numpy as np
 
 from common.checkpoint import write_atomically
 from common.distributed import UserError, naming
+from speech.data import text_normalization
 from speech.data.conversations import Clip
 from speech.data.decode import SAVED
 from speech.data.text_normalization import heard
-from speech.voice import generate, scores
-from speech.voice.sample_prompts import judge
+from speech.voice import generate, scores, speech_metrics
 
 STRIDE = 1_000_003      # between the seeds of a prompt's takes: batches number theirs one by one
 PAUSE_S = 0.12          # of silence between parts
@@ -180,3 +179,34 @@ def write_good(folder, samples, records, max_cer, min_frames):
     write_atomically(Path(folder) / BEST, lambda path: Path(path).write_text(lines, encoding="utf-8"))
     return (f"best       {len(rows)} of {len(records)} ended by themselves with at most {100 * max_cer:g}% character errors; "
             f"{folder}/{BEST}, training data")
+
+
+def judge(prompts, waves, judges, device):
+    """([facts of each prompt], {metric: float}) of what scores.Judges find in waves at generate.SAMPLE_RATE.
+
+    Likeness is to the voice to be cloned, else to the true recording.
+    """
+    facts, values, likes = [{} for _ in prompts], {}, []
+    if not prompts:
+        return facts, values
+    with judges.on(device):
+        if judges.hear:
+            names, texts = [prompt.name for prompt in prompts], [text_normalization.heard(prompt.text) for prompt in prompts]
+            heard = judges.hear(waves, generate.SAMPLE_RATE, names, [])
+            rates, totals = scores.word_rates(texts, heard, judges.language)
+            facts = [{"heard": text, **row} for text, row in zip(heard, rates)]
+            values |= {f"eval/{key}": value for key, value in totals.items() if value is not None}
+        if judges.embed:
+            clips = [prompt.references[-1] if prompt.references else prompt.target
+                     for prompt in prompts]
+            known = {clip: speech_metrics.read_audio(clip.path, clip.offset, clip.duration)
+                     for clip in clips if clip}
+            references = [known.get(clip, np.zeros(0, np.float32)) for clip in clips]
+            likes = scores.likeness(waves, references, generate.SAMPLE_RATE, judges.embed)
+    found = {"speaker_similarity": likes, "dnsmos": scores.dnsmos(waves, generate.SAMPLE_RATE) if judges.mos else []}
+    for key, numbers in found.items():
+        for about, number in zip(facts, numbers):
+            about[key] = number
+        if known := [number for number in numbers if number is not None]:
+            values[f"eval/{key}"] = sum(known) / len(known)
+    return facts, values

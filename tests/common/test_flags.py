@@ -14,11 +14,10 @@ import sys
 
 import pytest
 
-import train_v2_ddp
 from common import distributed, flags
-from common.flags import UserError
+from core import cli
 from diffusion import problems, train_bd3lm
-from tests.helpers.trainer import ROOT
+from tests.helpers.trainer import ROOT, script_flags, speech_trainer
 
 LAUNCH = """torchrun --nproc_per_node=8 train_v2_ddp.py --model_path bosonai/higgs-audio-v2-generation-3B-base
 --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --train_data_file train.json --output_dir ./out
@@ -33,7 +32,7 @@ DEFAULTS = {
     "train_data_dir": None, "eval_data_dir": None, "eval_data_file": None, "num_train_epochs": 3,
     "per_device_train_batch_size": 4, "per_device_eval_batch_size": 1, "learning_rate": 5e-5,
     "logging_steps": 10, "bf16": False, "disable_eval": False,
-    "enable_strategic_logging": False, "strategic_logging_steps": 100, "output_dir": "./output",
+    "output_dir": "./output",
     "logging_dir": "./logs", "use_lora": False, "lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.0, "seed": 42,
     "report_to": ["tensorboard"], "freeze_llm": False,
 }
@@ -42,7 +41,7 @@ TASKS = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker
 
 
 def parse(*words):
-    return train_v2_ddp.build_parser().parse_args([*REQUIRED, *words])
+    return cli.parse(script_flags()[0], None, [*REQUIRED, *words])
 
 
 def test_known_launch_line_parses():
@@ -55,11 +54,10 @@ def test_known_launch_line_parses():
         "learning_rate": 5e-5, "num_train_epochs": 3, "logging_steps": 50, "warmup_steps": 500, "bf16": True,
         "use_lora": True}
     for spelling in ("--disable_evaluation", "--disable_eval"):
-        args = train_v2_ddp.build_parser().parse_args(
-            [spelling if word == "--disable_evaluation" else word for word in line])
+        args = cli.parse(script_flags()[0], None, [
+            spelling if word == "--disable_evaluation" else word for word in line])
         assert {name: getattr(args, name) for name in expected} == expected
-        args.wait_timeout = 60      # shorter than the default of --sample_time_limit, which is not used
-        train_v2_ddp.check_flags(args, world_size=8)        # no combination in it is refused
+        script_flags()[1](args, world_size=8)        # no combination in it is refused
 
 
 def test_defaults_of_known_flags():
@@ -76,7 +74,7 @@ def test_defaults_of_known_flags():
     (["--fp8"], "--fp8: no such flag; the nearest one is --fp16"),
     (["--learn", "1e-4"], "--learn: no such flag; the nearest one is --learning_rate"),      # no abbreviations
     (["--save_step", "5"], "--save_step: no such flag; the nearest one is --save_steps"),
-    (["--model", "m"], "--model: no such flag; the nearest one is --model_path, --help all"),       # not --asr_model
+    (["--model", "m"], "--model: no such flag; the nearest one is --model_path, --help lists all"),
     (["--train_dat", "m"], "--train_dat: no such flag; the nearest one is --train_data_"),      # not --train_data
     (["--lerning_rate=1"], "--lerning_rate: no such flag; the nearest one is --learning_rate"),
     (["--use_lora", "maybe"], "--use_lora: 'maybe' is neither true nor false"),
@@ -90,7 +88,7 @@ def test_defaults_of_known_flags():
 ])
 def test_refused_flags_in_one_line(words, said, capsys):
     with pytest.raises(SystemExit) as stopped:
-        flags.parse(train_v2_ddp.build_parser(), None, [*REQUIRED, *words])
+        cli.parse(script_flags()[0], None, [*REQUIRED, *words])
     printed = capsys.readouterr()
     assert stopped.value.code == 2 and not printed.out
     assert printed.err.startswith(f"error: {said}") and printed.err.count("\n") == 1
@@ -98,9 +96,9 @@ def test_refused_flags_in_one_line(words, said, capsys):
 
 def test_what_is_missing_is_named_in_one_line(capsys):
     with pytest.raises(SystemExit):
-        flags.parse(train_v2_ddp.build_parser(), None, ["--lerning_rate", "1"])      # the mistake comes first
+        cli.parse(script_flags()[0], None, ["--lerning_rate", "1"])      # the mistake comes first
     with pytest.raises(SystemExit):
-        flags.parse(train_v2_ddp.build_parser(), None, [])
+        cli.parse(script_flags()[0], None, [])
     first, second = capsys.readouterr().err.splitlines()
     assert "--lerning_rate: no such flag" in first and "required: --model_path" in second
 
@@ -148,11 +146,11 @@ def test_older_names_of_block_diffusion():
     (["--train_data_dir", "folder"], "give one of --train_data_file and --train_data_dir"),
     (["--global_batch_size", "12", "--per_device_train_batch_size", "8"], "is not a multiple of 8"),
     (["--global_batch_size", "8", "--gradient_accumulation_steps", "2"], "give one of --global_batch_size and"),
-    (["--max_tokens_per_batch", "100", "--group_by_length"], "--group_by_length does nothing"),
+    (["--max_tokens_per_batch", "100", "--group_by_length"], "--group_by_length counts samples: not with packs"),
     (["--parallel", "hsdp", "--shard_size", "3"], "1 rank cannot be cut into groups of 3"),
     (["--disable_eval", "--eval_data_file", "x.json"], "exclude each other"),
     (["--report_to", "none", "tensorboard"], "--report_to none goes with no other"),
-    (["--report_to", "tensorboard,comet"], "--report_to comet: no such one; there are tensorboard, wandb, trackio"),
+    (["--report_to", "tensorboard,comet"], "--report_to comet: unknown tracker; choose from tensorboard, wandb, trackio and none"),
     (["--logging_steps", "0"], "--logging_steps is 0"),
     (["--learning_rate", "-1"], "--learning_rate is -1"),
     (["--lora_dropout", "1.5"], "at least 0 and below 1"),
@@ -161,16 +159,16 @@ def test_older_names_of_block_diffusion():
 ])
 def test_combinations_that_make_no_sense(words, part):
     with pytest.raises(flags.UserError, match=re.escape(part)):
-        train_v2_ddp.check_flags(parse(*words), world_size=1)
+        script_flags()[1](parse(*words), world_size=1)
 
 
 def test_loader_processes_of_a_node_are_its_cpus_at_most(monkeypatch, capsys):
     """--dataloader_num_workers counts for each rank, as in Hugging Face; what is too much is capped, and said."""
-    monkeypatch.setattr(flags, "usable_cpus", lambda: 128)
+    monkeypatch.setattr(cli, "usable_cpus", lambda: 128)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     for given, taken in ((32, 16), (16, 16), (3, 3)):
         args = parse("--dataloader_num_workers", str(given))
-        train_v2_ddp.check_flags(args, world_size=8)
+        script_flags()[1](args, world_size=8)
         assert args.num_workers == taken
         assert ("8 ranks on 128 CPUs, so 16 each" in capsys.readouterr().out) == (given == 32)
 
@@ -179,9 +177,10 @@ def test_loader_processes_of_a_node_are_its_cpus_at_most(monkeypatch, capsys):
 # --config
 
 
-def configured(tmp_path, text, *words, script=train_v2_ddp):
+def configured(tmp_path, text, *words, script=speech_trainer):
     (tmp_path / "run.yaml").write_text(text)
-    return flags.parse(script.build_parser(), script.check_flags, ["--config", str(tmp_path / "run.yaml"), *words])
+    read = cli.parse if script is speech_trainer else flags.parse
+    return read(script.build_parser(), script.check_flags, ["--config", str(tmp_path / "run.yaml"), *words])
 
 
 def test_flags_from_a_file_and_the_command_line_counts_more(tmp_path):
@@ -221,32 +220,26 @@ def test_a_bad_file_of_flags_is_one_line(tmp_path, text, said, capsys):
 def test_what_is_not_a_file_of_flags_is_one_line(tmp_path, make, capsys):
     make(tmp_path / "run.yaml")
     with pytest.raises(SystemExit):
-        flags.parse(train_v2_ddp.build_parser(), None, ["--config", str(tmp_path / "run.yaml")])
-    assert re.fullmatch(r"error: --config \S+/run.yaml: cannot be read \(it is a .*\n", capsys.readouterr().err)
-
-
-def test_a_time_limit_of_what_was_not_asked_for_refuses_nothing():
-    args = parse("--wait_timeout", "60")
-    train_v2_ddp.check_flags(args, world_size=1)
-    with pytest.raises(UserError, match="--sample_time_limit 120 must be below --wait_timeout 60"):
-        train_v2_ddp.check_flags(parse("--wait_timeout", "60", "--sample_prompts", "p.txt"), world_size=1)
+        cli.parse(script_flags()[0], None, ["--config", str(tmp_path / "run.yaml")])
+    assert re.fullmatch(r"error: --config \S+/run.yaml: no such file\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("script, words", [
-    (train_v2_ddp, [*REQUIRED, "--drop_bad", "too_long", "--gradient_checkpointing", "selective", "--resume", "none"]),
-    (train_v2_ddp, [*REQUIRED, "--no-reshard_after_forward", "--parallel", "fsdp", "--global_batch_size", "8"]),
+    (speech_trainer, [*REQUIRED, "--drop_bad", "too_long", "--gradient_checkpointing", "selective", "--resume", "none"]),
+    (speech_trainer, [*REQUIRED, "--no-reshard_after_forward", "--parallel", "fsdp", "--global_batch_size", "8"]),
     (train_bd3lm, ["--demo", "--pack", "--t_range", "0.3", "0.8", "--output_dir", "a: #b 'c' \"d\" ö"])])
 def test_the_file_that_a_run_leaves_repeats_it(tmp_path, script, words):
     """Before what derives was filled in: a derived number beside the one that it comes of would be refused."""
-    args = flags.parse(script.build_parser(), script.check_flags, words)
-    (tmp_path / "run.yaml").write_text(flags.config_text(args.given, script.__file__), encoding="utf-8")
-    again = flags.parse(script.build_parser(), script.check_flags, ["--config", str(tmp_path / "run.yaml")])
+    ours = script is speech_trainer
+    args = (cli.parse if ours else flags.parse)(script.build_parser(), script.check_flags, words)
+    text = cli.config_text(args, "train_v2_ddp.py") if ours else flags.config_text(args.given, script.__file__)
+    again = configured(tmp_path, text, script=script)
     assert json.loads(json.dumps(vars(again) | {"config": None})) == json.loads(json.dumps(vars(args)))     # lists
 
 
 def test_global_batch_size_counts_ranks():
     args = parse("--global_batch_size", "64", "--per_device_train_batch_size", "2")
-    train_v2_ddp.check_flags(args, world_size=8)
+    script_flags()[1](args, world_size=8)
     assert args.gradient_accumulation_steps == 4
 
 
@@ -329,7 +322,7 @@ def test_garbage_is_collected_again_when_the_imports_are_done(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train_v2_ddp.py", *REQUIRED, "--output_dir", "out"])
     gc.unfreeze()
     try:
-        flags.parse(train_v2_ddp.build_parser())
+        cli.parse(script_flags()[0])
         off = not gc.isenabled()
         with distributed.one_clear_error():
             assert off and gc.isenabled() and gc.get_freeze_count() > 10**5     # all that pytest has imported

@@ -4,12 +4,12 @@ import os
 import pytest
 import torch
 
-import train_v2_ddp
 from common.distributed import UserError
 from core import float8
-from distill import train_sft, causal_lm
+from distill import causal_lm, train_sft
 from tests.distill.test_plan import batch_of, built
 from tests.helpers.small_speech import pack_of, small_model
+from tests.helpers.trainer import speech_trainer
 
 
 def test_products_are_those_of_float8_kernels():
@@ -106,15 +106,15 @@ def test_compiled_in_one_graph():
 
 
 @pytest.mark.parametrize("trainer, flags, reason", [
-    (train_v2_ddp, "--bf16 --use_lora", "--compile"), (train_v2_ddp, "--bf16 --compile", "--use_lora"),
-    (train_v2_ddp, "--use_lora --compile", "--bf16"),
-    (train_v2_ddp, "--bf16 --use_lora --compile --parallel fsdp", "--parallel ddp"),
+    (speech_trainer, "--bf16 --use_lora", "--compile"), (speech_trainer, "--bf16 --compile", "--use_lora"),
+    (speech_trainer, "--use_lora --compile", "--bf16"),
+    (speech_trainer, "--bf16 --use_lora --compile --parallel fsdp", "--parallel ddp"),
     (train_sft, "--bf16 --use_lora --compile --parallel fsdp", "--parallel ddp"),
     (train_sft, "--bf16 --use_lora --parallel ddp", "--compile: alone it reads and writes more than it saves")])
 def test_what_float8_needs(trainer, flags, reason):
     args = trainer.build_parser().parse_args(
         ["--model_path", "m", "--train_data_file", "d", "--report_to", "none", "--float8", *flags.split(),
-         *(["--audio_tokenizer_path", "c"] if trainer is train_v2_ddp else ["--gradient_accumulation_steps", "1"])])
+         *(["--audio_tokenizer_path", "c"] if trainer is speech_trainer else ["--gradient_accumulation_steps", "1"])])
     with pytest.raises(UserError, match=f"--float8 needs {reason}"):
         trainer.check_flags(args, 1)
 

@@ -7,13 +7,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import train_v2_ddp
 from common.distributed import UserError
 from core import fp16
 from distill import train_sft
 from distill.losses import linear_loss, loss_sums
 from tests.helpers import chats
-from tests.helpers.trainer import Run, bad_token, main_with_a_bad_token, train_forked
+from tests.helpers.trainer import (
+    Run,
+    bad_token,
+    main_with_a_bad_token,
+    speech_main,
+    speech_trainer,
+    train_forked,
+)
 from tests.speech.test_train_v2_ddp import assert_same_bits
 
 FLAGS = ("--use_lora", "--lora_rank", 4, "--lora_alpha", 8, "--fp16", "--lora_target_modules", "all-linear",
@@ -52,7 +58,7 @@ def test_the_scale_is_that_of_torch(monkeypatch):
 
 def high(argv):
     fp16.START = HIGH
-    train_v2_ddp.main(argv)
+    speech_main(argv)
 
 
 def high_chats(argv):
@@ -62,7 +68,7 @@ def high_chats(argv):
 
 def low(argv):
     fp16.START = 2.0 ** 10
-    train_v2_ddp.main(argv)
+    speech_main(argv)
 
 
 def low_with_a_bad_token(argv):
@@ -86,7 +92,7 @@ def test_overflows_are_skipped_and_resume_is_exact(pool, tiny, tmp_path):
     again = run("again", "--gradient_accumulation_steps", 2, "--lora_dropout", 0.1)
     assert "resumed from" in again.output
     assert_same_bits(one, again)
-    two = run("two", "--lora_dropout", 0.1, "--replay_every", 7, ranks=2)
+    two = run("two", "--lora_dropout", 0.1, ranks=2)
     more = int(two.metrics("train/bad_steps")[8])      # the loss is multiplied by the number of ranks before
     assert skipped <= more <= skipped + 2 and two.metrics("train/loss_scale")[8] == HIGH / 2 ** more
     assert two.metrics("train/loss")[8] == pytest.approx(one.metrics("train/loss")[8], rel=0.02)
@@ -123,7 +129,7 @@ def test_chats_skip_overflows_too(pool, tmp_path):
 @pytest.mark.parametrize("flags, reason", [("--bf16", "give one of --bf16 and --fp16"),
                                            ("--parallel fsdp", "--fp16 needs --parallel ddp")])
 def test_what_fp16_needs(flags, reason):
-    for trainer, more in ((train_v2_ddp, ["--audio_tokenizer_path", "c"]),
+    for trainer, more in ((speech_trainer, ["--audio_tokenizer_path", "c"]),
                           (train_sft, ["--gradient_accumulation_steps", "1"])):
         args = trainer.build_parser().parse_args(["--model_path", "m", "--train_data_file", "d", "--report_to", "none",
                                                   "--fp16", *flags.split(), *more])

@@ -22,13 +22,12 @@ if os.environ.get("BITSANDBYTES"):
     sys.path.append(os.environ["BITSANDBYTES"])
 
 import lora
-import train_v2_ddp
 from common import plan, step_memory
 from common.distributed import UserError, World
 from common.flags import parse
 from common.step_memory import Setup, step_bytes
 from core import adapters, document_attention
-from distill import packed_lm, train_sft, causal_lm
+from distill import causal_lm, packed_lm, train_sft
 from distill import plan as chat_plan
 from speech import plan as speech_plan
 from speech.generate_tts import load_to_speak
@@ -38,7 +37,7 @@ from tests.distill.test_plan import batch_of, built
 from tests.helpers import chats
 from tests.helpers.live_bytes import by_lengths, real_peak
 from tests.helpers.small_speech import pack_of, small_model
-from tests.helpers.trainer import ROOT, Run, train_forked
+from tests.helpers.trainer import ROOT, Run, speech_main, speech_trainer, train_forked
 from tests.speech.test_plan import REAL
 from tests.speech.test_train_v2_ddp import assert_same_bits, rows
 
@@ -202,9 +201,9 @@ def test_one_weight_at_a_time_is_whole():
 # Whole runs
 
 
-def speech_main(argv):
+def main_here(argv):
     """In a rank that has not imported this file, and so does not know the package's folder."""
-    train_v2_ddp.main(argv)
+    speech_main(argv)
 
 
 def chat_main(argv):
@@ -217,7 +216,7 @@ def test_resume_is_exact_and_two_ranks_learn_the_same(pool, tiny, tmp_path):
     """And what is saved is PEFT's; a run on another base dtype does not go on from it."""
     def run(name, *flags, ranks=1, **options):
         return train_forked(pool, tiny, tmp_path / name, *FLAGS, "--max_steps", 4,
-                            "--save_steps", 2, *flags, ranks=ranks, main=f"{__name__}.speech_main", **options)
+                            "--save_steps", 2, *flags, ranks=ranks, main=f"{__name__}.main_here", **options)
     one = run("one", "--gradient_accumulation_steps", 2)
     shutil.copytree(one.output_dir, tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "checkpoint-4")
@@ -309,13 +308,13 @@ def released(name):
                       "num_key_value_heads", "head_dim"), shape))
     if kind == "v2":
         native = v2.empty_model(HiggsAudioV2Config(**REAL).to_dict(), torch.bfloat16, None)
-        return v2.PackedHiggs(lora.add_lora(native, 16, 32, 0.0, v2.LORA_TARGETS, "base")), train_v2_ddp
+        return v2.PackedHiggs(lora.add_lora(native, 16, 32, 0.0, v2.LORA_TARGETS, "base")), speech_trainer
     if kind == "v3":
         audio = {"encoder_type": "discrete", "use_delay_pattern": True, "tie_word_embeddings": True,
                  "num_codebooks": 8, "vocab_size": 1026}
         native = v3.empty_model({"model_type": v3.MODEL_TYPE, "audio_encoder_config": audio,
                                  "text_config": shape | {"tie_word_embeddings": True}}, torch.bfloat16, None)
-        return v3.PackedHiggs3(lora.add_lora(native, 16, 32, 0.0, v3.LORA_TARGETS, "base")), train_v2_ddp
+        return v3.PackedHiggs3(lora.add_lora(native, 16, 32, 0.0, v3.LORA_TARGETS, "base")), speech_trainer
     config = {"llama": LlamaConfig, "qwen": Qwen3Config}[kind](**shape, tie_word_embeddings=True)
     native = causal_lm.empty_model(config, torch.bfloat16, attention=document_attention.ATTENTION)
     net = adapters.add_lora(native, causal_lm.decoder_layers(native), 32, 32, 0.0, "all-linear", "base")
@@ -375,7 +374,7 @@ def test_what_nf4_needs(flags, reason, monkeypatch):
     if "missing" in reason:
         find = importlib.util.find_spec
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
-    for trainer, more in ((train_v2_ddp, ["--audio_tokenizer_path", "c"]),
+    for trainer, more in ((speech_trainer, ["--audio_tokenizer_path", "c"]),
                           (train_sft, ["--gradient_accumulation_steps", "1"])):
         args = trainer.build_parser().parse_args(
             ["--model_path", "m", "--train_data_file", "d", "--report_to", "none", "--base_dtype", "nf4",

@@ -16,7 +16,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 import uuid
 from pathlib import Path
@@ -30,7 +29,7 @@ from common import checkpoint, resume
 from common.distributed import UserError
 from core import metrics
 from tests.helpers.progress import PATIENCE_S, wait_until
-from tests.helpers.trainer import ROOT, trainer_command
+from tests.helpers.trainer import ROOT, speech_main, trainer_command
 
 pytestmark = [pytest.mark.race, pytest.mark.slow]
 
@@ -65,16 +64,14 @@ def forked(argv, env, log, cwd):
         from speech.data import encode
         encode_clip = encode.encode_clip
         encode.encode_clip = lambda *args: time.sleep(float(env["SLOW_CODEC_S"])) or encode_clip(*args)
-    import train_v2_ddp
-    sys.argv[1:] = argv     # as a process of its own it says where it crashes
-    train_v2_ddp.main()
+    speech_main(argv)
 
 
 @pytest.fixture(scope="module")
 def server():
     """multiprocessing context whose processes are forks of one that has imported the trainer."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train_v2_ddp", "speech.model.v2"])
+    context.set_forkserver_preload(["tests.helpers.imports"])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{before or ''}"
     multiprocessing.forkserver.ensure_running()

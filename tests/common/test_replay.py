@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers.trainer import ROOT, train_forked
+from tests.helpers.trainer import ROOT, speech_main, train_forked
 
 SLOW_DISK = ROOT / "tests" / "helpers" / "slow_disk" / "sitecustomize.py"
 FLAGS = ("--learning_rate", 2e-4, "--disable_eval", "--per_device_train_batch_size", 1, "--max_steps", 4,
@@ -22,7 +22,6 @@ def main_with_a_wrong_bit(argv):
 
     Two micro-steps make step 1, so step 2 begins with the 3rd forward, and is replayed.
     """
-    import train_v2_ddp
     if "SLOW_DISK_S" in os.environ:
         runpy.run_path(str(SLOW_DISK))
     embed, calls = torch.nn.Embedding.forward, []
@@ -43,7 +42,7 @@ def main_with_a_wrong_bit(argv):
             return flip(found)
         return found
     torch.nn.Embedding.forward = faulty
-    train_v2_ddp.main(argv)
+    speech_main(argv)
 
 
 @pytest.mark.slow

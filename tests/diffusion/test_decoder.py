@@ -25,7 +25,17 @@ from transformers import (
 from common import checkpoint, resume, tensor_files
 from common.distributed import UserError
 from core import fused
-from diffusion import blocks, decoder, dit, elbo, problems, published, sample_bd3lm, sampler, train_bd3lm
+from diffusion import (
+    blocks,
+    decoder,
+    dit,
+    elbo,
+    problems,
+    published,
+    sample_bd3lm,
+    sampler,
+    train_bd3lm,
+)
 from diffusion.problems import load_tokenizer, read_problems
 from diffusion.sampler import question_state
 from tests.helpers.block_rows import MIXED, make_blocks, noised, sampled_hidden

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from diffusion import dit, evaluate, problems, train_bd3lm
-from diffusion.sampler import Solver
 from diffusion.problems import load_tokenizer
-from diffusion.sampler import Sampling, prefill
+from diffusion.sampler import Sampling, Solver, prefill
 
 PAIRS = [("Question: Ben has 3 pens.\nAnswer:", " Ben has"), ("1", " 3*6 = 18"), ("Who?", " Anna")]
 

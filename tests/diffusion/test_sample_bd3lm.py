@@ -13,7 +13,18 @@ import torch
 from safetensors.torch import save_file
 
 from common import checkpoint
-from diffusion import blocks, dit, elbo, evaluate, make_problems, noise, problems, published, sample_bd3lm, sampler
+from diffusion import (
+    blocks,
+    dit,
+    elbo,
+    evaluate,
+    make_problems,
+    noise,
+    problems,
+    published,
+    sample_bd3lm,
+    sampler,
+)
 from diffusion.problems import Layout, load_tokenizer, read_problems
 from diffusion.sampler import Sampling
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common import distributed
 from common.distributed import UserError
 from core import adapters, chat
-from distill import evaluate_prompt, packed_lm, rollouts, served, causal_lm
+from distill import causal_lm, evaluate_prompt, packed_lm, rollouts, served
 from distill.chat_data import ChatSamples, ChatTable, Reading, collate, write_table
 from distill.losses import chunked_loss, divergence
 from distill.teacher import read_prompt, with_prompt

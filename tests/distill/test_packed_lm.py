@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from common.distributed import UserError
 from core import adapters, document_attention
 from core.packing import PackOrder
-from distill import packed_lm, causal_lm
+from distill import causal_lm, packed_lm
 from distill.chat_data import ChatSamples, collate
 from distill.losses import chunked_loss
 from tests.helpers.students import sample_loss

@@ -13,10 +13,8 @@ import subprocess
 import threading
 import time
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -165,7 +165,7 @@ def serve(listener, parent):
     import transformers.models.auto.modeling_auto  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    import train_v2_ddp  # noqa: F401
+    from tests.helpers import imports  # noqa: F401
     get_checkpoint_conversion_mapping("llama")      # PEFT asks; a thousand patterns are compiled once
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or sys.prefix

@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -30,9 +29,9 @@ LATE = ("speech.model.v2", "distill.train_sft", "diffusion.train_bd3lm", "numpy.
 
 
 class Pool:
-    """Jobs of at most so many ranks. folder: an empty one for their output; preload: the script imported once."""
+    """Jobs of at most so many ranks. folder: an empty one for their output; preload: a module imported once."""
 
-    def __init__(self, ranks, folder, preload="train_v2_ddp"):
+    def __init__(self, ranks, folder, preload="tests.helpers.imports"):
         self.ranks, self.folder, self.preload, self.jobs, self.server = ranks, Path(folder), preload, 0, None
 
     def run(self, ranks, function, *args, timeout=PATIENCE_S, cwd=None, env=None):
@@ -124,7 +123,7 @@ def work(rank, ranks, port, timeout, log, cwd, env, function, args):
     except SystemExit as left:
         status = left.code or 0
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())     # a script's own, which may end the process here
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()

@@ -2,12 +2,17 @@
 import copy
 import json
 import os
+import runpy
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+
+from core import cli
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -75,6 +80,49 @@ def trainer_arguments(tiny, output_dir, *flags):
             *map(str, flags)]
 
 
+def run_script(script, argv):
+    """Run a script of module-level code in this process, as `python SCRIPT ARGV` would. SystemExit if it fails."""
+    before, sys.argv = (sys.excepthook, sys.argv), [str(ROOT / script), *map(str, argv)]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    except Flags:
+        raise
+    except BaseException:
+        sys.excepthook(*sys.exc_info())     # the script's own, which may end the process here
+        raise SystemExit(1)
+    finally:
+        sys.excepthook, sys.argv = before
+
+
+def speech_main(argv):
+    """train_v2_ddp.py on a command line, in this process."""
+    run_script("train_v2_ddp.py", argv)
+
+
+class Flags(Exception):
+    """The parser of a script and its check_flags(args, world_size)."""
+
+
+def script_flags(script="train_v2_ddp.py"):
+    """(parser, check_flags) of a script of module-level code; nothing else of it runs."""
+    def found(parser, check=None):
+        cli.accept_old_names(parser)
+        raise Flags(parser, check)
+
+    with mock.patch.object(cli, "parse", found), pytest.raises(Flags) as caught:
+        run_script(script, [])
+    return caught.value.args
+
+
+# what tests of flags ask of a trainer that has a main()
+speech_trainer = SimpleNamespace(
+    __name__="train_v2_ddp", build_parser=lambda: script_flags()[0],
+    check_flags=lambda args, world_size: script_flags()[1](args, world_size))
+
+
 def trainer_command(tiny, output_dir, *flags, ranks=1, python=sys.executable):
     """A trainer's whole command line, as a user types it."""
     launcher = [python] if ranks == 1 else \
@@ -82,8 +130,8 @@ def trainer_command(tiny, output_dir, *flags, ranks=1, python=sys.executable):
     return [*launcher, str(ROOT / "train_v2_ddp.py"), *trainer_arguments(tiny, output_dir, *flags)]
 
 
-def train_forked(pool, tiny, output_dir, *flags, ranks=1, ok=True, main="train_v2_ddp.main", cwd=None, env=None):
-    """The trainer's real main() on a real command line in ranks of the pool, each a process; returns the Run."""
+def train_forked(pool, tiny, output_dir, *flags, ranks=1, ok=True, main="tests.helpers.trainer.speech_main", cwd=None, env=None):
+    """The trainer on a real command line in ranks of the pool, each a process; returns the Run."""
     statuses, output = pool.run(ranks, main, trainer_arguments(tiny, output_dir, *flags),
                                 cwd=cwd or output_dir.parent, env=env)
     assert not ok or not any(statuses), output[-4000:]
@@ -91,13 +139,11 @@ def train_forked(pool, tiny, output_dir, *flags, ranks=1, ok=True, main="train_v
 
 
 def main_with_a_bad_token(argv):
-    """train_v2_ddp.main whose text embedding, the largest there is, gives NaN for the token BAD_TOKEN.
+    """speech_main whose text embedding, the largest there is, gives NaN for the token BAD_TOKEN.
 
     A base that holds NaN would be refused.
     """
     import torch
-
-    import train_v2_ddp
     embed, bad = torch.nn.Embedding.forward, int(os.environ["BAD_TOKEN"])
 
     def poisoned(self, ids):
@@ -105,7 +151,7 @@ def main_with_a_bad_token(argv):
         is_text = self.num_embeddings == int(os.environ["TEXT_TOKENS"])
         return found.masked_fill((ids == bad)[..., None], float("nan")) if is_text else found
     torch.nn.Embedding.forward = poisoned
-    train_v2_ddp.main(argv)
+    speech_main(argv)
 
 
 def bad_token(model_dir):

@@ -7,12 +7,12 @@ import subprocess
 
 import pytest
 
-import train_v2_ddp
 from common import flags
+from core import cli
 from diffusion import train_bd3lm
 from distill import create_data, train_sft
 from tests.helpers.progress import PATIENCE_S
-from tests.helpers.trainer import ROOT
+from tests.helpers.trainer import ROOT, script_flags
 from tests.launch.test_launchers import environment, launch, printed_command, shell
 
 TRAIN_V2 = """torchrun --nproc_per_node=8 trainer/train_v2_ddp.py --model_path bosonai/higgs-audio-v2-generation-3B-base
@@ -65,7 +65,7 @@ def test_the_trainers_launch_line(tiny, tree, quick):
 
 def same_but(line, *names):
     """The flags of TRAIN_V2 and of a printed command, parsed, without those named."""
-    parsed = [vars(train_v2_ddp.build_parser().parse_args(words)) for words in (
+    parsed = [vars(script_flags()[0].parse_args(words)) for words in (
         shlex.split(TRAIN_V2)[3:], line)]
     return [{name: value for name, value in args.items() if name not in names} for args in parsed]
 
@@ -105,7 +105,7 @@ def test_train_tts_settings(tmp_path):
     _, line = printed_command(launch("train_tts.sh", cwd=tmp_path, DRY_RUN="1", TRAIN_DATA="clips", LORA="0", LR="1e-4",
                                      BATCH_SIZE="3", GRAD_ACCUM="2", WARMUP_STEPS="7", SAVE_STEPS="9", MODEL="m",
                                      SWITCHES="", OUTPUT_DIR="a b"))
-    args = train_v2_ddp.build_parser().parse_args(line)
+    args = script_flags()[0].parse_args(line)
     assert (args.train_data_dir, args.parallel, args.use_lora, args.bf16) == (["clips"], "fsdp", False, False)
     assert (args.learning_rate, args.per_device_train_batch_size, args.gradient_accumulation_steps) == (1e-4, 3, 2)
     assert (args.warmup_steps, args.save_steps, args.model_path, args.output_dir) == (7, 9, "m", "a b")
@@ -126,18 +126,18 @@ def test_what_a_launcher_would_ignore_is_refused(launcher, settings, args, said)
 
 def test_key_and_value_is_no_argument_of_the_speech_trainer(capsys):
     with pytest.raises(SystemExit):
-        flags.parse(train_v2_ddp.build_parser(), None, [*shlex.split(TRAIN_V2)[3:], "trainer.precision=bf16-mixed"])
+        cli.parse(script_flags()[0], None, [*shlex.split(TRAIN_V2)[3:], "trainer.precision=bf16-mixed"])
     assert capsys.readouterr().err == (
-        "error: trainer.precision=bf16-mixed: key=value is not read here; give the flag, --help all shows all\n")
+        "error: trainer.precision=bf16-mixed: key=value is not read here; give the flag, --help lists them\n")
 
 
 def test_the_flags_of_ms_swift(monkeypatch, capsys):
     """Line 3: its flags on train_tts_h200x8.sh; 256 samples a step, with BATCH_SIZE=4 just as many: 4 x 8 GPUs x 8."""
     done = launch("train_tts_h200x8.sh", *shlex.split(MS_SWIFT), DRY_RUN="1", MIN_GPUS="0", NPROC_PER_NODE="8",
                   SLURM_CPUS_PER_TASK="128", TRAIN_DATA=__file__, BATCH_SIZE="4")
-    monkeypatch.setattr(flags, "usable_cpus", lambda: 128)
+    monkeypatch.setattr(cli, "usable_cpus", lambda: 128)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    args = flags.parse(train_v2_ddp.build_parser(), lambda args, _: train_v2_ddp.check_flags(args, world_size=8),
+    args = cli.parse(script_flags()[0], lambda args, _: script_flags()[1](args, world_size=8),
                        printed_command(done)[1])
     assert args.named >= {"parallel", "gradient_checkpointing"} and args.auto       # which leaves those alone
     assert (args.parallel, args.bf16, args.gradient_checkpointing, args.optim) == ("fsdp", True, "all",
@@ -157,7 +157,7 @@ def test_settings_of_the_shell_win(monkeypatch, capsys):
     done = subprocess.run(["bash", "-euc", text], text=True, capture_output=True, env=environment())
     assert done.stdout == "1 1 none max_split_size_mb=128,expandable_segments=True\n"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb=128,expandable_segments=True")
-    flags.parse(train_v2_ddp.build_parser(), None, shlex.split(TRAIN_V2)[3:])
+    cli.parse(script_flags()[0], None, shlex.split(TRAIN_V2)[3:])
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:128,expandable_segments:True"
     assert "is read as max_split_size_mb:128,expandable_segments:True" in capsys.readouterr().out
 
@@ -232,7 +232,7 @@ def test_what_a_block_diffusion_launcher_refuses(settings, args, said):
 
 def test_overrides_of_block_diffusion(monkeypatch):
     """Line 7."""
-    monkeypatch.setattr(flags, "usable_cpus", lambda: 64)
+    monkeypatch.setattr(cli, "usable_cpus", lambda: 64)
     args, said = bd3lm("model.attn_backend=flash_attn", "trainer.precision=bf16-mixed",
                        "+model.gradient_checkpointing=true", "+trainer.compile=true", "loader.num_workers=16",
                        "--dropout", "0.2", SWITCHES="", SLURM_CPUS_PER_TASK="4")

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-import train_v2_ddp
 from tests.helpers.progress import PATIENCE_S, wait_until
-from tests.helpers.trainer import ROOT, trainer_command
+from tests.helpers.trainer import ROOT, script_flags, trainer_command
 
 LAUNCHERS = ("train_tts.sh", "train_tts_h200x8.sh")
 ALL_LAUNCHERS = {"train_tts.sh": "train_v2_ddp.py", "train_tts_h200x8.sh": "train_v2_ddp.py",     # and their trainers
@@ -131,9 +130,9 @@ def test_h200_launcher_sets_what_its_header_says():
                   str(ROOT / "README.md"), "--logging_steps", "7", DRY_RUN="1", MIN_GPUS="0", NPROC_PER_NODE="8",
                   SLURM_CPUS_PER_TASK="128", OMP_NUM_THREADS="")
     words, flags = printed_command(done)
-    args = train_v2_ddp.build_parser().parse_args(flags)
+    args = script_flags()[0].parse_args(flags)
     assert (args.num_workers, args.preprocess_num_proc, args.report_to) == (4, 32, ["tensorboard"])
-    train_v2_ddp.check_flags(args, world_size=8)        # which would give loaders no more CPUs than are here
+    script_flags()[1](args, world_size=8)        # which would give loaders no more CPUs than are here
     assert words[0] == "OMP_NUM_THREADS=16"
     assert "--nproc-per-node=8" in words
     assert "--per_device_train_batch_size" not in flags and args.global_batch_size == 256
@@ -157,8 +156,8 @@ def test_h200_launcher_without_lora_is_full_fine_tuning(switches):
     done = launch("train_tts_h200x8.sh", "--model_path", "m", "--audio_tokenizer_path", "c", "--train_data_file",
                   str(ROOT / "README.md"), DRY_RUN="1", MIN_GPUS="0", NPROC_PER_NODE="8", LORA="0",
                   **({} if switches is None else {"SWITCHES": switches, "BATCH_SIZE": "4"}))
-    args = train_v2_ddp.build_parser().parse_args(printed_command(done)[1])
-    train_v2_ddp.check_flags(args, world_size=8)        # refuses flags of adapters without --use_lora
+    args = script_flags()[0].parse_args(printed_command(done)[1])
+    script_flags()[1](args, world_size=8)        # refuses flags of adapters without --use_lora
     assert not args.use_lora and (args.auto or args.parallel == "fsdp")
     assert (args.bf16, args.tf32, args.auto) == (switches != "", switches is None, switches is None)
 

@@ -11,7 +11,7 @@ import torch
 from common import indexing
 from common.distributed import UserError, World
 from common.problems import Problems
-from data import SpeechSamples, collate, prepare_table
+from data import SpeechSamples, collate, make_table
 from speech.data import builder as speech_builder
 from speech.data import dataset as speech_table
 from speech.data import rows
@@ -219,7 +219,7 @@ def test_a_take_that_is_spoken_anew_is_other_data(tiny, tools, tmp_path):
             soundfile.write(folder / f"{name}.wav", wave, 24000)
         (folder / "m.csv").write_text("audio,text\na.wav,One.\nb.wav,Two.\n")
         work = tmp_path / f"work-{len(list(tmp_path.iterdir()))}"
-        table = prepare_table(World(device=torch.device("cpu")), *tools, Sources([(folder / "m.csv", 1.0)]),
+        table = make_table(World(device=torch.device("cpu")), *tools, Sources([(folder / "m.csv", 1.0)]),
                               Encoding(tiny.codec, work / "codes", 8), work, dry=dry)
         return table.fingerprint(np.arange(2))
     first = known(tmp_path / "x", {"b": (0.6, 2)})

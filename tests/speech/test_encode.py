@@ -13,7 +13,6 @@ import soxr
 import torch
 from safetensors.numpy import load_file
 
-import train_v2_ddp
 from common.distributed import UserError, World
 from speech.data import encode
 from speech.data.code_cache import CodeReader, codec_fingerprint
@@ -22,7 +21,7 @@ from speech.data.dataset import Encoding, ensure_codes
 from speech.data.decode import codec_frames, decode_audio, decode_file, header_frames
 from speech.data.encode import codec_config, encode_clip, plan_codes
 from speech.data.rows import read_samples
-from tests.helpers.trainer import mount
+from tests.helpers.trainer import mount, speech_main
 from tests.speech.test_bad_input import complains
 
 RATES = (8000, 16000, 22050, 44100, 48000)
@@ -414,7 +413,7 @@ def test_a_killed_run_leaves_a_usable_cache(filled, pool, tiny, tmp_path):
 
 def train_without_torchaudio(argv):
     sys.modules["torchaudio"] = None
-    train_v2_ddp.main(argv)
+    speech_main(argv)
 
 
 @pytest.mark.slow

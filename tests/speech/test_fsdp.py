@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 
-import train_v2_ddp
+import lora
 from common import distributed, tensor_files
 from common.run import autocast
+from core import adapters, dist
 from data import collate
 from speech.demo import make_tiny
-from speech.model import v2
+from speech.model import v2, weights
 from speech.model.weights import empty_model, find_model, native_config
 from tests.helpers import spoken as speech
 from tests.helpers.checkpoints import (
@@ -32,7 +33,15 @@ from tests.helpers.checkpoints import (
     write_checkpoint,
 )
 from tests.helpers.runs import CLOCK, CUTS, moments, newest, rows, tensors
-from tests.helpers.trainer import Run, Tiny, bad_token, train_forked, trainer_arguments
+from tests.helpers.trainer import (
+    Run,
+    Tiny,
+    bad_token,
+    script_flags,
+    speech_main,
+    train_forked,
+    trainer_arguments,
+)
 
 LR = 2e-4
 # 19 of 24 samples are trained, 12 a step: an epoch's second step has 7, so some ranks get empty packs
@@ -183,7 +192,7 @@ def test_compiled_layers_train_the_same(pool, odd, shared, tmp_path):
 
 
 def train_compiled(argv):
-    train_v2_ddp.main(argv)
+    speech_main(argv)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
@@ -233,10 +242,10 @@ def test_no_gather_has_a_name_that_gloo_frees_twice(pool, odd, tmp_path):
 def count_collectives(argv, path):
     """Rank 0's, by their names: the others run the same ones."""
     if os.environ["RANK"] != "0":
-        train_v2_ddp.main(argv)
+        speech_main(argv)
         return
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        train_v2_ddp.main(argv)
+        speech_main(argv)
     counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("c10d::")}
     Path(path).write_text(json.dumps(counts))
 
@@ -326,13 +335,29 @@ def step_on_odd_batches(argv, folder):
 
 def start(argv):
     """What the trainer does before its first step: (World, flags, model, what it calls, native model)."""
-    args = train_v2_ddp.build_parser().parse_args(argv)
-    train_v2_ddp.check_flags(args, int(os.environ["WORLD_SIZE"]))
+    args = script_flags()[0].parse_args(argv)
+    script_flags()[1](args, int(os.environ["WORLD_SIZE"]))
     world = distributed.init(60, 60, alone_too=args.parallel != "ddp")
     folder, config = find_model(args.model_path)
     args.lora_target_modules = args.lora_target_modules or "attention"
-    model, parts = train_v2_ddp.empty_trained_model(v2, folder, config, args)
-    return world, args, model, train_v2_ddp.load_model(v2, world, model, parts, None, args), model.base_model
+    half = torch.bfloat16 if args.bf16 and args.use_lora else torch.float32
+    native = net = v2.empty_model(config, half, folder)
+    parts = v2.weight_parts(folder, config)
+    if args.use_lora:
+        net = lora.add_lora(native, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules,
+                            args.model_path, use_rslora=args.use_rslora, use_dora=args.use_dora)
+    v2.freeze_unreachable(native, args.text_loss_weight)
+    model = v2.packed(net, args.gradient_checkpointing)
+    if args.parallel != "ddp":
+        dist.shard(model, v2.layers(native), world, args.bf16, args.reshard_after_forward, args.cpu_offload,
+                   args.shard_size, args.reduce_dtype)
+    model.to_empty(device="cpu")
+    v2.reset_buffers(native, world.device)
+    weights.load_weights(adapters.base_weights(net) if args.use_lora else dict(native.named_parameters()), parts, world)
+    if args.use_lora:
+        adapters.init_adapters(net, args.seed)
+    model.train()
+    return world, args, model, model if args.parallel != "ddp" else dist.wrap_ddp(model, world), native
 
 
 def whole(tensor):

@@ -2,10 +2,9 @@
 import copy
 import io
 import json
+import os
 import re
-import shlex
 import shutil
-import sys
 import warnings
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ import soundfile
 import torch
 from transformers import AutoProcessor, AutoTokenizer
 
-import train_v2_ddp
 from common import distributed
 from speech import generate_tts
 from speech.data import text_normalization
@@ -25,10 +23,10 @@ from speech.data.dataset import Table
 from speech.data.decode import decode_audio
 from speech.data.encode import load_codec
 from speech.model.labels import delay_rows, token_ids
-from speech.voice import generate, sample_prompts, scores
+from speech.voice import generate, sample_prompts
 from tests.helpers import spoken as speech
 from tests.helpers.runs import CLOCK, rows
-from tests.helpers.trainer import train_forked, trainer_arguments, unheard
+from tests.helpers.trainer import speech_main, train_forked, trainer_arguments, unheard
 
 CPU = torch.device("cpu")
 
@@ -246,9 +244,9 @@ def test_mel_shows_where_a_tone_is(voice):
 # -- The whole way, through the scripts --------------------------------------------------------------------------------
 
 
-def train(pool, tiny, data, output_dir, *flags, ranks=1):
+def train(pool, tiny, data, output_dir, *flags, ranks=1, **options):
     return train_forked(pool, tiny, output_dir, "--train_data_file", data, "--num_workers", 0,
-                        "--code_cache", output_dir.parent / "codes", *flags, ranks=ranks)
+                        "--code_cache", output_dir.parent / "codes", *flags, ranks=ranks, **options)
 
 
 def say(pool, tiny, output_dir, *flags, model=None, ranks=1):
@@ -363,10 +361,16 @@ def test_two_ranks_say_what_one_says(pool, tiny, short, tmp_path):
 @pytest.mark.slow
 def test_a_run_out_of_time_for_samples_goes_on(pool, tiny, short, tmp_path):
     """No prompt begun, or stopped after its first row: no frame to hear, which is not all that TensorBoard can take."""
-    for name, limit in (("none", 1e-6), ("few", 0.01)):
+    for name, limit in (("none", "0.000001"), ("few", "0.01")):
         output = train(pool, tiny, short, tmp_path / name, "--eval_data_file", short.with_name("unheard.json"), *SMALL, "--sample_prompts", short,
-                       "--sample_time_limit", limit, "--report_to", "tensorboard").output
-        assert "0 of 3 prompts, 0.0 s" in output and "(--sample_time_limit)" in output and "done       step 3" in output
+                       "--report_to", "tensorboard", main=f"{__name__}.out_of_time", env={"LIMIT": limit}).output
+        assert "0 of 3 prompts, 0.0 s" in output and "(time limit)" in output and "done       step 3" in output
+
+
+def out_of_time(argv):
+    """The trainer, whose sample prompts may take LIMIT seconds."""
+    sample_prompts.TIME_LIMIT = float(os.environ["LIMIT"])
+    speech_main(argv)
 
 
 class Asked:
@@ -387,12 +391,8 @@ class Asked:
 def test_what_time_cut_off_did_not_stop_by_itself(tiny, voice, short, tmp_path, monkeypatch, capsys):
     """Rates of one that ended, one at its length and one out of time; after a request to stop there are none."""
     native, tokenizer, ids, codec, bandwidth = voice
-    hear = tmp_path / "hear.py"         # understands the first clip, and nothing of others
-    hear.write_text("import sys\nprint(sys.argv[1], *[''] * (len(sys.argv) - 3), sep='\\n')")
-    texts = [entry["misc"]["target_transcript"] for entry in json.loads(short.read_text())]
-    args = SimpleNamespace(**dict.fromkeys(sample_prompts.JUDGING), sample_prompts=str(short), normalize_text="on",
-                           sample_seconds=10.0, sample_time_limit=120, output_dir=tmp_path, seed=42)
-    args.mos, args.asr_command = False, f"{sys.executable} {hear} {shlex.quote(texts[0].upper())}"
+    args = SimpleNamespace(sample_prompts=str(short), normalize_text="on", sample_seconds=10.0, output_dir=tmp_path,
+                           seed=42)
     speaker = sample_prompts.load(args, tokenizer, ids, native.config, tiny.codec, distributed.World(device=CPU))
     prompts = speaker.prompts
     true = [round(prompt.target_seconds * 25) for prompt in prompts]
@@ -403,12 +403,7 @@ def test_what_time_cut_off_did_not_stop_by_itself(tiny, voice, short, tmp_path, 
     values = speaker.speak_all(native, step=5, log=log, asked=log)
     assert values["eval/stop_rate"] == pytest.approx(1 / 3) and values["eval/length_ratio"] == pytest.approx(1.5, 0.02)
     assert log.heard == [("samples/0000", 1920 * true[0]), ("samples/0001", 960 * true[1]), ("samples/0002", 0)]
-    words = [scores.word_errors([text], [""])[1] for text in texts]     # of the third, which was cut off, nobody judges
-    assert values["eval/wer"] == pytest.approx(words[1] / (words[0] + words[1]))
-    out = capsys.readouterr().out
-    assert f"word errors {values['eval/wer'] * 100:.1f}%" in out and "2 of 3 prompts" in out
-    facts = [json.loads((tmp_path / "samples" / "step-5" / f"000{i}.json").read_text()) for i in range(3)]
-    assert [found.get("wer") for found in facts] == [0, 1, None] and facts[0]["heard"] == texts[0].upper()
+    assert "2 of 3 prompts" in capsys.readouterr().out
     values = speaker.speak_all(native, step=6, log=log, asked=Asked(1))
     assert "eval/stop_rate" not in values and "(asked to stop)" in capsys.readouterr().out
 
@@ -438,10 +433,10 @@ def test_dry_run_counts_and_checks_the_prompts(tiny, short, tmp_path, capsys):
                                   "fsdp", "--sample_prompts", prompts, *more)
         if status:
             with pytest.raises(SystemExit) as end:
-                train_v2_ddp.main(words)
+                speech_main(words)
             assert end.value.code == status
         else:
-            train_v2_ddp.main(words)
+            speech_main(words)
         out = capsys.readouterr()
         return out.out + out.err
     entries = json.loads(short.read_text())

@@ -11,9 +11,8 @@ import pytest
 import soundfile
 import torch
 
-import train_v2_ddp
 from common.distributed import UserError, World
-from data import make_loader, prepare_table
+from data import make_loader, make_table
 from speech import prepare_tts
 from speech.choices import CHECKS, SOUND_ERRORS
 from speech.data import checks
@@ -21,6 +20,7 @@ from speech.data.code_cache import file_key
 from speech.data.conversations import Clip
 from speech.data.dataset import Encoding, Table, split_samples, usable_samples, weighted
 from speech.data.rows import Reading, Sources
+from tests.helpers.trainer import speech_main
 
 WORLD = World(device=torch.device("cpu"))
 
@@ -51,9 +51,9 @@ def prepared(tiny, tokenizer, ids, source, out, drop=(), held_out=None, weight=1
 
 
 def opened(tiny, tokenizer, ids, train, out, held_out=None, reading=None):
-    """The table of prepare_table, from prepared folders or sources."""
+    """The table of make_table, from prepared folders or sources."""
     out.mkdir(exist_ok=True)
-    return prepare_table(WORLD, tokenizer, ids, Sources(train, held_out, reading or Reading()),
+    return make_table(WORLD, tokenizer, ids, Sources(train, held_out, reading or Reading()),
                          Encoding(tiny.codec, out / "codes", ids.num_codebooks, wait_limit_s=60), out)
 
 
@@ -84,7 +84,7 @@ def folder(tiny, tokenizer, ids, speech, tmp_path_factory):
 def train_without_codec(argv):
     """In a fork, where torchaudio cannot be imported and so nothing be encoded."""
     sys.modules["torchaudio"] = None
-    train_v2_ddp.main(argv)
+    speech_main(argv)
 
 
 @pytest.mark.slow

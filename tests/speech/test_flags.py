@@ -1,0 +1,46 @@
+"""The flags of train_v2_ddp.py: one list, frozen; old names are accepted, and none of them is in --help."""
+import re
+import subprocess
+import sys
+
+import pytest
+
+from core import cli
+from tests.helpers.trainer import ROOT, script_flags
+
+REQUIRED = ["--train_data_file", "train.json", "--model_path", "model", "--audio_tokenizer_path", "codec"]
+FLAGS = """adam_beta2 audio_loss_reduction audio_tokenizer_path auto base_dtype bf16 code_cache
+    collective_timeout columns compile config cpu_offload data_format disable_eval drop_bad
+    dry_run eval_data_dir eval_data_file eval_steps float8 fp16 freeze_llm global_batch_size
+    gpu_memory gradient_accumulation_steps gradient_checkpointing group_by_length host_memory help keep
+    keep_every keep_weight learning_rate logging_dir logging_steps lora_alpha lora_dropout
+    lora_rank lora_target_modules lr_scheduler max_bad_steps max_grad_norm max_length max_steps
+    max_tokens_per_batch min_lr_ratio model_path normalize_text num_train_epochs num_workers
+    output_dir parallel per_device_eval_batch_size per_device_train_batch_size
+    preprocess_num_proc reduce_dtype ref_audio_in_system_message reference reference_share
+    report_to reshard_after_forward resume sample_prompts sample_seconds save_steps
+    save_total_limit scale_lr_from_batch seed shard_size task_type text_loss_weight tf32
+    train_audio_table train_data_dir train_data_file use_dora use_lora use_rslora
+    validation_split wait_timeout wandb_project warmup_steps weight_decay"""
+
+
+def test_the_list_is_frozen():
+    """Who adds a flag takes one away."""
+    shown = re.findall(r"^  (?:-h, )?--(\w+)", script_flags()[0].format_help(), re.M)
+    assert sorted(shown) == sorted(FLAGS.split())
+    assert not {f"--{name}" for name in shown} & {*cli.OLD_NAMES, *cli.WITHOUT_EFFECT, *cli.GONE} - {
+        "--train_data_dir", "--eval_data_dir"}
+
+
+@pytest.mark.parametrize("words, status, said", [
+    (["--help"], 0, ""), (["--hlep"], 2, "error: --hlep: no such flag; the nearest one is --help, --help lists all"),
+    ([*REQUIRED, "--best_by", "wer"], 2, "error: --best_by: this flag is gone; speak with saved checkpoints"),
+    ([*REQUIRED, "--output_dir", "/proc/no", "--seed", "-1"], 1, "error: --seed is -1")])
+def test_help_and_mistakes_come_before_torch(words, status, said):
+    watch = ("import runpy, sys\nsys.argv = sys.argv[1:]\nsys.path[0] = '.'\ntry:\n"
+             "    runpy.run_path(sys.argv[0], run_name='__main__')\nexcept SystemExit as left:\n"
+             "    print(left.code or 0, sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))")
+    done = subprocess.run([sys.executable, "-c", watch, "train_v2_ddp.py", *words], cwd=ROOT, text=True,
+                          capture_output=True)
+    assert done.stdout.endswith(f"{status} []\n") and done.stderr.startswith(said), done
+    assert done.stderr.count("\n") == bool(said)
