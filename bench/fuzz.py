@@ -34,7 +34,8 @@ from common import report, resume, run
 from common.flags import UserError
 from common.text import HIDDEN, error_text
 from core import chat, json_files, metrics
-from distill import held_out, journal, teacher_server
+from distill import create_data, teachers
+from distill import server as servers
 from speech.data.conversations import canonical_sample
 from speech.data.rows import read_samples
 from speech.model.labels import conversation_pieces
@@ -130,14 +131,9 @@ def block_problems(system):
     return read
 
 
-def truth(folder, data):
-    (folder / "truth.jsonl").write_bytes(data)
-    held_out.read_truth(folder / "truth.jsonl", [0, 1], ["en", "de"])
-
-
 def journals(folder, data):
     (folder / "shard-0-of-1.jsonl").write_bytes(data)
-    journal.read_journals(folder, HEADER)
+    create_data.read_journals(folder, HEADER)
 
 
 def plans(folder, data):
@@ -148,10 +144,10 @@ def plans(folder, data):
 def server(folder, data):
     """What a server answers; ask_server tries again after these errors."""
     try:
-        answer = teacher_server.read_answer(json_files.loads(data))
+        answer = teachers.read_answer(data)
         json.dumps(answer.text, ensure_ascii=False).encode()
-    except teacher_server.MALFORMED as error:
-        check_said(error_text(teacher_server.explain(error)))
+    except servers.MALFORMED as error:
+        check_said(error_text(servers.explain(error)))
 
 
 def manifest(folder, data):
@@ -248,7 +244,6 @@ FORMATS = {
     "chatml": (chatml, [SAMPLE], ("list", "lines", "object")), "chatml_lines": (chatml_lines, [SAMPLE], ("lines",)),
     "metadata": (metadata, [META], ("object",)), "chats": (chats, [CHAT], ("lines",)),
     "gsm8k": (block_problems("gsm8k"), [GSM8K], ("list", "lines")), "hdp": (block_problems("hdp"), [HDP], ("list",)),
-    "truth": (truth, [{"id": 0, "label": "en"}, {"id": 1, "label": None}], ("lines",)),
     "journals": (journals, [{"header": HEADER}, RECORD], ("lines",)), "plans": (plans, [PLANNED], ("lines",)),
     "server": (server, [ANSWER], ("object",)), "manifest": (manifest, [MANIFEST], ("object",)),
     "state": (state, [STATE], ("object",)), "metrics": (log, [ROW, ROW | {"step": 4}], ("lines",)),

@@ -40,7 +40,7 @@ def check_flags(args, parser, world_size):
         need(not args.replay_every, "--replay_every compares bit for bit, which a server's scores "
                                     "are not: drop it, or --teacher_url")
     if args.teacher_url or args.base_url:
-        from distill.teacher_server import address
+        from distill.server import address
         for flag in ("teacher_url", "base_url"):
             address(getattr(args, flag) or "", f"--{flag}")
         need(0 < 2 * args.request_timeout < args.collective_timeout,
@@ -99,7 +99,7 @@ def open_side(args, config, tokenizer):
     from core import chat
     from distill import causal_lm
     from distill.choices import THINKING
-    from distill.teacher import Prompt, read_prompt
+    from distill.teachers import Prompt, read_prompt
     named = args.prompt_file
     prompt = read_prompt(named, args.prompt_role) if named else Prompt("none", "")
     if args.teacher_path == args.model_path and not args.teacher_url:
@@ -167,7 +167,7 @@ def behind_prompt(prompt, encoder, records, results):
     """[(ids, mask, tokens of the student)] or ValueErrors: the student's results of encoder.encode,
     each followed by the teacher's, which has its context and the very tokens of the answers.
     """
-    from distill.teacher import with_prompt
+    from distill.teachers import with_prompt
     asked, taught = [], [None] * len(records)
     for i, record in enumerate(records):
         try:

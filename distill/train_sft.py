@@ -87,7 +87,7 @@ def build_parser():
                    help="with a teacher, share of the samples whose answer the student draws anew at each step")
     g.add_argument("--max_new_tokens", type=int, default=128, help="tokens an answer drawn for --on_policy may have")
     g.add_argument("--base_url", help="of vLLM's server, e.g. http://localhost:8000/v1, which then draws the answers "
-                                      "of --on_policy (see distill/served.py); key in OPENAI_API_KEY")
+                                      "of --on_policy (see distill/on_policy.py); key in OPENAI_API_KEY")
     g.add_argument("--refresh_steps", type=int, default=1,
                    help="with --base_url, optimizer steps after which the server gets the adapters anew")
     g.add_argument("--request_timeout", type=float, default=240.0, help="seconds that one request may take in all")
@@ -420,8 +420,8 @@ def open_sampler(args, world):
     """What draws the answers of --on_policy instead of this process, or None."""
     if not args.base_url:
         return None
-    from distill import served
-    return served.opened(world, args.base_url, args.output_dir, args.refresh_steps, args.request_timeout)
+    from distill import on_policy
+    return on_policy.open_sampler(world, args.base_url, args.output_dir, args.refresh_steps, args.request_timeout)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -543,10 +543,10 @@ def train(args):
         work = step_work(table, window, sizes, args.use_lora)
         drawn = None
         if args.on_policy:
-            from distill import rollouts
+            from distill import on_policy
             # before the first loss: all are divided by the tokens of all answers of the step
             given = [state.next(batches) for _ in range(accumulation)]
-            drawn, work["targets"] = rollouts.own_answers(args, world, model, table, given,
+            drawn, work["targets"] = on_policy.own_answers(args, world, model, table, given,
                                                           inputs.ends, state.step, sampler)
 
         # -- forward, loss, backward ---------------------------------------------------------------

@@ -3,7 +3,6 @@
 #
 #   bash launch/distill_demo.sh [flags of distill/train_sft.py]
 #   QUESTIONS=lines.txt PROMPT=system.txt FOLLOWS='^Ahoy' TOPIC= OUT=mine bash launch/...   your own
-#   STORY=language bash launch/distill_demo.sh      labels: distill_h100x8.sh in small
 #
 # SmolLM2-135M-Instruct behind a system prompt is the teacher; the same model, without the prompt,
 # learns by LoRA on 2 processes to answer as if it had read it (train_sft.py --prompt_file). A
@@ -18,18 +17,6 @@ LAUNCHER=distill_demo
 # shellcheck source=launch/env.sh
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
 
-setting STORY prompt                    # or language, which reads OUT, STUDENT and RANKS
-case $STORY in
-prompt) ;;
-language)
-    for name in QUESTIONS PROMPT STEPS BATCH LEARNING_RATE GROUP_SIZE HELD_OUT ANSWER_TOKENS \
-        FOLLOWS TOPIC MIN_CLOSED KEEP; do
-        [ -z "${!name+set}" ] || die "$name is set, which STORY=language does not read"
-    done
-    ;;
-*) die "STORY=$STORY: prompt or language" ;;
-esac
-[ "$STORY" = prompt ] || defaults[OUT]=distill_language_out
 setting OUT distill_out                 # everything is written below this folder
 setting QUESTIONS "$REPO/distill/demo/data/questions.txt"   # lines
 setting PROMPT "$REPO/distill/prompts/dictionary.txt"       # of the teacher
@@ -64,7 +51,7 @@ done
 source "$REPO/launch/setup.sh"
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 RANKS=${RANKS:-$((gpus == 0 ? 2 : gpus))}
-[ "$STORY" = language ] || [ $((BATCH % RANKS)) = 0 ] ||
+[ $((BATCH % RANKS)) = 0 ] ||
     die "BATCH=$BATCH is not a multiple of $RANKS processes (RANKS)"
 precision=()
 if [ "$gpus" != 0 ]; then precision=(--bf16); fi      # many CPUs are slower with it
@@ -81,33 +68,19 @@ if [ -z "$STUDENT" ]; then      # what only this demo needs stands apart from th
     step base "$STUDENT/model.safetensors" env TQDM_DISABLE=1 \
         python distill/demo/get_smollm2.py "$STUDENT"
 fi
-if [ "$STORY" = language ]; then        # a language identifier in a teacher's place
-    step identifier "$OUT/packages/py3langid/__init__.py" python -m pip install --quiet --upgrade \
-        --disable-pip-version-check --no-deps --target "$OUT/packages" py3langid==0.4.0
-    port=PORT
-    if [ "${DRY_RUN:-0}" != 1 ]; then
-        rm -f "$OUT/port"
-        python distill/demo/langid_server.py --port_file "$OUT/port" &      # ends with this process
-        while [ ! -e "$OUT/port" ] && kill -0 $! 2>/dev/null; do sleep 0.2; done
-        [ -e "$OUT/port" ] || die "distill/demo/langid_server.py did not start"
-        port=$(cat "$OUT/port")
-    fi
-    export no_proxy=127.0.0.1,${no_proxy:-${NO_PROXY:-}}        # else a proxy would be asked for it
-    # adapters under DDP: without a GPU little else would be as fast between processes
-    exec env -u STORY -u OUT -u RANKS TEACHER="http://127.0.0.1:$port/v1" \
-        TEACHER_NAME=py3langid TEACHER_FLAGS="--concurrency 8" STUDENT="$STUDENT" GPUS="$RANKS" \
-        LORA=1 SWITCHES= VENV=none MIN_AGREEMENT=0.7 \
-        JUDGE_FLAGS="--min_gain 0.3 --prompt_max_new_tokens 32" \
-        bash launch/distill_h100x8.sh distill/demo/data/sentences.txt "$OUT" --parallel ddp \
-        --learning_rate 1e-3 --max_tokens_per_batch 512 --gradient_accumulation_steps 1 \
-        --max_steps 40 --save_steps 20 --eval_steps 0 --num_workers 1 "${precision[@]}" "$@"
-fi
 step answers "$OUT/answers.jsonl" python distill/create_data.py --input_file "$QUESTIONS" \
     --prompt_file "$PROMPT" --prompt_role system --parser whole --output_file "$OUT/answers.jsonl" \
     --model_name "$STUDENT" --engine transformers --batch_size 66 --chunk_size 1024 \
     --temperature 0 --max_retries 0 --max_tokens "$ANSWER_TOKENS"
-step swapped "$OUT/swapped.jsonl" python distill/demo/swap_answers.py "$OUT/answers.jsonl" \
-    "$OUT/swapped.jsonl"
+# each question with the answer to another one: its form can be learned, not what belongs to it
+swap='import json, sys
+rows = [json.loads(line) for line in open(sys.argv[1], encoding="utf-8")]
+for row, other in zip(rows, rows[len(rows) // 2:] + rows):
+    messages = [*row["messages"][:-1], other["messages"][-1]]
+    print(json.dumps(row | {"messages": messages}))'
+# shellcheck disable=SC2016     # the inner shell expands them
+step swapped "$OUT/swapped.jsonl" bash -c 'python -c "$0" "$1" >"$2"' "$swap" \
+    "$OUT/answers.jsonl" "$OUT/swapped.jsonl"
 
 threads=$(($(count_cpus) / RANKS))
 kept=() unrelated=()
@@ -135,7 +108,7 @@ train() {           # NAME ANSWERS [flags]
 }
 train training "$OUT/answers.jsonl" --prompt_file "$PROMPT" --prompt_role system "${kept[@]}" "$@"
 train control "$OUT/swapped.jsonl" "$@"
-step evaluation "$OUT/training/evaluation/evaluation.json" python distill/evaluate_prompt.py \
+step evaluation "$OUT/training/evaluation/evaluation.json" python distill/evaluate.py \
     --checkpoint "$OUT/training/checkpoint-$STEPS" --control "$OUT/control/checkpoint-$STEPS" \
     --output_dir "$OUT/training/evaluation" --follows "$FOLLOWS" ${TOPIC:+--topic "$TOPIC"} \
     --max_new_tokens "$ANSWER_TOKENS" --batch_size 64 --min_closed "$MIN_CLOSED" "${unrelated[@]}"

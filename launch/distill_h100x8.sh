@@ -48,7 +48,7 @@ TEACHER_NAME=${TEACHER_NAME:-}                  # that server's name for it
 TEACHER_FLAGS=${TEACHER_FLAGS:-}                # further flags of distill/create_data.py
 GPUS=${GPUS:-}                                  # to use; default: all
 TP=${TP:-4}                                     # GPUs an instance of the teacher
-MAX_MODEL_LEN=${MAX_MODEL_LEN:-8192}            # tokens of prompt and answer
+MAX_MODEL_LEN=${MAX_MODEL_LEN:-0}  # tokens of prompt and answer; 0: 32768, or the model's fewer
 PROMPT=${PROMPT:-$REPO/distill/prompts/language_id.txt}     # the teacher's prompt
 PROMPT_ROLE=${PROMPT_ROLE:-user}  # user: around the line, at {text}; system: a message of its own
 PARSER=${PARSER:-language}  # of distill/create_data.py; whole: free-form answers, kept as they are
@@ -64,7 +64,7 @@ TRUTH=${TRUTH:-}  # JSONL {"id", "label"} that no teacher made, for the judgemen
 MIN_AGREEMENT=${MIN_AGREEMENT:-0}  # with the teacher's labels, 0 to 1: exit status 1 below it
 ON_POLICY=${ON_POLICY:-}  # share of answers that the student draws, 0 to 1; empty: labels alone
 TEACHER_PATH=${TEACHER_PATH:-}  # model that scores with ON_POLICY; default: TEACHER
-JUDGE_FLAGS=${JUDGE_FLAGS:-}  # further flags of distill/evaluate_sft.py, or evaluate_prompt.py
+JUDGE_FLAGS=${JUDGE_FLAGS:-}  # further flags of distill/evaluate.py
 VENV=${VENV:-}  # environment of student and judgement; default: env.sh
 CONDA_ENV=${CONDA_ENV:-}                        # or a conda environment
 DRY_RUN=${DRY_RUN:-0}                           # 1: print the commands, end
@@ -136,18 +136,18 @@ fi
 # shellcheck disable=SC2154     # step names what it has made
 checkpoint=${made%/manifest.json}
 if [ "$DRY_RUN" != 1 ]; then use_environment python torch transformers; fi
-learned=(--prompt_file "$PROMPT" --prompt_role "$PROMPT_ROLE")
-if [ -n "$ON_POLICY" ]; then learned=(); fi     # the run knows its teacher
+judged=()
 if [ "$PARSER" = whole ]; then
-    step evaluation "$OUT/evaluation/evaluation.json" python "$REPO/distill/evaluate_prompt.py" \
-        --checkpoint "$checkpoint" --output_dir "$OUT/evaluation" "${learned[@]}" \
-        "${judged_by[@]}" \
-        --max_new_tokens "$(flag_value --max_tokens 1024 "${asked_of[@]}")"
+    judged=(--max_new_tokens "$(flag_value --max_tokens 1024 "${asked_of[@]}")")
 else
-    step evaluation "$OUT/evaluation/evaluation.json" python "$REPO/distill/evaluate_sft.py" \
-        --checkpoint "$checkpoint" --prompt_file "$PROMPT" --output_dir "$OUT/evaluation" \
-        --min_agreement "$MIN_AGREEMENT" ${TRUTH:+--truth_file "$TRUTH"} "${judged_by[@]}"
+    judged=(--parser "$PARSER" --max_new_tokens 10 --prompt_max_new_tokens 256
+        --min_agreement "$MIN_AGREEMENT" ${TRUTH:+--truth_file "$TRUTH"})
 fi
+if [ -z "$ON_POLICY" ]; then    # else the run knows its teacher
+    judged=(--prompt_file "$PROMPT" --prompt_role "$PROMPT_ROLE" "${judged[@]}")
+fi
+step evaluation "$OUT/evaluation/evaluation.json" python "$REPO/distill/evaluate.py" \
+    --checkpoint "$checkpoint" --output_dir "$OUT/evaluation" "${judged[@]}" "${judged_by[@]}"
 if [ "$DRY_RUN" != 1 ]; then
     python "$REPO/common/report.py" "$OUT/student" --evaluations "$OUT/evaluation/evaluation.json"
     echo "== result"

@@ -24,7 +24,7 @@ from common.flags import UserError
 from common.problems import problem
 from common.text import HIDDEN, error_text, printable
 from core import json_files
-from distill import teacher, teacher_server
+from distill import server, teachers
 from tests.helpers.trainer import ROOT
 
 EXAMPLES = 50
@@ -105,8 +105,8 @@ def test_no_password_of_a_url_is_printed(capsys):
     """By the error of a server that is not there, and by the notices about one that is gone."""
     url = "http://anna:secret@127.0.0.1:9/v1"
     with pytest.raises(SystemExit), distributed.one_clear_error():
-        teacher_server.open_server("m", teacher.Sampling(1), url)
-    teacher_server.Server(url, 1).tell(f"line 3 waits for {url}")
+        teachers.open_teacher("openai", "m", teachers.Sampling(1), base_url=url)
+    server.Server(url, 1).notify(f"line 3 waits for {url}")
     shown = capsys.readouterr()
     assert "--base_url http://127.0.0.1:9/v1: " in shown.err and "line 3 waits for http://***@127" in shown.out
     assert "secret" not in shown.err + shown.out
@@ -133,7 +133,7 @@ from core import chat
 from common.flags import UserError
 from distill import causal_lm
 from speech.model import weights as speech_weights
-for load in (chat.load_tokenizer, weights.load_config, speech_weights.load_tokenizer):
+for load in (chat.load_tokenizer, causal_lm.load_config, speech_weights.load_tokenizer):
     try:
         load(sys.argv[1])
         print("loaded")

@@ -48,7 +48,7 @@ SCRIPTS = {
     "diffusion/make_problems.py": ("run",), "common/report.py": ("run",), "speech/prepare_tts.py": ("run",),
     "diffusion/train_bd3lm.py": ("parse",), "diffusion/sample_bd3lm.py": ("parse",),
     "diffusion/export_bd3lm.py": ("parse",), "diffusion/lm_eval_bd3lm.py": ("parse",),
-    "distill/evaluate_sft.py": ("parse",), "distill/evaluate_prompt.py": ("parse",),
+    "distill/evaluate.py": ("parse",),
     "bench/speed.py": ("parse",)}
 # Launchers that print what they would run with DRY_RUN=1, and which of our scripts are in it.
 LAUNCHERS = {

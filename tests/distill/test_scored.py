@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.distributed import UserError
-from distill import scored, served, train_sft
+from distill import on_policy, scored, train_sft
 from tests.helpers import chats
 from tests.helpers.lora_server import LoraServer
 from tests.helpers.score_server import ScoreServer
@@ -58,7 +58,7 @@ def test_answers_that_are_no_scores(made):
     """A server without prompt_logprobs, one that lacks tokens, one that refuses; the rest is what is missing to 1."""
     with ScoreServer(made / "teacher", "big") as server:
         scorer = scored.Scorer(server.url, "big", 3, 5.0, 1 << 20)
-        ids, logprobs = scorer.ask([5, 6, 7])[2]
+        ids, logprobs = scorer.server.wait(scorer.ask([5, 6, 7]))[2]
         with torch.no_grad():
             scores = server.model(torch.tensor([[5, 6]])).logits[0, -1].log_softmax(-1)
         assert list(ids) == scores.topk(3).indices.tolist()
@@ -68,7 +68,7 @@ def test_answers_that_are_no_scores(made):
                              (lambda ids, k: score(ids, k)[1:], "of 0 places for 1")):
             server.score = wrong
             with pytest.raises(UserError, match=words):
-                scorer.ask([5, 6])
+                scorer.server.wait(scorer.ask([5, 6]))
 
 
 @pytest.mark.parametrize("asks", ["scores", "draws"])
@@ -87,7 +87,7 @@ def test_a_pack_of_many_calls_has_one_time_limit(asks, tmp_path, monkeypatch):
                     prompted_ids=torch.zeros(3 * n, dtype=int), prompted_cu_seqlens=torch.arange(0, 3 * n + 1, 3),
                     prompted_rows=torch.arange(0, 3 * n, 3)))
             else:
-                sampler = served.Sampler(None, server.url, tmp_path, 1, 1.0)
+                sampler = on_policy.Sampler(None, server.url, tmp_path, 1, 1.0)
                 sampler.draw([[5, 6]] * n, range(n), [1] * n, [2])
         assert len(server.calls) < n
         over.set()

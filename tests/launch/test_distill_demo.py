@@ -1,157 +1,24 @@
-"""The distillation demo: sentences and questions, the teacher of labels, the student's file, stages that end and go on,
-the demo in one go with a tiny model, what it refuses."""
+"""The distillation demo: questions, the student's file, stages that end and go on, the demo in one go with a tiny model,
+what it refuses."""
 import json
 import os
 import re
-import shlex
 import signal
-import socket
 import subprocess
 import sys
-import unicodedata
-import urllib.error
-import urllib.request
 import uuid
 from importlib.util import find_spec
 
 import pytest
 
-from distill import create_data, evaluate_prompt
-from distill.demo import get_smollm2, langid_server, swap_answers
-from distill.labels import LANGUAGES
-from tests.helpers import chats, tiny_teacher
+from distill import evaluate
+from distill.demo import get_smollm2
+from tests.helpers import tiny_teacher
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT
 from tests.launch.test_launchers import alive, environment
 
 LAUNCHER = ROOT / "launch" / "distill_demo.sh"
-LINES = (ROOT / "distill" / "demo" / "data" / "sentences.txt").read_text(encoding="utf-8").split("\n")
-ORDER = [line.split() for line in (ROOT / "distill" / "demo" / "data" / "languages.txt").read_text().splitlines()]
-SCRIPTS = {"ar": "ARABIC", "ur": "ARABIC", "el": "GREEK", "hi": "DEVANAGARI", "ru": "CYRILLIC", "bg": "CYRILLIC",
-           "zh": "CJK", "th": "THAI"}      # as Unicode names their letters; the others are LATIN
-needs_langid = pytest.mark.skipif(not find_spec("py3langid"), reason="py3langid is not installed (the extra demo)")
-
-
-def truth_of(number):
-    return ORDER[number % len(ORDER)][1]
-
-
-# -- the sentences ----------------------------------------------------------------------------------------------------
-
-
-def test_sentences_are_whole_groups_of_different_lines():
-    assert LINES[-1] == "" and len(LINES[:-1]) == len(set(LINES[:-1])) == 40 * len(ORDER) == 600
-    for line in LINES[:-1]:
-        assert line == line.strip() == unicodedata.normalize("NFC", line) and 8 <= len(line) <= 100
-        assert not any(unicodedata.category(c)[0] == "C" for c in line), line
-    assert {label for _, label in ORDER} == set(LANGUAGES)
-    assert [(a, b) for a, b in ORDER if a != b] == [("bg", "ru"), ("sw", "ot"), ("th", "ot")]
-
-
-@pytest.mark.parametrize("place, language", [(i, language) for i, (language, _) in enumerate(ORDER)])
-def test_sentences_are_in_their_script(place, language):
-    own = LINES[place:-1:len(ORDER)]
-    for line in own:
-        odd = [c for c in line if c.isalpha() and not unicodedata.name(c).startswith(SCRIPTS.get(language, "LATIN"))]
-        assert not odd, (language, line, odd)
-        if language in ("ar", "ur"):        # one script, but Urdu has letters of its own
-            assert bool(set("ٹڈڑںےہگچپکی") & set(line)) == (language == "ur"), line
-    marks = {"de": "äöüß", "es": "áéíóúñ¿", "fr": "éèêàçœ", "tr": "ığşçöü", "vi": "đơưạảấầậếềệ", "bg": "ъ", "ru": "ыэё"}
-    if language in marks:       # that the languages are not swapped
-        assert sum(bool(set(marks[language]) & set(line)) for line in own) > len(own) / 3
-
-
-# -- the teacher ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """A running langid_server.py: .url, .port."""
-    port = tmp_path_factory.mktemp("langid") / "port"
-    process = subprocess.Popen([sys.executable, str(ROOT / "distill/demo/langid_server.py"), "--port_file", str(port)],
-                               stdout=subprocess.DEVNULL)
-    wait_until(lambda: port.exists() or process.poll() is not None, "server")
-    process.port = int(port.read_text())
-    process.url = f"http://127.0.0.1:{process.port}/v1"
-    yield process
-    process.kill()
-    process.wait()
-
-
-def ask(server, out, *flags, lines=LINES[:-1]):
-    """create_data.py's main on these lines; returns its records."""
-    out.with_name("in.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    create_data.main(["--input_file", str(out.with_name("in.txt")), "--output_file", str(out), "--base_url", server.url,
-                      "--model_name", "py3langid", *flags])
-    return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-
-
-def answers(port):
-    with socket.socket() as s:
-        return s.connect_ex(("127.0.0.1", port)) == 0
-
-
-@pytest.mark.slow
-@needs_langid
-def test_the_teacher_labels_every_line_by_its_number(server, tmp_path):
-    from py3langid import langid
-    lines = [line for line in reversed(LINES[:150])]        # not in the order of languages.txt
-    records = ask(server, tmp_path / "labels.jsonl", lines=lines)
-    assert [record["line"] for record in records] == list(range(150))
-    assert [record["messages"][0]["content"] for record in records] == lines
-    given = [record["messages"][1]["content"] for record in records]
-    assert given == [langid_server.label_of(langid.classify(line)[0]) for line in lines]
-    truth = [truth_of(149 - number) for number in range(150)]
-    assert sum(map(str.__eq__, given, truth)) >= 140 and set(given) == set(LANGUAGES)
-    stats = json.loads((tmp_path / "labels.stats.json").read_text())
-    assert (stats["parse_rate"], stats["retries"], stats["rejected"]) == (1.0, 0, 0)
-
-
-@needs_langid
-@pytest.mark.parametrize("flags, message", [
-    (["--prompt_file", "short.txt"], "only answers prompts that ask for 'Final Answer: ...'"),
-    (["--logprobs", "5"], "has no tokens, so no log-probabilities"),
-])
-def test_what_the_teacher_cannot_do_is_refused(server, tmp_path, monkeypatch, capfd, flags, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "short.txt").write_text("Which language?\n{text}\n")
-    with pytest.raises(SystemExit):
-        ask(server, tmp_path / "labels.jsonl", *flags, lines=LINES[:3])
-    assert re.search(message, capfd.readouterr().err)
-
-
-@needs_langid
-@pytest.mark.parametrize("body", [b"no JSON", b"[]", b"{}", b'{"messages": []}', b'{"messages": [{"content": 1}]}',
-                                  b'{"messages": [{"content": ["Final Answer:"]}]}'])
-def test_requests_of_another_form_are_refused(server, body):
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(server.url + "/chat/completions", body, timeout=PATIENCE_S)
-    assert refused.value.code == 400 and json.loads(refused.value.read())["error"]["message"]
-
-
-@pytest.mark.slow
-@pytest.mark.race
-@needs_langid
-def test_the_server_ends_with_its_parent_and_refuses_a_taken_port(server, tmp_path):
-    done = subprocess.run([sys.executable, str(ROOT / "distill/demo/langid_server.py"), "--port", str(server.port)],
-                          text=True, capture_output=True, timeout=PATIENCE_S)
-    assert done.returncode == 1 and done.stderr.startswith(f"error: --port {server.port}: "), done.stderr
-    mark, port = uuid.uuid4().hex, tmp_path / "port"
-    command = f'"{sys.executable}" "{ROOT}/distill/demo/langid_server.py" --port_file "{port}" & wait'
-    parent = subprocess.Popen(["bash", "-c", command],
-                              env=environment(MARK=mark), stdout=subprocess.DEVNULL)
-    wait_until(port.exists, "server")
-    assert len(alive(mark)) == 2
-    parent.kill()
-    parent.wait()
-    wait_until(lambda: not alive(mark) and not answers(int(port.read_text())), "end of the server")
-
-
-def test_languages_of_the_identifier_become_labels():
-    found = {code: langid_server.label_of(code) for code in ("bg", "uk", "sr", "ru", "sw", "ja", "fa", "zh", "ot")}
-    assert found == {"bg": "ru", "uk": "ru", "sr": "ru", "ru": "ru", "sw": "ot", "ja": "ot", "fa": "ot", "zh": "zh",
-                     "ot": "ot"}
-    assert all(langid_server.label_of(language) == label for language, label in ORDER)
 
 
 # -- the questions ----------------------------------------------------------------------------------------------------
@@ -160,7 +27,7 @@ def test_languages_of_the_identifier_become_labels():
 def test_questions_are_three_about_each_thing_and_the_rule_knows_its_name():
     follows, topic = (re.search(rf"^setting {name} '(.*?)'", LAUNCHER.read_text(), re.M)[1]
                       for name in ("FOLLOWS", "TOPIC"))
-    rule = evaluate_prompt.follows_rule(follows, None, topic)
+    rule = evaluate.follows_rule(follows, topic)
     questions = (ROOT / "distill" / "demo" / "data" / "questions.txt").read_text().splitlines()
     assert len(set(questions)) == len(questions) == 3 * 66
     things = [re.search(topic, question)[1] for question in questions]
@@ -171,19 +38,6 @@ def test_questions_are_three_about_each_thing_and_the_rule_knows_its_name():
                                                 "A rain: water.", "Rain: water.\nAnd more.", "rain water", "")
     assert rule("What is rain?", follow) and rule("Where is rain found?", follow.lower())
     assert not any(rule("What is rain?", text) for text in other)
-
-
-def test_swapped_answers_are_all_anothers(tmp_path, capsys):
-    chats.write(tmp_path / "in.jsonl", [chats.ask(f"{i}\u2028?", f"a{i}") for i in range(5)], line=1)
-    swap_answers.main([str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")])
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").split("\n")[:-1]]
-    assert [[message["content"] for message in row["messages"]] for row in rows] == [
-        [f"{i}\u2028?", f"a{(i + 2) % 5}"] for i in range(5)] and rows[0]["line"] == 1
-    (tmp_path / "one.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
-    for path, words in (("one.jsonl", "has 1 conversations"), ("questions.txt", "No such file")):
-        with pytest.raises(SystemExit):
-            swap_answers.main([str(tmp_path / path), str(tmp_path / "x.jsonl")])
-        assert words in capsys.readouterr().err
 
 
 # -- the student's file -----------------------------------------------------------------------------------------------
@@ -228,10 +82,8 @@ def refused(tmp_path, **settings):
 
 
 @pytest.mark.parametrize("settings, message", [
-    ({"STORY": "poems"}, "STORY=poems: prompt or language"),
-    ({"STORY": "language", "BATCH": "3"}, "BATCH is set, which STORY=language does not read"),
     ({"BATCH": "0"}, "BATCH=0: a number from 1 on"), ({"RANKS": "two"}, "RANKS=two: a number from 1 on"),
-    ({"KEEP": "yes"}, "KEEP=yes: 0 or 1"), ({"STORY": "language", "KEEP": "1"}, "KEEP is set, which STORY=language"),
+    ({"KEEP": "yes"}, "KEEP=yes: 0 or 1"),
     ({"MIN_CLOSED": "2"}, "MIN_CLOSED=2: a share from 0 to 1"), ({"HELD_OUT": "15"}, "HELD_OUT=15: a share"),
     ({"PROMPT": "/nowhere/p.txt"}, "PROMPT: no such file: /nowhere/p.txt"),
     ({"QUESTIONS": "/nowhere/q.txt"}, "QUESTIONS: no such file: /nowhere/q.txt")])
@@ -332,21 +184,14 @@ def test_the_prompt_story_with_a_student_that_did_not_learn(tmp_path, quick_pyth
     report = json.loads((tmp_path / "out" / "training" / "evaluation" / "evaluation.json").read_text())
     assert {"base: kl", "student: kl", "control: kl", "base + prompt: follows"} <= report["metrics"].keys()
     assert report["metrics"]["tokens saved"] == len("system\nBe short.\n") + 2     # a token is a byte
+    asked, swapped = ([json.loads(line)["messages"] for line in (tmp_path / "out" / name).read_text().splitlines()]
+                      for name in ("answers.jsonl", "swapped.jsonl"))
+    assert [row[:-1] for row in swapped] == [row[:-1] for row in asked]
+    half = len(asked) // 2
+    assert [row[-1] for row in swapped] == [row[-1] for row in [*asked[half:], *asked[:half]]]
     # the last line is what was measured, the one before it what became of answers that were cut off
     notice, done = said.splitlines()[-2:]
     verdict = json.loads((tmp_path / "out" / "training" / "evaluation" / "evaluation.json").read_text())["verdict"]
     assert status == 0 and done.startswith(f"done       {verdict}; ") and "the control went" in done, said[-3000:]
     lost = len((tmp_path / "out" / "answers.rejected.jsonl").read_text().splitlines())
     assert lost and notice.startswith(f"notice     {lost} of 12 questions are not trained: ") and "TOKENS=12" in notice
-
-
-@needs_langid
-def test_the_language_story_is_the_launcher_of_labels_with_a_teacher_that_identifies_languages(tmp_path):
-    settings = {"STORY": "language", "STUDENT": "a/student", "DRY_RUN": "1"}
-    status, said = run_demo(tmp_path, **settings)
-    assert status == 0, said
-    commands = [words for line in said.splitlines() if len(words := shlex.split(line)) > 9]
-    identifier, answers, student, judged = commands
-    assert identifier[-1] == "py3langid==0.4.0" and re.search(r" --base_url http://127\.0\.0\.1:PORT/v1 ", " ".join(answers))
-    assert {"MODEL=a/student", "NPROC_PER_NODE=1", f"TRAIN_FILE={tmp_path}/out/answers.jsonl"} <= set(student)
-    assert student[student.index("--max_steps") + 1] == "40" and judged[judged.index("--min_agreement") + 1] == "0.7"
