@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from common import checkpoint, distributed, loading
+from common import checkpoint, distributed
 from common.problems import Problems
+from core import loading
 from speech.data.builder import TableBuilder
 from speech.data.dataset import Table, ensure_codes, is_prepared, keep_prepared
 from speech.data.rows import read_all

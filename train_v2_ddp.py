@@ -148,10 +148,10 @@ import torch
 from tqdm import tqdm
 
 import lora  # first: it explains a torchaudio that breaks every transformers import
-from common import checkpoint, distributed, loading, run, tensor_files
+from common import checkpoint, distributed, run, tensor_files
 from common.distributed import UserError
 from common.problems import collect
-from core import adapters, metrics, optim
+from core import adapters, loading, metrics, optim
 from core.json_files import read_object
 from core.packing import PackOrder, rank_packs, run_length
 from core.watchdog import stop_requested

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import data
 import train_v2_ddp
 from bench import fake_cuda, shapes
-from common import checkpoint, distributed, flags, loading, plan, run, step_memory, tensor_files
-from core import fused, watchdog
+from common import checkpoint, distributed, flags, plan, run, step_memory, tensor_files
+from core import fused, loading, watchdog
 from diffusion import choices, dit, noise, train_bd3lm
 from distill import train_sft
 from speech import choices as speech_choices

@@ -16,8 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-from common import lifetime
 from common.text import UserError, counted, error_text, need, print_error, without_secrets
+from core import lifetime
 
 TRACKERS = ("tensorboard", "wandb", "trackio")                  # of --report_to
 MODES = ("all", "selective")                                    # of --gradient_checkpointing
@@ -190,6 +190,8 @@ def parse(parser, check=None, argv=None):
         status = 1
         if check:
             check(args, getattr(args, "dry_run", None) or int(os.environ.get("WORLD_SIZE", "1")))
+        if getattr(args, "dry_run", 0) is None:     # a trainer: now, as its imports take a minute
+            lifetime.catch_signals()
         if os.environ.get("CHECK_FLAGS"):       # set by launch/slurm.sh for DRY_RUN=1
             sys.exit(0)
         return args

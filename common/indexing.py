@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from common.checkpoint import naming
 from common.distributed import UserError
-from common.loading import named
-from core.watchdog import init_loader
+from core.loading import named
+from core.watchdog import fork_loaders, init_loader
 
 HERE = 4            # parts made in this process before others are started: small files need none
 
@@ -109,9 +109,9 @@ def parallel_map_ordered(share, processes, take):
             return
         parts.close()
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")        # its threads do not survive the fork
-        others = iter(DataLoader(_Share(share, HERE, processes), batch_size=None, num_workers=processes,
-                                 collate_fn=lambda part: part, multiprocessing_context="fork",
-                                 worker_init_fn=init_loader))
+        others = fork_loaders(DataLoader(
+            _Share(share, HERE, processes), batch_size=None, num_workers=processes,
+            collate_fn=lambda part: part, multiprocessing_context="fork", worker_init_fn=init_loader))
         for part in others:
             if isinstance(part, UserError):
                 raise part

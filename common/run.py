@@ -67,7 +67,6 @@ def start(args, cpu_too=False):
         return distributed.World(device=torch.device(kind)), None
     if args.replay_every:       # before the first product: cuBLAS adds in one order then
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    watchdog.catch_signals()
     alone_too = args.auto or args.parallel != "ddp"
     world = distributed.init(args.collective_timeout, args.wait_timeout, alone_too, cpu_too)
     watch = watchdog.Watchdog(world, args.collective_timeout)
@@ -77,6 +76,9 @@ def start(args, cpu_too=False):
         args.compile = all(found)
     distributed.rank0_first(world, checkpoint.own_output, args.output_dir)
     distributed.rank0_first(world, watchdog.clear_marker, args.output_dir)
+    asked = [name for name in distributed.gather_objects(world, watchdog.stop_requested()) if name]
+    if asked:       # during the imports
+        raise watchdog.Stopped(f"asked to stop by {asked[0]} before the first step")
     if "tensorboard" in args.report_to:
         distributed.rank0_first(world, checkpoint.prepare_output, args.logging_dir, "--logging_dir")
     return world, watch

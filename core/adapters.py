@@ -2,6 +2,7 @@
 import contextlib
 import copy
 import math
+import os
 import warnings
 from pathlib import Path
 
@@ -10,9 +11,8 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from common import checkpoint, tensor_files
-from common.distributed import UserError
-from core import json_files, low_rank
+from core import checkpoint, json_files, low_rank, tensor_io
+from core.cli import UserError
 
 WHOLE = ".modules_to_save."             # in the names of modules that are trained as a whole
 MAGNITUDE = "lora_magnitude_vector"     # PEFT's name of DoRA's lengths
@@ -78,7 +78,7 @@ def attach(model, config, base_name=None, autocast=True):
         warnings.simplefilter("ignore", FutureWarning)
         wrapped = get_peft_model(model, config)
     # now: get_peft_model overwrites it
-    config.base_model_name_or_path = tensor_files.found_again(base_name)
+    config.base_model_name_or_path = os.path.abspath(base_name) if base_name and os.path.isdir(base_name) else base_name
     for module in wrapped.modules():
         if autocast and type(module) is Linear and not config.use_dora:     # DoRA's own forward is PEFT's
             module.cast_input_dtype_enabled = False     # PEFT need not cast inputs to fp32 first
@@ -93,7 +93,9 @@ def check_config(folder, refused=(), whole=()):
     """
     path = Path(folder) / "adapter_config.json"
     if not path.is_file():
-        raise UserError(f"--adapter {folder}: no such folder, or no adapter_config.json in it{checkpoint.hint(folder)}")
+        inside = checkpoint.list_checkpoints(folder)
+        hint = f"; give one of those in it, such as {inside[-1][1]}" if inside else ""
+        raise UserError(f"--adapter {folder}: no such folder, or no adapter_config.json in it{hint}")
     saved, usual = json_files.read_object(path), LoraConfig()
     if saved.get("peft_type") != "LORA":
         raise UserError(f"{path}: is a {saved.get('peft_type')!r} adapter; only those of peft_type 'LORA' are read")
@@ -150,7 +152,7 @@ def init_adapters(model, seed):
         whole = torch.zeros(parameter.shape)
         if ".lora_A." in name:
             torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
-        tensor_files.fill(parameter, whole)
+        tensor_io.fill(parameter, whole)
     for module in model.get_base_model().modules():
         for whole in getattr(module, "modules_to_save", {}).values():
             for ours, base in zip(whole.parameters(), module.original_module.parameters()):
@@ -194,9 +196,9 @@ def load_adapters(model, folder):
         if (set(stored or ()) != set(value or ())) if key.endswith(("modules", "save")) else stored != value:
             raise UserError(f"{folder}: adapter has {key} {stored}, this run {value}; give the same LoRA flags or "
                             "another --output_dir")
-    weights, found = adapter_weights(model), tensor_files.open_tensors([Path(folder) / "adapter_model.safetensors"])
+    weights, found = adapter_weights(model), tensor_io.open_tensors([Path(folder) / "adapter_model.safetensors"])
     found = {name: [part] for name, part in found.items()}
-    if problem := tensor_files.compare({name: p.shape for name, p in weights.items()}, found):
+    if problem := tensor_io.mismatch({name: p.shape for name, p in weights.items()}, found):
         raise UserError(f"{folder}: the adapter does not fit this model: {problem}")
     for name, parameter in weights.items():
-        tensor_files.read_into(parameter.detach(), found[name])
+        tensor_io.read_rows(parameter.detach(), found[name])

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from common.distributed import UserError
 from core import fused
+from core.cli import UserError
 
 VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters      # torch >= 2.13
 ATTENTION = "packed_documents"

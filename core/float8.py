@@ -10,8 +10,8 @@ the weight again in every step, so it is not used.
 import torch
 from torch import library, nn
 
-from common.distributed import UserError
 from core import fused
+from core.cli import UserError
 
 FLOAT8 = torch.float8_e4m3fn
 MULTIPLE = 16           # of a layer's width and height; the GPU's kernels know no others

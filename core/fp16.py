@@ -6,8 +6,7 @@ on every rank, and no step waits for the answer.
 """
 import torch
 
-from common import flags
-from core import fused
+from core import cli, fused
 
 START, LONG = 65536.0, 2000     # first scale; steps without an overflow after which it doubles
 
@@ -18,7 +17,7 @@ class Scaler:
     def __init__(self, device, saved=None):
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
             fused.FLASH = ()
-            flags.notice("no flash attention (sm_{}{}): SDPA, sample by sample".format(
+            cli.notice("no flash attention (sm_{}{}): SDPA, sample by sample".format(
                 *torch.cuda.get_device_capability(device)))
         self.scale, self.steps = torch.tensor(saved or [START, 0.0], device=device)
 

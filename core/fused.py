@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._triton import has_triton
 
-from common import flags, text
+from core import cli
 
 SWIGLU = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"     # of transformers' MLPs
 ROTARY = "apply_rotary_pos_emb"         # of transformers' modules
@@ -46,9 +46,9 @@ def compiles(kind):
         torch.compile(lambda x: x + 1)(torch.zeros(8, device=kind))
     except Exception as error:      # of a compiler that is not there, is broken, or lacks headers
         error = getattr(error, "inner_exception", error)
-        why = text.printable(str(error).strip().partition("\n")[0], text.NAME)
+        why = cli.printable(str(error).strip().partition("\n")[0], 80)
         language = "C++" if kind == "cpu" else "C"
-        flags.notice(f"torch.compile fails here ({why}), so nothing is compiled; it needs a "
+        cli.notice(f"torch.compile fails here ({why}), so nothing is compiled; it needs a "
                      f"{language} compiler and Python.h")
         return False
     return True

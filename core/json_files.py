@@ -13,7 +13,7 @@ import re
 import stat
 from pathlib import Path
 
-from common.text import UserError
+from core.cli import UserError
 
 DIGITS = 19             # of a whole number, its sign included
 DEPTH = 100             # of lists and objects in each other

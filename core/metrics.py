@@ -7,6 +7,7 @@ metrics.jsonl always; TensorBoard, W&B and trackio when asked. In words, on the 
 
 Importing this needs the standard library alone: report.py reads and judges where no torch is.
 """
+import contextlib
 import json
 import math
 import os
@@ -16,6 +17,7 @@ import socket
 import threading
 import time
 import uuid
+from collections import Counter
 from pathlib import Path, PurePath
 
 from core import json_files
@@ -86,6 +88,53 @@ def speed_report(totals, seconds, steps, slots, waited, device, world_size):
     return values
 
 
+class StepTimer:
+    """Work and seconds of the steps since the last log line; pauses do not count.
+
+        with timer.waiting():
+            batch = next(batches)
+        timer.count({"tokens": ..., "samples": ..., "flops": ...}, slots)
+        values |= timer.report(world)
+    """
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        """Start counting for the next log line."""
+        self.work, self.steps, self.slots = Counter(), 0, 0
+        self.waited, self.start = 0.0, time.monotonic()
+
+    @contextlib.contextmanager
+    def waiting(self):
+        """This rank waits for data in here."""
+        start = time.monotonic()
+        yield
+        self.waited += time.monotonic() - start
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Time spent in here is not training: validation, saves."""
+        start = time.monotonic()
+        yield
+        self.start += time.monotonic() - start
+
+    def count(self, work, slots):
+        """Add one step. work: {"tokens", "samples", "flops", ...} of all ranks; slots: tokens with padding."""
+        self.work.update(work)
+        self.steps, self.slots = self.steps + 1, self.slots + slots
+
+    def report(self, world):
+        """speed_report since reset(), which this calls; more names of work give rates train/NAME_per_second."""
+        seconds = time.monotonic() - self.start
+        more = {f"train/{name}_per_second": amount / seconds for name, amount in self.work.items()
+                if name not in ("tokens", "samples", "flops")}
+        values = {**more, **speed_report(self.work, seconds, self.steps, self.slots, self.waited,
+                                         world.device, world.size)}
+        self.reset()
+        return values
+
+
 # --------------------------------------------------------------------------------------------------
 # Written
 
@@ -119,8 +168,8 @@ class MetricsLog:
     def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, project=None,
                  eval_due=False):
         """eval_due: resumed_step is validated again, so what was said of it before is dropped."""
-        from common import checkpoint  # which imports torch
-        self.naming = checkpoint.naming
+        from core import checkpoint, dist  # which import torch
+        self.naming = dist.error_names_file
         self.path = Path(output_dir) / "metrics.jsonl"
         rows, bad = read_rows(self.path)
         if bad:
@@ -199,12 +248,12 @@ class MetricsLog:
 
 def note_start(path, step, config):
     """Add a line to starts.jsonl: when, where, from which step, how configured."""
-    from common import checkpoint
+    from core import checkpoint, dist
     start = {"time": time.time(), "step": step, "ranks": int(os.environ.get("WORLD_SIZE", "1")),
              "host": socket.gethostname(), "config": config}
     if path.exists() and not path.is_file():
         checkpoint.move_aside(path, "is not a file")
-    with checkpoint.naming(path):
+    with dist.error_names_file(path):
         earlier = path.read_bytes() if path.exists() else b""
     if earlier and not earlier.endswith(b"\n"):     # a kill cut its last line off
         earlier += b"\n"

@@ -11,7 +11,7 @@ import bitsandbytes.functional  # registers torch.ops.bitsandbytes, too
 import torch
 from torch import nn
 
-from common.distributed import UserError
+from core.cli import UserError
 
 BLOCK, SCALES, TABLE = 64, 256, 256     # values a scale, scales a scale of theirs, values of a byte
 PLACE = 256                             # a part begins at a multiple of so many bytes

@@ -4,6 +4,9 @@ import math
 import torch
 from torch.distributed.tensor import DTensor
 
+from core.cli import require
+from core.dist import all_gather, all_max
+
 SAVE, STOP = 1, 2           # what a rank may ask of all; the larger one holds
 
 
@@ -116,3 +119,75 @@ class StepFlags:
         self.save |= asked >= SAVE
         self.stop |= asked >= STOP
         return about if bad else None
+
+
+class StepMonitor:
+    """What the host must know of each step, fetched one step late so that the device never waits:
+    was its gradient not finite, or exactly 0; did any rank ask to stop.
+
+    skipped: steps that were not taken, of the run. stop: whether a rank asked to stop.
+    """
+
+    def __init__(self, world, sample_name, max_bad_steps=5, skipped=0, scaler=None):
+        """sample_name(i): the file and row of sample i. scaler: of fp16.py, or None."""
+        self.world, self.sample_name, self.max_bad_steps = world, sample_name, max_bad_steps
+        self.skipped, self.in_a_row, self.stop, self.scaler = skipped, 0, False, scaler
+        cuda = world.device.type == "cuda"
+        self.host = torch.zeros(3, pin_memory=cuda)
+        self.event = torch.cuda.Event() if cuda else None
+        self.losses, self.pending = [], None
+
+    def watch(self, loss, samples):
+        """Remember whether a micro-step's loss is finite, without a host sync: its samples are
+        named if the step is skipped. samples: their numbers.
+        """
+        self.losses.append((torch.isfinite(loss.detach()), list(samples)))
+
+    def push(self, step, norm, stop, trains=True):
+        """Start fetching the flags of the step just queued. Collective.
+
+        norm: its gradient norm, 0-d. stop: whether this rank was asked to stop. trains: whether
+        the step has anything to learn, so that a gradient of exactly 0 is a fault.
+        """
+        norm = norm.to(self.world.device)       # with CPU offload gradients are elsewhere
+        zero = (norm == 0).float() * trains
+        found = torch.stack([1 - torch.isfinite(norm).float(), zero, all_max(self.world, stop)])
+        self.host.copy_(found, non_blocking=True)
+        if self.event:
+            self.event.record()
+        self.pending, self.losses = (step, self.losses), []
+
+    def poll(self):
+        """Take the flags of the step pushed last; call it before the next push, on every rank.
+
+        Names the samples of a skipped step. Raises UserError, on all ranks, after max_bad_steps of
+        them in a row, and for a gradient norm of exactly 0.
+        """
+        if self.pending is None:
+            return
+        if self.event:
+            self.event.synchronize()
+        (step, losses), self.pending = self.pending, None
+        bad, zero, stop = (bool(flag) for flag in self.host.tolist())
+        self.stop |= stop
+        require(not zero, f"step {step}: the gradient norm is exactly 0, so nothing is learnt; look "
+                "at what is trained (--lora_target_modules, --freeze_llm), at the weight of the "
+                "loss, and whether the run learns without --compile")
+        if not bad:
+            self.in_a_row = 0
+            return
+        self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
+        mine = [self.sample_name(i) for finite, samples in losses if not finite.item()
+                for i in samples]
+        names = sorted({name for found in all_gather(self.world, mine) for name in found})
+        what = "every loss was finite"
+        if names:
+            what = f"samples with a non-finite loss: {'; '.join(names[:20])}"
+        elif self.scaler and self.scaler.scale > 1:     # it may take many steps to find the scale
+            self.in_a_row = 0
+        text = (f"step {step}: gradient norm is not finite, step skipped ({self.skipped} so far); "
+                f"{what}")
+        if self.world.is_main:
+            print(text, flush=True)
+        require(self.in_a_row < self.max_bad_steps,
+                f"{self.in_a_row} steps in a row had a non-finite gradient; {text}")

@@ -12,8 +12,7 @@ import stat
 import time
 from pathlib import Path
 
-from common.flags import UserError, notice
-from common.text import printable
+from core.cli import UserError, notice, printable
 
 NAME = "run"            # of an output folder's lock
 WAIT_S = 3              # a run that is restarted at once waits for ranks that are about to end

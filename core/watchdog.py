@@ -22,28 +22,23 @@ from pathlib import Path
 
 from torch._utils import ExceptionWrapper
 
-from common import lifetime
-from common.checkpoint import write_atomically
-from common.distributed import FAILED, GRACE_S, first_to_fail
-from common.text import print_error
+from core import lifetime
+from core.checkpoint import write_atomically
+from core.cli import print_error
+from core.dist import FAILED, GRACE_S, all_gather, claim_error_report, finish
+from core.lifetime import SIGNALS, stop_requested
 
-MARKER = "requeue"
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+MARKER = "requeue"      # in OUTPUT_DIR: the run was asked to stop, and wants to be started again
+STOP_FILE = "stop"      # in OUTPUT_DIR: whoever makes it asks the run to save and stop
 
+HELD = (*SIGNALS, signal.SIGINT)        # while a loader process starts
 SILENT_BEATS = 5        # beats without one of another rank's after which it counts as silent
 
-_requested = []         # names of the signals that came
 _at_rest = threading.Event()
 
 
 class Stopped(Exception):
     """The run was asked to stop before there was anything to save; raised on all ranks alike."""
-
-
-def catch_signals():
-    """From now on SIGTERM and SIGUSR1 are noted instead of killing; more of them are harmless."""
-    for number in SIGNALS:
-        signal.signal(number, lambda came, frame: _requested.append(signal.Signals(came).name))
 
 
 def init_loader(worker_id):
@@ -55,14 +50,24 @@ def init_loader(worker_id):
     """
     lifetime.end_with_trainer()
     multiprocessing.queues.Queue._on_queue_feeder_error = report_unsent
-    for number in (*SIGNALS, signal.SIGINT):
+    for number in HELD:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
     show = sys.excepthook
 
     def hook(kind, error, trace):
         if not isinstance(error, (ConnectionError, EOFError)) and getattr(error, "errno", None) != errno.EMFILE:
             show(kind, error, trace)
     sys.excepthook = hook
+
+
+def fork_loaders(loader):
+    """iter(loader). Signals wait until init_loader: before it, torch's handlers would end the worker."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def report_unsent(queue, error, item):
@@ -74,21 +79,44 @@ def report_unsent(queue, error, item):
     queue.put((number, ExceptionWrapper((type(error), error, error.__traceback__), "in a loader process")))
 
 
-def stop_requested():
-    """Name of the first signal that asked this process to stop, or None."""
-    return _requested[0] if _requested else None
-
-
-def rest():
+def disarm():
     """The run is over: ranks may end at their own pace from here on, and a signal repeated now is too late to kill."""
     for number in SIGNALS:      # ignored: the interpreter's own end gives handlers back to the default, death
         signal.signal(number, signal.SIG_IGN)
     _at_rest.set()
 
 
+rest = disarm       # common/'s name
+
+
+def exit_if_asked(world, output_dir):
+    """Exit with status 0, all ranks alike, if one was asked to stop before there was anything to save. Collective."""
+    asked = [name for name in all_gather(world, stop_requested()) if name]
+    if asked:
+        exit_stopped(world, output_dir, f"asked to stop by {asked[0]} before the first step")
+
+
+def exit_stopped(world, output_dir, why):
+    """Leave the marker for the launcher and exit with status 0. On every rank."""
+    disarm()
+    if world.is_main:
+        leave_marker(output_dir, str(why))
+        print(f"stopped    {why}")
+    finish()
+    sys.exit(0)
+
+
 def clear_marker(output_dir):
-    """Remove what an earlier run left for its launcher."""
-    (Path(output_dir) / MARKER).unlink(missing_ok=True)
+    """Remove what an earlier run left for its launcher, and a request that this run need not fulfil."""
+    for name in (MARKER, STOP_FILE):
+        (Path(output_dir) / name).unlink(missing_ok=True)
+
+
+def stop_asked(output_dir):
+    """Why this process should save and stop, in words, or None: a signal came, or OUTPUT_DIR/stop is there."""
+    if stop_requested():
+        return f"asked to stop by {stop_requested()}"
+    return f"asked to stop by {STOP_FILE}" if os.path.exists(os.path.join(output_dir, STOP_FILE)) else None
 
 
 def leave_marker(output_dir, text):
@@ -119,12 +147,14 @@ class Watchdog:
             threading.Thread(target=self._watch, daemon=True).start()
             threading.Thread(target=self._watch_store, daemon=True).start()
 
-    def moved(self, where, limit_s=None):
+    def report_progress(self, where, limit_s=None):
         """Call on every rank, at the same places, whenever the main thread has come further.
 
         where: what it does now, for the message. limit_s: how long that may take, default as for a step.
         """
         self.state = (self.state[0] + 1, where, time.monotonic(), limit_s or self.limit_s)
+
+    moved = report_progress     # common/'s name
 
     def _watch(self):
         """Beat. When the main thread does not move for its limit, or the next rank is silent for a
@@ -210,7 +240,7 @@ class Watchdog:
         else:
             text = (f"{'no answer from' if silent else 'hangs:'} {names}; the other ranks have "
                     f"waited for {stuck:.0f} s")
-        if first_to_fail(self.store):
+        if claim_error_report(self.store):
             print_error(f"error: {text}")
         if self.world.rank in behind:
             stack = "".join(traceback.format_stack(sys._current_frames()[self.main]))

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from common import distributed, loading
+from common import distributed
 from common.distributed import UserError
 from common.problems import problem as bad_problem
 from common.problems import settle
+from core import loading
 from core.packing import best_fit
 from diffusion import dit
 from diffusion.choices import CHECKS, EXECUTION, FILL, PLAN, QUESTION, Layout

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from common import loading
+from core import loading
 from diffusion.choices import FULL, enforced
 
 NOISE = {"train": 1, "validation": 2, "search": 3}      # purposes of random numbers

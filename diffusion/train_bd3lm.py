@@ -250,10 +250,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from common import checkpoint, distributed, loading, run, tensor_files
+from common import checkpoint, distributed, run, tensor_files
 from common.distributed import UserError
 from common.problems import collect
-from core import optim
+from core import loading, optim
 from core.packing import PackOrder, rank_packs
 from diffusion import blocks, dit, elbo, lines, noise, weights
 from diffusion.problems import load_tokenizer

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from common import checkpoint, distributed, loading
+from common import checkpoint, distributed
 from common.checkpoint import naming
 from common.distributed import UserError
 from common.indexing import Column, parallel_map_ordered
 from common.problems import Problems, problem
+from core import loading
 from core.chat import cut, group_key, question, read_chunks, records_at
 from distill.choices import LINES
 

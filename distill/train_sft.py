@@ -175,9 +175,9 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, distributed, loading, run, tensor_files
+from common import checkpoint, distributed, run, tensor_files
 from common.problems import collect
-from core import chat, metrics, optim, watchdog
+from core import chat, loading, metrics, optim, watchdog
 from core.packing import PackOrder, rank_packs, run_length
 from distill import packed_lm, causal_lm
 from distill.chat_data import (

@@ -87,7 +87,7 @@ import torch
 from common import checkpoint, distributed
 from common.distributed import UserError
 from common.problems import LIST, Problems
-from core import watchdog
+from core import lifetime, watchdog
 from speech.data import checks, prepared
 from speech.data.builder import TableBuilder
 from speech.data.code_cache import FRAME_RATE
@@ -218,7 +218,7 @@ def main(argv=None):
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     with distributed.one_clear_error():
         need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
-        watchdog.catch_signals()
+        lifetime.catch_signals()
         world = distributed.init(600, args.wait_timeout, device=None if args.device == "auto" else args.device)
         distributed.rank0_first(world, checkpoint.own_output, args.output_dir)
         folder, config_dict, codec_dir = versions.find_files(

@@ -72,8 +72,9 @@ def as_a_fresh_process():
     unraisable = sys.unraisablehook
     yield
     sys.unraisablehook = unraisable
+    if "core.lifetime" in sys.modules:
+        sys.modules["core.lifetime"]._requested.clear()
     if "core.watchdog" in sys.modules:
-        sys.modules["core.watchdog"]._requested.clear()
         sys.modules["core.watchdog"]._at_rest.clear()
 
 

@@ -19,8 +19,8 @@ def files(folder, names):
     return {f"{folder}{name}.py" for name in (names if not folder else f"__init__ {names}").split()}
 
 
-ALL = files("common/", "checkpoint distributed flags lifetime loading problems run tensor_files text") | files(
-    "core/", "fused json_files metrics optim packing run_lock watchdog")
+ALL = files("common/", "checkpoint distributed flags problems run tensor_files text") | files(
+    "core/", "fused json_files lifetime loading metrics optim packing run_lock watchdog")
 # LoRA on ChatML, codes in the cache: no other format, nothing that encodes, no TTS 3, no judge, no plan of memory
 SPEECH = files("common/", "indexing") | files("core/", "adapters low_rank") | files("", "train_v2_ddp data lora") | files(
     "speech/", "choices") | files(

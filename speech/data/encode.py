@@ -27,7 +27,7 @@ from tqdm import tqdm
 from common import hub, tensor_files
 from common.checkpoint import write_atomically
 from common.distributed import UserError, problem_text
-from common.loading import each
+from core.loading import each
 from core.watchdog import init_loader, stop_requested
 from speech.data.code_cache import (
     FRAME_RATE,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from common import loading
 from common.distributed import UserError
+from core import loading
 from speech.data.conversations import Clip
 
 IGNORE = -100           # a label that is not trained: torch's cross_entropy leaves it out

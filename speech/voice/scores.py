@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import lifetime
 from common.distributed import UserError
 from common.flags import need_package
+from core import lifetime
 from speech.voice.speech_metrics import resample
 
 RATE = 16000                # Hz, of all models here

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common import lifetime
 from common.indexing import parallel_map_ordered
+from core import lifetime
 from tests.helpers.progress import wait_until
 from tests.helpers.trainer import ROOT
 from tests.test_house import MODULES
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.race
 
 RANK = """
 import sys, time
-from common import lifetime
+from core import lifetime
 lifetime.POLL_S = float(sys.argv[2])
 lifetime.end_with_torchrun()
 print("here", flush=True)
@@ -38,7 +38,7 @@ time.sleep(1000)
 """
 COMMAND = """
 import sys, time
-from common import lifetime
+from core import lifetime
 lifetime.start(sys.argv[1:])
 time.sleep(1000)
 """
@@ -187,4 +187,4 @@ def test_every_process_begins_with_what_ends_it():
     begun = [getattr(keyword.value, "id", "") for loader in loaders for keyword in loader.keywords
              if keyword.arg == "worker_init_fn"]
     assert len(loaders) >= 3 and begun == ["init_loader"] * len(loaders)
-    assert [str(path) for path, _, name in calls if name == "Popen"] == ["common/lifetime.py"]
+    assert [str(path) for path, _, name in calls if name == "Popen"] == ["core/lifetime.py"]

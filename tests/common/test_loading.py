@@ -18,9 +18,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from common import loading
 from common.distributed import UserError
-from core import packing
+from core import loading, packing
 from core.packing import PackOrder
 from core.watchdog import init_loader
 from tests.helpers.progress import PATIENCE_S, wait_until
@@ -256,7 +255,8 @@ def test_a_process_ends_at_once_with_batches_under_way(tmp_path):
     script.write_text(f"""
 import sys
 sys.path[0] = {str(ROOT)!r}
-from common import distributed, loading
+from common import distributed
+from core import loading
 from tests.common import test_loading
 
 def main():

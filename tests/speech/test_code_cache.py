@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from common import indexing, loading
+from common import indexing
 from common.distributed import UserError
+from core import loading
 from speech.data.code_cache import (
     KEY,
     CacheIndex,

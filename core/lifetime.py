@@ -19,8 +19,22 @@ import time
 from pathlib import Path
 
 POLL_S = 0.5        # seconds between two looks at the parent
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)      # save and stop
 PR_SET_PDEATHSIG = 1        # of prctl(2)
 BETWEEN = "import runpy, sys; runpy.run_path(sys.argv[1])['between'](*sys.argv[2:])"
+
+_requested = []     # names of SIGNALS that came
+
+
+def catch_signals():
+    """From now on SIGNALS are noted instead of killing; more of them are harmless."""
+    for number in SIGNALS:
+        signal.signal(number, lambda came, frame: _requested.append(signal.Signals(came).name))
+
+
+def stop_requested():
+    """Name of the first signal that asked this process to stop, or None."""
+    return _requested[0] if _requested else None
 
 
 def _ask_kernel(number):

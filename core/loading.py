@@ -20,8 +20,8 @@ from queue import SimpleQueue
 import torch
 from torch.utils.data import DataLoader
 
-from common.flags import UserError
-from core.watchdog import init_loader
+from core.cli import UserError
+from core.watchdog import fork_loaders, init_loader
 
 ALIGNMENT = 64      # bytes; kernels may expect 16, views of other types 8
 DEPTH = 2           # batches that are read ahead
@@ -113,7 +113,7 @@ def named(error, batches):
 
 def each(loader):
     """Iterator over a DataLoader's batches as they are asked for, with its errors as named() gives them."""
-    batches = iter(loader)
+    batches = fork_loaders(loader)
     try:
         yield from batches
     except Exception as error:
@@ -126,7 +126,7 @@ def ahead(loader, device=None):
     A thread takes them over from the loader processes and, for a GPU, copies them on a stream of its own. What goes
     wrong in it is raised here. Without loader processes a batch is made by the caller's thread when it is asked for.
     """
-    batches = iter(loader)      # here, and not in the generator: processes are forked before there is a thread
+    batches = fork_loaders(loader)      # here, and not in the generator: processes are forked before there is a thread
     if loader.num_workers:
         return _ahead(batches, device)
     return (batch.to(device) if device else batch for batch in batches)

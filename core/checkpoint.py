@@ -1,0 +1,449 @@
+"""Checkpoints: whole or not there, written in the background, with all that exact resume needs.
+
+OUTPUT_DIR/checkpoint-STEP/ holds the files that people load (adapter or model), trainer_state/
+(optimizer, random states of every rank, position) and manifest.json, written last, with the size
+and SHA-256 of every file. The folder is built under a .tmp name, synced and renamed, so a kill at
+any instant leaves the newest whole one untouched.
+
+    checkpoints = CheckpointManager(world, args.output_dir, keep=3)
+    path, state = checkpoints.latest(args.resume)       # (None, {}) in a new run
+    ...
+    checkpoints.restore(path, model, optimizer)
+    ...
+    checkpoints.save(step, model, optimizer, "model", weights, save_config, state, best_step)
+    checkpoints.wait()
+"""
+import hashlib
+import io
+import json
+import os
+import random
+import re
+import shutil
+import tempfile
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from core import dist, json_files, optim, run_lock, tensor_io
+from core.cli import UserError, printable, require
+from core.dist import error_names_file
+
+MANIFEST = "manifest.json"
+STATE = "trainer_state"     # apart, so that from_pretrained and PEFT see only their own
+# Whole names of what a killed process may leave. Nothing else is deleted: checkpoint-500.tmp, say,
+# is somebody's copy.
+TEMPORARY = r"\..+\.tmp-[0-9a-f]{32}"       # write_atomically's files
+UNFINISHED = r"checkpoint-\d+\.tmp-([0-9a-f]{8}|deleted-\d+)"
+
+# --------------------------------------------------------------------------------------------------
+# Files and folders
+
+
+def fsync(path):
+    """Flush a file or folder to disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sha256(path):
+    """Hex SHA-256 of a file's bytes."""
+    with error_names_file(path), open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_atomically(path, write):
+    """write(temporary_path), sync, rename onto path: readers see the old file or the new one."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")
+    try:
+        with error_names_file(path):
+            write(temporary)
+            # before the rename, or a crash of the machine may leave the name with nothing in it
+            fsync(temporary)
+            os.replace(temporary, path)
+            fsync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path, text):
+    """Write a text in UTF-8, atomically."""
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def remove_named(folder, *patterns):
+    """Delete what has a whole name that matches a pattern; [names gone]. NFS keeps open files."""
+    gone = []
+    for path in sorted(Path(folder).iterdir()) if os.path.isdir(folder) else ():
+        if any(re.fullmatch(pattern, path.name, re.ASCII) for pattern in patterns):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:       # of a link only the link
+                path.unlink(missing_ok=True)
+            gone += [path.name] * (not path.exists())
+    return gone
+
+
+def move_aside(path, why, what="damaged"):
+    """Rename a file or folder to NAME.what-TIME, and tell the user why. Nothing is deleted."""
+    aside = path.with_name(f"{path.name}.{what}-{time.time_ns()}")
+    os.rename(path, aside)
+    print(f"{path} {why}; it is kept as {aside.name}", flush=True)
+
+
+def prepare_folder(folder, flag="--output_dir"):
+    """Make a folder and prove that it can be written; UserError naming the flag that gave it."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:    # rights and quotas show only now
+            file.write(b"ok")
+            file.flush()
+    except OSError as error:
+        raise UserError(f"{flag} {folder}: cannot be written ({error.strerror})")
+
+
+def claim_output(output_dir):
+    """prepare_folder; from here on no other run may use it, and what a killed one left is gone."""
+    prepare_folder(output_dir)
+    try:
+        run_lock.acquire(output_dir)
+        if gone := remove_named(output_dir, TEMPORARY, UNFINISHED):
+            print(f"removed what a killed run has left in {output_dir}: {', '.join(gone)}",
+                  flush=True)
+    except OSError as error:
+        raise UserError(f"--output_dir {output_dir}: cannot be written ({error.strerror})")
+
+
+# --------------------------------------------------------------------------------------------------
+# Random states
+
+
+def rng_state(device):
+    """Random states of this process (python, numpy, torch, this GPU) as bytes."""
+    # numpy's keys as a tensor: torch.load with weights_only reads no arrays
+    kind, keys, *rest = np.random.get_state()
+    state = {"python": random.getstate(), "numpy": (kind, torch.from_numpy(keys.copy()), *rest),
+             "torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return pickled(state)
+
+
+def set_rng_state(data, device):
+    """Put back what rng_state returned."""
+    state = torch.load(io.BytesIO(data), weights_only=True)
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy(), *rest))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and device.type == "cuda":       # a run may resume without its GPU
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def pickled(value):
+    """Bytes of a value that torch.load reads."""
+    buffer = io.BytesIO()       # torch's writer of files has one error for all that a disk does
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+# --------------------------------------------------------------------------------------------------
+# The checkpoints of a run
+
+
+class CheckpointManager:
+    """Writes the checkpoints of OUTPUT_DIR, one at a time, and finds the one to resume from."""
+
+    def __init__(self, world, output_dir, keep=0, timeout_s=6 * 3600):
+        """On every rank. keep: how many of the newest stay beside the best, 0 = all."""
+        self.world, self.output_dir = world, Path(output_dir)
+        self.keep, self.timeout_s = keep, timeout_s
+        self.thread, self.error = None, None        # of the write under way, or the last one
+        self.share_written = threading.Event()
+        self.saves = 0      # in the keys by which ranks report in the store, alike on every rank
+        # in the folder's name: ranks of an earlier run that still live never write into ours
+        self.run = dist.rank0(world, lambda: uuid.uuid4().hex[:8])
+
+    # -- save ------------------------------------------------------------------------------------
+
+    def save(self, step, model, optimizer, stem, weights, save_config, state, best_step=None,
+             files=None, split=lambda name, tensor: {name: tensor}):
+        """Copy everything off the device and start writing checkpoint-STEP. On every rank.
+
+        weights: {name: parameter}, plain or sharded, saved as STEM.safetensors under these names
+        (split: see tensor_io.stage). save_config(folder): writes the files beside it, on rank 0.
+        state: JSON-able dict for trainer_state/state.json; rank 0's counts. best_step: rotation
+        keeps that checkpoint. files: {relative path: write(path)} of more files, rank 0's.
+        """
+        self.wait()     # one at a time: two would hold twice the copies in host memory
+        if self.world.is_main:
+            remove_named(self.output_dir, UNFINISHED)
+            try:
+                (self.building(step) / STATE).mkdir(parents=True)
+            except OSError as error:
+                raise self.failure(step, error)
+        dist.barrier(self.world)
+        dist.reshard(model)
+        rng = dist.gather(self.world, rng_state(self.world.device))
+        share = tensor_io.stage(self.world, stem, weights, stem != "adapter_model", split)
+        moments = optim.state_tensors(optimizer, model.named_parameters())
+        share |= tensor_io.stage(self.world, f"{STATE}/optimizer", moments)
+        if self.world.is_main:
+            rng, text = pickled(rng), json.dumps(state, indent=1)
+            share |= {f"{STATE}/rng.pt": lambda path: path.write_bytes(rng),
+                      f"{STATE}/state.json": lambda path: path.write_text(text),
+                      **(files or {}), "*": save_config}
+        self.saves += 1
+        self.share_written.clear()
+        # not a daemon: the interpreter's end waits for a checkpoint under way
+        self.thread = threading.Thread(target=self._write, args=(step, share, best_step))
+        self.thread.start()
+
+    def wait(self):
+        """Wait for the write under way; raises its error. On every rank."""
+        if self.thread is not None:
+            self.share_written.wait()
+            # breaks when a rank died before its share was written; the thread would wait on
+            dist.barrier(self.world)
+        dist.rank0(self.world, self._join)
+
+    def check(self):
+        """Raise UserError when the last write failed; rank 0 knows of every rank's. Cheap."""
+        if self.error:
+            raise self.error
+
+    def _join(self):
+        if self.thread is not None:
+            self.thread.join()
+        self.check()
+
+    def building(self, step):
+        """Where checkpoint-STEP grows."""
+        return self.output_dir / f"checkpoint-{step}.tmp-{self.run}"
+
+    def failure(self, step, why):
+        """The UserError of a checkpoint that could not be written."""
+        return UserError(f"checkpoint-{step} could not be written to {self.output_dir} ({why}); "
+                         "earlier checkpoints are intact")
+
+    def _write(self, step, share, best_step):
+        """The thread: this rank's share; then, on rank 0, the rest."""
+        rank, store = self.world.rank, self.world.store
+        try:
+            written, why = write_files(self.building(step), share), None
+        except Exception as error:      # told to rank 0, which would wait for this share otherwise
+            written, why = {}, str(error)
+        try:
+            try:    # through the store: a collective of this thread would mix with training's
+                if store is not None and rank in tensor_io.writers(self.world.size):
+                    store.set(f"checkpoint/{self.saves}/{rank}", json.dumps([written, why]))
+            finally:
+                self.share_written.set()
+            if self.world.is_main:
+                self._complete(step, self._reports() if store else [(written, why)], best_step)
+        except Exception as error:      # raised by the main thread, in check() or wait()
+            self.error = self.failure(step, error)
+
+    def _reports(self):
+        """[({file: facts}, error)] of the ranks that write, as they come in."""
+        reports, store, end = [], self.world.store, time.monotonic() + self.timeout_s
+        for rank in tensor_io.writers(self.world.size):
+            key = f"checkpoint/{self.saves}/{rank}"
+            # polled: a call that waits would hold the store for this process's other threads
+            while not store.check([key]):
+                if time.monotonic() > end:
+                    raise TimeoutError(f"rank {rank} did not write its share within "
+                                       f"{self.timeout_s} s")
+                time.sleep(0.02)
+            reports.append(json.loads(store.get(key)))
+        return reports
+
+    def _complete(self, step, reports, best_step):
+        """Every share is on disk: manifest, the real name, rotation."""
+        building, final = self.building(step), self.output_dir / f"checkpoint-{step}"
+        try:
+            ranks = tensor_io.writers(self.world.size)
+            if errors := [f"rank {rank}: {why}" for rank, (_, why) in zip(ranks, reports) if why]:
+                raise OSError("; ".join(errors))        # of all: disks of nodes differ
+            files = {name: facts for written, _ in reports for name, facts in written.items()}
+            text = json.dumps({"step": step, "files": dict(sorted(files.items()))}, indent=1)
+            # last: it is the proof that all others are there
+            write_files(building, {MANIFEST: lambda path: path.write_text(text)})
+            for folder in [path for path in building.rglob("*") if path.is_dir()] + [building]:
+                fsync(folder)
+        except BaseException:       # half of it would take the room that the next one needs
+            shutil.rmtree(building, ignore_errors=True)
+            raise
+        if final.exists():      # passed over when resuming; now this step is reached again
+            move_aside(final, "was passed over when the run resumed", "passed-over")
+        os.rename(building, final)
+        fsync(final.parent)
+        # only now: an old one goes when a newer whole one has its name
+        rotate(self.output_dir, step, self.keep, best_step)
+
+    # -- resume ----------------------------------------------------------------------------------
+
+    def latest(self, resume="auto"):
+        """(path, state) of the newest whole checkpoint, or (None, {}). Collective.
+
+        resume: auto | none | FOLDER. Damaged ones are passed over; none is changed. Raises
+        UserError when all are damaged or the one that was named is.
+        """
+        candidates = dist.rank0(self.world, list_candidates, self.output_dir, resume)
+        for path in candidates:
+            problem = damage(path, self.world)
+            if not problem:
+                state = json_files.read_object(Path(path) / STATE / "state.json")
+                later = [step for step, _ in list_checkpoints(self.output_dir)
+                         if step > state["step"]]
+                # else the next --resume auto would continue the abandoned ones
+                require(resume == "auto" or not later,
+                        f"--resume {path}: --output_dir has later checkpoints ({later[-1:]}); move "
+                        "them away or give another --output_dir")
+                return Path(path), state
+            require(resume == "auto", f"--resume {path}: {problem}")
+            if self.world.is_main:
+                print(f"checkpoint {path} is damaged ({problem}); trying the one before")
+        # to begin anew would throw away what may still be mended
+        require(not candidates, f"{self.output_dir}: every checkpoint is damaged; to start anew, "
+                                "give another --output_dir or move them away")
+        return None, {}
+
+    def restore(self, path, model, optimizer):
+        """Fill the optimizer from a checkpoint, and this rank's random states. Collective.
+
+        A rank that the saved run did not have keeps its random states.
+        """
+        moments = optim.state_tensors(optimizer, model.named_parameters())
+        tensor_io.load(self.world, Path(path) / STATE, "optimizer", moments)
+        # weights_only: a checkpoint from somebody else must not run code
+        states = torch.load(Path(path) / STATE / "rng.pt", weights_only=True)
+        if self.world.rank < len(states):
+            set_rng_state(states[self.world.rank], self.world.device)
+
+
+def check_identity(path, state, identity):
+    """UserError when a checkpoint does not share {name: value} with the run that resumes it."""
+    for name, value in identity.items():
+        before = state["identity"].get(name)
+        # a dry run knows of the data only the beginning: the codes of audio may lack
+        require(before == value or str(before).startswith(f"{value} audio "),
+                f"{path}: was made with another {name} ({before}, this run {value}); give the same "
+                "flags and files, or another --output_dir")
+
+
+def write_files(folder, files):
+    """Call each write(path), sync; {relative path: {"bytes", "sha256"}} of what is on disk.
+
+    Under "*" write(folder) writes several files. Raises OSError, which names the file.
+    """
+    written = {}
+    for name, write in files.items():
+        names = [name]
+        with error_names_file(folder / name):
+            if name == "*":     # into a folder of its own, or other ranks' files would look like it
+                part = folder / f".part-{os.getpid()}"
+                part.mkdir()
+                write(part)
+                names = sorted(os.listdir(part))
+                for file in names:
+                    os.rename(part / file, folder / file)
+                part.rmdir()
+            else:
+                write(folder / name)
+        for file in names:
+            with error_names_file(folder / file):   # some disks say only now that they are full
+                fsync(folder / file)
+                size = (folder / file).stat().st_size
+            # of what can be read back, not of what was in memory
+            written[file] = {"bytes": size, "sha256": sha256(folder / file)}
+    return written
+
+
+def list_checkpoints(output_dir):
+    """[(step, path)] of the folders named checkpoint-STEP, oldest first."""
+    paths = Path(output_dir).iterdir() if os.path.exists(output_dir) else ()
+    found = ((re.fullmatch(r"checkpoint-(\d+)", path.name, re.ASCII), path) for path in paths)
+    return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
+
+
+def list_candidates(output_dir, resume):
+    """Paths of the checkpoints of --resume auto | none | FOLDER, in the order to be tried."""
+    found = [path for _, path in reversed(list_checkpoints(output_dir))]
+    # new checkpoints among old ones: nobody could tell which --resume auto takes
+    require(resume != "none" or not found,
+            f"--resume none, but {output_dir} holds checkpoints: give another --output_dir, move "
+            "them away, or use --resume auto")
+    if resume in ("auto", "none"):
+        return found
+    require(Path(resume).exists(), f"--resume {resume}: no such folder")
+    return [Path(resume)]
+
+
+def damage(path, world=None):
+    """What is wrong with a checkpoint, in words, or "" when every file has its size and checksum.
+
+    world: collective, each rank reads a share of the files. Raises OSError where that cannot be
+    known: what this user may not read, say, is not damaged.
+    """
+    path, world = Path(path), world or dist.World()
+    files = dist.rank0(world, read_manifest, path)
+    if isinstance(files, str):
+        return files
+    # by size, so that the ranks have about the same to read
+    ordered = sorted(files, key=lambda name: (-files[name]["bytes"], name))
+    share = {name: files[name] for name in ordered[world.rank::world.size]}
+    return next(filter(None, dist.all_gather(world, verify_files(path, share))), "")
+
+
+def read_manifest(path):
+    """{name: {"bytes", "sha256"}} of a checkpoint's manifest, or in words what is wrong with it."""
+    if not (path / MANIFEST).is_file():
+        return f"no {MANIFEST}"     # a folder that somebody made, or copied in part
+    try:
+        files = json_files.loads((path / MANIFEST).read_bytes())["files"]
+        facts = [(type(entry["bytes"]), type(entry["sha256"])) for entry in files.values()]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return f"unreadable {MANIFEST}"
+    if {*facts} - {(int, str)}:
+        return f"unreadable {MANIFEST}"
+    if f"{STATE}/state.json" not in files:      # an empty list would prove any folder whole
+        return f"{MANIFEST} does not list {STATE}/state.json"
+    return files
+
+
+def verify_files(path, files):
+    """The first of these files that is not as the manifest has it, in words, or ""."""
+    for name, facts in files.items():
+        file, name = path / name, printable(name, 80)
+        if not file.is_file():
+            return f"{name} is missing"
+        if (size := file.stat().st_size) != facts["bytes"]:
+            return f"{name} has {size} bytes instead of {facts['bytes']}"
+        if sha256(file) != facts["sha256"]:
+            return f"{name} has another checksum than when it was written"
+    return ""
+
+
+def rotate(output_dir, newest, keep, best_step=None):
+    """Delete the oldest checkpoints up to step `newest` beyond `keep` (0 = all), never the best.
+
+    Only those with a manifest of ours. Later ones, passed over as damaged, do not count.
+    """
+    found = [(step, path) for step, path in list_checkpoints(output_dir)
+             if step <= newest and (path / MANIFEST).is_file()]
+    for step, path in found[:-keep] if keep else ():
+        if step != best_step:
+            # it loses its name first, so that a kill leaves no half of one under it
+            doomed = path.with_name(f"{path.name}.tmp-deleted-{time.time_ns()}")
+            os.rename(path, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)       # on NFS what is open goes later

@@ -1,0 +1,479 @@
+"""Flags of a script, one line for a mistake in them, and what is printed of users' files.
+
+Standard library only: a script parses its flags before it imports torch, so --help and a mistake
+answer at once. A script reads:
+
+    p = cli.Parser("Fine-tune a model.")
+    p.add_argument("--output_dir", default="output", help="everything is written here")
+    cli.switch(p, "--bf16", help="bfloat16 compute")
+    args = cli.parse(p, check_flags)        # check_flags(args, world_size) may raise UserError
+"""
+import argparse
+import contextlib
+import difflib
+import faulthandler
+import gc
+import importlib.util
+import json
+import math
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+from core import lifetime
+
+TRACKERS = ("tensorboard", "wandb", "trackio")      # of --report_to
+TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+CONFIG = "run.yaml"     # in OUTPUT_DIR: the flags that repeat a run
+GIVE_WAY_S = 5          # seconds other ranks leave rank 0 to report a mistake
+
+# Flags of launch lines that people have, of Hugging Face's scripts, ms-swift and earlier trainers.
+# Each is accepted where the script has ours; no --help shows them.
+OLD_NAMES = {
+    "--model_name_or_path": "--model_path", "--lora_r": "--lora_rank",
+    "--train_data": "--train_data_file", "--train_data_dir": "--train_data_file",
+    "--eval_data": "--eval_data_file", "--eval_data_dir": "--eval_data_file",
+    "--dataloader_num_workers": "--num_workers", "--lr_scheduler_type": "--lr_scheduler",
+    "--deepspeed": "--parallel", "--torch_compile": "--compile",
+    "--disable_evaluation": "--disable_eval", "--resume_from_checkpoint": "--resume"}
+# Accepted without effect: {flag: the flag of ours beside which it is accepted}
+WITHOUT_EFFECT = {
+    "--optim": "--weight_decay", "--dataloader_pin_memory": "--num_workers",
+    "--freeze_audio_tower": "--freeze_llm", "--freeze_audio_encoder_proj": "--freeze_llm",
+    "--enable_strategic_logging": "--logging_steps", "--strategic_logging_steps": "--logging_steps"}
+# Removed: {flag: what to do instead}
+GONE = {
+    "--best_by": "speech/pick_checkpoint.py judges saved checkpoints",
+    "--early_stop_patience": "write OUTPUT_DIR/stop to end a run",
+    "--replay_every": "a broken GPU shows as a rank that differs in the loss of a repeated run",
+    "--save_minutes": "give --save_steps"}
+
+# Control characters, line separators, marks that turn the direction of text, halves of characters
+HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
+                    "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]")
+PASSWORD = re.compile(r"(?<=://)[^/?#\s]*(?=@)")        # http://user:password@host
+SECRETS = re.compile(r"(?<=://)[^/?#\s]*@|"
+                     r"(?<=[?&])[\w-]*(?:key|token|secret|password)[\w-]*=[^&#\s]*", re.IGNORECASE)
+
+
+class UserError(Exception):
+    """A mistake in flags, files or data: rank 0 prints str() as one line, all processes exit."""
+    status = 1
+
+
+def require(condition, message):
+    """Raise UserError(message) unless the condition holds."""
+    if not condition:
+        raise UserError(message)
+
+
+# --------------------------------------------------------------------------------------------------
+# Text: a name in a data file may hold line feeds and terminal escapes, and be megabytes long
+
+
+def printable(text, limit=500):
+    """str(text) as one line of about `limit` characters, no control characters, no passwords."""
+    text = PASSWORD.sub("***", str(text))       # first: the cut may remove the sign that ends one
+    if len(text) > limit:
+        half = limit // 2
+        text = f"{text[:half]}[... {len(text) - 2 * half:,} characters ...]{text[-half:]}"
+    return HIDDEN.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def error_text(message, lines=60):
+    """A message for the terminal: each line printable, all but the first indented."""
+    first, *rest = str(message).split("\n")
+    if len(rest) > lines:
+        rest = rest[:lines] + [f"[... {len(rest) - lines:,} lines ...]"]
+    rest = [printable(line, 2000) for line in rest]
+    return "\n".join([printable(first, 2000),
+                      *(line if line.startswith("  ") else f"  {line}" for line in rest)])
+
+
+def print_error(text, short=""):
+    """Print why this process exits, and leave it to torchrun, which repeats it at its own end.
+
+    short: what torchrun gets instead of the text.
+    """
+    print(text, file=sys.stderr, flush=True)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        about = {"py_callstack": short or text, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):      # torchrun fails at half a file
+            with open(f"{path}.new", "w") as file:
+                json.dump({"message": {"message": short or text, "extraInfo": about}}, file)
+            os.replace(f"{path}.new", path)
+
+
+def notice(text):
+    """Say something about the run once, on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"notice     {text}", flush=True)
+
+
+def counted(number, noun):
+    """1 rank, 2 ranks."""
+    return f"{number} {noun if number == 1 else noun + 's'}"
+
+
+def without_secrets(value):
+    """A JSON value as it may be stored: URLs in it lose names, passwords and keys."""
+    if isinstance(value, dict):
+        return {name: without_secrets(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_secrets(part) for part in value]
+    return SECRETS.sub("", value) if isinstance(value, str) and "://" in value else value
+
+
+# --------------------------------------------------------------------------------------------------
+# Parsing
+
+
+class Help(argparse.HelpFormatter):
+    """Adds a flag's default to its help, unless there is none or the help has it in words."""
+
+    def _get_help_string(self, action):
+        nothing = action.default in (None, False, argparse.SUPPRESS)
+        if action.required or not action.option_strings or nothing or "default:" in action.help:
+            return action.help
+        if isinstance(action.default, list):
+            return f"{action.help} (default: {' '.join(action.default)})"
+        return f"{action.help} (default: %(default)s)"
+
+
+class Parser(argparse.ArgumentParser):
+    """ArgumentParser without abbreviations, which change meaning with each new flag."""
+
+    def __init__(self, description, **options):
+        super().__init__(description=description, usage="%(prog)s [--flag value ...]",
+                         allow_abbrev=False, formatter_class=Help, **options)
+
+    def error(self, message):
+        raise UserError(message.removeprefix("argument "))
+
+
+class Args(argparse.Namespace):
+    """Parsed flags. Not in vars(): given, their values before check_flags derived others; named,
+    the names of those that the command line or its --config file gives.
+    """
+    __slots__ = ("given", "named")
+
+
+def stored(args):
+    """{name: value} of all flags, without passwords: what every file and board gets."""
+    return {name: without_secrets(value) for name, value in vars(args).items()}
+
+
+def parse(parser, check=None, argv=None):
+    """The namespace of a command line, argv or the process's own.
+
+    check(args, world_size) may raise UserError. A mistake ends the process with one line, printed
+    by rank 0: status 2 for a flag that does not exist, 1 for a value. From here on SIGTERM and
+    SIGUSR1 are noted instead of killing (lifetime.stop_requested), and a rank dies with torchrun.
+    """
+    words = sys.argv[1:] if argv is None else list(argv)
+    lifetime.end_with_torchrun()        # first: imports take seconds
+    if argv is None:
+        if sys.stderr:
+            faulthandler.enable()       # a crash in native code prints where each thread was
+        sys.argv[1:] = map(without_secrets, words)      # W&B keeps the command line of a run
+        gc.disable()        # a quarter of the time of imports; dist.init() turns it on again
+        sys.excepthook = report_interrupt
+        if sys.stdout:      # a log file shows each line at once
+            sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+    accept_old_names(parser)
+    status = 2
+    try:
+        fix_allocator_setting()
+        check_names(parser, words)      # before argparse complains of what is missing
+        # later words count, so flags of the command line override the file's
+        words = read_config(parser, words) + words
+        args = parser.parse_args(words, Args())
+        args.given = stored(args)
+        actions = (parser._option_string_actions.get(word.split("=")[0]) for word in words)
+        args.named = frozenset(action.dest for action in actions if action)
+        status = 1
+        if check:
+            ranks = getattr(args, "dry_run", None) or int(os.environ.get("WORLD_SIZE", "1"))
+            check(args, ranks)
+        if os.environ.get("CHECK_FLAGS"):       # set by launch/slurm.sh for DRY_RUN=1
+            sys.exit(0)
+        if getattr(args, "dry_run", 0) is None:
+            lifetime.catch_signals()
+        return args
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print_error(error_text(f"error: {error}"))
+        else:
+            time.sleep(GIVE_WAY_S)
+        sys.exit(status)
+
+
+def report_interrupt(kind, *error):
+    """sys.excepthook until the imports are done: Ctrl-C is one line, of rank 0."""
+    if kind is not KeyboardInterrupt:
+        sys.__excepthook__(kind, *error)
+    elif os.environ.get("RANK", "0") == "0":
+        print_error("interrupted")
+
+
+def accept_old_names(parser):
+    """Have a parser take the flags of OLD_NAMES and WITHOUT_EFFECT that suit it."""
+    known = parser._option_string_actions
+    for old, ours in OLD_NAMES.items():
+        if ours in known:
+            known.setdefault(old, known[ours])
+    for old, ours in WITHOUT_EFFECT.items():
+        if ours in known and old not in known:
+            parser.add_argument(old, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+
+def nearest(name, parser):
+    """The flag that was meant by `name`: of those that begin with it, else of all."""
+    old = {*OLD_NAMES, *WITHOUT_EFFECT}
+    known = [flag for flag in sorted(parser._option_string_actions) if flag not in old]
+    longer = [flag for flag in known if flag.startswith(name)]
+    return difflib.get_close_matches(name, longer or known, n=1, cutoff=0)[0]
+
+
+def check_names(parser, words):
+    """Raise UserError for a flag that does not exist, and for an override as Hydra has them."""
+    for word in words:
+        name = word.split("=")[0]
+        require(not re.match(r"\+{0,2}[a-z]\w*(\.[a-z]\w*)+=[^/]*$", word),
+                f"{word}: key=value is not read here; give the flag, --help lists them")
+        # to argparse "--" alone ends a list, and a word with a space is a value: --text "-- well"
+        if name.startswith("--") and name not in (*parser._option_string_actions, "--") \
+                and " " not in word:
+            require(name not in GONE, f"{name}: this flag is gone; {GONE.get(name)}")
+            raise UserError(f"{name}: no such flag; the nearest one is {nearest(name, parser)}, "
+                            "--help lists all")
+
+
+def fix_allocator_setting():
+    """Spell the allocator's setting as torch reads it: notes have = where torch wants a colon."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        value = os.environ.get(name, "")
+        if "=" in value:
+            os.environ[name] = value.replace("=", ":")
+            notice(f"{name}={value} is read as {os.environ[name]}")
+
+
+# --------------------------------------------------------------------------------------------------
+# --config FILE and OUTPUT_DIR/run.yaml
+
+
+def read_config(parser, words):
+    """The words of a command line for the YAML file of lines `flag: value` that --config names.
+
+    Values are taken as they are written, so on, 5e-5 and 007 stay what they are; an empty one or
+    null gives no flag. Raises UserError.
+    """
+    files = [words[i + 1] for i, word in enumerate(words[:-1]) if word == "--config"]
+    files += [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
+    if not files or "--config" not in parser._option_string_actions:
+        return []
+    require(len(files) == 1, "--config is given twice")
+    import yaml  # comes with transformers
+    file, found, made = files[0], set(), []
+    require(os.path.isfile(file), f"--config {file}: no such file")
+    try:
+        tree = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    except OSError as error:
+        raise UserError(f"--config {file}: cannot be read ({error.strerror})")
+    except (yaml.YAMLError, RecursionError, UnicodeError) as error:
+        raise UserError(f"--config {file}: is not YAML ({' '.join(str(error).split())})")
+    require(tree is None or isinstance(tree, yaml.MappingNode),
+            f"--config {file}: must be lines of flag: value")
+    for key, value in tree.value if tree else ():
+        where, name = f"--config {file} line {key.start_mark.line + 1}", str(key.value)
+        action = parser._option_string_actions.get(f"--{name}")
+        if action is None or action.dest in ("config", "help"):
+            raise UserError(f"{where}: {name}: no such flag; the nearest one is "
+                            f"{nearest(f'--{name}', parser).removeprefix('--')}")
+        require(action.dest not in found, f"{where}: {name} is there twice")
+        found.add(action.dest)
+        items = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        require(all(isinstance(item, yaml.ScalarNode) for item in items),
+                f"{where}: {name} takes a value or a list")
+        if isinstance(value, yaml.SequenceNode):
+            require(action.nargs not in (None, 0, "?"),
+                    f"{where}: {name} takes one value, not a list")
+            made += [f"--{name}", *(item.value for item in items)]
+        elif value.style is None and value.value in ("", "~", "null"):
+            continue
+        elif isinstance(action, argparse.BooleanOptionalAction):
+            made.append(f"--{name}" if boolean(value.value) else f"--no-{name}")
+        else:       # one word: the value may begin with a dash
+            made.append(f"--{name}={value.value}")
+    return made
+
+
+def config_text(args, script):
+    """The flags as given, as the YAML that --config of the script takes."""
+    lines = [f"# {Path(script).name} --config {CONFIG} repeats this run; flags after it count more"]
+    for name, value in args.given.items():
+        if value is not None and name not in ("config", "dry_run"):     # JSON's values are YAML's
+            lines.append(f"{name}: {json.dumps(value, ensure_ascii=False)}")
+    return "\n".join(lines) + "\n"
+
+
+# --------------------------------------------------------------------------------------------------
+# Values
+
+
+def boolean(text):
+    """true or false from the command line, as Hugging Face's scripts take them."""
+    if text.lower() not in TRUE + FALSE:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() in TRUE
+
+
+def switch(parser, *names, help):
+    """A flag that is off by default: --bf16, --bf16 true, --bf16 false."""
+    parser.add_argument(*names, nargs="?", type=boolean, const=True, default=False,
+                        metavar="true|false", help=help)
+
+
+def alias(**names):
+    """type= of a flag some of whose values have other names elsewhere: {theirs: ours}."""
+    return lambda text: names.get(text.lower(), text)
+
+
+def recomputation(text):
+    """type= of --gradient_checkpointing: all, selective, true or false -> mode or None."""
+    if text.lower() in ("all", "selective"):
+        return text.lower()
+    if text.lower() not in TRUE + FALSE:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither all, selective, true nor false")
+    return "all" if boolean(text) else None
+
+
+def sharding(text):
+    """type= of --parallel, and of DeepSpeed's flag: its stage 3 shards what FSDP2 shards."""
+    if "zero3" in text.lower():
+        return "fsdp"
+    if text not in ("ddp", "fsdp", "hsdp"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not ddp, fsdp or hsdp; of DeepSpeed's stages zero3 is fsdp, the nearest "
+            "to zero2 fsdp --no-reshard_after_forward, to none of both ddp")
+    return text
+
+
+def usable_cpus():
+    """How many cores this process may use: of a job's share, not of the whole node."""
+    return len(os.sched_getaffinity(0))
+
+
+def local_ranks(ranks):
+    """How many of `ranks` processes run on one node: what torchrun says, else up to 8."""
+    return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", 8)))
+
+
+# --------------------------------------------------------------------------------------------------
+# Checks; all raise UserError
+
+
+def check_values(args, names, good, words):
+    """UserError for a flag among `names` (a string) that is set, but not good(value)."""
+    for name in names.split():
+        value = getattr(args, name, None)
+        require(value is None or good(value), f"--{name} is {value}; it must {words}")
+
+
+def at_least_one(args, names):
+    check_values(args, names, lambda value: value >= 1, "be at least 1")
+
+
+def zero_or_more(args, names):
+    check_values(args, names, lambda value: 0 <= value < math.inf, "be 0 or more and finite")
+
+
+def below_one(args, names):
+    check_values(args, names, lambda value: 0 <= value < 1, "be at least 0 and below 1")
+
+
+def share(args, names):
+    check_values(args, names, lambda value: 0 <= value <= 1, "lie between 0 and 1")
+
+
+def above_zero(args, names):
+    check_values(args, names, lambda value: 0 < value < math.inf, "be above 0 and finite")
+
+
+def check_trainer(args, world_size, parser):
+    """Values and combinations of the flags that trainers share, where a trainer has them."""
+    at_least_one(args, "per_device_train_batch_size per_device_eval_batch_size num_train_epochs "
+                 "logging_steps max_bad_steps collective_timeout wait_timeout lora_rank lora_alpha "
+                 "gradient_accumulation_steps")
+    zero_or_more(args, "max_tokens_per_batch global_batch_size max_steps warmup_steps eval_steps "
+                 "save_steps save_total_limit num_workers preprocess_num_proc max_length "
+                 "shard_size scale_lr_from_batch weight_decay max_grad_norm learning_rate seed "
+                 "dry_run")
+    below_one(args, "lora_dropout dropout validation_split adam_beta2")
+    share(args, "min_lr_ratio warmup_ratio")
+    check_values(args, "seed", lambda seed: seed < 2**62, "be below 2**62")
+    names = [name for value in args.report_to for name in value.split(",") if name]
+    require("none" not in names or {*names} == {"none"}, "--report_to none goes with no other")
+    args.report_to = [name for name in dict.fromkeys(names) if name != "none"]
+    for name in args.report_to:
+        require(name in TRACKERS, f"--report_to {name}: unknown tracker; choose from "
+                                  f"{', '.join(TRACKERS)} and none")
+        require(importlib.util.find_spec(name),
+                f"--report_to {name}: pip install {name}, or --report_to none")
+    check_parallel(args, world_size)
+    for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora",
+                 "use_dora"):
+        usual = getattr(args, name, None) == parser.get_default(name)
+        require(usual or args.use_lora, f"--{name} needs --use_lora")
+    limit = max(usable_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+                parser.get_default("num_workers"))
+    if args.num_workers > limit and args.dry_run is None:
+        notice(f"--num_workers {args.num_workers}: {counted(local_ranks(world_size), 'rank')} on "
+               f"{usable_cpus()} CPUs, so {limit} each")
+        args.num_workers = limit
+
+
+def check_parallel(args, world_size):
+    """--parallel and what goes with it; fills in --shard_size."""
+    ddp = args.parallel == "ddp"
+    require(args.parallel == "hsdp" or not getattr(args, "shard_size", 0),
+            "--shard_size needs --parallel hsdp")
+    require(not ddp or getattr(args, "reduce_dtype", "fp32") == "fp32",
+            "--reduce_dtype bf16 needs --parallel fsdp or hsdp")
+    require(not ddp or getattr(args, "reshard_after_forward", True)
+            and not getattr(args, "cpu_offload", False),
+            "--no-reshard_after_forward and --cpu_offload need --parallel fsdp or hsdp")
+    require(not (args.compile and getattr(args, "gradient_checkpointing", None) == "selective"),
+            "--gradient_checkpointing selective does not go with --compile: inside a compiled "
+            "layer nothing can be picked out; drop one of the two")
+    if args.parallel == "hsdp":
+        args.shard_size = args.shard_size or local_ranks(world_size)
+        require(world_size % args.shard_size == 0,
+                f"--parallel hsdp: {counted(world_size, 'rank')} cannot be cut into groups of "
+                f"{args.shard_size} (--shard_size)")
+
+
+def set_intervals(args, total_steps, before, validates, **own):
+    """Set the intervals that no flag names, by the length of the run -> lines that tell them.
+
+    before: the flags of the checkpoint to resume, or {}: that run's intervals stay, however long
+    this one is. own: {flag: steps} of a trainer with other defaults. validates: whether there is
+    anything to validate.
+    """
+    usual = {"save_steps": max(1, total_steps // 10), "eval_steps": max(1, total_steps // 5),
+             "warmup_steps": min(100, round(0.05 * total_steps)), **own}
+    for flag, steps in usual.items():
+        if getattr(args, flag, 0) is None:
+            setattr(args, flag, before.get(flag, steps))
+    saves, evals = (f"every {steps} steps" if steps else "at the end"
+                    for steps in (args.save_steps, args.eval_steps))
+    lines = [f"intervals  checkpoints {saves}{f'; validation {evals}' if validates else ''}"]
+    late = {"warmup_steps": "the learning rate never reaches its peak",
+            "save_steps": "no checkpoint before the end",
+            "eval_steps": "no validation before the end"}
+    lines += [f"note       --{flag} {getattr(args, flag)} is longer than the run of {total_steps} "
+              f"steps: {what}" for flag, what in late.items()
+              if getattr(args, flag, 0) > total_steps and (validates or flag != "eval_steps")]
+    return "\n".join(lines)

@@ -1,0 +1,392 @@
+"""Ranks, device, collectives, DDP and FSDP2 wrapping, and how a run fails: together, with one line.
+
+    world = dist.init(timeout_s=600, wait_timeout_s=21600)
+    folder = dist.rank0(world, find_model, name)        # rank 0 works, every rank gets the result
+    ...
+    dist.finish()
+
+Global rank decides data, logs and saves; local rank picks the GPU and nothing else. One process
+without torchrun is rank 0 of 1. There are two groups: the default one (NCCL on GPUs) for gradients,
+and a gloo group with a long limit for waits that may honestly take hours (encoding audio, slow
+disks), where NCCL's watchdog would fire.
+
+How a run fails: init() sets sys.excepthook. The first rank that raises prints why, notes that in
+the run's store and exits; torchrun ends the other ranks of its node. A rank that only lost the
+failed one finds the note and prints nothing. Watchdogs (core/watchdog.py) end ranks that torchrun
+cannot: a main thread that waits in a collective takes no signal.
+"""
+import contextlib
+import gc
+import inspect
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel
+
+from core.cli import UserError, counted, error_text, print_error, printable
+
+GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
+LATER_S = 30    # a collective may outlive its limit by this: the watchdog names who hangs first
+FAILED = "ranks that have failed"       # key in the store: a counter
+# Words of errors that say nothing but that another rank is gone
+COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset",
+                     "Broken pipe", "TCPStore")
+
+_world = None   # this process's World, for the error message
+
+
+@dataclass
+class World:
+    """Who this process is. store and slow_group are None in a single process."""
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+    local_size: int = 1
+    device: object = "cpu"          # torch.device
+    store: object = None            # key-value store of the run: progress without collectives
+    slow_group: object = None       # gloo, CPU, long limit
+    limit: timedelta = timedelta(seconds=600 + LATER_S)     # of a gradient collective
+
+    @property
+    def is_main(self):
+        return self.rank == 0
+
+
+def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
+    """Join the process group that torchrun describes -> World.
+
+    timeout_s: limit of one gradient collective. wait_timeout_s: limit of a wait in rank0(),
+    gather() or barrier(). fsdp: a single process gets a process group as well. cpu_offload:
+    collectives on CPU tensors beside the GPU's. Raises UserError when a node has more processes
+    than GPUs, or torchrun restarted workers on a used store.
+    """
+    global _world
+    sys.excepthook = report_error
+    if not gc.isenabled():      # since cli.parse
+        gc.freeze()     # what was imported stays: no collection scans it, forks share its pages
+        gc.enable()
+    env = os.environ
+    rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
+    local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
+    device, cuda = torch.device("cpu"), torch.cuda.is_available()
+    if cuda:
+        if local_size > torch.cuda.device_count():
+            gpus = torch.cuda.device_count()
+            raise UserError(f"{local_size} processes on this node but {counted(gpus, 'GPU')}: "
+                            f"start torchrun with --nproc_per_node={gpus}")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    limit = timedelta(seconds=timeout_s + LATER_S)
+    _world = world = World(rank, local_rank, size, local_size, device, limit=limit)
+    if env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" \
+            and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise UserError("torchrun --max-restarts: the workers that died left their keys in "
+                        "torchrun's store; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+    if size > 1:
+        world.store, _, _ = next(rendezvous("env://", rank, size, timeout=limit))
+    if size > 1 or fsdp:
+        backend = "cpu:gloo,cuda:nccl" if cuda and cpu_offload else "nccl" if cuda else "gloo"
+        store = dist.PrefixStore("trainer", world.store) if size > 1 else dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit,
+                                device_id=device if cuda else None)
+    if size > 1:        # new_group ignores the default group's limit
+        world.slow_group = dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=wait_timeout_s + LATER_S))
+    return world
+
+
+def finish():
+    """Leave the process group and end loader processes; the last call of a script."""
+    kill_children()
+    if dist.is_initialized():
+        time.sleep(0.1)     # a gloo thread still dropping its last work needs the GIL once more
+        dist.destroy_process_group()
+
+
+def seed_everything(seed, rank=0):
+    """Seed python, numpy and torch. The same seed on all ranks builds equal weights; add the rank
+    before dropout.
+    """
+    random.seed(seed + rank)
+    np.random.seed((seed + rank) % 2**32)
+    torch.manual_seed(seed + rank)
+
+
+def check_bf16(device, wanted):
+    """Raise UserError when bfloat16 is wanted and this GPU has none."""
+    if wanted and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        raise UserError(f"--bf16: {torch.cuda.get_device_name(device)} has no bfloat16; give "
+                        "--fp16, or drop the flag")
+
+
+# --------------------------------------------------------------------------------------------------
+# Failing
+
+
+def report_error(kind, error, trace):
+    """sys.excepthook: one line for a UserError or an OSError that names its file, else a traceback.
+
+    Exits with os._exit where there is a process group: a clean exit could wait for peers that are
+    gone.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    ignore_loaders()
+    status, store = 1, _world and _world.store
+    if isinstance(error, KeyboardInterrupt):
+        status = 130
+        if claim_error_report(store):
+            print_error("interrupted")
+    elif isinstance(error, UserError):
+        status = error.status
+        if rank != 0:       # mostly all ranks raise it alike: rank 0 reports it
+            wait_for_torchrun()
+        if claim_error_report(store):
+            print_error(error_text(f"error: {error}"))
+    elif isinstance(error, OSError) and error.filename and error.strerror:
+        if claim_error_report(store):
+            print_error(error_text(f"error: {error.filename}: {error.strerror}"))
+    else:
+        lost_peer = isinstance(error, dist.DistError) or any(
+            word in str(error) for word in COLLECTIVE_ERRORS)
+        if lost_peer:       # that rank's message, torchrun's or the watchdog's says more
+            wait_for_torchrun(2 * GRACE_S)
+        if claim_error_report(store, if_store_is_gone=not lost_peer):
+            text = "".join(traceback.format_exception(kind, error, trace))
+            print_error(error_text(f"rank {rank} failed:\n{text}", 400),
+                        f"rank {rank} failed: {kind.__name__}: {printable(error)}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kill_children()
+    if dist.is_initialized() or status not in (1, 130):
+        os._exit(status)
+
+
+def kill_children():
+    """End loader processes: they ignore SIGTERM, and the interpreter's exit would wait for them."""
+    ignore_loaders()
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
+def claim_error_report(store, if_store_is_gone=False):
+    """Note in the store that this rank failed; True when it is the first, and so has to say why."""
+    if store is None:
+        return True
+    try:
+        return store.add(FAILED, 1) == 1
+    except Exception:       # the store's host is gone
+        return if_store_is_gone
+
+
+def ignore_loaders():
+    """From now on the end of a loader process raises and prints nothing."""
+    sys.unraisablehook = lambda found: None
+    for _ in range(2):      # torch's SIGCHLD handler may raise once more for one that has ended
+        with contextlib.suppress(Exception):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def wait_for_torchrun(seconds=GRACE_S):
+    """Wait for torchrun, which ends this rank by SIGTERM when another one has failed."""
+    with contextlib.suppress(ValueError):       # only a main thread may
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        with contextlib.suppress(Exception):        # of torch, when a loader ends meanwhile
+            time.sleep(left)
+
+
+def exit_quietly():
+    """End a process that another rank's error stops, after giving that one time to say why."""
+    ignore_loaders()
+    wait_for_torchrun()
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def error_names_file(path):
+    """An OSError in this context is about `path`; that of a full disk comes without a name."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:     # numpy's: so many requested, so many written
+            raise UserError(f"{path} cannot be written ({error})")
+        error.filename, error.filename2 = str(path), None
+        raise
+
+
+# --------------------------------------------------------------------------------------------------
+# Collectives. Every rank must call each of them, in the same order.
+
+
+def rank0(world, function, *args):
+    """function(*args) on rank 0; every rank gets its (picklable) result. An error there ends all.
+
+    The others wait on the slow group, for at most its limit.
+    """
+    result, error = None, None
+    if world.is_main:
+        try:
+            result = function(*args)
+        except Exception as caught:     # raised below, once every rank knows
+            error = caught
+    if world.size > 1:
+        box = [(result, error is not None)]
+        dist.broadcast_object_list(box, src=0, group=world.slow_group)
+        result, failed = box[0]
+        if failed and not world.is_main:
+            exit_quietly()
+    if error is not None:
+        raise error
+    return result
+
+
+def tree(rank, size):
+    """(parent, children) of a rank in a binomial tree over all ranks; rank 0's parent is None."""
+    children = []
+    while not rank >> len(children) & 1 and rank + (1 << len(children)) < size:
+        children.append(rank + (1 << len(children)))
+    return (rank & rank - 1 if rank else None), children
+
+
+def gather(world, value):
+    """Every rank's (picklable) value as a list in rank order on rank 0, None elsewhere.
+
+    Up a tree: rank 0 does not take a message from each of a thousand ranks.
+    """
+    found, box = {world.rank: value}, [None]
+    parent, children = tree(world.rank, world.size)
+    for child in children:
+        dist.recv_object_list(box, child, group=world.slow_group)
+        found |= box[0]
+    if parent is not None:
+        return dist.send_object_list([found], parent, group=world.slow_group)
+    return [found[rank] for rank in range(world.size)]
+
+
+def all_gather(world, value):
+    """Every rank's (picklable) value as a list in rank order, on every rank."""
+    box = [gather(world, value)]
+    if world.size > 1:
+        dist.broadcast_object_list(box, src=0, group=world.slow_group)
+    return box[0]
+
+
+def barrier(world):
+    """Wait for all ranks on the slow group."""
+    if world.slow_group is not None:
+        dist.barrier(group=world.slow_group)
+
+
+def all_reduce(world, tensor):
+    """Sum a tensor over all ranks, in place; returns it. No host sync."""
+    if world.size > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def all_max(world, number):
+    """0-d float tensor on the device: the largest of all ranks' numbers. No host sync."""
+    found = torch.full((), float(number), device=world.device)
+    if world.size > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# Model
+
+
+def autocast(device, dtype):
+    """Context of a forward pass in dtype (torch.bfloat16 or float16), or in fp32 if None."""
+    return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)
+
+
+def compile_layers(layers, **options):
+    """torch.compile each layer in place; parameters keep their names. options: of torch.compile."""
+    # else each layer is cut where DDP's buckets end, which a layer is too small to gain from
+    torch._dynamo.config.optimize_ddp = False
+    # torch's key of a compiled graph lacks the vector width: code made for 16 floats at a time,
+    # found by a machine with 8, leaves half of its results unwritten (torch 2.13)
+    tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
+    width = torch.backends.cpu.get_cpu_capability()
+    torch.compiler.config.cache_key_tag = f"{tag} {width}".strip()
+    for layer in layers:
+        layer.compile(**options)
+
+
+def shard(model, layers, world, bf16=False, reshard_after_forward=True, cpu_offload=False,
+          shard_size=0, reduce_dtype="fp32"):
+    """FSDP2: each of `layers`, then the rest of `model`, becomes a sharded unit; names stay.
+
+    Call it before weights are loaded and the optimizer is built; every rank must build the same
+    model, nothing is broadcast. bf16: compute dtype, weights stay as stored. shard_size: HSDP, so
+    many neighbouring ranks share the shards of a model, groups of them have copies; 0: all ranks.
+    """
+    shape = (world.size // shard_size, shard_size) if shard_size else (world.size,)
+    mesh = init_device_mesh(world.device.type, shape,
+                            mesh_dim_names=("replicate", "shard")[-len(shape):])
+    for group in mesh.get_all_groups():     # have 10 minutes, whatever the default group has
+        dist.distributed_c10d._set_pg_timeout(world.limit, group)
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+    precision = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if bf16 else None, cast_forward_inputs=False,
+        reduce_dtype=torch.bfloat16 if reduce_dtype == "bf16" else torch.float32)
+    options = {"mesh": mesh, "mp_policy": precision,
+               "offload_policy": offload if cpu_offload else OffloadPolicy()}
+    for layer in layers:
+        fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
+    # the root is needed again at once, by the backward pass
+    fully_shard(model, reshard_after_forward=False, **options)
+
+
+def reshard(model):
+    """Free weights that a forward without a backward left gathered, as validation does: then
+    named_parameters() are the shards that the optimizer updates.
+    """
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
+def wrap_ddp(model, world):
+    """DistributedDataParallel for several ranks, the model itself for one. Call only its forward.
+
+    No static_graph: it asserts when the first backward runs under no_sync, as accumulation does.
+    """
+    if world.size == 1:
+        return model
+    options = inspect.signature(DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"
+    device_ids = [world.device.index] if world.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True,
+                                   **{name: False})
+
+
+def gradient_sync(model, enabled):
+    """Context of one micro-step: gradients are reduced over the ranks only if enabled."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(enabled)
+        return contextlib.nullcontext()
+    if enabled or not isinstance(model, DistributedDataParallel):
+        return contextlib.nullcontext()
+    return model.no_sync()

@@ -1,0 +1,341 @@
+"""Tensors in safetensors files, read into and written from plain or sharded parameters.
+
+Reading: every rank takes just its rows of each tensor, so no process ever holds a whole model.
+Writing: each sharded tensor is gathered once, by the rank that writes it; up to 16 ranks each write
+a file, so no host needs room for the full copy. Files hold whole tensors under the names of
+transformers and PEFT: any number of ranks, and any other program, can read them.
+"""
+import hashlib
+import json
+import math
+import os
+import stat
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from core import json_files
+from core.cli import UserError
+from core.dist import barrier, error_names_file
+
+WINDOW = 256 * 2**20        # bytes a rank gathers for itself before it copies them to the host
+WRITERS = 16                # ranks that write a checkpoint; rank 0 waits for each of them
+FLOATS = ("F64", "F32", "F16", "BF16")      # integers and float8 would need scales
+# its name since torch 2.13
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+# --------------------------------------------------------------------------------------------------
+# Shards
+
+
+def local_rows(tensor):
+    """(this rank's plain tensor, its first row in the whole one); a 0-d tensor becomes (1,).
+
+    FSDP2 cuts dimension 0 as torch.chunk does.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.view(tensor.shape or (1,)), 0
+    rows, mesh = tensor.shape[0], tensor.device_mesh
+    shard = mesh.ndim - 1       # under HSDP the dimension before it has copies
+    return tensor.to_local(), min(mesh.get_local_rank(shard) * -(-rows // mesh.size(shard)), rows)
+
+
+@torch.no_grad()
+def fill(tensor, whole):
+    """Copy a whole tensor, the same on every rank, into a plain tensor or the shards of one."""
+    local, first = local_rows(tensor)
+    local.copy_(whole[first:first + len(local)])
+
+
+@torch.no_grad()
+def full_tensor(tensor):
+    """A sharded tensor, whole, on every rank that holds a part. Collective among these ranks.
+
+    Not DTensor.full_tensor(): now and then it ends a gloo process. Both threads of a gloo group
+    store the name of the collective that ended in one std::string without a lock (torch 2.11,
+    2.13), and a name longer than 15 letters, ALLGATHER_COALESCED, is freed twice.
+    """
+    local, mesh = tensor.to_local(), tensor.device_mesh
+    parts = mesh.size(mesh.ndim - 1)
+    if parts == 1:
+        return local
+    rows = -(-tensor.shape[0] // parts)     # of every part but the last ones, which are filled up
+    part = local.contiguous()
+    if len(part) < rows:
+        part = local.new_zeros(rows, *local.shape[1:])
+        part[:len(local)] = local
+    found = local.new_empty(parts * rows, *local.shape[1:])
+    all_gather(found, part, group=mesh.get_group(mesh.ndim - 1))
+    return found[:tensor.shape[0]]
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
+
+
+def find_folder(name, flag, more=()):
+    """Local folder of a model given as a path or hub name, which is downloaded. Raises UserError.
+
+    more: patterns of files to download beside configuration, tokenizer and safetensors.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        return folder
+    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise UserError(f"{flag} {name}: no such folder (nor a hub name of the form owner/name)")
+    from huggingface_hub import snapshot_download
+    try:
+        return Path(snapshot_download(name, allow_patterns=[
+            "*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", *more]))
+    except Exception as error:      # a dozen kinds: no network, no such name, not allowed
+        raise UserError(f"{flag} {name}: neither a folder here nor to be had from the hub "
+                        f"({type(error).__name__}: {str(error).splitlines()[0]})")
+
+
+def fingerprint(folder):
+    """Short hash of a model folder's config and of both ends of each weight file: which model?"""
+    digest = hashlib.sha256()
+    for path in [*sorted(Path(folder).glob("*.safetensors")), Path(folder) / "config.json"]:
+        with error_names_file(path), open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            digest.update(f"{path.name} {size}".encode())
+            for start in (0, max(0, size - 2**20)):
+                file.seek(start)
+                digest.update(file.read(2**20))
+    return digest.hexdigest()[:16]
+
+
+class Slice:
+    """A tensor in a safetensors file, read by rows: get_shape(), get_dtype(), [rows]."""
+
+    def __init__(self, path, name, handle):
+        self.path, self.name, self.handle = path, name, handle
+        self.get_shape, self.get_dtype = handle.get_shape, handle.get_dtype
+
+    def __getitem__(self, rows):
+        """The rows; UserError where they hold NaN or infinity, which training would only spread."""
+        values = self.handle[rows]
+        if not is_finite(values):
+            raise UserError(f"{self.path}: {self.name} holds NaN or infinity; these weights cannot "
+                            "be used")
+        return values
+
+
+def open_tensors(paths):
+    """{tensor name: Slice} over safetensors files; reads only their headers.
+
+    Raises UserError for a file that is no safetensors file, or a name that is in two of them.
+    """
+    found = {}
+    for path in paths:
+        json_files.open_file(path).close()      # safe_open would wait for ever at a pipe
+        try:
+            open(path, "rb").close()        # safe_open calls every reason "No such file"
+            file = safe_open(path, "pt")
+            names = list(file.keys())
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', 0) or error})")
+        if twice := found.keys() & set(names):
+            raise UserError(f"{path}: {min(twice)} is in another file of the folder, too")
+        found |= {name: Slice(path, name, file.get_slice(name)) for name in names}
+    return found
+
+
+def files_of(folder, stem):
+    """STEM.safetensors of a folder, or its parts STEM-00001-of-00008.safetensors."""
+    folder = Path(folder)
+    return (sorted(folder.glob(f"{stem}.safetensors"))
+            or sorted(folder.glob(f"{stem}-*-of-*.safetensors")))
+
+
+def shape_of(parts):
+    """Shape of Slices joined along dimension 0."""
+    first, *rest = (part.get_shape() for part in parts)
+    return (first[0] + sum(shape[0] for shape in rest), *first[1:]) if rest else tuple(first)
+
+
+def mismatch(wanted, found):
+    """What does not fit, in words, or "". wanted: {name: shape}; found: {name: [Slice, ...]}."""
+    def some(what, names):
+        return [f"{len(names)} {what}, first {', '.join(sorted(names)[:20])}"] if names else []
+    shapes = {name: shape_of(parts) for name, parts in found.items()}
+    wrong = [f"{name} {shapes[name]} instead of {tuple(shape)}" for name, shape in wanted.items()
+             if name in shapes and shapes[name] != tuple(shape)]
+    odd = [f"{name} {kind}" for name in wanted.keys() & found.keys() for part in found[name]
+           if (kind := part.get_dtype()) not in FLOATS]
+    return "; ".join(some("missing keys", wanted.keys() - found.keys()) +
+                     some("unexpected keys", found.keys() - wanted.keys()) +
+                     some("mismatched keys", wrong) +
+                     some(f"tensors are none of {', '.join(FLOATS)}", odd))
+
+
+@torch.no_grad()
+def is_finite(tensor):
+    """Whether a tensor holds neither NaN nor infinity, in one pass over it."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    # NaN carries through; 20 times as fast as torch.isfinite(tensor).all()
+    return all(math.isfinite(value) for value in torch.stack(torch.aminmax(tensor)).tolist())
+
+
+@torch.no_grad()
+def read_rows(tensor, parts):
+    """Fill a tensor, plain or sharded, from Slices joined along dimension 0; keeps its dtype."""
+    local, first = local_rows(tensor)
+    offset = 0      # the row of the joined tensor where this part begins
+    for part in parts:
+        rows = part.get_shape()[0]
+        start, stop = max(first, offset), min(first + len(local), offset + rows)
+        if start < stop:
+            local[start - first:stop - first].copy_(part[start - offset:stop - offset])
+        offset += rows
+
+
+@torch.no_grad()
+def read_once(world, tensor, read):
+    """read() this rank's part of a tensor where its first copy is; other copies get it from there.
+
+    Collective. Plain tensors are read by rank 0; of sharded ones every rank reads its rows, under
+    HSDP the ranks of the first group. Offloaded tensors: every rank reads for itself.
+    """
+    local, group, first = tensor, None, 0
+    if isinstance(tensor, DTensor):
+        local, mesh, first = tensor.to_local(), tensor.device_mesh, None
+        if mesh.ndim > 1:
+            group = mesh.get_group(0)
+            first = int(mesh.mesh[0, mesh.get_coordinate()[1]])
+    alone = world.size == 1 or first is None or local.device.type != world.device.type
+    if alone or world.rank == first:
+        read()
+    if not alone:
+        barrier(world)      # a slow disk may take longer than a broadcast's limit
+    if not alone and local.numel():
+        assert local.is_contiguous(), "a copy would be filled instead"
+        dist.broadcast(local.flatten().view(torch.uint8), first, group=group)
+
+
+def load(world, folder, stem, tensors):
+    """Fill {name: tensor}, plain or sharded, from STEM.safetensors of a folder (one file or parts).
+
+    Collective. Raises UserError where names or shapes differ.
+    """
+    found = {name: [part] for name, part in open_tensors(files_of(folder, stem)).items()}
+    # a step count is 0-d, and was written as one row
+    wanted = {name: tensor.shape or (1,) for name, tensor in tensors.items()}
+    if problem := mismatch(wanted, found):
+        raise UserError(f"{folder}: its {stem} tensors do not fit this run: {problem}")
+    for name, tensor in tensors.items():
+        tensor = tensor.detach()
+        read_once(world, tensor, partial(read_rows, tensor, found[name]))
+
+
+# --------------------------------------------------------------------------------------------------
+# Writing
+
+
+def writers(ranks):
+    """Which of so many ranks write sharded tensors: at most WRITERS, spread over the nodes."""
+    return range(0, ranks, -(-ranks // WRITERS))
+
+
+def holders(tensor):
+    """Ranks that together hold a sharded tensor, this one among them; under HSDP a group."""
+    mesh = tensor.device_mesh
+    return (mesh.mesh if mesh.ndim == 1 else mesh.mesh[mesh.get_coordinate()[0]]).tolist()
+
+
+def to_host(tensors, stream):
+    """{name: CPU copy}. stream: of a GPU, or None; copies are there when it has come so far.
+
+    The host does not wait; what the current stream does next, such as to change the tensors, does.
+    """
+    if stream is None:
+        return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+    here = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(here)
+    with torch.cuda.stream(stream):
+        copies = {name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+            tensor, non_blocking=True) for name, tensor in tensors.items()}
+    here.wait_stream(stream)
+    return copies
+
+
+@torch.no_grad()
+def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: tensor}):
+    """Copy {name: tensor} off the device -> {file name: write(path)} of the files this rank writes.
+
+    Collective where tensors are sharded; the same names on every rank. One file for each rank that
+    writes, and the index that transformers reads when there are several. spread: sharded tensors
+    are shared out over writers(), else rank 0 writes all; plain ones are always rank 0's. split:
+    what files hold of a tensor, {name: tensor}, where their names are others. Training may go on:
+    it cannot change what write(path) writes.
+    """
+    share, owners, load = {}, {}, dict.fromkeys(writers(world.size), 0)
+    group = next((set(holders(tensor)) for tensor in named.values()
+                  if isinstance(tensor, DTensor)), ())
+    stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
+    waiting, gathered = {}, 0
+    for name, tensor in named.items():
+        owners[name], tensor = 0, tensor.detach()
+        if isinstance(tensor, DTensor):
+            if spread:
+                owners[name] = min(load, key=load.get)
+                load[owners[name]] += tensor.numel()
+            if owners[name] not in group:       # of several copies only its writer's is gathered
+                continue
+            if tensor.device.type != world.device.type:     # offloaded: gathered on the GPU
+                tensor = tensor.to(world.device)
+            tensor = full_tensor(tensor)
+            gathered += tensor.nbytes
+        if owners[name] == world.rank:
+            waiting[name] = tensor.reshape(tensor.shape or (1,)).contiguous()
+        if gathered > WINDOW * world.size:      # all ranks copy at the same time
+            share |= to_host(waiting, stream)
+            waiting, gathered = {}, 0
+    share |= to_host(waiting, stream)
+    copied = stream and stream.record_event()
+    share = {name: part for key, tensor in share.items()
+             for name, part in split(key, tensor).items()}
+
+    def write(path):
+        if copied:      # this thread would wait on GPU 0 otherwise, and make a context there
+            torch.cuda.set_device(world.device)
+            copied.synchronize()
+        if bad := [name for name, tensor in share.items() if not is_finite(tensor)]:
+            # or rotation would leave nothing but checkpoints that nobody can use
+            raise UserError(f"{path.name}: {len(bad)} tensors hold NaN or infinity, first {bad[0]}")
+        save(share, path)
+
+    used = sorted(set(owners.values()))
+    files = {rank: f"{stem}.safetensors" if len(used) == 1 else
+             f"{stem}-{number:05d}-of-{len(used):05d}.safetensors"
+             for number, rank in enumerate(used, 1)}
+    writes = {files[world.rank]: write} if share else {}
+    if len(used) > 1 and world.is_main:
+        places = {name: Path(files[owners[key]]).name for key, tensor in named.items()
+                  for name in split(key, torch.empty(tensor.shape, device="meta"))}
+        index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in named.values())},
+                 "weight_map": dict(sorted(places.items()))}
+        writes[f"{stem}.safetensors.index.json"] = lambda path: path.write_text(
+            json.dumps(index, indent=1) + "\n")
+    return writes
+
+
+def save(tensors, path, about=None):
+    """Write a safetensors file with the mode of any new file; the library's is its owner's alone.
+
+    about: {str: str} for its header.
+    """
+    open(path, "wb").close()
+    mode = os.stat(path).st_mode        # as umask and folder have it
+    try:
+        save_file(tensors, path, about or {"format": "pt"})
+    except SafetensorError as error:    # of a full disk, too, without the name of the file
+        raise OSError(f"{Path(path).name}: {error}")
+    os.chmod(path, stat.S_IMODE(mode))
