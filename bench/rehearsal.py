@@ -28,7 +28,7 @@ from bench import fake_cuda, shapes
 from common import checkpoint, distributed, flags, plan, run, step_memory, tensor_files
 from core import fused, loading, watchdog
 from diffusion import choices, dit, noise, train_bd3lm
-from distill import train_sft
+from tests.helpers.students import train_sft
 from speech import choices as speech_choices
 from speech.data.dataset import Encoding
 from speech.data.rows import Reading, Sources

@@ -202,7 +202,7 @@ def checkpoints_at_once(args, steps, validates):
     saves = 1 + sum(steps // interval for interval in intervals if interval)
     if not limit:
         return saves
-    return min(steps + 1 if args.save_minutes else saves, limit + 1 + validates)
+    return min(steps + 1 if getattr(args, "save_minutes", 0) else saves, limit + 1 + validates)
 
 
 def print_room(args, setup, found, pack, saved, steps, validates):
@@ -212,7 +212,7 @@ def print_room(args, setup, found, pack, saved, steps, validates):
     """
     local, one, limit = local_ranks(setup.ranks), sum(saved), gpu_memory(args.gpu_memory)
     offloaded, staged = found.host * local, staged_bytes(setup, *saved)
-    host_limit = args.host_memory * GIB if args.host_memory else host_memory()
+    host_limit = getattr(args, "host_memory", None) * GIB if getattr(args, "host_memory", None) else host_memory()
     lacks = "" if torch.cuda.is_available() else lacking()      # run.start tries a kernel there
     most = checkpoints_at_once(args, max(0, steps), validates)
     have = sum(folder_bytes(path) for _, path in checkpoint.checkpoints(args.output_dir))

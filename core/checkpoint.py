@@ -180,7 +180,8 @@ class CheckpointManager:
         """Copy everything off the device and start writing checkpoint-STEP. On every rank.
 
         weights: {name: parameter}, plain or sharded, saved as STEM.safetensors under these names
-        (split: see tensor_io.stage). save_config(folder): writes the files beside it, on rank 0.
+        (split: see tensor_io.stage); name them after dist.reshard(model), or FSDP2's are the
+        gathered ones. save_config(folder): writes the files beside it, on rank 0.
         state: JSON-able dict for trainer_state/state.json; rank 0's counts. best_step: rotation
         keeps that checkpoint. files: {relative path: write(path)} of more files, rank 0's.
         """
@@ -307,8 +308,8 @@ class CheckpointManager:
                          if step > state["step"]]
                 # else the next --resume auto would continue the abandoned ones
                 require(resume == "auto" or not later,
-                        f"--resume {path}: --output_dir has later checkpoints ({later[-1:]}); move "
-                        "them away or give another --output_dir")
+                        f"--resume {path}: later checkpoints stand in --output_dir (step "
+                        f"{', '.join(map(str, later))}); move them away or give another one")
                 return Path(path), state
             require(resume == "auto", f"--resume {path}: {problem}")
             if self.world.is_main:
@@ -335,8 +336,9 @@ def check_identity(path, state, identity):
     """UserError when a checkpoint does not share {name: value} with the run that resumes it."""
     for name, value in identity.items():
         before = state["identity"].get(name)
-        # a dry run knows of the data only the beginning: the codes of audio may lack
-        require(before == value or str(before).startswith(f"{value} audio "),
+        # a dry run, and an old checkpoint, know of the data only the beginning, not the codes
+        short, long = sorted((str(before), str(value)), key=len)
+        require(before == value or long.startswith(f"{short} audio "),
                 f"{path}: was made with another {name} ({before}, this run {value}); give the same "
                 "flags and files, or another --output_dir")
 

@@ -38,17 +38,22 @@ OLD_NAMES = {
     "--dataloader_num_workers": "--num_workers", "--lr_scheduler_type": "--lr_scheduler",
     "--deepspeed": "--parallel", "--torch_compile": "--compile",
     "--disable_evaluation": "--disable_eval", "--resume_from_checkpoint": "--resume"}
-# Accepted without effect: {flag: the flag of ours beside which it is accepted}
+# Accepted without effect: {flag: (the flag of ours beside which it is accepted, its values)}
 WITHOUT_EFFECT = {
-    "--optim": "--weight_decay", "--dataloader_pin_memory": "--num_workers",
-    "--freeze_audio_tower": "--freeze_llm", "--freeze_audio_encoder_proj": "--freeze_llm",
-    "--enable_strategic_logging": "--logging_steps", "--strategic_logging_steps": "--logging_steps"}
+    "--optim": ("--weight_decay", ("adamw_torch_fused", "adamw_torch")),
+    "--dataloader_pin_memory": ("--num_workers", TRUE),
+    "--freeze_audio_tower": ("--freeze_llm", TRUE + FALSE),
+    "--freeze_audio_encoder_proj": ("--freeze_llm", TRUE + FALSE),
+    "--enable_strategic_logging": ("--freeze_llm", TRUE + FALSE),
+    "--strategic_logging_steps": ("--freeze_llm", None)}
 # Removed: {flag: what to do instead}
+JUDGE = "speak with saved checkpoints (speech/generate_tts.py), then judge (speech/evaluate_tts.py)"
 GONE = {
-    "--best_by": "speech/pick_checkpoint.py judges saved checkpoints",
-    "--early_stop_patience": "write OUTPUT_DIR/stop to end a run",
-    "--replay_every": "a broken GPU shows as a rank that differs in the loss of a repeated run",
-    "--save_minutes": "give --save_steps"}
+    "--best_by": JUDGE, "--asr_model": JUDGE, "--asr_command": JUDGE, "--speaker_model": JUDGE,
+    "--early_stop_patience": "make the file OUTPUT_DIR/stop to end a run",
+    "--replay_every": "nothing replaces it",
+    "--save_minutes": "give --save_steps",
+    "--sample_time_limit": "it is two minutes"}
 
 # Control characters, line separators, marks that turn the direction of text, halves of characters
 HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
@@ -149,6 +154,18 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, usage="%(prog)s [--flag value ...]",
                          allow_abbrev=False, formatter_class=Help, **options)
 
+    def flag(self, name, default, help, **options):
+        """add_argument; the value has the type of the default, or of options["type"]."""
+        kind = type(default) if isinstance(default, (int, float)) else None
+        options = {"type": kind, **options}
+        if "action" in options:     # BooleanOptionalAction takes no type
+            del options["type"]
+        self.add_argument(name, default=default, help=help, **options)
+
+    def switch(self, name, help):
+        """A flag that is off by default: --bf16, --bf16 true, --bf16 false."""
+        switch(self, name, help=help)
+
     def error(self, message):
         raise UserError(message.removeprefix("argument "))
 
@@ -158,6 +175,11 @@ class Args(argparse.Namespace):
     the names of those that the command line or its --config file gives.
     """
     __slots__ = ("given", "named")
+
+
+def named(args):
+    """Names of the flags that the command line or its --config file gives."""
+    return getattr(args, "named", frozenset())
 
 
 def stored(args):
@@ -224,9 +246,10 @@ def accept_old_names(parser):
     for old, ours in OLD_NAMES.items():
         if ours in known:
             known.setdefault(old, known[ours])
-    for old, ours in WITHOUT_EFFECT.items():
+    for old, (ours, values) in WITHOUT_EFFECT.items():
         if ours in known and old not in known:
-            parser.add_argument(old, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+            parser.add_argument(old, nargs="?", type=str.lower, choices=values,
+                                default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def nearest(name, parser):

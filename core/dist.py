@@ -16,6 +16,7 @@ failed one finds the note and prints nothing. Watchdogs (core/watchdog.py) end r
 cannot: a main thread that waits in a collective takes no signal.
 """
 import contextlib
+import errno
 import gc
 import inspect
 import multiprocessing
@@ -80,10 +81,7 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
     than GPUs, or torchrun restarted workers on a used store.
     """
     global _world
-    sys.excepthook = report_error
-    if not gc.isenabled():      # since cli.parse
-        gc.freeze()     # what was imported stays: no collection scans it, forks share its pages
-        gc.enable()
+    single_process()
     env = os.environ
     rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
     local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
@@ -108,10 +106,21 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
         store = dist.PrefixStore("trainer", world.store) if size > 1 else dist.HashStore()
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit,
                                 device_id=device if cuda else None)
+        # torch has put its own there, which prints nothing of a hook that ends the process
+        sys.excepthook = report_error
     if size > 1:        # new_group ignores the default group's limit
         world.slow_group = dist.new_group(
             backend="gloo", timeout=timedelta(seconds=wait_timeout_s + LATER_S))
     return world
+
+
+def single_process():
+    """World of a script that joins no other process, such as a dry run; errors are one line."""
+    sys.excepthook = report_error
+    if not gc.isenabled():      # since cli.parse
+        gc.freeze()     # what was imported stays: no collection scans it, forks share its pages
+        gc.enable()
+    return World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def finish():
@@ -162,8 +171,12 @@ def report_error(kind, error, trace):
         if claim_error_report(store):
             print_error(error_text(f"error: {error}"))
     elif isinstance(error, OSError) and error.filename and error.strerror:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
         if claim_error_report(store):
-            print_error(error_text(f"error: {error.filename}: {error.strerror}"))
+            mine = isinstance(error, PermissionError)
+            print_error(error_text(
+                f"error: {error.filename2 or error.filename} cannot be {'' if full else 'read or '}"
+                f"written ({error.strerror}{': this user may not' * mine})"))
     else:
         lost_peer = isinstance(error, dist.DistError) or any(
             word in str(error) for word in COLLECTIVE_ERRORS)
@@ -323,6 +336,10 @@ def autocast(device, dtype):
 
 def compile_layers(layers, **options):
     """torch.compile each layer in place; parameters keep their names. options: of torch.compile."""
+    import torch._inductor.config
+    # on by default since torch 2.10; gradients of chunked modulations (the DiT's) come back with
+    # memory that nothing was written to (pytorch issue 193061; seen on an H200 with 2.11)
+    torch._inductor.config.triton.mix_order_reduction = False
     # else each layer is cut where DDP's buckets end, which a layer is too small to gain from
     torch._dynamo.config.optimize_ddp = False
     # torch's key of a compiled graph lacks the vector width: code made for 16 floats at a time,

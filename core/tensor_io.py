@@ -293,6 +293,8 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
                 tensor = tensor.to(world.device)
             tensor = full_tensor(tensor)
             gathered += tensor.nbytes
+        assert tensor.untyped_storage().nbytes() or not tensor.numel(), (
+            f"{name} is a gathered weight that FSDP2 has freed: call dist.reshard(model) first")
         if owners[name] == world.rank:
             waiting[name] = tensor.reshape(tensor.shape or (1,)).contiguous()
         if gathered > WINDOW * world.size:      # all ranks copy at the same time
@@ -309,7 +311,8 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
             copied.synchronize()
         if bad := [name for name, tensor in share.items() if not is_finite(tensor)]:
             # or rotation would leave nothing but checkpoints that nobody can use
-            raise UserError(f"{path.name}: {len(bad)} tensors hold NaN or infinity, first {bad[0]}")
+            raise UserError(f"{path.name}: {len(bad)} of its tensors hold NaN or infinity, first "
+                            f"{', '.join(sorted(bad)[:5])}")
         save(share, path)
 
     used = sorted(set(owners.values()))

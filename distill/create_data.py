@@ -151,9 +151,9 @@ import time
 from collections import Counter, deque
 from typing import NamedTuple
 
-from common import checkpoint, distributed
-from common.text import printable
-from core import chat, json_files, run_lock
+from common import distributed
+from core import chat, checkpoint, json_files, run_lock
+from core.cli import printable
 from distill.choices import LINES
 
 
@@ -254,7 +254,7 @@ class Journal:
         self.size = self.path.read_bytes().rfind(b"\n") + 1
         os.ftruncate(self.file, self.size)
         self.header, self.pending, self.synced = header, [], time.monotonic()
-        checkpoint.fsync_path(folder)
+        checkpoint.fsync(folder)
 
     def add(self, record):
         """Note a record; it is on disk after the next sync."""
@@ -551,7 +551,7 @@ def main(argv=None):
         need(not output.exists() or work.is_dir(),
              f"--output_file {output}: is there already, without {work.name} to go on from; give "
              "another name, or move it away")
-        checkpoint.prepare_output(output.resolve().parent if args.dry_run else work,
+        checkpoint.prepare_folder(output.resolve().parent if args.dry_run else work,
                                   "--output_file")
         records = read_journals(work, header, parser.labels)
         todo = [number for number in range(shard, len(lines), shards) if number not in records]

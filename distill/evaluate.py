@@ -128,8 +128,8 @@ from typing import NamedTuple
 
 import torch
 
-from common import checkpoint, distributed
-from core import adapters, chat, document_attention, json_files, metrics
+from common import distributed
+from core import adapters, chat, checkpoint, document_attention, json_files, metrics
 from distill import causal_lm, frozen, packed_lm
 from distill.chat_data import HELD_OUT, ChatSamples, ChatTable, Reading, build_table, collate, key_groups, question_hash
 from distill.keep import kept
@@ -161,24 +161,24 @@ def open_run(args, name):
     """Run of a checkpoint folder. Raises UserError."""
     folder = Path(name)
     if not folder.is_dir():
-        others = [path.name for _, path in checkpoint.checkpoints(folder.parent)]
+        others = [path.name for _, path in checkpoint.list_checkpoints(folder.parent)]
         raise UserError(f"--checkpoint {name}: no such folder"
                         + (f"; there are {', '.join(others)}" if others else ""))
     adapter, meta = (folder / "adapter_config.json").is_file(), None
     if not adapter and not (folder / "config.json").is_file():
-        raise UserError(f"--checkpoint {name}: holds neither a model nor an adapter{checkpoint.hint(folder)}")
-    if (folder / checkpoint.STATE_DIR / "state.json").is_file():
+        raise UserError(f"--checkpoint {name}: holds neither a model nor an adapter{causal_lm.hint(folder)}")
+    if (folder / checkpoint.STATE / "state.json").is_file():
         try:
-            meta = checkpoint.load_meta(folder)
+            meta = json_files.read_object(folder / checkpoint.STATE / "state.json")
             known = meta["args"]
             known["too_long"], meta["identity"]["base model"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"--checkpoint {name}: its {checkpoint.STATE_DIR}/state.json is not what "
+        except (OSError, ValueError, KeyError, TypeError, UserError) as error:
+            raise UserError(f"--checkpoint {name}: its {checkpoint.STATE}/state.json is not what "
                             f"train_sft.py writes ({type(error).__name__}: {error})")
         need(not args.enable_thinking, "--enable_thinking: the checkpoint says how it was trained; drop the flag")
     else:
         need(args.data_file and args.eval_data_file,
-             f"--checkpoint {name}: has no {checkpoint.STATE_DIR}/state.json that says what it was trained on; give "
+             f"--checkpoint {name}: has no {checkpoint.STATE}/state.json that says what it was trained on; give "
              "--eval_data_file, and --data_file with all that it has seen")
         known = {"enable_thinking": args.enable_thinking or "template"}
     run = argparse.Namespace(**{flag: known.get(flag, value) for flag, value in RUN_FLAGS.items()})
@@ -551,7 +551,7 @@ def evaluate(args):
         if args.truth_file:
             truth = [read_truth(args.truth_file, rows, labels)[row["id"]] for row in rows]
     samples, ends = encode(run, rows, prompt)
-    checkpoint.own_output(args.output_dir)
+    checkpoint.claim_output(args.output_dir)
     print(f"data       {about['training_lines']:,} trained, {len(rows):,} to judge ({about['split']}), on {device}")
 
     # -- models ----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ thought that was cut off and an answer with two labels on a line therefore give 
 import re
 from dataclasses import dataclass
 
-from common.flags import UserError
+from core.cli import UserError
 
 LANGUAGES = ("ar", "de", "el", "en", "es", "fr", "hi", "ru", "tr", "ur", "vi", "zh", "ot")
 PARSERS = ("language", "regex", "whole")

@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import checkpoint, distributed, run, tensor_files
-from common.distributed import UserError
 from common.gathered import gathered
-from distill.causal_lm import Draw, generate
+from core import checkpoint, dist, tensor_io
+from core.cli import UserError
+from distill.causal_lm import Draw, generate, half_dtype
 from distill.chat_data import ChatSamples, collate
 
 
@@ -77,7 +77,7 @@ def own_answers(args, world, model, table, batches, ends, step, sampler=None):
         rows[b][r] = rows[b][r][0], ids, trained, len(own) + len(answer)
     found = [collate(part, prompted=True).to(world.device) for part in rows]
     targets = torch.tensor(float(sum(batch.counts["targets"] for batch in found)), device=world.device)
-    return found, distributed.all_sum(world, targets).item()
+    return found, dist.all_reduce(world, targets).item()
 
 
 def draw(model, prompts, seeds, tokens, ends, args):
@@ -87,7 +87,7 @@ def draw(model, prompts, seeds, tokens, ends, args):
     model.eval()
     model.config._attn_implementation = "sdpa"      # the packed one has no cache
     try:
-        with run.autocast(args, device):
+        with dist.autocast(device, half_dtype(args)):
             answers = generate(model, prompts, tokens, ends, [Draw(seeds)])
     finally:
         model.config._attn_implementation = attention
@@ -102,7 +102,7 @@ def draw(model, prompts, seeds, tokens, ends, args):
 def open_sampler(world, base_url, output_dir, every, timeout):
     """Sampler of the server at base_url, of all ranks. every, timeout: of Sampler."""
     sampler = Sampler(world, base_url, Path(os.path.abspath(output_dir)) / "served", every, timeout)
-    sampler.run = distributed.rank0_first(world, sampler.begin)
+    sampler.run = dist.rank0(world, sampler.begin)
     return sampler
 
 
@@ -141,8 +141,8 @@ class Sampler:
         if self.name and step % self.every:
             return
         from core import adapters
-        distributed.reshard(model)
-        files = tensor_files.stage(self.world, "adapter_model", adapters.adapter_weights(model.net), spread=False)
+        dist.reshard(model)
+        files = tensor_io.stage(self.world, "adapter_model", adapters.adapter_weights(model.net), spread=False)
         before, name = self.name, f"student-{self.run}-{step}"
 
         def load():
@@ -157,7 +157,7 @@ class Sampler:
             if before:
                 self.call("/unload_lora_adapter", {"lora_name": before}, read=bytes, end=end)
                 shutil.rmtree(self.folder / before, ignore_errors=True)
-        distributed.rank0_first(self.world, load)
+        dist.rank0(self.world, load)
         self.name = name
 
     def draw(self, prompts, seeds, limits, ends):

@@ -13,8 +13,8 @@ import re
 
 import torch
 
-from common.distributed import UserError
-from common.text import printable
+from core.cli import UserError
+from core.cli import printable
 from distill.losses import FLOOR
 from distill.server import NOT_SET, Server
 

@@ -10,9 +10,9 @@ import threading
 import time
 import urllib.parse
 
-from common.flags import UserError, need, need_package
-from common.text import printable
+from common.flags import need_package
 from core import json_files
+from core.cli import UserError, printable, require
 
 TRANSIENT = (408, 409, 425, 429, *range(500, 600))
 UNDER_WAY = 64          # requests of each() at once
@@ -177,9 +177,9 @@ def address(base_url, flag):
     except ValueError as error:
         raise UserError(f"{flag}: is not an address ({error})")
     # a part of a password may stand there
-    need("@" not in parts.path + parts.query + parts.fragment,
+    require("@" not in parts.path + parts.query + parts.fragment,
          f"{flag}: a name or password in it holds / ? or #; write them as %2F, %3F, %23")
-    need(not parts.query and not parts.fragment,
+    require(not parts.query and not parts.fragment,
          f"{flag}: ends in ?... or #..., which no call would carry; give the key in OPENAI_API_KEY, "
          "and an address that ends in its path, mostly /v1")
     user, _, host = parts.netloc.rpartition("@")
@@ -189,7 +189,7 @@ def address(base_url, flag):
 def authorization(user):
     """Headers with the key of the environment, or with the address's own name and password."""
     if key := os.environ.get("OPENAI_API_KEY", "").strip():
-        need(re.fullmatch(r"[\x21-\x7e]+", key),
+        require(re.fullmatch(r"[\x21-\x7e]+", key),
              "OPENAI_API_KEY: holds characters that no key has, such as a space or a line feed")
         return {"Authorization": f"Bearer {key}"}
     words = base64.b64encode(user.encode()).decode()

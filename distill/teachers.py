@@ -21,8 +21,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from common.flags import UserError, need
 from core import json_files
+from core.cli import UserError, require
 
 PLACE = "{text}"        # where the line goes in the prompt
 LONGEST = 32768         # tokens of prompt and answer, unless told: a model's own 262,144 take a GPU's memory
@@ -112,12 +112,12 @@ def read_prompt(path, role="user"):
     text = json_files.read_text(path, "--prompt_file ").rstrip("\n")
     parts = text.split(PLACE)
     if role == "system":
-        need(text.strip(), f"--prompt_file {path}: is empty")
-        need(len(parts) == 1,
+        require(text.strip(), f"--prompt_file {path}: is empty")
+        require(len(parts) == 1,
              f"--prompt_file {path}: has {PLACE}, which --prompt_role system does not fill in")
         return Prompt(role, text)
     other = ", or give --prompt_role system" if len(parts) == 1 else ""
-    need(len(parts) == 2, f"--prompt_file {path}: has {PLACE} {len(parts) - 1} times; write it "
+    require(len(parts) == 2, f"--prompt_file {path}: has {PLACE} {len(parts) - 1} times; write it "
                           f"once, where the line goes{other}")
     return Prompt(role, *parts)
 
@@ -155,7 +155,7 @@ def need_template(tokenizer, name):
     """UserError without a chat template: a chat model was not trained on raw prompts, and most of
     its answers could not be read.
     """
-    need(tokenizer.chat_template,
+    require(tokenizer.chat_template,
          f"--model_name {name}: its tokenizer has no chat template; take a chat model")
 
 
@@ -296,7 +296,7 @@ def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0, 
     except MALFORMED as error:
         raise UserError(f"--base_url {server.url}: {explain(error)}; start the server, or mend the "
                         "address (it mostly ends in /v1)")
-    need(name in models, f"--model_name {name}: the server has {', '.join(models) or 'no models'}")
+    require(name in models, f"--model_name {name}: the server has {', '.join(models) or 'no models'}")
     fields = Fields()
 
     def answers(take):
@@ -337,7 +337,7 @@ async def ask_server(server, name, draw, fields, request, patience):
             if error.code in (400, 422) and (known != (fields.dropped, fields.max_tokens)
                                              or fields.drop(why, ["top_k"] if draw.top_k else [])):
                 continue        # as this request, or another one, has learnt
-            need(error.code not in WHOLE_RUN and error.code >= 400,
+            require(error.code not in WHOLE_RUN and error.code >= 400,
                  f"{line}: the server at {server.url} refuses it: {why}")
             if error.code not in TRANSIENT:
                 return Answer(why, "refused")

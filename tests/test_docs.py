@@ -30,6 +30,7 @@ from speech.data import columns
 from speech.data.encode import load_codec
 from tests.helpers import chats
 from tests.helpers.progress import PATIENCE_S
+from tests.helpers.students import script_flags
 from tests.helpers.trainer import ROOT, train_forked
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -169,6 +170,8 @@ def parser_of(script):
     """The ArgumentParser of a script, whose main() runs up to the line that parses its flags."""
     def carry(parser, *_, **__):
         raise Parser(parser)
+    if script == "distill/train_sft.py":
+        return script_flags()[0]
     with mock.patch.object(sys, "path", [str(ROOT), *sys.path]), mock.patch.object(sys, "argv", [script]):
         main = runpy.run_path(str(ROOT / script), run_name=f"flags of {script}")["main"]
         with mock.patch.object(argparse.ArgumentParser, "parse_args", carry):
@@ -219,7 +222,8 @@ def launcher_of(words):
 def all_flags():
     """Every flag of every script, those of the measurements included; each prints its --help."""
     paths = [path for folder in (".", "speech", "speech/demo", "diffusion", "distill", "distill/demo", "common", "core", "bench")
-             for path in (ROOT / folder).glob("*.py") if '\nif __name__ == "__main__":' in path.read_text()]
+             for path in (ROOT / folder).glob("*.py")
+             if '\nif __name__ == "__main__":' in path.read_text() or path.name == "train_sft.py"]
     flags, parsers = set(), [parser_of(path.relative_to(ROOT).as_posix()) for path in paths]
     while parsers:
         parser = parsers.pop()

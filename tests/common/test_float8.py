@@ -7,7 +7,8 @@ import torch
 import train_v2_ddp
 from common.distributed import UserError
 from core import float8
-from distill import train_sft, causal_lm
+from distill import causal_lm
+from tests.helpers.students import train_sft
 from tests.distill.test_plan import batch_of, built
 from tests.helpers.small_speech import pack_of, small_model
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import train_v2_ddp
 from common.distributed import UserError
 from core import fp16
-from distill import train_sft
+from tests.helpers.students import train_sft
 from distill.losses import linear_loss, loss_sums
 from tests.helpers import chats
 from tests.helpers.trainer import Run, bad_token, main_with_a_bad_token, train_forked

@@ -79,7 +79,7 @@ def train(pool, made):
                     out, "--logging_dir", made / "logs", "--report_to", "none", "--num_workers", 0, "--max_steps",
                     steps, "--eval_steps", 0, "--save_steps", 0, "--per_device_train_batch_size", 16,
                     "--global_batch_size", 16, "--learning_rate", 5e-3, *hold_out, *flags]
-            statuses, output = pool.run(1, "distill.train_sft.main", [str(word) for word in line])
+            statuses, output = pool.run(1, "tests.helpers.students.run_trainer", [str(word) for word in line])
             assert statuses == [0], output
             done[name] = out / f"checkpoint-{steps}"
         return done[name]

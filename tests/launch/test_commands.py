@@ -10,7 +10,8 @@ import pytest
 import train_v2_ddp
 from common import flags
 from diffusion import train_bd3lm
-from distill import create_data, train_sft
+from distill import create_data
+from tests.helpers.students import train_sft
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 from tests.launch.test_launchers import environment, launch, printed_command, shell
