@@ -91,10 +91,10 @@ def records_at(path, numbers):
             yield number, as_messages(line if isinstance(line, dict) else json_files.loads(line))
 
 
-def as_messages(record):
+def as_messages(record, trained=True):
     """The record with the messages and tools that templates want, whichever known form it has. ValueError.
 
-    What follows the last answer is left out: nothing there is trained.
+    trained: what follows the last answer is left out, as nothing there is trained.
     """
     if isinstance(record, dict) and "messages" not in record:
         from core import chat_forms
@@ -106,10 +106,36 @@ def as_messages(record):
             from core import chat_forms
             messages = [chat_forms.with_text(message) for message in messages]
         roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
-        if "assistant" in roles and roles[-1] in ROLES:
+        if trained and "assistant" in roles and roles[-1] in ROLES:
             messages = messages[:len(roles) - roles[::-1].index("assistant")]
         record = record | {"messages": messages}
     return record
+
+
+def as_question(record):
+    """(messages that end with a question, tools or None, whether its answer was left out) of a record that a teacher
+    is to answer: of as_messages, or {"text": ..., "history": [[question, answer], ...]}. ValueError.
+    """
+    if isinstance(record, dict) and "text" in record:
+        if "messages" in record:
+            raise ValueError('has to have one of "messages" and "text"')
+        history = record.get("history") or []
+        if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+            raise ValueError('has a "history" that is no list of [question, answer]')
+        texts = [text for pair in history for text in pair] + [record["text"]]
+        record = {"messages": [{"role": ("user", "assistant")[i % 2], "content": text}
+                               for i, text in enumerate(texts)]}
+    record = as_messages(record, trained=False)
+    messages = check_messages(record, answered=False)
+    answered = messages[-1]["role"] == "assistant"
+    if answered:
+        messages = messages[:-1]
+    if not messages or messages[-1]["role"] not in ("user", "tool"):
+        raise ValueError("has no user message before the answer that is asked for")
+    if empty := [number for number, message in enumerate(messages, 1)
+                 if not message["content"].strip() and not message.get("tool_calls")]:
+        raise ValueError(f"has no text in message {empty[0]}")
+    return messages, record.get("tools") or None, answered
 
 
 def question(messages):
@@ -183,8 +209,10 @@ def called(tool):
     return inner if isinstance(inner, dict) else {}
 
 
-def check_messages(record):
-    """The messages of one record; ValueError says what is wrong with them and what to do."""
+def check_messages(record, answered=True):
+    """The messages of one record; ValueError says what is wrong with them and what to do. answered: they have to end
+    with an answer.
+    """
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
         raise ValueError('has no list "messages"; a line is {"messages": [{"role": ..., "content": ...}, ...]}, or has '
@@ -212,7 +240,7 @@ def check_messages(record):
             raise ValueError(f'{where}: its tool_calls are no list of {{"name": "...", "arguments": {{...}}}}')
         if message.get("weight", 1) not in (0, 1):
             raise ValueError(f"{where} has the weight {message['weight']!r}; an answer is trained (1) or not (0)")
-    if messages[-1]["role"] != "assistant":
+    if answered and messages[-1]["role"] != "assistant":
         raise ValueError(f"ends with a message of the {messages[-1]['role']}, so there is no answer to train; drop it")
     return messages
 

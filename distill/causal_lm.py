@@ -7,16 +7,26 @@ models the latter. What else from_pretrained would have to convert (quantised or
 """
 import contextlib
 import copy
+import hashlib
+import os
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, logging
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    logging,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from common import checkpoint, tensor_files
-from common.distributed import UserError
+from core import checkpoint, tensor_io
+from core.cli import UserError
+from core.dist import World, error_names_file
 
 logging.disable_progress_bar()      # of loading weights: each rank would show one
 
@@ -24,14 +34,25 @@ EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)
 IGNORED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")      # buffers that old files hold; now computed
 
 
+def half_dtype(args):
+    """The dtype that --bf16 or --fp16 computes in, or None: float32."""
+    return torch.float16 if getattr(args, "fp16", False) else torch.bfloat16 if args.bf16 else None
+
+
 def find_model(name, flag="--model_path"):
     """Local folder of a model given as a path or hub name, which is downloaded. Raises UserError."""
-    folder = tensor_files.find_folder(name, flag)
+    folder = tensor_io.find_folder(name, flag)
     if not (folder / "config.json").is_file():
         adapter = (folder / "adapter_config.json").is_file()
         raise UserError(f"{flag} {name}: has no config.json" + (
-            "; this is an adapter, give its base model" if adapter else checkpoint.hint(folder)))
+            "; this is an adapter, give its base model" if adapter else hint(folder)))
     return folder
+
+
+def hint(folder):
+    """What the refusal of a folder adds: which checkpoint in it to give instead."""
+    inside = checkpoint.list_checkpoints(folder) if Path(folder).is_dir() else ()
+    return f"; give one of those in it, such as {inside[-1][1]}" if inside else ""
 
 
 def length_limit(config, max_length=0, pack_tokens=0):
@@ -147,7 +168,7 @@ def weight_parts(folder, model):
 
     Left out: second names of tied weights, and buffers that old files hold.
     """
-    found = tensor_files.open_tensors(tensor_files.files_in(folder, "model"))
+    found = tensor_io.open_tensors(tensor_io.files_of(folder, "model"))
     if not found:
         raise UserError(f"{folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
     names = all_names(model)
@@ -192,26 +213,26 @@ def check_weights(model, parts, folder):
     for name, parameter in model.named_parameters():
         found = {name: parameter} if name in parts else published(name, parameter.detach())
         wanted |= {stored: tensor.shape for stored, tensor in found.items()}
-    if problem := tensor_files.compare(wanted, parts):
+    if problem := tensor_io.mismatch(wanted, parts):
         raise UserError(f"{folder}: {problem}; its files do not hold the weights under the names of "
                         f"{type(model).__name__}. Other names, which from_pretrained may convert, are not supported")
 
 
 def load_weights(weights, parts, world=None):
-    """Fill {name: tensor, plain or a shard} from weight_parts. world: as in tensor_files.read_once."""
+    """Fill {name: tensor, plain or a shard} from weight_parts. world: as in tensor_io.read_once."""
     for name, tensor in weights.items():
-        tensor_files.read_once(world, tensor.detach(), partial(read_weight, name, tensor.detach(), parts))
+        tensor_io.read_once(world or World(), tensor.detach(), partial(read_weight, name, tensor.detach(), parts))
 
 
 @torch.no_grad()
 def read_weight(name, tensor, parts):
     """Fill a tensor, plain or a shard, from weight_parts: its own rows, or experts, only."""
     if name in parts:
-        return tensor_files.read_into(tensor, parts[name])
-    local, first = tensor_files.local_rows(tensor)
+        return tensor_io.read_rows(tensor, parts[name])
+    local, first = tensor_io.local_rows(tensor)
     for names, whole in zip(expert_names(name, tensor.shape)[first:], local):
         for matrix, rows in zip(names, whole.chunk(len(names))):
-            tensor_files.read_into(rows, parts[matrix])
+            tensor_io.read_rows(rows, parts[matrix])
 
 
 def stop_at(model, ends):
@@ -233,5 +254,70 @@ def save_config(model, tokenizer, folder):
 
 
 def fingerprint_weights(folder):
-    """tensor_files' hash of a checkpoint folder, in the form that this trainer's checkpoints have it."""
-    return tensor_files.fingerprint_weights(folder, '["{}", {}]')
+    """Short hash of a model folder's config and of both ends of each weight file, as checkpoints have it."""
+    digest = hashlib.sha256()
+    for path in [*sorted(Path(folder).glob("*.safetensors")), Path(folder) / "config.json"]:
+        with error_names_file(path), open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            digest.update(f'["{path.name}", {size}]'.encode())
+            for start in (0, max(0, size - 2**20)):
+                file.seek(start)
+                digest.update(file.read(2**20))
+    return digest.hexdigest()[:16]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Answers of a model: the one way in which teachers, students and rollouts write them without a server
+
+
+class Draw(LogitsProcessor):
+    """Leaves the one token of each row that is drawn from its softmax, by a generator of the row.
+
+    A row takes one number a token, on the CPU: its draws depend neither on the rows beside it nor
+    on the device. The token is where the running sum of the probabilities passes that number.
+    """
+
+    def __init__(self, seeds):
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def __call__(self, input_ids, scores):
+        """scores (B, V) -> (B, V), 0 at the token drawn and -inf elsewhere."""
+        numbers = torch.stack([torch.rand(1, generator=one, dtype=torch.float64)
+                               for one in self.generators]).to(scores.device)
+        # float64: the smallest probabilities would vanish in a float32 sum of a whole vocabulary
+        sums = scores.double().softmax(-1).cumsum(-1)
+        drawn = torch.searchsorted(sums, numbers * sums[:, -1:], right=True)
+        drawn.clamp_(max=scores.shape[1] - 1)       # scores of nan are found by the loss
+        return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)
+
+
+@torch.no_grad()
+def generate(model, prompts, tokens, ends, processors=()):
+    """[ids] of an answer to each prompt, the token that ends it included; greedy unless processors
+    draw. Of a model's generation_config nothing is used: its sampling settings and penalties are for
+    chatting.
+
+    prompts: ids, a sequence of ints each. tokens: an answer may have. ends: ids that end one.
+    """
+    device = model.get_input_embeddings().weight.device
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), ends[0])
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):          # on the left, so that all answers begin at one place
+        ids[row, width - len(prompt):] = torch.as_tensor(prompt)
+        mask[row, width - len(prompt):] = 1
+    own = model.generation_config
+    # in the model, not beside it: what an argument leaves open is taken from the model's
+    model.generation_config = GenerationConfig(eos_token_id=list(ends), pad_token_id=ends[0])
+    try:
+        # not synced: under FSDP2 transformers would wait for the other ranks, which may draw fewer
+        found = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), do_sample=False,
+                               synced_gpus=False, max_new_tokens=tokens,
+                               logits_processor=LogitsProcessorList(processors))
+    finally:
+        model.generation_config = own
+    answers = []
+    for new in found[:, width:].tolist():
+        stop = next((i for i, token in enumerate(new) if token in ends), None)
+        answers.append(new if stop is None else new[:stop + 1])     # behind its end there is padding
+    return answers

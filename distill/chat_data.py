@@ -8,6 +8,7 @@ import itertools
 import json
 import shutil
 import time
+import uuid
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,18 +18,18 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from common import checkpoint, distributed
-from common.checkpoint import naming
-from common.distributed import UserError
 from common.indexing import Column, parallel_map_ordered
 from common.problems import Problems, problem
-from core import loading
+from core import checkpoint, dist, loading
 from core.chat import cut, group_key, question, read_chunks, records_at
+from core.cli import UserError
+from core.dist import error_names_file
 from distill.choices import LINES
 
 PAD_LENGTH = 128        # padding comes in documents this short: attention costs the square of a document's length
 CHUNK = 1024            # lines tokenised together
 HELD_OUT = "held_out.jsonl"
+TABLE = r"table-[0-9a-f]{8}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -162,7 +163,7 @@ def write_table(folder, paths, reading, output_dir=None):
             first += samples
         for column in columns.values():
             column.close()
-        with naming(folder):
+        with error_names_file(folder):
             (folder / "sources.json").write_text(json.dumps([str(path) for path in paths]))
     except BaseException:
         if new:
@@ -309,13 +310,13 @@ def prepare_table(world, output_dir, paths, reading, list_in=None):
     Deletes the table of an earlier run there. The summary is printed. list_in: output_dir of write_table.
     """
     def build():
-        checkpoint.remove_named(output_dir, checkpoint.TABLE)       # a running job keeps what it has mapped
-        folder = checkpoint.new_table(output_dir)
+        checkpoint.remove_named(output_dir, TABLE)       # a running job keeps what it has mapped
+        folder = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}"
         n_train, about, ends = build_table(folder, paths, reading, list_in)
         print(about, flush=True)
         return folder, n_train, ends
 
-    folder, n_train, ends = distributed.rank0_first(world, build)
+    folder, n_train, ends = dist.rank0(world, build)
     return ChatTable(folder), n_train, ends
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from common import run
 from distill import packed_lm, causal_lm
 
 
@@ -44,7 +43,7 @@ def empty(folder, dtype):
 
 def add(model, args):
     """Give an empty PackedLM its frozen models; a base with adapters to switch off needs none."""
-    base, dtype = causal_lm.find_model(args.model_path), run.half(args) or torch.float32
+    base, dtype = causal_lm.find_model(args.model_path), causal_lm.half_dtype(args) or torch.float32
     teacher = causal_lm.find_model(args.teacher_path, "--teacher_path") if args.teacher_path else base
     if args.teacher_url:
         from distill.scored import Scorer

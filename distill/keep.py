@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
-from common import distributed, run
+from core import dist
 from core.packing import PackOrder
+from distill.causal_lm import half_dtype
 from distill.chat_data import ChatSamples, collate, prepare_table
 
 
@@ -53,9 +54,9 @@ class Keeper:
             pack = plan.pack(turn * per_step + micro * size + self.world.rank)
             batch = kept([self.samples[int(i)] for i in pack]).to(self.world.device)
             # the step's own are summed already: an average leaves what all ranks have alike
-            with distributed.gradient_sync(self.model, micro == accumulation - 1):
-                with run.autocast(self.args, self.world.device):
+            with dist.gradient_sync(self.model, micro == accumulation - 1):
+                with dist.autocast(self.world.device, half_dtype(self.args)):
                     loss = self.model(batch).loss
                 (loss * (size * self.args.keep_weight / targets * scale)).backward()
             total += loss.detach()
-        return {"train/keep_kl": distributed.all_sum(self.world, total).item() / targets}
+        return {"train/keep_kl": dist.all_reduce(self.world, total).item() / targets}

@@ -4,11 +4,10 @@ A label counts only if the teacher ended by itself, and only if the label is one
 the last closing thinking tag, on the last line that has the wanted form as a whole. A quoted example of the form, a
 thought that was cut off and an answer with two labels on a line therefore give no label.
 """
-import math
 import re
 from dataclasses import dataclass
 
-from common.flags import UserError
+from core.cli import UserError
 
 LANGUAGES = ("ar", "de", "el", "en", "es", "fr", "hi", "ru", "tr", "ur", "vi", "zh", "ot")
 PARSERS = ("language", "regex", "whole")
@@ -94,43 +93,3 @@ def thoughts(text, end):
     """What an answer thinks before its label, which begins at text[end]; "" without a closed thought."""
     tags = [tag for tag in THOUGHT.finditer(text[:end]) if tag[1]]
     return THOUGHT.sub("", text[:tags[-1].start()]).strip() if tags else ""
-
-
-def label_logprobs(tokens, text, found):
-    """(texts of the label's tokens, the teacher's [[text, log-probability], ...] for each of them), or None.
-
-    tokens: [(text, [(text, log-probability), ...])] of the whole answer, thoughts included, best first. The label
-    alone is what a student writes, so what stands before it in its first token (a space) is taken away, and
-    alternatives that are then equal are added up. Parts of characters, which have no text, are left out. None where a
-    token of the label has no text, or reaches beyond the label: no student has it.
-    """
-    tail, start = text[found.start:].rstrip(), None
-    for cut in range(min(3, len(tokens))):          # engines may add the tokens that end an answer
-        joined = "".join(token for token, _ in tokens[:len(tokens) - cut]).rstrip()
-        if start is None and joined.endswith(tail):
-            start = len(joined) - len(tail)
-    if start is None or text[found.start:found.end] != found.label or "\ufffd" in found.label:
-        return None
-    end, place = start + len(found.label), 0
-    texts, rows = [], []
-    for token, top in tokens:
-        begin, place = place, place + len(token)
-        if place <= start or begin >= end:
-            continue
-        if place > end:
-            return None
-        before, merged = token[:max(0, start - begin)], {}
-        for other, logprob in top:
-            if before and other.startswith(before):
-                other = other[len(before):]
-            elif before and before.isspace():
-                other = other.lstrip()
-            elif before:
-                continue
-            if other and "\ufffd" not in other and logprob > -math.inf:
-                high, low = max(merged.get(other, -math.inf), logprob), min(merged.get(other, -math.inf), logprob)
-                merged[other] = high + math.log1p(math.exp(low - high))
-        texts.append(token[len(before):])
-        rows.append([[other, round(logprob, 5)] for other, logprob in
-                     sorted(merged.items(), key=lambda pair: (-pair[1], pair[0]))])
-    return (texts, rows) if rows else None

@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from common import distributed
-from common.distributed import UserError
-from core import fused
+from core import dist, fused
+from core.cli import UserError
 from core.document_attention import ATTENTION
 from distill import causal_lm
 from distill.chat_data import PackedChats
@@ -161,13 +160,13 @@ def build_empty(folder, dtype, lora=None, recompute=None, prompted=None, four_bi
 def load(model, parts, world, *, sharding=None, compiled=False):
     """Move build_empty's model to this rank's device and fill it from its files; adapters stay unset.
 
-    sharding: options of distributed.shard, {"bf16": ...}; None: not sharded. compiled: torch.compile each layer.
+    sharding: options of dist.shard, {"bf16": ...}; None: not sharded. compiled: torch.compile each layer.
     """
     layers = causal_lm.decoder_layers(model.native)
     if compiled:
-        distributed.compile_layers(layers)
+        dist.compile_layers(layers)
     if sharding is not None:
-        distributed.shard(model, layers, world, **sharding)
+        dist.shard(model, layers, world, **sharding)
     on_host = sharding and sharding.get("cpu_offload")
     causal_lm.give_memory(model, "cpu" if on_host else world.device, world.device)
     base = dict(model.native.named_parameters())

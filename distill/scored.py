@@ -13,10 +13,10 @@ import re
 
 import torch
 
-from common.distributed import UserError
-from common.text import printable
+from core.cli import UserError
+from core.cli import printable
 from distill.losses import FLOOR
-from distill.teacher_server import NOT_SET, Server
+from distill.server import NOT_SET, Server
 
 
 ROUNDING = 1e-3         # by which rounded probabilities may be above 1
@@ -58,9 +58,9 @@ class Scorer:
         self.server, self.name, self.k = Server(url, timeout, "--teacher_url"), name, k
         self.rows = rows        # of the student's head
 
-    def ask(self, ids, end=None):
+    async def ask(self, ids, end=math.inf):
         """known_tokens of each place of a conversation; None of the first. end: of insist."""
-        found = self.server.insist("/completions", {
+        found = await self.server.insist("/completions", {
             **NOT_SET, "model": self.name, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
             "prompt_logprobs": self.k}, hint=f"; it needs --max-logprobs {self.k}", end=end)
         try:

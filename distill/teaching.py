@@ -8,8 +8,8 @@ token, names say nothing. Imports no torch: flags come first.
 """
 from pathlib import Path
 
-from common import flags
-from common.flags import UserError, need
+from core import cli
+from core.cli import UserError, require
 
 LABELS = "its labels alone can be learned, as distill/create_data.py makes them"
 OF_TEACHER = ("divergence", "js_beta", "distill_topk", "distill_weight", "on_policy", "max_new_tokens", "base_url")
@@ -20,55 +20,53 @@ def check_flags(args, parser, world_size):
     def given(flag):
         return getattr(args, flag) != parser.get_default(flag)
     args.teacher_path = args.teacher_path or (args.prompt_file and args.model_path)
-    need(args.prompt_file or not given("prompt_role"), "--prompt_role needs --prompt_file")
+    require(args.prompt_file or not given("prompt_role"), "--prompt_role needs --prompt_file")
     if args.distill_weight is not None:
-        need(0 < args.distill_weight <= 1,
+        require(0 < args.distill_weight <= 1,
              f"--distill_weight is {args.distill_weight}; it must be above 0, at most 1")
     for flag in ("refresh_steps", "request_timeout"):
-        need(args.base_url or args.teacher_url and flag == "request_timeout" or not given(flag),
+        require(args.base_url or args.teacher_url and flag == "request_timeout" or not given(flag),
              f"--{flag} needs --base_url")
-    need(args.teacher_url or not given("teacher_name"), "--teacher_name needs --teacher_url")
+    require(args.teacher_url or not given("teacher_name"), "--teacher_name needs --teacher_url")
     if args.teacher_url:
-        need(args.teacher_path and Path(args.teacher_path).is_dir(),     # a name would load weights
+        require(args.teacher_path and Path(args.teacher_path).is_dir(),     # a name would load weights
              "--teacher_url needs --teacher_path, a folder with the server's config.json and "
              "tokenizer: they prove that the student has its vocabulary")
-        need(args.distill_topk,
+        require(args.distill_topk,
              "--teacher_url needs --distill_topk: a server tells the likeliest tokens")
-        need(args.divergence != "reverse",
+        require(args.divergence != "reverse",
              "--divergence reverse needs the teacher's smallest probabilities, which a server's "
              "rounding hides: take forward or js, or --teacher_path alone")
-        need(not args.replay_every, "--replay_every compares bit for bit, which a server's scores "
-                                    "are not: drop it, or --teacher_url")
     if args.teacher_url or args.base_url:
-        from distill.teacher_server import address
+        from distill.server import address
         for flag in ("teacher_url", "base_url"):
             address(getattr(args, flag) or "", f"--{flag}")
-        need(0 < 2 * args.request_timeout < args.collective_timeout,
+        require(0 < 2 * args.request_timeout < args.collective_timeout,
              f"--request_timeout {args.request_timeout:g}: a server that fails is waited for twice "
              f"as long, which must end before --collective_timeout ({args.collective_timeout} s)")
     for flag in ("keep_weight", "keep_every"):
-        need(args.keep or not given(flag), f"--{flag} needs --keep")
+        require(args.keep or not given(flag), f"--{flag} needs --keep")
     if args.keep:
-        flags.at_least_one(args, "keep_every")
-        need(args.keep_weight > 0, f"--keep_weight is {args.keep_weight}; it must be above 0")
-        need(not args.compile, "--compile and --keep exclude each other: the shapes change")
+        cli.at_least_one(args, "keep_every")
+        require(args.keep_weight > 0, f"--keep_weight is {args.keep_weight}; it must be above 0")
+        require(not args.compile, "--compile and --keep exclude each other: the shapes change")
     if not args.teacher_path:
         for flag in OF_TEACHER:
-            need(not given(flag), f"--{flag} needs --prompt_file or --teacher_path")
+            require(not given(flag), f"--{flag} needs --prompt_file or --teacher_path")
         return
-    flags.share(args, "on_policy")
-    flags.at_least_one(args, "max_new_tokens", "refresh_steps")
-    need(args.on_policy or not args.base_url, "--base_url needs --on_policy")
-    need(not args.base_url or args.use_lora,
+    cli.share(args, "on_policy")
+    cli.at_least_one(args, "max_new_tokens refresh_steps")
+    require(args.on_policy or not args.base_url, "--base_url needs --on_policy")
+    require(not args.base_url or args.use_lora,
          "--base_url needs --use_lora: the server is given adapters")
-    need(not (args.base_url and args.use_dora),
+    require(not (args.base_url and args.use_dora),
          "--base_url: vLLM's server loads no DoRA adapters; drop --use_dora")
-    need(not args.compile,
+    require(not args.compile,
          "--compile and a teacher exclude each other: the shapes change with every step")
-    need(args.too_long in ("stop", "drop"),
+    require(args.too_long in ("stop", "drop"),
          f"--too_long {args.too_long} would cut the teacher's prompt: stop or drop")
-    need(0 < args.js_beta < 1, f"--js_beta is {args.js_beta}; it must be between 0 and 1")
-    need(not args.on_policy or args.distill_weight in (None, 1),
+    require(0 < args.js_beta < 1, f"--js_beta is {args.js_beta}; it must be between 0 and 1")
+    require(not args.on_policy or args.distill_weight in (None, 1),
          "--on_policy needs --distill_weight 1: the student's own answers are no targets")
     if args.prompt_file and args.prompt_role == "user":
         args.train_turns = "last"
@@ -99,7 +97,7 @@ def open_side(args, config, tokenizer):
     from core import chat
     from distill import causal_lm
     from distill.choices import THINKING
-    from distill.teacher import Prompt, read_prompt
+    from distill.teachers import Prompt, read_prompt
     named = args.prompt_file
     prompt = read_prompt(named, args.prompt_role) if named else Prompt("none", "")
     if args.teacher_path == args.model_path and not args.teacher_url:
@@ -111,7 +109,7 @@ def open_side(args, config, tokenizer):
     causal_lm.check_vocabulary(own, theirs)
     check_same(tokenizer, own, min(config.vocab_size, theirs.vocab_size), args.teacher_path)
     check_topk(args, min(config.vocab_size, theirs.vocab_size))
-    need(not args.on_policy or config.vocab_size <= theirs.vocab_size,
+    require(not args.on_policy or config.vocab_size <= theirs.vocab_size,
          f"--on_policy: the student may draw {config.vocab_size:,} ids, and --teacher_path "
          f"{args.teacher_path} reads {theirs.vocab_size:,}")
     smaller = min(config, theirs,
@@ -122,7 +120,7 @@ def open_side(args, config, tokenizer):
 
 def check_topk(args, tokens):
     """Raise UserError unless the vocabulary has more tokens than --distill_topk: the rest is one."""
-    need(args.distill_topk < tokens, f"--distill_topk {args.distill_topk}: the models have {tokens:,} "
+    require(args.distill_topk < tokens, f"--distill_topk {args.distill_topk}: the models have {tokens:,} "
                                      "tokens; give a smaller number, or 0 for all of them")
 
 
@@ -167,7 +165,7 @@ def behind_prompt(prompt, encoder, records, results):
     """[(ids, mask, tokens of the student)] or ValueErrors: the student's results of encoder.encode,
     each followed by the teacher's, which has its context and the very tokens of the answers.
     """
-    from distill.teacher import with_prompt
+    from distill.teachers import with_prompt
     asked, taught = [], [None] * len(records)
     for i, record in enumerate(records):
         try:

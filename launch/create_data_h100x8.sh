@@ -19,7 +19,7 @@ if [ -z "$allocator" ]; then unset PYTORCH_ALLOC_CONF; fi
 
 MODEL=${MODEL:-Qwen/Qwen3-30B-A3B-Instruct-2507}    # the teacher: folder or hub name
 PP=${PP:-1}                             # pipeline stages; TP x PP GPUs an instance
-MAX_MODEL_LEN=${MAX_MODEL_LEN:-8192}    # tokens; the teacher's own 262,144 would not fit
+MAX_MODEL_LEN=${MAX_MODEL_LEN:-0}  # tokens of prompt and answer; 0: 32768, or the model's fewer
 ENGINE=${ENGINE:-vllm}                  # of distill/create_data.py
 GPUS=${GPUS:-$(count_gpus)}             # GPUs to use
 MAX_RESTARTS=${MAX_RESTARTS:-2}         # of each instance that fails

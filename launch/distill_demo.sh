@@ -90,8 +90,15 @@ label() {       # NAME QUESTIONS MAX_TOKENS [flags]
         --batch_size 66 --chunk_size 1024 --temperature 0 --max_retries 0 --max_tokens "${@:3}"
 }
 label answers "$QUESTIONS" "$ANSWER_TOKENS" --prompt_file "$PROMPT" --prompt_role system
-step swapped "$OUT/swapped.jsonl" python distill/demo/swap_answers.py "$OUT/answers.jsonl" \
-    "$OUT/swapped.jsonl"
+# each question with the answer to another one: its form can be learned, not what belongs to it
+swap='import json, sys
+rows = [json.loads(line) for line in open(sys.argv[1], encoding="utf-8")]
+for row, other in zip(rows, rows[len(rows) // 2:] + rows):
+    messages = [*row["messages"][:-1], other["messages"][-1]]
+    print(json.dumps(row | {"messages": messages}))'
+# shellcheck disable=SC2016     # the inner shell expands them
+step swapped "$OUT/swapped.jsonl" bash -c 'python -c "$0" "$1" >"$2"' "$swap" \
+    "$OUT/answers.jsonl" "$OUT/swapped.jsonl"
 kept=() unrelated=()
 if [ "$KEEP" = 1 ]; then        # the base itself answers, behind no prompt
     for name in keep unrelated; do
@@ -114,7 +121,7 @@ train() {           # NAME ANSWERS [flags]
 }
 train training "$OUT/answers.jsonl" --prompt_file "$PROMPT" --prompt_role system "${kept[@]}" "$@"
 train control "$OUT/swapped.jsonl" "$@"
-step evaluation "$OUT/training/evaluation/evaluation.json" python distill/evaluate_prompt.py \
+step evaluation "$OUT/training/evaluation/evaluation.json" python distill/evaluate.py \
     --checkpoint "$OUT/training/checkpoint-$STEPS" --control "$OUT/control/checkpoint-$STEPS" \
     --output_dir "$OUT/training/evaluation" --follows "$FOLLOWS" ${TOPIC:+--topic "$TOPIC"} \
     --max_new_tokens "$ANSWER_TOKENS" --batch_size 64 --min_closed "$MIN_CLOSED" "${unrelated[@]}"

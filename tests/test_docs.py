@@ -48,7 +48,7 @@ SCRIPTS = {
     "diffusion/make_problems.py": ("run",), "common/report.py": ("run",), "speech/prepare_tts.py": ("run",),
     "diffusion/train_bd3lm.py": ("parse",), "diffusion/sample_bd3lm.py": ("parse",),
     "diffusion/published.py": ("parse",), "diffusion/evaluate.py": ("parse",),
-    "distill/evaluate_sft.py": ("parse",), "distill/evaluate_prompt.py": ("parse",),
+    "distill/evaluate.py": ("parse",),
     "bench/speed.py": ("parse",)}
 # Launchers that print what they would run with DRY_RUN=1, and which of our scripts are in it.
 LAUNCHERS = {
@@ -169,8 +169,8 @@ def parser_of(script):
     """The ArgumentParser of a script, whose main() runs up to the line that parses its flags."""
     def carry(parser, *_, **__):
         raise Parser(parser)
-    if script == "train_v2_ddp.py":
-        return script_flags()[0]
+    if script in ("train_v2_ddp.py", "distill/train_sft.py"):
+        return script_flags(script)[0]
     with mock.patch.object(sys, "path", [str(ROOT), *sys.path]), mock.patch.object(sys, "argv", [script]):
         main = runpy.run_path(str(ROOT / script), run_name=f"flags of {script}")["main"]
         with mock.patch.object(argparse.ArgumentParser, "parse_args", carry):
@@ -222,7 +222,7 @@ def all_flags():
     """Every flag of every script, those of the measurements included; each prints its --help."""
     paths = [path for folder in (".", "speech", "speech/demo", "diffusion", "distill", "distill/demo", "common", "core", "bench")
              for path in (ROOT / folder).glob("*.py")
-             if '\nif __name__ == "__main__":' in path.read_text() or path.name == "train_v2_ddp.py"]
+             if '\nif __name__ == "__main__":' in path.read_text() or path.name in ("train_v2_ddp.py", "train_sft.py")]
     flags, parsers = set(), [parser_of(path.relative_to(ROOT).as_posix()) for path in paths]
     while parsers:
         parser = parsers.pop()

@@ -26,7 +26,7 @@ SPEECH = files("common/", "indexing") | files("core/", "adapters low_rank precis
     "speech/", "choices") | files(
     "speech/data/", "builder code_cache conversations dataset rows text_normalization") | files(
     "speech/model/", "labels loss v2 versions weights")
-CHATS = files("common/", "indexing") | files("core/", "chat document_attention") | files(
+CHATS = files("common/", "indexing") | files("core/", "chat checkpoint cli dist document_attention precision tensor_io") | files(
     "distill/", "causal_lm chat_data choices losses packed_lm train_sft")
 BLOCKS = files("diffusion/", "blocks dit elbo noise problems train_bd3lm")
 # {script: (files it may load beside ALL, lines of all together)}

@@ -148,7 +148,7 @@ def test_distill(pool, run_minimal, tmp_path):
     asked = ["--prompt_file", tmp_path / "prompt.txt", "--questions_file", tmp_path / "questions.txt",
              "--warmup_steps", 2, "--max_new_tokens", 4]
     run_minimal("distill.py", [*flags, *asked], mine)
-    run_big(pool, "distill.train_sft.main", [*flags, "--train_data_file", mine / "answers.jsonl", "--warmup_ratio",
+    run_big(pool, "tests.helpers.students.run_trainer", [*flags, "--train_data_file", mine / "answers.jsonl", "--warmup_ratio",
                                              2 / STEPS], big)
     assert_equal(mine, big, validates=False)
     folders = mine / f"checkpoint-{STEPS}", big / f"checkpoint-{STEPS}", student

@@ -32,8 +32,8 @@ RUNS = {
     "speech, lora, ddp": ("tests.helpers.trainer.speech_main", ("--use_lora", "--lora_dropout", 0.1, "--warmup_steps", 2,
                                                  "--validation_split", 0.2)),
     "speech, full, fsdp": ("tests.helpers.trainer.speech_main", ("--parallel", "fsdp", "--warmup_steps", 2, "--validation_split", 0.2)),
-    "chats, full, fsdp": ("distill.train_sft.main", ("--validation_split", 0.2, "--warmup_ratio", 0)),
-    "chats, lora, ddp": ("distill.train_sft.main", ("--use_lora", "--lora_dropout", 0.1, "--parallel", "ddp",
+    "chats, full, fsdp": ("tests.helpers.students.run_trainer", ("--validation_split", 0.2, "--warmup_ratio", 0)),
+    "chats, lora, ddp": ("tests.helpers.students.run_trainer", ("--use_lora", "--lora_dropout", 0.1, "--parallel", "ddp",
                                                     "--warmup_ratio", 0)),
     "blocks, ddp": ("diffusion.train_bd3lm.main", ("--eval_repeats", 1, "--warmup_steps", 2)),
     "blocks, plans, fsdp": ("diffusion.train_bd3lm.main", ("--eval_repeats", 1, "--warmup_steps", 2, "--system", "hdp",
@@ -71,7 +71,7 @@ def inputs(tiny, tmp_path_factory):
     return {"tests.helpers.trainer.speech_main": ("--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec,
                                   "--train_data_file", tiny.train_json, "--code_cache",
                                   fill_cache(folder / "codes", tiny)),
-            "distill.train_sft.main": ("--model_path", student, "--train_data_file",
+            "tests.helpers.students.run_trainer": ("--model_path", student, "--train_data_file",
                                        chats.write(folder / "chats.jsonl", chats.conversations(60))),
             "diffusion.train_bd3lm.main": ("--demo", 100, "--model_size", "nano")}
 

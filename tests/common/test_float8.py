@@ -6,7 +6,8 @@ import torch
 
 from common.distributed import UserError
 from core import float8
-from distill import causal_lm, train_sft
+from distill import causal_lm
+from tests.helpers.students import train_sft
 from tests.distill.test_plan import batch_of, built
 from tests.helpers.small_speech import pack_of, small_model
 from tests.helpers.trainer import speech_trainer

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from common.distributed import UserError
 from core import fp16
-from distill import train_sft
+from tests.helpers.students import train_sft
 from distill.losses import linear_loss, loss_sums
 from tests.helpers import chats
 from tests.helpers.trainer import (

@@ -27,7 +27,8 @@ from common.distributed import UserError, World
 from common.flags import parse
 from common.step_memory import Setup, step_bytes
 from core import adapters, document_attention
-from distill import causal_lm, packed_lm, train_sft
+from distill import causal_lm, packed_lm
+from tests.helpers.students import train_sft
 from distill import plan as chat_plan
 from speech import plan as speech_plan
 from speech.generate_tts import load_to_speak

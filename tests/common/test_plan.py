@@ -16,7 +16,8 @@ from common.step_memory import GIB, Memory, Setup
 from core import adapters, document_attention
 from core.packing import PackOrder
 from diffusion import plan as block_plan
-from distill import causal_lm, packed_lm, train_sft
+from distill import causal_lm, packed_lm
+from tests.helpers.students import train_sft
 from distill import plan as chat_plan
 from tests.helpers import chats
 

@@ -21,7 +21,7 @@ import pytest
 from common import distributed
 from core import chat
 from diffusion import make_problems
-from distill import chat_data, create_data, journal, teacher
+from distill import chat_data, create_data, teachers
 from distill.choices import LINES
 from distill.labels import LANGUAGES, make_parser, read_label
 from tests.helpers import chats, tiny_teacher
@@ -70,14 +70,14 @@ def flags(folder, server=None, *more, output="labels.jsonl"):
 class Child:
     """create_data's main in a process of its own, forked from this one, which has done the imports."""
 
-    def __init__(self, argv, log, sync_s=journal.SYNC_S):
+    def __init__(self, argv, log, sync_s=create_data.SYNC_S):
         self.log, self.status = Path(log), None
         self.pid = os.fork()
         if self.pid == 0:
             signal.signal(signal.SIGINT, signal.SIG_IGN)        # as a shell starts what runs in the background
             status = 1
             try:
-                journal.SYNC_S = sync_s
+                create_data.SYNC_S = sync_s
                 out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
                 os.dup2(out, 1)
                 os.dup2(out, 2)
@@ -137,7 +137,7 @@ def labelled(folder, output="labels.jsonl"):
 
 
 def test_prompt_of_the_project():
-    _, before, after = teacher.read_prompt(create_data.PROMPT)
+    _, before, after = teachers.read_prompt(create_data.PROMPT)
     assert after == "" and len(before.split()) > 500
     assert re.findall(r"^([a-z]{2})  ", before, re.MULTILINE) == list(LANGUAGES)
     assert read_label(make_parser("language"), before, "stop").label is None        # quoted, it says nothing
@@ -153,7 +153,7 @@ def test_every_line_is_in_one_of_the_files(server, tmp_path):
     lines[30] = lines[0]                                    # the same text twice
     lines[31] = "ot a\u2028b {text} {0} %s"                 # no line end, no place
     files(tmp_path, lines)
-    printed = label(tmp_path, *flags(tmp_path, server, "--logprobs", "3", "--max_retries", "6", "--seed", "5"))
+    printed = label(tmp_path, *flags(tmp_path, server, "--max_retries", "6", "--seed", "5"))
     chats, rejected = rows(tmp_path / "labels.jsonl"), rows(tmp_path / "labels.rejected.jsonl")
     assert all(row["id"] % LINES == row["line"] for row in chats + rejected)
     for row in chats + rejected:
@@ -163,8 +163,6 @@ def test_every_line_is_in_one_of_the_files(server, tmp_path):
     for row in chats:
         line = lines[row["id"]]
         assert row["messages"] == [{"role": "user", "content": line}, {"role": "assistant", "content": line[:2]}]
-        assert row["logprobs"][0][0] == [line[:2], -0.25] or line[:2] == "ot"
-        assert row["label_tokens"] == [line[:2]]
     assert {row["id"] for row in rejected} >= {12, 17, 20} and len(rejected) < 6
     by_id = {row["id"]: row for row in rejected}
     assert "leaves no room" in by_id[20]["why"] and len(by_id[20]["answers"]) == 1
@@ -195,7 +193,7 @@ def test_every_line_is_in_one_of_the_files(server, tmp_path):
     assert 0.4 < stats["cached_share"] <= 0.5
     assert f"retries, 0 labels by constraint, {len(rejected)} lines rejected" in printed
 
-    again = label(tmp_path, *flags(tmp_path, server, "--logprobs", "3", "--max_retries", "6", "--seed", "5"))
+    again = label(tmp_path, *flags(tmp_path, server, "--max_retries", "6", "--seed", "5"))
     assert "40 of them finished, 0 to do" in again
 
 
@@ -213,10 +211,9 @@ def test_constraint_only_where_asked_for(server, tmp_path):
         stats = json.loads((tmp_path / f"{when}.stats.json").read_text())
         assert stats["parse_rate"] == (0 if when == "last" else None)
     files(tmp_path, make_lines(3))
-    label(tmp_path, *flags(tmp_path, server, "--constrain", "always", "--max_retries", "9", "--logprobs", "2"))
+    label(tmp_path, *flags(tmp_path, server, "--constrain", "always", "--max_retries", "9"))
     stats = json.loads((tmp_path / "labels.stats.json").read_text())
-    assert stats["labelled_by_constraint"] == stats["without_logprobs"] == 3
-    assert all("logprobs" not in row for row in rows(tmp_path / "labels.jsonl"))
+    assert stats["labelled_by_constraint"] == 3
 
 
 @pytest.fixture(scope="module")
@@ -457,7 +454,7 @@ def test_conversations(server, tmp_path):
     assert [{"role": "system", "content": "You name languages."}, *history] in [
         body["messages"] for body in server.asked()]
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "bot"}]}\n')
-    assert "line 1 has no role out of system" in label(tmp_path, *given, *more, ok=False)
+    assert "line 1 message 1 has no role out of system" in label(tmp_path, *given, *more, ok=False)
 
 
 def test_two_files_join_without_duplicates(server, tmp_path):
@@ -484,10 +481,9 @@ def test_damaged_journal_is_named(server, tmp_path):
     journal = tmp_path / "labels.jsonl.work" / "shard-0-of-2.jsonl"
     text = journal.read_text().split("\n")
     ours = json.loads(text[2])["label"]
-    flipped, other = chr(ord(ours[0]) ^ 1) + ours[1:], "fr" if ours != "fr" else "de"
-    for spoiled, why in ((text[2][:9], "(Expecting"), (text[2].replace(f'"{ours}"', f'"{other}"', 1), "another checksum"),
-                         (re.sub(', "crc32": .*}', "}", text[2].replace(f'"{ours}"', f'"{flipped}"', 1)),
-                          f"'{flipped}' is not one of the labels")):
+    flipped = chr(ord(ours[0]) ^ 1) + ours[1:]
+    for spoiled, why in ((text[2][:9], "(Expecting"), (text[2].replace(f'"{ours}"', f'"{flipped}"', 1),
+                                                       f"'{flipped}' is not one of the labels")):
         journal.write_text("\n".join([*text[:2], spoiled, *text[3:]]))
         said = label(tmp_path, *flags(tmp_path, server), ok=False)
         assert "shard-0-of-2.jsonl: line 3 cannot be read" in said and why in said
@@ -718,7 +714,7 @@ def test_vllm_labels(tiny_chat, tmp_path):
     done = subprocess.run(
         [sys.executable, str(ROOT / "distill/create_data.py"), *flags(
             tmp_path, None, "--model_name", tiny_chat[0], "--engine", "vllm", "--parser", "whole", "--max_tokens", "24",
-            "--temperature", "1", "--max_model_len", "256", "--enforce_eager", "--logprobs", "3")],
+            "--temperature", "1", "--max_model_len", "256", "--enforce_eager")],
         capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     chats, rejected = rows(tmp_path / "labels.jsonl"), rows(tmp_path / "labels.rejected.jsonl")

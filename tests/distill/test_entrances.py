@@ -29,7 +29,7 @@ def refused(pool, made, tmp_path):
     def run(words, *flags):
         given = ["--model_path", made / "student", "--train_data_file", made / "chats.jsonl", "--max_steps", 1,
                  "--parallel", "ddp", "--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 1]
-        statuses, output = pool.run(1, "distill.train_sft.main", [str(flag) for flag in (
+        statuses, output = pool.run(1, "tests.helpers.students.run_trainer", [str(flag) for flag in (
             "--output_dir", tmp_path / "out", "--num_workers", 0, "--report_to", "none", *given, *flags)])
         assert any(statuses) and "Traceback" not in output, output
         assert any(words in line for line in output.splitlines()), output

@@ -8,7 +8,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distill import evaluate_prompt
+from distill import evaluate
 from tests.helpers import chats, students
 
 PROMPT = "Name the language. the quick brown fox\n"
@@ -98,7 +98,7 @@ def test_the_judge_of_full_students_and_other_teachers(made, train, tmp_path, ca
     folder = tmp_path / "run" / "checkpoint-5"
     given = ["--checkpoint", str(folder), "--output_dir", str(tmp_path / "judged"), "--follows", "e|t",
              "--max_new_tokens", "4", "--unrelated"]
-    evaluate_prompt.main([*given, str(made / "unrelated.jsonl")])
+    evaluate.main([*given, str(made / "unrelated.jsonl")])
     report = json.loads((tmp_path / "judged" / "evaluation.json").read_text())
     metrics = report["metrics"]
     student = AutoModelForCausalLM.from_pretrained(folder)
@@ -108,5 +108,5 @@ def test_the_judge_of_full_students_and_other_teachers(made, train, tmp_path, ca
     assert metrics["teacher: kl"] == 0 < metrics["student: kl"] and metrics["teacher: unrelated kl"] is None
     assert "on 5 unrelated questions it is" in report["verdict"]
     with pytest.raises(SystemExit):
-        evaluate_prompt.main([*given, str(made / "keep.jsonl"), "--output_dir", str(tmp_path / "again")])
+        evaluate.main([*given, str(made / "keep.jsonl"), "--output_dir", str(tmp_path / "again")])
     assert "trained 4 of its questions" in capsys.readouterr().err

@@ -1,9 +1,7 @@
 """What counts as a label in an answer, and which of its tokens are the label."""
-import math
 
 import pytest
 
-from distill import labels
 from distill.labels import LANGUAGES, Found, make_parser, read_label
 
 
@@ -56,20 +54,3 @@ def test_other_parsers():
     assert regex.constraint() == {"regex": r"Sentiment = (\w+)"}
     for text in make_parser("language").constraint()["choice"]:         # what is forced can be read
         assert read_label(make_parser("language"), text, "stop").label == text[-2:]
-
-
-def test_logprobs_of_a_label():
-    text = "<think>en\n</think>Final Answer: en"
-    found = read_label(make_parser("language"), text, "stop")
-    tokens = [("<think>en\n", []), ("</think>Final Answer:", []),
-              (" en", [(" en", math.log(0.5)), ("en", math.log(0.25)), (" fr", math.log(0.1)), ("\ufffd", -3.0),
-                      ("!", math.nan), ("?", -math.inf)]),
-              ("<|im_end|>", [("<|im_end|>", 0.0)])]            # its text holds the label as well
-    texts, [[first, second]] = labels.label_logprobs(tokens, text, found)
-    assert texts == ["en"]
-    assert first == ["en", pytest.approx(math.log(0.75), abs=1e-5)]
-    assert second == ["fr", pytest.approx(math.log(0.1), abs=1e-5)]
-    two = tokens[:2] + [(" e", [(" e", -0.1)]), ("n", [("n", -0.2)])]
-    assert labels.label_logprobs(two, text, found) == (["e", "n"], [[["e", -0.1]], [["n", -0.2]]])
-    assert labels.label_logprobs([("Final Answer: en.", [])], text + ".", found) is None     # no own token
-    assert labels.label_logprobs([], text, found) is None

@@ -15,9 +15,9 @@ from common.distributed import UserError
 from common.step_memory import Setup
 from core import chat
 from core.packing import PackOrder
-from distill import frozen, packed_lm, plan, rollouts, teaching
+from distill import frozen, on_policy, packed_lm, plan, teaching
 from distill.chat_data import ChatSamples, ChatTable, Reading, collate, write_table
-from distill.teacher import Prompt
+from distill.teachers import Prompt
 from tests.helpers import chats, students
 
 PROMPT = "Name the language. the quick brown fox\n"
@@ -255,7 +255,7 @@ def own_loss(made, student, step, fault=None):
         before = [{"role": "system", "content": PROMPT.strip()}, *record["teacher_messages"]]
         prompt = own.apply_chat_template(record["messages"][:-1], add_generation_prompt=True, return_dict=False)
         behind = theirs.apply_chat_template(before, add_generation_prompt=True, return_dict=False)
-        seed = int(rollouts.draw_of(5, step, number).integers(2**31))
+        seed = int(on_policy.draw_of(5, step, number).integers(2**31))
         answer = complete(student, prompt, seed, 6, own.convert_tokens_to_ids("<|im_end|>"))
         with torch.no_grad():
             rows = student(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1:-1]

@@ -12,8 +12,9 @@ from common.flags import parse
 from common.step_memory import Setup, step_bytes
 from core import adapters, document_attention
 from core.packing import PackOrder
-from distill import causal_lm, chat_data, keep, packed_lm, plan, train_sft
-from tests.helpers import chats
+from distill import causal_lm, chat_data, keep, packed_lm, plan
+from tests.helpers.students import train_sft
+from tests.helpers import chats, students
 from tests.helpers.live_bytes import by_lengths, real_peak
 
 SIZES = {"vocab_size": 300, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 6,
@@ -142,12 +143,10 @@ def test_the_printed_table(tmp_path, capsys):
     chats.write(tmp_path / "chats.jsonl", chats.conversations(20))
 
     def said(*flags):
-        args = train_sft.build_parser().parse_args([str(word) for word in (
+        students.plan_run([
             "--model_path", tmp_path / "qwen", "--train_data_file", tmp_path / "chats.jsonl", "--output_dir",
             tmp_path / "out", "--report_to", "none", "--per_device_train_batch_size", 8, *flags,
-            "--gradient_accumulation_steps", 1, "--dry_run", 2)])
-        train_sft.check_flags(args, 2)
-        train_sft.train(args)
+            "--gradient_accumulation_steps", 1])
         return capsys.readouterr().out
 
     text = said()

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from common.distributed import UserError
-from distill import scored, served, train_sft
+from distill import on_policy, scored
+from tests.helpers.students import train_sft
 from tests.helpers import chats
 from tests.helpers.lora_server import LoraServer
 from tests.helpers.score_server import ScoreServer
@@ -34,7 +35,7 @@ def test_losses_are_those_of_the_model_itself(pool, made, tmp_path):
     password of the address and the key stand nowhere."""
 
     def losses(name, *more):
-        statuses, output = pool.run(2, "distill.train_sft.main", [str(part) for part in (
+        statuses, output = pool.run(2, "tests.helpers.students.run_trainer", [str(part) for part in (
             "--model_path", made / "student", "--train_data_file", made / "chats.jsonl", "--output_dir",
             tmp_path / name, "--prompt_file", made / "system.txt", "--prompt_role", "system", "--divergence", "js",
             "--teacher_path", made / "teacher", "--distill_topk", 5, "--on_policy", 0.5, "--max_new_tokens", 5,
@@ -58,7 +59,7 @@ def test_answers_that_are_no_scores(made):
     """A server without prompt_logprobs, one that lacks tokens, one that refuses; the rest is what is missing to 1."""
     with ScoreServer(made / "teacher", "big") as server:
         scorer = scored.Scorer(server.url, "big", 3, 5.0, 1 << 20)
-        ids, logprobs = scorer.ask([5, 6, 7])[2]
+        ids, logprobs = scorer.server.wait(scorer.ask([5, 6, 7]))[2]
         with torch.no_grad():
             scores = server.model(torch.tensor([[5, 6]])).logits[0, -1].log_softmax(-1)
         assert list(ids) == scores.topk(3).indices.tolist()
@@ -68,7 +69,7 @@ def test_answers_that_are_no_scores(made):
                              (lambda ids, k: score(ids, k)[1:], "of 0 places for 1")):
             server.score = wrong
             with pytest.raises(UserError, match=words):
-                scorer.ask([5, 6])
+                scorer.server.wait(scorer.ask([5, 6]))
 
 
 @pytest.mark.parametrize("asks", ["scores", "draws"])
@@ -87,7 +88,7 @@ def test_a_pack_of_many_calls_has_one_time_limit(asks, tmp_path, monkeypatch):
                     prompted_ids=torch.zeros(3 * n, dtype=int), prompted_cu_seqlens=torch.arange(0, 3 * n + 1, 3),
                     prompted_rows=torch.arange(0, 3 * n, 3)))
             else:
-                sampler = served.Sampler(None, server.url, tmp_path, 1, 1.0)
+                sampler = on_policy.Sampler(None, server.url, tmp_path, 1, 1.0)
                 sampler.draw([[5, 6]] * n, range(n), [1] * n, [2])
         assert len(server.calls) < n
         over.set()
@@ -98,7 +99,6 @@ def test_a_pack_of_many_calls_has_one_time_limit(asks, tmp_path, monkeypatch):
     (["--teacher_url", "u", "--teacher_path", "big/teacher"], "--teacher_url needs --teacher_path, a folder"),
     (["--teacher_url", "u", "--teacher_path", "."], "--teacher_url needs --distill_topk"),
     ([*SERVED, "--divergence", "reverse"], "--divergence reverse needs"),
-    ([*SERVED, "--replay_every", "9"], "--replay_every compares"),
     ([*SERVED, "--request_timeout", "300"], "must end before --collective_timeout (600 s)"),
     (["--teacher_name", "n"], "--teacher_name needs --teacher_url")])
 def test_flags_that_would_do_nothing(flags, message, capsys):

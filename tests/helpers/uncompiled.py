@@ -1,7 +1,7 @@
 """The chat trainer with torch.compile doing nothing, for a test of what is compiled that cannot wait for it."""
 import torch._dynamo
 
-from distill import train_sft as trainer
+from tests.helpers.students import train_sft as trainer
 
 
 def train_sft(argv):

@@ -10,7 +10,8 @@ import pytest
 from common import flags
 from core import cli
 from diffusion import train_bd3lm
-from distill import create_data, train_sft
+from distill import create_data
+from tests.helpers.students import train_sft
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT, script_flags
 from tests.launch.test_launchers import environment, launch, printed_command, shell
@@ -298,7 +299,7 @@ def test_the_teacher_without_its_launcher(monkeypatch, tmp_path, capsys):
     args = parsed(*line)
     assert (args.input_file, args.output_file, args.model_name, args.max_model_len) == (
         "../tinker-cookbook/example-data/multilingual.txt", "./data/prompt_distillation_lang.jsonl",
-        "Qwen/Qwen3-30B-A3B-Instruct-2507", 8192)
+        "Qwen/Qwen3-30B-A3B-Instruct-2507", 0)
     args = parsed(*"--input_file part1.txt --output_file data/part1.jsonl --tensor_parallel_size 2".split())
     assert (args.input_file, args.tensor_parallel_size, args.model_name[:4]) == ("part1.txt", 2, "Qwen")
     with pytest.raises(SystemExit):

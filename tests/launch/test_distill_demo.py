@@ -8,8 +8,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from distill import evaluate_prompt
-from distill.demo import get_smollm2, swap_answers
+from distill import evaluate
+from distill.demo import get_smollm2
 from tests.helpers import chats, tiny_teacher
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
@@ -24,7 +24,7 @@ LAUNCHER = ROOT / "launch" / "distill_demo.sh"
 def test_questions_are_three_about_each_thing_and_the_rule_knows_its_name():
     follows, topic = (re.search(rf"^setting {name} '(.*?)'", LAUNCHER.read_text(), re.M)[1]
                       for name in ("FOLLOWS", "TOPIC"))
-    rule = evaluate_prompt.follows_rule(follows, None, topic)
+    rule = evaluate.follows_rule(follows, topic)
     questions = (ROOT / "distill" / "demo" / "data" / "questions.txt").read_text().splitlines()
     assert len(set(questions)) == len(questions) == 3 * 66
     things = [re.search(topic, question)[1] for question in questions]
@@ -35,19 +35,6 @@ def test_questions_are_three_about_each_thing_and_the_rule_knows_its_name():
                                                 "A rain: water.", "Rain: water.\nAnd more.", "rain water", "")
     assert rule("What is rain?", follow) and rule("Where is rain found?", follow.lower())
     assert not any(rule("What is rain?", text) for text in other)
-
-
-def test_swapped_answers_are_all_anothers(tmp_path, capsys):
-    chats.write(tmp_path / "in.jsonl", [chats.ask(f"{i}\u2028?", f"a{i}") for i in range(5)], line=1)
-    swap_answers.main([str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")])
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").split("\n")[:-1]]
-    assert [[message["content"] for message in row["messages"]] for row in rows] == [
-        [f"{i}\u2028?", f"a{(i + 2) % 5}"] for i in range(5)] and rows[0]["line"] == 1
-    (tmp_path / "one.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
-    for path, words in (("one.jsonl", "has 1 conversations"), ("questions.txt", "No such file")):
-        with pytest.raises(SystemExit):
-            swap_answers.main([str(tmp_path / path), str(tmp_path / "x.jsonl")])
-        assert words in capsys.readouterr().err
 
 
 # -- the student's file -----------------------------------------------------------------------------------------------
@@ -136,6 +123,11 @@ def test_the_prompt_story_with_a_student_that_did_not_learn(tmp_path, quick_pyth
     report = json.loads((tmp_path / "out" / "training" / "evaluation" / "evaluation.json").read_text())
     assert {"base: kl", "student: kl", "control: kl", "base + prompt: follows"} <= report["metrics"].keys()
     assert report["metrics"]["tokens saved"] == len("system\nBe short.\n") + 2     # a token is a byte
+    asked, swapped = ([json.loads(line)["messages"] for line in (tmp_path / "out" / name).read_text().splitlines()]
+                      for name in ("answers.jsonl", "swapped.jsonl"))
+    assert [row[:-1] for row in swapped] == [row[:-1] for row in asked]
+    half = len(asked) // 2
+    assert [row[-1] for row in swapped] == [row[-1] for row in [*asked[half:], *asked[:half]]]
     # the last line is what was measured, the one before it what became of answers that were cut off
     notice, done = said.splitlines()[-2:]
     verdict = json.loads((tmp_path / "out" / "training" / "evaluation" / "evaluation.json").read_text())["verdict"]

@@ -1,6 +1,4 @@
 """Judging students of train_sft.py, against transformers' own forward one line at a time; what is refused."""
-import argparse
-import importlib.util
 import json
 import os
 import random
@@ -8,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +16,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import distributed, report
-from distill import evaluate_sft, held_out, student, teacher
+from distill import evaluate as judge
+from distill import teachers
 from distill.labels import make_parser
 from tests.helpers import chats
 from tests.helpers.progress import PATIENCE_S
@@ -80,7 +79,7 @@ def train(pool, made):
                     out, "--logging_dir", made / "logs", "--report_to", "none", "--num_workers", 0, "--max_steps",
                     steps, "--eval_steps", 0, "--save_steps", 0, "--per_device_train_batch_size", 16,
                     "--global_batch_size", 16, "--learning_rate", 5e-3, *hold_out, *flags]
-            statuses, output = pool.run(1, "distill.train_sft.main", [str(word) for word in line])
+            statuses, output = pool.run(1, "tests.helpers.students.run_trainer", [str(word) for word in line])
             assert statuses == [0], output
             done[name] = out / f"checkpoint-{steps}"
         return done[name]
@@ -100,8 +99,9 @@ def lora(train):
 
 def evaluate(made, out, checkpoint, *flags):
     """Run the script in this process; the contents of evaluation.json."""
-    evaluate_sft.main([str(word) for word in (
-        "--checkpoint", checkpoint, "--labels", "en,de,fr", "--output_dir", out, *flags)])
+    judge.main([str(word) for word in (
+        "--checkpoint", checkpoint, "--parser", "language", "--labels", "en,de,fr", "--max_new_tokens", 10,
+        "--output_dir", out, *flags)])
     return json.loads((out / "evaluation.json").read_text())
 
 
@@ -120,44 +120,14 @@ def refusal(capsys, made, out, checkpoint, *flags):
 @pytest.mark.parametrize("text, ended, label, why", [
     ("de", "stop", "de", ""), (" de\n", "stop", "de", ""), ("DE", "stop", "de", ""),
     ("So it is\nFinal Answer: fr", "stop", "fr", ""), ("<think>en?</think>de", "stop", "de", ""),
-    ("de", "length", None, "cut off at the limit of tokens"), ("<think>de", "stop", None, "its thoughts have no end"),
+    ("de", "length", None, "cut off at"), ("<think>de", "stop", None, "its thoughts have no end"),
     ("<think>de</think>\n", "stop", None, "has no line"),
     ("de fr", "stop", None, "has no line of the wanted form"), ("es", "stop", None, "has no line of the wanted form"),
-    ("Final Answer: es", "stop", None, "is none of the labels"), ("", "too_long", None, "the prompt leaves no room")])
+    ("Final Answer: es", "stop", None, "is not one of the labels"), ("", "too_long", None, "the prompt leaves no room")])
 def test_what_an_answer_counts_as(text, ended, label, why):
     parser = make_parser("language", labels=("en", "de", "fr"))
-    answer = teacher.Answer(text, ended)
-    found = evaluate_sft.read_answer(parser, answer)
-    assert found.label == label and (label or why in evaluate_sft.why_not(answer, found))
-
-
-def test_answers_without_a_label_are_wrong_in_both_and_counted_apart():
-    lines = held_out.Lines("x", [4, 7, 9, 11], [chats.ask(text, "")[:1] for text in "wxyz"],
-                           ["de", "de", "en", "fr"], {}, [], [])
-    answers = [teacher.Answer("de", "stop"), teacher.Answer("de", "length"), teacher.Answer("Bonjour", "stop"),
-               teacher.Answer("en", "stop")]
-    truth = {4: "en", 7: "de", 9: "en", 11: None, 12: "fr"}
-    system, _ = evaluate_sft.judge(make_parser("whole", labels=("de", "en", "fr")), lines, truth, answers, {})
-    assert (system["parsed"]["right"], system["parsed"]["n"]) == (2, 4)
-    assert system["no_label"] == {"cut off at the limit of tokens": 1, "is none of the labels": 1}
-    assert (system["agreement"]["right"], system["agreement"]["n"]) == (1, 4)
-    assert (system["accuracy"]["right"], system["accuracy"]["n"]) == (0, 3), "the truth of one line is not known"
-    assert system["agreement"]["confusion"] == [[1, 0, 0, 1], [0, 0, 0, 1], [0, 1, 0, 0]]
-    assert system["right_where_teacher_is_wrong"]["n"] == 1
-
-
-@pytest.mark.parametrize("before, prompted, after, wrong", [
-    (0.0, 0.1, 0.95, None), (0.0, 0.1, 0.6, "less than --min_agreement 0.7"), (0.5, 0.1, 0.75, "less than --min_gain"),
-    (0.0, 0.5, 0.75, r"its base model on 0\.500: it gained less than --min_gain 0\.3"), (0.0, None, 0.95, None),
-    (0.0, 0.4, 0.7, None)])       # 0.7 - 0.4 is a little below 0.3
-def test_learning_is_agreement_and_gain_over_the_untrained_model(before, prompted, after, wrong):
-    student, *bases = ({"right": 20 * share, "n": 20, "share": share} for share in (after, before, prompted)
-                       if share is not None)
-    if not wrong:
-        evaluate_sft.check_learned("out", student, bases, 0.7, 0.3)
-    else:
-        with pytest.raises(distributed.UserError, match=wrong):
-            evaluate_sft.check_learned("out", student, bases, 0.7, 0.3)
+    found = judge.answer_label(parser, teachers.Answer(text, ended))
+    assert found.label == label and (label or why in found.why)
 
 
 # -- Whole evaluations -------------------------------------------------------------------------------------------------
@@ -186,23 +156,6 @@ def whole(made, full, tmp_path_factory):
         found = evaluate(made, out, full, "--truth_file", made / "truth.jsonl", "--prompt_file", made / "prompt.txt",
                          "--prompt_max_new_tokens", 12, "--batch_size", 5)
     return found, "\n".join(printed), out
-
-
-def test_latency_is_of_lines_that_were_not_asked_before():
-    """A server's cache would answer them sooner; those that do not fit take no time and do not count."""
-    calls = []
-
-    def answers(take):
-        asked = take(99)
-        calls.append([request.messages for request in asked])
-        time.sleep(0.02 if "long" not in calls[-1] else 0)
-        for request in asked:
-            yield request, teacher.Answer("de", "too_long" if request.messages == "long" else "stop")
-    lines = ["long", *"abcdefghijk"]
-    draw = student.greedy("template")
-    found, speed = student.ask_all(answers, draw, lines, 10)
-    assert calls == [["k"], ["long"], *map(list, "abcdefg"), lines] and len(found) == 12 and draw.max_tokens == 10
-    assert speed["seconds_per_line_alone"] > 0.019 and speed["lines_per_second"] == pytest.approx(11 / speed["seconds"])
 
 
 @pytest.mark.slow
@@ -236,46 +189,37 @@ def test_answers_are_those_of_each_line_alone(made, full, whole):
                                  (made / "full-base", "base + prompt", lambda text: before + text + after)):
         model = AutoModelForCausalLM.from_pretrained(folder)
         for row in found["samples"][:8 if name != "student" else None]:
-            assert row["text"] == record(row["id"])["messages"][0]["content"]
-            raw, ended = alone(model, tokenizer, change(row["text"]), ends, 12 if "prompt" in name else 10)
-            assert (row[f"{name} raw"], row[f"{name} ended"]) == (raw, "stop" if ended else "length"), name
+            assert row["question"] == record(row["id"])["messages"][0]["content"]
+            raw, _ = alone(model, tokenizer, change(row["question"]), ends, 12 if "prompt" in name else 10)
+            assert row[name] == raw, name
 
 
-def test_agreement_accuracy_and_the_teacher_stand_apart(whole):
-    """Counted anew from the rows and the rules that made the data."""
+def test_agreement_and_accuracy_are_two_numbers(whole):
+    """Counted again from the rows and the rules that made the data; divergence and likelihood go with them."""
     found, printed, out = whole
-    rows = found["samples"]
+    rows, measured = found["samples"], found["metrics"]
     for row in rows:
-        assert (row["teacher"], row["truth"]) == (label_of(row["id"]), truth_of(row["id"]))
+        assert (row["held out"], row["truth"]) == (label_of(row["id"]), truth_of(row["id"]))
     for name in ("base", "base + prompt", "student"):
-        system = found["systems"][name]
-        assert system["agreement"]["right"] == sum(row[name] == label_of(row["id"]) for row in rows)
-        assert system["accuracy"]["right"] == sum(row[name] == truth_of(row["id"]) for row in rows)
-        assert system["parsed"]["right"] == sum(row[name] is not None for row in rows)
-        assert found["metrics"][f"{name}: agreement"] == system["agreement"]["share"]
-    wrong = [row for row in rows if row["teacher"] != row["truth"]]
-    assert found["teacher"]["right"] == len(rows) - len(wrong) < len(rows)
-    ours = found["systems"]["student"]
-    assert ours["right_where_teacher_is_wrong"]["n"] == len(wrong)
-    assert ours["agreement"]["right"] != ours["accuracy"]["right"]
-    assert ours["agreement"]["share"] > 0.6 > 0.2 > found["systems"]["base"]["agreement"]["share"], "it learnt"
-    assert found["systems"]["base + prompt"]["speed"]["tokens_in"] > ours["speed"]["tokens_in"] + 20
-    assert 1 <= ours["speed"]["tokens_out"] <= 10 and ours["speed"]["seconds_per_line_alone"] > 0
-    head, agreement, accuracy = (line for line in printed.splitlines() if line.startswith((" " * 9, "agreem", "accur")))
-    assert re.split(r"  +", head.strip()) == ["teacher", "base", "base + prompt", "student"]
-    share = f"{100 * ours['agreement']['share']:.1f}% ({100 * ours['agreement']['low']:.1f}-"
-    assert share in agreement and f"{100 * found['teacher']['share']:.1f}%" in accuracy
-    tables = (out / "evaluation.txt").read_text()
-    assert "truth \\ student" in tables and "teacher \\ base + prompt" in tables
+        labels = [row[name] if row[name] in WORDS else (re.findall("Final Answer: (de|en|fr)$", row[name]) or [None])[0]
+                  for row in rows]
+        for measure, right in (("agreement", label_of), ("accuracy", truth_of)):
+            share = np.mean([label == right(row["id"]) for label, row in zip(labels, rows)])
+            assert measured[f"{name}: {measure}"] == pytest.approx(share), (name, measure)
+    assert measured["student: agreement"] != measured["student: accuracy"]
+    assert measured["student: agreement"] > 0.6 > 0.2 > measured["base: agreement"], "it learnt"
+    assert measured["base + prompt: tokens in"] > measured["student: tokens in"] + 20
+    assert measured["base + prompt: kl"] == 0 < measured["student: kl"] and measured["student: seconds alone"] > 0
+    assert re.search(r"\n {9,}base  +base \+ prompt  +student\n", printed) and "\naccuracy" in printed
     assert report.read_evaluation(out / "evaluation.json")["metrics"]["student: accuracy"] is not None
 
 
 def test_the_batch_size_changes_nothing(made, full, whole, tmp_path):
-    found = evaluate(made, tmp_path, full, "--batch_size", 16, "--no-base")
-    kept = [{key: row[key] for key in ("id", "student", "student raw", "student ended")} for row in whole[0]["samples"]]
+    found = evaluate(made, tmp_path, full, "--batch_size", 16)
+    kept = [{key: row[key] for key in ("id", "student", "base")} for row in whole[0]["samples"]]
     assert [{key: row[key] for key in kept[0]} for row in found["samples"]] == kept
-    assert found["systems"]["student"]["agreement"] == whole[0]["systems"]["student"]["agreement"]
-    assert found["teacher"] is None and found["systems"]["student"]["accuracy"] is None
+    assert found["metrics"]["student: agreement"] == whole[0]["metrics"]["student: agreement"]
+    assert "student: accuracy" not in found["metrics"] and found["metrics"]["student: kl"] is None
 
 
 @pytest.mark.slow
@@ -285,27 +229,17 @@ def test_an_adapter_answers_as_peft_does(made, lora, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(lora)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made / "lora-base"), lora)
     for row in found["samples"]:
-        assert alone(model, tokenizer, row["text"], {tokenizer.convert_tokens_to_ids("<|im_end|>")},
-                     enable_thinking=False) == (row["student raw"], row["student ended"] == "stop")
+        assert alone(model, tokenizer, row["question"], {tokenizer.convert_tokens_to_ids("<|im_end|>")},
+                     enable_thinking=False)[0] == row["student"]
         assert row["truth"] == truth_of(row["id"])
-    assert len({row["student raw"] for row in found["samples"]} - {row["base raw"] for row in found["samples"]}) > 1
+    assert len({row["student"] for row in found["samples"]} - {row["base"] for row in found["samples"]}) > 1
     assert found["data"]["enable_thinking"] == "false"
 
 
-def test_several_checkpoints(made, full, tmp_path):
-    shutil.copytree(full, tmp_path / "other" / full.name)
-    found = evaluate(made, tmp_path, full, "--checkpoint", tmp_path / "other" / full.name)
-    names = [f"full/{full.name}", f"other/{full.name}"]
-    assert list(found["systems"]) == ["base", *names]
-    assert found["systems"][names[0]]["agreement"] == found["systems"][names[1]]["agreement"]
-
-
 def test_answers_cut_off_count_as_none(made, full, tmp_path, capsys):
-    found = evaluate(made, tmp_path, full, "--max_new_tokens", 1, "--no-base")["systems"]["student"]
-    n = found["parsed"]["n"]
-    assert found["no_label"] == {"cut off at the limit of tokens": n} and found["agreement"]["right"] == 0
-    assert sum(row[-1] for row in found["agreement"]["confusion"]) == n
-    assert f"student: no label in {n} answers" in capsys.readouterr().out
+    found = evaluate(made, tmp_path, full, "--max_new_tokens", 1)
+    assert found["metrics"]["student: labelled"] == found["metrics"]["student: agreement"] == 0
+    assert f"student: no label in {len(found['samples'])} answers: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("template, thinking", [(chats.QWEN_THINK, False), (chats.QWEN_OPEN, False),
@@ -318,10 +252,10 @@ def test_asked_as_trained(made, template, thinking):
     generate = model.generate
     model.generate = lambda **given: seen.append(given) or generate(**given)
     asked = [record(i)["messages"] for i in (1, 4, 9)]
-    draw = student.greedy({None: "template", True: "true", False: "false"}[thinking])
-    draw.max_tokens = 2
-    ask = student.open_transformers(model, tokenizer, [tokenizer.eos_token_id], draw, 3)
-    answers = teacher.ask(ask, [messages[:1] for messages in asked])
+    answers, _ = judge.ask_column(
+        SimpleNamespace(batch_size=3), judge.Column(model, tokenizer, True), [tokenizer.eos_token_id],
+        {None: "template", True: "true", False: "false"}[thinking],
+        judge.requests_of([{"messages": messages} for messages in asked]), 2)
     trained = [ids[:mask.index(True)] for ids, mask in Encoder(tokenizer, thinking=thinking).encode(asked)]
     rows = [row[mask.bool()].tolist() for row, mask in zip(seen[0]["input_ids"], seen[0]["attention_mask"])]
     assert sorted(rows) == sorted(trained) and [answer.prompt_tokens for answer in answers] == list(map(len, trained))
@@ -329,7 +263,7 @@ def test_asked_as_trained(made, template, thinking):
 
 
 def test_weights_and_buffers_of_an_adapter_model(made, lora):
-    model = student.load_model(made / "lora-base", lora, torch.bfloat16, torch.device("cpu"))
+    model = judge.load_model(made / "lora-base", lora, torch.bfloat16, torch.device("cpu"))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert {buffer.dtype for name, buffer in model.named_buffers() if "inv_freq" in name} == {torch.float32}
 
@@ -343,17 +277,9 @@ def test_a_file_of_unseen_lines(made, train, full, tmp_path):
     nothing = train("nothing", "--validation_split", 0)
     bare = shutil.copytree(full, tmp_path / "bare", ignore=shutil.ignore_patterns("trainer_state"))
     for checkpoint, more in ((nothing, []), (full, []), (bare, ["--data_file", made / "labels.jsonl"])):
-        found = evaluate(made, tmp_path / "out", checkpoint, "--eval_data_file", unseen, "--no-base", *more)
+        found = evaluate(made, tmp_path / "out", checkpoint, "--eval_data_file", unseen, *more)
         assert [row["id"] for row in found["samples"]] == list(range(N, N + 9))
         assert found["data"]["training_lines"] == N - len(REJECTED), "held-out lines of the file have been seen as well"
-
-
-def test_groups_of_two_files_are_compared_by_id_or_it_is_said_that_they_are_not():
-    trained, judged = np.array([0, 1, 29]), np.array([30, 44])
-    assert held_out.check_groups("x", 15, trained, judged) == held_out.check_groups("x", 0, trained, trained) == []
-    assert "not compared" in held_out.check_groups("x", 15, trained, np.array([30, -1]))[0]
-    with pytest.raises(distributed.UserError, match="1 groups of 15 ids .* ids 15 to 29"):
-        held_out.check_groups("x", 15, trained, np.array([15, 30]))
 
 
 def test_a_run_with_validation_data_of_its_own(made, train, tmp_path):
@@ -367,10 +293,10 @@ def test_lines_without_ids_go_by_their_number(made, train, tmp_path):
     write(made / "no-ids.jsonl", lines)
     checkpoint = train("no-ids", "--validation_split", 0.3, "--group_size", 5, "--train_data_file",
                        made / "no-ids.jsonl")
-    found = evaluate(made, tmp_path, checkpoint, "--truth_file", made / "truth.jsonl", "--no-base")
+    found = evaluate(made, tmp_path, checkpoint, "--truth_file", made / "truth.jsonl")
     assert len(found["samples"]) == 10
     for row in found["samples"]:
-        assert row["text"] == lines[row["id"]]["messages"][0]["content"] and row["truth"] == truth_of(row["id"])
+        assert row["question"] == lines[row["id"]]["messages"][0]["content"] and row["truth"] == truth_of(row["id"])
 
 
 def test_a_text_that_was_trained_is_no_test(made, train, tmp_path, capsys):
@@ -378,8 +304,8 @@ def test_a_text_that_was_trained_is_no_test(made, train, tmp_path, capsys):
     rows = [record(i, text="the" + " " * (i + 1) + "same") if i < 40 else record(i) for i in range(N)]
     write(made / "leaky.jsonl", rows)
     checkpoint = train("leaky", "--validation_split", 0.5, "--train_data_file", made / "leaky.jsonl")
-    error = refusal(capsys, made, tmp_path, checkpoint, "--no-base")
-    found = evaluate(made, tmp_path, checkpoint, "--no-base", "--drop_leaked")
+    error = refusal(capsys, made, tmp_path, checkpoint)
+    found = evaluate(made, tmp_path, checkpoint, "--drop_leaked")
     gone = found["data"]["leaked_lines_left_out"]
     assert gone > 5 and f"({gone} such lines of {found['data']['held_out_lines']})" in error
     assert re.search(r"held_out.jsonl:\d+: its text was trained, as \S*leaky.jsonl:\d+", error)
@@ -400,7 +326,7 @@ def test_changed_lines_are_refused(made, full, tmp_path, capsys):
     path.unlink()
     assert f"{path}: no such file; put it there" in refusal(capsys, made, tmp_path / "out", run / full.name)
     path.write_text(whole)
-    evaluate(made, tmp_path / "out", run / full.name, "--no-base", "--data_file", made / "nowhere.jsonl")
+    evaluate(made, tmp_path / "out", run / full.name, "--data_file", made / "nowhere.jsonl")
     assert "--data_file is not read" in capsys.readouterr().out
 
 
@@ -426,19 +352,16 @@ SEEN = ("--data_file", "labels.jsonl")
     ("state", [], "state.json is not what train_sft.py writes"),
     ("weights", [], "its files do not hold the weights under the names of Qwen3ForCausalLM"),
     ("bare", [], "give --eval_data_file, and --data_file with all that it has seen"),
-    ("bare", [*SEEN, "--no-base", "--eval_data_file", "labels.jsonl"], "groups of 15 ids have lines in the training data"),
-    ("bare", [*SEEN, "--no-base", "--eval_data_file", "labels.jsonl", "--group_size", "0"], "its text was trained"),
-    ("bare", [*SEEN, "--no-base", "--eval_data_file", "labels.jsonl", "--group_size", "0", "--drop_leaked"],
-     "none is left"), ("bare", [*SEEN, "--eval_data_file", "own.jsonl"], "does not say what it was trained from; give --model_path, or --no-"),
+    ("bare", [*SEEN, "--eval_data_file", "labels.jsonl"], "groups of 15 ids have lines in the training data"),
+    ("bare", [*SEEN, "--eval_data_file", "labels.jsonl", "--group_size", "0"], "its text was trained"),
+    ("bare", [*SEEN, "--eval_data_file", "labels.jsonl", "--group_size", "0", "--drop_leaked"],
+     "none is left"), 
     ("", ["--model_path", "lora-base"], "was not trained from lora-base but from other weights"),
     ("", ["--model_path", "nowhere"], "--model_path nowhere: no such folder"),
     ("", ["--group_size", "15"], "--group_size 15: the run held out groups of 3"),
     ("", ["--enable_thinking", "false"], "the checkpoint says how it was trained"),
-    ("bare", ["--data_file", "nowhere.jsonl", "--no-base", "--eval_data_file", "own.jsonl"],
+    ("bare", ["--data_file", "nowhere.jsonl", "--eval_data_file", "own.jsonl"],
      "nowhere.jsonl: cannot be read"),
-    ("", ["--engine", "server"], "--engine server needs --base_url"),
-    ("", ["--engine", "server", "--base_url", "http://127.0.0.1:9/v1", "--model_name", "x"],
-     "--model_name: give 2 names that the server knows"),
     ("", ["--truth_file", "nowhere.jsonl"], "--truth_file nowhere.jsonl: cannot be read"),
     ("", ["--truth_file", "short.jsonl"], "lacks id "), ("", ["--truth_file", "short.txt"], "lacks id "),
     ("", ["--truth_file", "odd.jsonl"], "id 1 has the label 'es', which is not one of en, de, fr (1 such lines)"),
@@ -446,19 +369,13 @@ SEEN = ("--data_file", "labels.jsonl")
     ("", ["--truth_file", "broken.jsonl"], "broken.jsonl:2: is not a JSON object with id, label"),
     ("", ["--prompt_file", "nowhere.txt"], "--prompt_file nowhere.txt: cannot be read (No such file"),
     ("", ["--prompt_file", "short.txt"], "has {text} 0 times; write it once"),
-    ("", ["--prompt_file", "prompt.txt", "--no-base"], "--prompt_file is for the base model"),
     ("", ["--labels", "en,de"], "is labelled 'fr', which is not one of en, de; see --parser and --labels"),
     ("", ["--parser", "regex"], "--parser regex needs --pattern"),
-    ("", ["--prompt_max_new_tokens", "9"], "--prompt_max_new_tokens needs --prompt_file"),
     ("", ["--batch_size", "0"], "--batch_size is 0"),
+    ("", ["--min_closed", "0.5"], "--min_closed needs a teacher"),
     ("", ["--min_agreement", "95"], "--min_agreement is 95.0; it must lie between 0 and 1"),
     ("", ["--min_gain", "-0.1"], "--min_gain is -0.1; it must lie between 0 and 1"),
-    ("", ["--min_gain", "0.1", "--no-base"], "--min_gain compares with the base model"),
     ("", ["--device", "cuda:77"], "--device cuda:77: cannot be used"),
-    ("", ["--enforce_eager"], "--enforce_eager is not for the engine transformers"),
-    ("", ["--engine", "vllm", "--dtype", "float16"], "--dtype is not for the engine vllm"),
-    ("", ["--checkpoint", "full/checkpoint-45"], "the same --checkpoint is given twice"),
-    ("", ["--checkpoint", "lora/checkpoint-45"], "was not trained and held out on the same lines as"),
     ("", ["--output_dir", "/proc/here"], "--output_dir /proc/here: cannot be written"),
     ("nothing", [], "its run held nothing out, so there is nothing to judge it by; train with --validation_split"),
 ])
@@ -480,7 +397,7 @@ def test_bad_input_is_one_clear_line(made, train, full, lora, tmp_path, capsys, 
 def test_an_adapter_needs_its_base(made, lora, tmp_path, capsys):
     folder = shutil.copytree(lora, tmp_path / "adapter", ignore=shutil.ignore_patterns("trainer_state"))
     unseen = write(tmp_path / "unseen.jsonl", [record(i) for i in range(N, N + 9)])
-    flags = ["--eval_data_file", unseen, "--no-base", "--data_file", made / "labels.jsonl"]
+    flags = ["--eval_data_file", unseen, "--data_file", made / "labels.jsonl"]
     assert "does not say what it was trained from; give --model_path" in refusal(capsys, made, tmp_path, folder, *flags)
     assert "the adapter does not fit this model" in refusal(capsys, made, tmp_path, folder, *flags, "--model_path",
                                                             made / "full-base")
@@ -492,40 +409,46 @@ def test_an_adapter_needs_its_base(made, lora, tmp_path, capsys):
 
 
 def test_too_little_agreement_ends_with_status_1(made, full, whole, tmp_path, capsys):
-    share = whole[0]["systems"]["student"]["agreement"]["share"]
+    share = whole[0]["metrics"]["student: agreement"]
     assert share < 1
-    error = refusal(capsys, made, tmp_path, full, "--no-base", "--min_agreement", share + 1e-4)
-    assert f"agrees with its teacher on {whole[0]['systems']['student']['agreement']['right']} of" in error
+    error = refusal(capsys, made, tmp_path, full, "--min_agreement", share + 1e-4)
+    assert f"agrees with its teacher on {share:.3f} of the lines, less than --min_agreement" in error
     assert (tmp_path / "evaluation.json").exists(), "what was found is there all the same"
-    evaluate(made, tmp_path, full, "--no-base", "--min_agreement", share)
+    gain = share - whole[0]["metrics"]["base: agreement"]
+    assert "gained less than --min_gain" in refusal(capsys, made, tmp_path, full, "--min_gain", gain + 1e-4)
+    evaluate(made, tmp_path, full, "--min_agreement", share, "--min_gain", gain - 1e-6)
 
 
-def test_labels_of_any_kind(made, full, tmp_path, capsys):
-    """Without --labels they are those of the lines; too many are no classes."""
-    found = evaluate(made, tmp_path, full, "--parser", "whole", "--labels", "en,de,fr,it", "--no-base")
-    assert found["labels"] == ["en", "de", "fr", "it"]
-    lines = argparse.Namespace(labels=["b", "a", "b"], ids=[0, 1, 2], path="x")
-    assert evaluate_sft.pick_labels(make_parser("whole"), lines) == ("a", "b")
-    lines.labels = lines.ids = [str(i) for i in range(100)]
-    with pytest.raises(distributed.UserError, match="x: has 100 different labels"):
-        evaluate_sft.pick_labels(make_parser("whole"), lines)
+def test_a_teacher_that_does_not_follow_closes_no_gap(made, full, tmp_path, capsys):
+    error = refusal(capsys, made, tmp_path, full, "--prompt_file", made / "prompt.txt", "--follows", "^never$",
+                    "--min_closed", 0.01)
+    assert "following rate: there is no gap to close: 0 of the teacher, 0 of the base" in error
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
-def test_without_vllm(made, full, tmp_path, capsys):
-    assert "--engine vllm: vLLM cannot be imported" in refusal(capsys, made, tmp_path, full, "--engine", "vllm")
-    assert not list(tmp_path.glob(".serve-*"))
+def test_a_model_gets_the_tools_of_a_question(made, tmp_path):
+    """Trained with them, and asked with them: the very ids of training."""
+    base = tmp_path / "base"
+    chats.student(base)
+    chats.tokenizer(chats.QWEN_TOOLS).save_pretrained(base)
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    rows = [{"id": i, "tools": tools, "messages": chats.ask(f"the dog {i}", "en")} for i in range(4)]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(base).eval(), AutoTokenizer.from_pretrained(base)
+    answers, _ = judge.ask_column(SimpleNamespace(batch_size=2), judge.Column(model, tokenizer, True),
+                                  [tokenizer.eos_token_id], "template", judge.requests_of(rows), 2)
+    for row, answer in zip(rows, answers):
+        asked = tokenizer.apply_chat_template(row["messages"][:1], tools=tools, add_generation_prompt=True,
+                                              return_dict=False)
+        assert answer.prompt_tokens == len(asked) > 40
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")
-def test_vllm_answers_as_transformers_does(made, lora, tmp_path):
-    """A whole model and a merged adapter, which answers the same up to what rounding to bfloat16 changes."""
-    wanted = evaluate(made, tmp_path / "a", lora, "--no-base")
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "distill/evaluate_sft.py"), "--checkpoint", lora, "--labels", "en,de,fr",
-         "--output_dir", tmp_path / "b", "--engine", "vllm", "--enforce_eager", "--max_model_len", "128"],
-        capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"})
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found = json.loads((tmp_path / "b" / "evaluation.json").read_text())
-    pairs = [(a["student raw"], b["student raw"]) for a, b in zip(wanted["samples"], found["samples"], strict=True)]
-    assert sum(a == b for a, b in pairs) >= 0.9 * len(pairs) and list(found["systems"]) == ["base", "student"]
+def test_overlap_is_rouge_l():
+    assert judge.overlap("", "") == 1 and judge.overlap("a", "") == 0 and judge.overlap("The cat!", "the  CAT !") == 1
+    assert judge.overlap("the cat sat", "the dog sat down") == pytest.approx(2 * 2 / 7)
+
+
+@pytest.mark.parametrize("right, n", [(0, 1), (1, 1), (0, 30), (30, 30), (7, 30), (119, 120)])
+def test_interval_is_all_shares_that_the_count_does_not_contradict(right, n):
+    low, high = judge.wilson(right / n, n)
+    shares = np.linspace(0, 1, 400001)
+    inside = shares[np.abs(right - n * shares) <= 1.96 * np.sqrt(n * shares * (1 - shares)) + 1e-9]
+    assert (low, high) == pytest.approx((inside.min(), inside.max()), abs=1e-4)

@@ -1,0 +1,228 @@
+"""A server with OpenAI's API, such as vLLM's or SGLang's: calls by httpx, one loop that repeats what failed."""
+import asyncio
+import base64
+import json
+import math
+import os
+import re
+import ssl
+import threading
+import time
+import urllib.parse
+
+from common.flags import need_package
+from core import json_files
+from core.cli import UserError, printable, require
+
+TRANSIENT = (408, 409, 425, 429, *range(500, 600))
+UNDER_WAY = 64          # requests of each() at once
+NOTICE_S = 10           # seconds between notices of calls that failed
+# what a server would otherwise take from the model's generation_config, and the value that changes
+# nothing; and the seed
+NOT_SET = {"seed": 0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+           "frequency_penalty": 0.0}
+# what a failed call, or an answer of another form, raises
+MALFORMED = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError)
+
+
+class Refused(OSError):
+    """The server's answer is an error. code: HTTP status; retry_after: header."""
+
+    def __init__(self, code, message, retry_after=""):
+        super().__init__(message)
+        self.code, self.retry_after = code, retry_after
+
+
+class Server:
+    """An address. url is without the user's name and password.
+
+    The calls run in an event loop of a daemon thread: a time limit there holds for a whole call, and
+    waiting for the server does not delay the end of the process.
+    """
+
+    def __init__(self, base_url, timeout, flag="--base_url"):
+        """timeout: seconds that one call may take in all. flag: that gave the address."""
+        need_package("httpx", flag)
+        import httpx
+        self.flag, self.timeout, self.failures = flag, timeout, (httpx.HTTPError, httpx.InvalidURL)
+        self.url, user = address(base_url, flag)
+        # uncompressed: a few bytes of gzip in gzip would become gigabytes before they are counted
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **authorization(user)}
+        self.noticed = -math.inf        # when the last notice was printed
+        try:        # idle connections: vLLM closes them after 5 s
+            self.client = httpx.AsyncClient(headers=headers, timeout=None,
+                                            limits=httpx.Limits(keepalive_expiry=2),
+                                            verify=ssl.create_default_context())
+            httpx.URL(self.url)
+        except (ImportError, ValueError, httpx.InvalidURL) as error:    # of a proxy's address, too
+            raise UserError(f"{flag} {self.url}, or a proxy of the environment: {error}")
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def start(self, coroutine):
+        """Run a coroutine in the thread -> Future of its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def wait(self, coroutine):
+        """The result of a coroutine that the thread runs."""
+        return self.start(coroutine).result()
+
+    def each(self, ask, jobs):
+        """[result of ask(job, end)], UNDER_WAY at once. end: time.monotonic() by which all of them
+        are answered, as other ranks wait.
+        """
+        end, limit = time.monotonic() + 2 * self.timeout, asyncio.Semaphore(UNDER_WAY)
+
+        async def ask_one(job):
+            async with limit:
+                return await ask(job, end)
+
+        async def ask_all():
+            tasks = [asyncio.ensure_future(ask_one(job)) for job in jobs]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+        return self.wait(ask_all())
+
+    async def fetch(self, path, body=None, within=None):
+        """GET, or POST of a JSON body -> bytes, within so many seconds, or the timeout.
+
+        Raises OSError; Refused for an error status, an answer longer than LONGEST or compressed, and
+        a redirection, which could lead to another host that the key is not for.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        within = within or self.timeout
+        try:
+            response, found = await asyncio.wait_for(
+                self.stream("GET" if body is None else "POST", path, data), within)
+        except TimeoutError:
+            raise TimeoutError(f"no whole answer in {round(within, 2):g} s")
+        except self.failures as error:
+            raise ConnectionError(root_cause(error))
+        headers = response.headers
+        if response.is_redirect:
+            place = urllib.parse.urlsplit(headers.get("Location", "")).netloc.rpartition("@")[2]
+            raise Refused(response.status_code, f"redirects to {place or 'another address'}, which "
+                                                "is not followed; give the address itself")
+        if not response.is_success:
+            raise Refused(response.status_code, error_message(found, response.reason_phrase),
+                          headers.get("Retry-After", ""))
+        return found
+
+    async def stream(self, method, path, data):
+        """(response, its body)."""
+        found, most = bytearray(), json_files.LONGEST
+        async with self.client.stream(method, self.url + path, content=data) as response:
+            packed = response.headers.get("Content-Encoding", "identity")
+            if packed != "identity":
+                raise Refused(415, f"its answer is {printable(packed, 40)}, and was asked for as it is")
+            async for part in response.aiter_raw():
+                found += part
+                if len(found) > most:
+                    raise Refused(413, f"its answer is longer than {most >> 20} MiB")
+        return response, bytes(found)
+
+    async def call(self, path, body=None, read=json_files.loads, until=0.0, end=math.inf, notify=None):
+        """read(what fetch gives); what may fail only for a while is tried again. Raises one of MALFORMED.
+
+        until: time.monotonic() up to which it is tried again; end: when the last try is over.
+        notify: called with the reason before each.
+        """
+        pause = 0.5
+        while True:
+            try:
+                left = max(0.01, min(self.timeout, end - time.monotonic()))
+                return read(await self.fetch(path, body, left))
+            except MALFORMED as error:
+                if isinstance(error, Refused) and error.code not in TRANSIENT:
+                    raise
+                if getattr(error, "retry_after", "").isdecimal():   # a last time, where it asks for longer
+                    pause = max(pause, min(float(error.retry_after), until - time.monotonic() - 1))
+                if time.monotonic() + pause > until:
+                    raise
+                if notify:
+                    notify(explain(error))
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 30)
+
+    async def insist(self, path, body=None, read=json_files.loads, hint="", end=math.inf):
+        """call(), tried again for `timeout` seconds; UserError where that fails. hint: what it then
+        adds about a request that was refused.
+        """
+        try:
+            return await self.call(path, body, read, min(end, time.monotonic() + self.timeout), end)
+        except MALFORMED as error:
+            if isinstance(error, TimeoutError) and end < math.inf:
+                hint = (f"; the calls of a step have {2 * self.timeout:g} s together, twice "
+                        "--request_timeout")
+            elif not isinstance(error, Refused):      # nobody has read the request
+                hint = ""
+            raise UserError(f"{self.flag} {self.url}{path}: {explain(error)}{hint}")
+
+    def notify(self, message):
+        """Print a notice, at most one in NOTICE_S: a server that is down fails for every line."""
+        if time.monotonic() - self.noticed > NOTICE_S:
+            self.noticed = time.monotonic()
+            print(printable(message))
+
+
+def address(base_url, flag):
+    """(address without the user's name and password, those or ""). Raises UserError, which shows no
+    part that may be secret.
+    """
+    try:
+        parts = urllib.parse.urlsplit(base_url.rstrip("/"))
+    except ValueError as error:
+        raise UserError(f"{flag}: is not an address ({error})")
+    # a part of a password may stand there
+    require("@" not in parts.path + parts.query + parts.fragment,
+         f"{flag}: a name or password in it holds / ? or #; write them as %2F, %3F, %23")
+    require(not parts.query and not parts.fragment,
+         f"{flag}: ends in ?... or #..., which no call would carry; give the key in OPENAI_API_KEY, "
+         "and an address that ends in its path, mostly /v1")
+    user, _, host = parts.netloc.rpartition("@")
+    return parts._replace(netloc=host).geturl(), urllib.parse.unquote(user)
+
+
+def authorization(user):
+    """Headers with the key of the environment, or with the address's own name and password."""
+    if key := os.environ.get("OPENAI_API_KEY", "").strip():
+        require(re.fullmatch(r"[\x21-\x7e]+", key),
+             "OPENAI_API_KEY: holds characters that no key has, such as a space or a line feed")
+        return {"Authorization": f"Bearer {key}"}
+    words = base64.b64encode(user.encode()).decode()
+    return {"Authorization": f"Basic {words}"} if user else {}
+
+
+def error_message(body, reason):
+    """What a server says about an error, one line: of the body's bytes, or the status's words."""
+    try:
+        text = body[:2**16].decode("utf-8", "replace")
+        found = json_files.loads(text)
+        found = found.get("error", found)
+        text = found["message"] if isinstance(found, dict) and "message" in found else str(found)
+    except (ValueError, AttributeError):
+        text = reason
+    return printable(" ".join(str(text).split()), 200)
+
+
+def root_cause(error):
+    """The system's words for a failed connection, which clients wrap several times."""
+    words = str(error) or type(error).__name__
+    while error := error.__cause__ or error.__context__:
+        if isinstance(error, OSError) and error.errno:
+            words = str(error)      # negative: a name's
+            if error.errno > 0:     # asyncio has words of its own
+                words = f"[Errno {error.errno}] {os.strerror(error.errno)}"
+    return words
+
+
+def explain(error):
+    """A failed call in a few words; for an HTTP error what the server says about it."""
+    if isinstance(error, Refused):
+        return f"HTTP {error.code} {error}"
+    if isinstance(error, OSError):
+        return str(error) or type(error).__name__
+    return f"its answer is not what OpenAI's API gives ({type(error).__name__} {str(error)[:80]})"

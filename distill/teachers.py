@@ -1,0 +1,427 @@
+"""Teachers that answer conversations, behind one call: answers = open_teacher(...), then answers(take).
+
+take(n) gives up to n Requests that are still to be asked, none when there are no more for now.
+answers yields (Request, Answer) in any order; the caller may put a request back before it takes the
+next one.
+
+vllm           in this process; equal beginnings of prompts are computed once
+openai         any server with OpenAI's /chat/completions, many requests at once
+transformers   generate() of transformers; slow, but runs anywhere
+
+All send messages and tools through the model's own chat template, and draw from a seed of each
+request: the answer to a request does not depend on which others are asked, in which order, or by how
+many processes (up to rounding of sums). torch is imported when an engine is opened.
+"""
+import importlib.util
+import json
+import queue
+import re
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from core import json_files
+from core.cli import UserError, require
+
+PLACE = "{text}"        # where the line goes in the prompt
+LONGEST = 32768         # tokens of prompt and answer, unless told: a model's own 262,144 take a GPU's memory
+WHOLE_RUN = (401, 402, 404, 405)        # wrong key, no credit, wrong address: no line is to blame
+UNKNOWN = re.compile("unsupported|not supported|unrecogni|unknown|unexpected|extra|not permitted|"
+                     "not allowed|invalid")
+TOO_LONG = ("context length", "too long", "maximum model length", "max_model_len", "longer than")
+
+
+class Request(NamedTuple):
+    """One question to the teacher."""
+    id: int                     # of the line
+    messages: list              # as OpenAI's API has them, the teacher's prompt among them
+    seed: int = 0               # of the draws
+    constraint: dict = None     # {"choice": [str]} or {"regex": str} that the answer must obey
+    tools: list = None
+
+
+@dataclass
+class Answer:
+    """What came back. text holds thoughts as well, where the engine leaves them there."""
+    text: str
+    # stop: by itself; length: cut off; too_long: the prompt leaves no room; refused, no_answer:
+    # text says why
+    finish_reason: str
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int | None = None        # of the prompt, None: the engine does not say
+    reasoning: str = ""         # closed thoughts that the engine has taken out of the text
+    tool_calls: list = None     # that a server has taken out of the text
+
+
+@dataclass
+class Sampling:
+    """How answers are drawn."""
+    max_tokens: int             # an answer may have, thoughts included
+    temperature: float = 0.0    # 0: always the likeliest token
+    top_p: float = 1.0          # draw from the likeliest tokens of this total probability
+    top_k: int = 0              # draw from this number of tokens, 0: from all
+    # enable_thinking of the chat template: on, off; default: nothing is passed
+    thinking: str = "default"
+
+    @property
+    def template_flags(self):
+        """What the chat template gets beside messages and tools."""
+        return {} if self.thinking == "default" else {"enable_thinking": self.thinking == "on"}
+
+
+def pick_engine(engine, base_url):
+    """Name of the engine that --engine auto means."""
+    if engine != "auto":
+        return engine
+    if base_url:
+        return "openai"
+    return "vllm" if importlib.util.find_spec("vllm") else "transformers"
+
+
+def open_teacher(engine, name, draw, **options):
+    """`answers` of an engine's model. draw: Sampling. options: of open_vllm, open_server or
+    open_transformers. Raises UserError when the model is not there or has no chat template.
+    """
+    return {"vllm": open_vllm, "openai": open_server, "transformers": open_transformers}[engine](
+        name, draw, **options)
+
+
+def ask(answers, requests):
+    """[Answer] to requests whose ids are their places, in their order."""
+    waiting = deque(requests)
+    found = {request.id: answer for request, answer in answers(
+        lambda n: [waiting.popleft() for _ in range(min(n, len(waiting)))])}
+    return [found[number] for number in range(len(requests))]
+
+
+# --------------------------------------------------------------------------------------------------
+# The teacher's prompt
+
+
+class Prompt(NamedTuple):
+    """role user: text around the last user message; system: a message of its own; none: nothing."""
+    role: str
+    before: str
+    after: str = ""
+
+
+def read_prompt(path, role="user"):
+    """Prompt of a file; other braces in it than PLACE mean nothing. Raises UserError."""
+    text = json_files.read_text(path, "--prompt_file ").rstrip("\n")
+    parts = text.split(PLACE)
+    if role == "system":
+        require(text.strip(), f"--prompt_file {path}: is empty")
+        require(len(parts) == 1,
+             f"--prompt_file {path}: has {PLACE}, which --prompt_role system does not fill in")
+        return Prompt(role, text)
+    other = ", or give --prompt_role system" if len(parts) == 1 else ""
+    require(len(parts) == 2, f"--prompt_file {path}: has {PLACE} {len(parts) - 1} times; write it "
+                          f"once, where the line goes{other}")
+    return Prompt(role, *parts)
+
+
+def with_prompt(prompt, messages):
+    """The messages as the teacher gets them; a conversation's own system message is joined to the
+    prompt. ValueError when there is no message of the user at the end that a prompt could go around.
+    """
+    if prompt.role == "none":
+        return list(messages)
+    if prompt.role == "system":
+        if messages and messages[0]["role"] in ("system", "developer"):
+            first, *rest = messages
+            return [first | {"content": f"{prompt.before}\n\n{first['content']}"}, *rest]
+        return [{"role": "system", "content": prompt.before}, *messages]
+    if not messages or messages[-1]["role"] != "user":
+        raise ValueError("has no message of the user before its last answer, around which "
+                         "--prompt_role user could go")
+    text = prompt.before + messages[-1]["content"] + prompt.after
+    return [*messages[:-1], {**messages[-1], "content": text}]
+
+
+# --------------------------------------------------------------------------------------------------
+# In this process
+
+
+def opens_thought(tokenizer, flags):
+    """What an answer begins with that no teacher wrote: a thought that the template opens."""
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False,
+                                           add_generation_prompt=True, **flags)
+    return "<think>" if prompt.rstrip().endswith("<think>") else ""
+
+
+def need_template(tokenizer, name):
+    """UserError without a chat template: a chat model was not trained on raw prompts, and most of
+    its answers could not be read.
+    """
+    require(tokenizer.chat_template,
+         f"--model_name {name}: its tokenizer has no chat template; take a chat model")
+
+
+def split_fitting(requests, tokenizer, flags, limit):
+    """([(request, ids of its prompt)] of at most `limit` tokens, [(request, Answer)] of the rest)."""
+    fits, rest = [], []
+    for request in requests:
+        ids = tokenizer.apply_chat_template(request.messages, tools=request.tools, add_generation_prompt=True,
+                                            return_dict=False, **flags)
+        if len(ids) > limit:
+            rest.append((request, Answer("", "too_long", len(ids))))
+        else:
+            fits.append((request, ids))
+    return fits, rest
+
+
+def longest_of(config):
+    """Tokens of prompt and answer that a model is used for: its positions, at most LONGEST."""
+    return min(getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST, LONGEST)
+
+
+def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options):
+    """`answers` by vLLM on the GPUs that this process sees, of a model folder or hub name.
+
+    max_model_len 0: of longest_of. chunk_size: requests given to vLLM together; the next ones
+    wait for all of them. options: of vllm.LLM, tensor_parallel_size say.
+    """
+    from transformers import AutoConfig
+    try:
+        from vllm import LLM, SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+    except ImportError as error:
+        raise UserError(f"--engine vllm: vLLM cannot be imported ({error}); install it, or give "
+                        "--base_url")
+    llm = LLM(model=name, max_model_len=max_model_len or longest_of(AutoConfig.from_pretrained(
+        name, trust_remote_code=False)), enable_prefix_caching=True, seed=seed, **options)
+    tokenizer, flags = llm.get_tokenizer(), draw.template_flags
+    need_template(tokenizer, name)
+    begin, limit = opens_thought(tokenizer, flags), llm.llm_engine.model_config.max_model_len
+
+    def sampling(request):
+        constraint = StructuredOutputsParams(**request.constraint) if request.constraint else None
+        return SamplingParams(
+            temperature=draw.temperature, top_p=draw.top_p, top_k=draw.top_k, seed=request.seed,
+            max_tokens=draw.max_tokens, structured_outputs=constraint)
+
+    def answers(take):
+        while requests := take(chunk_size):
+            # one that does not fit would end the whole call
+            fits, rest = split_fitting(requests, tokenizer, flags, limit - 1)
+            yield from rest
+            outputs = llm.generate([{"prompt_token_ids": ids} for _, ids in fits],
+                                   [sampling(request) for request, _ in fits], use_tqdm=False) if fits else []
+            for (request, ids), out in zip(fits, outputs):
+                best = out.outputs[0]
+                yield request, Answer(begin + best.text, best.finish_reason, len(ids),
+                                      len(best.token_ids), out.num_cached_tokens)
+    return answers
+
+
+def open_transformers(name, draw, *, max_model_len=0, batch_size=16, chunk_size=1024):
+    """`answers` by generate(), on the GPU or the CPU where there is none. The others: of answers_of."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+    disable_progress_bar()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        # many CPUs are slow in bfloat16
+        dtype = "auto" if device.type == "cuda" else torch.float32
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model_name {name}: cannot be loaded "
+                        f"({str(error).splitlines()[0][:200]}); give a folder, or a hub name when "
+                        "online")
+    need_template(tokenizer, name)
+    ends = model.generation_config.eos_token_id
+    if ends is None:
+        ends = tokenizer.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    return answers_of(model.to(device).eval(), tokenizer, draw, ends, max_model_len, batch_size,
+                      chunk_size)
+
+
+def answers_of(model, tokenizer, draw, ends, max_model_len=0, batch_size=16, chunk_size=1024):
+    """`answers` of a loaded causal LM of transformers, adapters inside or not.
+
+    ends: ids that end an answer. batch_size: requests generated together, out of chunk_size sorted
+    by length. max_model_len 0: of longest_of.
+    """
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    from distill.causal_lm import Draw, generate
+    flags = draw.template_flags
+    begin = opens_thought(tokenizer, flags)
+    limit = max_model_len or longest_of(model.config)
+
+    def processors(seeds):
+        if not draw.temperature:
+            return []
+        kept = [TopKLogitsWarper(draw.top_k)] if draw.top_k else []
+        kept += [TopPLogitsWarper(draw.top_p)] if draw.top_p < 1 else []
+        return [TemperatureLogitsWarper(draw.temperature), *kept, Draw(seeds)]
+
+    def answer_batch(asked):
+        seeds = [request.seed for request, _ in asked]
+        found = generate(model, [ids for _, ids in asked], draw.max_tokens, ends, processors(seeds))
+        for (request, prompt), ids in zip(asked, found):
+            ended = ids[-1] in ends
+            text = begin + tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
+            yield request, Answer(text, "stop" if ended else "length", len(prompt), len(ids))
+
+    def answers(take):
+        while requests := take(chunk_size):
+            fits, rest = split_fitting(requests, tokenizer, flags, limit - draw.max_tokens)
+            yield from rest
+            fits.sort(key=lambda pair: len(pair[1]))         # less padding
+            for i in range(0, len(fits), batch_size):
+                yield from answer_batch(fits[i:i + batch_size])
+    return answers
+
+
+# --------------------------------------------------------------------------------------------------
+# Behind a server
+
+
+def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0, server_patience=600.0):
+    """`answers` by a server that knows the model as `name`.
+
+    concurrency: requests under way at once. request_timeout: seconds that one call may take in all;
+    server_patience: seconds that one line's failed calls are repeated.
+    """
+    from distill.server import MALFORMED, Server, explain
+    server = Server(base_url, request_timeout)
+    try:
+        models = [str(model["id"]) for model in json_files.loads(server.wait(server.fetch("/models")))["data"]]
+    except MALFORMED as error:
+        raise UserError(f"--base_url {server.url}: {explain(error)}; start the server, or mend the "
+                        "address (it mostly ends in /v1)")
+    require(name in models, f"--model_name {name}: the server has {', '.join(models) or 'no models'}")
+    fields = Fields()
+
+    def answers(take):
+        done, under_way = queue.SimpleQueue(), 0
+        while True:
+            for request in take(concurrency - under_way):
+                asked = server.start(ask_server(server, name, draw, fields, request, server_patience))
+                asked.add_done_callback(lambda found, request=request: done.put((request, found)))
+                under_way += 1
+            if not under_way:
+                return
+            request, found = done.get()
+            under_way -= 1
+            yield request, found.result()       # an error ends the run
+    return answers
+
+
+async def ask_server(server, name, draw, fields, request, patience):
+    """Answer to one request. What may fail only for a while is tried again for `patience` seconds.
+
+    A line that the server refuses, or never answers while it lives, has an Answer that says so.
+    UserError when the server is gone, or what it refuses is not the line.
+    """
+    from distill.server import MALFORMED, TRANSIENT, Refused, explain
+    until, line = time.monotonic() + patience, f"line {request.id + 1}"
+
+    def notify(why):
+        server.notify(f"notice     {line} waits for {server.url}: {why}")
+    while True:
+        known = fields.dropped, fields.max_tokens
+        try:
+            return await server.call("/chat/completions", fields.body_of(name, draw, request), read_answer,
+                                     until, notify=notify)
+        except Refused as error:
+            why = explain(error)
+            if error.code in (400, 413) and any(words in why.lower() for words in TOO_LONG):
+                return Answer(why, "too_long")
+            if error.code in (400, 422) and (known != (fields.dropped, fields.max_tokens)
+                                             or fields.drop(why, ["top_k"] if draw.top_k else [])):
+                continue        # as this request, or another one, has learnt
+            require(error.code not in WHOLE_RUN and error.code >= 400,
+                 f"{line}: the server at {server.url} refuses it: {why}")
+            if error.code not in TRANSIENT:
+                return Answer(why, "refused")
+        except MALFORMED as error:
+            why = explain(error)
+        try:
+            await server.fetch("/models")
+        except MALFORMED:
+            raise UserError(f"{line}: no answer from {server.url} in {patience:g} s: {why}; "
+                            "what is finished is kept, rerun the same command to resume")
+        return Answer(f"no answer in {patience:g} s: {why}", "no_answer")
+
+
+class Fields:
+    """What of a request a server takes."""
+
+    def __init__(self):
+        self.max_tokens, self.dropped = "max_tokens", frozenset()       # its name for the limit
+
+    def body_of(self, name, draw, request):
+        """The JSON of a request, as far as the server takes it."""
+        from distill.server import NOT_SET
+        body = {"model": name, "messages": [as_sent(message) for message in request.messages],
+                self.max_tokens: draw.max_tokens, "temperature": draw.temperature, "top_p": draw.top_p,
+                **NOT_SET, "seed": request.seed, "top_k": draw.top_k}
+        body = {field: value for field, value in body.items() if field not in self.dropped}
+        if draw.template_flags:
+            body["chat_template_kwargs"] = draw.template_flags
+        if request.tools:
+            body["tools"] = request.tools
+        if request.constraint:
+            body["structured_outputs"] = request.constraint
+        return body
+
+    def drop(self, why, kept):
+        """Whether a refusal is about a field that can be left out, or has another name, from now
+        on. kept: fields that the user has set, which are never left out.
+        """
+        from distill.server import NOT_SET
+        if self.max_tokens == "max_tokens" and "max_completion_tokens" in why:
+            self.max_tokens = "max_completion_tokens"
+            return True
+        if not UNKNOWN.search(why.lower()):
+            return False
+        named = {name for name in NOT_SET if re.search(rf"\b{name}\b", why)}
+        new = named - self.dropped - {*kept}
+        self.dropped |= new
+        for name in sorted(new):
+            what = "answers cannot be drawn again alike" if name == "seed" else "it draws by its own"
+            print(f"notice     the server takes no {name}: {what}")
+        return bool(new)
+
+
+def as_sent(message):
+    """A message as OpenAI's API has it: arguments of tool calls are texts there."""
+    found = {name: message[name] for name in ("role", "content", "tool_call_id", "name") if name in message}
+    for number, call in enumerate(message.get("tool_calls") or []):
+        function = call.get("function", call)
+        function = {"name": function["name"],
+                    "arguments": json.dumps(function.get("arguments", {}), ensure_ascii=False)}
+        found.setdefault("tool_calls", []).append(
+            {"id": call.get("id", f"call_{number}"), "type": "function", "function": function})
+    return found
+
+
+def read_answer(data):
+    """Answer from the bytes of /chat/completions; one of MALFORMED where it has another form."""
+    found = json_files.loads(data)
+    choice, usage = found["choices"][0], found.get("usage") or {}
+    message, details = choice["message"], usage.get("prompt_tokens_details") or {}
+    calls = [{"type": "function", "function": {
+        "name": call["function"]["name"], "arguments": json_files.loads(call["function"]["arguments"] or "{}")}}
+        for call in message.get("tool_calls") or []]
+    # a call is what a model ends by itself
+    reason = "stop" if choice["finish_reason"] == "tool_calls" else choice["finish_reason"]
+    reasoning = plain_text(message.get("reasoning_content") or message.get("reasoning"))
+    return Answer(plain_text(message["content"]), reason, usage.get("prompt_tokens") or 0,
+                  usage.get("completion_tokens") or 0, details.get("cached_tokens"), reasoning.strip(),
+                  calls or None)
+
+
+def plain_text(content):
+    """Text of a message's content: a text, None, or parts such as {"type": "text", "text": ...}."""
+    if isinstance(content, list):
+        content = "".join(part if isinstance(part, str) else part.get("text") or ""
+                          for part in content)
+    return json_files.HALF_CHARACTER.sub("\ufffd", content or "")     # no file can hold halves
