@@ -406,3 +406,8 @@ class DiT(nn.Module):
 
 
 Config.network = DiT
+
+
+def trained(model):
+    """{name: parameter} of those that training changes: all, or adapters and the mask's row."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}

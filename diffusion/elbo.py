@@ -17,6 +17,7 @@ from common import checkpoint, distributed, tensor_files
 from core import watchdog
 from core.packing import PackOrder, rank_packs
 from diffusion import blocks, noise
+from diffusion.dit import trained
 from diffusion.problems import FILL, FULL, bound_range, range_fits
 
 ANSWERS = "question", "answer", "execution", "fill"
@@ -31,11 +32,6 @@ SHOWN = 4           # problems whose answers are kept for the report
 def local(tensor):
     """This rank's part of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def trained(model):
-    """{name: parameter} of those that training changes: all, or adapters and the mask's row."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 class Average:
@@ -251,7 +247,7 @@ def search_range(world, model, how, check, args):
 
 
 def choose_problems(rows, n, tokens, seed):
-    """[(Problem, its sampler.question_state)] of n held-out problems of blocks.Rows, by the seed."""
+    """[(Problem, its sampler.question_state)] of n held-out problems of Rows, by the seed."""
     from diffusion.sampler import question_state
     documents = rows.documents
     numbers = sorted(number for members in rows.members for number in members)

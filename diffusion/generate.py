@@ -1,19 +1,21 @@
-"""Answer questions with the block-diffusion model in this file's folder. Needs torch, transformers and tokenizers only.
+"""Answer questions with the block-diffusion model in this file's folder. Needs torch, transformers
+and tokenizers only.
 
     python generate.py "Ben has 3 boxes of 6 pens. How many pens has he?"
     python generate.py --temperature 1 --threshold 0.8 "..."
-    python generate.py --chat chat.json         # the answer to a list of messages, or to {"messages": [...]}
+    python generate.py --chat chat.json         # a list of messages, or {"messages": [...]}
 
-export_bd3lm.py of flat-trainers puts it beside a language model that was converted to block diffusion, and its answers
-are those of sample_bd3lm.py --order confidence, token by token. From Python:
+published.py of flat-trainers puts it beside a language model that was converted to block diffusion,
+and its answers are those of sample_bd3lm.py --order confidence, token by token. From Python:
 
     model, tokenizer, form = load("FOLDER")
     ids = generate(model, prompt(tokenizer, form, "..."), form)
     print(tokenizer.decode(ids))
 
-The text is written in blocks of form["block_size"] tokens, counted from the prompt's first. A block begins as masks,
-behind the prompt's last tokens where the prompt ends inside it. A token sees its own block, both ways, and all earlier
-ones, whose keys and values are cached. In every pass the masks whose token is sure enough get it, at least the surest.
+The text is written in blocks of form["block_size"] tokens, counted from the prompt's first. A block
+begins as masks, after the prompt's last tokens where the prompt ends inside it. A token sees its
+own block, both ways, and all earlier ones, whose keys and values are cached. In every pass the
+masks whose token is sure enough get it, at least the surest.
 """
 import argparse
 import inspect
@@ -28,14 +30,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 def load(folder, device="cpu", dtype=torch.float32):
     """(transformers model in eval mode, tokenizers.Tokenizer, form) of an exported folder.
 
-    form: how the model was trained: block_size, mask_token_id, end_token_id, max_length (tokens of prompt and answer),
-    prompt (text with {question}; "": Question: ... Answer:), begin_token_id (before a prompt without such a text).
+    form: how the model was trained: block_size, mask_token_id, end_token_id, max_length (tokens of
+    prompt and answer), prompt (text with {question}; "": Question: ... Answer:), begin_token_id
+    (before a prompt without such a text).
     """
     given = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    kind = "qwen3" if given.pop("model_type") == "sdar" else None      # SDAR is Qwen3 under another mask
+    kind = given.pop("model_type").replace("sdar", "qwen3")     # SDAR is Qwen3 under another mask
     form = given.pop("block_diffusion")
     given.pop("auto_map", None)
-    config = AutoConfig.for_model(kind, **given) if kind else AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = AutoConfig.for_model(kind, **given)
     model = AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
     return model.to(device).eval(), Tokenizer.from_file(str(Path(folder) / "tokenizer.json")), form
@@ -57,8 +60,9 @@ def prompt(tokenizer, form, question):
 
 
 def chat_prompt(folder, tokenizer, messages, tools=None):
-    """Ids of messages by the folder's chat template, up to where the answer begins. Thinking is off."""
-    refuse_control(tokenizer, *("" + (message["content"] or "") for message in messages))      # TypeError: no text
+    """Ids of messages by the folder's chat template, up to the answer. Thinking is off."""
+    # TypeError where a message has no text
+    refuse_control(tokenizer, *("" + (message["content"] or "") for message in messages))
     text = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).apply_chat_template(
         messages, tools=tools, tokenize=False, add_generation_prompt=True, enable_thinking=False)
     return tokenizer.encode(text, add_special_tokens=False).ids
@@ -75,8 +79,8 @@ def run(model, ids, first, cache, seen=None):
     places = torch.arange(first, first + n, device=ids.device)
     # transformers renames it
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    return model(input_ids=ids[None], attention_mask=bias[None, None], position_ids=places[None], use_cache=True,
-                 **{name: cache}).logits[0]
+    return model(input_ids=ids[None], attention_mask=bias[None, None], position_ids=places[None],
+                 use_cache=True, **{name: cache}).logits[0]
 
 
 def draw(logits, temperature, generator):
@@ -93,19 +97,21 @@ def draw(logits, temperature, generator):
 def generate(model, ids, form, threshold=0.9, temperature=0.0, max_length=None, seed=0):
     """Ids of the answer to a prompt's ids, without the end token, or as many as there is room for.
 
-    threshold: probability from which on a pass writes a token, 0 to 1. temperature: 0 = the likeliest token, 1 = as the
-    model says. max_length: tokens of prompt and answer; default: as in training.
+    threshold: probability from which on a pass writes a token, 0 to 1. temperature: 0 = the
+    likeliest token, 1 = as the model says. max_length: tokens of prompt and answer; default: as in
+    training.
     """
-    size, mask, end, device = form["block_size"], form["mask_token_id"], form["end_token_id"], model.device
+    size, mask, end = form["block_size"], form["mask_token_id"], form["end_token_id"]
+    device, room = model.device, max_length or form["max_length"]
     generator = torch.Generator(device).manual_seed(seed)
     first, cache, written = len(ids) // size * size, DynamicCache(), []
-    if first + size > (max_length or form["max_length"]):
-        raise ValueError(f"{len(ids)} tokens of prompt leave no room in {max_length or form['max_length']}")
+    if first + size > room:
+        raise ValueError(f"{len(ids)} tokens of prompt leave no room in {room}")
     if first:
         block = torch.arange(first, device=device) // size
         run(model, torch.tensor(ids[:first], device=device), 0, cache, block[:, None] >= block)
     given = ids[first:]
-    while first + size <= (max_length or form["max_length"]):
+    while first + size <= room:
         new = torch.tensor(given + [mask] * (size - len(given)), device=device)
         masked = new == mask
         while masked.any():
@@ -126,14 +132,15 @@ def generate(model, ids, form, threshold=0.9, temperature=0.0, max_length=None, 
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Answer questions with the model in this file's folder.")
-    parser.add_argument("questions", nargs="*")
-    parser.add_argument("--chat", help='JSON file: a list of messages, or {"messages": [...]}')
-    parser.add_argument("--threshold", type=float, default=0.9, help="probability of tokens that a pass writes")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 = the likeliest token")
-    parser.add_argument("--max_length", type=int, help="tokens of prompt and answer (default: as in training)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(description="Answer questions with the model in this folder.")
+    add = parser.add_argument
+    add("questions", nargs="*")
+    add("--chat", help='JSON file: a list of messages, or {"messages": [...]}')
+    add("--threshold", type=float, default=0.9, help="probability of tokens that a pass writes")
+    add("--temperature", type=float, default=0.0, help="0 = the likeliest token")
+    add("--max_length", type=int, help="tokens of prompt and answer (default: as in training)")
+    add("--seed", type=int, default=0)
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     folder = Path(__file__).resolve().parent
     model, tokenizer, form = load(folder, args.device)
@@ -149,11 +156,13 @@ def main():
                 chat = chat if isinstance(chat, dict) else {"messages": chat}
                 prompts.append(chat_prompt(folder, tokenizer, chat["messages"], chat.get("tools")))
             except (KeyError, TypeError):
-                parser.error(f'--chat {args.chat}: is not a list of {{"role": ..., "content": text}}')
+                parser.error(f"--chat {args.chat}: is not a list of "
+                             '{"role": ..., "content": text}')
             except ValueError as error:     # json's has the line
                 parser.error(f"--chat {args.chat}: {error}")
         for ids in prompts:
-            answer = generate(model, ids, form, args.threshold, args.temperature, args.max_length, args.seed)
+            answer = generate(model, ids, form, args.threshold, args.temperature, args.max_length,
+                              args.seed)
             print(tokenizer.decode(answer, skip_special_tokens=False).strip())
     except (ValueError, OSError) as error:
         parser.error(str(error))

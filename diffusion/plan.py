@@ -37,7 +37,7 @@ def setup_of(args, ranks):
 
 
 def memory(args, step, setup, rows, eval_rows, targets):
-    """step_memory.Memory of micro-steps with at most so many targets, of which a share is masked."""
+    """step_memory.Memory of micro-steps with so many targets, of which a share is masked."""
     masked = sum(args.t_range) / 2 * targets
     size = rows.length, rows.noisy_length
     evaluated = args.per_device_eval_batch_size

@@ -1,4 +1,4 @@
-"""GSM8K, HDP and chat files -> problems; a tokenizer with the special tokens of a system; the layout of blocks.
+"""GSM8K, HDP and chat files -> problems; tokenizers with special tokens; the layout of blocks.
 
 Reads JSONL, JSON, dataset folders (JSONL, parquet, arrow) and hub names. Special tokens follow
 kuleshov-group/bd3lms (gsm8k: a mask behind GPT-2's vocabulary) and ngocbao220/hdp-diffusion (hdp:
@@ -347,8 +347,9 @@ def read_tokenizer(folder):
     # Qwen's and SDAR's older folders: vocabulary and merges alone lack the added tokens and how
     # text is split; without these files or a class transformers makes an empty tokenizer, or none
     slow = [folder / name for name in ("vocab.json", "merges.txt", "tokenizer_config.json")]
-    if all(path.exists() for path in slow) and '"tokenizer_class"' in json_files.read_text(slow[-1]):
-        return auto_tokenizer(folder).backend_tokenizer
+    if all(path.exists() for path in slow):
+        if '"tokenizer_class"' in json_files.read_text(slow[-1]):
+            return auto_tokenizer(folder).backend_tokenizer
     for vocabulary, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
         if (folder / vocabulary).exists() and (folder / merges).exists():
             bpe = models.BPE.from_file(str(folder / vocabulary), str(folder / merges))

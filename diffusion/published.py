@@ -1,7 +1,7 @@
 """Weights in and out: what a run starts from (--init_from), and checkpoints as others read them.
 
     python diffusion/published.py --checkpoint out --output_dir exported
-    python diffusion/published.py --checkpoint out --output_dir served --format sdar    # for servers
+    python diffusion/published.py --checkpoint out --output_dir served --format sdar
 
 In: a folder of BD3-LM or MDLM as published (kuleshov-group/bd3lm-owt-*, mdlm-owt), a causal
 language model of transformers, an SDAR model, a checkpoint or an export of ours. Rows of markers
@@ -50,7 +50,7 @@ from common import checkpoint, distributed, resume, tensor_files
 from common.distributed import UserError
 from common.new_folder import new_folder
 from core import json_files
-from diffusion import dit, elbo
+from diffusion import dit
 from diffusion.problems import (
     END,
     MARKERS,
@@ -98,7 +98,7 @@ def load_checkpoint(folder, ema=True, backend="sdpa"):
         model = kind(config, backend)
     except (UserError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: no checkpoint of train_bd3lm.py (config.json: {error})")
-    resume.load_tensors(folder, "ema" if ema else "model", elbo.trained(model))
+    resume.load_tensors(folder, "ema" if ema else "model", dit.trained(model))
     if getattr(config, "lora", None):
         model = decoder.merge_adapters(model)
     return model.eval(), about

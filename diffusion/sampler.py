@@ -258,9 +258,9 @@ class Solver(NamedTuple):
 
 
 def load_solver(args, how):
-    """(checkpoint folder, Solver) of flags --checkpoint, --pick, --ema, --device, --bf16. UserError.
+    """(checkpoint folder, Solver) of flags --checkpoint, --pick, --ema, --device, --bf16.
 
-    how: Sampling.
+    how: Sampling. Raises UserError.
     """
     from diffusion import published
     if args.device == "cuda" and not torch.cuda.is_available():

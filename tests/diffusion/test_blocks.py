@@ -9,7 +9,7 @@ import torch
 from common.distributed import UserError
 from core.packing import PackOrder, rank_packs
 from diffusion import blocks
-from diffusion.problems import EXECUTION, FILL, PLAN, QUESTION, Layout
+from diffusion.problems import EXECUTION, FILL, PLAN, QUESTION
 from tests.helpers.block_problems import LAYOUTS, load
 
 # -- Documents ---------------------------------------------------------------------------------------------------------

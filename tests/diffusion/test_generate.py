@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from diffusion import published, sample_bd3lm, sampler, train_bd3lm
+from diffusion import published, sampler, train_bd3lm
 from diffusion.problems import Layout, Problem
 from diffusion.sampler import load_solver, question_state, room
 from tests.diffusion.test_decoder import CHAT, ROWS, SHAPE

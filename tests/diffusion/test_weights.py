@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from common.distributed import UserError
-from diffusion import elbo, published, train_bd3lm
+from diffusion import elbo, published
 from tests.helpers.block_rows import network
 
 

@@ -9,7 +9,7 @@ import torch
 from speech.data.builder import TableBuilder
 from speech.data.conversations import OTHER_MARKS, Sample
 from speech.data.rows import read_samples
-from speech.model.labels import IGNORE, conversation_pieces, delay_labels, delay_rows
+from speech.model.labels import IGNORE, TokenIds, audio_targets, conversation_pieces, delay_labels, delay_rows
 from tests.helpers.dialogues import BOOKS, BOS, EOS, SYSTEM, TARGET, speaker, user
 
 # -- Delay pattern -----------------------------------------------------------------------------------------------------
@@ -44,6 +44,22 @@ def test_eight_codebooks(frames):
         assert labels[k + 1:k + 1 + frames, k].tolist() == codes[:, k].tolist()
     trained = labels != IGNORE
     assert (rows[trained] == labels[trained]).all()             # a label is the input of its own row
+
+
+@pytest.mark.parametrize("frames", [1, 8, 30])
+def test_counts_are_those_of_the_rows(frames):
+    """What plans and budgets count of a clip before its codes are there; a heard clip trains nothing."""
+    ids = TokenIds(1, 2, 0, BOOKS, BOS, EOS)
+    codes = np.random.default_rng(frames).integers(0, 1024, (frames, BOOKS))
+    for trained in (True, False):
+        sample = ids.assemble(np.array([5, 1, 6]), np.array([True, trained, True]), [codes])
+        places, rows = audio_targets(sample)
+        assert len(sample["audio_ids"]) == sample["is_audio"].sum() == ids.rows(frames, trained)
+        assert len(places) == trained * ids.predicting(frames)
+        assert (rows != IGNORE).sum() == trained * ids.targets(frames)
+        # a place is right before the row that it predicts
+        assert (sample["audio_labels"][places] == rows).all()      # audio rows begin at place 1
+        assert sample["input_ids"][sample["is_audio"]].tolist() == [1] * (frames + 2) + [2] * (BOOKS - 1)
 
 
 @pytest.mark.parametrize("frames, books", [(1, 8), (3, 4), (20, 8), (5, 1)])
