@@ -175,7 +175,7 @@ def data(group):
     """Flags of data sources and of what becomes of their rows."""
     g = group
     g.add_argument("--train_data_file", nargs="+", metavar="PATH[:WEIGHT]",
-                   help="data of any format that docs/speech.md lists; several are mixed: the weight is how often an "
+                   help="data of any format that docs/data.md lists; several are mixed: the weight is how often an "
                         "epoch goes over one (1 without it)")
     g.add_argument("--train_data_dir", nargs="+", metavar="PATH[:WEIGHT]",
                    help="the same for folders: made by prepare_tts.py, with metadata.json, audio with texts beside it")
@@ -183,7 +183,7 @@ def data(group):
     g.add_argument("--eval_data_dir", help="validation folder, as --train_data_dir")
     g.add_argument("--columns", default="", metavar="MEANING=NAME,...",
                    help="columns of a table by their names, or by number where it has no header: audio=clip,"
-                        "text=caption; also speaker, language, ref_audio and the others that docs/speech.md lists")
+                        "text=caption; also speaker, language, ref_audio and the others that docs/data.md lists")
     g.add_argument("--task_type", choices=TASK_TYPES, default="single_speaker_smart_voice",
                    help="shape of the prompt, of samples that name none themselves; ChatML has its own")
     flags.switch(g, "--ref_audio_in_system_message", help="put reference clips into the scene description; not ChatML")

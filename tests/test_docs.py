@@ -46,6 +46,7 @@ SCRIPTS = {
     "train_v2_ddp.py": ("dry",), "distill/train_sft.py": ("dry",), "distill/create_data.py": ("dry",),
     "speech/generate_tts.py": ("run", "--max_seconds", "0.2"), "speech/evaluate_tts.py": ("run",), "lora.py": ("run",),
     "diffusion/make_problems.py": ("run",), "common/report.py": ("run",), "speech/prepare_tts.py": ("run",),
+    "speech/convert.py": ("run",), "speech/pick_checkpoint.py": ("parse",),
     "diffusion/train_bd3lm.py": ("parse",), "diffusion/sample_bd3lm.py": ("parse",),
     "diffusion/published.py": ("parse",), "diffusion/evaluate.py": ("parse",),
     "distill/evaluate.py": ("parse",),
@@ -524,7 +525,7 @@ def test_links_lead_somewhere():
 
 
 # {words of a link in README: what stands in the line of code that it leads to}
-PLACES = {"end-of-stream label": r"labels\[.*\] = eos", "resume position": r"run\.position\(meta\)|first_pack = ",
+PLACES = {"end-of-stream label": r"labels\[.*\] = eos", "resume position": r"run\.position\(meta\)|first_pack = \(state\.get",
           "averaged over the ranks": r"\(loss \* \(?world\.size", "block is unmasked": r"^def unmask\(",
           "KL divergence": r"^def divergence\("}
 
