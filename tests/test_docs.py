@@ -49,7 +49,7 @@ SCRIPTS = {
     "speech/convert.py": ("run",), "speech/pick_checkpoint.py": ("parse",),
     "diffusion/train_bd3lm.py": ("parse",), "diffusion/sample_bd3lm.py": ("parse",),
     "diffusion/published.py": ("parse",), "diffusion/evaluate.py": ("parse",),
-    "distill/evaluate_sft.py": ("parse",), "distill/evaluate_prompt.py": ("parse",),
+    "distill/evaluate.py": ("parse",),
     "bench/speed.py": ("parse",)}
 # Launchers that print what they would run with DRY_RUN=1, and which of our scripts are in it.
 LAUNCHERS = {
