@@ -71,7 +71,7 @@ TAKEN = {("--output_dir", "out"), ("--output_dir", "./out"), ("--output_dir", "p
 FOREIGN = {"--container-image", "--container-mounts", "--nproc_per_node", "--max-restarts", "--nodes", "--time", "--signal", "--batch", "--logdir", "--help",
            "--no-deps", "--omni", "--dllm-algorithm-config", "--model-path", "--trust-remote-code", "--enable-lora",
            "--max-lora-rank", "--max-logprobs", "--extra", "--word_timestamps", "--output_format", "--model",
-           "--partition", "--account", "--container-image", "--container-mounts", "--repo-type", "--local-dir"}
+           "--partition", "--account", "--repo-type", "--local-dir"}
 NOTES = "## Commands from older notes\n"        # of other places and programs; tests/launch/test_commands.py runs them
 
 

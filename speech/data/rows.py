@@ -1,7 +1,6 @@
 """ChatML files -> Samples; speech data of any other format become ChatML first (speech/convert.py)."""
 import atexit
 import itertools
-import os
 import shutil
 import tempfile
 from collections import Counter

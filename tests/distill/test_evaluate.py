@@ -1,11 +1,8 @@
 """Judging students of train_sft.py, against transformers' own forward one line at a time; what is refused."""
 import json
-import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,13 +12,11 @@ import torch.nn.functional as F
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import distributed, report
+from common import report
 from distill import evaluate as judge
 from distill import teachers
 from distill.labels import make_parser
 from tests.helpers import chats
-from tests.helpers.progress import PATIENCE_S
-from tests.helpers.trainer import ROOT
 
 WORDS = {"de": "das ist ein satz der etwas und nicht", "en": "the quick dog is over and lazy fox jumps",
          "fr": "ou est la le que bibliotheque des une"}
@@ -355,7 +350,7 @@ SEEN = ("--data_file", "labels.jsonl")
     ("bare", [*SEEN, "--eval_data_file", "labels.jsonl"], "groups of 15 ids have lines in the training data"),
     ("bare", [*SEEN, "--eval_data_file", "labels.jsonl", "--group_size", "0"], "its text was trained"),
     ("bare", [*SEEN, "--eval_data_file", "labels.jsonl", "--group_size", "0", "--drop_leaked"],
-     "none is left"), 
+     "none is left"),
     ("", ["--model_path", "lora-base"], "was not trained from lora-base but from other weights"),
     ("", ["--model_path", "nowhere"], "--model_path nowhere: no such folder"),
     ("", ["--group_size", "15"], "--group_size 15: the run held out groups of 3"),

@@ -10,7 +10,7 @@ import pytest
 
 from distill import evaluate
 from distill.demo import get_smollm2
-from tests.helpers import chats, tiny_teacher
+from tests.helpers import tiny_teacher
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 from tests.launch.test_launchers import environment
