@@ -47,8 +47,9 @@ SETTINGS = {
 
 
 def make_tiny(folder, *flags):
-    subprocess.run([sys.executable, ROOT / "speech" / "demo" / "make_tiny.py", folder, "--clips", "24",
-                    "--speakers", "3", *flags], check=True, stdout=subprocess.DEVNULL)
+    script = ROOT / "speech" / "demo" / "make_tiny.py"
+    subprocess.run([sys.executable, script, folder, "--clips", "24", "--speakers", "3", *flags],
+                   check=True, stdout=subprocess.DEVNULL)
 
 
 def train(folder, output_dir, ranks, flags):
@@ -85,13 +86,18 @@ def fingerprint(output_dir):
 def compare(name, before, now):
     """Print what differs in a setting; True where nothing does."""
     tensors, rows = before[0], before[1]
-    if wrong := sorted(key for key in tensors.keys() | now[0].keys() if tensors.get(key) != now[0].get(key)):
+    wrong = sorted(key for key in tensors.keys() | now[0].keys()
+                   if tensors.get(key) != now[0].get(key))
+    if wrong:
         print(f"{name}: {len(wrong)} of {len(tensors)} tensors differ, first {wrong[0]}")
         return False
     names = sorted({key for old, new in zip(rows, now[1]) for key in old.keys() & new.keys()
                     if old[key] != new[key]})
-    gone = sorted({key for row in rows for key in row} - {key for row in now[1] for key in row})
-    count = f"{len(rows)} rows before, {len(now[1])} now" if len(rows) != len(now[1]) else ""
+    gone = sorted({key for row in rows for key in row}
+                  - {key for row in now[1] for key in row})
+    count = ""
+    if len(rows) != len(now[1]):
+        count = f"{len(rows)} rows before, {len(now[1])} now"
     notes = [*([f"metrics that differ: {', '.join(names)}"] if names else []),
              *([f"metrics gone: {', '.join(gone)}"] if gone else []), *([count] if count else [])]
     print(f"{name}: {len(tensors)} tensors equal{'; ' + '; '.join(notes) if notes else ''}", flush=True)

@@ -518,19 +518,23 @@ if eval_due:
         improved = validate()
         eval_due = stopping = improved is None
 
+
+def next_batch():
+    """This rank's next batch, on the device."""
+    watch.report_progress(f"loading data for step {step + 1}")
+    with timer.waiting():
+        batch = next(batches)
+    # compiling takes minutes, in the first step
+    watch.report_progress(
+        f"step {step + 1}", args.wait_timeout if args.compile and step == start_step else None)
+    return batch
+
+
 while step < total_steps and not stopping:
     # next batch: of which samples the step consists on all ranks, each rank knows from the order
     if first_pack >= order.packs_per_epoch:
         epoch, first_pack = epoch + 1, 0
     work = step_work(train_ids[order.window(epoch, first_pack, per_step)])
-
-    def next_batch():
-        watch.report_progress(f"loading data for step {step + 1}")
-        with timer.waiting():
-            batch = next(batches)
-        # compiling takes minutes, in the first step
-        watch.report_progress(f"step {step + 1}", args.wait_timeout if args.compile and step == start_step else None)
-        return batch
 
     drawn = None
     if args.on_policy:      # before the first loss: all are divided by the tokens of all answers of the step

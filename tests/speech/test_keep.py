@@ -236,7 +236,7 @@ def test_resume_is_exact_and_does_not_speak_anew(shared, pool, voice, tmp_path):
 def test_a_damaged_file_of_kept_speech_is_set_aside_and_spoken_again(shared, pool, voice, tmp_path, damage):
     whole = shared(*ONE)
     out = shutil.copytree(whole.output_dir, tmp_path / "out")
-    for step, folder in checkpoint.checkpoints(out)[1:]:
+    for _, folder in checkpoint.checkpoints(out)[1:]:
         shutil.rmtree(folder)
     file, found = out / "keep.npz", (out / "keep.npz").read_bytes()
     if damage == "pipe":
