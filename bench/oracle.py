@@ -100,7 +100,8 @@ def compare(name, before, now):
         count = f"{len(rows)} rows before, {len(now[1])} now"
     notes = [*([f"metrics that differ: {', '.join(names)}"] if names else []),
              *([f"metrics gone: {', '.join(gone)}"] if gone else []), *([count] if count else [])]
-    print(f"{name}: {len(tensors)} tensors equal{'; ' + '; '.join(notes) if notes else ''}", flush=True)
+    note = "; ".join(notes)
+    print(f"{name}: {len(tensors)} tensors equal{'; ' + note if notes else ''}", flush=True)
     return not names
 
 
