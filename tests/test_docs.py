@@ -356,6 +356,8 @@ def check_python(command, pool, workshop):
     main = script.removesuffix(".py").replace("/", ".") + ".main"
     if script == "train_v2_ddp.py":
         main = "tests.helpers.trainer.speech_main"
+    if script == "distill/train_sft.py":
+        main = "tests.helpers.students.run_trainer"
     statuses, output = pool.run(min(ranks, 2) if how == "run" else 1, main, [*flags, *quick], cwd=workshop)
     assert not any(statuses), f"{command}: {command.text}\n{output[-3000:]}"
     if how == "dry":
