@@ -379,9 +379,6 @@ def speed(parser, parallel, bf16_help):
     switch(g, "--compile", help="torch.compile each layer")
     add("--collective_timeout", type=int, default=600,
         help="seconds a step may take, or a rank be silent, before it is named and all stop")
-    add("--replay_every", type=int, default=0,
-        help="compute the first micro-step of every N-th step twice more and compare bit for bit: "
-             "finds a GPU that computes wrongly; status 3 (torchrun: 1); 0 = never")
     add("--wait_timeout", type=int, default=21600,
         help="seconds to wait for data preparation, validation, saving")
     return g
@@ -474,7 +471,6 @@ def check_shared(args):
     zero_or_more(args, "max_tokens_per_batch", "global_batch_size", "max_steps", "warmup_steps",
                  "eval_steps", "dry_run", "save_steps", "save_minutes", "save_total_limit",
                  "num_workers", "preprocess_num_proc", "max_length", "scale_lr_from_batch",
-                 "replay_every",
                  "weight_decay", "max_grad_norm", "learning_rate", "seed")
     below_one(args, "lora_dropout", "dropout", "validation_split", "adam_beta2")
     share(args, "min_lr_ratio", "warmup_ratio")

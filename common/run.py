@@ -65,8 +65,6 @@ def start(args, cpu_too=False):
         if args.compile or kind == "cuda":
             fused.compiles(kind)        # says so if it cannot
         return distributed.World(device=torch.device(kind)), None
-    if args.replay_every:       # before the first product: cuBLAS adds in one order then
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     alone_too = args.auto or args.parallel != "ddp"
     world = distributed.init(args.collective_timeout, args.wait_timeout, alone_too, cpu_too)
     watch = watchdog.Watchdog(world, args.collective_timeout)
@@ -277,18 +275,6 @@ class TrainState:
         self.watch.moved(f"step {self.step + 1}", self.args.wait_timeout if compiling else None)
         self.waited += time.monotonic() - asked
         return batch
-
-    def passes(self, module, parameters, micro):
-        """For each pass over a micro-step: whether its gradients are summed over the ranks. One
-        pass, and the others of --replay_every before. parameters: those that are trained.
-        """
-        every = self.args.replay_every
-        if every and micro == 0 and (self.step + 1) % every == 0:
-            from common import replay
-            yield from replay.passes(self, module, parameters)
-            self.finite = []
-        # ranks exchange gradients once a step: in the last micro-step, when they are complete
-        yield micro == self.args.gradient_accumulation_steps - 1
 
     def note_loss(self, loss, samples):
         """Note, without a host sync, whether a micro-step's loss is finite: its samples are named if the step is

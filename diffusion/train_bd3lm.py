@@ -603,19 +603,18 @@ def train(args):
             region = noise.send(batch.region.flatten()[inputs.places], world.device)
             inputs = inputs.to(world.device)
 
-            # one pass, whose gradients ranks sum in the last micro-step; more by --replay_every
-            for summed in state.passes(wrapped, parameters, micro):
-                with distributed.gradient_sync(wrapped, summed):
-                    # forward: cross-entropy of each masked token
-                    with torch.autocast(world.device.type, torch.bfloat16, enabled=args.bf16):
-                        losses = wrapped(inputs)
-                    # loss: weighted so that it bounds the likelihood; a part of the step's mean
-                    weighted = losses * inputs.weights
-                    loss = weighted.sum() / work["targets"]
-                    # backward: gradients are averaged over ranks, the loss is a mean over them all
-                    (loss * world.size).backward()
-                documents = [document for row in mine for document in rows.members[row]]
-                state.note_loss(loss, documents)
+            # ranks exchange gradients once a step: in the last micro-step, when they are complete
+            with distributed.gradient_sync(wrapped, micro == accumulation - 1):
+                # forward: cross-entropy of each masked token
+                with torch.autocast(world.device.type, torch.bfloat16, enabled=args.bf16):
+                    losses = wrapped(inputs)
+                # loss: weighted so that it bounds the likelihood; a part of the step's mean
+                weighted = losses * inputs.weights
+                loss = weighted.sum() / work["targets"]
+                # backward: gradients are averaged over ranks, the loss is a mean over them all
+                (loss * world.size).backward()
+            documents = [document for row in mine for document in rows.members[row]]
+            state.note_loss(loss, documents)
             # for the log, without waiting for the device
             sums[:4].index_add_(0, region, weighted.detach().double())
             sums[8].add_(losses.detach().double().sum())

@@ -23,7 +23,7 @@ gc.disable()    # until all tests are collected
 
 LONGEST = ("recovery", "slurm", "kernels", "fsdp", "docs", "train_v2_ddp", "launchers", "train_bd3lm", "train_sft", "plan",
            "create_data", "nf4", "setup", "decoder", "minimal", "reproducible", "distill_demo", "speed",
-           "distributed", "generate_tts", "bad_input", "generate", "judge_demo", "encode", "replay", "first_voice", "takes",
+           "distributed", "generate_tts", "bad_input", "generate", "judge_demo", "encode", "first_voice", "takes",
            "house", "divergence")
 
 

@@ -452,7 +452,7 @@ def test_example_of_data_is_read(heading, number, pool, workshop):
         write_speech(workshop / "data" / file, 200, seconds=25 if name == "NAME.srt" or file == "talk.flac" else 1)
     folder = name in ("", "NAME.srt", "metadata.json")
     source = ["--train_data_dir", "data"] if folder else ["--train_data_file", f"data/{name}"]
-    statuses, output = pool.run(1, "train_v2_ddp.main", [
+    statuses, output = pool.run(1, "tests.helpers.trainer.speech_main", [
         "--model_path", "BASE", "--audio_tokenizer_path", "CODEC", "--output_dir", "fresh", "--disable_eval",
         *source, "--dry_run"], cwd=workshop)
     assert statuses == [0] and "dry run ok" in output, output[-2000:]

@@ -226,7 +226,7 @@ def test_resume_is_exact_and_two_ranks_learn_the_same(pool, tiny, tmp_path):
     assert_same_bits(one, again)
     names = load_file(one.output_dir / "checkpoint-4" / "adapter_model.safetensors")
     assert all(".lora_" in name and tensor.dtype == torch.float32 for name, tensor in names.items())
-    two = run("two", "--replay_every", 2, ranks=2)
+    two = run("two", ranks=2)
     assert two.metrics("train/loss") == pytest.approx(one.metrics("train/loss"), rel=2e-3)
     learnt = one.output_dir / "checkpoint-4"
     assert json.loads((learnt / "text_settings.json").read_text())["base_dtype"] == "nf4"

@@ -526,7 +526,7 @@ def test_a_crash_in_native_code_shows_where_the_rank_was(launch, tmp_path):
     job.signal(signal.SIGSEGV, [crashed])
     assert job.wait() == [1, -signal.SIGSEGV], job.text()
     assert job.text().count("Fatal Python error: Segmentation fault") == 1, job.text()
-    assert re.search(r'train_v2_ddp\.py", line \d+ in main', job.text()), job.text()
+    assert re.search(r'train_v2_ddp\.py", line \d+ in <module>', job.text()), job.text()
 
 
 LIMIT_S = 8         # a step takes less, also on a busy machine
