@@ -327,8 +327,8 @@ class TrainState:
             return
         step, flags = about
         if self.flags.zero:
-            raise UserError(f"step {step}: the norm of all gradients is exactly 0, so nothing is "
-                            "trained; check that samples have trained tokens, and run once "
+            raise UserError(f"step {step}: the gradient norm is exactly 0, so nothing is "
+                            "learnt; check that samples have trained tokens, and run once "
                             "without --compile and --float8")
         local = [self.name(i) for finite, numbers in flags if not finite.item() for i in numbers]
         names = sorted({name for rank_names in distributed.gather_objects(self.world, local) for name in rank_names})

@@ -129,8 +129,12 @@ class StepMonitor:
     skipped: steps that were not taken, of the run. stop: whether a rank asked to stop.
     """
 
-    def __init__(self, world, sample_name, max_bad_steps=5, skipped=0, scaler=None):
-        """sample_name(i): the file and row of sample i. scaler: of fp16.py, or None."""
+    def __init__(self, world, sample_name, max_bad_steps=5, skipped=0, scaler=None,
+                 before_error=lambda: None):
+        """sample_name(i): the file and row of sample i. scaler: of fp16.py, or None. before_error:
+        called on every rank before the run is given up, to complete the checkpoint under way.
+        """
+        self.before_error = before_error
         self.world, self.sample_name, self.max_bad_steps = world, sample_name, max_bad_steps
         self.skipped, self.in_a_row, self.stop, self.scaler = skipped, 0, False, scaler
         cuda = world.device.type == "cuda"
@@ -171,6 +175,8 @@ class StepMonitor:
         (step, losses), self.pending = self.pending, None
         bad, zero, stop = (bool(flag) for flag in self.host.tolist())
         self.stop |= stop
+        if zero:
+            self.before_error()
         require(not zero, f"step {step}: the gradient norm is exactly 0, so nothing is learnt; look "
                 "at what is trained (--lora_target_modules, --freeze_llm), at the weight of the "
                 "loss, and whether the run learns without --compile")
@@ -190,5 +196,7 @@ class StepMonitor:
                 f"{what}")
         if self.world.is_main:
             print(text, flush=True)
+        if self.in_a_row >= self.max_bad_steps:
+            self.before_error()
         require(self.in_a_row < self.max_bad_steps,
                 f"{self.in_a_row} steps in a row had a non-finite gradient; {text}")

@@ -493,7 +493,8 @@ def save():
 sums = torch.zeros(model.sums, dtype=torch.float64, device=device)
 if main_rank and len(state.get("unlogged", ())) == len(sums):
     sums += torch.tensor(state["unlogged"], dtype=torch.float64, device=device)
-monitor = optim.StepMonitor(world, table.name, args.max_bad_steps, state.get("skipped", 0), scaler)
+monitor = optim.StepMonitor(world, table.name, args.max_bad_steps, state.get("skipped", 0), scaler,
+                            before_error=checkpoints.wait)
 epochs = sys.maxsize if args.max_steps else args.num_train_epochs
 packs = ([int(train_ids[i]) for i in pack] for pack in rank_packs(
     order, world.rank, world.size, accumulation, epochs, epoch, first_pack))

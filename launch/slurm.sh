@@ -98,7 +98,7 @@ fi
 command+=(--nproc-per-node="$NPROC_PER_NODE" --max-restarts="$MAX_RESTARTS" "$TRAINER" "$@")
 
 if [ "$DRY_RUN" = 1 ]; then
-    if grep -q 'flags\.parse(' "$TRAINER"; then             # one of this repository's scripts
+    if grep -qE '(flags|cli)\.parse\(' "$TRAINER"; then   # one of this repository's scripts
         CHECK_FLAGS=1 WORLD_SIZE=$((nodes * NPROC_PER_NODE)) LOCAL_WORLD_SIZE=$NPROC_PER_NODE \
             python "$TRAINER" "$@" >&2 || exit $?
     fi
