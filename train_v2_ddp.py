@@ -186,7 +186,8 @@ else:
 watch = watchdog.Watchdog(world, args.collective_timeout)       # names a rank that hangs
 watch.report_progress("data preparation", args.wait_timeout)
 watchdog.exit_if_asked(world, args.output_dir)      # by a signal during the imports
-ranks, main_rank, device = args.dry_run or world.size, world.is_main, world.device
+ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
+main_rank, device = world.is_main, world.device
 if args.compile:        # by all ranks or by none
     args.compile = all(dist.all_gather(world, fused.compiles(device.type)))
 dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
