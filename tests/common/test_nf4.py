@@ -187,7 +187,7 @@ def test_one_weight_at_a_time_is_whole():
 
     def load(weights, parts, world):
         assert not any(ref() is not None for ref in alive), "two at once"
-        (name, tensor), = causal_lm.items()
+        (name, tensor), = weights.items()
         tensor.copy_(parts[name])
         alive.append(weakref.ref(tensor))
     gc.disable()        # the references alone free it

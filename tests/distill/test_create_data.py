@@ -655,7 +655,7 @@ def test_launcher_dry_run(gpus, tp, pp, visible, slices, server, tmp_path):
 
 
 @pytest.mark.parametrize("words, settings, message", [
-    ([], {}, "INPUT: no such file: ../tinker-cookbook/example-data/multilingual.txt"),
+    ([], {}, "INPUT is not set: create_data_h100x8.sh INPUT"),
     (["no.txt", "o.jsonl"], {}, "INPUT: no such file: no.txt"),
     (["lines.txt", "o.jsonl", "3"], {}, "TP is '3': 1, 2, 4 or 8"),
     (["lines.txt", "o.jsonl"], {"GPUS": "6"}, "6 GPUs cannot be shared out to instances of TP 4 x PP 1"),
