@@ -324,6 +324,12 @@ def other_rows(path, data_file, group_size):
     return path, rows, len(trained)
 
 
+def question_of(row):
+    """(id, messages before the last answer) of a held-out row."""
+    messages = row["messages"]
+    return row.get("id"), messages[:-1] if messages[-1]["role"] == "assistant" else messages
+
+
 def read_rows(args, run):
     """([record] to judge by, JSON-able dict about them). Raises UserError for questions that were trained."""
     size = run.flags.group_size
@@ -560,7 +566,8 @@ def evaluate(args):
     if args.control:
         other = open_run(args, args.control)
         theirs, _ = read_rows(args, other)
-        need([row["messages"] for row in theirs] == [row["messages"] for row in rows],
+        # the control was trained on the same questions with other answers
+        need(list(map(question_of, theirs)) == list(map(question_of, rows)),
              f"--control {other.folder}: held out other questions than {args.checkpoint}")
         columns[CONTROL] = open_columns(args, other, None, device, dtype)[STUDENT]
 
