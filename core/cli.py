@@ -14,6 +14,7 @@ import difflib
 import faulthandler
 import gc
 import importlib.util
+import io
 import json
 import math
 import os
@@ -198,7 +199,8 @@ def parse(parser, check=None, argv=None):
     lifetime.end_with_torchrun()        # first: imports take seconds
     if argv is None:
         if sys.stderr:
-            faulthandler.enable()       # a crash in native code prints where each thread was
+            with contextlib.suppress(io.UnsupportedOperation):      # stderr may be no file
+                faulthandler.enable()   # a crash in native code prints where each thread was
         sys.argv[1:] = map(without_secrets, words)      # W&B keeps the command line of a run
         gc.disable()        # a quarter of the time of imports; dist.init() turns it on again
         sys.excepthook = report_interrupt

@@ -245,12 +245,14 @@ def test_global_batch_size_counts_ranks():
 
 TRAINERS = ("train_v2_ddp.py", "distill/train_sft.py", "diffusion/train_bd3lm.py")
 FOLDERS = ".", "common", "core", "speech", "diffusion", "distill", "distill/demo"
+# generate.py stands alone, beside exported models; convert.py is a module first
 SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).glob("*.py")
                  if '\nif __name__ == "__main__":' in path.read_text()
-                 and path.name != "generate.py")        # diffusion's stands alone, beside exported models
+                 and path.name not in ("generate.py", "convert.py"))
 # for launch lines that people have (--optim names the only one there is), and what check_flags turns into another flag
 NO_EFFECT_OF_THEIR_OWN = {"help", "optim", "freeze_audio_tower", "freeze_audio_encoder_proj", "global_batch_size",
-                          "drop_too_long", "command", "config", "dataloader_pin_memory", "batch_preset"}
+                          "drop_too_long", "command", "config", "dataloader_pin_memory", "batch_preset",
+                          "asr_time_limit"}       # pick_checkpoint.py hands it on by name
 
 
 def actions(parser):
@@ -355,6 +357,8 @@ def used_names(script):
                   if isinstance(node, ast.Call) and ast.unparse(node).startswith("getattr(args, '")}
         for node in named:      # {name: getattr(args, name) for name in NAMES}, of modules imported in functions, too
             known = vars(importlib.import_module(name.removesuffix(".py").replace("/", "."))).copy()
+            if "ENGINE_FLAGS" in known:     # of create_data.py: those of all engines
+                known |= {"engine": 0, "ENGINE_FLAGS": [sum(map(list, known["ENGINE_FLAGS"].values()), [])]}
             for line in ast.walk(tree):
                 if isinstance(line, ast.ImportFrom) and line.module == "speech.voice":
                     known |= {name.name: importlib.import_module(f"speech.voice.{name.name}") for name in line.names}

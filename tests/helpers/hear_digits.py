@@ -1,12 +1,12 @@
 """What pocketsphinx hears in wav files when it knows digits alone, a line for each: an --asr_command for launch/voice.
 
-    python bench/hear_digits.py spoken/0000.wav spoken/0001.wav
+    python tests/helpers/hear_digits.py spoken/0000.wav spoken/0001.wav
 """
 import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 
 def main(argv=None):
