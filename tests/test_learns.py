@@ -23,8 +23,7 @@ SHORT = ["--max_steps", "2", "--learning_rate", "1e-2", "--lr_scheduler", "const
 def student(tmp_path_factory):
     folder = tmp_path_factory.mktemp("student")
     chats.student(folder / "qwen")
-    records = chats.alternatives(24, chats.tokenizer())
-    (folder / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    chats.write(folder / "chats.jsonl", chats.conversations(24))
     return folder
 
 

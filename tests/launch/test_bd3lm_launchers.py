@@ -74,7 +74,7 @@ def test_presets_are_the_guides(system, preset, wanted, tmp_path):
     assert args.per_device_train_batch_size is None         # as many rows as hold the preset's problems
     assert (PRESETS[args.batch_preset][0], args.gradient_accumulation_steps, args.learning_rate, args.warmup_steps,
             args.max_steps) == wanted
-    assert (layout.system, layout.hdp_layout, layout.block_size) == (system, "hierarchical", 16)
+    assert (layout.system, layout.block_size) == (system, 16)
     assert args.bf16 and args.tf32 and args.compile and args.pack and args.drop_too_long
     assert (args.num_workers, args.ema_decay, args.max_grad_norm) == (16, 0.9999, 1.0)
     assert (args.train_data_file, args.model_size) == (str(data), "small")

@@ -10,7 +10,7 @@ from tests.helpers.trainer import ROOT, script_flags
 
 REQUIRED = ["--train_data_file", "train.json", "--model_path", "model", "--audio_tokenizer_path", "codec"]
 FLAGS = """adam_beta2 audio_loss_reduction audio_tokenizer_path auto base_dtype bf16 code_cache
-    collective_timeout columns compile config cpu_offload data_format disable_eval drop_bad
+    collective_timeout columns compile config cpu_offload disable_eval drop_bad
     dry_run eval_data_dir eval_data_file eval_steps float8 fp16 freeze_llm global_batch_size
     gpu_memory gradient_accumulation_steps gradient_checkpointing group_by_length host_memory help keep
     keep_every keep_weight learning_rate logging_dir logging_steps lora_alpha lora_dropout
