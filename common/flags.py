@@ -550,15 +550,6 @@ def check_parallel(args, world_size):
          "(--shard_size)")
 
 
-def check_sharding(args):
-    """The flags of sharding()."""
-    need(args.parallel != "ddp" or (args.reshard_after_forward and not args.cpu_offload),
-         "--no-reshard_after_forward and --cpu_offload need --parallel fsdp or hsdp")
-    if args.float8 or args.fp16 or args.base_dtype:
-        from core import precision
-        precision.check(args)
-
-
 def check_lora(args, parser):
     """No flag of an adapter without --use_lora, where it would do nothing."""
     for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora",

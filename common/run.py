@@ -24,7 +24,6 @@ from tqdm import tqdm
 from common import checkpoint, distributed, flags
 from common.distributed import UserError
 from common.problems import collect
-from common.text import counted
 from core import fused, metrics, optim, watchdog
 
 SAVE_MINUTES = 30           # a checkpoint at least so often, where --save_steps is not given
@@ -101,20 +100,6 @@ def check_folders(args):
         folders["logging_dir"] = args.logging_dir
     collect(True, *(partial(plan.check_writable, path, f"--{flag}")
                     for flag, path in folders.items() if path))
-
-
-def check_float8(args, device):
-    """UserError where --float8 cannot run."""
-    if args.float8:
-        from core import float8
-        float8.check_device(device, True)
-
-
-def steps_text(total, per_epoch, ranks, accumulation, about):
-    """The length of the run in optimizer steps."""
-    packs = counted(ranks * accumulation, "pack")
-    return (f"steps      {total} ({per_epoch} an epoch), {packs} a step = "
-            f"{counted(ranks, 'rank')} x {counted(accumulation, 'micro-step')}; {about}")
 
 
 def start_text(step, resume, new="base model"):

@@ -146,42 +146,6 @@ def layer_norm(x, weight, bias, eps):
         return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype), eps)
 
 
-def rotate_halves(x, cos, sin):
-    """Rotary embedding of x (..., D) in float32; cos, sin (..., D / 2) for both halves."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-
-
-def rotate_qk_kernel(q, k, cos, sin):
-    return rotate_halves(q, cos, sin).to(q.dtype), rotate_halves(k, cos, sin).to(k.dtype)
-
-
-def rotate_qkv_gradient_kernel(q, k, v, cos, sin):
-    q, k = (rotate_halves(t, cos, -sin).to(v.dtype) for t in (q, k))
-    return torch.stack([q, k, v], dim=2)
-
-
-class _RotateQKV(torch.autograd.Function):
-
-    @staticmethod
-    def forward(ctx, qkv, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        q, k, v = qkv.unbind(2)
-        return *kernel(rotate_qk_kernel, q, k, cos, sin), v
-
-    @staticmethod
-    def backward(ctx, q, k, v):
-        return kernel(rotate_qkv_gradient_kernel, q, k, v, *ctx.saved_tensors), None, None
-
-
-def rotate_qkv(qkv, cos, sin):
-    """(B, S, 3, heads, D) -> q, k, v (B, S, heads, D), q and k by rotate_halves; cos, sin (B, S, 1, D / 2)."""
-    if wanted(qkv):
-        return _RotateQKV.apply(qkv, cos, sin)
-    q, k, v = qkv.unbind(2)
-    return *rotate_qk_kernel(q, k, cos, sin), v
-
-
 def cross_entropies_kernel(logits, labels):
     wide = logits.float()
     log_sum = wide.logsumexp(-1)

@@ -140,19 +140,11 @@ def rotated(rows):
     return tensor(rows, HEADS, HEAD), tensor(rows, 1, HEAD), tensor(rows, 1, HEAD)
 
 
-def rotated_blocks(rows, n=2):
-    """n of q, k, v; then cos, sin of the DiT."""
-    return [*(tensor(rows // 1024, 1024, 12, 64) for _ in range(n)),
-            *(tensor(rows // 1024, 1024, 1, 32, dtype=torch.float32) for _ in range(2))]
-
-
 ARGUMENTS = {       # {kernel of fused.py: its arguments by number of rows}
     fused.swiglu_kernel: lambda rows: [tensor(rows, WIDTH) for _ in range(2)],
     fused.swiglu_gradient_kernel: lambda rows: [tensor(rows, WIDTH) for _ in range(3)],
     fused.rotate_kernel: rotated,
-    fused.rotate_gradient_kernel: rotated,
-    fused.rotate_qk_kernel: rotated_blocks,
-    fused.rotate_qkv_gradient_kernel: lambda rows: rotated_blocks(rows, 3)}
+    fused.rotate_gradient_kernel: rotated}
 
 
 def report(function, suffix=""):
