@@ -44,6 +44,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from core import lifetime
+from core import lifetime
 from core.cli import UserError, counted, error_text, print_error, printable
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
@@ -184,6 +185,9 @@ def report_error(kind, error, trace):
         if lost_peer and lifetime.stop_requested():     # torchrun ends all, and names the dead rank
             os._exit(1)
         if lost_peer:       # that rank's message, torchrun's or the watchdog's says more
+            if lifetime.stop_requested():       # torchrun has asked already
+                kill_children()
+                os._exit(1)
             wait_for_torchrun(2 * GRACE_S)
         if claim_error_report(store, if_store_is_gone=not lost_peer):
             text = "".join(traceback.format_exception(kind, error, trace))
