@@ -60,7 +60,7 @@ def test_compiled_adapters_train(trainer, tiny, student, tmp_path):
     assert norms["compiled"] == pytest.approx(norms["eager"], rel=1e-4)
 
 
-@pytest.mark.parametrize("trainer", ["train_v2_ddp.py", "distill/train_sft.py"])
+@pytest.mark.parametrize("trainer", ["train_v2_ddp.py", "distill/train_sft.py", "diffusion/train_bd3lm.py"])
 def test_a_gradient_of_exactly_zero_ends_the_run(trainer, tiny, student, tmp_path):
     """Of heads that are zeros nothing comes back to the adapters."""
     model = tiny.model if trainer == "train_v2_ddp.py" else student / "qwen"
@@ -75,7 +75,8 @@ def test_a_gradient_of_exactly_zero_ends_the_run(trainer, tiny, student, tmp_pat
                       zeros / path.name, {"format": "pt"})
         elif path.is_file():
             (zeros / path.name).write_bytes(path.read_bytes())
-    words = [*words_of(trainer, tiny, student, tmp_path / "out"), *LORA, *SHORT, "--model_path", zeros]
+    flag = "--init_from" if "bd3lm" in trainer else "--model_path"
+    words = [*words_of(trainer, tiny, student, tmp_path / "out"), *LORA, *SHORT, flag, zeros]
     done = run(words, ROOT / trainer)
     assert done.returncode != 0, done.stdout[-3000:]
     assert "step 1: the gradient norm is exactly 0" in done.stdout
