@@ -1,7 +1,7 @@
 """Your files -> batches: labelled, packed batches of conversations and codec codes for Higgs-Audio V2.
 
-Rank 0 tokenises every sample once into a table on disk (speech/data/dataset.py); clips are encoded once into a cache
-(speech/data/code_cache.py). A loader worker turns a list of sample numbers into one PackedBatch: delay pattern, labels (shifted
+Rank 0 tokenises every sample once into a table on disk (speech/dataset.py); clips are encoded once into a cache
+(speech/code_cache.py). A loader worker turns a list of sample numbers into one PackedBatch: delay pattern, labels (shifted
 by one) and every index the GPU needs. Nothing is padded per sample. No worker imports the model or touches CUDA.
 """
 import os
@@ -17,10 +17,10 @@ from common import checkpoint, distributed
 from common.problems import Problems
 from core import loading
 from speech import choices
-from speech.data.builder import TableBuilder
-from speech.data.dataset import Encoding, Table, ensure_codes, is_prepared, keep_prepared
-from speech.data.rows import Reading, Sources, read_all
-from speech.model.labels import IGNORE, PackedBatch, audio_targets
+from speech.builder import TableBuilder
+from speech.dataset import Encoding, Table, ensure_codes, is_prepared, keep_prepared
+from speech.rows import Reading, Sources, read_all
+from speech.labels import IGNORE, PackedBatch, audio_targets
 
 PAD_LENGTH = 128        # padding comes in samples this short: attention costs the square of a sample's length
 
@@ -44,7 +44,7 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
     number of their frames from their headers, and no codes; nothing is listed. Returns the Table.
     """
     if any(is_prepared(path) for path, *_ in sources.all()):
-        from speech.data.prepared import open_prepared
+        from speech.prepared import open_prepared
         return open_prepared(world, sources, tokenizer, ids, encoding.codec_dir, output_dir)
     builder, parts = None, []
     start, bad = time.monotonic(), {}        # bad: clips that cannot be used, on rank 0
@@ -83,7 +83,7 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
     try:
         distributed.rank0_first(world, read)
         if dry:
-            from speech.data.encode import plan_codes
+            from speech.encode import plan_codes
             codes = plan_codes(builder.clips, encoding, bad)
         else:
             codes = ensure_codes(world, builder.clips if builder else [], encoding, bad)

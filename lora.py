@@ -6,7 +6,7 @@
     python lora.py push --adapter out/checkpoint-500 --output_dir card --repo_id me/voice --dry_run
 
 merge writes a native checkpoint, export one of an adapter or of a full fine-tuning in the 2025
-layout, push uploads to the hub (speech/model/export.py, card.py).
+layout, push uploads to the hub (speech/export.py, card.py).
 """
 from common import flags
 from speech.choices import LORA_TARGETS
@@ -14,12 +14,12 @@ from speech.choices import LORA_TARGETS
 
 def build_parser():
     """The flags of the commands. Training, which adds adapters, has none of them."""
-    from speech.model import export_flags
+    from speech import export_flags
     return export_flags.build_parser()
 
 
 def check_flags(args, world_size):
-    from speech.model import export_flags
+    from speech import export_flags
     export_flags.check_flags(args, world_size)
 
 
@@ -29,9 +29,9 @@ ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else N
 import torch
 
 from common.distributed import UserError, one_clear_error
-from speech.model import versions
+from speech import versions
 
-# after speech.model.weights, which explains a torchaudio that breaks every transformers import
+# after speech.weights, which explains a torchaudio that breaks every transformers import
 from core import adapters  # isort: skip
 from peft import LoraConfig  # isort: skip
 
@@ -64,7 +64,7 @@ def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kin
 def merge(model_path, adapter, output_dir, dtype="float32", shard_bytes=5 * 10**9, layout="native",
           codec=None, base_dtype=None):
     """Fold an adapter, or none, into its base and write a plain checkpoint: export.export."""
-    from speech.model import export
+    from speech import export
     return export.export(model_path, output_dir, layout, dtype, shard_bytes, adapter, codec, base_dtype)
 
 
@@ -72,7 +72,7 @@ def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
     with one_clear_error():
         if args.command == "push":
-            from speech.model import card
+            from speech import card
             notes = card.write(args.adapter or args.model_path, args.output_dir, args.repo_id,
                                args.base_model, args.language)
             print(f"{args.repo_id}: {args.output_dir}", *notes, sep="\n  ")

@@ -164,11 +164,11 @@ from core import (
 )
 from core.packing import PackOrder, rank_packs, run_length
 from data import SpeechSamples, collate, make_loader, prepare_table
-from speech.data import text_normalization
-from speech.data.code_cache import FRAME_RATE
-from speech.data.dataset import data_facts, samples_line, split_samples, usable_samples
-from speech.model import versions, weights
-from speech.model.loss import Sums, decays, eval_line, step_work, total_loss, train_line
+from speech import text_normalization
+from speech.code_cache import FRAME_RATE
+from speech.dataset import data_facts, samples_line, split_samples, usable_samples
+from speech import versions, weights
+from speech.loss import Sums, decays, eval_line, step_work, total_loss, train_line
 
 # --------------------------------------------------------------------------------------------------
 # Ranks. A dry run joins no other process and writes nothing.
@@ -209,7 +209,7 @@ def print0(*lines):
 
 folder, config_dict, codec_dir = versions.find_files(
     world, args.model_path, args.audio_tokenizer_path, work_dir)
-module = versions.module(config_dict)       # speech/model/v2.py or v3.py, chosen once
+module = versions.module(config_dict)       # speech/v2.py or v3.py, chosen once
 args.normalize_text = module.text_setting(args.normalize_text or "")
 if args.use_lora:
     args.lora_target_modules = args.lora_target_modules or module.LORA_TARGETS
@@ -256,10 +256,10 @@ def load_prompts():
     """The prompts of --sample_prompts, and what holds the model near its base, or None each."""
     prompts = keep_loss = None
     if args.sample_prompts:
-        from speech.voice import sample_prompts
+        from speech import sample_prompts
         prompts = sample_prompts.load(args, tokenizer, ids, config, codec_dir, world)
     if args.keep:
-        from speech.voice import keep
+        from speech import keep
         keep_loss = keep.load(args, tokenizer, ids, config, codec_dir, world)
     return prompts, keep_loss
 
@@ -515,7 +515,7 @@ if main_rank:
     log = metrics.MetricsLog(output_dir, board, args.report_to, cli.stored(args), step,
                              args.wandb_project, eval_due)
     if (output_dir / "samples").is_dir():       # speech of steps that come once more
-        from speech.voice import sample_prompts
+        from speech import sample_prompts
         sample_prompts.forget_later(output_dir, step)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     precision = "bf16 autocast" if args.bf16 else "fp16 autocast" if args.fp16 else "fp32"

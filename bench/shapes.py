@@ -17,8 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from diffusion import make_problems
 from distill import causal_lm as chat_weights
-from speech.demo import make_tiny
-from speech.model import v3, versions
+from speech import make_tiny, v3, versions
 
 from transformers import PreTrainedTokenizerFast, Qwen3Config  # isort: skip
 
@@ -103,8 +102,8 @@ def speech_data(folder, pairs):
 
 def fill_cache(folder):
     """Random codes of the clips in a code cache, for machines that cannot decode audio."""
-    from speech.data import code_cache, encode
-    from speech.data.conversations import Clip
+    from speech import code_cache, encode
+    from speech.conversations import Clip
     cache = folder / "codes" / code_cache.codec_fingerprint(folder / "codec")
     cache.mkdir(parents=True, exist_ok=True)
     batch, rng = encode.Batch(cache, 8), np.random.default_rng(0)

@@ -44,7 +44,6 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from core import lifetime
-from core import lifetime
 from core.cli import UserError, counted, error_text, print_error, printable
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks

@@ -55,7 +55,7 @@ speak() {       # speak NAME [flags]: the sentences
 }
 
 printf '%s\n' "seven four two." "six one two four seven." >"$run/prompts.txt"
-python speech/demo/draw_sentences.py "$SENTENCES" --seed "$SEED" >"$run/sentences.txt"
+python speech/draw_sentences.py "$SENTENCES" --seed "$SEED" >"$run/sentences.txt"
 
 echo "== training to step $STEPS; one process is killed after step $half"
 (train) 2>"$run/killed.txt" &
@@ -76,7 +76,7 @@ wait $!
 
 echo "== result"
 status=0
-python speech/demo/judge_demo.py "$run/before" "$run/after" --voice_dir "$voice" || status=$?
+python speech/judge_demo.py "$run/before" "$run/after" --voice_dir "$voice" || status=$?
 python common/report.py "$run" --samples "$run/before" "$run/after" || status=$?
 cat <<END
 listen to:    $run/before/*.wav, $run/after/*.wav

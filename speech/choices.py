@@ -108,7 +108,7 @@ def base_dtype(group, help):
 
 def check_base_dtype(args):
     """Make args.base_dtype "nf4" or None."""
-    from speech.data.text_normalization import saved_setting
+    from speech.text_normalization import saved_setting
     saved = args.adapter and saved_setting(args.adapter, "base_dtype", ["nf4"])
     args.base_dtype = "nf4" if (args.base_dtype or saved) == "nf4" else None
     if args.base_dtype:
@@ -162,7 +162,7 @@ def check_judges(args):
 
 
 def check_keep(args):
-    """The trainer's flags of --keep (speech/voice/keep.py)."""
+    """The trainer's flags of --keep (speech/keep.py)."""
     flags.above_zero(args, "keep_weight")
     flags.at_least_one(args, "keep_every")
     need(args.keep or (args.keep_weight, args.keep_every) == (1, 10), "--keep_weight and --keep_every need --keep")

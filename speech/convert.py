@@ -34,9 +34,8 @@ from common.flags import UserError, need
 from common.problems import problem
 from common.text import NAME, counted, error_text, printable
 from core import json_files
-from speech import choices
-from speech.data import prompts
-from speech.data.conversations import (
+from speech import choices, prompts
+from speech.conversations import (
     BadSample,
     Paths,
     Reading,
@@ -46,7 +45,7 @@ from speech.data.conversations import (
     label_of,
     sample_text,
 )
-from speech.data.decode import AUDIO_FILES
+from speech.decode import AUDIO_FILES
 
 OTHER_AUDIO = (".m4a", ".aac", ".mp4", ".webm", ".wma", ".amr")     # libsndfile does not read them
 TEXTS = (".txt", ".normalized.txt", ".lab")                         # beside an audio file

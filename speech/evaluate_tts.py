@@ -64,8 +64,7 @@ import torch
 from common.checkpoint import write_json
 from common.distributed import one_clear_error, problem_text
 from core import json_files, run_lock
-from speech.data import text_normalization
-from speech.voice import scores, speech_metrics
+from speech import scores, speech_metrics, text_normalization
 
 # name -> (unit, what is better: -1 less, 1 more, 0 near 1)
 METRICS = {"wer": ("errors/word", -1), "wer_mean": ("errors/word", -1), "cer": ("errors/char", -1),

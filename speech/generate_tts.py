@@ -123,11 +123,10 @@ from tqdm import tqdm
 
 from common import checkpoint, distributed
 from common.distributed import UserError
-from speech.data import text_normalization
-from speech.data.code_cache import FRAME_RATE
-from speech.data.encode import load_codec
-from speech.model import versions, weights
-from speech.voice import generate
+from speech import text_normalization
+from speech.code_cache import FRAME_RATE
+from speech.encode import load_codec
+from speech import generate, versions, weights
 
 from core import adapters  # isort: skip      # after weights, which explains a broken torchaudio
 
@@ -139,7 +138,7 @@ def read_texts(args, normalize):
     lines = [(f"--text {text!r}", text) for text in args.text or ()]
     lines = generate.read_lines(args.prompts) if args.prompts else lines
     if args.split_text:
-        from speech.voice import takes
+        from speech import takes
         for name, text in lines:
             need(len(text) <= args.split_text or not takes.MARK.search(text), f"{name}: --split_text would give a tag "
                  "such as [SPEAKER1] to the first part alone; split this text yourself")
@@ -194,7 +193,7 @@ def prepare_share(world, samples, mine, batch_size, prepare):
 
 def load_judges(args):
     """scores.Judges that choose among takes. Raises UserError."""
-    from speech.voice import scores
+    from speech import scores
     return scores.load_judges(args.asr_model, args.asr_command, args.speaker_model, language=args.language,
                               asr_time_limit=args.asr_time_limit)
 
@@ -204,7 +203,7 @@ def speak_takes(native, codec, ids, settings, prompts, seed, prepare, args):
 
     prepare(samples, their numbers) -> Prompts.
     """
-    from speech.voice import takes
+    from speech import takes
     judges = load_judges(args)
 
     def speak(some, turn=0):
@@ -364,7 +363,7 @@ def main(argv=None):
                 print(f"notice     {len(records) - stopped} were cut off at --max_seconds {args.max_seconds:g}: raise "
                       "it, or the model has not learnt to stop")
             if args.max_cer is not None:
-                from speech.voice import takes
+                from speech import takes
                 records.sort(key=lambda record: int(record["name"]))
                 print(takes.write_good(args.output_dir, samples, records, args.max_cer, ids.min_frames))
         distributed.finish()

@@ -8,11 +8,11 @@ import torch
 from common import plan, step_memory
 from common.problems import collect
 from core.packing import PackOrder
-from speech.data.code_cache import FRAME_RATE
-from speech.data.dataset import samples_line
-from speech.model import v2, versions
-from speech.model.labels import PackedBatch
-from speech.model.loss import step_work
+from speech.code_cache import FRAME_RATE
+from speech.dataset import samples_line
+from speech import v2, versions
+from speech.labels import PackedBatch
+from speech.loss import step_work
 
 # {with adapters: the most of plan.RATES that a step reaches by count}; docs/speed.md has the steps
 SHARES = {True: (0.70, 0.90), False: (0.72, 0.88)}
@@ -90,7 +90,7 @@ def step_of(model):
 
 def speaking_bytes(native, setup, speaker):
     """What a batch of sample prompts takes: keys, values, and whole weights to compute on."""
-    from speech.voice.sample_prompts import BATCH
+    from speech.sample_prompts import BATCH
     config, value = native.config, 2 if setup.bf16 else 4
     rows = max(len(prompt.tokens) for prompt in speaker.prompts) + speaker.settings.max_new_tokens
     row = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers * value

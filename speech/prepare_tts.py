@@ -88,14 +88,13 @@ from common import checkpoint, distributed
 from common.distributed import UserError
 from common.problems import LIST, Problems
 from core import lifetime, watchdog
-from speech.data import checks, prepared
-from speech.data.builder import TableBuilder
-from speech.data.code_cache import FRAME_RATE
-from speech.data.dataset import Encoding, ensure_codes
-from speech.data.encode import measures_of
-from speech.data.rows import Reading, Sources, read_all
-from speech.model import versions
-from speech.voice import transcripts
+from speech import checks, prepared
+from speech.builder import TableBuilder
+from speech.code_cache import FRAME_RATE
+from speech.dataset import Encoding, ensure_codes
+from speech.encode import measures_of
+from speech.rows import Reading, Sources, read_all
+from speech import transcripts, versions
 
 
 def prepare(world, tokenizer, ids, sources, encoding, output_dir, limits, recogniser=None):

@@ -80,7 +80,7 @@ def as_a_fresh_process():
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    from speech.demo import make_tiny
+    from speech import make_tiny
     root = tmp_path_factory.mktemp("tiny")
     make_tiny.main([str(root), "--clips", "24", "--speakers", "3"])
     return Tiny(root)

@@ -27,7 +27,7 @@ import soundfile
 import torch
 
 from speech import convert
-from speech.data.encode import load_codec
+from speech.encode import load_codec
 from tests.helpers import chats
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT, script_flags, train_forked
@@ -221,7 +221,7 @@ def launcher_of(words):
 
 def all_flags():
     """Every flag of every script, those of the measurements included; each prints its --help."""
-    paths = [path for folder in (".", "speech", "speech/demo", "diffusion", "distill", "distill/demo", "common", "core", "bench")
+    paths = [path for folder in (".", "speech", "diffusion", "distill", "common", "core", "bench")
              for path in (ROOT / folder).glob("*.py")
              if '\nif __name__ == "__main__":' in path.read_text() or path.name in ("train_v2_ddp.py", "train_sft.py")]
     flags, parsers = set(), [parser_of(path.relative_to(ROOT).as_posix()) for path in paths]
@@ -245,7 +245,7 @@ def shelf(tiny, pool, tmp_path_factory):
     root = tmp_path_factory.mktemp("shelf")
     (root / "BASE").symlink_to(tiny.model)
     (root / "CODEC").symlink_to(tiny.codec)
-    from speech.demo import make_tiny
+    from speech import make_tiny
     make_tiny.make_model3(root / "tiny3", load_codec(tiny.codec, torch.device("cpu"), 8)[0]).rename(root / "BASE3")
     (root / "clips").mkdir()
     text = tiny.train_json.read_text().replace('"audio_url": "', f'"audio_url": "{tiny.root}/')
@@ -555,7 +555,7 @@ def test_files_that_are_named_exist():
 def test_columns_and_errors_of_data_are_those_of_the_code():
     shown = set(re.findall(r"`(\w+)`", TEXTS["docs/data.md"].partition("## Columns")[2].partition("\n## ")[0]))
     assert shown >= {name for names in convert.COLUMNS.values() for name in names.split()}
-    code = "".join(path.read_text() for folder in ("speech", "speech/data", "common", "core", "distill", "diffusion")
+    code = "".join(path.read_text() for folder in ("speech", "common", "core", "distill", "diffusion")
                    for path in (ROOT / folder).glob("*.py"))
     code = re.sub(r"\"\n\s+f?\"", "", code)     # a text over two lines
     tables = TEXTS["docs/troubleshooting.md"].partition("## Errors of speech data")[2].partition("\n## FAQ")[0]

@@ -20,7 +20,6 @@ SHARED = {"core", "common"}       # core/ is new; common/ serves what is not rew
 MAY_IMPORT = {"core": SHARED, "common": SHARED, "speech": {"speech"} | SHARED, "diffusion": {"diffusion"} | SHARED,
               "distill": {"distill"} | SHARED, "data": {"speech"} | SHARED, "lora": {"speech"} | SHARED,
               "train_v2_ddp": {"data", "lora", "speech"} | SHARED}
-FLOORS = ["speech.data", "speech.model", "speech.voice", "speech.demo"]     # a room imports from those before it
 
 
 def tracked(pattern="*"):
@@ -65,7 +64,7 @@ def test_no_folder_grows(folder):
 # ---------------------------------------------------------------------------------------------------------------------
 # Imports
 
-BOTH = {"lora", "speech.convert", "speech.demo.make_tiny", "diffusion.published",
+BOTH = {"lora", "speech.convert", "speech.make_tiny", "diffusion.published",
         "diffusion.make_problems"}     # module and script
 
 MODULES = {str(path.with_suffix("")).replace("/", "."): path for path in tracked("*.py")
@@ -83,12 +82,6 @@ def imports(path):
     return {name for name in found if name.split(".")[0] in MAY_IMPORT}
 
 
-def floor(name):
-    """The place of a module's room in FLOORS; -1 for all that stand elsewhere."""
-    room = name.rpartition(".")[0]
-    return FLOORS.index(room) if room in FLOORS else -1
-
-
 def is_script(name):
     return '\nif __name__ == "__main__":' in (ROOT / MODULES[name]).read_text()
 
@@ -102,8 +95,6 @@ def test_imports_run_one_way():
         assert not wrong, f"{path} may not import {wrong}"
         scripts = {other for other in found if is_script(other)} - BOTH
         assert not scripts, f"{path} imports scripts: {scripts}"
-        above = {other for other in found if floor(other) > floor(name) >= 0}
-        assert not above, f"{path} imports from rooms above its own: {above}"
 
 
 def test_minimal_stands_alone():

@@ -8,8 +8,8 @@ import torch
 
 from common.distributed import World
 from diffusion import make_problems
-from speech.data.dataset import Encoding, ensure_codes
-from speech.data.rows import read_samples
+from speech.dataset import Encoding, ensure_codes
+from speech.rows import read_samples
 from tests.helpers import chats
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT, trainer_command
@@ -23,9 +23,8 @@ ALL = files("common/", "checkpoint distributed flags problems run tensor_files t
     "core/", "checkpoint cli dist fused json_files lifetime loading metrics optim packing run_lock tensor_io watchdog")
 # LoRA on ChatML, codes in the cache: no other format, nothing that encodes, no TTS 3, no judge, no plan of memory
 SPEECH = files("common/", "indexing") | files("core/", "adapters low_rank precision") | files("", "train_v2_ddp data lora") | files(
-    "speech/", "choices") | files(
-    "speech/data/", "builder code_cache conversations dataset rows text_normalization") | files(
-    "speech/model/", "labels loss v2 versions weights")
+    "speech/", "choices builder code_cache conversations dataset rows text_normalization labels loss v2 versions "
+    "weights")
 CHATS = files("common/", "indexing") | files("core/", "chat checkpoint cli dist document_attention precision tensor_io") | files(
     "distill/", "causal_lm chat_data choices losses packed_lm train_sft")
 BLOCKS = files("diffusion/", "blocks dit elbo noise problems train_bd3lm")

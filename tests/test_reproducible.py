@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from common import checkpoint
-from speech.data import code_cache, encode
-from speech.data.conversations import Clip
+from speech import code_cache, encode
+from speech.conversations import Clip
 from tests.helpers import chats
 from tests.helpers.trainer import ROOT, Run
 

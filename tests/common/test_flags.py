@@ -244,7 +244,7 @@ def test_global_batch_size_counts_ranks():
 
 
 TRAINERS = ("train_v2_ddp.py", "distill/train_sft.py", "diffusion/train_bd3lm.py")
-FOLDERS = ".", "common", "core", "speech", "diffusion", "distill", "distill/demo"
+FOLDERS = ".", "common", "core", "speech", "diffusion", "distill"
 # generate.py stands alone, beside exported models; convert.py is a module first
 SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).glob("*.py")
                  if '\nif __name__ == "__main__":' in path.read_text()
@@ -266,9 +266,9 @@ def actions(parser):
 
 
 @pytest.mark.parametrize("words, said", [
-    ("speech/demo/make_tiny.py out --clips -1", "--clips is -1; it must be at least 2 a speaker"),
-    ("speech/demo/make_tiny.py out --clips 3 --speakers 2", "--clips is 3; it must be at least 2 a speaker, 4"),
-    ("speech/demo/make_tiny.py out --speakers 0", "--speakers is 0"), ("speech/demo/make_tiny.py out --seed -1", "--seed is -1"),
+    ("speech/make_tiny.py out --clips -1", "--clips is -1; it must be at least 2 a speaker"),
+    ("speech/make_tiny.py out --clips 3 --speakers 2", "--clips is 3; it must be at least 2 a speaker, 4"),
+    ("speech/make_tiny.py out --speakers 0", "--speakers is 0"), ("speech/make_tiny.py out --seed -1", "--seed is -1"),
     ("common/report.py out --sample_count -1", "--sample_count is -1"),
 ])
 def test_counts_that_make_nothing_are_one_line(words, said, tmp_path):
@@ -360,8 +360,8 @@ def used_names(script):
             if "ENGINE_FLAGS" in known:     # of create_data.py: those of all engines
                 known |= {"engine": 0, "ENGINE_FLAGS": [sum(map(list, known["ENGINE_FLAGS"].values()), [])]}
             for line in ast.walk(tree):
-                if isinstance(line, ast.ImportFrom) and line.module == "speech.voice":
-                    known |= {name.name: importlib.import_module(f"speech.voice.{name.name}") for name in line.names}
+                if isinstance(line, ast.ImportFrom) and line.module == "speech":
+                    known |= {name.name: importlib.import_module(f"speech.{name.name}") for name in line.names}
             found |= set(eval(ast.unparse(node.generators[0].iter), known))
     return found
 

@@ -32,7 +32,7 @@ from tests.helpers.students import train_sft
 from distill import plan as chat_plan
 from speech import plan as speech_plan
 from speech.generate_tts import load_to_speak
-from speech.model import v2, v3
+from speech import v2, v3
 from tests.common.test_float8 import speech, student
 from tests.distill.test_plan import batch_of, built
 from tests.helpers import chats

@@ -2,9 +2,9 @@
 import numpy as np
 from safetensors.numpy import save_file
 
-from speech.data.builder import TableBuilder
-from speech.data.conversations import Clip, Sample, Turn
-from speech.data.dataset import Table
+from speech.builder import TableBuilder
+from speech.conversations import Clip, Sample, Turn
+from speech.dataset import Table
 
 BOS, EOS, BOOKS = 1024, 1025, 8
 

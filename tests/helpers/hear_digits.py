@@ -13,8 +13,8 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     p.add_argument("files", nargs="+", metavar="FILE", help="wav files")
     files = p.parse_args(argv).files
-    from speech.demo.judge_demo import GRAMMAR
-    from speech.voice import scores, speech_metrics
+    from speech.judge_demo import GRAMMAR
+    from speech import scores, speech_metrics
     waves = [speech_metrics.read_audio(path) for path in files]
     print(*scores.recognise_pocketsphinx(waves, speech_metrics.RATE, GRAMMAR), sep="\n")
 

@@ -4,8 +4,8 @@ from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneratio
 
 import lora
 from data import collate
-from speech.model import v2
-from speech.model.labels import IGNORE, TokenIds
+from speech import v2
+from speech.labels import IGNORE, TokenIds
 
 
 def small_model(targets, dtype, recompute, dropout=0.1):

@@ -10,12 +10,12 @@ from safetensors.numpy import save_file
 from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 
 from data import SpeechSamples
-from speech.data.builder import TableBuilder
-from speech.data.code_cache import FRAME_RATE
-from speech.data.conversations import Clip, Sample, Turn
-from speech.data.dataset import Table
-from speech.model import v2
-from speech.model.labels import IGNORE, token_ids
+from speech.builder import TableBuilder
+from speech.code_cache import FRAME_RATE
+from speech.conversations import Clip, Sample, Turn
+from speech.dataset import Table
+from speech import v2
+from speech.labels import IGNORE, token_ids
 
 
 def native(folder):

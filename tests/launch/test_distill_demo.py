@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from distill import evaluate
-from distill.demo import get_smollm2
+from distill import get_smollm2
 from tests.helpers import tiny_teacher
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from speech.model.labels import token_ids
+from speech.labels import token_ids
 from tests.helpers import dialogues
 
 
@@ -28,7 +28,7 @@ def table(tokenizer, ids, tmp_path_factory):
 @pytest.fixture(scope="session")
 def model3(tmp_path_factory):
     """Folder of a tiny Higgs TTS 3, its codec beside it. Look, do not touch."""
-    from speech.demo import make_tiny
+    from speech import make_tiny
     pytest.importorskip("torchaudio")
     out = tmp_path_factory.mktemp("tiny3")
     return make_tiny.make_model3(out, make_tiny.make_codec(out))

@@ -10,7 +10,7 @@ import soundfile
 
 from common import checkpoint
 from common.distributed import UserError
-from speech.data.rows import read_samples
+from speech.rows import read_samples
 from tests.helpers.trainer import Run, script_flags, train_forked, trainer_arguments
 
 
@@ -405,7 +405,7 @@ def other_model(tiny, tmp_path_factory):
     """The same architecture and tokenizer with other weights."""
     from transformers import AutoTokenizer
 
-    from speech.demo import make_tiny
+    from speech import make_tiny
     folder = tmp_path_factory.mktemp("other")
     make_tiny.make_model(folder, AutoTokenizer.from_pretrained(tiny.model), seed=1)
     for path in tiny.model.glob("tokenizer*"):
@@ -415,7 +415,7 @@ def other_model(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def other_codec(tmp_path_factory):
-    from speech.demo import make_tiny
+    from speech import make_tiny
     folder = tmp_path_factory.mktemp("other-codec")
     make_tiny.make_codec(folder, seed=1)
     return folder / "codec"

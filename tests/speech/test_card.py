@@ -7,7 +7,7 @@ from peft import PeftModel
 from transformers import HiggsAudioV2ForConditionalGeneration
 
 import lora
-from speech.data import text_normalization
+from speech import text_normalization
 
 
 @pytest.fixture

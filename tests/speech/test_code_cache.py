@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from common import indexing
 from common.distributed import UserError
 from core import loading
-from speech.data.code_cache import (
+from speech.code_cache import (
     KEY,
     CacheIndex,
     CodeReader,
@@ -24,8 +24,8 @@ from speech.data.code_cache import (
     file_keys,
     look_up,
 )
-from speech.data.conversations import Clip
-from speech.data.encode import Batch
+from speech.conversations import Clip
+from speech.encode import Batch
 from tests.helpers import second_user
 
 
@@ -65,8 +65,8 @@ def test_file_dates_are_asked_for_by_several_processes(tmp_path, monkeypatch):
         with open(asked, "a") as log:
             log.write(f"{os.getpid()}\n")
         return file_keys(clips)
-    monkeypatch.setattr("speech.data.code_cache.file_keys", noting)
-    monkeypatch.setattr("speech.data.code_cache.BLOCK", 2)
+    monkeypatch.setattr("speech.code_cache.file_keys", noting)
+    monkeypatch.setattr("speech.code_cache.BLOCK", 2)
     monkeypatch.setattr(indexing, "HERE", 1)
     clips = [Clip(str(tmp_path / f"{i}.wav"), *((i, 1.0) if i % 3 else ())) for i in range(23)]
     for i in range(23):

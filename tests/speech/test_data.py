@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from data import SpeechSamples, collate
-from speech.model.labels import IGNORE
+from speech.labels import IGNORE
 from tests.helpers.dialogues import BOOKS, BOS, CONVERSATIONS, EOS, codes_of
 from tests.helpers.trainer import ROOT
 
@@ -122,6 +122,6 @@ def test_table_counts_are_those_of_the_batches(table, ids):
 def test_data_imports_neither_the_model_nor_cuda():
     """Loader workers and the rank that reads the data import data.py alone."""
     done = subprocess.run([sys.executable, "-c", (
-        "import sys, data, torch; heavy = {'transformers', 'peft', 'torchaudio', 'speech.model.v2'} & set(sys.modules); "
+        "import sys, data, torch; heavy = {'transformers', 'peft', 'torchaudio', 'speech.v2'} & set(sys.modules); "
         "assert not heavy, heavy; assert not torch.cuda.is_initialized()")], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -12,13 +12,11 @@ from common import indexing
 from common.distributed import UserError, World
 from common.problems import Problems
 from data import SpeechSamples, collate, make_table
-from speech.data import builder as speech_builder
-from speech.data import dataset as speech_table
-from speech.data import rows
-from speech.data.builder import TableBuilder
-from speech.data.conversations import Clip, Sample, Turn
-from speech.data.dataset import Encoding
-from speech.data.rows import Reading, Sources, read_all
+from speech import builder as speech_builder, dataset as speech_table, rows
+from speech.builder import TableBuilder
+from speech.conversations import Clip, Sample, Turn
+from speech.dataset import Encoding
+from speech.rows import Reading, Sources, read_all
 from tests.helpers.dialogues import BOOKS, CONVERSATIONS, SYSTEM, TARGET, speaker, table_of, user
 from tests.helpers.fork import in_a_fork
 

@@ -23,10 +23,8 @@ from transformers import (
 
 from common import distributed
 from speech import evaluate_tts
-from speech.data.conversations import Clip
-from speech.demo import make_tiny
-from speech.voice import generate
-from speech.voice import speech_metrics as sm
+from speech.conversations import Clip
+from speech import generate, make_tiny, speech_metrics as sm
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 

@@ -23,7 +23,7 @@ import lora
 from common.distributed import UserError
 from speech import choices
 from speech.generate_tts import load_to_speak
-from speech.model import export, layout_2025, weights
+from speech import export, layout_2025, weights
 from tests.helpers import spoken
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
@@ -448,7 +448,7 @@ def test_a_write_that_fails_leaves_nothing(tiny, tmp_path):
 @pytest.mark.slow
 @pytest.mark.race
 def test_a_killed_export_leaves_no_folder_of_that_name_and_the_next_one_cleans_up(tiny, tmp_path):
-    command = ("import os, signal, sys; import lora; from speech.model import weights; weights.save_config = lambda *a: "
+    command = ("import os, signal, sys; import lora; from speech import weights; weights.save_config = lambda *a: "
                "os.kill(os.getpid(), signal.SIGKILL); lora.merge(sys.argv[1], None, sys.argv[2], None)")
     done = subprocess.run([sys.executable, "-c", command, str(tiny.model), str(tmp_path / "out")], cwd=ROOT,
                           env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=PATIENCE_S)

@@ -15,12 +15,12 @@ import pytest
 import soundfile
 
 from common.distributed import UserError
-from speech.data.conversations import MULTISPEAKER_SYSTEM, canonical_sample
-from speech.data.decode import decode_audio
+from speech.conversations import MULTISPEAKER_SYSTEM, canonical_sample
+from speech.decode import decode_audio
 from speech import convert
-from speech.data.rows import read_samples
-from speech.model import labels_v3
-from speech.voice.generate import canonical_prompt, text_prompts
+from speech.rows import read_samples
+from speech import labels_v3
+from speech.generate import canonical_prompt, text_prompts
 from tests.helpers.trainer import ROOT
 
 

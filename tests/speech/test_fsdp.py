@@ -21,9 +21,8 @@ from common import distributed, tensor_files
 from common.run import autocast
 from core import adapters, dist
 from data import collate
-from speech.demo import make_tiny
-from speech.model import v2, weights
-from speech.model.weights import empty_model, find_model, native_config
+from speech import make_tiny, v2, weights
+from speech.weights import empty_model, find_model, native_config
 from tests.helpers import spoken as speech
 from tests.helpers.checkpoints import (
     config_of,

@@ -16,14 +16,13 @@ import torch
 from transformers import AutoProcessor, AutoTokenizer
 
 from common import distributed
-from speech import generate_tts
-from speech.data import text_normalization
-from speech.data.conversations import Clip
-from speech.data.dataset import Table
-from speech.data.decode import decode_audio
-from speech.data.encode import load_codec
-from speech.model.labels import delay_rows, token_ids
-from speech.voice import generate, sample_prompts
+from speech import generate_tts, text_normalization
+from speech.conversations import Clip
+from speech.dataset import Table
+from speech.decode import decode_audio
+from speech.encode import load_codec
+from speech.labels import delay_rows, token_ids
+from speech import generate, sample_prompts
 from tests.helpers import spoken as speech
 from tests.helpers.runs import CLOCK, rows
 from tests.helpers.trainer import speech_main, train_forked, trainer_arguments, unheard

@@ -7,11 +7,10 @@ import torch
 
 from common.checkpoint import sha256_file
 from speech import generate_tts
-from speech.data.encode import load_codec
-from speech.demo import draw_sentences, judge_demo
-from speech.model import weights
-from speech.model.labels import token_ids
-from speech.voice import generate, scores
+from speech.encode import load_codec
+from speech import draw_sentences, judge_demo, weights
+from speech.labels import token_ids
+from speech import generate, scores
 from tests.helpers.trainer import ROOT
 
 VOICE = ROOT / "launch" / "voice"

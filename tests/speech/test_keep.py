@@ -13,10 +13,10 @@ import lora
 from common import checkpoint
 from core import adapters
 from data import collate
-from speech.model import divergence, v2, v3
-from speech.model.labels import IGNORE, audio_targets
-from speech.model.weights import native_config
-from speech.voice import generate, keep
+from speech import divergence, v2, v3
+from speech.labels import IGNORE, audio_targets
+from speech.weights import native_config
+from speech import generate, keep
 from tests.helpers import spoken
 from tests.helpers.checkpoints import config_of
 from tests.helpers.trainer import ROOT, Tiny, train_forked

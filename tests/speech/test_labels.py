@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from speech.data.builder import TableBuilder
-from speech.data.conversations import OTHER_MARKS, Sample
-from speech.data.rows import read_samples
-from speech.model.labels import IGNORE, TokenIds, audio_targets, conversation_pieces, delay_labels, delay_rows
+from speech.builder import TableBuilder
+from speech.conversations import OTHER_MARKS, Sample
+from speech.rows import read_samples
+from speech.labels import IGNORE, TokenIds, audio_targets, conversation_pieces, delay_labels, delay_rows
 from tests.helpers.dialogues import BOOKS, BOS, EOS, SYSTEM, TARGET, speaker, user
 
 # -- Delay pattern -----------------------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from data import SpeechSamples, collate
-from speech.data.builder import TableBuilder
-from speech.data.conversations import BadSample, Clip, Sample, Turn
-from speech.model import labels_v3, v3
-from speech.model.labels import IGNORE
+from speech.builder import TableBuilder
+from speech.conversations import BadSample, Clip, Sample, Turn
+from speech import labels_v3, v3
+from speech.labels import IGNORE
 from tests.helpers import dialogues, higgs3
 
 

@@ -15,7 +15,7 @@ import lora
 from common import tensor_files
 from common.distributed import UserError, World
 from core import adapters, low_rank
-from speech.model import v2
+from speech import v2
 from tests.helpers import spoken
 
 ATTENTION = {f"self_attn.{p}_proj" for p in "qkvo"}

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from speech.model import loss
+from speech import loss
 
 
 @pytest.mark.parametrize("reduction, weight, wanted", [

@@ -8,8 +8,8 @@ import torch
 import lora
 from core import optim
 from data import collate
-from speech.model import v2
-from speech.model.labels import IGNORE, delay_rows
+from speech import v2
+from speech.labels import IGNORE, delay_rows
 from tests.helpers import spoken
 
 CLIP = spoken.clip("by heart", 14)

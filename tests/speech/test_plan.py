@@ -20,11 +20,11 @@ from core import document_attention
 from core.packing import PackOrder
 from data import collate
 from speech import plan as speech_plan
-from speech.data.dataset import split_validation
-from speech.data.decode import codec_frames, decode_audio, header_frames, wave_samples
-from speech.data.encode import codec_config, encode_clip, load_codec
-from speech.model import labels_v3, v2, v3
-from speech.model.weights import empty_model
+from speech.dataset import split_validation
+from speech.decode import codec_frames, decode_audio, header_frames, wave_samples
+from speech.encode import codec_config, encode_clip, load_codec
+from speech import labels_v3, v2, v3
+from speech.weights import empty_model
 from tests.helpers.live_bytes import by_lengths, real_peak
 from tests.helpers.small_speech import labels_of, pack_of, small_model
 from tests.helpers.trainer import trainer_command

@@ -15,11 +15,11 @@ from common.distributed import UserError, World
 from data import make_loader, make_table
 from speech import prepare_tts
 from speech.choices import CHECKS, SOUND_ERRORS
-from speech.data import checks
-from speech.data.code_cache import file_key
-from speech.data.conversations import Clip
-from speech.data.dataset import Encoding, Table, split_samples, usable_samples, weighted
-from speech.data.rows import Reading, Sources
+from speech import checks
+from speech.code_cache import file_key
+from speech.conversations import Clip
+from speech.dataset import Encoding, Table, split_samples, usable_samples, weighted
+from speech.rows import Reading, Sources
 from tests.helpers.trainer import speech_main
 
 WORLD = World(device=torch.device("cpu"))

@@ -16,8 +16,7 @@ from transformers import (
 )
 
 from common.distributed import UserError
-from speech.demo import make_tiny
-from speech.voice import scores
+from speech import make_tiny, scores
 from tests.helpers.progress import wait_until
 
 RATE = 24000

@@ -23,9 +23,8 @@ from transformers import (
 )
 
 import lora
-from speech.data.encode import load_codec
-from speech.demo import make_tiny
-from speech.model import v3
+from speech.encode import load_codec
+from speech import make_tiny, v3
 from tests.helpers import higgs3
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT

@@ -14,18 +14,18 @@ import torch
 
 from common import distributed
 from common.distributed import UserError
-from speech.data.builder import TableBuilder
-from speech.data.code_cache import CodeReader
-from speech.data.conversations import Clip
-from speech.data.dataset import Encoding, Table, ensure_codes
-from speech.data.decode import check_codes, read_codes
-from speech.data.encode import load_codec, plan_codes
-from speech.data.rows import read_samples
-from speech.demo import judge_demo
+from speech.builder import TableBuilder
+from speech.code_cache import CodeReader
+from speech.conversations import Clip
+from speech.dataset import Encoding, Table, ensure_codes
+from speech.decode import check_codes, read_codes
+from speech.encode import load_codec, plan_codes
+from speech.rows import read_samples
+from speech import judge_demo
 from speech.generate_tts import load_to_speak
-from speech.model import v2
-from speech.model.labels import delay_rows
-from speech.voice import generate, scores, takes, transcripts
+from speech import v2
+from speech.labels import delay_rows
+from speech import generate, scores, takes, transcripts
 from tests.helpers.checkpoints import config_of
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT

@@ -3,8 +3,7 @@ import random
 
 import pytest
 
-from speech import generate_tts
-from speech.data import text_normalization
+from speech import generate_tts, text_normalization
 
 # boson-ai/higgs-audio examples/generation.py (f04f5df), one replacement after the other, in its order
 STEPS = [(mark, plain) for marks, plain in (

@@ -20,8 +20,8 @@ from common import checkpoint, resume
 from common.distributed import World
 from core import recomputation
 from core.optim import lr_factor
-from speech.data.dataset import Table
-from speech.model.loss import train_line
+from speech.dataset import Table
+from speech.loss import train_line
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.runs import rows, tensors
 from tests.helpers.trainer import (

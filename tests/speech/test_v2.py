@@ -13,8 +13,8 @@ from common import distributed
 from core import optim
 from data import collate
 from speech.generate_tts import load_to_speak
-from speech.model import v2
-from speech.model.weights import native_config
+from speech import v2
+from speech.weights import native_config
 from tests.helpers import spoken
 from tests.helpers.checkpoints import config_of
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from common.distributed import UserError
-from speech.model import v3
-from speech.model.labels import IGNORE, PackedBatch
+from speech import v3
+from speech.labels import IGNORE, PackedBatch
 from tests.helpers import higgs3
 
 BOC, EOC = 1024, 1025
@@ -269,7 +269,7 @@ def test_a_batch_speaks_what_each_prompt_speaks_alone(loaded):
 
 
 def test_codec_inside_is_whole(folder, loaded):
-    from speech.data.encode import load_codec
+    from speech.encode import load_codec
     parts = v3.codec_parts(folder)
     codec, _ = load_codec(folder.parent / "codec", torch.device("cpu"), 8)
     state = codec.state_dict()

@@ -21,7 +21,7 @@ def run(quick_python):
 @pytest.mark.slow
 def test_it_learns_its_clips_and_stops_by_itself(run, tmp_path):
     tiny, out = tmp_path / "tiny", tmp_path / "out"
-    run("speech/demo/make_tiny.py", tiny, "--clips", 2, "--speakers", 1, "--higgs3")
+    run("speech/make_tiny.py", tiny, "--clips", 2, "--speakers", 1, "--higgs3")
     model = ["--audio_tokenizer_path", tiny / "codec", "--model_path"]
     for steps in (16, 32):
         said = run("train_v2_ddp.py", *model, tiny / "model", "--train_data_file", tiny / "train.json", "--output_dir",

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from common.distributed import UserError
-from speech.voice import scores, verification
+from speech import scores, verification
 from tests.helpers.trainer import ROOT
 
 PREFIX = "feature_extract.model."

@@ -16,9 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 import lora
 from common import distributed
-from speech import generate_tts
-from speech.demo import make_tiny
-from speech.model import card, v3
+from speech import card, generate_tts, make_tiny, v3
 from tests.helpers import higgs3
 from tests.helpers.trainer import Tiny, train_forked
 
@@ -30,7 +28,7 @@ def tiny3(tmp_path_factory, tiny):
     for name in ("codec", "speech"):
         shutil.copytree(tiny.root / name, root / name)
     shutil.copy(tiny.train_json, root / "train.json")
-    from speech.data.encode import load_codec
+    from speech.encode import load_codec
     make_tiny.make_model3(root, load_codec(root / "codec", torch.device("cpu"), 8)[0])
     return Tiny(root)
 
@@ -247,5 +245,5 @@ def test_what_belongs_to_the_other_model_is_refused(pool, tiny, tiny3, runs, tmp
     out = runs(1, "--per_device_train_batch_size", 4).output_dir
     assert "base model" in refusal(pool, tiny, out, "--normalize_text", "off")
     with pytest.raises(distributed.UserError, match="--ras_window and --ras_repeats: not of Higgs TTS 3"):
-        from speech.voice import generate
+        from speech import generate
         generate.sampling(v3.load(tiny3.model)[0].config, 1.0, ras_window=3)

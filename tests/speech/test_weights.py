@@ -9,8 +9,8 @@ from transformers import AutoProcessor, HiggsAudioV2ForConditionalGeneration
 
 from common.distributed import UserError
 from speech.generate_tts import load_to_speak
-from speech.model import layout_2025, v2
-from speech.model.weights import find_model, load_tokenizer, native_config, save_config
+from speech import layout_2025, v2
+from speech.weights import find_model, load_tokenizer, native_config, save_config
 from tests.helpers import spoken
 from tests.helpers.checkpoints import (
     config_of,

@@ -1,0 +1,184 @@
+"""--keep: what the base can do, and training shall not undo: voices, tags, languages, dialogues.
+
+The base speaks the rows of a file once, before the first step. Every so many steps the model being
+trained gets packs of that speech beside its own, and is held near the base there: KL(base || model)
+over the codebooks, at every code. The base is the model with its adapters switched off, so no
+second one is in memory. No recordings are needed.
+"""
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.gathered import gathered
+from core import adapters, dist
+from core.checkpoint import move_aside, write_atomically
+from core.cli import UserError, require
+from core.packing import PackOrder
+from core.watchdog import Stopped, stop_requested
+from speech.code_cache import FRAME_RATE
+from speech.conversations import Clip
+from speech.encode import load_codec
+from speech import versions
+from speech.labels import IGNORE, TokenIds
+from speech.loss import total_loss
+from speech import generate
+
+FILE = "keep.npz"       # in OUTPUT_DIR: the codes that the base spoke
+SECONDS = 30.0          # that a row's speech may take
+BATCH = 8               # rows spoken together
+
+
+def load(args, tokenizer, ids, config, codec_dir, world):
+    """Keeper of --keep, on every rank, nothing spoken. UserError with all rows that cannot be used.
+    """
+    def prepare():
+        samples = generate.read_prompts(args.keep, args.normalize_text == "on")
+        for sample in samples:      # the base says it anew
+            sample.turns[-1].parts[-1] = Clip("")
+        longest = args.max_length or versions.module(config).positions(config)
+        longest = min(longest, args.max_tokens_per_batch or longest)
+        # half of a small pack is left to the prompt
+        settings = generate.sampling(config, min(SECONDS, longest / 2 / FRAME_RATE))
+        codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
+        room = longest - settings.max_new_tokens
+        return generate.prepare(samples, tokenizer, ids, codec, bandwidth, room), settings
+
+    prompts, settings = dist.rank0(world, prepare)
+    digest = hashlib.sha256(str(args.seed).encode())
+    for prompt in prompts:
+        digest.update(prompt.tokens.tobytes() + prompt.audio_ids.tobytes())
+    return Keeper(prompts, settings, ids, args, digest.hexdigest()[:16])
+
+
+def with_speech(prompt, codes, ids):
+    """What labels.assemble makes of a prompt and the (T, K) codes behind it, which are trained."""
+    place, trained = np.array([ids.audio_placeholder_id]), np.array([True])
+    spoken, heard = ids.assemble(place, trained, [codes]), prompt.audio_ids
+    sample = {"input_ids": np.concatenate([prompt.tokens, spoken["input_ids"]]),
+              "is_audio": np.concatenate([prompt.is_audio, spoken["is_audio"]]),
+              "audio_ids": np.concatenate([heard, spoken["audio_ids"]])}
+    sample["text_labels"] = np.full(len(sample["input_ids"]), IGNORE)
+    if isinstance(ids, TokenIds):
+        untrained = np.full_like(heard, IGNORE)
+        labels = np.concatenate([untrained, spoken["audio_labels"]])
+        return {**sample, "audio_labels": labels}
+    return {**sample, "audio_at": spoken["audio_at"] + len(prompt.tokens),
+            "audio_targets": spoken["audio_targets"]}
+
+
+@dataclass
+class Keeper:
+    """Rows that the base has spoken, and when they come. settings: of generate.sampling."""
+    prompts: list
+    settings: object
+    ids: object
+    args: object            # the trainer's flags
+    fingerprint: str        # of the rows, their references and the seed; then of the base, on rank 0
+    samples: list = field(default_factory=list)     # of with_speech
+
+    def fingerprint_with(self, base):
+        """Text that a resumed run must share; base: the base model's fingerprint. On rank 0."""
+        self.fingerprint += base
+        return self.fingerprint
+
+    def speak(self, world, model, autocast):
+        """Have the base speak the rows, unless OUTPUT_DIR has its codes -> a line about it.
+        Collective: rank 0 speaks, the others wait.
+
+        model: a versions.packed with adapters. Raises UserError when too little speech comes to an
+        end, and Stopped.
+        """
+        model.eval()
+        with gathered(model), autocast():
+            codes = dist.rank0(world, self._codes, world, model)
+        model.train()
+        if codes is None:
+            raise Stopped("asked to stop while the base spoke --keep")
+        found = [(prompt, spoken) for prompt, spoken in zip(self.prompts, codes) if len(spoken)]
+        if len(found) * 2 < len(codes):
+            raise UserError(f"--keep {self.args.keep}: the base ended {len(found)} of {len(codes)} "
+                            f"rows within {SECONDS:g} s or half a pack: it cannot speak them, so "
+                            "there is nothing to keep")
+        self.samples = [{**with_speech(prompt, spoken.astype(np.int64), self.ids), "number": i}
+                        for i, (prompt, spoken) in enumerate(found)]
+        self.targets = np.array([self.ids.targets(len(spoken)) for _, spoken in found])
+        lengths = np.array([len(sample["input_ids"]) for sample in self.samples])
+        self.order = PackOrder(lengths, seed=self.args.seed,
+                               tokens_per_pack=self.args.max_tokens_per_batch,
+                               samples_per_pack=self.args.per_device_train_batch_size)
+        silent = len(codes) - len(found)
+        left_out = f"; {silent} that it did not end are left out" if silent else ""
+        return (f"keep       {len(found)} rows as the base speaks them, weight "
+                f"{self.args.keep_weight:g}, in one of {self.args.keep_every} steps{left_out}")
+
+    def _codes(self, world, model):
+        """[(T, K) int16 codes] of the rows, from the file or spoken and kept in it; T is 0 of what
+        did not end. None after a request to stop.
+        """
+        path, none = Path(self.args.output_dir) / FILE, np.zeros((0, self.ids.num_codebooks))
+        if path.exists():
+            try:
+                require(path.is_file(), "is not a file")
+                with np.load(path) as saved:        # each array of a zip file has a checksum
+                    if str(saved["fingerprint"]) == self.fingerprint:
+                        return [saved[f"codes_{i}"] for i in range(len(self.prompts))]
+            except Exception as error:      # whatever damage makes of it
+                move_aside(path, f"cannot be read ({error}), so the base speaks again")
+        found = []
+        with torch.compiler.set_stance("force_eager"), adapters.switched_off(model.net):
+            for first in range(0, len(self.prompts), BATCH):
+                found += generate.generate(
+                    model.base_model, self.prompts[first:first + BATCH], self.ids, self.settings,
+                    self.args.seed + first // BATCH, world.device, asked=stop_requested)
+                if stop_requested():
+                    return None
+        # without its end, or too short for the model to end it: nothing to learn from
+        whole = [how == "eos" and len(spoken) >= self.ids.min_frames for spoken, how in found]
+        codes = [(spoken if good else none).astype(np.int16)
+                 for (spoken, _), good in zip(found, whole)]
+
+        def write(temporary):
+            with open(temporary, "wb") as file:
+                np.savez_compressed(file, fingerprint=self.fingerprint,
+                                    **{f"codes_{i}": spoken for i, spoken in enumerate(codes)})
+        write_atomically(path, write)
+        return codes
+
+    def packs(self, step, world):
+        """[[row numbers]] of a step on all ranks, micro-step by micro-step as packing.py has them;
+        [] when none is due.
+        """
+        turn, late = divmod(step, self.args.keep_every)
+        if late:
+            return []
+        count = world.size * self.args.gradient_accumulation_steps
+        places = (divmod(turn * count + i, self.order.packs_per_epoch) for i in range(count))
+        return [self.order.epoch(epoch).pack(pack).tolist() for epoch, pack in places]
+
+    def backward(self, wrapped, collate, world, step, micro, autocast, scale=1.0):
+        """Add the gradients of one micro-step's pack -> (2,) float64 for the log: divergence and
+        its cells. scale: of the loss, under --fp16.
+
+        The divergence is divided by the cells of the step's packs on all ranks. Ranks do not sum
+        gradients here: the training pass that follows does. collate: data.collate.
+        """
+        found = torch.zeros(2, dtype=torch.float64, device=world.device)
+        packs = self.packs(step, world)
+        if not packs:
+            return found
+        mine = packs[micro * world.size + world.rank]
+        batch = collate([self.samples[i] for i in mine], self.ids, self.args.max_tokens_per_batch)
+        cells = sum(int(self.targets[pack].sum()) for pack in packs)
+        with dist.gradient_sync(wrapped, False):
+            with autocast():
+                apart = wrapped(batch.to(world.device), keep=True)
+            loss = total_loss(apart, cells, 0.0, 1, self.args.audio_loss_reduction, 0.0)
+            # as much as the weight says on an average step
+            times = self.args.keep_weight * self.args.keep_every * world.size
+            (loss * (times * scale)).backward()
+        found += float(self.targets[mine].sum())
+        found[0] = apart.detach().sum()
+        return found

@@ -1,0 +1,381 @@
+"""Makes everything a test or a demo needs without a download: a tiny Higgs-Audio V2, its codec, and spoken clips.
+
+    python speech/make_tiny.py OUT_DIR [--clips 48] [--speakers 4] [--seed 0] [--higgs3]
+
+    OUT_DIR/model       a random two-layer language model in the native format, with tokenizer, template and processor
+    OUT_DIR/codec       a random audio codec of the real geometry: 24 kHz, 25 frames per second, 8 codebooks of 1024
+    OUT_DIR/speech      synthesised sentences as wav files, in mixed sample rates, mono and stereo
+    OUT_DIR/train.json  one ChatML voice-cloning sample per clip, audio paths relative to OUT_DIR
+
+The same seed writes the same files again. The weights are random, so the model cannot speak before it is trained:
+only file formats, shapes, token names and the codec's geometry are those of the real one. OUT_DIR/model names the
+codec by its absolute path, so make it again rather than move it. With --higgs3 OUT_DIR/model is a Higgs TTS 3 in the
+published names instead, the codec's weights inside as there.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands there
+
+from common import flags
+
+
+def build_parser():
+    p = flags.Parser(__doc__.partition("\n")[0])
+    p.usage = "%(prog)s OUT_DIR [--flag value ...]"
+    p.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder for all of it")
+    p.add_argument("--clips", type=int, default=48, help="wav files, and samples in train.json")
+    p.add_argument("--speakers", type=int, default=4, help="voices that share the clips")
+    p.add_argument("--seed", type=int, default=0, help="weights, codebooks and the numpy voice's noise")
+    flags.switch(p, "--higgs3", help="a model of Higgs TTS 3's form, not of V2's")
+    return p
+
+
+# parsed before torch is imported: --help and a mistake in a flag answer at once
+def check_flags(args, world_size):
+    """Raise UserError for counts that make no data."""
+    flags.at_least_one(args, "speakers")
+    flags.zero_or_more(args, "seed")
+    flags.need(args.clips >= 2 * args.speakers,
+               f"--clips is {args.clips}; it must be at least 2 a speaker, {2 * args.speakers}: one is a reference")
+
+
+ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+
+import json
+import re
+
+import numpy as np
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from common import tensor_files
+from speech import layout_2025, v3  # first: v3 explains a broken torchaudio
+
+from transformers import GenerationConfig, HiggsAudioV2Config  # isort: skip
+from transformers import HiggsAudioV2ForConditionalGeneration as HiggsAudioV2  # isort: skip
+from transformers import PreTrainedTokenizerFast  # isort: skip
+
+VOCAB_SIZE = 600
+CODEC_STRIDES = [8, 5, 4, 2, 3]  # product: 960 samples a frame
+CLIP_RATES = (22050, 24000, 44100, 16000)  # Hz
+
+# The first 17 stand in the order of ids 128000 to 128016 of the released tokenizer.
+SPECIAL_TOKENS = [
+    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>", "<|reserved_special_token_2|>", "<|start_header_id|>", "<|end_header_id|>",
+    "<|eom_id|>", "<|eot_id|>", "<|python_tag|>", "<|audio_bos|>", "<|audio_eos|>", "<|audio_out_bos|>",
+    "<|reserved_special_token_6|>", "<|AUDIO|>", "<|AUDIO_OUT|>", "<|recipient|>", "<|scene_desc_start|>",
+    "<|scene_desc_end|>", "<|reserved_special_token_3|>", "<|reserved_special_token_4|>",
+    "<|reserved_special_token_5|>", "<|reserved_special_token_7|>",
+]  # fmt: skip
+
+# Some of Higgs TTS 3's added tokens, in the order of their ids, and of its 43 control tags.
+SPECIAL_TOKENS_3 = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|tts|>", "<|audio|>", "<|audio_end|>", "<|text|>",
+                    "<|text_end|>", "<|eoc|>", "<|ref_audio|>", "<|ref_text|>", "<|emotion:elation|>",
+                    "<|style:whispering|>", "<|sfx:laughter|>", "<|prosody:pause|>"]
+
+# How the Llama 3 family cuts text before byte-pair merging: contractions, words, up to three digits, signs, space.
+WORD_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+
+STORY = """\
+The kettle is singing on the stove. Please leave the window open tonight. Remember this: the door is never locked.
+A small boat drifted past the lighthouse. My sister plays the cello every morning.
+The bakery sells warm bread before dawn. He counted the coins twice and sighed.
+Our train was late because of the snow. She asked one question: where is the map?
+The garden smells of mint after the rain. Nobody expected the old clock to work.
+They painted the fence a bright yellow. Keep your gloves dry on the way up. The river is wider than it looks.
+There are two rules: listen, then answer. Could you pass me the blue notebook? Winter arrived early in the valley.
+The violin was hidden behind the piano. I would rather walk than take the bus. Seven geese crossed the empty field.
+Her answer was short: maybe tomorrow. The library closes at six on Fridays. We found a fossil under the bridge.
+His coat was too thin for the wind. Turn left where the road meets the mill. A quiet voice came from the next room.
+The recipe is simple: flour, salt and water. Both brothers became excellent sailors.
+The moon rose slowly over the harbour. Someone left a note under the vase. Fresh paint makes the hallway look larger.
+The fox waited until the lamps went out. Write the number down before you forget.
+It was the warmest evening of the year. The teacher smiled and closed the book.
+One thing is certain: the bridge will hold. Every window in the tower was glowing. The puppy chewed on a wooden spoon.
+Do not worry, the storm has passed. An honest friend is hard to replace. The market opens when the bell rings.
+Grandfather keeps his letters in a tin. You can hear the sea from the attic. The last page of the diary was missing.
+We shared an orange on the station steps. The captain gave one order: hold the course.
+Thick fog covered the airport all day. A single candle lit the whole kitchen. The children built a castle of wet sand.
+She repairs bicycles in a narrow street. His laughter carried across the lake. The orchestra tuned and fell silent.
+Take the umbrella, just to be safe. Golden leaves gathered by the gate. The museum bought a very strange lamp.
+Even the cat refused to go outside. Her plan had a flaw: nobody could swim. The mountain path is steep but short.
+I will call you as soon as we land. Good night, and thank you for the soup.
+"""
+SENTENCES = re.split(r"(?<=[.?])\s+", STORY.strip())
+
+# Numpy voice, per letter: three formants in Hz, then how loud its voiced part is and how loud its noise is.
+SOUNDS = {
+    "a": (730, 1090, 2440, 1.0, 0.0), "e": (530, 1840, 2480, 1.0, 0.0), "i": (300, 2290, 3010, 0.9, 0.0),
+    "o": (570, 840, 2410, 1.0, 0.0), "u": (300, 870, 2240, 0.9, 0.0), "y": (320, 2000, 2800, 0.8, 0.0),
+    "m": (250, 1100, 2200, 0.5, 0.0), "n": (250, 1500, 2500, 0.5, 0.0), "l": (350, 1000, 2600, 0.6, 0.0),
+    "r": (350, 1200, 1600, 0.6, 0.0), "w": (300, 700, 2200, 0.6, 0.0), "v": (250, 1200, 2400, 0.4, 0.1),
+    "b": (250, 800, 2200, 0.4, 0.0), "d": (250, 1700, 2600, 0.4, 0.1), "g": (250, 1300, 2300, 0.4, 0.0),
+    "z": (250, 4000, 5500, 0.3, 0.4), "j": (300, 2200, 3500, 0.3, 0.3), "s": (4500, 5800, 7000, 0.0, 0.8),
+    "f": (1500, 4500, 6500, 0.0, 0.4), "h": (700, 1500, 2600, 0.0, 0.3), "c": (2000, 3800, 5000, 0.0, 0.6),
+    "x": (3000, 5000, 6500, 0.0, 0.6), "p": (500, 1000, 2200, 0.0, 0.2), "t": (3000, 4200, 5500, 0.0, 0.4),
+    "k": (1500, 2200, 3000, 0.0, 0.3), "q": (1500, 2000, 2800, 0.0, 0.3),
+}  # fmt: skip
+PAUSE = (500, 1500, 2500, 0.0, 0.0)
+
+
+def make_tokenizer(out_dir, sentences=SENTENCES):
+    """Trains a byte-level BPE tokenizer of at most 600 ids on sentences, saves it in OUT_DIR/model and returns it.
+
+    The special tokens come last, as in the real one. It adds no begin-of-text token by itself.
+    """
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=train_bpe(SPECIAL_TOKENS, sentences),
+        bos_token="<|begin_of_text|>",
+        eos_token="<|eot_id|>",
+        pad_token="<|end_of_text|>",
+        clean_up_tokenization_spaces=False,
+        model_max_length=2048,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+    tokenizer.save_pretrained(Path(out_dir) / "model")
+    return tokenizer
+
+
+def train_bpe(special_tokens, sentences=SENTENCES):
+    """Returns a byte-level BPE Tokenizer of at most 600 ids, trained on sentences; the special tokens come last."""
+    bpe = Tokenizer(models.BPE())
+    words = pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE - len(special_tokens), show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    bpe.train_from_iterator(sentences, trainer)
+    bpe.add_special_tokens(special_tokens)
+    return bpe
+
+
+def make_model(out_dir, tokenizer, seed=0, **config_overrides):
+    """Saves a random float32 language model with its processor in OUT_DIR/model and returns it.
+
+    The text head is part of it, as in the released checkpoint. config_overrides are
+    HiggsAudioV2Config fields; an unknown name is stored there and has no effect. Does not need
+    torchaudio.
+    """
+    token_id = tokenizer.convert_tokens_to_ids
+    special = {name: getattr(tokenizer, name)
+               for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    # wide weights: the frozen heads must reach far enough for adapters alone to lower the loss
+    config = {"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 256,
+              "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+              "head_dim": 32, "max_position_embeddings": 2048, "initializer_range": 0.06,
+              "num_codebooks": 8, "codebook_size": 1026,     # codes, the stream's begin and end
+              **special, "audio_token_id": token_id("<|AUDIO_OUT|>"),
+              "audio_bos_token_id": token_id("<|audio_out_bos|>"),
+              "audio_delay_token_id": token_id("<|reserved_special_token_6|>"), **config_overrides}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = HiggsAudioV2(HiggsAudioV2Config(**config), use_text_head=True).eval()
+    special = {name: config[name] for name in special}
+    model.generation_config = GenerationConfig(
+        **special, do_sample=True, temperature=1.0, top_k=50, top_p=0.95, ras_win_len=7,
+        ras_win_max_num_repeat=2)
+    folder = Path(out_dir) / "model"
+    model.save_pretrained(folder)
+    tensor_files.allow_others(folder)
+    layout_2025.save_processor(folder, tokenizer)
+    layout_2025.name_codec(folder, str((Path(out_dir) / "codec").resolve()))
+    return model
+
+
+def make_codec(out_dir, seed=0):
+    """Saves a random codec in OUT_DIR/codec and returns it: (B, 1, n) audio at 24 kHz -> (B, 8,
+    about n / 960) codes.
+
+    Raises ImportError where torchaudio is missing: the codec resamples with it.
+    """
+    from transformers import (
+        DacConfig,
+        HiggsAudioV2TokenizerConfig,
+        HiggsAudioV2TokenizerModel,
+        HubertConfig,
+    )
+    sizes = {"encoder_hidden_size": 2, "decoder_hidden_size": 64, "hidden_size": 16}
+    acoustic = DacConfig(downsampling_ratios=CODEC_STRIDES, upsampling_ratios=CODEC_STRIDES, **sizes)
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    position = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
+    semantic = HubertConfig(conv_dim=(8,) * 7, mask_time_prob=0.0, **sizes, **position)
+    config = HiggsAudioV2TokenizerConfig(
+        target_bandwidths=[0.5, 1, 1.5, 2],  # kbit/s; the last is 8 codebooks of 10 bits at 25 frames per second
+        codebook_size=1024,
+        codebook_dim=8,
+        acoustic_model_config=acoustic,
+        semantic_model_config=semantic,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        codec = HiggsAudioV2TokenizerModel(config).eval()
+        for quantizer in codec.quantizer.quantizers:
+            quantizer.codebook.embed.normal_(std=0.05)  # transformers leaves zeros, and then every code is 0
+    folder = Path(out_dir) / "codec"
+    codec.save_pretrained(folder)
+    tensor_files.allow_others(folder)
+    layout_2025.feature_extractor().save_pretrained(folder)
+    return codec
+
+
+def make_model3(out_dir, codec, seed=0, **text_overrides):
+    """Saves a random Higgs TTS 3 of two layers in OUT_DIR/model, in the published names and files; returns its folder.
+
+    codec: of make_codec; its weights lie in the same file, as there. text_overrides are fields of text_config.
+    """
+    folder = Path(out_dir) / "model"
+    folder.mkdir(parents=True, exist_ok=True)
+    train_bpe(SPECIAL_TOKENS_3).save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>",
+                "pad_token": "<|endoftext|>", "model_max_length": 32768}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    text = {"model_type": "qwen3", "vocab_size": VOCAB_SIZE + 8, "hidden_size": 96, "intermediate_size": 192,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+            "rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "hidden_act": "silu", "attention_bias": False,
+            "attention_dropout": 0.0, "tie_word_embeddings": True, "rope_theta": None, "dtype": "float32",
+            "initializer_range": 0.06, **text_overrides}
+    audio = {"model_type": "higgs_audio_encoder", "encoder_type": "discrete", "num_codebooks": 8, "vocab_size": 1026,
+             "out_dim": text["hidden_size"], "use_delay_pattern": True, "tie_word_embeddings": True}
+    config = {"architectures": ["HiggsMultimodalQwen3ForConditionalGeneration"], "audio_token_id": -100,
+              "model_type": v3.MODEL_TYPE, "audio_encoder_config": audio, "text_config": text,
+              "audio_tokenizer_config": codec.config.to_dict()}     # the released one's is not the tiny one's
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = v3.Higgs3(v3.read_config(config))
+        torch.nn.init.normal_(model.audio_embedding.weight, std=text["initializer_range"])
+    tensors = v3.published({name: value.detach() for name, value in model.named_parameters()})
+    tensors |= {head: tensors[table].clone() for head, table in v3.HEADS.items()}
+    tensors |= {v3.CODEC + name: value for name, value in codec.state_dict().items()}
+    tensor_files.save({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def synthesise(text, speaker, sample_rate, rng):
+    """Speaks text with the numpy voice: pulses and noise, filtered by the formants of each letter.
+
+    speaker is any number >= 0; pitch, vocal tract and pace depend on it alone. rng (numpy Generator) gives the noise.
+    Returns (n,) float32 mono at sample_rate Hz, peak 0.6, 1.6 to 4 seconds long. Raises ValueError on empty text.
+    """
+    if not text:
+        raise ValueError("there is no text to speak")
+    tone, pace = speaker * 0.618 % 1, speaker * 0.381 % 1  # multiples of these spread evenly over 0..1
+    hop = sample_rate // 100  # 10 ms
+    frames = round(100 * np.clip(len(text) * (0.058 + 0.018 * pace), 1.6, 3.9))
+    sounds = np.array([SOUNDS.get(letter, PAUSE) for letter in text.lower()])
+    track = sounds[np.arange(frames) * len(sounds) // frames]
+    track = np.stack([np.convolve(column, np.full(3, 1 / 3), mode="same") for column in track.T], axis=1)
+
+    seconds = np.arange((frames + 1) * hop) / sample_rate
+    melody = 1.15 - 0.3 * seconds / seconds[-1] + 0.05 * np.sin(2 * np.pi * (2 + tone) * seconds)
+    pitch = 95 * 2 ** (1.2 * tone) * melody
+    pulses = np.diff(np.floor(np.cumsum(pitch / sample_rate)), prepend=0) * np.sqrt(sample_rate / pitch)
+    noise = rng.standard_normal(len(seconds))
+
+    def windows(signal):
+        return np.lib.stride_tricks.sliding_window_view(signal, 2 * hop)[::hop]
+    source = windows(pulses) * track[:, 3:4] + windows(noise) * track[:, 4:5]
+    hann = 0.5 - 0.5 * np.cos(np.pi * np.arange(2 * hop) / hop)
+    hertz = np.fft.rfftfreq(2 * hop, 1 / sample_rate)
+    formants = track[:, :3, None] * (0.88 + 0.3 * tone)
+    peaks = 1 / (1 + ((hertz - formants) / (60 + 0.06 * formants)) ** 2)
+    spectrum = np.fft.rfft(source * hann) * np.einsum("k,fkh->fh", [1.0, 0.6, 0.35], peaks)
+    pieces = np.fft.irfft(spectrum, 2 * hop)
+    wave = np.zeros((frames + 1, hop))
+    wave[:-1] += pieces[:, :hop]
+    wave[1:] += pieces[:, hop:]
+    wave = wave.ravel()
+    return (0.6 * wave / max(np.abs(wave).max(), 1e-9)).astype(np.float32)
+
+
+def make_speech(out_dir, clips=48, speakers=4, seed=0):
+    """Writes OUT_DIR/speech/*.wav (PCM_16, every sixth clip stereo), one sentence per clip,
+    speakers taking turns; each has at least two, so that there is another clip to take the voice
+    from.
+
+    Returns a list of {"text", "speaker": number, "path": relative to OUT_DIR, "seconds"}.
+    """
+    import soundfile
+
+    (Path(out_dir) / "speech").mkdir(parents=True, exist_ok=True)
+    speech = []
+    for number in range(clips):
+        speaker = number % speakers
+        text = SENTENCES[(number + number // len(SENTENCES)) % len(SENTENCES)]
+        rate = CLIP_RATES[number // speakers % len(CLIP_RATES)]
+        path = f"speech/{number:04d}_speaker{speaker}.wav"
+        wave = synthesise(text, speaker, rate, np.random.default_rng([seed, number]))
+        if number % 6 == 5:
+            wave = np.stack([wave, 0.7 * wave], axis=1)
+        soundfile.write(Path(out_dir) / path, wave, rate, subtype="PCM_16")
+        speech.append({"text": text, "speaker": speaker, "path": path,
+                       "seconds": round(len(wave) / rate, 3)})
+    return speech
+
+
+def make_dataset(out_dir, speech):
+    """Writes OUT_DIR/train.json, ChatML, -> its path; the voice is of the speaker's next clip."""
+    samples = []
+    for number, target in enumerate(speech):
+        other = next(clip for clip in speech[number + 1:] + speech[:number]
+                     if clip["speaker"] == target["speaker"])
+        samples.append(voice_cloning_sample(f"sample_{number:08d}", other, target))
+    path = Path(out_dir) / "train.json"
+    path.write_text(json.dumps(samples, indent=1) + "\n")
+    return path
+
+
+def voice_cloning_sample(name, reference, target):
+    """A ChatML sample (a dict): hear the reference clip, speak the target's text in its voice."""
+    def text(content):
+        return {"type": "text", "text": content}
+
+    def audio(clip, duration=None):
+        return {"type": "audio", "audio_url": clip["path"], "raw_audio": "", "duration": duration, "offset": None}
+
+    system = "You are a helpful assistant capable of generating speech in the voice of the provided reference audio."
+    request = f"Please generate speech for given text in reference audio's voice: {target['text']}"
+    return {
+        "messages": [
+            {"role": "system", "content": system},
+            {"role": "user", "content": [text(reference["text"]), audio(reference), text(request)]},
+            {"role": "assistant", "content": [text(target["text"]), audio(target, target["seconds"])]},
+        ],
+        "start_index": 0,
+        "speaker": f"speaker{target['speaker']}",
+        "misc": {
+            "sample_id": name,
+            "ref_transcript": reference["text"],
+            "target_transcript": target["text"],
+            "duration": target["seconds"],
+        },
+    }
+
+
+def main(argv=None):
+    args = ARGS or flags.parse(build_parser(), check_flags, argv)
+    speech = make_speech(args.out_dir, args.clips, args.speakers, args.seed)
+    dataset = make_dataset(args.out_dir, speech)
+    codec = make_codec(args.out_dir, args.seed)
+    if args.higgs3:
+        folder = make_model3(args.out_dir, codec, args.seed)
+        made = f"Higgs TTS 3 of {sum(p.numel() for p in v3.load(folder)[0].parameters()):,} parameters"
+    else:
+        tokenizer = make_tokenizer(args.out_dir)
+        model = make_model(args.out_dir, tokenizer, args.seed)
+        made = f"{model.num_parameters():,} parameters, {len(tokenizer)} token ids"
+    print(f"{args.out_dir / 'speech'}: {len(speech)} clips, {sum(clip['seconds'] for clip in speech):.0f} s of speech")
+    print(f"{dataset}: {len(speech)} samples, {args.speakers} speakers")
+    print(f"{args.out_dir / 'model'}: {made}")
+    print(f"{args.out_dir / 'codec'}: {codec.num_parameters():,} parameters, {codec.config.num_quantizers} codebooks")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""What a recogniser hears in the clips of a data set: each clip once, kept as it comes, compared with its text.
+
+OUTPUT_DIR/heard/ has a file for each process that listened, a line for each clip; a run that was stopped goes on from
+there. Each rank hears its share.
+"""
+import contextlib
+import itertools
+import json
+import uuid
+from pathlib import Path
+
+import numpy as np
+
+from common import distributed
+from common.checkpoint import write_atomically
+from common.distributed import UserError
+from core.watchdog import Stopped, stop_requested
+from speech import text_normalization
+from speech.code_cache import SAMPLE_RATE, file_key, file_keys
+from speech.decode import SAVED, holds_codes
+from speech.encode import Progress, decoded, share_work
+from speech import scores
+
+BATCH = 32              # clips heard together
+NO_SOUND = "{}: saved codes have no sound to hear: drop --asr_model and --asr_command"
+
+
+def hear(world, clips, numbers, folder, settings, how):
+    """{clip: what is heard in it; None where it is longer than the recogniser hears} on rank 0, {}
+    on the others.
+
+    Called by every rank; clips (a sequence) and numbers (those to hear, an array) matter on rank 0.
+    settings: keywords of scores.load_judges. how: dataset.Encoding, for its processes and time
+    limit. Raises UserError; Stopped when asked to stop.
+    """
+    # the limit changes nothing that is heard
+    told = {name: value for name, value in settings.items() if name != "asr_time_limit"}
+    folder, name = Path(folder), json.dumps(told, sort_keys=True)
+    # one downloads for all
+    distributed.rank0_first(world, lambda: scores.load_judges(**settings) and None)
+    judges = scores.load_judges(**settings)
+
+    def plan():     # before anything is heard; codes known by their bytes alone are found later
+        for path in (clips[i].path for i in numbers if clips[i].path.endswith(SAVED)):
+            with contextlib.suppress(ValueError):       # what cannot be read is told of later, with its row
+                if holds_codes(path):
+                    raise UserError(NO_SOUND.format(path))
+        folder.mkdir(exist_ok=True)
+        known = read_heard(folder, name)
+        stats, keys = file_keys(clips[i] for i in numbers)
+        new = np.array([key not in known for key in digits(keys)], bool)
+        return share_work(clips, np.column_stack([numbers, stats])[new], world.size)
+
+    work = distributed.rank0_first(world, plan)
+    if any(work):
+        progress, problems = Progress(world, work, "hearing", how.wait_limit_s), []
+        try:
+            with judges.on(world.device):
+                mine = decoded(world, work[world.rank], how.processes)
+                _hear_share(mine, judges, folder, name, progress)
+        except UserError as error:      # told to every rank
+            problems.append(str(error))
+        except BaseException:
+            progress.close()
+            raise
+        progress.finish()
+        distributed.all_ranks_ok(world, problems)
+        if any(distributed.gather_objects(world, stop_requested())):
+            raise Stopped("asked to stop while clips were being heard; what is done stays in "
+                          "OUTPUT_DIR/heard")
+    if not world.is_main:
+        return {}
+    known, (_, keys) = read_heard(folder, name), file_keys(clips[i] for i in numbers)
+    return {int(i): known[key] for i, key in zip(numbers, digits(keys)) if key in known}
+
+
+def digits(keys):
+    """[hex digits] of the keys of code_cache.file_keys. A key that NumPy gives alone has lost the zeros at its end."""
+    return [row.tobytes().hex() for row in keys.view(np.uint8).reshape(-1, keys.itemsize)]
+
+
+def _hear_share(files, judges, folder, name, progress):
+    """Hear the files of `decoded`, a batch at a time."""
+    def waves():
+        for _, stat, cuts, _, found in files:
+            for clip, wave in zip(cuts.values(), found):
+                # what cannot be decoded is told of where it is encoded
+                if not isinstance(wave, str):
+                    if wave[0].ndim == 2:
+                        raise UserError(NO_SOUND.format(clip.path))
+                    yield file_key(clip, *stat).hex(), wave[0]
+                progress.add(1, 0 if isinstance(wave, str) else len(wave[0]) / SAMPLE_RATE)
+
+    with open(folder / f"{uuid.uuid4().hex}.jsonl", "w") as file:
+        file.write(json.dumps({"by": name}) + "\n")
+        clips = waves()
+        while (batch := list(itertools.islice(clips, BATCH))) and not progress.stopping():
+            notes = []      # of clips that were heard in part
+            heard = judges.hear([wave for _, wave in batch], SAMPLE_RATE, list(map(str, range(len(batch)))), notes)
+            part = {int(note.split(":")[0]) for note in notes}
+            for i, ((key, _), text) in enumerate(zip(batch, heard, strict=True)):
+                file.write(json.dumps({"key": key, "heard": None if i in part else text}) + "\n")
+            file.flush()
+
+
+def read_heard(folder, name):
+    """{file key, hex digits: text} of what this recogniser, by its settings, has heard; a last line may be cut off."""
+    known = {}
+    for path in sorted(Path(folder).glob("*.jsonl")):
+        mine = False
+        for line in path.read_text().splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            mine = row["by"] == name if "by" in row else mine
+            if mine and "key" in row:
+                known[row["key"]] = row["heard"]
+    return known
+
+
+def compare(said, heard, targets, language):
+    """(n,) character errors over characters of samples; NaN where nothing was heard or is to be said.
+
+    said: texts of the samples. heard: of hear. targets: the clips that the samples speak, in their order.
+    """
+    found = np.full(len(targets), np.nan)
+    for i, clip in enumerate(targets.tolist()):
+        if heard.get(clip) is not None:
+            errors, length = scores.character_errors([text_normalization.heard(said[i])], [heard[clip]], language)
+            found[i] = errors / length if length else np.nan
+    return found
+
+
+def write_list(path, names, said, heard, targets, cer):
+    """A line of JSON for each sample that was heard: where it stands, its text, what is heard, character errors."""
+    def write(file):
+        with open(file, "w") as out:
+            for i in np.flatnonzero(~np.isnan(cer)).tolist():
+                row = {"entry": names[i], "text": said[i], "heard": heard[int(targets[i])], "cer": round(cer[i], 4)}
+                out.write(json.dumps(row, ensure_ascii=False) + "\n")
+    write_atomically(path, write)

@@ -1,0 +1,319 @@
+"""The native transformers Higgs-Audio V2 model on packed batches: forward and loss.
+
+Parameter names stay transformers' own, so hub checkpoints load, PEFT attaches and save_pretrained
+and generate work. What changes is the training forward: one flat axis for all samples, hidden
+states in modality order (text rows, then audio rows) so that each FFN of the dual-FFN layers works
+on a contiguous slice, variable-length attention, heads on supervised rows only, no host sync
+anywhere.
+"""
+import inspect
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
+
+from common.distributed import UserError
+from core import fused
+from speech import weights  # first: explains a torchaudio that breaks transformers
+from speech.labels import IGNORE, token_ids  # noqa: F401  (of module())
+from speech.loss import Sums, decays, flops_per_pack, named, total_loss  # noqa: F401
+
+from transformers.models.higgs_audio_v2 import modeling_higgs_audio_v2 as modeling  # isort: skip
+
+# torch 2.11 takes fewer key heads without being told
+GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+LICENCE = None          # nothing to be said of it
+LORA_TARGETS = "attention"      # its four layers, where --lora_target_modules says nothing
+WHOLE_MODULES = ()      # modules that an adapter may hold as a whole
+# the released model's
+DRAWS = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "ras_window": 7, "ras_repeats": 2}
+
+# --------------------------------------------------------------------------------------------------
+# What speech/versions.py's module() promises, beside what is imported above and follows below
+
+load_tokenizer, reset_buffers = weights.load_tokenizer, weights.reset_buffers
+read_config, save_config = weights.native_config, weights.save_config
+weight_parts = weights.weight_parts
+
+
+def text_setting(wanted):
+    """--normalize_text as "on" or "off"; on where nothing is wanted, as boson-ai's inference does.
+    """
+    return wanted or "on"
+
+
+def unpack_codec(folder, config_dict, into):
+    """The codec inside a model folder. Raises UserError: a V2 folder has none."""
+    raise UserError("give --audio_tokenizer_path: a Higgs-Audio V2 checkpoint holds no codec")
+
+
+def empty_model(config_dict, dtype, folder):
+    """The native model on the meta device: names, shapes and dtypes, no memory. UserError."""
+    return weights.empty_model(read_config(config_dict), dtype, folder)
+
+
+def positions(config):
+    """Tokens that a prompt and its speech may have: what --max_length trains beyond config.json's
+    2,048 is spoken, too.
+
+    Positions are rotary, scaled for the 131,072 that the released checkpoint's own config.json
+    says.
+    """
+    return max(config.max_position_embeddings, 131072)
+
+
+def layers(native):
+    """The decoder layers."""
+    return native.model.layers
+
+
+def weight_names(native):
+    """{name in a checkpoint's files: parameter} of a full model."""
+    return dict(native.named_parameters())
+
+
+# --------------------------------------------------------------------------------------------------
+# Packed forward
+
+
+class Permute(torch.autograd.Function):
+    """rows[index] for a permutation; the backward is a gather too, not an atomic scatter-add."""
+
+    @staticmethod
+    def forward(ctx, rows, index, inverse):
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def added(rows, parts):
+    """rows + cat(parts), which is not written; of the dtype of rows."""
+    found, sizes = torch.empty_like(rows), [len(part) for part in parts]
+    for to, own, part in zip(found.split(sizes), rows.split(sizes), parts):
+        torch.add(own, part, out=to)
+    return found
+
+
+class Fork(torch.autograd.Function):
+    """rows, their first n, the others: their gradients are added in one pass, not joined first."""
+
+    @staticmethod
+    def forward(ctx, rows, n):
+        return rows.view_as(rows), rows[:n], rows[n:]
+
+    @staticmethod
+    def backward(ctx, grad, *parts):
+        return added(grad, parts), None
+
+
+class Join(torch.autograd.Function):
+    """added(rows, parts)."""
+
+    @staticmethod
+    def forward(ctx, rows, *parts):
+        ctx.sizes = [len(part) for part in parts]
+        return added(rows, parts)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, *grad.split(ctx.sizes)
+
+
+class InOrder(torch.autograd.Function):
+    """cat([text, audio]) whose row i becomes row order[i]; seq_index is the inverse."""
+
+    @staticmethod
+    def forward(ctx, text, audio, seq_index, order):
+        ctx.places = order.split([len(text), len(audio)])
+        found = text.new_empty(len(order), text.shape[1])
+        return found.index_copy_(0, ctx.places[0], text).index_copy_(0, ctx.places[1], audio)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return *(grad.index_select(0, places) for places in ctx.places), None, None
+
+
+FUSED = Fork.apply, Join.apply, InOrder.apply
+# torch.compile makes fewer passes of these by itself; its join has the two halves as rows
+PLAIN = (lambda rows, n: (rows, *rows.split([n, len(rows) - n])),
+         lambda rows, *parts: torch.cat([own + part for own, part in zip(rows, parts)]),
+         lambda text, audio, *places: Permute.apply(torch.cat([text, audio]), *places))
+
+
+def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
+    """Causal attention inside each sample. q (S, heads, D), k and v (S, kv_heads, D) -> (S, heads,
+    D).
+
+    cu_seqlens (B + 1,) int32 on the device. CUDA in half precision: torch's variable-length flash
+    attention. Elsewhere: SDPA sample by sample, same result, by seqlens (B,) int64 on the CPU.
+    """
+    if q.is_cuda and q.dtype in fused.FLASH:
+        causal = {"window_size": (-1, 0), **GROUPED}
+        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **causal)
+    return _attention_by_sample(q, k, v, seqlens)
+
+
+@torch.compiler.disable     # a graph per list of sample lengths would be compiled otherwise
+def _attention_by_sample(q, k, v, seqlens):
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    parts = zip(*(t.transpose(0, 1)[None].split(seqlens.tolist(), dim=2) for t in (q, k, v)))
+    out = [F.scaled_dot_product_attention(*qkv, is_causal=True) for qkv in parts]
+    return torch.cat(out, dim=2)[0].transpose(0, 1)
+
+
+class Packed(NamedTuple):
+    """What all layers need of a batch: (S,) tensors, cos and sin (S, D)."""
+    n_text: int                 # rows of text, which stand first
+    order: torch.Tensor         # sequence position of each row
+    seq_index: torch.Tensor     # row of each sequence position
+    cos: torch.Tensor
+    sin: torch.Tensor
+    cu_seqlens: torch.Tensor    # (B + 1,) int32
+    longest: int
+    seqlens: torch.Tensor       # (B,) int64 on the CPU, for attention sample by sample
+
+
+class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
+    """The native layer with a forward of its own for packed batches: where `packed` is given."""
+
+    def __init_subclass__(cls, **kwargs):
+        """FSDP2 subclasses: transformers would wrap the forward once more, compiled too."""
+
+    def forward(self, hidden_states, *args, packed=None, **kwargs):
+        """(S, H) -> (S, H) in modality order. packed: a Packed."""
+        if packed is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        attn, rows, p = self.self_attn, len(hidden_states), packed
+        plain = torch.compiler.is_compiling()
+        fork, join, in_order = PLAIN if plain else FUSED
+        hidden_states, text, audio = fork(hidden_states, p.n_text)
+        # before q, k, v, which together are wider
+        normed = in_order(self.input_layernorm(text), self.audio_input_layernorm(audio),
+                          p.seq_index, p.order)
+        q, k, v = (out.view(rows, -1, attn.head_dim) for out in fused.outputs(
+            normed, attn.q_proj, attn.k_proj, attn.v_proj))
+        # looked up there: fused.use changes it
+        q, k = modeling.apply_rotary_pos_emb(q, k, p.cos, p.sin)
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        out = packed_attention(q, k, v, p.cu_seqlens, p.longest, p.seqlens)
+        out = attn.o_proj(out.reshape(rows, -1))
+        hidden_states = hidden_states + Permute.apply(out, p.order, p.seq_index)
+        hidden_states, text, audio = fork(hidden_states, p.n_text)
+        own = (text, audio) if plain else hidden_states
+        return join(own, self.mlp(self.post_attention_layernorm(text)),
+                    self.audio_mlp(self.audio_post_attention_layernorm(audio)))
+
+
+class PackedHiggs(weights.Wrapped):
+    """What DDP wraps: forward(batch) -> sums, not means, so that any split of a step adds up. net:
+    the native model, or the PeftModel around it. recompute: of flags.MODES, or None.
+    """
+
+    def __init__(self, net, recompute=None):
+        super().__init__(net)
+        self.call = None
+        for layer in fused.use(self.base_model).model.layers:
+            layer.__class__ = PackedDecoderLayer
+        if recompute:
+            from core import recomputation
+            recomputation.set_mode(self, layers(self.base_model), recompute)
+
+    def hidden_states(self, batch):
+        """Final hidden states (S, H) in modality order of a labels.PackedBatch."""
+        model = self.base_model.model
+        order = torch.cat([batch.text_pos, batch.audio_pos])
+        n_text = len(batch.text_pos)
+        text = model.embed_tokens(batch.input_ids.index_select(0, batch.text_pos))
+        text = text.to(fused.stream_dtype(text))
+        hidden = torch.cat([text, model.embed_audio_tokens(batch.audio_ids).to(text.dtype)])
+        cos, sin = model.rotary_emb(hidden, batch.position_ids[None])
+        varlen = hidden.is_cuda and hidden.dtype in fused.FLASH
+        packed = Packed(n_text, order, batch.seq_index, cos[0], sin[0], batch.cu_seqlens,
+                        batch.longest, None if varlen else torch.tensor(batch.seqlens))
+        for layer in model.layers:
+            if self.training and self.call:
+                hidden = self.call(layer, hidden, packed=packed)
+            else:
+                hidden = layer(hidden, packed=packed)
+        return model.norm(hidden)
+
+    def audio_logits(self, hidden, batch):
+        """(R, K, C) fp32 logits of the rows that predict audio. hidden: of hidden_states."""
+        config, head = self.base_model.config, self.base_model.audio_lm_head
+        logits = head(hidden.index_select(0, batch.audio_rows)).float()
+        return logits.view(-1, config.num_codebooks, config.codebook_size)
+
+    def forward(self, batch, keep=False):
+        """(audio (K,), text (), eos (5,)) of a labels.PackedBatch: fp32 sums over its targets.
+
+        audio: cross-entropy per codebook; text: cross-entropy. eos (detached): of the end-of-stream
+        targets cross-entropy, correct argmax and number; of codebook 0 alone, which ends speech,
+        correct end-of-streams and false ones (argmax is end-of-stream, the target a code).
+        keep: divergence.from_base instead.
+        """
+        if keep:
+            from speech import divergence
+            return divergence.from_base(self, batch)
+        config, base = self.base_model.config, self.base_model
+        hidden = self.hidden_states(batch)
+        logits = self.audio_logits(hidden, batch).flatten(0, 1)     # (R * K, C)
+        targets = batch.audio_targets.view(-1)              # (R * K,)
+        losses = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+        text_logits = base.text_lm_head(hidden.index_select(0, batch.text_rows)).float()
+        text = F.cross_entropy(text_logits, batch.text_targets, ignore_index=IGNORE,
+                               reduction="sum")
+        with torch.no_grad():
+            is_eos = targets == config.audio_stream_eos_id
+            says_eos = logits.argmax(-1) == config.audio_stream_eos_id
+            correct, false = ((says_eos & where).view(-1, config.num_codebooks)
+                              for where in (is_eos, ~is_eos & (targets != IGNORE)))
+            eos = torch.stack([(losses.detach() * is_eos).sum(), correct.sum(), is_eos.sum(),
+                               correct[:, 0].sum(), false[:, 0].sum()]).float()
+        return losses.view(-1, config.num_codebooks).sum(0), text, eos
+
+
+packed = PackedHiggs        # of module()
+
+
+def loss_report(sums, reduction, text_weight, prefix):
+    """Numbers of loss.Sums.flat, summed over all ranks -> {metric name: float}.
+
+    Each codebook has one K-th of the audio and of the end-of-stream targets; there are as many ends
+    of one as clips. stop_recall: right ends of codebook 0 per clip; false_stop_rate: its false ends
+    per target that is a code.
+    """
+    sums = Sums.of(sums)
+    audio, ends = sums.audio, sums.ends
+    n_audio, n_text = sums.audio_targets, sums.text_targets
+    books = len(audio)
+    values = {"loss": total_loss(audio, n_audio, sums.text, n_text, reduction, text_weight),
+              "audio_loss": sum(audio) / max(1, n_audio), "text_loss": sums.text / max(1, n_text),
+              "eos_loss": ends.loss / max(1, ends.targets),
+              "eos_accuracy": ends.correct / max(1, ends.targets),
+              "stop_recall": ends.stops * books / max(1, ends.targets),
+              "false_stop_rate": ends.false_stops * books / max(1, n_audio - ends.targets)}
+    values |= {f"audio_loss_codebook_{k}": s * books / max(1, n_audio) for k, s in enumerate(audio)}
+    return named(values, sums, prefix)
+
+
+def freeze_unreachable(model, text_loss_weight):
+    """Freeze what no loss can reach, so that neither weight decay nor optimizer state touches it;
+    returns the names.
+
+    Without a text loss these are the text head and the last layer's text FFN: audio is predicted
+    from audio rows only.
+    """
+    if text_loss_weight > 0:
+        return []
+    last = f"layers.{model.config.num_hidden_layers - 1}."
+    frozen = []
+    for name, parameter in model.named_parameters():
+        text_path = f"{last}mlp." in name or f"{last}post_attention_layernorm." in name
+        if parameter.requires_grad and (text_path or "text_lm_head" in name):
+            parameter.requires_grad_(False)
+            frozen.append(name)
+    return frozen

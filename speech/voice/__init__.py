@@ -1,1 +1,0 @@
-"""Speech out of a model, and what judges it."""
