@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from common import checkpoint, distributed
-from common.problems import Problems
+from core.problems import Problems
 from core import loading
 from speech import choices
 from speech.builder import TableBuilder

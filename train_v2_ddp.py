@@ -149,7 +149,7 @@ from pathlib import Path
 import torch
 
 import lora  # first: it explains a torchaudio that breaks every transformers import
-from common.problems import collect
+from core.problems import collect
 from core import (
     adapters,
     checkpoint,

@@ -37,6 +37,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from common.flags import UserError
+from core.cli import problem_text  # noqa: F401
 from core.lifetime import stop_requested
 from common.text import counted, error_text, print_error, printable
 
@@ -343,15 +344,6 @@ def all_ranks_ok(world, problems):
         if not world.is_main:
             leave_silently()
         raise UserError(problem_text(lines))
-
-
-def problem_text(lines, shown=20, total=None):
-    """Many problems as one message: the first `shown`, then how many more there are of `total` (default: all given)."""
-    total = total or len(lines)
-    if total == 1:
-        return lines[0]
-    more = [f"  ... and {total - shown} more"] if total > shown else []
-    return "\n".join([f"{total} problems:"] + [f"  {line}" for line in lines[:shown]] + more)
 
 
 def all_sum(world, tensor):

@@ -15,7 +15,7 @@ import torch
 from common import checkpoint, resume, tensor_files
 from common.distributed import UserError, rank0_first
 from common.flags import local_ranks, named, need
-from common.problems import collect
+from core.problems import collect
 from common.step_memory import Setup
 from common.text import GIB, counted, size
 from core import metrics, recomputation

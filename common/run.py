@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from common import checkpoint, distributed, flags
 from common.distributed import UserError
-from common.problems import collect
+from core.problems import collect
 from core import fused, metrics, optim, watchdog
 
 SAVE_MINUTES = 30           # a checkpoint at least so often, where --save_steps is not given

@@ -19,9 +19,9 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from common.distributed import UserError
-from common.indexing import token_lists
-from common.problems import problem
+from core.cli import UserError
+from core.indexing import token_lists
+from core.problems import problem
 from core import json_files
 from core.json_files import HALF_CHARACTER
 
@@ -163,7 +163,7 @@ def lines_of(path, size):
             if kind not in (".parquet", ".arrow"):
                 yield from json_files.lines(file, path)
                 return
-        from common.hub import table_rows
+        from core.hub import table_rows
         yield from table_rows(path, size)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})")

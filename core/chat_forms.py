@@ -5,8 +5,8 @@ Folders, patterns and the hub's names; parquet and arrow; ShareGPT, TRL, alpaca,
 import glob
 from pathlib import Path
 
-from common import hub
-from common.distributed import UserError
+from core import hub
+from core.cli import UserError
 from core import json_files
 
 KINDS = (".parquet", ".jsonl")                          # of a data set's files in a folder or on the hub

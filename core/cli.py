@@ -123,6 +123,15 @@ def counted(number, noun):
     return f"{number} {noun if number == 1 else noun + 's'}"
 
 
+def problem_text(lines, shown=20, total=None):
+    """Many problems as one message: the first `shown`, then how many more there are of `total` (default: all given)."""
+    total = total or len(lines)
+    if total == 1:
+        return lines[0]
+    more = [f"  ... and {total - shown} more"] if total > shown else []
+    return "\n".join([f"{total} problems:"] + [f"  {line}" for line in lines[:shown]] + more)
+
+
 def without_secrets(value):
     """A JSON value as it may be stored: URLs in it lose names, passwords and keys."""
     if isinstance(value, dict):

@@ -19,8 +19,8 @@ from torch.utils.data import Dataset
 
 from common import distributed
 from common.distributed import UserError
-from common.problems import problem as bad_problem
-from common.problems import settle
+from core.problems import problem as bad_problem
+from core.problems import settle
 from core import loading
 from core.packing import best_fit
 from diffusion import dit

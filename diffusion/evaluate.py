@@ -70,7 +70,7 @@ import torch
 
 from common import checkpoint, distributed
 from common.distributed import UserError
-from common.problems import settle
+from core.problems import settle
 from diffusion import blocks, elbo, noise
 from diffusion.problems import FILL, QUESTION, Problem, bound_range, read_chats, read_problems
 from diffusion.sampler import Sampling, answer_batch, ids_state, load_solver

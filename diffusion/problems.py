@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from common.flags import at_least_one, need, zero_or_more
-from common.problems import problem, settle
+from core.problems import problem, settle
 from common.text import NAME, UserError, printable
 from core import json_files
 

@@ -48,7 +48,7 @@ from safetensors.torch import load_file
 
 from common import checkpoint, distributed, resume, tensor_files
 from common.distributed import UserError
-from common.new_folder import new_folder
+from core.new_folder import new_folder
 from core import json_files
 from diffusion import dit
 from diffusion.problems import (

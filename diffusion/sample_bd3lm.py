@@ -100,8 +100,8 @@ import numpy as np
 
 from common import checkpoint, distributed
 from common.distributed import UserError
-from common.problems import problem as bad_problem
-from common.problems import settle
+from core.problems import problem as bad_problem
+from core.problems import settle
 from common.text import LINE, printable
 from core import json_files, metrics
 from diffusion.problems import Problem, read_chat_prompts, read_entries, read_problems

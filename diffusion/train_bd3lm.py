@@ -252,7 +252,7 @@ from tqdm import tqdm
 
 from common import checkpoint, distributed, run, tensor_files
 from common.distributed import UserError
-from common.problems import collect
+from core.problems import collect
 from common.text import size as gib
 from core import loading, metrics, optim
 from core.packing import PackOrder, rank_packs

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from common.indexing import Column, parallel_map_ordered
-from common.problems import Problems, problem
+from core.indexing import Column, parallel_map_ordered
+from core.problems import Problems, problem
 from core import checkpoint, dist, loading
 from core.chat import cut, group_key, question, read_chunks, records_at
 from core.cli import UserError

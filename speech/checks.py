@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.problems import problem
+from core.problems import problem
 from speech.code_cache import FRAME_RATE
 from speech.dataset import own_references, places
 from speech.encode import MEASURES

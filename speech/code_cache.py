@@ -19,7 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from common.distributed import UserError
-from common.indexing import parallel_map_ordered
+from core.indexing import parallel_map_ordered
 from core import json_files
 
 SAMPLE_RATE = 24_000

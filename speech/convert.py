@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ sta
 from common import flags
 from common.checkpoint import write_atomically
 from common.flags import UserError, need
-from common.problems import problem
+from core.problems import problem
 from common.text import NAME, counted, error_text, printable
 from core import json_files
 from speech import choices, prompts
@@ -955,7 +955,7 @@ def to_chatml(source, out_path, *, held_out=False, problems=None, **how):
     """Write a source of any format as ChatML .jsonl; returns its path. UserError where nothing can be read.
 
     held_out: whether validation data is asked for: rows whose `split` says so are read as that alone. problems: a list
-    that takes the rows that cannot be used, as common.problems.Problem; None: they are printed. how: of Reading, such as
+    that takes the rows that cannot be used, as core.problems.Problem; None: they are printed. how: of Reading, such as
     columns="audio=clip,text=caption".
     """
     out_path, reading = Path(out_path), Reading(**how)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from common.distributed import UserError, rank0_first
-from common.problems import problem, settle
+from core.problems import problem, settle
 from common.text import counted, printable
 from speech.code_cache import FRAME_RATE, CodeReader, codec_fingerprint, look_up
 from speech.rows import file_of

@@ -11,7 +11,7 @@ import torch
 
 from common import tensor_files
 from common.distributed import UserError
-from common.new_folder import new_folder
+from core.new_folder import new_folder
 from core import adapters
 from speech import text_normalization, versions, weights
 

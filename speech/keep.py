@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.gathered import gathered
+from core.gathered import gathered
 from core import adapters, dist
 from core.checkpoint import move_aside, write_atomically
 from core.cli import UserError, require

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from common import plan, step_memory
-from common.problems import collect
+from core.problems import collect
 from core.packing import PackOrder
 from speech.code_cache import FRAME_RATE
 from speech.dataset import samples_line

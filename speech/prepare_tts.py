@@ -86,7 +86,7 @@ import torch
 
 from common import checkpoint, distributed
 from common.distributed import UserError
-from common.problems import LIST, Problems
+from core.problems import LIST, Problems
 from core import lifetime, watchdog
 from speech import checks, prepared
 from speech.builder import TableBuilder

@@ -9,7 +9,7 @@ import numpy as np
 
 from common import checkpoint, distributed
 from common.distributed import UserError
-from common.problems import LIST
+from core.problems import LIST
 from core import json_files
 from speech.code_cache import codec_fingerprint
 from speech.dataset import PREPARED, Table, is_prepared, keep_prepared

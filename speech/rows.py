@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.distributed import UserError
-from common.indexing import parallel_map_ordered
-from common.problems import problem
+from core.indexing import parallel_map_ordered
+from core.problems import problem
 from common.text import NAME, counted, printable
 from core.json_files import SKIPPED, read_entries
 from speech.conversations import (

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from common.flags import need_package
-from common.gathered import gathered
+from core.gathered import gathered
 from core import dist
 from core.cli import UserError
 from core.watchdog import stop_requested

@@ -15,7 +15,7 @@ from torch import nn
 
 from common import tensor_files
 from common.distributed import UserError
-from common.new_folder import new_folder
+from core.new_folder import new_folder
 from core import fused, json_files
 from core.document_attention import ATTENTION
 from speech import (

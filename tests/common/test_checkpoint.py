@@ -13,7 +13,7 @@ import pytest
 
 from common import checkpoint, resume, run
 from common.distributed import UserError, World
-from common.new_folder import new_folder
+from core.new_folder import new_folder
 
 STATE = {"step": 4, "epoch": 0, "first": 8, "identity": {}, "validation": None, "best_step": None, "best_loss": None,
          "skipped": 0, "unlogged": [], "args": {}}

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from common import indexing
+from core import indexing
 from common.distributed import UserError
-from common.indexing import Column, Lists, parallel_map_ordered, token_lists
+from core.indexing import Column, Lists, parallel_map_ordered, token_lists
 from core import chat, json_files
 from distill import chat_data as chat_table
 from tests.helpers import chats

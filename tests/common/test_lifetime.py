@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.indexing import parallel_map_ordered
+from core.indexing import parallel_map_ordered
 from core import lifetime
 from tests.helpers.progress import wait_until
 from tests.helpers.trainer import ROOT

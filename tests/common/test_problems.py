@@ -7,7 +7,7 @@ import pytest
 
 from common import flags
 from common.distributed import UserError
-from common.problems import LIST, Problems, problem, settle
+from core.problems import LIST, Problems, problem, settle
 from tests.helpers.fork import in_a_fork
 
 CHECKS = ("invalid", "too_long")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from common import indexing
+from core import indexing
 from common.distributed import UserError
 from core import loading
 from speech.code_cache import (

@@ -8,9 +8,9 @@ import pytest
 import soundfile
 import torch
 
-from common import indexing
+from core import indexing
 from common.distributed import UserError, World
-from common.problems import Problems
+from core.problems import Problems
 from data import SpeechSamples, collate, make_table
 from speech import builder as speech_builder, dataset as speech_table, rows
 from speech.builder import TableBuilder

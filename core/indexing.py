@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from common.checkpoint import naming
-from common.distributed import UserError
+from core.cli import UserError
+from core.dist import error_names_file
 from core.loading import named
 from core.watchdog import fork_loaders, init_loader
 
@@ -36,14 +36,14 @@ class Column:
     def append(self, values):
         """Add an array, or a list of numbers."""
         values = np.ascontiguousarray(values, self.dtype)
-        with naming(self.path):
+        with error_names_file(self.path):
             self.file.write(values.tobytes())
         self.length, self._mapped = self.length + len(values), None
 
     def array(self):
         """All that is in it, mapped."""
         if self._mapped is None:
-            with naming(self.path):
+            with error_names_file(self.path):
                 self._write_header()
                 self.file.flush()
             self._mapped = np.load(self.path, mmap_mode="r" if self.length else None)   # nothing cannot be mapped
@@ -51,7 +51,7 @@ class Column:
 
     def close(self):
         """The file is whole from here on."""
-        with naming(self.path):
+        with error_names_file(self.path):
             self._write_header()
             self.file.close()
 

@@ -5,9 +5,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from common import checkpoint
-from common.distributed import UserError, problem_text
-from common.text import printable
+from core import checkpoint
+from core.cli import UserError, printable, problem_text
 
 LIST = "problems.jsonl"     # in OUTPUT_DIR
 SHOWN = 20                  # problems in an error

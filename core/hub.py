@@ -8,7 +8,7 @@ import fnmatch
 import re
 from pathlib import Path
 
-from common.distributed import UserError
+from core.cli import UserError
 from core import json_files
 
 PREFIX = "hf://datasets/"

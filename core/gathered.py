@@ -4,7 +4,8 @@ import contextlib
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from common.distributed import UserError, reshard
+from core.cli import UserError
+from core.dist import reshard
 
 
 @contextlib.contextmanager

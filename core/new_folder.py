@@ -8,9 +8,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from common import checkpoint
-from common.distributed import UserError
-from core import run_lock
+from core import checkpoint, run_lock
+from core.cli import UserError
 
 
 @contextlib.contextmanager
@@ -37,11 +36,11 @@ def new_folder(output_dir, size=0, flag="--output_dir"):
                                 f"{free / 1e9:.1f} GB are free there")
             yield building
             for path in [*building.iterdir(), building]:
-                checkpoint.fsync_path(path)
+                checkpoint.fsync(path)
             # still locked, or another process may take it for what a kill has left
             os.rename(building, final)
         (final / lock.path.name).unlink()
-        checkpoint.fsync_path(final.parent)
+        checkpoint.fsync(final.parent)
     except Exception as error:
         full = "(os error" in str(error)        # of tokenizers, which raises nothing else
         if not full and not isinstance(error, (OSError, SafetensorError)):
