@@ -193,7 +193,7 @@ def read_entries(path, split):
     if not file.is_file():
         file = find_split(file if file.exists() else download(path), split)
     if isinstance(file, list):          # parquet or arrow
-        from common import hub
+        from core import hub
         rows = (row for one in file for row in hub.table_rows(one))
         for i, entry in enumerate(rows):
             yield f"{file[0].parent} {split} sample {i}", entry
@@ -226,7 +226,7 @@ def find_split(folder, split):
 
 def download(name):
     """Folder of a hub dataset (openai/gsm8k), downloaded or from the cache. Raises UserError."""
-    from common import hub
+    from core import hub
     with hub.asking(name):
         from huggingface_hub import snapshot_download
         return Path(snapshot_download(str(name), repo_type="dataset",
