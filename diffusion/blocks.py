@@ -17,12 +17,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from common import distributed
-from common.distributed import UserError
+from core import dist, loading
+from core.cli import UserError
+from core.packing import best_fit
 from core.problems import problem as bad_problem
 from core.problems import settle
-from core import loading
-from core.packing import best_fit
 from diffusion import dit
 from diffusion.noise import Blocks, attended_pairs
 from diffusion.problems import (
@@ -174,7 +173,7 @@ def length_hint(bad):
 def make_documents(problems, tokens, layout, bad=None, path=""):
     """Documents of a list of Problems of the file `path`.
 
-    bad: a list that takes what is too long or holds a special token (common's problems.Problem);
+    bad: a list that takes what is too long or holds a special token (core's problems.Problem);
     None: UserError with all of them.
     """
     texts = [[] if p.ids else pieces(p, layout) for p in problems]
@@ -314,7 +313,7 @@ def prepare_rows(world, layout, tokens, args, output_dir=None):
         return read_problems(path, split, layout.system, layout.strip_calculator, found), found
 
     def documents(path, split):
-        problems, found = distributed.rank0_first(world, read, path, split)
+        problems, found = dist.rank0(world, read, path, split)
         bad.extend(found)           # on every rank, so that all end alike
         try:
             return make_documents(problems, tokens, layout, bad, path)
@@ -338,6 +337,18 @@ def prepare_rows(world, layout, tokens, args, output_dir=None):
     how = args.row_length, args.pack, args.seed
     rows = make_rows(train, numbers, *how)
     return rows, make_rows(evaluation, held_out, *how) if len(held_out) else None
+
+
+def data_lines(rows, eval_rows, table):
+    """Two lines about what is trained on. table: row_table(rows)."""
+    lengths = np.concatenate([rows.documents.tokens[m] for m in rows.members])
+    held_out = sum(len(m) for m in eval_rows.members) if eval_rows else 0
+    dropped = f", {rows.documents.dropped} dropped" if rows.documents.dropped else ""
+    filled = table["clean"].sum() / (len(rows) * rows.length)
+    return (f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; tokens "
+            f"mean {lengths.mean():.0f} max {lengths.max()}",
+            f"rows       {len(rows)} of {rows.length} clean and {rows.noisy_length} noisy tokens, "
+            f"{filled:.1%} of the clean ones filled, {table['samples'].mean():.2f} problems each")
 
 
 def collate(rows, batch_rows, length, noisy_length, pad):

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from common import checkpoint, distributed, tensor_files
-from core import watchdog
+from core import checkpoint, dist, tensor_io
 from core.packing import PackOrder, rank_packs
 from diffusion import blocks, noise
 from diffusion.dit import trained
@@ -98,11 +97,6 @@ def share_of_batches(world, rows, batch_rows, most=None):
         yield number * world.size + world.rank, batch
 
 
-def asked_to_stop(world):
-    """True on all ranks when any of them was asked to stop. Collective."""
-    return bool(distributed.largest(world, bool(watchdog.stop_requested())).item())
-
-
 def weighted_losses(model, inputs, device, bf16):
     """(R,) float64 weighted losses of noised inputs, on the device."""
     inputs = inputs.to(device)
@@ -112,11 +106,11 @@ def weighted_losses(model, inputs, device, bf16):
 
 
 @torch.no_grad()
-def bound(world, model, how, check):
+def bound(world, model, how, asked_to_stop):
     """Bound on the negative log-likelihood of an Eval's rows -> {"eval/...": float}, or None when
     asked to stop.
 
-    check(): called before every batch; may raise.
+    asked_to_stop(): collective, called before every batch; may raise.
 
     eval/loss: nats per target. eval/nll: the same sum per token of text (targets without fill);
     eval/stderr: its standard error. eval/nll_REGION, eval/nll_block_NN: nats per target of one
@@ -129,8 +123,7 @@ def bound(world, model, how, check):
     # of the mean of the repeats' sums
     variance = torch.zeros((), dtype=torch.float64, device=device)
     for number, batch in share_of_batches(world, rows, how.batch_rows):
-        check()
-        if asked_to_stop(world):
+        if asked_to_stop():
             return None
         cell = (batch.region * PLACES + batch.block.clamp(max=PLACES - 1)).flatten()
         of_block = torch.zeros(repeats, batch.n_groups, dtype=torch.float64, device=device)
@@ -144,7 +137,7 @@ def bound(world, model, how, check):
             of_block[repeat].index_add_(0, group, losses)
         if repeats > 1 and batch.n_groups:      # none: what tops up the last round of ranks
             variance += of_block.var(0).sum() / repeats
-    sums, variance = distributed.all_sum(world, sums), distributed.all_sum(world, variance)
+    sums, variance = dist.all_reduce(world, sums), dist.all_reduce(world, variance)
     return report(sums.cpu().numpy(), float(variance), target_counts(rows), REGIONS[layout.system])
 
 
@@ -178,6 +171,45 @@ def report(sums, variance, counts, regions):
     return {f"eval/{name}": float(value) for name, value in values.items()}
 
 
+def model_line(config, name):
+    """One line about the network of a Config."""
+    with torch.device("meta"):
+        model = config.network(config)
+    size = sum(p.numel() for p in model.parameters())
+    part = sum(p.numel() for p in trained(model).values())
+    return (f"model      {name}, {size:,} parameters"
+            f"{f', {part:,} of them trained' if part < size else ''}")
+
+
+def loss_report(sums, regions):
+    """Sums (10,) of all ranks since the last line -> {name: value}.
+
+    Weighted losses and targets of each region, plain losses of masked tokens, how many these are.
+    """
+    losses, targets = sums[:4].tolist(), sums[4:8].tolist()
+    cross_entropy, masked = sums[8:].tolist()
+    if not sum(targets):        # every step was skipped: no loss to claim
+        return dict.fromkeys(("train/loss", "train/masked_loss", "train/masked"), float("nan"))
+    values = {"train/loss": sum(losses) / sum(targets),
+              "train/masked_loss": cross_entropy / max(1, masked),
+              "train/masked": masked / sum(targets)}
+    return values | {f"train/loss_{name}": loss / n
+                     for name, loss, n in zip(regions, losses, targets) if n}
+
+
+def eval_line(step, v, regions):
+    """The bound of a validation in one line."""
+    error = f" +- {v['eval/stderr']:.4f}" if "eval/stderr" in v else ""
+    parts = " ".join(f"{name} {v[f'eval/nll_{name}']:.4f}" for name in regions
+                     if f"eval/nll_{name}" in v)
+    if "eval/accuracy" in v:
+        parts += (f" | right {v['eval/accuracy']:.1%}, by the last number "
+                  f"{v['eval/accuracy_flexible']:.1%}")
+    return (f"eval   step {step:>6} | nll <= {v['eval/nll']:.4f}{error} nats/token | "
+            f"{v['eval/bits_per_token']:.4f} bits/token | perplexity <= "
+            f"{v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} | {parts}")
+
+
 def improved(best, values):
     """Whether a validation has a better bound or accuracy than any before; `best`, {name: value},
     takes them over. Bounds rise while answers still get better, when a model becomes too sure of
@@ -209,13 +241,13 @@ def candidates(widths, block_sizes):
 
 
 @torch.no_grad()
-def search_range(world, model, how, check, args):
+def search_range(world, model, how, asked_to_stop, args):
     """(low, high) of the candidate under which losses of blocks vary least, or None when asked to
     stop.
 
     Less variance between blocks means less noise in gradients. Costs one forward pass for each
     candidate and each of the first --clip_search_batches batches. All candidates get the same
-    random numbers. how: Eval; check: as in bound; args: the trainer's flags.
+    random numbers. how: Eval; asked_to_stop: as in bound; args: the trainer's flags.
     """
     device = world.device
     tried = candidates(args.clip_search_widths, how.rows.documents.layout.block_sizes())
@@ -223,8 +255,7 @@ def search_range(world, model, how, check, args):
     moments = torch.zeros(len(tried), 3, dtype=torch.float64, device=device)
     for number, batch in share_of_batches(world, how.rows, how.batch_rows,
                                           args.clip_search_batches):
-        check()
-        if asked_to_stop(world):
+        if asked_to_stop():
             return None
         draws = noise.draw(how.seed, "search", number, batch.n_groups, *batch.doc.shape)
         sizes = torch.bincount(batch.group[batch.target], minlength=batch.n_groups).to(device)
@@ -236,7 +267,7 @@ def search_range(world, model, how, check, args):
             per_block /= sizes
             moments[index] += torch.stack([per_block.sum(), per_block.square().sum(),
                                            torch.full_like(losses.sum(), batch.n_groups)])
-    total, squares, n = distributed.all_sum(world, moments).T
+    total, squares, n = dist.all_reduce(world, moments).T
     return tried[int((squares / n - (total / n).square()).argmin())]
 
 
@@ -279,7 +310,7 @@ def accuracy(world, model, how, chosen, tokens):
                 "strict": strict, "flexible": flexible,
                 "growth": [[part, answer[part]] for part in ("plan", "text") if part in answer]})
     del whole, solver
-    of_ranks = distributed.gather_objects(world, answers)
+    of_ranks = dist.all_gather(world, answers)
     answers = [of_ranks[i % world.size][i // world.size] for i in range(len(chosen))]
     means = {name: float(np.mean([answer[name] for answer in answers]))
              for name in ("strict", "flexible", "ended", "forwards")}
@@ -293,7 +324,7 @@ def accuracy(world, model, how, chosen, tokens):
 @torch.no_grad()
 def whole_model(model):
     """The model itself, or a copy that is not sharded, whose passes need no other rank."""
-    distributed.reshard(model)
+    dist.reshard(model)
     parameters = dict(model.named_parameters())
     if not any(isinstance(p, DTensor) for p in parameters.values()):
         return model
@@ -301,12 +332,12 @@ def whole_model(model):
     with torch.random.fork_rng(devices=[]):     # its first weights are drawn, for nothing
         copy = model.config.network(model.config).to(device).eval()
     for name, parameter in copy.named_parameters():
-        parameter.copy_(tensor_files.whole(parameters[name]))
+        parameter.copy_(tensor_io.full_tensor(parameters[name]))
     return copy
 
 
 def write_answers(output_dir, step, answers):
     """OUTPUT_DIR/answers/step-N.json for the report, of answers of accuracy()."""
     folder = Path(output_dir) / "answers"
-    checkpoint.prepare_output(folder)
+    checkpoint.prepare_folder(folder)
     checkpoint.write_json(folder / f"step-{step}.json", {"step": step, "answers": answers})

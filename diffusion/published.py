@@ -16,6 +16,7 @@ is, with generate.py, which samples it without this repository.
 import argparse
 import dataclasses
 import json
+import os
 import pickle
 import re
 import shutil
@@ -23,13 +24,13 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # of common/ and core/
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is next to this folder
 
-from common import flags
+from core import cli
 
 
 def build_parser():
-    p = flags.Parser("Write a checkpoint in the layout of BD3-LM's models, or as a language model.")
+    p = cli.Parser("Write a checkpoint in the layout of BD3-LM's models, or as a language model.")
     p.add_argument("--checkpoint", required=True, help="checkpoint folder, or OUTPUT_DIR")
     p.add_argument("--pick", choices=("best", "newest"), default="best", help="of an OUTPUT_DIR")
     p.add_argument("--ema", action=argparse.BooleanOptionalAction, default=True,
@@ -41,15 +42,14 @@ def build_parser():
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
-ARGS = flags.parse(build_parser()) if __name__ == "__main__" else None
+ARGS = cli.parse(build_parser()) if __name__ == "__main__" else None
 
 import torch
 from safetensors.torch import load_file
 
-from common import checkpoint, distributed, resume, tensor_files
-from common.distributed import UserError
+from core import checkpoint, dist, json_files, tensor_io
+from core.cli import UserError, require
 from core.new_folder import new_folder
-from core import json_files
 from diffusion import dit
 from diffusion.problems import (
     END,
@@ -98,10 +98,15 @@ def load_checkpoint(folder, ema=True, backend="sdpa"):
         model = kind(config, backend)
     except (UserError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: no checkpoint of train_bd3lm.py (config.json: {error})")
-    resume.load_tensors(folder, "ema" if ema else "model", dit.trained(model))
+    tensor_io.load(dist.World(), folder, "ema" if ema else "model", dit.trained(model))
     if getattr(config, "lora", None):
         model = decoder.merge_adapters(model)
     return model.eval(), about
+
+
+def state_of(folder):
+    """trainer_state/state.json of a checkpoint."""
+    return json_files.read_object(folder / checkpoint.STATE / "state.json")
 
 
 def find_checkpoint(name, pick, flag="--checkpoint"):
@@ -109,15 +114,14 @@ def find_checkpoint(name, pick, flag="--checkpoint"):
     folder = Path(name)
     if not folder.is_dir():
         raise UserError(f"{flag} {name}: no such folder")
-    if checkpoint.checkpoints(folder):
-        folder = resume.newest_whole(folder)
-        if folder is None:
-            raise UserError(f"{flag} {name}: every checkpoint in it is damaged")
-        number = checkpoint.load_meta(folder)["best_step"]
-        best = folder.with_name(f"checkpoint-{number}")
-        if pick == "best" and number is not None and not resume.damage(best):
+    if found := checkpoint.list_checkpoints(folder):
+        whole = (path for _, path in reversed(found) if not checkpoint.damage(path))
+        folder = next(whole, None)
+        require(folder, f"{flag} {name}: every checkpoint in it is damaged")
+        best = folder.with_name(f"checkpoint-{state_of(folder)['best_step']}")
+        if pick == "best" and best.is_dir() and not checkpoint.damage(best):
             folder = best
-    elif wrong := resume.damage(folder):
+    elif wrong := checkpoint.damage(folder):
         raise UserError(f"{flag} {name}: is not a checkpoint, and holds none ({wrong})")
     return folder
 
@@ -139,8 +143,8 @@ def find(name):
     if Path(name).is_file():
         raise UserError(f"--init_from {name}: is a file; give a folder with config.json and "
                         "weights. bd3lms' push_to_hf.py makes one of a Lightning .ckpt")
-    path = tensor_files.find_folder(name, "--init_from", more=["*.bin"])
-    if checkpoint.checkpoints(path) or (path / checkpoint.MANIFEST).exists():
+    path = tensor_io.find_folder(name, "--init_from", more=["*.bin"])
+    if checkpoint.list_checkpoints(path) or (path / checkpoint.MANIFEST).exists():
         path = find_checkpoint(path, "best", "--init_from")
     if (path / "adapter_config.json").is_file():
         raise UserError(f"--init_from {path}: is an adapter; merge it into its base with PEFT")
@@ -255,11 +259,13 @@ def read(path, config, tokens, ema=True, seed=0):
         raise UserError(f"--init_from {path}: its tokenizer is not that of --tokenizer, so ids "
                         f"would mean other words; drop --tokenizer")
     check_size(path, tensors, config)
-    tensor_files.check_finite(tensors, path)
+    bad = sorted(name for name, tensor in tensors.items() if not tensor_io.is_finite(tensor))
+    require(not bad, f"{path}: {len(bad)} of its tensors hold NaN or infinity, first "
+                     f"{', '.join(bad[:5])}")
     tensors, new = fit_vocabulary(tensors, markers, tokens, config.vocab_size, seed)
     files = [file for file in sorted(path.iterdir()) if file.suffix in (".safetensors", ".bin")]
     words = [f"{which} weights of {path}", note, new and f"new rows for {', '.join(new)}"]
-    return Start(tensors, tensor_files.fingerprint_files(files), "; ".join(filter(None, words)),
+    return Start(tensors, tensor_io.fingerprint_files(files), "; ".join(filter(None, words)),
                  source)
 
 
@@ -292,9 +298,10 @@ def with_lora(config, path, bf16, name, lora):
     if not is_causal(path):
         raise UserError("--use_lora needs --init_from of a language model; other weights are "
                         "trained whole")
-    files = tensor_files.model_files(path)
-    lora = lora | {"base": tensor_files.found_again(path if Path(name).is_dir() else name),
-                   "identity": tensor_files.fingerprint_files(files),
+    from diffusion import decoder
+    files = decoder.model_files(path)
+    lora = lora | {"base": os.path.abspath(path) if Path(name).is_dir() else name,
+                   "identity": tensor_io.fingerprint_files(files),
                    "dtype": "bfloat16" if bf16 else "float32"}
     return dataclasses.replace(config, lora=lora)
 
@@ -310,7 +317,7 @@ def fill(model, given, seed, resumed):
         weights = decoder.base_weights(model)
     if lora or not resumed:
         for name, parameter in weights.items():
-            tensor_files.fill(parameter, given.tensors[name])
+            tensor_io.fill(parameter, given.tensors[name])
     if lora and not resumed:
         decoder.begin_adapters(model, given.tensors, seed)
 
@@ -426,8 +433,8 @@ def read_official(path, config):
         if about.get(key, right) != right:
             raise UserError(f"{path}: its config.json has {key} {about[key]}, which is not "
                             "supported")
-    if files := tensor_files.files_in(path, "model"):
-        tensor_files.open_tensors(files)        # names what cannot be read
+    if files := tensor_io.files_of(path, "model"):
+        tensor_io.open_tensors(files)        # names what cannot be read
         state = {name: tensor for file in files for name, tensor in load_file(file).items()}
     else:
         state = read_pickle(path / "pytorch_model.bin")
@@ -584,7 +591,7 @@ def export(folder, ema, output, layout_of="usual"):
             state |= {"lm_head.weight": model.lm_head.weight.clone()}
             written = sdar_config(written, config, layout)
     else:
-        t_range = checkpoint.load_meta(folder)["t_range"]
+        t_range = state_of(folder)["t_range"]
         state = official_state(model.state_dict(), config.heads, t_range)
         written = official_config(config, layout, t_range)
         if layout.system == "hdp":
@@ -593,7 +600,7 @@ def export(folder, ema, output, layout_of="usual"):
                   "sample_bd3lm.py", flush=True)
     state = {name: tensor.contiguous() for name, tensor in state.items()}
     with new_folder(output, sum(tensor.nbytes for tensor in state.values())) as output:
-        tensor_files.save(state, output / "model.safetensors")
+        tensor_io.save(state, output / "model.safetensors")
         tokens.save(output)
         for name, content in chat_files(folder).items():
             (output / name).write_bytes(content)
@@ -613,13 +620,13 @@ def export(folder, ema, output, layout_of="usual"):
 
 
 def main(argv=None):
-    args = ARGS or flags.parse(build_parser(), None, argv)
-    with distributed.one_clear_error():
-        folder = find_checkpoint(args.checkpoint, args.pick)
-        state = export(folder, args.ema, Path(args.output_dir), args.format)
-        which = "averaged" if args.ema else "last"
-        print(f"{args.output_dir}: {len(state)} tensors, {which} weights of {folder}")
+    args = ARGS or cli.parse(build_parser(), None, argv)
+    folder = find_checkpoint(args.checkpoint, args.pick)
+    state = export(folder, args.ema, Path(args.output_dir), args.format)
+    which = "averaged" if args.ema else "last"
+    print(f"{args.output_dir}: {len(state)} tensors, {which} weights of {folder}")
 
 
 if __name__ == "__main__":
+    dist.single_process()       # from here on an error is one line
     main()

@@ -17,17 +17,17 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # of common/ and core/
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is next to this folder
 
-from common import flags
-from common.flags import need
+from core import cli
+from core.cli import require
 
 # --------------------------------------------------------------------------------------------------
 # Flags
 
 
 def build_parser():
-    p = flags.Parser("Answer problems with a block-diffusion model.")
+    p = cli.Parser("Answer problems with a block-diffusion model.")
     add = p.add_argument
     add("--checkpoint", required=True, help="checkpoint folder, or the trainer's OUTPUT_DIR")
     add("--pick", choices=("best", "newest"), default="best",
@@ -41,7 +41,7 @@ def build_parser():
         help='answer chats, by the chat template: JSONL or JSON of {"messages": ...}')
     add("--split", default="test", help="split of a dataset folder or hub name")
     add("--limit", type=int, default=0, help="answer only the first so many problems, 0 = all")
-    flags.switch(p, "--drop_too_long", help="count problems whose question does not fit as wrong "
+    cli.switch(p, "--drop_too_long", help="count problems whose question does not fit as wrong "
         "instead of stopping")
     add("--order", choices=("first_hitting", "top_k", "confidence"), default="first_hitting",
         help="which masked tokens a pass fills: one at random, the surest ones, or all that are "
@@ -56,7 +56,7 @@ def build_parser():
     add("--use_cache", action=argparse.BooleanOptionalAction, default=True, help="keep keys and "
         "values of finished blocks; no-: compute them again in every pass")
     add("--batch_size", type=int, default=64, help="problems answered side by side")
-    flags.switch(p, "--bf16", help="bfloat16 compute")
+    cli.switch(p, "--bf16", help="bfloat16 compute")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--seed", type=int, default=0, help="of order and temperature")
     add("--min_accuracy", type=float, default=0.0, metavar="SHARE", help="exit status 1 "
@@ -68,42 +68,40 @@ def build_parser():
 
 def check_flags(args, world_size):
     """Raise UserError for values that make no sense, or would do nothing."""
-    flags.at_least_one(args, "batch_size", "tokens_per_step")
-    flags.zero_or_more(args, "limit", "show", "seed", "temperature")
-    flags.share(args, "min_accuracy")
-    need(not args.min_accuracy or args.test_file,
+    cli.at_least_one(args, "batch_size tokens_per_step")
+    cli.zero_or_more(args, "limit show seed temperature")
+    cli.share(args, "min_accuracy")
+    require(not args.min_accuracy or args.test_file,
          "--min_accuracy needs --test_file, problems with answers")
     for flag in ("top_p", "threshold"):
-        need(0 < getattr(args, flag) <= 1,
+        require(0 < getattr(args, flag) <= 1,
              f"--{flag} is {getattr(args, flag)}; it must be above 0, up to 1")
-    need(args.top_p == 1 or args.temperature > 0,
+    require(args.top_p == 1 or args.temperature > 0,
          "--top_p does nothing at --temperature 0; set --temperature 1")
-    need(args.tokens_per_step == 1 or args.order == "top_k",
+    require(args.tokens_per_step == 1 or args.order == "top_k",
          "--tokens_per_step needs --order top_k")
-    need(args.threshold == 0.9 or args.order == "confidence",
+    require(args.threshold == 0.9 or args.order == "confidence",
          "--threshold needs --order confidence")
-    need(sum(map(bool, [args.test_file, args.question, args.question_file, args.chat])) == 1,
+    require(sum(map(bool, [args.test_file, args.question, args.question_file, args.chat])) == 1,
          "give one of --test_file, --question, --question_file and --chat")
-    need(not args.output or not args.question,
+    require(not args.output or not args.question,
          "--output needs --test_file, --question_file or --chat")
-    need(not args.output or not Path(args.output).is_dir(),
+    require(not args.output or not Path(args.output).is_dir(),
          f"--output {args.output} is a folder; give a file")
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
-ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import math
 import time
 
 import numpy as np
 
-from common import checkpoint, distributed
-from common.distributed import UserError
+from core import checkpoint, dist, json_files, metrics
+from core.cli import UserError, printable, problem_text
 from core.problems import problem as bad_problem
 from core.problems import settle
-from common.text import LINE, printable
-from core import json_files, metrics
 from diffusion.problems import Problem, read_chat_prompts, read_entries, read_problems
 from diffusion.sampler import Sampling, answer_batch, load_solver, question_state, score
 
@@ -128,7 +126,7 @@ def read_questions(path):
             wrong.append(bad_problem(name, "invalid",
                                      "has no 'question' (a text that is not empty)", path))
     settle(wrong)
-    need(found, f"{path}: holds no questions")
+    require(found, f"{path}: holds no questions")
     return found
 
 
@@ -142,7 +140,7 @@ def usable_states(problems, solver, drop_too_long):
             states.append(None)
             wrong.append(str(error))
     if wrong and not drop_too_long:
-        raise UserError(distributed.problem_text(wrong) +
+        raise UserError(problem_text(wrong) +
                         "\nfix: shorten them, or --drop_too_long counts them as wrong")
     return states
 
@@ -194,7 +192,7 @@ def print_answer(answer):
         word = "right by the last number" if answer["flexible"] else "wrong"
         word = "right" if answer["strict"] else word
         scored = f": {word}, the answer is {answer['answer']}"
-    print(f"-- {answer['name']}{scored}\n   question  {printable(answer['question'], LINE)}")
+    print(f"-- {answer['name']}{scored}\n   question  {printable(answer['question'], 2000)}")
     for part in ("plan", "text"):
         if part in answer:
             print(f"   {part:<9} {answer[part]!r}")
@@ -225,51 +223,51 @@ def print_summary(total, output, least=0.0):
 
 
 def main(argv=None):
-    args = ARGS or flags.parse(build_parser(), check_flags, argv)
+    args = ARGS or cli.parse(build_parser(), check_flags, argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-    with distributed.one_clear_error():
-        sampling = Sampling(args.order, args.tokens_per_step, args.threshold, args.temperature,
-                            args.top_p, args.use_cache)
-        folder, solver = load_solver(args, sampling)
-        layout = solver.layout
-        how = {"first_hitting": "one random token a pass",
-               "top_k": f"the {args.tokens_per_step} surest tokens a pass",
-               "confidence": f"all tokens from probability {args.threshold:g} on"}[args.order]
-        print(f"model      {folder}, {'averaged' if args.ema else 'last'} weights, "
-              f"{layout.system}, on {solver.model.embed.weight.device}\n"
-              f"sampling   {how}; temperature {args.temperature:g}, top_p {args.top_p:g}")
-        source = args.test_file or args.question_file or args.chat or "the command line"
-        if args.chat:
-            need(layout.prompt, f"--chat: {folder} was trained without a chat template "
-                                "(--system chat)")
-            problems = read_chat_prompts(source, folder, solver.tokens)
-        elif args.test_file:
-            problems = read_problems(source, args.split, layout.system, layout.strip_calculator)
-        elif args.question_file:
-            problems = read_questions(source)
-        else:
-            problems = [Problem(f"question {n}", text, "", "")
-                        for n, text in enumerate(args.question, 1)]
-        problems = problems[:args.limit or len(problems)]
-        ending = f"-{Path(source).stem}" if args.question_file or args.chat else ""
-        output = Path(args.output or folder.parent / f"answers-{folder.name}{ending}.json")
-        if args.question:
-            output = "above"        # a few lines: no file
-        else:
-            checkpoint.prepare_output(output.parent, "--output")
-        print(f"problems   {len(problems)} from {source}")
-        answers, seconds = answer_all(solver, problems, args)
-        total = summarise(answers, seconds)
-        if not args.question:
-            checkpoint.write_json(output, {
-                "checkpoint": str(folder), "settings": flags.stored(args), "summary": total,
-                "answers": answers})
-        for answer in answers if args.question else answers[:args.show]:
-            print_answer(answer)
-        print_summary(total, output, args.min_accuracy)
+    sampling = Sampling(args.order, args.tokens_per_step, args.threshold, args.temperature,
+                        args.top_p, args.use_cache)
+    folder, solver = load_solver(args, sampling)
+    layout = solver.layout
+    how = {"first_hitting": "one random token a pass",
+           "top_k": f"the {args.tokens_per_step} surest tokens a pass",
+           "confidence": f"all tokens from probability {args.threshold:g} on"}[args.order]
+    print(f"model      {folder}, {'averaged' if args.ema else 'last'} weights, "
+          f"{layout.system}, on {solver.model.embed.weight.device}\n"
+          f"sampling   {how}; temperature {args.temperature:g}, top_p {args.top_p:g}")
+    source = args.test_file or args.question_file or args.chat or "the command line"
+    if args.chat:
+        require(layout.prompt, f"--chat: {folder} was trained without a chat template "
+                            "(--system chat)")
+        problems = read_chat_prompts(source, folder, solver.tokens)
+    elif args.test_file:
+        problems = read_problems(source, args.split, layout.system, layout.strip_calculator)
+    elif args.question_file:
+        problems = read_questions(source)
+    else:
+        problems = [Problem(f"question {n}", text, "", "")
+                    for n, text in enumerate(args.question, 1)]
+    problems = problems[:args.limit or len(problems)]
+    ending = f"-{Path(source).stem}" if args.question_file or args.chat else ""
+    output = Path(args.output or folder.parent / f"answers-{folder.name}{ending}.json")
+    if args.question:
+        output = "above"        # a few lines: no file
+    else:
+        checkpoint.prepare_folder(output.parent, "--output")
+    print(f"problems   {len(problems)} from {source}")
+    answers, seconds = answer_all(solver, problems, args)
+    total = summarise(answers, seconds)
+    if not args.question:
+        checkpoint.write_json(output, {
+            "checkpoint": str(folder), "settings": cli.stored(args), "summary": total,
+            "answers": answers})
+    for answer in answers if args.question else answers[:args.show]:
+        print_answer(answer)
+    print_summary(total, output, args.min_accuracy)
     if args.min_accuracy and total["strict"] < args.min_accuracy:
         sys.exit(1)
 
 
 if __name__ == "__main__":
+    dist.single_process()       # from here on an error is one line
     main()

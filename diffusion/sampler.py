@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from common.distributed import UserError
+from core.cli import UserError
 from diffusion.blocks import pieces, prompt_ids
 from diffusion.problems import EXECUTION, PLAN, Layout, load_tokenizer, read_layout
 
