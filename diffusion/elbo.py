@@ -22,6 +22,7 @@ from diffusion.problems import FILL, FULL, bound_range, range_fits
 ANSWERS = "question", "answer", "execution", "fill"
 REGIONS = {"gsm8k": ANSWERS, "chat": ANSWERS, "hdp": ("question", "plan", "execution", "fill")}
 PLACES = 32         # block numbers reported one by one; the last stands for all later ones
+SEARCH_BATCHES = 4  # of a search of the noise range
 SHOWN = 4           # problems whose answers are kept for the report
 
 # --------------------------------------------------------------------------------------------------
@@ -74,11 +75,33 @@ class Average:
 class Eval(NamedTuple):
     """What a validation is on, and how it goes."""
     rows: blocks.Rows
-    mask_id: int
-    batch_rows: int     # of a batch
-    repeats: int        # draws of the noise
+    tokens: object          # problems.Tokens
+    batch_rows: int         # of a batch
+    repeats: int            # draws of the noise
     seed: int
     bf16: bool
+    widths: tuple = ()      # of the ranges that search_range tries
+    weighting: str = "elbo"
+    chosen: tuple = ()      # of choose_problems, for accuracy
+
+
+def validate(world, model, average, how, t_range, asked_to_stop):
+    """(values, noise range to train on from here, answers to show) by the averaged weights, or None
+    when asked to stop. Collective. t_range: trained on so far.
+    """
+    dist.reshard(model)
+    average.swap()
+    model.eval()
+    answers, values = [], bound(world, model, how, asked_to_stop)
+    if values is not None and how.widths:
+        t_range = search_range(world, model, how, asked_to_stop)
+    if values is not None and t_range is not None and how.chosen:
+        found, answers = accuracy(world, model, how)
+        values |= found
+    model.train()
+    dist.reshard(model)     # the forward passes left the averaged weights gathered
+    average.swap()
+    return None if values is None or t_range is None else (values, t_range, answers)
 
 
 def share_of_batches(world, rows, batch_rows, most=None):
@@ -130,7 +153,7 @@ def bound(world, model, how, asked_to_stop):
         for repeat in range(repeats):
             draws = noise.draw(how.seed, "validation", (number, repeat), batch.n_groups,
                                *batch.doc.shape)
-            inputs = noise.diffuse(batch, draws, how.mask_id, bound_range(layout))
+            inputs = noise.diffuse(batch, draws, how.tokens.mask, bound_range(layout))
             losses = weighted_losses(model, inputs, device, how.bf16)
             group = batch.group.flatten()[inputs.places].to(device)
             sums[repeat].index_add_(0, cell[inputs.places].to(device), losses)
@@ -241,26 +264,25 @@ def candidates(widths, block_sizes):
 
 
 @torch.no_grad()
-def search_range(world, model, how, asked_to_stop, args):
+def search_range(world, model, how, asked_to_stop):
     """(low, high) of the candidate under which losses of blocks vary least, or None when asked to
     stop.
 
     Less variance between blocks means less noise in gradients. Costs one forward pass for each
-    candidate and each of the first --clip_search_batches batches. All candidates get the same
-    random numbers. how: Eval; asked_to_stop: as in bound; args: the trainer's flags.
+    candidate and each of the first SEARCH_BATCHES batches. All candidates get the same random
+    numbers. how: Eval; asked_to_stop: as in bound.
     """
     device = world.device
-    tried = candidates(args.clip_search_widths, how.rows.documents.layout.block_sizes())
+    tried = candidates(how.widths, how.rows.documents.layout.block_sizes())
     # sum, sum of squares, number
     moments = torch.zeros(len(tried), 3, dtype=torch.float64, device=device)
-    for number, batch in share_of_batches(world, how.rows, how.batch_rows,
-                                          args.clip_search_batches):
+    for number, batch in share_of_batches(world, how.rows, how.batch_rows, SEARCH_BATCHES):
         if asked_to_stop():
             return None
         draws = noise.draw(how.seed, "search", number, batch.n_groups, *batch.doc.shape)
         sizes = torch.bincount(batch.group[batch.target], minlength=batch.n_groups).to(device)
         for index, t_range in enumerate(tried):
-            inputs = noise.diffuse(batch, draws, how.mask_id, t_range, args.loss_weighting)
+            inputs = noise.diffuse(batch, draws, how.tokens.mask, t_range, how.weighting)
             losses = weighted_losses(model, inputs, device, how.bf16)
             per_block = torch.zeros(batch.n_groups, dtype=torch.float64, device=device)
             per_block.index_add_(0, batch.group.flatten()[inputs.places].to(device), losses)
@@ -287,17 +309,16 @@ def choose_problems(rows, n, tokens, seed):
             for problem in (documents.problems[number] for number in chosen)]
 
 
-def accuracy(world, model, how, chosen, tokens):
+def accuracy(world, model, how):
     """({"eval/accuracy": strict, ...}, the first SHOWN problems with their answers). Collective.
 
-    model: the network, sharded or not, in eval mode, with the weights to judge. how: Eval. chosen:
-    of choose_problems.
+    model: the network, sharded or not, in eval mode, with the weights to judge. how: Eval.
     """
     from diffusion.sampler import Sampling, Solver, answer_batch, score
     began, answers, whole = time.monotonic(), [], whole_model(model)
-    solver = Solver(whole, tokens, how.rows.documents.layout,
+    solver = Solver(whole, how.tokens, how.rows.documents.layout,
                     Sampling("confidence", temperature=0.0), how.bf16)
-    mine = chosen[world.rank::world.size]
+    mine = how.chosen[world.rank::world.size]
     for first in range(0, len(mine), how.batch_rows):
         batch = mine[first:first + how.batch_rows]
         # lengths change with every block: compiled layers would be compiled again for each
@@ -311,7 +332,7 @@ def accuracy(world, model, how, chosen, tokens):
                 "growth": [[part, answer[part]] for part in ("plan", "text") if part in answer]})
     del whole, solver
     of_ranks = dist.all_gather(world, answers)
-    answers = [of_ranks[i % world.size][i // world.size] for i in range(len(chosen))]
+    answers = [of_ranks[i % world.size][i // world.size] for i in range(len(how.chosen))]
     means = {name: float(np.mean([answer[name] for answer in answers]))
              for name in ("strict", "flexible", "ended", "forwards")}
     right = means["strict"]

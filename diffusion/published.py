@@ -151,6 +151,30 @@ def find(name):
     return path
 
 
+def open_start(world, args, layout, tokenizer):
+    """(Layout, folder of --init_from or None, tokenizer) of a run with --init_from or a chat
+    template; args.tokenizer becomes the folder by whose template chats are read. Collective.
+
+    tokenizer: without --init_from. A source that was trained on a prompt form, an end token and a
+    block size passes them on.
+    """
+    path = None
+    if args.init_from:      # one rank downloads for all
+        path = dist.rank0(world, find, args.init_from)
+        if not args.tokenizer and (is_causal(path) or (path / "tokenizer.json").is_file()):
+            tokenizer = path
+    if args.chat or args.system == "chat":
+        args.tokenizer = str(tokenizer)
+        layout = with_chat(layout, tokenizer)
+    else:
+        layout = with_form(layout, path)
+    size = path and trained_form(path).get("block_size")
+    if size and "block_size" not in cli.named(args):
+        layout = dataclasses.replace(layout, block_size=size)
+        layout.check()
+    return layout, path, tokenizer
+
+
 def config_json(path):
     return json_files.read_object(path / "config.json")
 
@@ -227,21 +251,18 @@ def chat_files(folder):
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 
-def read(path, config, tokens, ema=True, seed=0):
+def read(path, config, tokens, seed=0):
     """Start of a path of find(). Raises UserError when it does not fit.
 
-    config: of config_for. tokens: problems.Tokens. ema: the averaged weights, of those that have
-    both. seed: of rows without a source.
+    config: of config_for. tokens: problems.Tokens. seed: of rows without a source.
     """
     note, source = "", {}
     if is_ours(path):
-        model, about = load_checkpoint(path, ema)
+        model, about = load_checkpoint(path)
         layout = read_layout(about["layout"])
         its_tokens = load_tokenizer(path, layout.system, layout.end_token)
         own, markers, source = its_tokens.plain(), its_tokens.markers, about.get("source", {})
-        which, tensors = "averaged" if ema else "last", dict(model.named_parameters())
-    elif not ema:
-        raise UserError(f"--init_from {path}: holds one set of weights; drop --no-init_ema")
+        which, tensors = "averaged", dict(model.named_parameters())
     elif is_causal(path):
         which, source = "causal", config_json(path)
         tensors, own, markers = read_causal(path, config, tokens)
@@ -288,6 +309,12 @@ def read_causal(path, config, tokens):
                         f"tokenizer has the mask at {tokens.mask}; name it {SDAR_MASK} in "
                         "tokenizer.json, or correct config.json")
     return tensors, own, markers
+
+
+def adapters_of(args):
+    """Arguments of decoder.add_adapters that the flags name."""
+    return {"rank": args.lora_rank, "alpha": args.lora_alpha, "dropout": args.lora_dropout,
+            "targets": args.lora_target_modules, "rslora": args.use_rslora, "dora": args.use_dora}
 
 
 def with_lora(config, path, bf16, name, lora):

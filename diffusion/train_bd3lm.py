@@ -3,7 +3,7 @@
     python diffusion/train_bd3lm.py --train_data_file train.jsonl --tokenizer gpt2 --output_dir out
     python diffusion/train_bd3lm.py --system hdp --train_data_file train_hdp.json ...
     python diffusion/train_bd3lm.py --demo --model_size nano --max_steps 300 ...    # offline
-    torchrun --nproc_per_node=8 diffusion/train_bd3lm.py ... --bf16 --compile --init_from Qwen/Qwen3-0.6B
+    torchrun --nproc_per_node=8 diffusion/train_bd3lm.py ... --init_from Qwen/Qwen3-0.6B --bf16
 
 The script reads top to bottom: flags, ranks, data, resume, order of the data, model, validation and
 saving, then the loop. The loss is a bound on the negative log-likelihood (noise.py), averaged over
@@ -29,11 +29,11 @@ from core import cli, run_lock
 from core.cli import require
 
 CHECKS = ("invalid", "control_token", "too_long")   # of problems, for --drop_bad
-# Problems per micro-step, micro-steps (on one GPU), learning rate, warm-up, steps. Rates of 256, 512
-# and 1024 problems are from ngocbao220/hdp-diffusion's H200 guide, that of 768 follows the square
-# root; source is what its scripts run. For --init_from: finetune, of DiT weights, has a third of
-# the rate at which BD3-LM is fine-tuned; convert, of a language model, twice that of SDAR and E2D2,
-# and 10 passes over GSM8K; sdar, of SDAR's models, their own rate.
+ON_OFF = argparse.BooleanOptionalAction
+# Problems per micro-step, micro-steps (on one GPU), learning rate, warm-up, steps. Rates of 256,
+# 512 and 1024 problems are from ngocbao220/hdp-diffusion's H200 guide, that of 768 follows the
+# square root; source is what its scripts run. For --init_from: finetune, of DiT weights, has a
+# third of BD3-LM's rate; convert, of a language model, twice that of SDAR and E2D2; sdar, SDAR's.
 PRESETS = {"conservative": (64, 4, 4e-4, 5000, 50_000),
            "recommended": (128, 4, 5e-4, 5000, 50_000),
            "aggressive": (192, 4, 6e-4, 5000, 50_000), "extreme": (256, 4, 7e-4, 10_000, 50_000),
@@ -46,145 +46,131 @@ PRESET_FLAGS = ("problems_per_batch", "gradient_accumulation_steps", "learning_r
 # Flags
 
 p = cli.Parser("Train block diffusion on questions and answers, or on chats.")
-add = p.add_argument
+flag, switch = p.flag, p.switch
 # before the run
-add("--config", metavar="FILE", help="YAML file of lines `flag: value`; the command line overrides "
-    "it. Every run leaves the file that repeats it, OUTPUT_DIR/run.yaml")
-add("--dry_run", nargs="?", type=int, const=0, metavar="GPUS", help="check everything, print the "
-    "plan, stop; needs no GPU. GPUS: plan for this number (default: this launch's)")
+flag("--config", None, "YAML file of lines `flag: value`, such as OUTPUT_DIR/run.yaml; the command "
+     "line overrides it", metavar="FILE")
+flag("--dry_run", None, "check everything, print the plan, stop; needs no GPU. GPUS: plan for this "
+     "number (default: this launch's)", nargs="?", type=int, const=0, metavar="GPUS")
 # data
-add("--system", choices=("gsm8k", "chat", "hdp"), default="gsm8k",
-    help="gsm8k: question, answer; chat: the answers of chats; hdp: question, plan, execution")
-add("--train_data_file", help="JSONL or JSON file, dataset folder (its train split) or hub name")
-add("--eval_data_file", help="validation data (test split); without it --validation_split is held "
-    "out")
-add("--validation_split", type=float, default=0.05, help="share of problems held out, 0 = none")
-add("--tokenizer", help="tokenizer.json, folder with it or with GPT-2's files, hub name (default: "
-    "that of --init_from where it has one, the demo's own with --demo, else gpt2)")
-cli.switch(p, "--chat", help="gsm8k: ask in the tokenizer's chat template, answers end as its turns")
-add("--end_token", default="", metavar="TOKEN",
-    help="token that ends an answer; gsm8k: <|endoftext|>, chat: the tokenizer's end token")
-add("--demo", nargs="?", type=int, const=2000, metavar="PROBLEMS", help="make this many arithmetic "
-    "problems and a small tokenizer in OUTPUT_DIR/demo and train on them; the flag alone: 2000")
-add("--block_size", type=int, default=16,
-    help="tokens of a block; 1 is autoregressive (default: that of --init_from, else 16)")
-add("--plan_block_size", type=int, default=0, help="hdp: of a plan block, 0 = --block_size")
-add("--execution_block_size", type=int, default=0, help="hdp: of an execution, 0 = --block_size")
-add("--max_length", type=int, default=512, help="gsm8k, chat: tokens a problem may have")
-add("--question_budget", type=int, default=128, help="hdp: tokens a question may have")
-add("--plan_budget", type=int, default=128, help="hdp: tokens a plan may have, with its markers")
-add("--execution_budget", type=int, default=256,
-    help="hdp: tokens an execution may have, with its answer")
-add("--drop_bad", nargs="*", metavar="CHECK", help="drop bad problems instead of stopping; all, or "
-    f"found by {', '.join(CHECKS)}; OUTPUT_DIR/problems.jsonl lists them")
-cli.switch(p, "--drop_too_long", help=argparse.SUPPRESS)        # the same as --drop_bad too_long
-cli.switch(p, "--strip_calculator", help="remove GSM8K's <<48/2=24>> marks")
-cli.switch(p, "--loss_on_question", help="noise and train the question, too")
-add("--pack", action=argparse.BooleanOptionalAction, default=True,
-    help="several problems in a row instead of padding; same loss")
-add("--row_length", type=int, default=0,
-    help="clean tokens of a row, 0 = the longest problem allowed")
-cpus = cli.usable_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-add("--num_workers", type=int, default=min(16, max(1, cpus)),
-    help="loader processes per rank, 0 = in the trainer")
+flag("--system", "gsm8k", "gsm8k: question, answer; chat: the answers of chats; hdp: question, "
+     "plan, execution", choices=("gsm8k", "chat", "hdp"))
+flag("--train_data_file", None, "JSONL or JSON file, dataset folder (its train split) or hub name")
+flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
+flag("--validation_split", 0.05, "share of problems held out, 0 = none")
+flag("--tokenizer", None, "tokenizer.json, folder with it or GPT-2's files, hub name (default: "
+     "that of --init_from where it has one, the demo's own with --demo, else gpt2)")
+switch("--chat", "gsm8k: ask in the tokenizer's chat template, answers end as its turns do")
+flag("--end_token", "", "token that ends an answer (default: gsm8k <|endoftext|>, chat the "
+     "tokenizer's end token)", metavar="TOKEN")
+flag("--demo", None, "make this many arithmetic problems and a small tokenizer in OUTPUT_DIR/demo "
+     "and train on them; the flag alone: 2000", nargs="?", type=int, const=2000, metavar="PROBLEMS")
+flag("--block_size", 16, "tokens of a block; 1 is autoregressive (default: that of --init_from, "
+     "else 16)")
+flag("--plan_block_size", 0, "hdp: tokens of a plan block, 0 = --block_size")
+flag("--execution_block_size", 0, "hdp: tokens of an execution block, 0 = --block_size")
+flag("--max_length", 512, "gsm8k, chat: tokens a problem may have")
+flag("--question_budget", 128, "hdp: tokens a question may have")
+flag("--plan_budget", 128, "hdp: tokens a plan may have, with its markers")
+flag("--execution_budget", 256, "hdp: tokens an execution may have, with its answer")
+flag("--drop_bad", None, "drop bad problems instead of stopping; all, or found by "
+     f"{', '.join(CHECKS)}; OUTPUT_DIR/problems.jsonl lists them", nargs="*", metavar="CHECK")
+switch("--drop_too_long", argparse.SUPPRESS)        # the same as --drop_bad too_long
+switch("--strip_calculator", "remove GSM8K's <<48/2=24>> marks")
+switch("--loss_on_question", "noise and train the question, too")
+flag("--pack", True, "several problems in a row instead of padding; same loss", action=ON_OFF)
+flag("--row_length", 0, "clean tokens of a row, 0 = the longest problem allowed")
+flag("--num_workers", min(16, cli.cpus_per_rank()), "loader processes per rank, 0 = in the trainer")
 # model and noise
-add("--model_size", choices=("nano", "tiny", "small", "medium"), default="small",
-    help="nano is for demos and tests")
-add("--init_from", metavar="WEIGHTS", help="start from published BD3-LM or MDLM weights (hub name "
-    "kuleshov-group/bd3lm-owt-block_size16, or a folder), from a checkpoint or export of this "
-    "trainer, or from a causal language model such as Llama or Qwen3 (folder, hub name)")
-add("--init_ema", action=argparse.BooleanOptionalAction, default=True,
-    help="of --init_from take the averaged weights; no-: the last ones")
-add("--dropout", type=float, default=0.1, help="on the output of attention and MLP, 0 to 1")
-add("--t_range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="noise levels trained on; a "
-    "clipped range also clips the masked share of every block (default: 0.001 to 1; 1 where all "
-    "blocks are single tokens: autoregressive)")
-add("--clip_search_widths", type=float, nargs="*", default=(), metavar="WIDTH",
-    help="after each validation train on the range of such a width whose loss varies least")
-add("--clip_search_batches", type=int, default=4, help="validation batches that search may use")
-add("--loss_weighting", choices=("elbo", "ce"), default="elbo",
-    help="the bound's weights, or all 1")
-add("--ema_decay", type=float, default=0.9999, help="of the averaged weights, after its warm-up")
-cli.switch(p, "--use_lora", help="train adapters on a frozen base instead of all weights")
-add("--lora_rank", type=int, default=32, help="adapter rank")
-add("--lora_alpha", type=int, default=32, help="updates are multiplied by alpha / rank")
-add("--lora_dropout", type=float, default=0.0, help="dropout on adapter inputs, 0 to 1")
-add("--lora_target_modules", type=cli.alias(all="all-linear"), default="all-linear",
-    help="all-linear, or name endings such as q_proj,v_proj; the mask's row is trained as well")
-cli.switch(p, "--use_rslora", help="PEFT's rsLoRA: multiply updates by alpha / sqrt(rank) instead")
-cli.switch(p, "--use_dora", help="PEFT's DoRA: train the length of each weight row apart; slower")
+flag("--model_size", "small", "nano is for demos and tests",
+     choices=("nano", "tiny", "small", "medium"))
+flag("--init_from", None, "start from published BD3-LM or MDLM weights (folder or hub name such as "
+     "kuleshov-group/bd3lm-owt-block_size16), from a checkpoint or export of this trainer, or from "
+     "a causal language model such as Llama or Qwen3", metavar="WEIGHTS")
+flag("--dropout", 0.1, "on the output of attention and MLP, 0 to 1")
+flag("--t_range", None, "noise levels trained on; a clipped range also clips the masked share of "
+     "every block (default: 0.001 to 1; 1 where all blocks are single tokens: autoregressive)",
+     type=float, nargs=2, metavar=("LOW", "HIGH"))
+flag("--clip_search_widths", (), "after each validation train on the range of such a width whose "
+     "loss varies least", type=float, nargs="*", metavar="WIDTH")
+flag("--loss_weighting", "elbo", "the bound's weights, or all 1", choices=("elbo", "ce"))
+flag("--ema_decay", 0.9999, "of the averaged weights, after its warm-up")
+switch("--use_lora", "train adapters on a frozen base instead of all weights")
+flag("--lora_rank", 32, "adapter rank")
+flag("--lora_alpha", 32, "updates are multiplied by alpha / rank")
+flag("--lora_dropout", 0.0, "dropout on adapter inputs, 0 to 1")
+flag("--lora_target_modules", "all-linear", "all-linear, or name endings such as q_proj,v_proj; "
+     "the mask's row is trained as well", type=cli.alias(all="all-linear"))
+switch("--use_rslora", "PEFT's rsLoRA: multiply updates by alpha / sqrt(rank) instead")
+switch("--use_dora", "PEFT's DoRA: train the length of each weight row apart; slower")
 # batch and length of the run
-add("--batch_preset", choices=tuple(PRESETS), help="defaults of the next two, and of rate, warm-up "
-    "and steps (default: recommended; finetune with --init_from): "
-    + "; ".join(f"{name} {count} x {steps}, {lr:g}"
-                for name, (count, steps, lr, _, _) in PRESETS.items()))
-add("--problems_per_batch", type=int, help="problems per micro-step and rank (default: preset's)")
-add("--gradient_accumulation_steps", type=int,
-    help="micro-steps per optimizer step (default: preset's)")
-add("--per_device_train_batch_size", type=int, help="rows per micro-step and rank (default: as many "
-    "as hold --problems_per_batch on average)")
-add("--global_batch_size", type=int, default=0, help="problems per optimizer step, of all ranks: "
-    "what is not given of the first two follows (default with --auto: the preset's)")
-add("--per_device_eval_batch_size", type=int, default=32, help="rows per validation batch")
-add("--max_steps", type=int, help="optimizer steps (default: preset's)")
+flag("--batch_preset", None, "defaults of the next two, and of rate, warm-up and steps (default: "
+     "recommended; finetune with --init_from): " + "; ".join(
+         f"{name} {n} x {steps}, {lr:g}" for name, (n, steps, lr, *_) in PRESETS.items()),
+     choices=tuple(PRESETS))
+flag("--problems_per_batch", None, "problems per micro-step and rank (default: preset's)", type=int)
+flag("--gradient_accumulation_steps", None, "micro-steps per optimizer step (default: preset's)",
+     type=int)
+flag("--per_device_train_batch_size", None, "rows per micro-step and rank (default: as many as "
+     "hold --problems_per_batch on average)", type=int)
+flag("--global_batch_size", 0, "problems per optimizer step, of all ranks: what is not given of "
+     "the first two follows (default with --auto: the preset's)")
+flag("--per_device_eval_batch_size", 32, "rows per validation batch")
+flag("--max_steps", None, "optimizer steps (default: preset's)", type=int)
 # optimization
-add("--learning_rate", type=float,
-    help="peak learning rate (default: preset's; 10 times that with --use_lora)")
-add("--lr_scheduler", type=cli.alias(constant_with_warmup="constant"), default="constant",
-    choices=("cosine", "linear", "constant"), help="after warm-up")
-add("--min_lr_ratio", type=float, default=0.0, help="final learning rate as a share of the peak")
-add("--warmup_steps", type=int, help="optimizer steps of linear warm-up (default: preset's)")
-add("--scale_lr_from_batch", type=int, default=0, metavar="N",
-    help="multiply the rate by sqrt(problems per optimizer step / N), 0 = off")
-add("--weight_decay", type=float, default=0.0, help="AdamW decay of matrices, not of the embedding")
-add("--adam_beta2", type=float, default=0.999, help="AdamW decay of the variance")
-add("--max_grad_norm", type=float, default=1.0, help="clip the global gradient norm, 0 = off")
-add("--max_bad_steps", type=int, default=5, help="stop after this many non-finite steps in a row")
-add("--seed", type=int, default=42, help="of weights, data order, hold-out, noise and dropout")
+flag("--learning_rate", None, "peak learning rate (default: preset's; 10 times that with "
+     "--use_lora)", type=float)
+flag("--lr_scheduler", "constant", "after warm-up", choices=("cosine", "linear", "constant"),
+     type=cli.alias(constant_with_warmup="constant"))
+flag("--min_lr_ratio", 0.0, "final learning rate as a share of the peak")
+flag("--warmup_steps", None, "optimizer steps of linear warm-up (default: preset's)", type=int)
+flag("--scale_lr_from_batch", 0, "multiply the rate by sqrt(problems per optimizer step / N), 0 = "
+     "off", metavar="N")
+flag("--weight_decay", 0.0, "AdamW decay of matrices, not of the embedding")
+flag("--adam_beta2", 0.999, "AdamW decay of the variance")
+flag("--max_grad_norm", 1.0, "clip the global gradient norm, 0 = off")
+flag("--max_bad_steps", 5, "stop after this many non-finite steps in a row")
+flag("--seed", 42, "of weights, data order, hold-out, noise and dropout")
 # speed and memory
-cli.switch(p, "--auto", help="choose what no flag names by the memory plan, and print why: batches, "
-           "--gradient_checkpointing, --parallel; a resumed run keeps its choice")
-add("--gpu_memory", type=float, metavar="GIB",
-    help="--dry_run, --auto: of one GPU (default: of the GPU here, else 80)")
-add("--host_memory", type=float, metavar="GIB",
-    help="--dry_run: free memory of a node (default: what is free here)")
-add("--parallel", type=cli.sharding, choices=("ddp", "fsdp", "hsdp"), default="ddp",
-    help="a model on every GPU; sharded over all GPUs (FSDP2), or over a node's, with a copy a node "
-    "(HSDP)")
-add("--shard_size", type=int, default=0, help="hsdp: GPUs that share the shards, 0 = a node's")
-add("--reduce_dtype", choices=("fp32", "bf16"), default="fp32",
-    help="in which FSDP sums gradients")
-cli.switch(p, "--bf16", help="bfloat16 compute, float32 weights")
-cli.switch(p, "--tf32", help="TF32 for float32 matrix products on CUDA")
-cli.switch(p, "--compile", help="torch.compile each layer")
-add("--gradient_checkpointing", nargs="?", const="all", type=cli.recomputation,
-    metavar="all|selective", help="recompute layers in the backward pass: all of them, or all but "
-    "attention and matrix products; the flag alone means all")
-add("--attn_backend", choices=("flex", "sdpa"), help="block-sparse or dense masks (default: flex on "
-    "CUDA, sdpa on a CPU); flex is dense in rows of fewer than 128 noisy copies")
-add("--collective_timeout", type=int, default=600,
-    help="abort after this many seconds without progress, naming the rank")
-add("--wait_timeout", type=int, default=21600, help="the same for data, validation, saving")
+switch("--auto", "choose what no flag names by the memory plan, and print why: batches, "
+       "--gradient_checkpointing, --parallel; a resumed run keeps its choice")
+flag("--gpu_memory", None, "--dry_run, --auto: of one GPU (default: of the GPU here, else 80)",
+     type=float, metavar="GIB")
+flag("--host_memory", None, "--dry_run: free memory of a node (default: what is free here)",
+     type=float, metavar="GIB")
+flag("--parallel", "ddp", "a model on every GPU; sharded over all GPUs (FSDP2), or over a node's, "
+     "with a copy a node (HSDP)", type=cli.sharding, choices=("ddp", "fsdp", "hsdp"))
+flag("--shard_size", 0, "hsdp: GPUs that weights are sharded over, 0 = a node's")
+flag("--reduce_dtype", "fp32", "in which FSDP sums gradients", choices=("fp32", "bf16"))
+switch("--bf16", "bfloat16 compute, float32 weights")
+switch("--tf32", "TF32 for float32 matrix products on CUDA")
+switch("--compile", "torch.compile each layer")
+flag("--gradient_checkpointing", None, "recompute layers in the backward pass: all of them, or all "
+     "but attention and matrix products; the flag alone means all", nargs="?", const="all",
+     type=cli.recomputation, metavar="all|selective")
+flag("--attn_backend", None, "block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU); "
+     "flex is dense in rows of fewer than 128 noisy copies", choices=("flex", "sdpa"))
+flag("--collective_timeout", 600, "abort after this many seconds without progress, naming the rank")
+flag("--wait_timeout", 21600, "the same for data preparation, validation, saving")
 # logging, validation, checkpoints
-add("--output_dir", default="./output", help="everything written goes here; shared by all nodes")
-add("--logging_dir", default="./logs", help="TensorBoard files go to a folder in here")
-add("--logging_steps", type=int, default=50, help="optimizer steps between log lines")
-add("--report_to", nargs="+", default=["tensorboard"], metavar="NAME",
-    help=f"beside metrics.jsonl: one or more of {', '.join(cli.TRACKERS)}, or none")
-add("--wandb_project", default="flat-trainers", help="project at W&B and trackio")
-add("--eval_steps", type=int, help="steps between validations, 0 = at the end (default: 500)")
-add("--eval_repeats", type=int, default=4,
-    help="draws of the noise in a validation, for its error bar")
-add("--eval_accuracy", type=int, default=0, metavar="PROBLEMS",
-    help="answer this many held-out problems in every validation, 0 = none")
-add("--best_by", choices=("bound", "accuracy"), default="bound", help="what makes a checkpoint the "
-    "best one; accuracy: strict, of --eval_accuracy, ties go to the better bound")
-add("--early_stop_patience", type=int, default=10,
-    help="stop after this many validations without a better bound or accuracy, 0 = never")
-add("--save_steps", type=int, help="steps between checkpoints, 0 = at the end (default: 2000)")
-add("--save_total_limit", type=int, default=3, help="newest checkpoints kept beside the best, 0 = all")
-add("--resume", type=cli.alias(true="auto", false="none"), default="auto",
-    help="auto (newest whole checkpoint in OUTPUT_DIR), none, or a folder")
+flag("--output_dir", "./output", "everything written goes here; shared by all nodes")
+flag("--logging_dir", "./logs", "TensorBoard files go to a folder in here")
+flag("--logging_steps", 50, "optimizer steps between log lines")
+flag("--report_to", ["tensorboard"], "beside metrics.jsonl: one or more of "
+     f"{', '.join(cli.TRACKERS)}, or none", nargs="+", metavar="NAME")
+flag("--wandb_project", "flat-trainers", "project at W&B and trackio")
+flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 500)", type=int)
+flag("--eval_repeats", 4, "draws of the noise in a validation, for its error bar")
+flag("--eval_accuracy", 0, "answer this many held-out problems in every validation, 0 = none",
+     metavar="PROBLEMS")
+flag("--best_by", "bound", "what makes a checkpoint the best one; accuracy: strict, of "
+     "--eval_accuracy, ties go to the better bound", choices=("bound", "accuracy"))
+flag("--early_stop_patience", 10, "stop after this many validations without a better bound or "
+     "accuracy, 0 = never")
+flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 2000)", type=int)
+flag("--save_total_limit", 3, "newest checkpoints kept beside the best, 0 = all")
+flag("--resume", "auto", "auto (newest whole checkpoint in OUTPUT_DIR), none, or a folder",
+     type=cli.alias(true="auto", false="none"))
 
 
 def layout_of(args):
@@ -224,25 +210,17 @@ def check_flags(args, world_size):
     if not args.global_batch_size:
         args.global_batch_size = args.problems_per_batch * args.gradient_accumulation_steps
     cli.check_trainer(args, world_size, p)
-    cli.at_least_one(args, "problems_per_batch max_steps eval_repeats clip_search_batches demo")
+    cli.at_least_one(args, "problems_per_batch max_steps eval_repeats demo")
     cli.zero_or_more(args, "row_length early_stop_patience eval_accuracy")
     cli.below_one(args, "ema_decay")
-    cli.above_zero(args, "gpu_memory host_memory")
+    cli.check_plan(args)
+    cli.check_drop_bad(args, CHECKS)
     if args.dry_run is None:        # long before the imports are done
         run_lock.check_free(args.output_dir)
-        require(args.auto or not args.gpu_memory, "--gpu_memory needs --dry_run")
-        require(not args.host_memory, "--host_memory needs --dry_run")
-    names = [name for value in args.drop_bad or () for name in value.split(",") if name]
-    for name in names:
-        require(name in CHECKS,
-                f"--drop_bad {name}: no such check; there are {', '.join(CHECKS)}")
-    dropped = {*(CHECKS if args.drop_bad == [] else names), *["too_long"] * args.drop_too_long}
-    args.drop_bad = tuple(name for name in CHECKS if name in dropped)
     require((args.demo is not None) != bool(args.train_data_file),
             "give one of --train_data_file and --demo")
     require(args.demo is None or not args.eval_data_file,
             "--demo makes its own validation problems: drop --eval_data_file")
-    require(args.init_ema or args.init_from, "--no-init_ema needs --init_from")
     require(not args.use_lora or (args.init_from and args.system != "hdp"),
             "--use_lora needs --init_from of a language model, and no --system hdp")
     require(not args.chat or args.system == "gsm8k",
@@ -287,13 +265,14 @@ from diffusion import blocks, dit, elbo, noise, problems
 
 output_dir, work_dir = Path(args.output_dir), args.output_dir
 if dry:
-    from common import plan as plans  # core.memory follows
+    from common import plan as plans
     world = dist.single_process()
     plans.check_writable(args.output_dir, "--output_dir")
     scratch = tempfile.TemporaryDirectory()
     work_dir = scratch.name
 else:
-    world = dist.init(args.collective_timeout, args.wait_timeout, args.auto or args.parallel != "ddp")
+    world = dist.init(args.collective_timeout, args.wait_timeout,
+                      args.auto or args.parallel != "ddp")
     dist.rank0(world, checkpoint.claim_output, args.output_dir)
     dist.rank0(world, watchdog.clear_marker, args.output_dir)
     if "tensorboard" in args.report_to:
@@ -323,28 +302,16 @@ def print0(*lines):
 # Data: problems -> documents of numbered blocks -> rows. Every rank holds all, so ranks never have
 # to ask each other which rows a step has, or how many targets.
 
-layout, folder, tokenizer = layout_of(args), None, "gpt2"      # folder: of --init_from
+layout, folder, tokenizer = layout_of(args), None, args.tokenizer or "gpt2"
 if args.demo is not None:
     from diffusion import make_problems
-    args.train_data_file, args.eval_data_file, tokenizer = dist.rank0(
+    args.train_data_file, args.eval_data_file, made = dist.rank0(
         world, make_problems.prepare_demo, Path(work_dir) / "demo", args.system, args.demo)
+    tokenizer = args.tokenizer or made
 templated = args.chat or args.system == "chat"
 if args.init_from or templated:
     from diffusion import published
-if args.init_from:      # one rank downloads for all
-    folder = dist.rank0(world, published.find, args.init_from)
-    if published.is_causal(folder) or (folder / "tokenizer.json").is_file():
-        tokenizer = folder
-tokenizer = args.tokenizer or tokenizer
-if templated:
-    args.tokenizer = str(tokenizer)     # chats are read by its template
-    layout = published.with_chat(layout, tokenizer)
-elif folder:
-    layout = published.with_form(layout, folder)
-if folder and "block_size" not in cli.named(args):
-    size = published.trained_form(folder).get("block_size")
-    layout = dataclasses.replace(layout, block_size=size or layout.block_size)
-    layout.check()
+    layout, folder, tokenizer = published.open_start(world, args, layout, tokenizer)
 t_range = args.t_range = tuple(args.t_range or problems.bound_range(layout))
 problems.check_range(t_range, layout)
 tokens = dist.rank0(world, problems.load_tokenizer, tokenizer, args.system, layout.end_token)
@@ -352,16 +319,16 @@ config = dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dro
 if folder:
     config = published.config_for(folder, args.model_size, tokens, args.dropout)
 rows, eval_rows = blocks.prepare_rows(world, layout, tokens, args, None if dry else args.output_dir)
-start = published.read(folder, config, tokens, args.init_ema, args.seed) if folder else None
-lora = {}
-if args.use_lora:
-    lora = {"rank": args.lora_rank, "alpha": args.lora_alpha, "dropout": args.lora_dropout,
-            "targets": args.lora_target_modules, "rslora": args.use_rslora, "dora": args.use_dora}
+start = published.read(folder, config, tokens, args.seed) if folder else None
+lora = published.adapters_of(args) if args.use_lora else {}
+if lora:
     config = published.with_lora(config, folder, args.bf16, args.init_from, lora)
 table, regions = blocks.row_table(rows), elbo.REGIONS[args.system]
 chosen = []         # problems that a validation answers
 if args.eval_accuracy and eval_rows:
     chosen = elbo.choose_problems(eval_rows, args.eval_accuracy, tokens, args.seed)
+how = elbo.Eval(eval_rows, tokens, args.per_device_eval_batch_size, args.eval_repeats, args.seed,
+                args.bf16, args.clip_search_widths, args.loss_weighting, chosen)
 per_row = table["samples"].mean()
 if not args.per_device_train_batch_size:        # problems become rows
     args.per_device_train_batch_size = max(1, round(args.problems_per_batch / per_row))
@@ -418,10 +385,10 @@ kind = folder.name if folder and published.is_causal(folder) else args.model_siz
 print0(f"device     {ranks} x {name}, torch {torch.__version__}, {args.parallel}, "
        f"{'bf16 autocast' if args.bf16 else 'fp32'}", elbo.model_line(config, kind),
        *blocks.data_lines(rows, eval_rows, table),
-       f"steps      {total_steps} = {total_steps * per_step / order.packs_per_epoch:,.1f} epochs; a "
-       f"step is {step_rows} rows ({step_problems:,.0f} problems) = {cli.counted(ranks, 'rank')} x "
-       f"{cli.counted(accumulation, 'micro-step')} x {batch_rows}; peak lr {peak_lr:.2e}, warm-up "
-       f"{args.warmup_steps}", intervals,
+       f"steps      {total_steps} = {total_steps * per_step / order.packs_per_epoch:,.1f} epochs; "
+       f"a step is {step_rows} rows ({step_problems:,.0f} problems) = "
+       f"{cli.counted(ranks, 'rank')} x {cli.counted(accumulation, 'micro-step')} x {batch_rows}; "
+       f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}", intervals,
        f"start      step {step}, "
        + (f"resumed from {resume}" if resume else start.words if start else "new weights"))
 if dry:
@@ -471,24 +438,10 @@ def validate():
     """Validate the averaged weights, log -> whether they are the best so far; None if stopped."""
     global t_range, stale, best_loss, best_tie, best_step
     watch.report_progress(f"validation at step {step}", args.wait_timeout)
-    how = elbo.Eval(eval_rows, tokens.mask, args.per_device_eval_batch_size, args.eval_repeats,
-                    args.seed, args.bf16)
-    dist.reshard(model)
-    average.swap()
-    model.eval()
-    searched, answers = t_range, []
-    values = elbo.bound(world, model, how, asked_to_stop)
-    if values is not None and args.clip_search_widths:
-        searched = elbo.search_range(world, model, how, asked_to_stop, args)
-    if values is not None and searched is not None and chosen:
-        found, answers = elbo.accuracy(world, model, how, chosen, tokens)
-        values |= found
-    model.train()
-    dist.reshard(model)     # the forward passes left the averaged weights gathered
-    average.swap()
-    if values is None or searched is None:
+    found = elbo.validate(world, model, average, how, t_range, asked_to_stop)
+    if found is None:
         return None
-    t_range = searched
+    values, t_range, answers = found
     stale = 0 if elbo.improved(bests, values) else stale + 1
     print0(elbo.eval_line(step, values, regions))
     if main_rank:

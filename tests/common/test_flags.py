@@ -16,7 +16,8 @@ import pytest
 
 from common import distributed, flags
 from core import cli
-from diffusion import problems, train_bd3lm
+from diffusion import problems
+from tests.helpers.block_runs import train_bd3lm
 from tests.helpers.trainer import ROOT, script_flags, speech_trainer
 
 LAUNCH = """torchrun --nproc_per_node=8 train_v2_ddp.py --model_path bosonai/higgs-audio-v2-generation-3B-base

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.distributed import UserError
+from core.cli import UserError
 from core.packing import PackOrder, rank_packs
 from diffusion import blocks
 from diffusion.problems import EXECUTION, FILL, PLAN, QUESTION

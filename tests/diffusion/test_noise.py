@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.distributed import UserError
+from core.cli import UserError
 from diffusion import noise
 from diffusion.problems import FULL, Layout, check_range
 from tests.helpers.block_rows import MASK, MIXED, chi_square, document, make_blocks, noised, seen_by

@@ -7,7 +7,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from common.distributed import UserError
+from core.cli import UserError
 from diffusion.problems import load_tokenizer, read_problems
 
 # -- Tokenizers --------------------------------------------------------------------------------------------------------

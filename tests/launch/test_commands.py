@@ -9,8 +9,8 @@ import pytest
 
 from common import flags
 from core import cli
-from diffusion import train_bd3lm
 from distill import create_data
+from tests.helpers.block_runs import train_bd3lm
 from tests.helpers.students import train_sft
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT, script_flags
