@@ -231,9 +231,8 @@ def test_what_is_not_a_file_of_flags_is_one_line(tmp_path, make, capsys):
     (train_bd3lm, ["--demo", "--pack", "--t_range", "0.3", "0.8", "--output_dir", "a: #b 'c' \"d\" ö"])])
 def test_the_file_that_a_run_leaves_repeats_it(tmp_path, script, words):
     """Before what derives was filled in: a derived number beside the one that it comes of would be refused."""
-    ours = script is speech_trainer
-    args = (cli.parse if ours else flags.parse)(script.build_parser(), script.check_flags, words)
-    text = cli.config_text(args, "train_v2_ddp.py") if ours else flags.config_text(args.given, script.__file__)
+    args = cli.parse(script.build_parser(), script.check_flags, words)
+    text = cli.config_text(args, script.__name__)
     again = configured(tmp_path, text, script=script)
     assert json.loads(json.dumps(vars(again) | {"config": None})) == json.loads(json.dumps(vars(args)))     # lists
 

@@ -129,16 +129,6 @@ def command(tiny, tmp_path_factory):
 TRAINERS = ["train_v2_ddp", "distill.train_sft", "diffusion.train_bd3lm"]
 
 
-OLD = ["diffusion.train_bd3lm"]        # on core/ an OSError without a file is not explained
-
-
-@pytest.mark.parametrize("size, trainer", [(4, OLD[0]), (256, OLD[0])])
-def test_a_full_dev_shm(pool, command, size, trainer):
-    """Of so many KiB: there is no room for a semaphore, or none for a batch."""
-    line = error_of(pool, "with_a_disk", size, "/dev/shm", trainer, *command(trainer, 1))
-    assert line.startswith("error: /dev/shm is full: ") and "--shm-size" in line and "--num_workers 0" in line
-
-
 @pytest.mark.slow
 def test_a_full_disk_of_tensorboard(pool, tiny, tmp_path):
     """Its own thread writes, and would print a traceback."""

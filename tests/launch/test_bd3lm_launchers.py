@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from common import flags
+from core import cli
 from diffusion import evaluate, sample_bd3lm
 from tests.helpers.block_runs import train_bd3lm
 from tests.helpers.progress import PATIENCE_S, wait_until
@@ -29,7 +29,7 @@ ODD = ["--output_dir", "a folder", "--wandb_project", "it's \"here\" $HOME *", "
 @pytest.fixture(autouse=True)
 def many_cpus(monkeypatch):
     """The trainer gives loaders no more CPUs than there are."""
-    monkeypatch.setattr(flags, "usable_cpus", lambda: 64)
+    monkeypatch.setattr(cli, "usable_cpus", lambda: 64)
 
 
 def launch(launcher, *args, cwd=None, **settings):
