@@ -339,7 +339,7 @@ def test_garbage_is_collected_again_when_the_imports_are_done(monkeypatch):
 def used_names(script):
     """Attributes of `args` that a script and the modules beside it read, but for its parser and checks."""
     found = {field.name for field in dataclasses.fields(problems.Layout)} if script.startswith("diffusion") else set()
-    shared = [ROOT / "speech" / "choices.py", ROOT / "speech" / "voice" / "sample_prompts.py"] * (
+    shared = [ROOT / "speech" / "choices.py", ROOT / "speech" / "sample_prompts.py"] * (
         script in ("train_v2_ddp.py", "speech/prepare_tts.py"))
     for path in [ROOT / script, *(ROOT / script).parent.glob("*.py"), *(ROOT / "common").glob("*.py"),
                  *(ROOT / "core").glob("*.py"), *shared]:
