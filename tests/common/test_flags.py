@@ -291,8 +291,8 @@ def test_help_and_mistakes_come_before_torch(script):
                                    capture_output=True)
                     for words in (["--help"] + ["all"] * (script in TRAINERS), ["--hlep"]))
     assert asked.stdout.endswith("\n0 []\n") and not asked.stderr, asked
-    assert wrong.stdout == "2 []\n" and wrong.stderr == \
-        "error: --hlep: no such flag; the nearest one is --help, --help all shows all\n", wrong
+    assert wrong.stdout == "2 []\n" and wrong.stderr.startswith(
+        "error: --hlep: no such flag; the nearest one is --help, --help "), wrong
     text = " ".join(asked.stdout.split())
     assert "(default: None)" not in text and not re.search(r"\(default: [^)]*\) \(default", text)
     parser = importlib.import_module(script.removesuffix(".py").replace("/", ".")).build_parser()
