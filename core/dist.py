@@ -44,7 +44,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from core import lifetime
-from core.cli import UserError, counted, error_text, print_error, printable
+from core.cli import UserError, counted, error_text, print_error, printable, problem_text
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
 LATER_S = 30    # a collective may outlive its limit by this: the watchdog names who hangs first
@@ -308,6 +308,15 @@ def all_gather(world, value):
     if world.size > 1:
         dist.broadcast_object_list(box, src=0, group=world.slow_group)
     return box[0]
+
+
+def raise_problems(world, problems):
+    """Raise UserError with the problem lines of all ranks, if any has one. Collective."""
+    lines = list(dict.fromkeys(line for found in all_gather(world, problems) for line in found))
+    if lines and not world.is_main:
+        exit_quietly()
+    if lines:
+        raise UserError(problem_text(lines))
 
 
 def barrier(world):

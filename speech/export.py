@@ -1,103 +1,248 @@
-"""Writes a checkpoint once more: native or in the 2025 layout, with an adapter folded in or not.
+"""Write a checkpoint again, an adapter folded in or not: native, or the layout that servers read.
 
-The 2025 layout is the one boson-ai's own code serves. Higgs TTS 3 has one layout, with its codec and both copies of the
-tied tables inside, which sglang-omni and vllm-omni serve. Weights go from file to file tensor by tensor, so no more
-than one output file (and the largest tensor in fp32) is ever in memory. The folder appears whole or not at all.
+Higgs-Audio V2 has two layouts: transformers' native one, and that of 2025, which boson-ai's own
+code serves. Higgs TTS 3 has one, with its codec and both copies of the tied tables inside, which
+sglang-omni and vllm-omni serve. Weights go from file to file tensor by tensor, so no more than one
+output file (and the largest tensor in fp32) is ever in memory. The folder appears whole or not at
+all.
 """
+import json
 import math
 from pathlib import Path
 
 import torch
 
-from common import tensor_files
-from common.distributed import UserError
+from core import adapters, tensor_io
+from core.cli import UserError
 from core.new_folder import new_folder
-from core import adapters
 from speech import text_normalization, versions, weights
+
+# --------------------------------------------------------------------------------------------------
+# The layout of 2025: names of tensors and config.json, both ways
+
+NAMES = (("audio_codebook_embeddings.", "model.embed_audio_tokens.embed_audio_tokens."),
+         ("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."),
+         ("norm.", "model.norm."),
+         ("audio_decoder_proj.", ""))       # last: every native name begins with ""
+EXTRA_IDS = ("audio_delay_token_id", "bos_token_id", "eos_token_id")    # config.json lacks them
+DROPPED = ("audio_codebook_weights", "inv_freq")
+SPLIT = {f".{kind}_{part}.weight": (".weight", order) for kind in ("embedding", "linear")
+         for order, part in enumerate(("frozen", "trainable"))}     # to be joined in this order
+TEXT_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+             "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act",
+             "max_position_embeddings")
+
+
+def native_settings(config):
+    """Keywords of HiggsAudioV2Config for a 2025 config.json dict. UserError for other variants."""
+    text = config.get("text_config", {})
+    layers = list(range(text.get("num_hidden_layers", 28)))
+    released = {"audio_adapter_type": ["dual_ffn", "dual_ffn_fast_forward"],
+                "audio_dual_ffn_layers": [layers], "use_audio_out_self_attention": [False, None],
+                "use_audio_out_embed_projector": [False, None], "audio_embed_avg": [False, None],
+                "skip_audio_tower": [True]}
+    wrong = [key for key, values in released.items() if config.get(key) not in values]
+    if wrong:
+        raise UserError("this 2025-format model has parts the native class lacks: "
+                        + ", ".join(f"{key}={config.get(key)!r}" for key in wrong))
+    return {**{key: text[key] for key in TEXT_KEYS if key in text},
+            "num_codebooks": config.get("audio_num_codebooks", 8),
+            "codebook_size": config.get("audio_codebook_size", 1024) + 2,
+            "audio_token_id": config["audio_out_token_idx"],
+            "audio_bos_token_id": config["audio_out_bos_token_id"],
+            "pad_token_id": config.get("pad_token_id", 128001),
+            **{key: config[key] for key in EXTRA_IDS if key in config},
+            "audio_stream_bos_id": config.get("audio_stream_bos_id", 1024),
+            "audio_stream_eos_id": config.get("audio_stream_eos_id", 1025)}
+
+
+def native_names(names):
+    """{native name: [2025 names to join along dimension 0]}; some are split in two there.
+
+    Names: transformers' convert_higgs_audio_v2_to_hf.py. Raises UserError.
+    """
+    parts = {}
+    for original in names:
+        if any(drop in original for drop in DROPPED):
+            continue
+        name, order = original, 0
+        for suffix, (plain, place) in SPLIT.items():
+            if name.endswith(suffix):
+                name, order = name.removesuffix(suffix) + plain, place
+        name = next((new + name.removeprefix(old) for old, new in NAMES if name.startswith(old)),
+                    name)
+        if order in parts.setdefault(name, {}):
+            raise UserError(f"two tensors of the checkpoint map to {name}")
+        parts[name][order] = original
+    return {name: [found[i] for i in sorted(found)] for name, found in parts.items()}
+
+
+def original_names(names):
+    """{native name: 2025 name}: the inverse of native_names; split tensors stay joined."""
+    return {name: next(old + name.removeprefix(new) for old, new in NAMES if name.startswith(new))
+            for name in names}
+
+
+def original_config(native, tokenizer, dtype):
+    """config.json dict of the 2025 layout for a native config, key by key as released.
+
+    The rope parameters are Llama 3.2's spelling, numerically the native ones. Ids that the layout
+    has no place for are added where they differ from the released model's; boson's config class
+    keeps keys it does not know.
+    """
+    def token(name):
+        return tokenizer.convert_tokens_to_ids(name)
+    text = {key: getattr(native, key) for key in (
+        *TEXT_KEYS, "initializer_range", "attention_bias", "attention_dropout", "mlp_bias")}
+    text |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": dtype,
+             "bos_token_id": token("<|begin_of_text|>"), "eos_token_id": token("<|end_of_text|>"),
+             "max_position_embeddings": 131072,     # a server may refuse more than native's 2048
+             "rope_theta": 500000.0, "rope_scaling": {
+                 "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                 "rope_type": "llama3", "original_max_position_embeddings": 8192}}
+    usual = type(native)()
+    extra = {key: getattr(native, key) for key in EXTRA_IDS
+             if getattr(native, key) != getattr(usual, key)}
+    return extra | {
+        "model_type": "higgs_audio", "architectures": ["HiggsAudioModel"], "text_config": text,
+        "torch_dtype": dtype, "hidden_size": native.hidden_size,
+        "audio_adapter_type": "dual_ffn_fast_forward", "audio_decoder_proj_num_layers": 0,
+        "audio_dual_ffn_layers": list(range(native.num_hidden_layers)), "audio_embed_avg": False,
+        "audio_ffn_hidden_size": native.hidden_size,
+        "audio_ffn_intermediate_size": native.intermediate_size,
+        "audio_num_codebooks": native.num_codebooks,
+        "audio_codebook_size": native.codebook_size - 2,
+        "audio_stream_bos_id": native.audio_stream_bos_id,
+        "audio_stream_eos_id": native.audio_stream_eos_id,
+        "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>",
+        "audio_in_token": "<|AUDIO|>", "audio_out_bos_token": "<|audio_out_bos|>",
+        "audio_out_token": "<|AUDIO_OUT|>", "audio_eos_token_id": token("<|audio_eos|>"),
+        "audio_in_token_idx": token("<|AUDIO|>"),
+        "audio_out_bos_token_id": native.audio_bos_token_id,
+        "audio_out_token_idx": native.audio_token_id, "pad_token_id": native.pad_token_id,
+        "skip_audio_tower": True, "use_delay_pattern": True, "encode_audio_in_tokens": True,
+        "encode_whisper_embed": False, "use_audio_out_embed_projector": False,
+        "use_audio_out_self_attention": False, "use_rq_transformer": False}
+
+
+def save_original_config(native, tokenizer, folder, config):
+    """The files of a 2025 checkpoint beside its weights; config: config.json of the source.
+
+    boson-ai's code runs on transformers 4.46, which does not know the tokenizer class name that
+    newer ones write.
+    """
+    def write(name, values, **options):
+        (folder / name).write_text(json.dumps(values, indent=2, **options) + "\n")
+    dtype = str(native.dtype).removeprefix("torch.")
+    original = config | {"torch_dtype": dtype} if config["model_type"] == "higgs_audio" else \
+        original_config(native, tokenizer, dtype)
+    write("config.json", original, sort_keys=True)
+    write("generation_config.json", {
+        "_from_model_config": True, "pad_token_id": native.pad_token_id,
+        "transformers_version": "4.46.3",
+        "bos_token_id": tokenizer.convert_tokens_to_ids("<|begin_of_text|>"),
+        "eos_token_id": tokenizer.convert_tokens_to_ids("<|end_of_text|>")})
+    tokenizer.save_pretrained(folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)    # the native processor's
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    for key in ("backend", "processor_class", "is_local"):
+        settings.pop(key, None)
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    write("tokenizer_config.json", settings | {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+# --------------------------------------------------------------------------------------------------
+# Export
 
 
 def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**9, adapter=None,
            codec=None, base_dtype=None):
-    """Write the checkpoint `source` (folder or hub name, either layout) into output_dir; returns
-    notes to print.
+    """Write the checkpoint `source` (folder or hub name, either layout) -> lines to print.
 
-    layout: of choices.LAYOUTS. dtype: of choices.DTYPES, or None: as the files have it, but float32
-    where an adapter is folded in, since bf16 rounds away most of what a small update changed.
-    shard_bytes: limit of one weight file. adapter: folder, or None; its text_normalization.FILE
-    comes along, without one the source's. codec: see weights.save_config. base_dtype nf4: the base
-    is rounded as an adapter of such a run has seen it. Raises UserError, also when output_dir holds
-    something.
+    layout: native or 2025. dtype: a name, or None: as the files have it, but float32 where an
+    adapter is folded in, since bf16 rounds away most of what a small update changed. shard_bytes:
+    limit of one weight file. adapter: folder or None. codec: see weights.save_config. base_dtype
+    nf4: the base is rounded as an adapter of such a run has seen it. Raises UserError, also when
+    output_dir holds something.
     """
     folder, config = weights.find_model(source)
-    model_module, third = versions.module(config), versions.is_third(config["model_type"])
-    if codec and layout == "2025" and not third:
+    version, third = versions.module(config), versions.is_third(config["model_type"])
+    original = layout == "2025" and not third
+    if codec and original:
         raise UserError("--audio_tokenizer_path: the 2025 layout names no codec; drop it")
-    tokenizer = model_module.load_tokenizer(folder)
-    parts = model_module.weight_parts(folder, config)
-    model = model_module.empty_model(config, torch.float32, folder)
+    tokenizer, parts = version.load_tokenizer(folder), version.weight_parts(folder, config)
+    model = version.empty_model(config, torch.float32, folder)
     weights.check_weights(model, parts, folder)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    layers = {layer for part in model_module.layers(model) for layer in part.modules()}
-    linear = [f"{name}.weight" for name, layer in model.named_modules()
-              if layer in layers and type(layer) is torch.nn.Linear]
+    linear = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
+    layers = {module for layer in version.layers(model) for module in layer.modules()}
+    in_layers = [f"{name}.weight" for name in linear if model.get_submodule(name) in layers]
     folds = find_folds(model, adapter) if adapter else {}
+    updated = len(folds)
     if base_dtype == "nf4":
         from core import nf4
-        folds |= {name: nf4.rounded(folds.get(name)) for name in linear}
+        folds |= {name: nf4.rounded(folds.get(name)) for name in in_layers}
     wanted = "float32" if dtype is None and folds and not third else dtype
     dtypes = {name: getattr(torch, wanted) if wanted else parts[name][0][:1].dtype
               for name in shapes}
-    names = {name: name for name in shapes}
-    if layout == "2025" and not third:
-        from speech import layout_2025
-        names = layout_2025.original_names(shapes)
-    # name in the files: (slice handles, dtype, what an adapter adds)
+    # name in the files: (Slices to join, dtype, what an adapter adds)
+    names = original_names(shapes) if original else {name: name for name in shapes}
     tensors = {names[name]: (parts[name], dtypes[name], folds.get(name)) for name in shapes}
     if third:
-        tensors = model_module.whole_files(tensors, folder, codec)
-    sizes = {name: math.prod(tensor_files.shape_of(found)) * kind.itemsize
+        tensors = version.whole_files(tensors, folder, codec)
+    sizes = {name: math.prod(tensor_io.shape_of(found)) * kind.itemsize
              for name, (found, kind, _) in tensors.items()}
-    files, total = plan_files(sizes, shard_bytes), sum(sizes.values())
+    files, total, made = plan_files(sizes, shard_bytes), sum(sizes.values()), {}
     with new_folder(output_dir, total) as building:
-        for number, file in enumerate(files):
-            written = {name: read(*tensors[name]) for name in file}
-            tensor_files.check_finite(written, f"{source}, with its adapter," if folds else source)
-            name = tensor_files.file_name("model", number, len(files))
-            tensor_files.save(written, building / name)
+        for file, inside in files.items():
+            written = {name: read(*tensors[name]) for name in inside}
+            weights.check_finite(written, f"{source}, with its adapter," if folds else source)
+            tensor_io.save(written, building / file)
         if len(files) > 1:
-            places = {name: tensor_files.file_name("model", number, len(files))
-                      for number, file in enumerate(files) for name in file}
-            tensor_files.write_index(building / "model.safetensors.index.json", places, total)
+            places = {name: file for file, inside in files.items() for name in inside}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+            (building / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         if not third:
             model.config.dtype = dtypes["model.embed_tokens.weight"]
-        if third or layout == "native":
-            made = model_module.save_config(model, tokenizer, building, folder, codec)
+        if original:
+            save_original_config(model.config, tokenizer, building, config)
         else:
-            made = layout_2025.save_original_config(model.config, tokenizer, building, folder,
-                                                    config)
+            made = version.save_config(model, tokenizer, building, folder, codec)
         if setting := text_normalization.saved_setting(adapter or folder):
             text_normalization.save_setting(building / text_normalization.FILE, setting)
+        if not (building / "README.md").exists():
+            (building / "README.md").write_text(card(source, output_dir, version), encoding="utf-8")
     kinds = sorted({str(kind).removeprefix("torch.") for kind in dtypes.values()})
-    notes = [f"{len(tensors)} tensors, {len(folds)} of them with an adapter's update, "
-             f"{total / 1e9:.3f} GB of {' and '.join(kinds)} in {len(files)} file{'s'[:len(files) > 1]}"]
-    joined = sum(len(found) > 1 for found in parts.values())
-    if joined:
-        notes.append(f"{joined} tensors that the source splits into a frozen and a trainable part "
+    lines = [f"{len(tensors)} tensors, {updated} of them with an adapter's update, "
+             f"{total / 1e9:.3f} GB of {' and '.join(kinds)} in {len(files)} "
+             f"file{'s'[:len(files) > 1]}"]
+    if joined := sum(len(found) > 1 for found in parts.values()):
+        lines.append(f"{joined} tensors that the source splits into a frozen and a trainable part "
                      "are joined")
-    licence = [model_module.LICENCE] if model_module.LICENCE else []
-    return notes + licence + [f"{name}: {what}" for name, what in made.items()]
+    return [*lines, *[version.LICENCE] * bool(version.LICENCE),
+            *(f"{name}: {what}" for name, what in made.items()),
+            f"to publish: hf upload OWNER/NAME {output_dir}"]
+
+
+def card(source, output_dir, version):
+    """The model card README.md of an export: what the hub asks for, and the licence."""
+    on_hub = str(source).count("/") == 1 and not Path(source).exists()
+    base = f"base_model: {source}\n" if on_hub else ""
+    return (f"---\nlicense: other\n{base}pipeline_tag: text-to-speech\n---\n\n"
+            f"# {Path(output_dir).name}\n\nFine-tuned from `{Path(source).name}` with "
+            f"`train_v2_ddp.py`.\n\n{version.TERMS}\n")
 
 
 def find_folds(model, adapter):
-    """{weight name: function that adds the adapter's update to that weight in fp32}; model: native,
-    on the meta device.
+    """{weight name: function that adds the adapter's update to that weight in fp32}.
 
-    Raises UserError when the adapter's files and the model do not fit together exactly:
-    PeftModel.from_pretrained would only warn about weights that are missing.
+    model: on the meta device. Raises UserError when the adapter's files and the model do not fit
+    together exactly: PeftModel.from_pretrained would only warn about weights that are missing.
     """
     whole = versions.module(model.config).WHOLE_MODULES
     net = adapters.add_saved(model, adapter, whole=whole)
-    stored = tensor_files.open_tensors([Path(adapter) / "adapter_model.safetensors"])
+    stored = tensor_io.open_tensors([Path(adapter) / "adapter_model.safetensors"])
     tables = {f"{name}.weight": f"base_model.model.{name}.weight" for name in whole}
     known = (".lora_A.weight", ".lora_B.weight", f".{adapters.MAGNITUDE}", *tables.values())
     if other := [name for name in stored if not name.endswith(known)]:
@@ -105,20 +250,19 @@ def find_folds(model, adapter):
                         f"has {min(other)}")
     # onto the meta device nothing is copied: names and shapes are compared
     adapters.load_adapters(net, adapter)
-    values = {name: part[:] for name, part in stored.items()}
-    tensor_files.check_finite(values, f"--adapter {adapter}")
+    weights.check_finite({name: part[:] for name, part in stored.items()}, f"--adapter {adapter}")
 
     def fold(name, scaling):
         a, b = (stored[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
         length = stored.get(f"base_model.model.{name}.{adapters.MAGNITUDE}")
 
-        def updated(weight):
+        def update(weight):
             weight = torch.addmm(weight, b[:].float(), a[:].float(), alpha=scaling)
             # DoRA (Liu et al. 2024, eq. 5): the rows' direction, times a trained length
             if length is not None:
                 weight *= (length[:].float() / torch.linalg.norm(weight, dim=1))[:, None]
             return weight
-        return updated
+        return update
     found = {name: lambda weight, table=table: stored[table][:].float().clone()
              for name, table in tables.items() if table in stored}
     return found | {f"{name}.weight": fold(name, module.scaling["default"])
@@ -127,16 +271,19 @@ def find_folds(model, adapter):
 
 
 def plan_files(sizes, limit):
-    """[{name: bytes}] of each file: in order, each up to `limit` bytes; a larger tensor gets a file of its own."""
+    """{file: [names]}: in order, each file up to `limit` bytes, or one larger tensor."""
     files = [{}]
     for name, size in sizes.items():
         if files[-1] and sum(files[-1].values()) + size > limit:
             files.append({})
         files[-1][name] = size
-    return files
+    if len(files) == 1:
+        return {"model.safetensors": list(files[0])}
+    return {f"model-{number:05d}-of-{len(files):05d}.safetensors": list(inside)
+            for number, inside in enumerate(files, 1)}
 
 
 def read(parts, dtype, fold):
-    """One whole tensor from its slice handles, in `dtype`; fold works on it in fp32."""
+    """One whole tensor from its Slices, in `dtype`; fold works on it in fp32."""
     tensor = torch.cat([part[:] for part in parts]) if len(parts) > 1 else parts[0][:]
     return (fold(tensor.float()) if fold else tensor).to(dtype).contiguous()
