@@ -36,9 +36,9 @@ def build_parser():
 
 def check_flags(args, world_size):
     """Raise UserError for flags that do not go together; fill in --format and --base_dtype."""
-    args.format = args.format or {"merge": "native", "export": "2025"}[args.command]
-    require(args.command == "export" or args.adapter, "merge needs --adapter FOLDER; to convert a "
-            "checkpoint without one: lora.py export")
+    args.format = args.format or ("native" if args.command == "merge" else "2025")
+    require(args.command == "export" or args.adapter,
+            "merge needs --adapter FOLDER; to convert a checkpoint without one: lora.py export")
     choices.check_base_dtype(args)
     require(not args.base_dtype or args.adapter, "--base_dtype nf4 needs --adapter")
     require(args.max_shard_gb > 0, f"--max_shard_gb is {args.max_shard_gb}; it must be above 0")
@@ -50,7 +50,6 @@ args = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else Non
 import torch
 
 from core import dist
-from core.cli import UserError
 from speech import versions
 
 # after speech.weights, which explains a torchaudio that breaks every transformers import
@@ -66,15 +65,14 @@ def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kin
     target matches nothing.
     """
     whole = versions.module(model.config).WHOLE_MODULES
-    if table and not whole:
-        raise UserError("--train_audio_table is for Higgs TTS 3; of V2 --freeze_llm trains audio "
-                        "embedding and head")
+    require(whole or not table, "--train_audio_table is for Higgs TTS 3; of V2 --freeze_llm trains "
+            "audio embedding and head")
     names = LORA_TARGETS.get(targets) or [t.strip() for t in targets.split(",") if t.strip()]
     linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     for name in names or [targets]:     # nothing but commas is a target that matches nothing
-        if not any(n == name or n.endswith("." + name) for n in linear):
-            raise UserError(f"--lora_target_modules {name!r} matches no linear layer; use one of "
-                            f"{', '.join(LORA_TARGETS)} or endings such as audio_mlp.gate_proj")
+        require(any(n == name or n.endswith("." + name) for n in linear),
+                f"--lora_target_modules {name!r} matches no linear layer; use one of "
+                f"{', '.join(LORA_TARGETS)} or endings such as audio_mlp.gate_proj")
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names,
                         bias="none", modules_to_save=list(whole) if table else None, **kinds)
     net = adapters.attach(model, config, base_name)
