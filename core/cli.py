@@ -114,10 +114,10 @@ def print_error(text, short=""):
 
 def fail(message, status=1):
     """End this process with one line, which rank 0 prints."""
-    if os.environ.get("RANK", "0") == "0":
-        print_error(error_text(f"error: {message}"))
-    else:
+    if os.environ.get("RANK", "0") != "0":
         time.sleep(GIVE_WAY_S)
+        sys.exit(status)
+    print_error(error_text(f"error: {message}"))
     sys.exit(status)
 
 

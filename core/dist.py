@@ -181,10 +181,8 @@ def report_error(kind, error, trace):
     else:
         lost_peer = isinstance(error, dist.DistError) or any(
             word in str(error) for word in COLLECTIVE_ERRORS)
-        if lost_peer and lifetime.stop_requested():     # torchrun ends all, and names the dead rank
-            os._exit(1)
         if lost_peer:       # that rank's message, torchrun's or the watchdog's says more
-            if lifetime.stop_requested():       # torchrun has asked already
+            if lifetime.stop_requested():       # torchrun ends all, and names the dead rank
                 kill_children()
                 os._exit(1)
             wait_for_torchrun(2 * GRACE_S)
@@ -312,10 +310,9 @@ def all_gather(world, value):
 
 def raise_problems(world, problems):
     """Raise UserError with the problem lines of all ranks, if any has one. Collective."""
-    lines = list(dict.fromkeys(line for found in all_gather(world, problems) for line in found))
-    if lines and not world.is_main:
-        exit_quietly()
-    if lines:
+    if lines := list(dict.fromkeys(sum(all_gather(world, problems), []))):
+        if not world.is_main:
+            exit_quietly()
         raise UserError(problem_text(lines))
 
 
