@@ -1,7 +1,7 @@
 """Higgs-Audio V2 checkpoints: find, check, load into any sharding, save what from_pretrained reads.
 
 A model starts empty on torch's meta device and reads its weights row by row, so no process holds
-more than it trains. Native checkpoints and the original 2025 format (export.py has its names) are
+more than it trains. Native checkpoints and the original 2025 format (layout_2025.py) are
 read; missing, unexpected or misshapen weights stop the run.
 """
 import json
@@ -101,8 +101,8 @@ def native_config(config):
     if config["model_type"] == "higgs_audio_v2":
         native = HiggsAudioV2Config.from_dict(config)
     else:
-        from speech import export
-        native = HiggsAudioV2Config(**export.native_settings(config))
+        from speech import layout_2025
+        native = HiggsAudioV2Config(**layout_2025.native_settings(config))
     if native.codebook_size <= native.audio_stream_eos_id:
         raise UserError(f"config.json has codebook_size {native.codebook_size}, but end-of-stream "
                         f"is code {native.audio_stream_eos_id}: it must be "
@@ -163,9 +163,9 @@ def weight_parts(folder, config):
     found = open_model(folder)
     if config["model_type"] == "higgs_audio_v2":
         return {name: [part] for name, part in found.items()}
-    from speech import export
+    from speech import layout_2025
     return {name: [found[part] for part in parts]
-            for name, parts in export.native_names(found).items()}
+            for name, parts in layout_2025.native_names(found).items()}
 
 
 def check_weights(model, parts, folder):

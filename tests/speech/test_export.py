@@ -21,7 +21,7 @@ from transformers import (
 
 from core.cli import UserError
 from speech.generate_tts import load_to_speak
-from speech import export, weights
+from speech import export, layout_2025, weights
 from tests.helpers.merging import merge
 from tests.helpers import spoken
 from tests.helpers.progress import PATIENCE_S
@@ -177,7 +177,7 @@ def test_2025_config_is_the_published_one(tiny, served):
                                               (15, "<|AUDIO|>"))}
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     tokenizer.convert_tokens_to_ids = ids.__getitem__       # the real tokenizer is on the hub
-    assert export.original_config(real, tokenizer, "bfloat16") == published_config()
+    assert layout_2025.original_config(real, tokenizer, "bfloat16") == published_config()
 
 
 def test_2025_tokenizer_is_one_that_transformers_4_46_can_load(tiny, tmp_path):
@@ -187,7 +187,7 @@ def test_2025_tokenizer_is_one_that_transformers_4_46_can_load(tiny, tmp_path):
     config = HiggsAudioV2Config.from_pretrained(tiny.model)
     config.dtype = torch.float32
     tmp_path.joinpath("out").mkdir()
-    export.save_original_config(config, newer, tmp_path / "out", read(tiny.model, "config.json"))
+    layout_2025.save_original_config(config, newer, tmp_path / "out", read(tiny.model, "config.json"))
     written = read(tmp_path / "out", "tokenizer_config.json")
     assert written["tokenizer_class"] == "PreTrainedTokenizerFast" and "extra_special_tokens" not in written
     assert written["additional_special_tokens"] == ["<|AUDIO|>", "<|recipient|>"]

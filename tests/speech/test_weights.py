@@ -9,7 +9,7 @@ from transformers import AutoProcessor, HiggsAudioV2ForConditionalGeneration
 
 from core.cli import UserError
 from speech.generate_tts import load_to_speak
-from speech import export, v2
+from speech import layout_2025, v2
 from speech.weights import find_model, load_tokenizer, native_config, save_config
 from tests.helpers import spoken
 from tests.helpers.checkpoints import (
@@ -45,7 +45,7 @@ def test_original_format_loads_with_every_weight(tiny, tmp_path, variant):
     model = load_to_speak(found, config, None, torch.float32, "cpu")
     expected = HiggsAudioV2ForConditionalGeneration.from_pretrained(tiny.model, use_text_head=True)
     got = model.state_dict()
-    assert got.keys() == expected.state_dict().keys() == export.native_names(state).keys()     # none is ignored
+    assert got.keys() == expected.state_dict().keys() == layout_2025.native_names(state).keys()     # none is ignored
     assert all(torch.equal(got[n], t) for n, t in expected.state_dict().items())
     assert model.config.codebook_size == 1026 and model.config.audio_stream_eos_id == 1025
     (tmp_path / "speech").mkdir()
