@@ -256,7 +256,7 @@ import tempfile
 import numpy as np
 import torch
 
-from core import checkpoint, dist, fused, loading, metrics, optim, tensor_io, watchdog
+from core import checkpoint, dist, loading, metrics, optim, tensor_io, watchdog
 from core.packing import PackOrder, rank_packs
 from diffusion import blocks, dit, elbo, noise, problems
 
@@ -283,8 +283,7 @@ watchdog.exit_if_asked(world, args.output_dir)      # by a signal during the imp
 ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
 main_rank, device = world.is_main, world.device
 dist.check_bf16(device, args.bf16)
-if args.compile:        # by all ranks or by none
-    args.compile = all(dist.all_gather(world, fused.compiles(device.type)))
+args.compile = dist.choose_compile(world, args.compile)
 if args.tf32:
     torch.set_float32_matmul_precision("high")
 backend = args.attn_backend or ("flex" if device.type == "cuda" else "sdpa")
@@ -500,7 +499,7 @@ if main_rank:
     board = Path(args.logging_dir) / output_dir.resolve().name
     log = metrics.MetricsLog(output_dir, board, args.report_to, cli.stored(args), step,
                              args.wandb_project, eval_due)
-start_step, timer, stopping = step, metrics.StepTimer(), False
+start_step, timer, stopping = step, metrics.StepTimer(device), False
 if eval_due:
     with timer.paused():
         eval_due = stopping = validate() is None
@@ -595,8 +594,6 @@ while step < total_steps and not stopping and not stale_enough():
                 "{train/grad_norm:7.3f} | {train/throughput:>9,.0f} tok/s | wait "
                 "{train/data_wait_seconds:4.1f} s" + mfu + " | eta {}").format(
                     step, total_steps, left, **values))
-    if step == start_step + 1:      # compiles and allocates: speed and eta count from here
-        timer.reset()
 
     # validate; a request to stop counts one step late, so that no step waits for the device
     eval_due = bool(validation) and (last or args.eval_steps > 0 and step % args.eval_steps == 0)
