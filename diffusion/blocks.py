@@ -345,8 +345,8 @@ def data_lines(rows, eval_rows, table):
     held_out = sum(len(m) for m in eval_rows.members) if eval_rows else 0
     dropped = f", {rows.documents.dropped} dropped" if rows.documents.dropped else ""
     filled = table["clean"].sum() / (len(rows) * rows.length)
-    return (f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; tokens "
-            f"mean {lengths.mean():.0f} max {lengths.max()}",
+    return (f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; "
+            f"tokens mean {lengths.mean():.0f} max {lengths.max()}",
             f"rows       {len(rows)} of {rows.length} clean and {rows.noisy_length} noisy tokens, "
             f"{filled:.1%} of the clean ones filled, {table['samples'].mean():.2f} problems each")
 

@@ -25,30 +25,28 @@ from core.cli import require
 
 def build_parser():
     p = cli.Parser("Bound likelihoods, or run tasks of lm-eval-harness.")
-    add = p.add_argument
-    add("--checkpoint", required=True, help="checkpoint folder, or the trainer's OUTPUT_DIR")
-    add("--pick", choices=("best", "newest"), default="best",
-        help="of an OUTPUT_DIR: the best checkpoint by --best_by, or the newest one")
-    add("--ema", action=argparse.BooleanOptionalAction, default=True,
-        help="take the averaged weights")
-    add("--bound", metavar="FILE", help="bound the likelihood of the answers in a file of the form "
-        "the model was trained on")
-    add("--split", default="test", help="--bound: split of a dataset folder or hub name")
-    cli.switch(p, "--drop_too_long", help="--bound: leave out what is too long, and count it")
-    add("--tasks", nargs="+", help="names of lm-eval's tasks")
-    add("--include_path", help="folder with task files of your own")
-    add("--num_fewshot", type=int, default=0, help="worked examples before each question")
-    add("--order", choices=("first_hitting", "top_k", "confidence"), default="confidence",
-        help="which masked tokens a pass fills: one at random, the surest, or all that are sure")
-    add("--threshold", type=float, default=0.9,
-        help="confidence: probability a token must have, 0 to 1")
-    add("--draws", type=int, default=16, help="draws of the noise for each bound")
-    add("--limit", type=int, default=0, help="only the first so many texts, 0 = all")
-    add("--batch_size", type=int, default=64, help="texts side by side")
-    add("--seed", type=int, default=0, help="of the draws")
-    cli.switch(p, "--bf16", help="bfloat16 compute")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    add("--output", help="JSON file for the results (default: beside the checkpoint)")
+    flag = p.flag
+    flag("--checkpoint", None, "checkpoint folder, or the trainer's OUTPUT_DIR", required=True)
+    flag("--pick", "best", "of an OUTPUT_DIR: the best checkpoint by --best_by, or the newest",
+         choices=("best", "newest"))
+    flag("--ema", True, "take the averaged weights", action=argparse.BooleanOptionalAction)
+    flag("--bound", None, "bound the likelihood of the answers in a file of the form the model was "
+         "trained on", metavar="FILE")
+    flag("--split", "test", "--bound: split of a dataset folder or hub name")
+    p.switch("--drop_too_long", "--bound: leave out what is too long, and count it")
+    flag("--tasks", None, "names of lm-eval's tasks", nargs="+")
+    flag("--include_path", None, "folder with task files of your own")
+    flag("--num_fewshot", 0, "worked examples before each question")
+    flag("--order", "confidence", "which masked tokens a pass fills: one at random, or all that "
+         "are sure", choices=("first_hitting", "confidence"))
+    flag("--threshold", 0.9, "confidence: probability a token must have, 0 to 1")
+    flag("--draws", 16, "draws of the noise for each bound")
+    flag("--limit", 0, "only the first texts, this many, 0 = all")
+    flag("--batch_size", 64, "texts side by side")
+    flag("--seed", 0, "of the draws")
+    p.switch("--bf16", "bfloat16 compute")
+    flag("--device", None, "default: cuda where there is one", choices=("cpu", "cuda"))
+    flag("--output", None, "JSON file for the results (default: beside the checkpoint)")
     return p
 
 

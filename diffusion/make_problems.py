@@ -28,8 +28,8 @@ from core.cli import require
 def build_parser():
     p = cli.Parser("Plans for the problems of GSM8K.")
     add = p.add_argument
-    add("command", choices=("plans", "lines"), help="plans: GSM8K -> HDP JSON with plans by rule or "
-        "a teacher's; lines: GSM8K -> a text with a line for each problem, for create_data.py")
+    add("command", choices=("plans", "lines"), help="plans: GSM8K -> HDP JSON with plans by rule "
+        "or a teacher's; lines: GSM8K -> a text with a line for each problem, for create_data.py")
     add("--input", required=True, help="GSM8K JSONL, dataset folder, hub name")
     add("--split", default="train", help="split of a dataset folder, hub name")
     add("--output", required=True, help="file to write")
@@ -116,21 +116,12 @@ def make_plans(path, split="train", teacher=None):
     plans = read_teacher(teacher, problems) if teacher else map(rule_plan, worked)
     for number, (problem, steps, plan) in enumerate(zip(problems, worked, plans)):
         execution = " ".join(CALCULATOR.sub("", steps).split())
-        require(execution, f"{problem.name}: its answer has no steps before ####; a plan needs some")
+        require(execution, f"{problem.name}: its answer has no steps before ####; "
+                           "a plan needs some")
         entries.append({"id": f"gsm8k_{number}", "question": problem.question, "plan": plan,
                         "execution": execution, "answer": problem.answer,
                         "plan_source": "teacher" if teacher else "rule"})
     return entries
-
-
-def faults(entries):
-    """{fault: share of the plans that have it}."""
-    wrong = {"with figures": lambda e: re.search(r"\d", e["plan"]),
-             "with the answer": lambda e: e["answer"] in re.findall(r"-?[\d.,]*\d", e["plan"]),
-             "of one sentence": lambda e: len(re.findall(r"[.!?]+(?:\s|$)", e["plan"])) < 2,
-             "longer than the solution":
-                 lambda e: len(e["plan"].split()) > len(e["execution"].split())}
-    return {name: sum(map(bool, map(test, entries))) / len(entries) for name, test in wrong.items()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -256,8 +247,6 @@ def main(argv=None):
         checkpoint.write_json(args.output, entries)
         who = "a teacher" if args.teacher else "rule"
         print(f"{args.output}: {len(entries)} problems with plans by {who}")
-        print("plans      " + ", ".join(f"{share:.1%} {fault}"
-                                        for fault, share in faults(entries).items()))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from core import json_files
 from core.cli import UserError, at_least_one, printable, require, zero_or_more
@@ -284,12 +284,11 @@ class Tokens:
 
 
 def load_tokenizer(name, system, end_token=""):
-    """Tokens from a tokenizer.json, a folder (tokenizer.json, or GPT-2's two files), or a hub name
-    such as gpt2. end_token: of gsm8k's answers; "": <|endoftext|>. Raises UserError.
+    """Tokens from a tokenizer.json, its folder, or a hub name such as gpt2. end_token: of gsm8k's
+    answers; "": <|endoftext|>. Raises UserError.
     """
     path = Path(name)
-    hint = ("give a folder with tokenizer.json or with GPT-2's encoder.json and vocab.bpe, or gpt2 "
-            "when online")
+    hint = "give a folder with tokenizer.json, or gpt2 when online"
     try:
         if not path.exists():
             path = download_tokenizer(name, hint)
@@ -337,9 +336,7 @@ def download_tokenizer(name, hint):
 
 
 def read_tokenizer(folder):
-    """Tokenizer of a folder: tokenizer.json, or OpenAI's (encoder.json, vocab.bpe) or transformers'
-    (vocab.json, merges.txt) files of GPT-2. Raises UserError.
-    """
+    """Tokenizer of a folder with tokenizer.json, or with Qwen's older files. Raises UserError."""
     if (folder / "tokenizer.json").exists():
         return Tokenizer.from_file(str(folder / "tokenizer.json"))
     # Qwen's and SDAR's older folders: vocabulary and merges alone lack the added tokens and how
@@ -348,15 +345,7 @@ def read_tokenizer(folder):
     if all(path.exists() for path in slow):
         if '"tokenizer_class"' in json_files.read_text(slow[-1]):
             return auto_tokenizer(folder).backend_tokenizer
-    for vocabulary, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
-        if (folder / vocabulary).exists() and (folder / merges).exists():
-            bpe = models.BPE.from_file(str(folder / vocabulary), str(folder / merges))
-            tokenizer = Tokenizer(bpe)
-            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-            tokenizer.decoder = decoders.ByteLevel()
-            return tokenizer
-    raise UserError(f"--tokenizer {folder}: has neither tokenizer.json nor encoder.json with "
-                    "vocab.bpe nor vocab.json with merges.txt")
+    raise UserError(f"--tokenizer {folder}: has no tokenizer.json")
 
 
 def auto_tokenizer(folder):

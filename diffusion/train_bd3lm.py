@@ -58,7 +58,7 @@ flag("--system", "gsm8k", "gsm8k: question, answer; chat: the answers of chats; 
 flag("--train_data_file", None, "JSONL or JSON file, dataset folder (its train split) or hub name")
 flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
 flag("--validation_split", 0.05, "share of problems held out, 0 = none")
-flag("--tokenizer", None, "tokenizer.json, folder with it or GPT-2's files, hub name (default: "
+flag("--tokenizer", None, "tokenizer.json, its folder, or hub name (default: "
      "that of --init_from where it has one, the demo's own with --demo, else gpt2)")
 switch("--chat", "gsm8k: ask in the tokenizer's chat template, answers end as its turns do")
 flag("--end_token", "", "token that ends an answer (default: gsm8k <|endoftext|>, chat the "

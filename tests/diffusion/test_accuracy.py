@@ -39,10 +39,9 @@ def test_ranks_share_the_problems(pool, demo, tmp_path):
     best = min((3, 6), key=lambda step: (-right[step], nll[step]))     # none is right: the better bound decides
     assert right[3] == right[6] and (meta["best_loss"], meta["best_step"]) == (1 - right[best], best) and best == 6
     assert meta["best"]["wrong"] == 1 - right[best]
-    questions, found = tmp_path / "questions.jsonl", shown[0][0]         # at step 6 all answers are empty
+    found = shown[0][0]         # at step 6 all answers are empty
     assert all(answer["text"] for answer in found)
-    questions.write_text("".join(json.dumps({"question": a["question"]}) + "\n" for a in found))
-    sample_bd3lm.main(["--checkpoint", str(first), "--question_file", str(questions), "--order", "confidence",
+    sample_bd3lm.main(["--checkpoint", str(first), "--question", *(a["question"] for a in found), "--order", "confidence",
                        "--device", "cpu", "--output", str(tmp_path / "answers.json")])
     again = json.loads((tmp_path / "answers.json").read_text())["answers"]
     assert [a["text"] for a in again] == [a["text"] for a in found]

@@ -299,7 +299,7 @@ def test_base_models_end_answers_with_a_token_of_their_own(models, demo, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all", "lora"])
 def test_it_trains_resumes_and_answers(pool, demo, models, tmp_path, capsys, kind):
-    """Chat format; DDP = FSDP2 on 2 ranks, resumed in between; the checkpoint answers with and without cache."""
+    """Chat format; DDP = FSDP2 on 2 ranks, resumed in between; the checkpoint answers."""
     flags = {"--init_from": models["chat"], "--chat": None, "--train_data_file": demo / "train.jsonl",
              "--block_size": 4, "--max_length": 96, "--row_length": 96, "--dropout": 0, "--eval_steps": 2,
              "--save_steps": 0, "--eval_repeats": 1, "--num_workers": 1, "--learning_rate": 1e-2,
@@ -326,13 +326,8 @@ def test_it_trains_resumes_and_answers(pool, demo, models, tmp_path, capsys, kin
     if kind == "lora":
         check_adapters(folder, model, about, models["chat"])
     assert about["layout"]["end_token"] == "<|im_end|>"
-    texts = []
-    for more in ([], ["--no-use_cache"]):
-        sample_bd3lm.main(["--checkpoint", str(folder), "--test_file", str(demo / "test.jsonl"), "--limit", "2",
-                           "--device", "cpu", "--order", "confidence", "--output", str(tmp_path / "answers.json"),
-                           *more])
-        texts.append([a["text"] for a in json.loads((tmp_path / "answers.json").read_text())["answers"]])
-    assert texts[0] == texts[1]
+    sample_bd3lm.main(["--checkpoint", str(folder), "--test_file", str(demo / "test.jsonl"), "--limit", "2",
+                       "--device", "cpu", "--order", "confidence", "--output", str(tmp_path / "answers.json")])
     check_export(folder, model, tmp_path / "exported")
     for start in (tmp_path / "fsdp", tmp_path / "exported"):
         check_going_on(start, about["layout"], demo, tmp_path / "on", capsys)
@@ -477,7 +472,7 @@ def test_sdar_goes_out_and_in_and_answers_the_same(sdar, block):
     given = published.read(folder, ours.config, tokens)
     assert tokens.mask == SDAR_MASK and "new rows" not in given.words
     ours.load_state_dict(given.tensors)
-    draw, how = np.random.default_rng(0), sampler.Sampling("top_k", temperature=0)
+    draw, how = np.random.default_rng(0), sampler.Sampling("confidence", 1.0, 0)
     for length in range(3, 23):
         ids = draw.integers(ROWS, size=length).tolist()
         whole = length // block * block

@@ -30,14 +30,6 @@ def test_plans_by_rule_are_hdp_problems_labelled_as_such(demo, tmp_path, capsys)
         assert after.solution == " ".join(re.sub("<<.*?>>", "", before.solution.split("####")[0]).split())
 
 
-def test_faults_of_plans_are_counted():
-    plans = ["Add to find 12 pens. Then stop.", "Find the price.", "Find the amount. Work on and on and on.",
-             "Find what Ann owns. Then add."]
-    entries = [{"plan": plan, "execution": "Two words 1 2 3 4", "answer": "12"} for plan in plans]
-    assert make_problems.faults(entries) == {
-        "with figures": 0.25, "with the answer": 0.25, "of one sentence": 0.25, "longer than the solution": 0.5}
-
-
 def test_plans_need_steps(tmp_path):
     (tmp_path / "p.jsonl").write_text(json.dumps({"question": "q", "answer": "#### 3"}))
     with pytest.raises(UserError, match=r"p.jsonl line 1: its answer has no steps before ####; a plan needs some"):
