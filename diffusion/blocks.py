@@ -23,7 +23,7 @@ from core.packing import best_fit
 from core.problems import problem as bad_problem
 from core.problems import settle
 from diffusion import dit
-from diffusion.noise import Blocks, attended_pairs
+from diffusion.noise import Blocks
 from diffusion.problems import (
     CHECKS,
     EXECUTION,
@@ -86,6 +86,17 @@ class Documents:
         """(n,) blocks with targets."""
         return np.array([self.group[a:b].max(initial=-1) + 1
                          for a, b in zip(self.offsets[:-1], self.offsets[1:])])
+
+    @functools.cached_property
+    def pairs(self):
+        """(n,) pairs of query and key that may attend."""
+        found = []
+        for a, b in zip(self.offsets[:-1], self.offsets[1:]):
+            sizes = np.bincount(self.block[a:b])
+            seen = sizes * sizes.cumsum()       # a block sees itself and the clean ones before
+            noisy = np.unique(self.block[a:b][self.group[a:b] >= 0])
+            found.append(seen.sum() + seen[noisy].sum())
+        return np.array(found)
 
     def name(self, d):
         """Where document d is in the user's files."""
@@ -385,14 +396,12 @@ def row_table(rows):
 
     targets_0 to targets_3: in the loss, of each region; targets: of all. groups: blocks with
     targets. tokens: of text. noisy, clean: copies and tokens without padding. samples: problems.
-    pairs: (query, key) that may attend.
+    pairs: of query and key that may attend.
     """
     d = rows.documents
     table = {f"targets_{region}": rows.per_row(d.per_document(d.target & (d.region == region)))
              for region in range(4)}
-    pairs = [attended_pairs(collate([rows[r]], 1, rows.length, rows.noisy_length, d.pad))
-             for r in range(len(rows))]
     return table | {"targets": rows.per_row(d.n_targets), "groups": rows.per_row(d.n_groups),
                     "tokens": rows.per_row(d.tokens), "noisy": rows.per_row(d.noisy_lengths),
                     "clean": rows.per_row(d.lengths),
-                    "samples": np.array([len(m) for m in rows.members]), "pairs": np.array(pairs)}
+                    "samples": np.array([len(m) for m in rows.members]), "pairs": rows.per_row(d.pairs)}

@@ -170,7 +170,7 @@ def parser_of(script):
     """The ArgumentParser of a script, whose main() runs up to the line that parses its flags."""
     def carry(parser, *_, **__):
         raise Parser(parser)
-    if script in ("train_v2_ddp.py", "distill/train_sft.py"):
+    if script in ("train_v2_ddp.py", "distill/train_sft.py", "diffusion/train_bd3lm.py"):
         return script_flags(script)[0]
     with mock.patch.object(sys, "path", [str(ROOT), *sys.path]), mock.patch.object(sys, "argv", [script]):
         main = runpy.run_path(str(ROOT / script), run_name=f"flags of {script}")["main"]
