@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from core.checkpoint import sha256
-from speech import generate_tts
 from speech.encode import load_codec
-from speech import draw_sentences, judge_demo, weights
+from speech import judge_demo, speak, weights
 from speech.labels import token_ids
-from speech import generate, scores
+from speech import judges
 from tests.helpers.trainer import ROOT
 
 VOICE = ROOT / "launch" / "voice"
@@ -26,16 +25,16 @@ def spoken():
     config, tokenizer = weights.native_config(config_dict), weights.load_tokenizer(folder)
     ids, cpu = token_ids(tokenizer, config), torch.device("cpu")
     codec, bandwidth = load_codec(VOICE / "codec", cpu, ids.num_codebooks)
-    texts = [" ".join(draw_sentences.WORDS[int(digit)] for digit in digits)
-             for digits in draw_sentences.draw(SENTENCES, 0, known_texts())]
-    samples = generate.text_prompts([(text, text) for text in texts], True)
-    prompts = generate.prepare(samples, tokenizer, ids, codec, bandwidth, 1000)
-    settings = generate.sampling(config, 6.0, temperature=0.3, ras_window=0)
+    texts = [" ".join(judge_demo.DIGITS[int(digit)] for digit in digits)
+             for digits in judge_demo.draw(SENTENCES, 0, known_texts())]
+    samples = speak.text_prompts([(text, text) for text in texts], True)
+    prompts = speak.prepare(samples, tokenizer, ids, codec, bandwidth, 1000)
+    settings = speak.sampling(config, 6.0, temperature=0.3, ras_window=0)
 
     def say(adapter):
-        native = generate_tts.load_to_speak(folder, config_dict, adapter, torch.float32, cpu)
-        codes, ends = zip(*generate.generate(native, prompts, ids, settings, 0, cpu))
-        return texts, [generate.decode(codec, clip) for clip in codes], list(codes), list(ends)
+        native = speak.load_model(folder, config_dict, adapter, torch.float32, cpu)
+        codes, ends = zip(*speak.generate(native, prompts, ids, settings, 0, cpu))
+        return texts, [speak.decode(codec, clip) for clip in codes], list(codes), list(ends)
     return {"base": say(None), "adapter": say(VOICE / "adapter")}
 
 
@@ -73,9 +72,9 @@ def test_what_is_committed_is_what_was_made():
 
 
 def test_sentences_are_drawn_anew():
-    texts = draw_sentences.draw(300, 42, known_texts())
+    texts = judge_demo.draw(300, 42, known_texts())
     assert len(set(texts)) == 300 and not known_texts() & set(texts)
-    assert draw_sentences.draw(300, 43, known_texts()) != texts
+    assert judge_demo.draw(300, 43, known_texts()) != texts
 
 
 @pytest.mark.slow
@@ -95,6 +94,6 @@ def test_wrong_codes_in_the_upper_codebooks_are_heard(spoken, judged):
     drawn = [np.concatenate([clip[:, :4], rng.integers(0, 4, (len(clip), 4))], 1) for clip in codes]
     late = [np.concatenate([clip[:, :7], np.roll(clip[:, 7:], 1, 0)], 1) for clip in codes]
     for changed in (drawn, late):
-        heard = scores.recognise_pocketsphinx([generate.decode(codec, clip) for clip in changed], 24000, judge_demo.GRAMMAR)
-        errors, words = scores.word_errors(texts, heard)
+        heard = judges.recognise_pocketsphinx([speak.decode(codec, clip) for clip in changed], 24000, judge_demo.GRAMMAR)
+        errors, words = judges.word_errors(texts, heard)
         assert errors / words > MAX_WER
