@@ -381,6 +381,13 @@ def switch(parser, *names, help):
                         metavar="true|false", help=help)
 
 
+def compile_flag(parser):
+    """--compile of a trainer; dist.choose_compile turns auto into True or False."""
+    parser.add_argument("--compile", nargs="?", const=True, default="auto", metavar="auto|true|false",
+                        type=lambda text: text if text == "auto" else boolean(text),
+                        help="torch.compile each layer; auto: on GPUs, where it can (default: auto)")
+
+
 def alias(**names):
     """type= of a flag some of whose values have other names elsewhere: {theirs: ours}."""
     return lambda text: names.get(text.lower(), text)
@@ -490,7 +497,7 @@ def check_parallel(args, world_size):
     require(not ddp or getattr(args, "reshard_after_forward", True)
             and not getattr(args, "cpu_offload", False),
             "--no-reshard_after_forward and --cpu_offload need --parallel fsdp or hsdp")
-    require(not (args.compile and getattr(args, "gradient_checkpointing", None) == "selective"),
+    require(not (args.compile is True and getattr(args, "gradient_checkpointing", None) == "selective"),
             "--gradient_checkpointing selective does not go with --compile: inside a compiled "
             "layer nothing can be picked out; drop one of the two")
     if args.parallel == "hsdp":

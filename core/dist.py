@@ -346,6 +346,22 @@ def autocast(device, dtype):
     return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)
 
 
+def choose_compile(world, wanted, against=""):
+    """Whether to compile, the same on all ranks. wanted: --compile. against: what auto yields to.
+
+    A notice on rank 0 says what auto chose, or what compiling lacks here. Collective.
+    """
+    from core import cli, fused
+    cuda = world.device.type == "cuda"
+    if wanted == "auto" and (against or not cuda):
+        cli.notice(f"--compile auto: off, {against or 'no GPU here'}")
+        return False
+    on = bool(wanted) and all(all_gather(world, fused.compiles(world.device.type)))
+    if wanted == "auto" and on:
+        cli.notice("--compile auto: on; the first step takes longer")
+    return on
+
+
 def compile_layers(layers, **options):
     """torch.compile each layer in place; parameters keep their names. options: of torch.compile."""
     import torch._inductor.config

@@ -89,7 +89,8 @@ def speed_report(totals, seconds, steps, slots, waited, device, world_size):
 
 
 class StepTimer:
-    """Work and seconds of the steps since the last log line; pauses do not count.
+    """Work and seconds of the steps since the last log line; pauses do not count, nor does the
+    run's first step, which compiles and allocates, unless it has a log line of its own.
 
         with timer.waiting():
             batch = next(batches)
@@ -97,7 +98,8 @@ class StepTimer:
         values |= timer.report(world)
     """
 
-    def __init__(self):
+    def __init__(self, device):
+        self.device, self.first = device, None
         self.reset()
 
     def reset(self):
@@ -121,15 +123,22 @@ class StepTimer:
 
     def count(self, work, slots):
         """Add one step. work: {"tokens", "samples", "flops", ...} of all ranks; slots: tokens with padding."""
+        if self.first is None:
+            if self.device.type == "cuda":
+                import torch
+                torch.cuda.synchronize(self.device)     # else its kernels count for the next step
+            self.first = work, slots, time.monotonic() - self.start, self.waited
+            return self.reset()
         self.work.update(work)
         self.steps, self.slots = self.steps + 1, self.slots + slots
 
     def report(self, world):
         """speed_report since reset(), which this calls; more names of work give rates train/NAME_per_second."""
-        seconds = time.monotonic() - self.start
-        more = {f"train/{name}_per_second": amount / seconds for name, amount in self.work.items()
+        found = self.work, self.slots, time.monotonic() - self.start, self.waited
+        work, slots, seconds, waited = found if self.steps else self.first
+        more = {f"train/{name}_per_second": amount / seconds for name, amount in work.items()
                 if name not in ("tokens", "samples", "flops")}
-        values = {**more, **speed_report(self.work, seconds, self.steps, self.slots, self.waited,
+        values = {**more, **speed_report(work, seconds, max(1, self.steps), slots, waited,
                                          world.device, world.size)}
         self.reset()
         return values
