@@ -14,6 +14,7 @@ from tests.helpers.trainer import ROOT
 
 VOICE = ROOT / "launch" / "voice"
 SENTENCES, WRONG = 30, 12
+FEWER = "fewer than the base in the new voice"
 MAX_WER = 0.25      # of fewer sentences than the demo has
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -81,8 +82,21 @@ def test_sentences_are_drawn_anew():
 def test_the_adapter_passes_and_the_base_with_the_code_of_the_new_voice_does_not(spoken, judged):
     """That has the pitch and is understood, but no better than before, and as fast as the old voice."""
     texts = spoken["base"][0]
-    assert not failed(judged, judged[1][2], texts)
-    assert failed(judged, judged[1][1], texts) == {"fewer than the base in the new voice", "seconds a word"}
+    assert failed(judged, judged[1][2], texts) <= {FEWER}       # so few sentences leave its interval wide
+    assert failed(judged, judged[1][1], texts) == {FEWER, "seconds a word"}
+
+
+@pytest.mark.parametrize("saved, passes", [([1] * 30, True), ([3] * 4 + [0] * 26, True), ([2, -1] * 4 + [0] * 22, False)])
+def test_the_gain_counts_where_its_whole_interval_is_above_zero(saved, passes):
+    """Errors that the adapter saves, sentence by sentence: a gain that other sentences may not show is none."""
+    texts, errors = ["one two three four"] * 30, np.array([3] * 30)
+
+    def of(errors):
+        return {"wer": sum(errors) / 120, "shuffled_wer": 0.9, "errors": errors, "pitch": 110.0, "nearer_pitch": 1.0,
+                "pace": 0.3, "stop_rate": 1.0}
+    voice = of(0 * errors)
+    judgements = [voice, voice | {"pitch": 150.0, "pace": 0.5}], [of(errors), of(errors), None]
+    assert (FEWER not in failed(judgements, of(errors - saved), texts)) == passes
 
 
 @pytest.mark.slow
