@@ -27,7 +27,7 @@ SPEECH = files("core/", "adapters indexing low_rank precision") | files("", "tra
     "weights")
 CHATS = files("core/", "chat indexing checkpoint cli dist document_attention precision tensor_io") | files(
     "distill/", "causal_lm chat_data choices losses packed_lm train_sft")
-BLOCKS = files("diffusion/", "blocks dit elbo noise problems train_bd3lm")
+BLOCKS = files("diffusion/", "blocks choices dit elbo noise problems train_bd3lm")
 # {script: (files it may load beside ALL, lines of all together)}
 # until nothing is left in common/: what its files have of core/'s counts twice
 LIMITS = {"train_v2_ddp.py": (SPEECH, 9_830), "distill/train_sft.py": (CHATS, 8_500),

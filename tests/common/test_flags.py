@@ -249,7 +249,7 @@ FOLDERS = ".", "common", "core", "speech", "diffusion", "distill"
 # speak.py stands alone, beside exported models; convert.py is a module first
 SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).glob("*.py")
                  if '\nif __name__ == "__main__":' in path.read_text()
-                 and path.name not in ("speak.py", "convert.py"))
+                 and path.name not in ("speak.py", "generate.py", "convert.py"))
 # for launch lines that people have (--optim names the only one there is), and what check_flags turns into another flag
 NO_EFFECT_OF_THEIR_OWN = {"help", "optim", "freeze_audio_tower", "freeze_audio_encoder_proj", "global_batch_size",
                           "drop_too_long", "command", "config", "dataloader_pin_memory", "batch_preset",

@@ -230,7 +230,7 @@ def test_what_a_block_diffusion_launcher_refuses(settings, args, said):
 
 def test_overrides_of_block_diffusion(monkeypatch):
     """Line 7."""
-    monkeypatch.setattr(flags, "usable_cpus", lambda: 64)
+    monkeypatch.setattr(cli, "usable_cpus", lambda: 64)
     args, said = bd3lm("model.attn_backend=flash_attn", "trainer.precision=bf16-mixed",
                        "+model.gradient_checkpointing=true", "+trainer.compile=true", "loader.num_workers=16",
                        "--dropout", "0.2", SWITCHES="", SLURM_CPUS_PER_TASK="4")
