@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 if os.environ.get("BITSANDBYTES"):
     sys.path.append(os.environ["BITSANDBYTES"])
 
-import lora
 from core.cli import UserError
+from tests.helpers.merging import merge
 from tests.helpers.students import train_sft
 from speech.generate_tts import load_to_speak
 from tests.common.test_float8 import speech, student
@@ -158,7 +158,7 @@ def test_resume_is_exact_and_two_ranks_learn_the_same(pool, tiny, tmp_path):
     learnt = one.output_dir / "checkpoint-4"
     assert json.loads((learnt / "text_settings.json").read_text())["base_dtype"] == "nf4"
     for name, dtype in (("as trained", "nf4"), ("on the base", None)):
-        lora.merge(str(tiny.model), str(learnt), tmp_path / name, codec=str(tiny.codec), base_dtype=dtype)
+        merge(str(tiny.model), str(learnt), tmp_path / name, codec=str(tiny.codec), base_dtype=dtype)
         whole = load_file(tmp_path / name / "model.safetensors")
         base = load_file(tiny.model / "model.safetensors")
         place = "model.layers.0.self_attn.q_proj"

@@ -43,7 +43,7 @@ def test_a_bound_comes_before_a_loss():
 
 @pytest.mark.parametrize("values, expected", [
     ({"stop_rate": [0.2, 1.0]}, ["100 % of the sample prompts ended by themselves",
-                                 "whether they are understood was not measured (--asr_model)"])])
+                                 "whether they are understood was not measured (evaluate_tts.py)"])])
 def test_what_is_said_of_speech(values, expected):
     assert metrics.verdict(rows(FELL, **{f"eval/{name}": found for name, found in values.items()}))[1:] == expected
 
