@@ -236,10 +236,10 @@ if args.use_lora:
 
 output_dir, work_dir = Path(args.output_dir), args.output_dir
 if dry:
-    from common import plan as plans
+    from core import memory
     world = dist.World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     sys.excepthook = dist.report_error
-    plans.check_writable(args.output_dir, "--output_dir")
+    memory.check_writable(args.output_dir, "--output_dir")
     scratch = tempfile.TemporaryDirectory()
     work_dir = scratch.name
 else:

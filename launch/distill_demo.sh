@@ -127,7 +127,7 @@ step evaluation "$OUT/training/evaluation/evaluation.json" python distill/evalua
     --max_new_tokens "$ANSWER_TOKENS" --batch_size 64 --min_closed "$MIN_CLOSED" "${unrelated[@]}"
 
 echo "== result"
-python common/report.py "$OUT/training"
+python core/report.py "$OUT/training"
 cat "$OUT/training/evaluation/evaluation.txt"
 cut=$(grep -c 'cut off at --max_tokens' "$OUT/answers.rejected.jsonl" || true)
 if [ "$cut" != 0 ]; then

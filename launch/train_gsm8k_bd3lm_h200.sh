@@ -142,7 +142,7 @@ fi
 
 after=''
 if [ -n "$demo" ] && [ -z "$plan" ]; then       # its status is 1 unless the loss fell
-    after=$(printf '%q ' python "$REPO/common/report.py" "$OUTPUT_DIR" --check_fell)$'\n'
+    after=$(printf '%q ' python "$REPO/core/report.py" "$OUTPUT_DIR" --check_fell)$'\n'
 fi
 if [ -z "$plan" ] && [ -n "$TEST_DATA" ]; then
     read -ra sample_flags <<<"$SAMPLE_FLAGS"

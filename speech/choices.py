@@ -73,7 +73,7 @@ def check_folders(args):
     """UserError for a folder that a run could not write, found by its dry run."""
     if args.dry_run is None:
         return
-    from common.plan import check_writable
+    from core.memory import check_writable
     for flag in ("output_dir", "code_cache", *["logging_dir"] * ("tensorboard" in args.report_to)):
         if getattr(args, flag):
             check_writable(getattr(args, flag), f"--{flag}")

@@ -186,7 +186,7 @@ def show(rows):
 
 
 def write(folder, found, said=None):
-    """FOLDER/evaluation.json, which common/report.py shows. said: the verdict."""
+    """FOLDER/evaluation.json, which core/report.py shows. said: the verdict."""
     kept = {name: value for name, value in found.items() if name != "errors"}
     about = {"name": Path(folder).name, "metrics": kept, "settings": {"recogniser": "pocketsphinx"}}
     if said:

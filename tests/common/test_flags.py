@@ -269,7 +269,7 @@ def actions(parser):
     ("speech/make_tiny.py out --clips -1", "--clips is -1; it must be at least 2 a speaker"),
     ("speech/make_tiny.py out --clips 3 --speakers 2", "--clips is 3; it must be at least 2 a speaker, 4"),
     ("speech/make_tiny.py out --speakers 0", "--speakers is 0"), ("speech/make_tiny.py out --seed -1", "--seed is -1"),
-    ("common/report.py out --sample_count -1", "--sample_count is -1"),
+    ("core/report.py out --sample_count -1", "--sample_count is -1"),
 ])
 def test_counts_that_make_nothing_are_one_line(words, said, tmp_path):
     script, *more = words.split()

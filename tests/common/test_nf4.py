@@ -22,11 +22,10 @@ if os.environ.get("BITSANDBYTES"):
     sys.path.append(os.environ["BITSANDBYTES"])
 
 import lora
-from common import plan, step_memory
-from common.distributed import UserError, World
-from common.flags import parse
-from common.step_memory import Setup, step_bytes
-from core import adapters, document_attention
+from core import adapters, document_attention, memory
+from core.cli import UserError, parse
+from core.dist import World
+from core.memory import Setup, step_bytes
 from distill import causal_lm, packed_lm
 from tests.helpers.students import train_sft
 from distill import plan as chat_plan
@@ -293,8 +292,8 @@ def test_what_is_counted_is_what_a_real_step_has_alive(kind, recompute, monkeypa
     def loss(model, batch):
         return sum(part.sum() for part in model(batch)[:2]) if kind == "speech" else model(batch)[0]
     stored = sum(p.nbytes for p in model.parameters())
-    assert step_memory.estimate(step, setup, pack).parts["weights"] == stored < 0.8 * sum(p.nbytes for p in empty.parameters())
-    found = step_bytes(step_memory.in_four_bits(step), setup, pack, gpu=False)
+    assert memory.estimate(step, setup, pack).parts["weights"] == stored < 0.8 * sum(p.nbytes for p in empty.parameters())
+    found = step_bytes(memory.in_four_bits(step), setup, pack, gpu=False)
     assert max(found.values()) == pytest.approx(real_peak(model, batch, loss, True), rel=0.03)
 
 
@@ -341,17 +340,14 @@ def planned(name, capsys, tmp_path):
         else:
             def memory_of(setup, order):
                 text = max(setup.budget * 4 // 10, 1)
-                return step_memory.estimate(speech_plan.step_of(model), setup, (text, setup.budget - text, setup.budget - text,
+                return memory.estimate(speech_plan.step_of(model), setup, (text, setup.budget - text, setup.budget - text,
                                                                        text // 4))
-            plan.choose_packs(args, ALONE, 1, CLIPS, memory_of)
+            memory.choose_packs(args, ALONE, 1, CLIPS, memory_of)
         how = {None: "", "selective": "S ", "all": "R "}[args.gradient_checkpointing]
         said = capsys.readouterr().out
         peak = re.findall(r"([\d.]+) GiB  taken", said)
         rounded_too = ["NF4" in line for line in re.findall(r".* GiB  t.*", said)]
         assert rounded_too == sorted(rounded_too), "what changes nothing but time comes first"
-        costs = {None: "", "selective": "cheap parts", "all": "50 % more products"}[args.gradient_checkpointing]
-        cost = re.search(r"cost: (.*)", said)[1]
-        assert costs in cost and ("four bits" in cost) == rounded_too[-1]
         assert args.max_tokens_per_batch == 4096 and not args.cpu_offload
         cells.append(f"{'NF4 ' if args.base_dtype else ''}{how}{peak[0]}" if peak else "too small")
     return f"| {name} | {' | '.join(cells)} |"

@@ -5,7 +5,7 @@ import weakref
 import numpy as np
 import pytest
 
-from common import plan
+from core import memory
 from core.packing import PackOrder, best_fit, rank_packs, run_length
 
 KINDS = {
@@ -235,7 +235,7 @@ def test_grouping_by_length_evens_out_the_ranks(world_size):
 def test_packs_by_length_are_even_on_any_number_of_ranks(each):
     """Mean over max of the tokens of what runs side by side, averaged over the steps."""
     lengths = speech_lengths(150_000 * each)
-    tokens = plan.epoch_sums(PackOrder(lengths, samples_per_pack=each, seed=3, group_by_length=True), [0], lengths)
+    tokens = memory.pack_sums(PackOrder(lengths, samples_per_pack=each, seed=3, group_by_length=True), [0], lengths)
     for ranks in (2, 8, 64, 512):
         side_by_side = tokens[:len(tokens) // ranks * ranks].reshape(-1, ranks)
         assert (side_by_side.mean(1) / side_by_side.max(1)).mean() > 0.95, ranks
