@@ -351,7 +351,7 @@ def ways(args, setup):
     group = setup.shard_size or local_ranks(setup.ranks)
     if setup.ranks <= group or setup.ranks % group:     # more than one node, alike
         kinds.remove("hsdp")
-    if args.compile:        # nothing can be picked out of a compiled layer
+    if args.compile is True:        # not auto; nothing can be picked out of a compiled layer
         modes.remove("selective")
     if "gradient_checkpointing" in named(args):
         modes = [setup.recompute]
@@ -395,7 +395,8 @@ def by_tokens(args, setup, lengths, order_of, longest=0):
 def may_round(args):
     """True if the other flags allow --base_dtype nf4."""
     return (args.use_lora and is_on(args, "bf16", "fp16") and hasattr(args, "base_dtype")
-            and not is_on(args, "base_dtype", "compile", "float8", "use_dora", "cpu_offload"))
+            and not is_on(args, "base_dtype", "float8", "use_dora", "cpu_offload")
+            and args.compile is not True)
 
 
 def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
