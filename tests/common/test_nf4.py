@@ -17,6 +17,7 @@ if os.environ.get("BITSANDBYTES"):
     sys.path.append(os.environ["BITSANDBYTES"])
 
 from core.cli import UserError
+from speech.speak import load_model
 from tests.helpers.merging import merge
 from tests.helpers.students import train_sft
 from tests.common.test_float8 import speech, student
