@@ -173,10 +173,10 @@ def parser_of(script):
     if script in ("train_v2_ddp.py", "distill/train_sft.py"):
         return script_flags(script)[0]
     with mock.patch.object(sys, "path", [str(ROOT), *sys.path]), mock.patch.object(sys, "argv", [script]):
-        main = runpy.run_path(str(ROOT / script), run_name=f"flags of {script}")["main"]
+        main = runpy.run_path(str(ROOT / script), run_name=f"flags of {script}").get("main")
         with mock.patch.object(argparse.ArgumentParser, "parse_args", carry):
             try:
-                main()
+                main() if main else runpy.run_path(str(ROOT / script), run_name="__main__")
             except Parser as carried:
                 return carried.args[0]
     raise LookupError(f"{script}: main() parses no flags")
