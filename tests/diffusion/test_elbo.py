@@ -63,7 +63,8 @@ def test_ranks_share_batches_without_a_rest(demo):
             assert sum(documents for _, documents in found) == expected and found[0] == (0, 5)
 
 
-def test_search_takes_the_range_of_least_variance(demo):
+def test_search_takes_the_range_of_least_variance(demo, monkeypatch):
+    monkeypatch.setattr(elbo, "SEARCH_BATCHES", 2)
     official = elbo.candidates([0.5, 0.6, 0.7, 0.8, 0.9], {16})
     assert len(official) == 1 + 11 + 9 + 7 + 5 + 3 and official[:3] == [noise.FULL, (1e-3, 0.5), (0.05, 0.55)]
     assert elbo.candidates([0.1], {4}) == [noise.FULL, *((low, round(low + 0.1, 2)) for low in
