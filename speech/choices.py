@@ -150,7 +150,7 @@ def recognisers(group):
 
 def speakers(group):
     """The flag of what tells voices apart (scores.py)."""
-    group.add_argument("--speaker_model", help="encoder that gives the likeness of voices: resemblyzer, "
+    group.add_argument("--speaker_model", help="encoder that gives the likeness of voices: "
                        "wavlm_large_finetune.pth of UniSpeech, which Seed-TTS-eval takes, or folder or hub name of a "
                        "transformers x-vector model, such as WavLM's")
 

@@ -2,7 +2,6 @@
 import importlib.util
 import json
 import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -167,27 +166,6 @@ def test_likeness_is_the_cosine_of_pairs_and_short_clips_have_none():
     reference = np.full(RATE, 1, np.float32)
     found = judges.likeness([*waves, waves[0][:100]], [reference] * 4, judges.RATE, embed)
     assert found == pytest.approx([0.5 ** 0.5, 1, 0.5 ** 0.5, None])
-
-
-@needs("resemblyzer")
-def test_the_voice_encoder_equals_the_packages_own(monkeypatch):
-    """Its code wants a scipy of old and a voice detector that is not used here."""
-    import scipy.ndimage
-    monkeypatch.setitem(sys.modules, "scipy.ndimage.morphology",
-                        types.SimpleNamespace(binary_dilation=scipy.ndimage.binary_dilation))
-    monkeypatch.setitem(sys.modules, "webrtcvad", types.SimpleNamespace())
-    resemblyzer = pytest.importorskip("resemblyzer", exc_type=ImportError)
-    theirs, ours = resemblyzer.VoiceEncoder("cpu", verbose=False), judges.load_voices()
-    for n in (9000, 25600, 26000, 61234):
-        wave = (0.05 * np.sin(np.arange(n) / 2000) * np.random.default_rng(n).standard_normal(n)).astype(np.float32)
-        expected = theirs.embed_utterance(resemblyzer.normalize_volume(wave, -30, increase_only=True))
-        assert np.abs(ours(wave) - expected).max() < 1e-5
-    same, other = (judges.likeness([spoken(speaker=0)], [spoken("Another text.", speaker)], RATE, ours)[0]
-                   for speaker in (0, 1))
-    assert same > other + 0.02
-
-
-# -- Naturalness -------------------------------------------------------------------------------------------------------
 
 
 @needs("speechmos")
