@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def build_parser():
     p = cli.Parser("Draw the demo's sentences, or judge what was spoken of them.")
     p.usage = "%(prog)s draw COUNT | judge BEFORE AFTER [--flag value ...]"
-    p.add_argument("command", choices=("draw", "judge"))
+    p.add_argument("command", choices=("draw", "judge"), help="what to do")
     p.add_argument("values", nargs="+", metavar="VALUE", help="COUNT, or BEFORE and AFTER")
     p.flag("--seed", 42, "of draw")
     p.flag("--voice_dir", str(ROOT / "launch" / "voice"), "both voices (default: launch/voice)")
