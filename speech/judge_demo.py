@@ -33,7 +33,7 @@ def build_parser():
     p.usage = "%(prog)s draw COUNT | judge BEFORE AFTER [--flag value ...]"
     p.add_argument("command", choices=("draw", "judge"), help="what to do")
     p.add_argument("values", nargs="+", metavar="VALUE", help="COUNT, or BEFORE and AFTER")
-    p.flag("--seed", 42, "of draw")
+    p.flag("--seed", 42, "of the draws")
     p.flag("--voice_dir", str(ROOT / "launch" / "voice"), "both voices (default: launch/voice)")
     return p
 
