@@ -21,8 +21,17 @@ from common.checkpoint import write_atomically
 from common.distributed import UserError
 from common.flags import need
 from core.json_files import read_text
-from speech.builder import TableBuilder
-from speech.code_cache import FRAME_RATE, SAMPLE_RATE
+from speech.codes import (
+    FRAME_RATE,
+    SAMPLE_RATE,
+    check_codes,
+    decode_audio,
+    encode_clip,
+    filled,
+    holds_codes,
+    read_codes,
+)
+from speech.dataset import TableBuilder
 from speech.conversations import (
     DEFAULT_SYSTEM,
     SCENE,
@@ -37,8 +46,6 @@ from speech.conversations import (
     system_parts,
     trimmed,
 )
-from speech.decode import check_codes, decode_audio, filled, holds_codes, read_codes
-from speech.encode import encode_clip
 from speech.rows import read_samples
 from speech import (
     versions,  # imports weights: it explains a torchaudio that breaks every transformers import

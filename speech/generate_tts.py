@@ -124,8 +124,7 @@ from tqdm import tqdm
 from common import checkpoint, distributed
 from common.distributed import UserError
 from speech import text_normalization
-from speech.code_cache import FRAME_RATE
-from speech.encode import load_codec
+from speech.codes import FRAME_RATE, load_codec
 from speech import generate, versions, weights
 
 from core import adapters  # isort: skip      # after weights, which explains a broken torchaudio

@@ -42,7 +42,7 @@ import torch
 from common.checkpoint import write_json
 from common.distributed import UserError, one_clear_error
 from core import metrics
-from speech.encode import load_codec
+from speech.codes import load_codec
 from speech import generate, scores, speech_metrics
 from speech.speech_metrics import RATE
 

@@ -8,7 +8,7 @@ import torch
 from common import plan, step_memory
 from core.problems import collect
 from core.packing import PackOrder
-from speech.code_cache import FRAME_RATE
+from speech.codes import FRAME_RATE
 from speech.dataset import samples_line
 from speech import v2, versions
 from speech.labels import PackedBatch

@@ -16,8 +16,7 @@ from core.gathered import gathered
 from core import dist
 from core.cli import UserError
 from core.watchdog import stop_requested
-from speech.code_cache import FRAME_RATE
-from speech.encode import load_codec
+from speech.codes import FRAME_RATE, load_codec
 from speech import generate, versions
 
 TIME_LIMIT = 120    # seconds that speaking may take at one validation

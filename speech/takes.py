@@ -15,7 +15,7 @@ from common.checkpoint import write_atomically
 from common.distributed import UserError, naming
 from speech import text_normalization
 from speech.conversations import Clip
-from speech.decode import SAVED
+from speech.codes import SAVED
 from speech.text_normalization import heard
 from speech import generate, scores, speech_metrics
 

@@ -16,9 +16,16 @@ from common.checkpoint import write_atomically
 from common.distributed import UserError
 from core.watchdog import Stopped, stop_requested
 from speech import text_normalization
-from speech.code_cache import SAMPLE_RATE, file_key, file_keys
-from speech.decode import SAVED, holds_codes
-from speech.encode import Progress, decoded, share_work
+from speech.codes import (
+    SAMPLE_RATE,
+    SAVED,
+    Progress,
+    decoded,
+    file_key,
+    file_keys,
+    holds_codes,
+    share_work,
+)
 from speech import scores
 
 BATCH = 32              # clips heard together
@@ -53,7 +60,7 @@ def hear(world, clips, numbers, folder, settings, how):
 
     work = distributed.rank0_first(world, plan)
     if any(work):
-        progress, problems = Progress(world, work, "hearing", how.wait_limit_s), []
+        progress, problems = Progress(world, work, "hearing"), []
         try:
             with judges.on(world.device):
                 mine = decoded(world, work[world.rank], how.processes)
@@ -63,7 +70,7 @@ def hear(world, clips, numbers, folder, settings, how):
         except BaseException:
             progress.close()
             raise
-        progress.finish()
+        progress.close()
         distributed.all_ranks_ok(world, problems)
         if any(distributed.gather_objects(world, stop_requested())):
             raise Stopped("asked to stop while clips were being heard; what is done stays in "

@@ -8,7 +8,7 @@ import torch
 
 from common.distributed import World
 from diffusion import make_problems
-from speech.dataset import Encoding, ensure_codes
+from speech.codes import Encoding, ensure_codes
 from speech.rows import read_samples
 from tests.helpers import chats
 from tests.helpers.progress import PATIENCE_S

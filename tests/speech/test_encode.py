@@ -14,12 +14,21 @@ import torch
 from safetensors.numpy import load_file
 
 from common.distributed import UserError, World
-from speech import encode
-from speech.code_cache import CodeReader, codec_fingerprint
+from speech import codes as encode
+from speech.codes import (
+    CodeReader,
+    Encoding,
+    codec_config,
+    codec_fingerprint,
+    codec_frames,
+    decode_audio,
+    decode_file,
+    encode_clip,
+    ensure_codes,
+    header_frames,
+    plan_codes,
+)
 from speech.conversations import Clip
-from speech.dataset import Encoding, ensure_codes
-from speech.decode import codec_frames, decode_audio, decode_file, header_frames
-from speech.encode import codec_config, encode_clip, plan_codes
 from speech.rows import read_samples
 from tests.helpers.trainer import mount, speech_main
 from tests.speech.test_bad_input import complains
@@ -169,7 +178,7 @@ def test_what_would_fill_the_memory_is_not_decoded(tmp_path, tiny, monkeypatch):
         with pytest.raises(ValueError, match="of which at most 10.0 are decoded"):
             header_frames(path, [(*cut, False)], config, 8)
     assert len(decode_audio(path, [(600.0, 1.0), (1.0, 600.0)])[1][0]) == 24000
-    monkeypatch.setattr("speech.decode.PIECE", 1 << 12)
+    monkeypatch.setattr("speech.codes.PIECE", 1 << 12)
     cuts = [(600.0, 1.0), (3.5, 4.25), (0.25, 0.5), (599.0, None)]
     whole = soundfile.read(path, dtype="float32")[0]
     for part, (start, length) in zip(decode_file(path, cuts)[2], cuts):

@@ -18,9 +18,8 @@ from transformers import AutoProcessor, AutoTokenizer
 from common import distributed
 from speech import generate_tts, text_normalization
 from speech.conversations import Clip
+from speech.codes import decode_audio, load_codec
 from speech.dataset import Table
-from speech.decode import decode_audio
-from speech.encode import load_codec
 from speech.labels import delay_rows, token_ids
 from speech import generate, sample_prompts
 from tests.helpers import spoken as speech

@@ -7,7 +7,7 @@ import torch
 
 from common.checkpoint import sha256_file
 from speech import generate_tts
-from speech.encode import load_codec
+from speech.codes import load_codec
 from speech import draw_sentences, judge_demo, weights
 from speech.labels import token_ids
 from speech import generate, scores
