@@ -49,7 +49,7 @@ def check_flags(args, parser, world_size):
     if args.keep:
         cli.at_least_one(args, "keep_every")
         require(args.keep_weight > 0, f"--keep_weight is {args.keep_weight}; it must be above 0")
-        require(not args.compile, "--compile and --keep exclude each other: the shapes change")
+        require(args.compile is not True, "--compile and --keep exclude each other: the shapes change")
     if not args.teacher_path:
         for flag in OF_TEACHER:
             require(not given(flag), f"--{flag} needs --prompt_file or --teacher_path")
@@ -61,7 +61,7 @@ def check_flags(args, parser, world_size):
          "--base_url needs --use_lora: the server is given adapters")
     require(not (args.base_url and args.use_dora),
          "--base_url: vLLM's server loads no DoRA adapters; drop --use_dora")
-    require(not args.compile,
+    require(args.compile is not True,
          "--compile and a teacher exclude each other: the shapes change with every step")
     require(args.too_long in ("stop", "drop"),
          f"--too_long {args.too_long} would cut the teacher's prompt: stop or drop")

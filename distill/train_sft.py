@@ -140,7 +140,7 @@ cli.switch(p, "--bf16", help="bfloat16 compute; a frozen base is stored in bfloa
 cli.switch(p, "--fp16", help="float16 compute with a scaled loss, for GPUs without bfloat16")
 cli.switch(p, "--float8", help="lora with --compile: products with frozen weights in float8")
 cli.switch(p, "--tf32", help="TF32 for float32 matrix products on CUDA")
-cli.switch(p, "--compile", help="torch.compile each layer")
+cli.compile_flag(p)
 add("--gradient_checkpointing", nargs="?", const="all", type=cli.recomputation, metavar="all|selective",
     help="recompute layers in the backward pass: all of them, or all but attention and matrix products; the flag alone "
     "means all")
@@ -222,7 +222,7 @@ import tempfile
 
 import torch
 
-from core import chat, checkpoint, dist, fused, loading, metrics, optim, watchdog
+from core import chat, checkpoint, dist, loading, metrics, optim, watchdog
 from core.packing import PackOrder, rank_packs, run_length
 from distill import causal_lm, packed_lm
 from distill.chat_data import Reading, make_loader, prepare_table, samples_line, split_samples, write_held_out
@@ -255,8 +255,10 @@ watchdog.exit_if_asked(world, args.output_dir)      # by a signal during the imp
 ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
 main_rank, device = world.is_main, world.device
 dist.check_bf16(device, args.bf16)
-if args.compile:        # by all ranks or by none
-    args.compile = all(dist.all_gather(world, fused.compiles(device.type)))
+args.compile = dist.choose_compile(
+    world, args.compile, "shapes change with --keep and a teacher" if args.keep or args.teacher_path
+    else "selective recomputation" if args.gradient_checkpointing == "selective"
+    else "a base in nf4" if args.base_dtype == "nf4" else "")
 if args.float8:
     from core import float8
     float8.check_device(device, True)
@@ -514,7 +516,7 @@ if main_rank:
         print0(f"note       answers end with {', '.join(tokenizer.convert_ids_to_tokens(new_ends))}, at which the base "
                "model's generation_config does not stop; "
                + ("pass it to generate with this adapter" if args.use_lora else "the saved one will"))
-start_step, saved_step, timer, stopping = step, step if resume else None, metrics.StepTimer(), False
+start_step, saved_step, timer, stopping = step, step if resume else None, metrics.StepTimer(device), False
 if eval_due:
     with timer.paused():
         improved = validate()

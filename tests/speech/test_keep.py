@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 import lora
-from common import checkpoint
+from core import checkpoint
 from core import adapters
 from data import collate
-from speech import divergence, v2, v3
+from speech import loss, v2, v3
 from speech.labels import IGNORE, audio_targets
 from speech.weights import native_config
-from speech import generate, keep
+from speech import keep, speak
 from tests.helpers import spoken
 from tests.helpers.checkpoints import config_of
 from tests.helpers.trainer import ROOT, Tiny, train_forked
@@ -112,9 +112,9 @@ def test_the_model_against_itself_teaches_nothing(model, data, monkeypatch):
     batch = collate(samples, ids)
     assert model(batch, keep=True).sum() > 1
     monkeypatch.setattr(adapters, "switched_off", lambda net: torch.no_grad())
-    loss = divergence.from_base(model, batch).sum()
-    loss.backward()
-    assert loss.abs() < 1e-3
+    apart = loss.divergence(model, batch).sum()
+    apart.backward()
+    assert apart.abs() < 1e-3
     assert max(p.grad.abs().max() for p in model.parameters() if p.grad is not None) < 1e-3
 
 
@@ -146,7 +146,7 @@ def test_speech_behind_a_prompt_is_what_training_would_see(tiny, data):
     rows = len(spoken.codes_of(spoken.clip("target", 11))) + 9
     stop = int(np.flatnonzero(whole["is_audio"])[-1]) + 1
     before = stop - rows
-    prompt = generate.Prompt("0", "", "", whole["input_ids"][:before], whole["audio_ids"][:-rows],
+    prompt = speak.Prompt("0", "", "", whole["input_ids"][:before], whole["audio_ids"][:-rows],
                              whole["is_audio"][:before], [], None)
     made = keep.with_speech(prompt, spoken.codes_of(spoken.clip("target", 11)).astype(np.int64), ids)
     for name in ("audio_ids", "audio_labels"):
@@ -189,7 +189,7 @@ def shared(pool, voice, tmp_path_factory):
 
 
 def weights(run):
-    return load_file(checkpoint.checkpoints(run.output_dir)[-1][1] / "adapter_model.safetensors")
+    return load_file(checkpoint.list_checkpoints(run.output_dir)[-1][1] / "adapter_model.safetensors")
 
 
 ONE = (1, "--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2)
@@ -212,7 +212,7 @@ def test_ranks_and_sharding_change_nothing(shared, name):
 def test_resume_is_exact_and_does_not_speak_anew(shared, pool, voice, tmp_path):
     whole = shared(*ONE)
     out = shutil.copytree(whole.output_dir, tmp_path / "out")
-    for step, folder in checkpoint.checkpoints(out):
+    for step, folder in checkpoint.list_checkpoints(out):
         if step > 2:
             shutil.rmtree(folder)
     before = (out / keep.FILE).stat().st_mtime_ns
@@ -236,7 +236,7 @@ def test_resume_is_exact_and_does_not_speak_anew(shared, pool, voice, tmp_path):
 def test_a_damaged_file_of_kept_speech_is_set_aside_and_spoken_again(shared, pool, voice, tmp_path, damage):
     whole = shared(*ONE)
     out = shutil.copytree(whole.output_dir, tmp_path / "out")
-    for _, folder in checkpoint.checkpoints(out)[1:]:
+    for _, folder in checkpoint.list_checkpoints(out)[1:]:
         shutil.rmtree(folder)
     file, found = out / "keep.npz", (out / "keep.npz").read_bytes()
     if damage == "pipe":
