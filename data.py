@@ -2,8 +2,7 @@
 
 Rank 0 tokenises every sample once into a table on disk (speech/dataset.py); clips are encoded once
 into a cache (speech/codes.py). A loader worker turns a list of sample numbers into one PackedBatch:
-delay pattern, labels (shifted by one) and every index the GPU needs. Nothing is padded per sample.
-No worker imports the model or touches CUDA.
+delay pattern, labels (shifted by one) and every index the GPU needs. No worker touches CUDA.
 """
 import os
 import shutil
@@ -38,11 +37,8 @@ def prepare_table(world, tokenizer, ids, args, codec_dir, work_dir):
 
 def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
     """Table of what Sources hold, on every rank: read, encode what is new, write, map. Folders of
-    prepare_tts.py are only mapped.
-
-    ids: TokenIds. output_dir: for the table and the list of samples that cannot be used. dry: clips
-    that the cache lacks get the number of their frames from their headers, and no codes; nothing is
-    listed.
+    prepare_tts.py are only mapped. dry: clips that the cache lacks get the number of their frames
+    from their headers, and no codes; bad samples are not listed in output_dir.
     """
     if any(is_prepared(path) for path, *_ in sources.all()):
         from speech.audit import open_prepared
@@ -62,8 +58,7 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
         checkpoint.remove_named(output_dir, TABLE)      # a running job keeps what it has mapped
         builder = TableBuilder(tokenizer, ids, folder)
         parts = read_all(builder, sources, problems, folder=os.path.join(output_dir, "data"))
-        # a dry run names bad rows and bad audio at once, a run ends at bad rows before it encodes
-        if not dry:
+        if not dry:     # which names bad rows and bad audio at once; a run ends before it encodes
             settle(problems)
         n_train = sum(part["stop"] - part["first"] for part in parts if not part["held_out"])
         print(f"data       {n_train} training samples, {len(builder) - n_train or 'no'} separate "
@@ -94,7 +89,7 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
 
 
 class SpeechSamples(Dataset):
-    """Samples of a Table, assembled on demand: numpy arrays of one sample by its number."""
+    """Samples of a Table as numpy arrays, assembled on demand."""
 
     def __init__(self, table, ids):
         self.table, self.ids = table, ids
@@ -103,7 +98,6 @@ class SpeechSamples(Dataset):
         return len(self.table)
 
     def __getitem__(self, i):
-        """The sample's number and what the layout of ids makes of it."""
         t = self.table
         tokens = slice(t.token_offsets[i], t.token_offsets[i + 1])
         clips = t.clips[t.clip_offsets[i]:t.clip_offsets[i + 1]]
@@ -113,7 +107,6 @@ class SpeechSamples(Dataset):
 
 
 def padding_sample(n, ids):
-    """A sample of n tokens that has no targets."""
     none = np.empty((0, ids.num_codebooks), np.int64)
     return {"number": None, "input_ids": np.full(n, ids.pad), "is_audio": np.zeros(n, bool),
             "text_labels": np.full(n, IGNORE), "audio_ids": none, "audio_labels": none}
@@ -156,6 +149,5 @@ def collate(samples, ids, pad_to=0):
 
 def make_loader(table, ids, packs, *, num_workers, prefetch_factor, pad_to=0):
     """DataLoader of PackedBatches over `packs`, an iterable of lists of sample numbers."""
-    return loading.over_packs(
-        SpeechSamples(table, ids), packs, lambda samples: collate(samples, ids, pad_to),
-        num_workers, prefetch_factor)
+    return loading.over_packs(SpeechSamples(table, ids), packs, lambda samples: collate(
+        samples, ids, pad_to), num_workers, prefetch_factor)

@@ -21,9 +21,9 @@ def files(folder, names):
 
 ALL = files("common/", "checkpoint distributed flags problems run tensor_files text") | files(
     "core/", "checkpoint cli dist fused json_files lifetime loading metrics optim packing run_lock tensor_io watchdog")
-# LoRA on ChatML, codes in the cache: no other format, nothing that encodes, no TTS 3, no judge, no plan of memory
-SPEECH = files("common/", "indexing") | files("core/", "adapters low_rank precision") | files("", "train_v2_ddp data lora") | files(
-    "speech/", "choices builder code_cache conversations dataset rows text_normalization labels loss v2 versions "
+# LoRA on ChatML, codes in the cache: no other format, no TTS 3, no judge, no plan of memory
+SPEECH = files("core/", "adapters indexing low_rank precision problems") | files("", "train_v2_ddp data lora") | files(
+    "speech/", "choices codes conversations dataset rows text_normalization labels loss v2 versions "
     "weights")
 CHATS = files("common/", "indexing") | files("core/", "chat checkpoint cli dist document_attention precision tensor_io") | files(
     "distill/", "causal_lm chat_data choices losses packed_lm train_sft")
