@@ -15,7 +15,6 @@ import contextlib
 import errno
 import hashlib
 import heapq
-import io
 import os
 import re
 import stat
@@ -47,7 +46,6 @@ FRAME_RATE = 25                 # codec frames per second: 24 kHz / hop 960
 MIN_SAMPLES = 960               # one codec frame
 CODES = 1024                    # values of a code: 0 to 1023
 SAVED = ".npy"                  # codes of generate_tts.py --save_codes: taken as they are
-UNKNOWN = 2**63 - 1             # length of a FLAC file written into a pipe, in libsndfile's words
 PIECE = 2**20                   # samples that are decoded at a time
 WHOLE = 0.99                    # of the samples that a header promises; with fewer it is cut off
 PAST_S = 0.3                    # that a cut may reach past the end of its recording
@@ -76,11 +74,10 @@ def decode_audio(path, cuts):
 
 def decode_file(path, cuts):
     """(sha256 hex of a file, its rate in Hz, [mono float32 samples (n,) of each cut])."""
-    import soundfile
     with readable(path) as data:
         digest, share = hashlib.file_digest(data, "sha256").hexdigest(), wav_share(data)
-        with soundfile.SoundFile(with_length(data)) as file:
-            rate, promised = file.samplerate, file.frames if file.frames < UNKNOWN else 0
+        with open_sound(data) as file:
+            rate, promised = file.samplerate, file.frames
             if all(cut == (None, None) for cut in cuts):
                 check_seconds(max(promised / rate, 1))      # before it fills the memory
             # a recording may last for hours: no more is kept than check_seconds refuses
@@ -114,23 +111,30 @@ def readable(path):
                          f"others: ffmpeg -i {name} {os.path.splitext(name)[0]}.flac")
 
 
-def with_length(file):
-    """A binary audio file from its start, or a copy of an MP3 that says how long it is."""
+def open_sound(file):
+    """soundfile.SoundFile of a binary file. ValueError for one that does not say how long it is, as
+    programs write into a pipe: of an MP3 the length would be guessed from its first frames.
+    """
+    import soundfile
     file.seek(0)
-    head = file.read(3)
+    head = file.read(10)
+    mp3 = head[:3] == b"ID3" or head[:1] == b"\xff"
+    # behind an ID3v2 tag, whose size has 7 bits a byte
+    file.seek(10 + sum(byte << 7 * (9 - i) for i, byte in enumerate(head[6:], 6)) if mp3
+              and head[:3] == b"ID3" else 0)
+    first = file.read(200)
+    tag = re.search(rb"VBRI|(?:Xing|Info)...[\x01\x03\x05\x07\x09\x0b\x0d\x0f](....)", first, re.S)
     file.seek(0)
-    if head == b"ID3" or head[:1] == b"\xff":
-        from speech import mp3
-        says = mp3.says_length(file)
-        file.seek(0)
-        return file if says else io.BytesIO(mp3.with_length(file.read()))
-    return file
+    sound = soundfile.SoundFile(file)
+    says = not mp3 or first[:4] == b"fLaC" or tag and tag[1] != bytes(4)
+    if not says or sound.frames >= 2**63 - 1:
+        raise ValueError("does not say how long it is, as programs write into a pipe; write it "
+                         "again: ffmpeg -i FILE -c copy NEW for mp3, ffmpeg -i FILE NEW for flac")
+    return sound
 
 
 def read_parts(file, wanted):
     """([mono float32 samples (n,) of each range], samples in all) of an open SoundFile."""
-    if file.frames == UNKNOWN:
-        file.seekable = lambda: False       # soundfile would seek to the end, which nobody knows
     parts, total, size = [[np.empty(0, np.float32)] for _ in wanted], 0, PIECE
     while size == PIECE:        # from its start: seeks in an mp3 may miss by a frame
         piece = file.read(PIECE, dtype="float32", always_2d=True)
@@ -270,15 +274,13 @@ def header_frames(path, cuts, config, num_codebooks):
 
     A file that is damaged behind its header is found only when it is decoded.
     """
-    import soundfile
     if holds_codes(path):
         found = read_codes(path)[1]
         for offset, *_ in cuts:
             check_codes(found, offset, num_codebooks, config.codebook_size)
         return [len(found)] * len(cuts)
-    with readable(path) as file, soundfile.SoundFile(with_length(file)) as audio:
-        rate = audio.samplerate
-        frames = audio.frames if audio.frames < UNKNOWN else read_parts(audio, [])[1]
+    with readable(path) as file, open_sound(file) as audio:
+        rate, frames = audio.samplerate, audio.frames
     found = []
     for offset, length, fill in cuts:
         start = round((offset or 0) * rate)

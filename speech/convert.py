@@ -574,10 +574,14 @@ class Unpacked:
             path.write_bytes(value)
             return {"audio": str(path)}
         else:
+            from speech.codes import open_sound
             try:
-                wave, rate = soundfile.read(io.BytesIO(value), dtype="float32")
+                with open_sound(io.BytesIO(value)) as file:
+                    wave, rate = file.read(dtype="float32"), file.samplerate
             except soundfile.SoundFileError as error:
                 raise BadSample(f"is not readable audio ({error})", "audio")
+            except ValueError as error:
+                raise BadSample(str(error), "audio")
         wave = wave.mean(axis=1) if wave.ndim == 2 else wave
         file, done = self.open.get(rate, (None, 0))
         if file is None or done > SHARD_S * rate:
