@@ -117,17 +117,16 @@ def open_sound(file):
     """
     import soundfile
     file.seek(0)
-    head = file.read(10)
-    mp3 = head[:3] == b"ID3" or head[:1] == b"\xff"
-    # behind an ID3v2 tag, whose size has 7 bits a byte
-    file.seek(10 + sum(byte << 7 * (9 - i) for i, byte in enumerate(head[6:], 6)) if mp3
-              and head[:3] == b"ID3" else 0)
-    first = file.read(200)
-    tag = re.search(rb"VBRI|(?:Xing|Info)...[\x01\x03\x05\x07\x09\x0b\x0d\x0f](....)", first, re.S)
+    head, says = file.read(10), True
+    if head[:3] == b"ID3" or head[:1] == b"\xff":
+        # behind an ID3v2 tag, whose size has 7 bits a byte
+        size = sum(byte << 7 * (9 - i) for i, byte in enumerate(head[6:], 6))
+        file.seek(10 + size if head[:3] == b"ID3" else 0)
+        says = re.match(rb"fLaC|.*VBRI|.*(Xing|Info)...[\x01\x03\x05\x07\x09\x0b\x0d\x0f](?!\0{4})",
+                        file.read(200), re.S)
     file.seek(0)
     sound = soundfile.SoundFile(file)
-    says = not mp3 or first[:4] == b"fLaC" or tag and tag[1] != bytes(4)
-    if not says or sound.frames >= 2**63 - 1:
+    if not says or sound.frames == 2**63 - 1:
         raise ValueError("does not say how long it is, as programs write into a pipe; write it "
                          "again: ffmpeg -i FILE -c copy NEW for mp3, ffmpeg -i FILE NEW for flac")
     return sound
