@@ -27,7 +27,7 @@ import soundfile
 import torch
 
 from speech import convert
-from speech.encode import load_codec
+from speech.codes import load_codec
 from tests.helpers import chats
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT, script_flags, train_forked
