@@ -26,6 +26,7 @@ from core import json_files
 from core.json_files import HALF_CHARACTER
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+THINKING = {"template": None, "true": True, "false": False}     # --enable_thinking -> Encoder's
 KNOWN = {"role", "content", "reasoning_content"}        # keys of a message, and those that some roles have beside them
 KEYS = {"assistant": {"tool_calls", "weight"}, "tool": {"tool_call_id", "name"}}
 

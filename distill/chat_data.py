@@ -10,7 +10,7 @@ import shutil
 import time
 import uuid
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from core import checkpoint, dist, loading
 from core.chat import cut, group_key, question, read_chunks, records_at
 from core.cli import UserError
 from core.dist import error_names_file
-from distill.choices import LINES
+from distill.labels import LINES
 
 PAD_LENGTH = 128        # padding comes in documents this short: attention costs the square of a document's length
 CHUNK = 1024            # lines tokenised together
@@ -40,9 +40,9 @@ class Reading(NamedTuple):
     """How files become a table."""
     encoder: object             # chat.Encoder
     limit: int                  # tokens that a sample may have
-    policy: str = "stop"        # of choices.TOO_LONG, for longer ones
+    policy: str = "stop"        # of train_sft.TOO_LONG, for longer ones
     prompt: tuple = None        # teacher.Prompt: each sample is then followed by the same behind it
-    drop: tuple = ()            # of choices.CHECKS: samples that fail are dropped
+    drop: tuple = ()            # of train_sft.CHECKS: samples that fail are dropped
     processes: int = 0          # that tokenise large files beside this one
     behind: object = None       # chat.Encoder of the teacher; None: the student's
 
@@ -217,7 +217,7 @@ def group_numbers(keys, lines, group_size):
 
 
 def key_groups(keys, group_size):
-    """Group of ids, an array or a number: group_size neighbouring ones of the same input file; see choices.LINES."""
+    """Group of ids, an array or a number: group_size neighbouring ones of the same input file; see labels.LINES."""
     return keys // LINES * LINES + keys % LINES // group_size
 
 
@@ -404,6 +404,14 @@ def collate(samples, pad_to=0, pad_id=0, prompted=False):
     tensors = (ids, positions, bounds.astype(np.int32), rows, ids[rows + 1])
     batch = PackedChats(*map(torch.from_numpy, tensors), -(-max(seqlens) // 128) * 128, numbers, counts)
     return batch
+
+
+def kept(samples):
+    """PackedChats of samples that student and untouched base read alike."""
+    batch = collate(samples)
+    return replace(batch, kept=True, prompted_ids=batch.input_ids,
+                   prompted_positions=batch.position_ids, prompted_cu_seqlens=batch.cu_seqlens,
+                   prompted_rows=batch.rows, prompted_longest=batch.longest)
 
 
 def make_loader(table, packs, *, num_workers, prefetch_factor, pad_to=0, pad_id=0):

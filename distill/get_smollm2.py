@@ -11,28 +11,28 @@ back; one that is there already is checked instead.
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ and distill/ stand there
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ and distill/ stand there
 
-from common import flags
+from core import cli
 
 
 def build_parser():
-    p = flags.Parser(__doc__.split("\n")[0])
+    p = cli.Parser(__doc__.split("\n")[0])
     p.usage = "%(prog)s OUT_DIR"
     p.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="folder to write")
     return p
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
-ARGS = flags.parse(build_parser()) if __name__ == "__main__" else None
+ARGS = cli.parse(build_parser()) if __name__ == "__main__" else None
 
 import importlib.util
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import distributed, tensor_files
-from common.distributed import UserError
+from core import dist
+from core.cli import UserError
 from core.new_folder import new_folder
 from distill import causal_lm
 
@@ -77,7 +77,6 @@ def write_folder(model, tokenizer, folder):
     plain.load_state_dict(model.state_dict(), strict=True)
     plain.generation_config = model.generation_config
     plain.save_pretrained(folder)
-    tensor_files.allow_others(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -94,24 +93,24 @@ def check_folder(folder, model=None):
 
 
 def main(argv=None):
-    args = ARGS or flags.parse(build_parser(), argv=argv)
+    args = ARGS or cli.parse(build_parser(), argv=argv)
     out = args.out_dir
     sys.stdout.reconfigure(line_buffering=True)
-    with distributed.one_clear_error():
-        if out.exists():
-            causal_lm.find_model(str(out), "OUT_DIR")
-            check_folder(out)
-            print(f"model      {out} is there, with all its weights")
-            return
-        path = gguf_file()
-        with new_folder(out, flag="OUT_DIR") as building:
-            model, tokenizer = read_gguf(path)
-            write_folder(model, tokenizer, building)
-            check_folder(building, model)
-        size = sum(file.stat().st_size for file in out.iterdir())
-        print(f"model      {out}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters out of "
-              f"{path.name}, {size / 1e6:.0f} MB")
+    if out.exists():
+        causal_lm.find_model(str(out), "OUT_DIR")
+        check_folder(out)
+        print(f"model      {out} is there, with all its weights")
+        return
+    path = gguf_file()
+    with new_folder(out, flag="OUT_DIR") as building:
+        model, tokenizer = read_gguf(path)
+        write_folder(model, tokenizer, building)
+        check_folder(building, model)
+    size = sum(file.stat().st_size for file in out.iterdir())
+    print(f"model      {out}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters out of "
+          f"{path.name}, {size / 1e6:.0f} MB")
 
 
 if __name__ == "__main__":
+    dist.single_process()      # sets sys.excepthook
     main()

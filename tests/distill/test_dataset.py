@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 
-from common.distributed import UserError, World
+from core.cli import UserError
+from core.dist import World
 from core import chat
 from core.packing import PackOrder, rank_packs
 from distill.chat_data import (

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import chats, students
+from tests.helpers import scripts
 from tests.helpers.lora_server import LoraServer
 from tests.helpers.score_server import ScoreServer
 
@@ -149,7 +150,7 @@ def test_a_key_in_a_teachers_address_is_never_shown(tmp_path, capfd):
     from distill import create_data
     (tmp_path / "lines.txt").write_text("the dog\n")
     with pytest.raises(SystemExit):
-        create_data.main(["--input_file", str(tmp_path / "lines.txt"), "--output_file", str(tmp_path / "out.jsonl"),
+        scripts.run(create_data, ["--input_file", str(tmp_path / "lines.txt"), "--output_file", str(tmp_path / "out.jsonl"),
                           "--model_name", "m", "--base_url", "http://127.0.0.1:9/v1?api_key=SECRET"])
     found = capfd.readouterr()
     assert "--base_url: ends in ?... or #..." in found.err and "SECRET" not in found.err + found.out

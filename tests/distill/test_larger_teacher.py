@@ -10,10 +10,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
-from common import distributed
-from common.distributed import UserError
 from common.step_memory import Setup
-from core import chat
+from core import chat, dist
+from core.cli import UserError
 from core.packing import PackOrder
 from distill import frozen, on_policy, packed_lm, plan, teaching
 from distill.chat_data import ChatSamples, ChatTable, Reading, collate, write_table
@@ -21,7 +20,7 @@ from distill.teachers import Prompt
 from tests.helpers import chats, students
 
 PROMPT = "Name the language. the quick brown fox\n"
-WORLD = distributed.World(device=torch.device("cpu"))
+WORLD = dist.World(device=torch.device("cpu"))
 # fp32 logarithms of these vocabularies lie between 4 and 8, so each model rounds a row's by half of this
 STEP = 2**-21
 # another template than the student's: what stands before an answer is the teacher's own

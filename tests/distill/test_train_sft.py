@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import checkpoint
 from common import flags as common_flags
-from common.distributed import UserError
+from core.cli import UserError
 from core.packing import PackOrder
 from distill import chat_data
 from tests.helpers.students import train_sft
