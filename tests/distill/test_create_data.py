@@ -469,9 +469,10 @@ def test_two_files_join_without_duplicates(server, tmp_path):
     assert len(set(ids)) == 9 and max(ids) < 2**53
     (tmp_path / "twice.jsonl").write_text(parts[0] * 2)
     encoder = chat.Encoder(chats.tokenizer())
-    assert chat_data.build_table(tmp_path / "table", [tmp_path / "both.jsonl"], chat_data.Reading(encoder, 256, "stop"))[0] == 9
+    reading = chat_data.Reading(encoder, 256, "stop")
+    assert chat_data.write_table(tmp_path / "table", [tmp_path / "both.jsonl"], reading)["samples"] == [9]
     with pytest.raises(UserError, match=f"twice.jsonl:5: has the same id {ids[0]} as .*twice.jsonl:1"):
-        chat_data.build_table(tmp_path / "again", [tmp_path / "twice.jsonl"], chat_data.Reading(encoder, 256, "stop"))
+        chat_data.write_table(tmp_path / "again", [tmp_path / "twice.jsonl"], reading)
     groups = chat_data.key_groups(np.array(ids), 2)
     assert [groups.tolist().count(g) for g in dict.fromkeys(groups.tolist())] == [2, 2, 2, 2, 1]
 

@@ -12,7 +12,6 @@ from core.packing import PackOrder, rank_packs
 from distill.chat_data import (
     ChatTable,
     Reading,
-    build_table,
     collate,
     group_numbers,
     make_loader,
@@ -128,11 +127,11 @@ def test_too_long_samples(made, tmp_path):
     assert len(table) == 1 and found == {"samples": [1], "long": [1], "dropped": [1], "bad": ""}
 
 
-def test_dropped_as_too_long_is_said_once(made, tmp_path):
+def test_dropped_as_too_long_is_said_once(made, tmp_path, capsys):
     """And every such sample is listed with its length; --drop_bad too_long and --too_long drop are the same."""
     chats.write(tmp_path / "a.jsonl", [ask("a", "en"), *[ask("the quick brown fox " * 9, "de")] * 3])
-    _, about, _ = build_table(tmp_path / "table", [tmp_path / "a.jsonl"], Reading(encoder(made, QWEN), 30, "drop"),
-                              tmp_path)
+    prepare_table(World(), tmp_path, [tmp_path / "a.jsonl"], Reading(encoder(made, QWEN), 30, "drop"), tmp_path)
+    about = capsys.readouterr().out
     assert about.splitlines()[1:] == [f"data       dropped: 3 too_long; see {tmp_path / 'problems.jsonl'}"]
     assert about.splitlines()[0].endswith(" s")      # how long it took, and no second count
     rows = [json.loads(line) for line in (tmp_path / "problems.jsonl").read_text().splitlines()]

@@ -391,7 +391,7 @@ def test_a_control_that_learned_as_well(made, train, tmp_path, capsys):
     metrics, rows = report["metrics"], report["samples"]
     for measure in ("kl", "nll", "follows", "exact", "tokens in", "tokens out"):
         assert metrics[f"control: {measure}"] == pytest.approx(metrics[f"student: {measure}"], rel=1e-6)
-    assert "; following of " in report["verdict"] and "; the control went " in report["verdict"]
+    assert "following of " in report["verdict"] and "; the control went " in report["verdict"]
     follow = [row["question"].split()[0] in row["student"] or "e" in row["student"] for row in rows]
     assert metrics["student: follows"] == pytest.approx(np.mean(follow))
 

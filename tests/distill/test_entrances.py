@@ -60,6 +60,12 @@ def test_a_list_of_chats_is_called_one(tmp_path, refused):
     refused("list.jsonl:1: is a JSON list", "--train_data_file", tmp_path / "list.jsonl")
 
 
+def test_a_line_of_megabytes_is_refused_by_its_beginning(tmp_path, refused):
+    """To tokenise all of it would take a minute and gigabytes."""
+    chats.write(tmp_path / "long.jsonl", [chats.ask("a", "en"), chats.ask("the dog " * 2**20, "en")])
+    refused("long.jsonl:2: 8,388,608 characters, more than 512 tokens", "--train_data_file", tmp_path / "long.jsonl")
+
+
 def test_a_teacher_that_would_read_the_answer(made, tmp_path, refused):
     talk = chats.ask("the dog", "en")
     (tmp_path / "leak.jsonl").write_text(json.dumps({"messages": talk, "teacher_messages": talk}) + "\n")
