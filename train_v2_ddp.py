@@ -105,7 +105,7 @@ switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
 switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16")
 switch("--float8", "lora with --compile: products with frozen weights in float8")
 switch("--tf32", "TF32 for float32 matrix products on CUDA")
-switch("--compile", "torch.compile each layer")
+cli.compile_flag(p)
 flag("--gradient_checkpointing", None, "recompute layers in the backward pass: all of them, or all "
      "but attention and matrix products; the flag alone means all", nargs="?", const="all",
      type=cli.recomputation, metavar="all|selective")
@@ -154,7 +154,6 @@ from core import (
     adapters,
     checkpoint,
     dist,
-    fused,
     json_files,
     loading,
     metrics,
@@ -188,8 +187,9 @@ watch.report_progress("data preparation", args.wait_timeout)
 watchdog.exit_if_asked(world, args.output_dir)      # by a signal during the imports
 ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
 main_rank, device = world.is_main, world.device
-if args.compile:        # by all ranks or by none
-    args.compile = all(dist.all_gather(world, fused.compiles(device.type)))
+args.compile = dist.choose_compile(
+    world, args.compile, "selective recomputation" if args.gradient_checkpointing == "selective"
+    else "a base in nf4" if args.base_dtype == "nf4" else "")
 dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
 
 
@@ -525,7 +525,7 @@ if main_rank:
            start_line)
 else:
     log = None
-start_step, timer, stopping = step, metrics.StepTimer(), False
+start_step, timer, stopping = step, metrics.StepTimer(device), False
 if eval_due:
     with timer.paused():
         eval_due = stopping = validate() is None
@@ -602,8 +602,6 @@ while step < total_steps and not stopping:
         if main_rank:
             log.write(step, values)
         print0(train_line(step, total_steps, values))
-    if step == start_step + 1:      # compiles and allocates: speed and eta count from here
-        timer.reset()
 
     # validate; a request to stop counts one step late, so that no step waits for the device
     eval_due = validates and (last or args.eval_steps > 0 and step % args.eval_steps == 0)

@@ -291,7 +291,7 @@ MODES = {None: "no recomputation", "selective": "cheap parts recomputed",
 
 def ways(args, setup):
     """Setups with other recomputation and sharding, from the fastest on, where flags leave them."""
-    modes = [None, "all"] if args.compile else MODES
+    modes = [None, "all"] if args.compile is True else MODES
     if "gradient_checkpointing" in named(args):
         modes = [setup.recompute]
     group = setup.shard_size or local_ranks(setup.ranks)

@@ -112,6 +112,15 @@ def print_error(text, short=""):
             os.replace(f"{path}.new", path)
 
 
+def fail(message, status=1):
+    """End this process with one line, which rank 0 prints."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(GIVE_WAY_S)
+        sys.exit(status)
+    print_error(error_text(f"error: {message}"))
+    sys.exit(status)
+
+
 def notice(text):
     """Say something about the run once, on rank 0."""
     if os.environ.get("RANK", "0") == "0":
@@ -130,6 +139,12 @@ def problem_text(lines, shown=20, total=None):
         return lines[0]
     more = [f"  ... and {total - shown} more"] if total > shown else []
     return "\n".join([f"{total} problems:"] + [f"  {line}" for line in lines[:shown]] + more)
+
+
+def require_package(name, purpose, install=None):
+    """UserError that says how to install a package that is missing. purpose: what needs it."""
+    require(importlib.util.find_spec(name),
+            f"{purpose}: the package {name} is missing: pip install {install or name}")
 
 
 def without_secrets(value):
@@ -236,11 +251,7 @@ def parse(parser, check=None, argv=None):
             lifetime.catch_signals()
         return args
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print_error(error_text(f"error: {error}"))
-        else:
-            time.sleep(GIVE_WAY_S)
-        sys.exit(status)
+        fail(error, status)
 
 
 def report_interrupt(kind, *error):
@@ -370,6 +381,13 @@ def switch(parser, *names, help):
                         metavar="true|false", help=help)
 
 
+def compile_flag(parser):
+    """--compile of a trainer; dist.choose_compile turns auto into True or False."""
+    parser.add_argument("--compile", nargs="?", const=True, default="auto", metavar="auto|true|false",
+                        type=lambda text: text if text == "auto" else boolean(text),
+                        help="torch.compile each layer; auto: on GPUs, where it can (default: auto)")
+
+
 def alias(**names):
     """type= of a flag some of whose values have other names elsewhere: {theirs: ours}."""
     return lambda text: names.get(text.lower(), text)
@@ -479,7 +497,7 @@ def check_parallel(args, world_size):
     require(not ddp or getattr(args, "reshard_after_forward", True)
             and not getattr(args, "cpu_offload", False),
             "--no-reshard_after_forward and --cpu_offload need --parallel fsdp or hsdp")
-    require(not (args.compile and getattr(args, "gradient_checkpointing", None) == "selective"),
+    require(not (args.compile is True and getattr(args, "gradient_checkpointing", None) == "selective"),
             "--gradient_checkpointing selective does not go with --compile: inside a compiled "
             "layer nothing can be picked out; drop one of the two")
     if args.parallel == "hsdp":

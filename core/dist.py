@@ -44,7 +44,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from core import lifetime
-from core.cli import UserError, counted, error_text, print_error, printable
+from core.cli import UserError, counted, error_text, print_error, printable, problem_text
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
 LATER_S = 30    # a collective may outlive its limit by this: the watchdog names who hangs first
@@ -181,10 +181,8 @@ def report_error(kind, error, trace):
     else:
         lost_peer = isinstance(error, dist.DistError) or any(
             word in str(error) for word in COLLECTIVE_ERRORS)
-        if lost_peer and lifetime.stop_requested():     # torchrun ends all, and names the dead rank
-            os._exit(1)
         if lost_peer:       # that rank's message, torchrun's or the watchdog's says more
-            if lifetime.stop_requested():       # torchrun has asked already
+            if lifetime.stop_requested():       # torchrun ends all, and names the dead rank
                 kill_children()
                 os._exit(1)
             wait_for_torchrun(2 * GRACE_S)
@@ -310,6 +308,14 @@ def all_gather(world, value):
     return box[0]
 
 
+def raise_problems(world, problems):
+    """Raise UserError with the problem lines of all ranks, if any has one. Collective."""
+    if lines := list(dict.fromkeys(sum(all_gather(world, problems), []))):
+        if not world.is_main:
+            exit_quietly()
+        raise UserError(problem_text(lines))
+
+
 def barrier(world):
     """Wait for all ranks on the slow group."""
     if world.slow_group is not None:
@@ -338,6 +344,22 @@ def all_max(world, number):
 def autocast(device, dtype):
     """Context of a forward pass in dtype (torch.bfloat16 or float16), or in fp32 if None."""
     return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)
+
+
+def choose_compile(world, wanted, against=""):
+    """Whether to compile, the same on all ranks. wanted: --compile. against: what auto yields to.
+
+    A notice on rank 0 says what auto chose, or what compiling lacks here. Collective.
+    """
+    from core import cli, fused
+    cuda = world.device.type == "cuda"
+    if wanted == "auto" and (against or not cuda):
+        cli.notice(f"--compile auto: off, {against or 'no GPU here'}")
+        return False
+    on = bool(wanted) and all(all_gather(world, fused.compiles(world.device.type)))
+    if wanted == "auto" and on:
+        cli.notice("--compile auto: on; the first step takes longer")
+    return on
 
 
 def compile_layers(layers, **options):

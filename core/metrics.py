@@ -89,7 +89,8 @@ def speed_report(totals, seconds, steps, slots, waited, device, world_size):
 
 
 class StepTimer:
-    """Work and seconds of the steps since the last log line; pauses do not count.
+    """Work and seconds of the steps since the last log line; pauses do not count, nor does the
+    run's first step, which compiles and allocates, unless it has a log line of its own.
 
         with timer.waiting():
             batch = next(batches)
@@ -97,7 +98,8 @@ class StepTimer:
         values |= timer.report(world)
     """
 
-    def __init__(self):
+    def __init__(self, device):
+        self.device, self.first = device, None
         self.reset()
 
     def reset(self):
@@ -121,15 +123,22 @@ class StepTimer:
 
     def count(self, work, slots):
         """Add one step. work: {"tokens", "samples", "flops", ...} of all ranks; slots: tokens with padding."""
+        if self.first is None:
+            if self.device.type == "cuda":
+                import torch
+                torch.cuda.synchronize(self.device)     # else its kernels count for the next step
+            self.first = work, slots, time.monotonic() - self.start, self.waited
+            return self.reset()
         self.work.update(work)
         self.steps, self.slots = self.steps + 1, self.slots + slots
 
     def report(self, world):
         """speed_report since reset(), which this calls; more names of work give rates train/NAME_per_second."""
-        seconds = time.monotonic() - self.start
-        more = {f"train/{name}_per_second": amount / seconds for name, amount in self.work.items()
+        found = self.work, self.slots, time.monotonic() - self.start, self.waited
+        work, slots, seconds, waited = found if self.steps else self.first
+        more = {f"train/{name}_per_second": amount / seconds for name, amount in work.items()
                 if name not in ("tokens", "samples", "flops")}
-        values = {**more, **speed_report(self.work, seconds, self.steps, self.slots, self.waited,
+        values = {**more, **speed_report(work, seconds, max(1, self.steps), slots, waited,
                                          world.device, world.size)}
         self.reset()
         return values
@@ -140,12 +149,9 @@ class StepTimer:
 
 # TensorBoard's custom scalars: {group: {chart: patterns of its curves}}, the first to look at first
 BOARD = {"Loss": {"loss": ["(train|eval)/(loss|nll)$"],
-                  "audio": ["(train|eval)/audio_loss$"],
-                  "text": ["(train|eval)/text_loss$"],
+                  "audio": ["(train|eval)/audio_loss$"], "text": ["(train|eval)/text_loss$"],
                   "codebooks": ["train/audio_loss_codebook_\\d+$"]},
-         "Speech": {"word errors": ["eval/(wer|cer)$"],
-                    "voice": ["eval/speaker_similarity$"],
-                    "ended by themselves": ["eval/stop_rate$"],
+         "Speech": {"ended by themselves": ["eval/stop_rate$"],
                     "length": ["eval/length_ratio$"],
                     "end of stream": ["(train|eval)/(eos_accuracy|stop_recall)$"]},
          "Optimisation": {"learning rate": ["train/learning_rate$"],
@@ -374,27 +380,20 @@ def loss_clause(rows):
 
 def understood(share):
     """A word error rate in words."""
-    word = "not understood"
-    if share <= PARTLY:
-        word = "understood" if share <= UNDERSTOOD else "partly understood"
-    return f"speech is {word} (word errors {percent(share)})"
+    how = "" if share <= UNDERSTOOD else "partly " if share <= PARTLY else "not "
+    return f"speech is {how}understood (word errors {percent(share)})"
 
 
 def speech_clauses(rows, evaluations):
     """What the last sample prompts say, and what evaluations heard."""
-    stops, errors = curve(rows, "eval/stop_rate"), curve(rows, "eval/wer")
-    voices = curve(rows, "eval/speaker_similarity")
+    stops = curve(rows, "eval/stop_rate")
     judged = [(PurePath(found["name"]).name, share) for found in evaluations
               if (share := found["metrics"].get("wer")) is not None and math.isfinite(share)]
     clauses = []
     if stops:
         clauses.append(f"{percent(stops[-1][1])} of the sample prompts ended by themselves")
-        if not errors and not judged:
-            clauses.append("whether they are understood was not measured (--asr_model)")
-    if errors:
-        clauses.append(understood(errors[-1][1]))
-    if voices:
-        clauses.append(f"likeness to the reference voice {voices[-1][1]:.2f}")
+        if not judged:
+            clauses.append("whether they are understood was not measured (evaluate_tts.py)")
     return clauses + [f"{name}: {understood(share)}" for name, share in judged]
 
 

@@ -123,7 +123,7 @@ class Sampler:
         self.run, self.name = "", None
 
     def begin(self):
-        """Name of this run on the server, which answers; what an earlier run has left is deleted."""
+        """Name of this run on the server, which answers; what an earlier run has left goes."""
         self.call("/models")
         self.folder.mkdir(exist_ok=True)
         checkpoint.remove_named(self.folder, r"student-[0-9a-f]{8}-\d+")   # as refresh() names them
@@ -163,7 +163,7 @@ class Sampler:
         self.name = name
 
     def draw(self, prompts, seeds, limits, ends):
-        """[ids] of an answer to each prompt (ids), its end included, of at most limits[i] tokens."""
+        """[ids] of an answer to each prompt (ids), its end included, of limits[i] tokens or less."""
         # the draw is from the softmax, whatever the model's generation_config says; `ends` alone
         # end an answer
         drawing = {**NOT_SET, "model": self.name, "temperature": 1.0, "top_p": 1.0,

@@ -1,7 +1,6 @@
 """A server with OpenAI's API, such as vLLM's or SGLang's: calls by httpx, one loop that repeats."""
 import asyncio
 import base64
-import importlib.util
 import json
 import math
 import os
@@ -12,7 +11,7 @@ import time
 import urllib.parse
 
 from core import json_files
-from core.cli import UserError, printable, require
+from core.cli import UserError, printable, require, require_package
 
 TRANSIENT = (408, 409, 425, 429, *range(500, 600))
 UNDER_WAY = 64          # requests of each() at once
@@ -42,7 +41,7 @@ class Server:
 
     def __init__(self, base_url, timeout, flag="--base_url"):
         """timeout: seconds that one call may take in all. flag: that gave the address."""
-        require(importlib.util.find_spec("httpx"), f"{flag}: pip install httpx")
+        require_package("httpx", flag)
         import httpx
         self.flag, self.timeout, self.noticed = flag, timeout, -math.inf
         self.failures = (httpx.HTTPError, httpx.InvalidURL)

@@ -27,7 +27,8 @@ def check_flags(args, parser):
     require(args.base_url or args.teacher_url or not given("request_timeout"),
             "--request_timeout needs --base_url or --teacher_url")
     if args.teacher_url:
-        require(args.teacher_path and Path(args.teacher_path).is_dir(),     # a name would load weights
+        # a name would load weights
+        require(args.teacher_path and Path(args.teacher_path).is_dir(),
                 "--teacher_url needs --teacher_path, a folder with the server's config.json and "
                 "tokenizer: they prove that the student has its vocabulary")
         require(args.distill_topk,
@@ -46,7 +47,8 @@ def check_flags(args, parser):
     if args.keep:
         cli.at_least_one(args, "keep_every")
         cli.above_zero(args, "keep_weight")
-        require(not args.compile, "--compile and --keep exclude each other: the shapes change")
+        require(args.compile is not True,
+                "--compile and --keep exclude each other: the shapes change")
     if not args.teacher_path:
         for flag in OF_TEACHER:
             require(not given(flag), f"--{flag} needs --prompt_file or --teacher_path")
@@ -62,7 +64,7 @@ def check_flags(args, parser):
             "--base_url needs --use_lora: the server is given adapters")
     require(not (args.base_url and args.use_dora),
             "--base_url: vLLM's server loads no DoRA adapters; drop --use_dora")
-    require(not args.compile,
+    require(args.compile is not True,
             "--compile and a teacher exclude each other: the shapes change with every step")
     require(args.too_long in ("stop", "drop"),
             f"--too_long {args.too_long} would cut the teacher's prompt: stop or drop")
@@ -134,8 +136,8 @@ def check_lesson(args, table, numbers):
         ids, own = table.tokens[table.offsets[i]:table.offsets[i + 1]], table.own[i]
         if ids[:own].tolist() != ids[own:].tolist():
             return
-    raise UserError(f"--teacher_path {args.teacher_path} is --model_path and reads what the student "
-                    "reads, so there is nothing to learn: give --prompt_file, records with "
+    raise UserError(f"--teacher_path {args.teacher_path} is --model_path and reads what the "
+                    "student reads, so there is nothing to learn: give --prompt_file, records with "
                     '"teacher_messages", or --distill_weight below 1')
 
 

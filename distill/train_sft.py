@@ -8,9 +8,9 @@
     python distill/train_sft.py --model_path ./tiny --train_data_file chats.jsonl   # needs no GPU
 
 The script reads top to bottom: flags, ranks, data, model, resume, order of the data, validation and
-saving, then the loop. Its loss is the cross-entropy of the trained tokens, averaged over all of them
-in an optimizer step (all ranks and micro-steps). Which tokens are trained is proven against the
-tokenizer's chat template (core/chat.py).
+saving, then the loop. Its loss is the cross-entropy of the trained tokens, averaged over all of
+them in an optimizer step (all ranks and micro-steps). Which tokens are trained is proven against
+the tokenizer's chat template (core/chat.py).
 
 With --teacher_path a second, frozen model scores each token of the answers, and the student learns
 its distribution (losses.py); with --prompt_file it reads them behind that prompt, which the student
@@ -43,8 +43,8 @@ p = cli.Parser("Fine-tune a causal language model on chats.")
 flag, switch = p.flag, p.switch
 # before the run
 flag("--config", None, "YAML of lines `flag: value`; the command line counts more", metavar="FILE")
-flag("--dry_run", None, "check everything, print the plan for so many GPUs (default: this launch's), "
-     "stop; needs none", nargs="?", type=int, const=0, metavar="GPUS")
+flag("--dry_run", None, "check everything, print the plan for so many GPUs (default: this "
+     "launch's), stop; needs none", nargs="?", type=int, const=0, metavar="GPUS")
 # model
 flag("--model_path", None, "folder or hub name of a transformers causal LM", required=True)
 switch("--use_lora", "train adapters on a frozen base instead of all weights")
@@ -66,9 +66,9 @@ flag("--group_size", 1, 'neighbours by "id" or line that are held out together, 
 flag("--chat_template", None, "Jinja file to use and save instead of the model's template")
 flag("--enable_thinking", "template", "what the template gets under this name; template: nothing",
      choices=("template", "true", "false"))
-flag("--train_turns", "all", "answers that are trained; with a prompt around the user's text always "
-     "the last", choices=("all", "last"))
-flag("--preprocess_num_proc", min(8, cli.usable_cpus()), "processes that read large files, 0 = none")
+flag("--train_turns", "all", "answers that are trained; with a prompt around the user's text "
+     "always the last", choices=("all", "last"))
+flag("--preprocess_num_proc", min(8, cli.usable_cpus()), "processes that read large files")
 flag("--max_length", 0, "tokens a sample may have, those of a teacher's side included; 0 = the "
      "model's positions")
 flag("--too_long", "stop", "what becomes of longer samples; cut: of their left or right end",
@@ -138,7 +138,7 @@ switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
 switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16")
 switch("--float8", "lora with --compile: products with frozen weights in float8")
 switch("--tf32", "TF32 for float32 matrix products on CUDA")
-switch("--compile", "torch.compile each layer")
+cli.compile_flag(p)
 flag("--gradient_checkpointing", None, "recompute layers in the backward pass: all of them, or all "
      "but attention and matrix products; the flag alone means all", nargs="?", const="all",
      type=cli.recomputation, metavar="all|selective")
@@ -230,7 +230,7 @@ import tempfile
 
 import torch
 
-from core import chat, checkpoint, dist, fused, loading, metrics, optim, watchdog
+from core import chat, checkpoint, dist, loading, metrics, optim, watchdog
 from core.packing import PackOrder, rank_packs, run_length
 from distill import causal_lm, chat_data, packed_lm
 from distill.packed_lm import Sums
@@ -261,8 +261,12 @@ watchdog.exit_if_asked(world, args.output_dir)      # by a signal during the imp
 ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
 main_rank, device = world.is_main, world.device
 dist.check_bf16(device, args.bf16)
-if args.compile:        # by all ranks or by none
-    args.compile = all(dist.all_gather(world, fused.compiles(device.type)))
+against = "a base in nf4" * (args.base_dtype == "nf4")
+if args.gradient_checkpointing == "selective":
+    against = "selective recomputation"
+if args.keep or args.teacher_path:
+    against = "shapes change with --keep and a teacher"
+args.compile = dist.choose_compile(world, args.compile, against)
 if args.float8:
     from core import float8
     float8.check_device(device, True)
@@ -295,16 +299,16 @@ if args.teacher_path:
     from distill import teaching
     prompt, behind, config = teaching.open_side(args, config, tokenizer)
 limit = causal_lm.length_limit(config, args.max_length, args.max_tokens_per_batch)
-reading = chat_data.Reading(encoder, limit, args.too_long, prompt, args.drop_bad, args.preprocess_num_proc,
-                  behind)
+reading = chat_data.Reading(encoder, limit, args.too_long, prompt, args.drop_bad,
+                            args.preprocess_num_proc, behind)
 paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
 table, n_train, ends = chat_data.prepare_table(world, work_dir, paths, reading,
-                                     list_in=None if dry else args.output_dir)
+                                               None if dry else args.output_dir)
 if args.keep:
     kept, *_ = chat_data.prepare_table(world, Path(work_dir) / "keep", [args.keep],
                              reading._replace(prompt=None, behind=None))
-train_ids, eval_ids = chat_data.split_samples(table, n_train, args.group_size, args.validation_split,
-                                    args.seed)
+train_ids, eval_ids = chat_data.split_samples(table, n_train, args.group_size,
+                                              args.validation_split, args.seed)
 if args.teacher_path:
     teaching.check_lesson(args, table, train_ids)
 
@@ -376,9 +380,9 @@ steps_per_epoch, total_steps = run_length(
     {"step": step, "epoch": epoch, "first": first_pack})
 warmup_steps, validates = round(args.warmup_ratio * total_steps), bool(len(eval_ids))
 intervals = cli.set_intervals(args, total_steps, state.get("args", {}), validates)
-lines = [f"steps      {total_steps} ({steps_per_epoch} an epoch), {cli.counted(per_step, 'pack')} a "
-         f"step = {cli.counted(ranks, 'rank')} x {cli.counted(accumulation, 'micro-step')}; peak lr "
-         f"{args.learning_rate:.2e}, warm-up {warmup_steps}", intervals,
+lines = [f"steps      {total_steps} ({steps_per_epoch} an epoch), {cli.counted(per_step, 'pack')} "
+         f"a step = {cli.counted(ranks, 'rank')} x {cli.counted(accumulation, 'micro-step')}; peak "
+         f"lr {args.learning_rate:.2e}, warm-up {warmup_steps}", intervals,
          f"start      step {step}, {f'resumed from {resume}' if resume else 'base model'}"]
 if dry:
     if resume:
@@ -387,7 +391,8 @@ if dry:
                     total_steps - step, kept)
     print("dry run ok")
     sys.exit(0)
-held_out = dist.rank0(world, chat_data.write_held_out, args.output_dir, table, train_ids, eval_ids, prompt)
+held_out = dist.rank0(world, chat_data.write_held_out, args.output_dir, table, train_ids, eval_ids,
+                      prompt)
 
 # --------------------------------------------------------------------------------------------------
 # Model: sharded while it takes no memory, then filled; no process ever holds more than its part
@@ -461,7 +466,8 @@ def evaluate():
                          shuffle=False)
     packs = [[int(eval_ids[i]) for i in pack]
              for pack in rank_packs(held_out, world.rank, world.size, 1, epochs=1)]
-    loader = chat_data.make_loader(table, packs, num_workers=min(1, args.num_workers), prefetch_factor=2)
+    loader = chat_data.make_loader(table, packs, num_workers=min(1, args.num_workers),
+                                   prefetch_factor=2)
     total = torch.zeros(model.sums, dtype=torch.float64, device=device)
     model.eval()
     for i, batch in enumerate(loading.each(loader)):
@@ -528,8 +534,8 @@ monitor = optim.StepMonitor(world, table.name, args.max_bad_steps, state.get("sk
 epochs = sys.maxsize if args.max_steps else args.num_train_epochs
 packs = ([int(train_ids[i]) for i in pack] for pack in rank_packs(
     order, world.rank, world.size, accumulation, epochs, epoch, first_pack))
-loader = chat_data.make_loader(table, packs, num_workers=args.num_workers, pad_id=ends[0], prefetch_factor=4,
-                     pad_to=pad_to)
+loader = chat_data.make_loader(table, packs, num_workers=args.num_workers, pad_id=ends[0],
+                               prefetch_factor=4, pad_to=pad_to)
 batches = loading.ahead(loader, device)
 eval_due = bool(state.get("eval_due") and validates)     # a signal broke that validation off
 if main_rank:
@@ -544,9 +550,9 @@ if main_rank:
            chat_data.samples_line(table, train_ids, eval_ids), *lines)
     if new_ends:
         how = "pass it to generate with this adapter" if args.use_lora else "the saved one will"
-        print0(f"note       answers end with {', '.join(tokenizer.convert_ids_to_tokens(new_ends))},"
-               f" at which the base model's generation_config does not stop; {how}")
-start_step, stopping, timer = step, False, metrics.StepTimer()
+        words = ", ".join(tokenizer.convert_ids_to_tokens(new_ends))
+        print0(f"note       answers end with {words}, at which the base model's generation_config does not stop; {how}")
+start_step, stopping, timer = step, False, metrics.StepTimer(device)
 if eval_due:
     with timer.paused():
         eval_due = stopping = validate() is None
@@ -585,7 +591,7 @@ while step < total_steps and not stopping:
         with dist.gradient_sync(wrapped, micro == accumulation - 1):
             with dist.autocast(device, dtype):
                 found = wrapped(batch)          # Sums over this batch's targets, not means
-            # DDP and FSDP2 average gradients over ranks, the loss is a mean over all ranks' targets
+            # gradients are averaged over ranks, the loss is a mean over all ranks' targets
             scale = world.size / work["targets"] * (scaler.scale if scaler else 1.0)
             (found.loss * scale).backward()
         monitor.watch(found.loss, mine)
@@ -635,8 +641,8 @@ while step < total_steps and not stopping:
         parts = " ce {train/ce_loss:7.4f} kl {train/kl_loss:7.4f}" if args.teacher_path else ""
         mfu = " | mfu {train/mfu:6.1%}" if "train/mfu" in values else ""
         left = metrics.duration((total_steps - step) * values["train/step_seconds"])
-        print0(("step {:>6}/{} | loss {train/loss:7.4f}" + parts + " acc {train/accuracy:6.1%} | lr "
-                "{train/learning_rate:.2e} | grad_norm {train/grad_norm:7.3f} | "
+        print0(("step {:>6}/{} | loss {train/loss:7.4f}" + parts + " acc {train/accuracy:6.1%} | "
+                "lr {train/learning_rate:.2e} | grad_norm {train/grad_norm:7.3f} | "
                 "{train/throughput:>9,.0f} tok/s | wait {train/data_wait_seconds:4.1f} s" + mfu +
                 " | eta {}").format(step, total_steps, left, **values))
 

@@ -6,7 +6,9 @@ import sqlite3
 
 import numpy as np
 import pytest
+import torch
 
+from core import dist, metrics
 from core.metrics import MetricsLog, duration, read_metrics
 from core.optim import lr_factor, sqrt_lr
 
@@ -199,3 +201,18 @@ def test_constant_rate_stays():
 def test_square_root_rule():
     assert sqrt_lr(1e-4, 64, 16) == pytest.approx(2e-4)
     assert sqrt_lr(1e-4, 4, 16) == pytest.approx(5e-5)
+
+
+def test_the_first_step_of_a_run_does_not_count_for_its_speed(monkeypatch):
+    """It compiles and allocates; a run that logs each step shows it on its own line."""
+    now = 0.0
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
+    work, world = {"tokens": 100, "samples": 2, "flops": 1}, dist.World(device=torch.device("cpu"))
+    whole, single = metrics.StepTimer(world.device), metrics.StepTimer(world.device)
+    for now in (90.0, 90.5, 91.0):
+        whole.count(work, 100)
+        if now == 90:
+            single.count(work, 100)
+    values = whole.report(world)
+    assert values["train/step_seconds"] == 0.5 and values["train/throughput"] == 200
+    assert single.report(world)["train/step_seconds"] == 90

@@ -355,7 +355,7 @@ def planned(made, output_dir, *flags, student="qwen"):
     (["--gradient_accumulation_steps", "0", "--per_device_train_batch_size", "9"], "128 is not a multiple of 18"),
     (["--global_batch_size", "16"], "give one of --global_batch_size and --gradient_accumulation_steps"),
     (["--parallel", "ddp", "--cpu_offload"], "need --parallel fsdp"), (["--learning_rate", "nan"], "must be 0 or more"),
-    (["--teacher_path", "t", "--distill_weight", "1.5"], "--distill_weight is 1.5; it must be above 0, at most 1"),
+    (["--teacher_path", "t", "--distill_weight", "1.5"], "--distill_weight is 1.5; it must lie between 0 and 1"),
     (["--teacher_path", "t", "--distill_weight", "0"], "--distill_weight is 0.0; it must be above 0"),
     (["--base_url", "http://x"], "--base_url needs --prompt_file"), (["--refresh_steps", "2"], "needs --base_url"),
     (["--on_policy", "1"], "--on_policy needs --prompt_file or --teacher_path"),

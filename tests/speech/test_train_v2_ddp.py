@@ -269,6 +269,7 @@ def test_only_rank_0_logs_and_saves(watched):
         assert len(re.findall(rf"^step +{step}/{STEPS} ", run.output, re.M)) == 1
     assert re.findall(r"^eval   step +(\d+) ", run.output, re.M) == ["4", "8", "10"]
     assert len(re.findall(r"^done ", run.output, re.M)) == 1
+    assert run.output.count("notice     --compile auto: ") == 1
 
     boards = [path for path in Path(f"{out}-logs").rglob("*") if path.is_file()]
     assert len(boards) == 1 and "tfevents" in boards[0].name
