@@ -132,12 +132,12 @@ def parallel_map_ordered(share, processes, take):
         raise UserError(f"a process that reads the data has ended early ({why}); if memory was "
                         "short, give a smaller --preprocess_num_proc, 0 = in the trainer") from None
     finally:
-        if others is not None:  # an error's traceback would keep them alive, and the exit would wait
+        if others is not None:  # an error's traceback would keep them alive, the exit would wait
             others._shutdown_workers()
 
 
 def token_lists(tokenizer):
-    """Function of texts -> their lists of ids, no special tokens added: tokenizer(texts), faster."""
+    """Function of texts -> their ids, no special tokens added: tokenizer(texts), but faster."""
     def plain(texts):
         return tokenizer(texts, add_special_tokens=False)["input_ids"]
 

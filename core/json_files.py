@@ -20,7 +20,7 @@ DIGITS = 19             # of a whole number, its sign included
 DEPTH = 100             # of lists and objects in each other
 LONGEST = 2**26         # bytes of a line
 LONGEST_LIST = 2**31    # bytes of a JSON list
-HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # json joins pairs: whatever is left stands alone
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # json joins pairs: what is left stands alone
 SKIPPED = object()      # stands for an entry that was asked to be left out
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from core import checkpoint, dist, loading
+from core import checkpoint, cli, dist, loading
 from core.chat import cut, group_key, question, read_chunks, records_at
 from core.cli import UserError, require
 from core.dist import error_names_file
@@ -62,7 +62,7 @@ def far_too_long(record, reading):
 
 
 def encode_chunk(records, path, reading, problems):
-    """[(line, record)] -> {column of the table: array; "ends": Counter; "long", "dropped": counts}.
+    """[(line, record)] -> {column of the table: array; "ends": Counter; "long", ...: counts}.
 
     Runs in several processes at once. A Problem for each record that cannot be used goes to the
     list `problems`.
@@ -85,32 +85,36 @@ def encode_chunk(records, path, reading, problems):
                                 [record for _, record in short], results)
     ids, masks, numbers = [], [], []
     for (line, record), result in zip(short, results):
-        check = "template"
-        try:
-            if isinstance(result, ValueError):
-                raise result
-            if "teacher_messages" in record and not prompt:
-                raise ValueError('has "teacher_messages", and no --teacher_path reads them '
-                                 "(--model_path's own folder where no other model teaches)")
-            check, length = "too_long", len(result[0])
-            count["long"] += length > limit
-            part = cut(*result[:2], limit, policy)
-        except ValueError as error:
-            problems.append(problem(f"{path}:{line}", check, error, path))
-            continue
-        if part is None:
-            count["dropped"] += 1
-            if policy == "drop":
-                problems.append(problem(f"{path}:{line}", check, f"{length} tokens, more than "
-                                        f"{limit}", path))
-            continue
-        ids.append(part[0])
-        masks.append(part[1])
-        own = result[2] if prompt else len(part[0])
-        key = group_key(record)
-        # nothing predicts a sample's first token
-        numbers.append((len(part[0]), sum(part[1][:own]) - part[1][0], line,
-                        -1 if key is None else key, own, question_hash(record["messages"])))
+        # several samples where the template rewrites earlier turns
+        samples = result if isinstance(result, list) else [result]
+        count["split"] += isinstance(result, list)
+        for sample in samples:
+            check = "template"
+            try:
+                if isinstance(sample, ValueError):
+                    raise sample
+                if "teacher_messages" in record and not prompt:
+                    raise ValueError('has "teacher_messages", and no --teacher_path reads them '
+                                     "(--model_path's own folder where no other model teaches)")
+                check, length = "too_long", len(sample[0])
+                count["long"] += length > limit
+                part = cut(*sample[:2], limit, policy)
+            except ValueError as error:
+                problems.append(problem(f"{path}:{line}", check, error, path))
+                continue
+            if part is None:
+                count["dropped"] += 1
+                if policy == "drop":
+                    problems.append(problem(f"{path}:{line}", check, f"{length} tokens, more than "
+                                            f"{limit}", path))
+                continue
+            ids.append(part[0])
+            masks.append(part[1])
+            own = sample[2] if prompt else len(part[0])
+            key = group_key(record)
+            # nothing predicts a sample's first token
+            numbers.append((len(part[0]), sum(part[1][:own]) - part[1][0], line,
+                            -1 if key is None else key, own, question_hash(record["messages"])))
     ends, encoder.ends = encoder.ends, ends
     numbers = np.array(numbers, np.int64).reshape(-1, 6).T
     total = numbers[0].sum()
@@ -127,14 +131,15 @@ def question_hash(messages):
 
 
 def write_table(folder, paths, reading, output_dir=None):
-    """Tokenise files into a table in `folder` -> {"samples": [of each file], "long": [...],
-    "dropped": [...]} and "bad": how many samples each check of reading.drop dropped, as text.
+    """Tokenise files into a table in `folder` -> {"samples": [of each file], "long", "dropped",
+    "split": the same} and "bad": how many samples each check of reading.drop dropped, as text.
 
-    long: samples above the limit; dropped: samples left out of the table. With a prompt a sample's
-    tokens are those of both. Raises UserError with every sample that cannot be used and that is not
-    dropped, and leaves no new folder then. output_dir: where all of them are listed.
+    long: samples above the limit; dropped: left out of the table; split: chats that are several
+    samples. With a prompt a sample's tokens are those of both. Raises UserError with every sample
+    that cannot be used and that is not dropped, and leaves no new folder then. output_dir: where
+    all of them are listed.
     """
-    encoder, found = reading.encoder, {"samples": [], "long": [], "dropped": []}
+    encoder, found = reading.encoder, dict(samples=[], long=[], dropped=[], split=[])
     drop = {*reading.drop, *(["too_long"] if reading.policy == "drop" else [])}
     problems = Problems(drop, output_dir)
     folder = Path(folder)
@@ -155,7 +160,7 @@ def write_table(folder, paths, reading, output_dir=None):
                 chunk, wrong = part
                 problems.add(wrong)
                 encoder.ends.update(chunk["ends"])
-                count.update({name: chunk.get(name, 0) for name in ("long", "dropped")})
+                count.update({name: chunk.get(name, 0) for name in ("long", "dropped", "split")})
                 chunk["offsets"] = len(columns["tokens"]) + np.cumsum(chunk["lengths"])
                 chunk["sources"] = np.full(len(chunk["lengths"]), source)
                 for name, column in columns.items():
@@ -174,9 +179,12 @@ def write_table(folder, paths, reading, output_dir=None):
         hint = "\nfix: shorten them, raise --max_length, or choose another --too_long"
         found["bad"] = problems.settle(hint if problems.counts["too_long"] else "")
         first, lines = 0, columns["lines"].array()
-        for path, samples in zip(paths, found["samples"]):
-            check_duplicates(columns["keys"].array()[first:first + samples],
-                             lambda i, path=path, first=first: f"{path}:{lines[first + i]}")
+        for path, samples, split in zip(paths, found["samples"], found["split"]):
+            part, once = slice(first, first + samples), slice(None)
+            if split:       # a line of several samples has its id once
+                once = np.flatnonzero(np.diff(lines[part], prepend=0))
+            check_duplicates(columns["keys"].array()[part][once],
+                             lambda i, path=path, at=lines[part][once]: f"{path}:{at[i]}")
             first += samples
         for column in columns.values():
             column.close()
@@ -239,6 +247,9 @@ def prepare_table(world, output_dir, paths, reading, list_in=None):
                       f"{reading.policy.replace('_', ' on the ')}")
         if gone := sum(found["dropped"]) - long * (reading.policy == "drop"):
             about += f"; {gone} left out, as the cut left nothing to train"
+        if split := sum(found["split"]):
+            about += (f"; {cli.counted(split, 'chat')} with a sample for each answer: the template "
+                      "rewrites earlier turns")
         if found["bad"]:
             about += f"\ndata       dropped: {found['bad']}"
         print(about, flush=True)
@@ -329,7 +340,10 @@ def write_held_out(output_dir, table, train, held_out, prompt=None):
         records |= {(source, line): record for line, record in found}
     rows = []
     for i in held_out.tolist():
-        record = records[int(table.sources[i]), int(table.lines[i])]
+        # once, though a line may be several samples
+        record = records.pop((int(table.sources[i]), int(table.lines[i])), None)
+        if record is None:
+            continue
         row = {"id": int(table.keys[i] if own_ids else table.lines[i] - 1),
                "messages": record["messages"]}
         row |= {name: record[name] for name in ("tools", "teacher_messages") if record.get(name)}

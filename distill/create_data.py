@@ -313,11 +313,6 @@ def read_journals(folder, header, allowed=None):
 # Results
 
 
-def rejected_path(output):
-    """labels.jsonl -> labels.rejected.jsonl"""
-    return Path(output).with_suffix(".rejected.jsonl")
-
-
 def write_results(output, lines, records, keep_reasoning=False):
     """Write the chat JSONL and the rejected file, in input order, each whole or not at all.
 
@@ -338,7 +333,7 @@ def write_results(output, lines, records, keep_reasoning=False):
         if keep_reasoning and record.get("reasoning"):
             answer["reasoning_content"] = record["reasoning"]
         chats.append(row | {"messages": [*line.messages, answer]})
-    for path, rows in ((rejected_path(output), rejected), (output, chats)):
+    for path, rows in ((output.with_suffix(".rejected.jsonl"), rejected), (output, chats)):
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         checkpoint.write_text(path, text)
 
@@ -375,7 +370,7 @@ def report(output_file, stats):
         reasons = list(stats["reasons"].items())[:3]
         why = ", ".join(f"{n:,} {printable(why, 60)}" for why, n in reasons)
         print(f"notice     {stats['rejected']:,} lines without a label ({why}): "
-              f"{rejected_path(output_file)}")
+              f"{output_file.with_suffix('.rejected.jsonl')}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -385,14 +380,6 @@ def report(output_file, stats):
 def draw_seed(seed, number, attempt):
     """Seed of one attempt for one line, the same in every process and after every restart."""
     return int(digest(f"{seed}/{number}/{attempt}")[:8], 16) >> 1
-
-
-def find_label(parser, answer, thinking):
-    """labels.Found of an Answer. Where the whole answer counts, tool calls do as well."""
-    if answer.tool_calls and parser.line is None and answer.finish_reason == "stop":
-        return Found(answer.text.strip())
-    return read_label(parser, answer.text, answer.finish_reason,
-                      must_think=thinking == "on" and not answer.reasoning)
 
 
 def label_lines(args, answers, draw, parser, asked, todo, journal, answered=False):
@@ -427,7 +414,11 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
 
     try:
         for request, answer in answers(take):
-            found = find_label(parser, answer, draw.thinking)
+            # where the whole answer counts, tool calls do as well
+            calls = answer.tool_calls and not parser.line and answer.finish_reason == "stop"
+            must_think = draw.thinking == "on" and not answer.reasoning
+            found = Found(answer.text.strip()) if calls else read_label(
+                parser, answer.text, answer.finish_reason, must_think)
             mine = tries[request.id]
             mine.append((answer, found, request.constraint is not None))
             count.update({"answers": 1, "in": answer.prompt_tokens,
@@ -479,12 +470,11 @@ def finished(number, tries):
 
 
 def log_line(count, total, seconds):
-    left = (total - count["lines"]) * seconds / max(1, count["lines"])
-    return (f"lines {count['lines']:>7,}/{total:,} | parsed "
-            f"{100 * count['labelled'] / count['answers']:5.1f}% of {count['answers']:,} answers | "
-            f"rejected {count['lines'] - count['labelled']:,} | "
-            f"{60 * count['lines'] / seconds:,.0f} lines/min | in {count['in'] / seconds:,.0f} "
-            f"tok/s | out {count['out'] / seconds:,.0f} tok/s | eta {left:,.0f} s")
+    done, speed = count["lines"], count["lines"] / seconds
+    parsed = 100 * count["labelled"] / count["answers"]
+    return (f"lines {done:>7,}/{total:,} | parsed {parsed:5.1f}% of {count['answers']:,} answers | "
+            f"rejected {done - count['labelled']:,} | {60 * speed:,.0f} lines/min | "
+            f"in {count['in'] / seconds:,.0f} tok/s | out {count['out'] / seconds:,.0f} tok/s | eta {(total - done) / max(speed, 1e-9):,.0f} s")
 
 
 def leave_on_signals():
@@ -566,7 +556,7 @@ def main(argv=None):
     print(f"done       {output}")
     require(stats["labelled"], f"no line has a label "
             f"({printable(next(iter(stats['reasons']), ''), 60)}); see the raw answers in "
-            f"{rejected_path(output)}")
+            f"{output.with_suffix('.rejected.jsonl')}")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@ r"""Judge a student of train_sft.py by questions it has not seen: what has it le
     python distill/evaluate.py ... --parser language --truth_file truth.jsonl \
         --prompt_file language_id.txt
     python distill/evaluate.py ... --follows '^Ahoy' --min_closed 0.5 --control other/checkpoint-48
-    python distill/evaluate.py --checkpoint merged --model_path BASE --data_file seen.jsonl \
-        --eval_data_file unseen.jsonl ...
+    python distill/evaluate.py ... --eval_data_file unseen.jsonl --data_file seen.jsonl
 
 Columns: "base" is the model before training, "student" the checkpoint, adapters or all weights;
 "base + prompt" or "teacher" is what the run learned from, or the base behind --prompt_file;
@@ -58,8 +57,6 @@ def build_parser():
            "system message", choices=("user", "system"))
     p.flag("--enable_thinking", None, "as the student was trained, if its checkpoint does not say "
            "it", choices=("template", "true", "false"))
-    p.flag("--dtype", "auto", "auto: bfloat16 on a GPU that has it, else float32",
-           choices=("auto", "float32", "bfloat16", "float16"))
     p.flag("--device", None, "where the models run (default: the GPU if there is one)")
     # data
     p.flag("--output_dir", None, "everything written goes here", required=True)
@@ -217,18 +214,15 @@ def find_prompt(args, run):
     return teachers.Prompt(*run.meta["held_out"]["prompt"]) if learned else None
 
 
-def pick_device(name, dtype):
-    """(torch.device, dtype). Raises UserError when the device cannot be used."""
+def pick_device(name):
+    """(torch.device, dtype: bfloat16 on a GPU that has it, else float32). UserError."""
     own = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.empty(1, device=name or own).device
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {name}: cannot be used ({str(error).splitlines()[0]})")
-    if dtype == "auto":
-        cuda = device.type == "cuda"
-        good = cuda and torch.cuda.get_device_capability(device) >= (8, 0)
-        dtype = "bfloat16" if good else "float32"
-    return device, getattr(torch, dtype)
+    half = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return device, torch.bfloat16 if half else torch.float32
 
 
 def load_model(folder, adapter, dtype, device):
@@ -388,8 +382,8 @@ def encode(run, rows, prompt=None, turns=None):
         behind = chat.Encoder(theirs, turns, thinking)
     config = causal_lm.load_config(run.base or run.folder)
     limit = causal_lm.length_limit(config, run.flags.max_length, run.flags.max_tokens_per_batch)
-    reading = Reading(chat.Encoder(run.tokenizer, turns, thinking), limit, run.flags.too_long,
-                      prompt, behind=behind)
+    encoder = chat.Encoder(run.tokenizer, turns, thinking, split=not prompt)
+    reading = Reading(encoder, limit, run.flags.too_long, prompt, behind=behind)
     wrong, lines = [], [(row.get("line", number), row) for number, row in enumerate(rows, 1)]
     made = encode_chunk(lines, "a chat", reading, wrong)
     settle(wrong, run.flags.drop_bad)
@@ -476,9 +470,7 @@ def answer_label(parser, answer):
 
 
 def wilson(share, n, z=1.959963984540054):
-    """(low, high) bounds of a share of n, 95 %: the score interval of E. B. Wilson, J. Am. Stat.
-    Assoc. 22 (1927), 209-212. It takes the lines as independent.
-    """
+    """(low, high) bounds of a share of n, 95 %: E. B. Wilson, J. Am. Stat. Assoc. 22 (1927)."""
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     low, high = max(0.0, centre - half), min(1.0, centre + half)
@@ -530,22 +522,13 @@ def measure_forgotten(args, run, columns, found, ends, rule):
 # Verdict
 
 
-def fraction_closed(base, reached, goal):
-    """Fraction of the gap between base and goal that was closed; None without a gap."""
-    if None in (base, reached, goal) or goal == base:
-        return None
-    return (reached - base) / (goal - base)
-
-
 def table_lines(found, n):
     """The measures as text, a line each, a column for each model; shares with their interval."""
     def cell(measure, value):
-        if value is None:
-            return "-"
-        if measure in SHARES:
-            low, high = wilson(value, n)
-            return f"{100 * value:.1f}% ({100 * low:.0f}-{100 * high:.0f})"
-        return f"{value:.4g}"
+        if value is None or measure not in SHARES:
+            return "-" if value is None else f"{value:.4g}"
+        low, high = wilson(value, n)
+        return f"{100 * value:.1f}% ({100 * low:.0f}-{100 * high:.0f})"
     measures = dict.fromkeys(measure for row in found.values() for measure in row)
     rows = [["", *found]]
     rows += [[measure, *(cell(measure, row.get(measure)) for row in found.values())]
@@ -583,21 +566,23 @@ def check_learned(args, found, closed, goal):
     agrees = f"{args.checkpoint} agrees with its teacher on {agreement or 0:.3f} of the lines"
     require(not args.min_agreement or agreement >= args.min_agreement,
             f"{agrees}, less than --min_agreement {args.min_agreement}")
-    before = max(found[name].get("agreement", 0) for name in {BASE, goal} & found.keys() or [STUDENT])
+    others = {BASE, goal} & found.keys()
+    before = max((found[name].get("agreement", 0) for name in others), default=0)
     require(not args.min_gain or round(agreement - before, 9) >= args.min_gain,
             f"{agrees}, its base model on {before:.3f}: it gained less than --min_gain "
             f"{args.min_gain}")
-    for words, measure in (("divergence", "kl"), ("following rate", "follows")):
-        if not args.min_closed or measure not in closed[STUDENT]:
-            continue
-        what, part = f"{args.checkpoint}: {words}", closed[STUDENT][measure]
+    ways = [("divergence", "kl"), ("following rate", "follows")][:1 + bool(args.follows)]
+    for words, measure in ways * bool(args.min_closed):
         theirs, before = found[goal][measure], found[BASE][measure]
+        what = f"{args.checkpoint}: {words}"
         require(theirs or measure == "kl", f"{what}: there is no gap to close: the teacher itself "
                 f"follows the rule in 0 % of its answers, the base in {100 * before:.0f} %")
-        require(part is not None, f"{what}: there is no gap to close: {theirs:.3g} of the teacher, "
+        require(theirs != before, f"{what}: there is no gap to close: {theirs:.3g} of the teacher, "
                                   f"{before:.3g} of the base")
-        require(part >= args.min_closed, f"{what}: {part:.3f} of the gap is closed, less than "
-                                         f"--min_closed {args.min_closed}")
+    for words, measure in ways * bool(args.min_closed):
+        part = closed[STUDENT][measure]
+        require(part >= args.min_closed, f"{args.checkpoint}: {words}: {part:.3f} of the gap is "
+                                         f"closed, less than --min_closed {args.min_closed}")
     if args.control and args.min_closed:
         kl, follows = closed[CONTROL]["kl"] or 0, closed[CONTROL]["follows"] or 0
         require(min(kl, follows) < args.min_closed,
@@ -610,7 +595,7 @@ def main(argv=None):
 
     # everything is read and checked before the first question
     rule = follows_rule(args.follows, args.topic)
-    device, dtype = pick_device(args.device, args.dtype)
+    device, dtype = pick_device(args.device)
     parser = make_parser(args.parser, args.pattern, args.labels and tuple(args.labels.split(",")))
     run = open_run(args, args.checkpoint)
     prompt = find_prompt(args, run)
@@ -678,9 +663,12 @@ def main(argv=None):
         measure_forgotten(args, run, columns, found, ends, rule)
 
     # report
-    ways = ["kl", "nll"] + ["follows"] * bool(rule)
-    closed = {name: {way: fraction_closed(*(found[each][way] for each in (BASE, name, goal)))
-                     for way in ways} for name in (STUDENT, CONTROL) if goal and name in found}
+    closed = {}         # {student or control: {measure: share of the gap, None without a gap}}
+    for name in [name for name in (STUDENT, CONTROL) if goal and name in found]:
+        closed[name] = {}
+        for way in ("kl", "nll", "follows")[:2 + bool(rule)]:
+            before, reached, end = (found[each][way] for each in (BASE, name, goal))
+            closed[name][way] = (reached - before) / (end - before) if end != before else None
     clauses = verdict_clauses(args, found, closed, len(rows))
     figures = {f"{name}: {measure}": value for name, row in found.items()
                for measure, value in row.items()}
@@ -695,11 +683,10 @@ def main(argv=None):
                      "as well")
     shown = [*table_lines(found, len(rows)), *(f"note       {note}" for note in notes),
              metrics.verdict_line(clauses)]
-    told = []
-    for i, (row, question, label) in enumerate(zip(rows, questions, given)):
-        told.append({"id": row["id"], "question": question, "held out": label,
-                     **({"truth": truth[i]} if truth else {}),
-                     **{name: answers[name][i].text for name in answers}})
+    told = [{"id": row["id"], "question": question, "held out": label,
+             **({"truth": truth[i]} if truth else {}),
+             **{name: answers[name][i].text for name in answers}}
+            for i, (row, question, label) in enumerate(zip(rows, questions, given))]
     report = {"name": str(args.output_dir), "metrics": figures, "settings": cli.stored(args),
               "data": about, "verdict": "; ".join(clauses), "samples": told}
     for name, text in (("evaluation.json", json.dumps(report, indent=1, ensure_ascii=False)),

@@ -163,7 +163,7 @@ class Sampler:
         self.name = name
 
     def draw(self, prompts, seeds, limits, ends):
-        """[ids] of an answer to each prompt (ids), its end included, of limits[i] tokens or less."""
+        """[ids] of an answer to each prompt (ids), its end included, of at most limits[i]."""
         # the draw is from the softmax, whatever the model's generation_config says; `ends` alone
         # end an answer
         drawing = {**NOT_SET, "model": self.name, "temperature": 1.0, "top_p": 1.0,

@@ -147,16 +147,15 @@ def with_prompt(prompt, messages):
 
 
 def opens_thought(tokenizer, flags):
-    """What an answer begins with that no teacher wrote: a thought that the template opens."""
+    """What an answer begins with that no teacher wrote: a thought that the template opens.
+
+    UserError without a chat template: most answers to raw prompts could not be read.
+    """
+    require(tokenizer.chat_template,
+            "--model_name: its tokenizer has no chat template; take a chat model")
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False,
                                            add_generation_prompt=True, **flags)
     return "<think>" if prompt.rstrip().endswith("<think>") else ""
-
-
-def need_template(tokenizer, name):
-    """UserError without a chat template: most answers to raw prompts could not be read."""
-    require(tokenizer.chat_template,
-            f"--model_name {name}: its tokenizer has no chat template; take a chat model")
 
 
 def split_fitting(requests, tokenizer, flags, limit):
@@ -195,7 +194,6 @@ def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options
     llm = LLM(model=name, max_model_len=max_model_len or longest_of(config), seed=seed,
               enable_prefix_caching=True, **options)
     tokenizer, flags = llm.get_tokenizer(), draw.template_flags
-    need_template(tokenizer, name)
     begin, limit = opens_thought(tokenizer, flags), llm.llm_engine.model_config.max_model_len
 
     def sampling(request):
@@ -235,7 +233,6 @@ def open_transformers(name, draw, *, max_model_len=0, batch_size=16, chunk_size=
         raise UserError(f"--model_name {name}: cannot be loaded "
                         f"({str(error).splitlines()[0][:200]}); give a folder, or a hub name when "
                         "online")
-    need_template(tokenizer, name)
     ends = model.generation_config.eos_token_id
     if ends is None:
         ends = tokenizer.eos_token_id

@@ -58,8 +58,7 @@ switch("--use_dora", "PEFT's DoRA: train the length of each weight row apart; sl
 flag("--base_dtype", None, "lora: nf4 keeps frozen layers in four bits", choices=("bf16", "nf4"))
 # data
 flag("--train_data_file", None, 'JSONL, a line {"messages": [{"role": ..., "content": ...}, ...]}, '
-     "or ShareGPT, or .parquet; or a folder, pattern or hub name OWNER/NAME@REVISION/FILES of them",
-     required=True)
+     "or ShareGPT, TRL, alpaca; .parquet; or a folder or a pattern of such files", required=True)
 flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
 flag("--validation_split", 0.0, "share of groups held out, by seeded shuffle")
 flag("--group_size", 1, 'neighbours by "id" or line that are held out together, as translations')
@@ -67,7 +66,7 @@ flag("--chat_template", None, "Jinja file to use and save instead of the model's
 flag("--enable_thinking", "template", "what the template gets under this name; template: nothing",
      choices=("template", "true", "false"))
 flag("--train_turns", "all", "answers that are trained; with a prompt around the user's text "
-     "always the last", choices=("all", "last"))
+     "always the last; each as the template writes it at its turn", choices=("all", "last"))
 flag("--preprocess_num_proc", min(8, cli.usable_cpus()), "processes that read large files")
 flag("--max_length", 0, "tokens a sample may have, those of a teacher's side included; 0 = the "
      "model's positions")
@@ -284,6 +283,9 @@ def print0(*lines):
 # Data: rank 0 tokenises, all ranks map the same table and know the whole order. So ranks never
 # have to ask each other which samples a step has, or how many targets.
 
+paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
+for path in [*paths, *([args.keep] if args.keep else [])]:
+    dist.rank0(world, chat.files_of, path)      # is it there at all?
 for name in ("model_path", "teacher_path"):     # one rank downloads for all
     if getattr(args, name):
         dist.rank0(world, causal_lm.find_model, getattr(args, name), f"--{name}")
@@ -291,7 +293,8 @@ folder = causal_lm.find_model(args.model_path)
 config = causal_lm.load_config(folder)
 tokenizer = chat.load_tokenizer(folder, template=args.chat_template)
 causal_lm.check_vocabulary(tokenizer, config)
-encoder = chat.Encoder(tokenizer, args.train_turns, chat.THINKING[args.enable_thinking])
+encoder = chat.Encoder(tokenizer, args.train_turns, chat.THINKING[args.enable_thinking],
+                       split=not args.teacher_path)
 prompt = behind = kept = None
 if args.teacher_path or args.keep:
     from distill import frozen
@@ -301,7 +304,6 @@ if args.teacher_path:
 limit = causal_lm.length_limit(config, args.max_length, args.max_tokens_per_batch)
 reading = chat_data.Reading(encoder, limit, args.too_long, prompt, args.drop_bad,
                             args.preprocess_num_proc, behind)
-paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
 table, n_train, ends = chat_data.prepare_table(world, work_dir, paths, reading,
                                                None if dry else args.output_dir)
 if args.keep:
@@ -551,7 +553,8 @@ if main_rank:
     if new_ends:
         how = "pass it to generate with this adapter" if args.use_lora else "the saved one will"
         words = ", ".join(tokenizer.convert_ids_to_tokens(new_ends))
-        print0(f"note       answers end with {words}, at which the base model's generation_config does not stop; {how}")
+        print0(f"note       answers end with {words}, at which the base model's generation_config "
+               f"does not stop; {how}")
 start_step, stopping, timer = step, False, metrics.StepTimer(device)
 if eval_due:
     with timer.paused():

@@ -373,7 +373,7 @@ def test_the_judge_of_a_prompt(made, train, tmp_path, capsys):
                                                                 tokenize=False), add_special_tokens=False)["input_ids"])
     assert metrics["tokens saved"] == pytest.approx(prompt_tokens - 1, abs=1)
     with pytest.raises(SystemExit):
-        scripts.run(evaluate, [*given[:3], str(tmp_path / "again"), *given[4:], "--min_closed", "1"])
+        scripts.run(evaluate, [*given[:3], str(tmp_path / "again"), *given[6:], "--min_closed", "1"])
     assert "closed, less than --min_closed 1.0" in capsys.readouterr().err
 
 

@@ -62,7 +62,7 @@ def table_of(made, folder, teacher, prompt, turns="all"):
 
 def model_of(made, teacher, kind, lora=None):
     model, parts = packed_lm.build_empty(made / "student", torch.float32, lora, prompted=(1.0, *kind))
-    model.frozen["teacher"] = frozen.empty(made / teacher, torch.float32)
+    model.frozen["teacher"] = frozen.Frozen(*packed_lm.build_empty(made / teacher, torch.float32))
     packed_lm.load(model, parts, WORLD)
     frozen.load_all(model, WORLD, None)
     return model.train()
@@ -156,7 +156,7 @@ def test_its_memory_is_planned(made, setup):
     lengths, targets = np.full(8, 100), np.full(8, 30)
     order = PackOrder(lengths, tokens_per_pack=0, samples_per_pack=4, seed=0)
     alone, _ = plan.memory(model, setup, lengths, targets, order)
-    model.frozen["teacher"] = teacher = frozen.empty(made / "teacher", torch.bfloat16)
+    model.frozen["teacher"] = teacher = frozen.Frozen(*packed_lm.build_empty(made / "teacher", torch.bfloat16))
     both, _ = plan.memory(model, setup, lengths, targets, order)
     every = sum(p.numel() for p in teacher.parameters())
     layers = sum(p.numel() for layer in teacher.native.model.layers for p in layer.parameters())
