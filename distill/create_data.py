@@ -474,7 +474,8 @@ def log_line(count, total, seconds):
     parsed = 100 * count["labelled"] / count["answers"]
     return (f"lines {done:>7,}/{total:,} | parsed {parsed:5.1f}% of {count['answers']:,} answers | "
             f"rejected {done - count['labelled']:,} | {60 * speed:,.0f} lines/min | "
-            f"in {count['in'] / seconds:,.0f} tok/s | out {count['out'] / seconds:,.0f} tok/s | eta {(total - done) / max(speed, 1e-9):,.0f} s")
+            f"in {count['in'] / seconds:,.0f} tok/s | out {count['out'] / seconds:,.0f} tok/s | "
+            f"eta {(total - done) / max(speed, 1e-9):,.0f} s")
 
 
 def leave_on_signals():

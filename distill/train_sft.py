@@ -242,9 +242,9 @@ if args.use_lora:
 
 output_dir, work_dir = Path(args.output_dir), args.output_dir
 if dry:
-    from common import plan as plans
+    from core import memory
     world = dist.single_process()
-    plans.check_writable(args.output_dir, "--output_dir")
+    memory.check_writable(args.output_dir, "--output_dir")
     scratch = tempfile.TemporaryDirectory()
     work_dir = scratch.name
 else:
@@ -260,12 +260,6 @@ watchdog.exit_if_asked(world, args.output_dir)      # by a signal during the imp
 ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
 main_rank, device = world.is_main, world.device
 dist.check_bf16(device, args.bf16)
-against = "a base in nf4" * (args.base_dtype == "nf4")
-if args.gradient_checkpointing == "selective":
-    against = "selective recomputation"
-if args.keep or args.teacher_path:
-    against = "shapes change with --keep and a teacher"
-args.compile = dist.choose_compile(world, args.compile, against)
 if args.float8:
     from core import float8
     float8.check_device(device, True)
@@ -343,6 +337,12 @@ if args.auto or dry:
     if args.auto and plan.choose(args, world, ranks, model, table.lengths[train_ids],
                                  table.targets[train_ids], kept):
         model, parts = empty_model(folder)
+against = "a base in nf4" * (args.base_dtype == "nf4")
+if args.gradient_checkpointing == "selective":
+    against = "selective recomputation"
+if args.keep or args.teacher_path:
+    against = "shapes change with --keep and a teacher"
+args.compile = dist.choose_compile(world, args.compile, against)
 
 # --------------------------------------------------------------------------------------------------
 # Resume

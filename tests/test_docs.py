@@ -45,7 +45,7 @@ mkdir -p ~/mine/distill && cp -r distill core common                            
 SCRIPTS = {
     "train_v2_ddp.py": ("dry",), "distill/train_sft.py": ("dry",), "distill/create_data.py": ("dry",),
     "speech/generate_tts.py": ("run", "--max_seconds", "0.2"), "speech/evaluate_tts.py": ("run",), "lora.py": ("run",),
-    "diffusion/make_problems.py": ("run",), "common/report.py": ("run",), "speech/prepare_tts.py": ("run",),
+    "diffusion/make_problems.py": ("run",), "core/report.py": ("run",), "speech/prepare_tts.py": ("run",),
     "speech/convert.py": ("run",), "speech/pick_checkpoint.py": ("parse",),
     "diffusion/train_bd3lm.py": ("parse",), "diffusion/sample_bd3lm.py": ("parse",),
     "diffusion/published.py": ("parse",), "diffusion/evaluate.py": ("parse",),
@@ -173,10 +173,10 @@ def parser_of(script):
     if script in ("train_v2_ddp.py", "distill/train_sft.py"):
         return script_flags(script)[0]
     with mock.patch.object(sys, "path", [str(ROOT), *sys.path]), mock.patch.object(sys, "argv", [script]):
-        main = runpy.run_path(str(ROOT / script), run_name=f"flags of {script}")["main"]
+        main = runpy.run_path(str(ROOT / script), run_name=f"flags of {script}").get("main")
         with mock.patch.object(argparse.ArgumentParser, "parse_args", carry):
             try:
-                main()
+                main() if main else runpy.run_path(str(ROOT / script), run_name="__main__")
             except Parser as carried:
                 return carried.args[0]
     raise LookupError(f"{script}: main() parses no flags")

@@ -10,9 +10,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
-from common.step_memory import Setup
 from core import chat, dist
 from core.cli import UserError
+from core.memory import Setup
 from core.packing import PackOrder
 from distill import frozen, on_policy, packed_lm, plan, teaching
 from distill.chat_data import ChatSamples, ChatTable, Reading, collate, write_table
