@@ -287,7 +287,7 @@ def test_teacher_labels_of_the_launcher(tmp_path, words, instances):
 def test_the_teacher_without_its_launcher(monkeypatch, tmp_path, capsys):
     """Lines 9 and 10, where vLLM is installed (here an empty package of that name) and where it is not."""
     def parsed(*words):
-        return flags.parse(create_data.build_parser(), create_data.check_flags, list(words))
+        return cli.parse(create_data.build_parser(), create_data.check_flags, list(words))
     line = "--tensor_parallel_size 4 --pipeline_parallel_size 2".split()
     with pytest.raises(SystemExit):
         parsed(*line)
