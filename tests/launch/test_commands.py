@@ -7,7 +7,6 @@ import subprocess
 
 import pytest
 
-from common import flags
 from core import cli
 from distill import create_data
 from tests.helpers.block_runs import train_bd3lm
@@ -249,7 +248,7 @@ def test_student_on_what_the_teacher_wrote(tmp_path):
                   "model.fsdp_config.model_dtype=bf16", "+optim.lr=1e-5", cwd=tmp_path, DRY_RUN="1", NPROC_PER_NODE="8",
                   SWITCHES="")
     words = shlex.split(done.stdout)
-    args = flags.parse(train_sft.build_parser(), lambda args, _: train_sft.check_flags(args, 8),
+    args = cli.parse(train_sft.build_parser(), lambda args, _: train_sft.check_flags(args, 8),
                        words[words.index(str(ROOT / "distill" / "train_sft.py")) + 1:])
     assert args.train_data_file == "./data/prompt_distillation_lang.jsonl"
     assert (args.output_dir, args.bf16, args.learning_rate) == ("./models/prompt_distillation", True, 1e-5)
