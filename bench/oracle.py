@@ -47,7 +47,7 @@ SETTINGS = {
 
 
 def make_tiny(folder, *flags):
-    script = ROOT / "speech" / "demo" / "make_tiny.py"
+    script = ROOT / "speech" / "make_tiny.py"
     subprocess.run([sys.executable, script, folder, "--clips", "24", "--speakers", "3", *flags],
                    check=True, stdout=subprocess.DEVNULL)
 

@@ -50,6 +50,11 @@ WITHOUT_EFFECT = {
 # Removed: {flag: what to do instead}
 JUDGE = "speak with saved checkpoints (speech/generate_tts.py), then judge (speech/evaluate_tts.py)"
 GONE = {
+    "--audio_loss_reduction": "for the sum over 8 codebooks give --text_loss_weight 0.125: AdamW "
+                              "does not see the scale of a loss",
+    "--scale_lr_from_batch": "give the rate itself, --learning_rate",
+    "--reduce_dtype": "FSDP2 sums gradients in fp32",
+    "--min_lr_ratio": "the rate falls to 0; --lr_scheduler constant keeps it",
     "--best_by": JUDGE, "--asr_model": JUDGE, "--asr_command": JUDGE, "--speaker_model": JUDGE,
     "--early_stop_patience": "make the file OUTPUT_DIR/stop to end a run",
     "--replay_every": "nothing replaces it",
@@ -175,6 +180,12 @@ class Parser(argparse.ArgumentParser):
     def switch(self, name, help):
         """A flag that is off by default: --bf16, --bf16 true, --bf16 false."""
         switch(self, name, help=help)
+
+    def hide(self, *names):
+        """These flags are accepted, but --help does not show them."""
+        for action in self._actions:
+            if action.dest in names:
+                action.help = argparse.SUPPRESS
 
     def error(self, message):
         raise UserError(message.removeprefix("argument "))
@@ -395,7 +406,7 @@ def sharding(text):
     """type= of --parallel, and of DeepSpeed's flag: its stage 3 shards what FSDP2 shards."""
     if "zero3" in text.lower():
         return "fsdp"
-    if text not in ("ddp", "fsdp", "hsdp"):
+    if not re.fullmatch(r"ddp|fsdp|hsdp(:\d+)?", text):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not ddp, fsdp or hsdp; of DeepSpeed's stages zero3 is fsdp, the nearest "
             "to zero2 fsdp --no-reshard_after_forward, to none of both ddp")
@@ -478,8 +489,10 @@ def check_trainer(args, world_size, parser):
 
 def check_parallel(args, world_size):
     """--parallel and what goes with it; fills in --shard_size."""
+    args.parallel, _, size = args.parallel.partition(":")
+    args.shard_size = int(size or getattr(args, "shard_size", 0))
     ddp = args.parallel == "ddp"
-    require(args.parallel == "hsdp" or not getattr(args, "shard_size", 0),
+    require(args.parallel == "hsdp" or not args.shard_size,
             "--shard_size needs --parallel hsdp")
     require(not ddp or getattr(args, "reduce_dtype", "fp32") == "fp32",
             "--reduce_dtype bf16 needs --parallel fsdp or hsdp")

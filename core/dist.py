@@ -141,6 +141,14 @@ def seed_everything(seed, rank=0):
     torch.manual_seed(seed + rank)
 
 
+def check_device(device, args):
+    """Raise UserError where this device cannot compute in the precision that the flags ask for."""
+    check_bf16(device, args.bf16)
+    if args.float8:
+        from core import float8
+        float8.check_device(device, True)
+
+
 def check_bf16(device, wanted):
     """Raise UserError when bfloat16 is wanted and this GPU has none."""
     if wanted and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
@@ -340,18 +348,21 @@ def autocast(device, dtype):
     return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)
 
 
-def choose_compile(world, wanted, against=""):
-    """Whether to compile, the same on all ranks. wanted: --compile. against: what auto yields to.
+def choose_compile(world, args, against=""):
+    """--compile as True or False, the same on all ranks. against: what auto yields to, in words.
 
     A notice on rank 0 says what auto chose, or what compiling lacks here. Collective.
     """
     from core import cli, fused
-    cuda = world.device.type == "cuda"
-    if wanted == "auto" and (against or not cuda):
+    if args.gradient_checkpointing == "selective":
+        against = "selective recomputation cannot look into a compiled layer"
+    elif getattr(args, "base_dtype", None) == "nf4":
+        against = "products with four-bit weights cannot be compiled"
+    if args.compile == "auto" and (against or world.device.type != "cuda"):
         cli.notice(f"--compile auto: off, {against or 'no GPU here'}")
         return False
-    on = bool(wanted) and all(all_gather(world, fused.compiles(world.device.type)))
-    if wanted == "auto" and on:
+    on = bool(args.compile) and all(all_gather(world, fused.compiles(world.device.type)))
+    if args.compile == "auto" and on:
         cli.notice("--compile auto: on; the first step takes longer")
     return on
 

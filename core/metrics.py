@@ -133,11 +133,11 @@ class StepTimer:
         self.steps, self.slots = self.steps + 1, self.slots + slots
 
     def report(self, world):
-        """speed_report since reset(), which this calls; more names of work give rates train/NAME_per_second."""
+        """speed_report since reset(), which this calls; audio_seconds gives a rate as well."""
         found = self.work, self.slots, time.monotonic() - self.start, self.waited
         work, slots, seconds, waited = found if self.steps else self.first
         more = {f"train/{name}_per_second": amount / seconds for name, amount in work.items()
-                if name not in ("tokens", "samples", "flops")}
+                if name.endswith("_seconds")}
         values = {**more, **speed_report(work, seconds, max(1, self.steps), slots, waited,
                                          world.device, world.size)}
         self.reset()

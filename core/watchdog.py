@@ -25,7 +25,7 @@ from torch._utils import ExceptionWrapper
 from core import lifetime
 from core.checkpoint import write_atomically
 from core.cli import print_error
-from core.dist import FAILED, GRACE_S, all_gather, claim_error_report, finish
+from core.dist import FAILED, GRACE_S, all_gather, all_max, claim_error_report, finish
 from core.lifetime import SIGNALS, stop_requested
 
 MARKER = "requeue"      # in OUTPUT_DIR: the run was asked to stop, and wants to be started again
@@ -117,6 +117,11 @@ def stop_asked(output_dir):
     if stop_requested():
         return f"asked to stop by {stop_requested()}"
     return f"asked to stop by {STOP_FILE}" if os.path.exists(os.path.join(output_dir, STOP_FILE)) else None
+
+
+def any_stop(world, output_dir):
+    """Whether any rank was asked to stop; the same on all ranks. Collective, waits for the device."""
+    return bool(all_max(world, bool(stop_asked(output_dir))).item())
 
 
 def leave_marker(output_dir, text):

@@ -256,9 +256,7 @@ ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
 main_rank, device = world.is_main, world.device
 dist.check_bf16(device, args.bf16)
 args.compile = dist.choose_compile(
-    world, args.compile, "shapes change with --keep and a teacher" if args.keep or args.teacher_path
-    else "selective recomputation" if args.gradient_checkpointing == "selective"
-    else "a base in nf4" if args.base_dtype == "nf4" else "")
+    world, args, "shapes change with --keep and a teacher" if args.keep or args.teacher_path else "")
 if args.float8:
     from core import float8
     float8.check_device(device, True)

@@ -5,6 +5,7 @@ import numpy as np
 import torch
 
 from core.metrics import duration
+from speech.code_cache import FRAME_RATE
 
 
 class Ends(NamedTuple):
@@ -35,6 +36,12 @@ class Sums(NamedTuple):
         counts = [torch.full((1,), count, dtype=torch.float64, device=losses.device)
                   for count in (self.audio_targets, self.text_targets)]
         return torch.cat([losses, *counts])
+
+    @classmethod
+    def of_batch(cls, audio, text, ends, batch):
+        """flat() of what the model returns for a batch."""
+        return cls(audio, text, ends, batch.counts["audio_targets"],
+                   batch.counts["text_targets"]).flat()
 
     @classmethod
     def size(cls, codebooks):
@@ -97,7 +104,8 @@ def step_work(config, table, samples, lora):
     pairs = int((lengths * (lengths + 1) // 2).sum())       # of causal attention
     flops = flops_per_pack(config, int(lengths.sum()), n_audio, n_text, pairs, lora)
     return {"audio_targets": n_audio, "text_targets": n_text, "tokens": int(lengths.sum()),
-            "samples": len(samples), "frames": int(table.frames[samples].sum()), "flops": flops}
+            "samples": len(samples), "audio_seconds": int(table.frames[samples].sum()) / FRAME_RATE,
+            "flops": flops}
 
 
 def train_line(step, total_steps, values):

@@ -68,6 +68,8 @@ class Speaker:
         writes to log, the others wait.
         """
         model.eval()
+        if world.is_main:
+            forget_later(self.output_dir, step)     # steps that come once more
         with gathered(model), autocast():
             values = dist.rank0(world, lambda: self.speak_all(
                 model.base_model, step, log, stop_requested))

@@ -349,7 +349,7 @@ def start(argv):
     model = v2.packed(net, args.gradient_checkpointing)
     if args.parallel != "ddp":
         dist.shard(model, v2.layers(native), world, args.bf16, args.reshard_after_forward, args.cpu_offload,
-                   args.shard_size, args.reduce_dtype)
+                   args.shard_size)
     model.to_empty(device="cpu")
     v2.reset_buffers(native, world.device)
     weights.load_weights(adapters.base_weights(net) if args.use_lora else dict(native.named_parameters()), parts, world)
