@@ -103,7 +103,7 @@ flag("--output_dir", "./output", "everything written goes here; shared by all no
 flag("--logging_dir", "./logs", "TensorBoard files go to a folder in here")
 flag("--logging_steps", 10, "optimizer steps between log lines")
 flag("--report_to", ["tensorboard"], f"{', '.join(cli.TRACKERS)} or none", nargs="+", metavar="NAME")
-flag("--wandb_project", "flat-trainers", "project at W&B and trackio")
+flag("--wandb_project", "flat-trainers", "project at W&B")
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
 flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 1/10)", type=int)
 flag("--save_total_limit", 3, "newest checkpoints kept besides the best, 0 = all")
@@ -152,7 +152,6 @@ from speech.loss import Sums, decays, eval_line, step_work, total_loss, train_li
 world, watch, work_dir = run.start(args)
 output_dir, main_rank, device = Path(args.output_dir), world.is_main, world.device
 ranks = args.dry_run or world.size
-args.compile = dist.choose_compile(world, args)
 # in which the model computes; what is trained stays in fp32
 dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
 
@@ -220,6 +219,7 @@ train_ids, eval_ids = usable_samples(
     output_dir=None if dry or not main_rank else args.output_dir)
 if args.tf32:       # only now: codes in the cache must not depend on it
     torch.set_float32_matmul_precision("high")
+args.compile = dist.choose_compile(world, args)
 if args.auto or dry:
     from speech import plan
     speakers = [speaker for speaker in (prompts, keep_loss) if speaker]

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from core import lifetime
 
-TRACKERS = ("tensorboard", "wandb", "trackio")      # of --report_to
+TRACKERS = ("tensorboard", "wandb")      # of --report_to
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 CONFIG = "run.yaml"     # in OUTPUT_DIR: the flags that repeat a run
 GIVE_WAY_S = 5          # seconds other ranks leave rank 0 to report a mistake

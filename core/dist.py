@@ -24,6 +24,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from dataclasses import dataclass
@@ -52,6 +53,17 @@ FAILED = "ranks that have failed"       # key in the store: a counter
 # Words of errors that say nothing but that another rank is gone
 COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset",
                      "Broken pipe", "TCPStore")
+
+# What errors without a file's name are about: {words in them: what to do}
+WORKERS = "or have no such processes (--num_workers 0, --preprocess_num_proc 0)"
+REMEDIES = {
+    "No space left on device": f"/dev/shm is full, where loader processes hand data over; make it "
+                               f"larger, as with docker run --shm-size=8g, {WORKERS}",
+    "unable to allocate shared memory": f"/dev/shm is full; make it larger, as with docker run "
+                                        f"--shm-size=8g, {WORKERS}",
+    "Too many open files": f"too many open files in /proc/self/fd; raise the limit (ulimit -n), {WORKERS}",
+    "AF_UNIX path too long": "{}: too long a path for the sockets of processes; set TMPDIR to a "
+                             "shorter one"}
 
 _world = None   # this process's World, for the error message
 
@@ -179,18 +191,12 @@ def report_error(kind, error, trace):
             wait_for_torchrun()
         if claim_error_report(store):
             print_error(error_text(f"error: {error}"))
-    elif isinstance(error, OSError) and error.filename and error.strerror:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+    elif words := what_the_machine_lacks(error):
         if claim_error_report(store):
-            mine = isinstance(error, PermissionError)
-            print_error(error_text(
-                f"error: {error.filename2 or error.filename} cannot be {'' if full else 'read or '}"
-                f"written ({error.strerror}{': this user may not' * mine})"))
+            print_error(error_text(f"error: {words}"))
     else:
         lost_peer = isinstance(error, dist.DistError) or any(
             word in str(error) for word in COLLECTIVE_ERRORS)
-        if lost_peer and lifetime.stop_requested():     # torchrun ends all, and names the dead rank
-            os._exit(1)
         if lost_peer:       # that rank's message, torchrun's or the watchdog's says more
             if lifetime.stop_requested():       # torchrun has asked already
                 kill_children()
@@ -205,6 +211,19 @@ def report_error(kind, error, trace):
     kill_children()
     if dist.is_initialized() or status not in (1, 130):
         os._exit(status)
+
+
+def what_the_machine_lacks(error):
+    """An error of the operating system in words, with the name of the file; None for others."""
+    for words, remedy in REMEDIES.items():      # in the text: torch's own have no errno
+        if words in str(error) and not getattr(error, "filename", None):
+            return remedy.format(tempfile.gettempdir())
+    if not isinstance(error, OSError) or not error.filename:
+        return None
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+    owner = ": this user may not" if isinstance(error, PermissionError) else ""
+    return (f"{error.filename2 or error.filename} cannot be {'' if full else 'read or '}written "
+            f"({error.strerror}{owner})")
 
 
 def kill_children():
@@ -287,27 +306,13 @@ def rank0(world, function, *args):
     return result
 
 
-def tree(rank, size):
-    """(parent, children) of a rank in a binomial tree over all ranks; rank 0's parent is None."""
-    children = []
-    while not rank >> len(children) & 1 and rank + (1 << len(children)) < size:
-        children.append(rank + (1 << len(children)))
-    return (rank & rank - 1 if rank else None), children
-
-
 def gather(world, value):
-    """Every rank's (picklable) value as a list in rank order on rank 0, None elsewhere.
-
-    Up a tree: rank 0 does not take a message from each of a thousand ranks.
-    """
-    found, box = {world.rank: value}, [None]
-    parent, children = tree(world.rank, world.size)
-    for child in children:
-        dist.recv_object_list(box, child, group=world.slow_group)
-        found |= box[0]
-    if parent is not None:
-        return dist.send_object_list([found], parent, group=world.slow_group)
-    return [found[rank] for rank in range(world.size)]
+    """Every rank's (picklable) value as a list in rank order on rank 0, None elsewhere."""
+    found = [None] * world.size if world.is_main else None
+    if world.size == 1:
+        return [value]
+    dist.gather_object(value, found, dst=0, group=world.slow_group)
+    return found
 
 
 def all_gather(world, value):

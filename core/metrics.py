@@ -1,6 +1,6 @@
 """Numbers of a run: written, read again, and what they say in words.
 
-metrics.jsonl always; TensorBoard, W&B and trackio when asked. In words, on the last line of a run:
+metrics.jsonl always; TensorBoard and W&B when asked. In words, on the last line of a run:
 
     verdict    validation loss was best at step 420 (4.8123) and 2.1 % higher at step 525 while the
                training loss fell: overfitting, take checkpoint-420; 90 % of the sample prompts ...
@@ -147,26 +147,8 @@ class StepTimer:
 # --------------------------------------------------------------------------------------------------
 # Written
 
-# TensorBoard's custom scalars: {group: {chart: patterns of its curves}}, the first to look at first
-BOARD = {"Loss": {"loss": ["(train|eval)/(loss|nll)$"],
-                  "audio": ["(train|eval)/audio_loss$"],
-                  "text": ["(train|eval)/text_loss$"],
-                  "codebooks": ["train/audio_loss_codebook_\\d+$"]},
-         "Speech": {"word errors": ["eval/(wer|cer)$"],
-                    "voice": ["eval/speaker_similarity$"],
-                    "ended by themselves": ["eval/stop_rate$"],
-                    "length": ["eval/length_ratio$"],
-                    "end of stream": ["(train|eval)/(eos_accuracy|stop_recall)$"]},
-         "Optimisation": {"learning rate": ["train/learning_rate$"],
-                          "gradient norm": ["train/grad_norm$"]},
-         "Speed and memory": {"throughput": ["train/throughput$"],
-                              "seconds a step": ["train/step_seconds$"],
-                              "waiting for data": ["train/data_wait_seconds$"],
-                              "memory": ["train/memory_gib$"]}}
-
-
 class MetricsLog:
-    """Rank 0's record of a run. Make it on rank 0 only. report_to: some of flags.TRACKERS.
+    """Rank 0's record of a run. Make it on rank 0 only. report_to: some of cli.TRACKERS.
 
     Lines of metrics.jsonl and TensorBoard points later than resumed_step (work lost in a crash) are
     dropped first, so no step stands there twice. A metrics.jsonl with other lines than ours is
@@ -193,27 +175,19 @@ class MetricsLog:
             self.path.write_bytes(b"")
         note_start(self.path.with_name("starts.jsonl"), resumed_step, config)
         self.file = open(self.path, "a", buffering=1)
-        self.board, self.runs = None, {}        # runs: {"wandb" or "trackio": (module, its run)}
+        self.board = self.wandb = None
         if "tensorboard" in report_to:
             with self.naming(logging_dir):
                 self.board = tensorboard(logging_dir, resumed_step, config)
-        # a resumed run goes on in the same run there, a new one does not
-        run_id = Path(output_dir) / "wandb_id"
-        online = {"wandb", "trackio"} & set(report_to)
-        if online and not (resumed_step and run_id.exists()):
-            name = uuid.uuid4().hex[:16]
-            checkpoint.write_atomically(run_id, lambda path: path.write_text(name))
-        name = Path(output_dir).resolve().name
-        if "wandb" in online:
+        if "wandb" in report_to:
+            # a resumed run goes on in the same run there, a new one does not
+            run_id = Path(output_dir) / "wandb_id"
+            if not (resumed_step and run_id.exists()):
+                checkpoint.write_text(run_id, uuid.uuid4().hex[:16])
             import wandb
-            self.runs["wandb"] = wandb, wandb.init(
-                project=project, dir=str(output_dir), config=config, resume="allow", name=name,
-                id=json_files.read_text(run_id))
-        if "trackio" in online:     # names are all it knows runs by
-            import trackio
-            self.runs["trackio"] = trackio, trackio.init(
-                project=project, name=f"{name}-{json_files.read_text(run_id)[:4]}", resume="allow",
-                config=json.loads(json.dumps(config, default=str)))
+            self.wandb = wandb.init(
+                project=project, dir=str(output_dir), config=config, resume="allow",
+                name=Path(output_dir).resolve().name, id=json_files.read_text(run_id))
 
     def write(self, step, values):
         """Record {name: number} at an optimizer step everywhere; in JSON nan and inf are null."""
@@ -225,8 +199,8 @@ class MetricsLog:
                 for name, value in values.items():
                     self.board.add_scalar(name, value, step)
                 self.board.flush()
-        for _, run in self.runs.values():
-            run.log(values, step=step)
+        if self.wandb:
+            self.wandb.log(values, step=step)
 
     def write_speech(self, step, name, wave, rate, picture):
         """A sound and its picture, to all but metrics.jsonl.
@@ -240,10 +214,11 @@ class MetricsLog:
                     self.board.add_audio(name, wave[None], step, rate)
                 self.board.add_image(f"{name}/mel", picture, step, dataformats="HWC")
                 self.board.flush()
-        for module, run in self.runs.values():
+        if self.wandb:
+            import wandb
             samples = (wave * 32767).astype("int16")    # floats would be made as loud as can be
-            sound = {name: module.Audio(samples, sample_rate=rate)} if len(wave) else {}
-            run.log({**sound, f"{name}/mel": module.Image(picture)}, step=step)
+            sound = {name: wandb.Audio(samples, sample_rate=rate)} if len(wave) else {}
+            self.wandb.log({**sound, f"{name}/mel": wandb.Image(picture)}, step=step)
 
     def close(self):
         """Flush and close every writer."""
@@ -251,8 +226,8 @@ class MetricsLog:
         self.file.close()
         if self.board:
             self.board.close()
-        for _, run in self.runs.values():
-            run.finish()
+        if self.wandb:
+            self.wandb.finish()
 
 
 def note_start(path, step, config):
@@ -271,7 +246,7 @@ def note_start(path, step, config):
 
 
 def tensorboard(logging_dir, resumed_step, config):
-    """A SummaryWriter with the charts of BOARD, whose points later than resumed_step are gone."""
+    """A SummaryWriter whose points later than resumed_step are gone."""
     from torch.utils.tensorboard import SummaryWriter
     show = threading.excepthook
 
@@ -281,9 +256,6 @@ def tensorboard(logging_dir, resumed_step, config):
 
     threading.excepthook = but_for_files
     board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
-    board.add_custom_scalars({
-        group: {chart: ["Multiline", patterns] for chart, patterns in charts.items()}
-        for group, charts in BOARD.items()})
     board.add_text("config", "```\n" + json.dumps(config, indent=1) + "\n```", resumed_step)
     return board
 

@@ -152,7 +152,7 @@ add("--logging_dir", default="./logs", help="TensorBoard files go to a folder in
 add("--logging_steps", type=int, default=10, help="optimizer steps between log lines")
 add("--report_to", nargs="+", default=["tensorboard"], metavar="NAME",
     help=f"beside metrics.jsonl: one or more of {', '.join(cli.TRACKERS)}, or none")
-add("--wandb_project", default="flat-trainers", help="project at W&B and trackio")
+add("--wandb_project", default="flat-trainers", help="project at W&B")
 add("--eval_steps", type=int, help="steps between validations, 0 = at the end (default: 1/5 of the run)")
 add("--save_steps", type=int, help="steps between checkpoints, 0 = at the end (default: 1/10 of it)")
 add("--save_total_limit", type=int, default=2, help="newest checkpoints kept beside the best, 0 = all")
@@ -255,8 +255,6 @@ watchdog.exit_if_asked(world, args.output_dir)      # by a signal during the imp
 ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
 main_rank, device = world.is_main, world.device
 dist.check_bf16(device, args.bf16)
-args.compile = dist.choose_compile(
-    world, args, "shapes change with --keep and a teacher" if args.keep or args.teacher_path else "")
 if args.float8:
     from core import float8
     float8.check_device(device, True)
@@ -320,6 +318,8 @@ def empty_model(folder):
 
 
 model, parts = empty_model(folder)
+args.compile = dist.choose_compile(
+    world, args, "shapes change with --keep and a teacher" if args.keep or args.teacher_path else "")
 if args.auto or dry:
     from distill import plan
     if args.auto and plan.choose(args, world, ranks, model, table.lengths[train_ids], table.targets[train_ids], kept):

@@ -2,7 +2,6 @@
 import json
 import math
 import re
-import sqlite3
 
 import numpy as np
 import pytest
@@ -31,20 +30,6 @@ def test_numbers_that_are_not_finite(tmp_path):
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row.get("train/loss", "none") for row in rows] == [3.0, 2.0, None, None, "none"]
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
-
-
-def test_tensorboard_has_a_layout_with_the_loss_first(tmp_path):
-    """Every curve of the charts in front, written once; dict order is what TensorBoard shows."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
-    log = MetricsLog(tmp_path, tmp_path / "board", "tensorboard", {})
-    log.write(1, {"train/loss": 2.0, "eval/loss": 3.0, "train/eos_loss": 1.0})
-    log.close()
-    board = EventAccumulator(str(tmp_path / "board")).Reload()
-    layout = Layout.FromString(board.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
-    assert layout.category[0].title == "Loss" and layout.category[0].chart[0].title == "loss"
-    first, = layout.category[0].chart[0].multiline.tag
-    assert [tag for tag in board.Tags()["scalars"] if re.search(first, tag)] == ["train/loss", "eval/loss"]
 
 
 def test_resumed_log_drops_what_a_crash_left_behind(tmp_path):
@@ -80,19 +65,10 @@ def wandb_of(folder):
         "samples/0" for path in media if b"RIFF" in path.read_bytes()]
 
 
-def trackio_of(folder):
-    with sqlite3.connect(next(folder.glob("trackio/*.db"))) as base:
-        rows = [(step, json.loads(text)) for step, text in base.execute("select step, metrics from metrics")]
-    return ({step: row["train/loss"] for step, row in rows if "train/loss" in row},
-            [name for _, row in rows for name, value in row.items() if isinstance(value, dict) and
-             value["_type"] == "trackio.audio"])
-
-
-@pytest.mark.parametrize("names", [["tensorboard"], ["wandb", "tensorboard"], ["trackio", "tensorboard"]], ids=str)
+@pytest.mark.parametrize("names", [["tensorboard"], ["wandb", "tensorboard"]], ids=str)
 def test_every_tracker_gets_numbers_and_speech_offline(tmp_path, monkeypatch, names):
     """Real clients without a network; the second start goes on in the same run."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))        # which trackio reads when it is imported
     for name in names:
         pytest.importorskip(name, reason=f"{name} is not installed")
     for start in (0, 2):
@@ -103,7 +79,7 @@ def test_every_tracker_gets_numbers_and_speech_offline(tmp_path, monkeypatch, na
         record.write_speech(step, "samples/1", np.zeros(0, np.float32), 24000, np.zeros((4, 6, 3), np.uint8))
         record.close()
     for name in names:
-        losses, sounds = {"tensorboard": board_of, "wandb": wandb_of, "trackio": trackio_of}[name](tmp_path)
+        losses, sounds = {"tensorboard": board_of, "wandb": wandb_of}[name](tmp_path)
         assert losses == pytest.approx({1: 1.0, 2: 0.5, 3: 1 / 3}) and set(sounds) == {"samples/0"}, name
     assert ((tmp_path / "wandb_id").exists()) == (names != ["tensorboard"])
 
