@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from common import checkpoint, distributed
+from core import checkpoint, dist
 from core.problems import Problems
 from core import loading
 from speech import choices
 from speech.builder import TableBuilder
-from speech.dataset import Encoding, Table, ensure_codes, is_prepared, keep_prepared
+from speech.dataset import TABLE, Encoding, Table, ensure_codes, is_prepared, keep_prepared, new_table
 from speech.rows import Reading, Sources, read_all
 from speech.labels import IGNORE, PackedBatch, audio_targets
 
@@ -48,7 +48,7 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
         return open_prepared(world, sources, tokenizer, ids, encoding.codec_dir, output_dir)
     builder, parts = None, []
     start, bad = time.monotonic(), {}        # bad: clips that cannot be used, on rank 0
-    folder = checkpoint.new_table(output_dir)       # the other ranks learn rank 0's from write()
+    folder = new_table(output_dir)       # the other ranks learn rank 0's from write()
     problems = Problems(sources.drop, None if dry else output_dir)
 
     def settle(found):
@@ -59,7 +59,7 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
         nonlocal builder, parts
         keep_prepared(output_dir)
         # a running job keeps what it has mapped
-        checkpoint.remove_named(output_dir, checkpoint.TABLE)
+        checkpoint.remove_named(output_dir, TABLE)
         builder = TableBuilder(tokenizer, ids, folder)
         parts = read_all(builder, sources, problems, folder=os.path.join(output_dir, "data"))
         # a dry run names bad rows and bad audio at once, a run ends at bad rows before it encodes
@@ -81,13 +81,13 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
         return folder
 
     try:
-        distributed.rank0_first(world, read)
+        dist.rank0(world, read)
         if dry:
             from speech.encode import plan_codes
             codes = plan_codes(builder.clips, encoding, bad)
         else:
             codes = ensure_codes(world, builder.clips if builder else [], encoding, bad)
-        return Table(distributed.rank0_first(world, write))
+        return Table(dist.rank0(world, write))
     except BaseException:
         if world.is_main:
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,34 +1,55 @@
-"""LoRA on Higgs-Audio V2: which layers get adapters; the files are PEFT's own format. And commands:
+"""LoRA on Higgs-Audio: which layers get adapters. And two commands on what was trained:
 
     python lora.py merge --model_path BASE --adapter out/checkpoint-500 --output_dir merged
     python lora.py export --model_path BASE --adapter out/checkpoint-500 --output_dir served
     python lora.py export --model_path full/checkpoint-500 --output_dir served
-    python lora.py push --adapter out/checkpoint-500 --output_dir card --repo_id me/voice --dry_run
 
-merge writes a native checkpoint, export one of an adapter or of a full fine-tuning in the 2025
-layout, push uploads to the hub (speech/export.py, card.py).
+merge folds an adapter into its base and writes a native checkpoint; export writes the layout that
+other code serves, of an adapter or of a full fine-tuning (speech/export.py). Adapter files are
+PEFT's own format.
 """
-from common import flags
+from core import cli
+from core.cli import require
+from speech import choices
 from speech.choices import LORA_TARGETS
 
 
 def build_parser():
-    """The flags of the commands. Training, which adds adapters, has none of them."""
-    from speech import export_flags
-    return export_flags.build_parser()
+    p = cli.Parser("Write a Higgs-Audio checkpoint again, an adapter folded in or not.")
+    p.usage = "%(prog)s {merge,export} [--flag value ...]"
+    p.add_argument("command", choices=["merge", "export"],
+                   help="merge: adapter and base into a native checkpoint; export: for other code")
+    p.flag("--model_path", None, "base model, or full fine-tuning's checkpoint", required=True)
+    p.flag("--adapter", None, "folder with adapter_model.safetensors; merge needs one")
+    p.flag("--output_dir", None, "new folder for the checkpoint", required=True)
+    p.flag("--format", None, "layout to write: native (default of merge), or 2025 for boson-ai's "
+           "own code (default of export)", choices=("native", "2025"))
+    p.flag("--dtype", None, "of the weights (default: float32 with an adapter, else the source's); "
+           "bfloat16 halves the size and rounds part of an update away",
+           choices=("float32", "bfloat16"))
+    choices.base_dtype(p, "nf4: round the base as the adapter's run did")
+    p.flag("--max_shard_gb", 5.0, "largest weight file in GB, so also the memory this takes")
+    p.flag("--audio_tokenizer_path", None, "codec that the native processor names, folder or hub "
+           "name (default: what the base names); of TTS 3: the codec to put inside")
+    return p
 
 
 def check_flags(args, world_size):
-    from speech import export_flags
-    export_flags.check_flags(args, world_size)
+    """Raise UserError for flags that do not go together; fill in --format and --base_dtype."""
+    args.format = args.format or ("native" if args.command == "merge" else "2025")
+    require(args.command == "export" or args.adapter,
+            "merge needs --adapter FOLDER; to convert a checkpoint without one: lora.py export")
+    choices.check_base_dtype(args)
+    require(not args.base_dtype or args.adapter, "--base_dtype nf4 needs --adapter")
+    require(args.max_shard_gb > 0, f"--max_shard_gb is {args.max_shard_gb}; it must be above 0")
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
-ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+args = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import torch
 
-from common.distributed import UserError, one_clear_error
+from core import dist
 from speech import versions
 
 # after speech.weights, which explains a torchaudio that breaks every transformers import
@@ -44,15 +65,14 @@ def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kin
     target matches nothing.
     """
     whole = versions.module(model.config).WHOLE_MODULES
-    if table and not whole:
-        raise UserError("--train_audio_table is for Higgs TTS 3; of V2 --freeze_llm trains audio "
-                        "embedding and head")
+    require(whole or not table, "--train_audio_table is for Higgs TTS 3; of V2 --freeze_llm trains "
+            "audio embedding and head")
     names = LORA_TARGETS.get(targets) or [t.strip() for t in targets.split(",") if t.strip()]
     linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     for name in names or [targets]:     # nothing but commas is a target that matches nothing
-        if not any(n == name or n.endswith("." + name) for n in linear):
-            raise UserError(f"--lora_target_modules {name!r} matches no linear layer; use one of "
-                            f"{', '.join(LORA_TARGETS)} or endings such as audio_mlp.gate_proj")
+        require(any(n == name or n.endswith("." + name) for n in linear),
+                f"--lora_target_modules {name!r} matches no linear layer; use one of "
+                f"{', '.join(LORA_TARGETS)} or endings such as audio_mlp.gate_proj")
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names,
                         bias="none", modules_to_save=list(whole) if table else None, **kinds)
     net = adapters.attach(model, config, base_name)
@@ -61,29 +81,10 @@ def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kin
     return net
 
 
-def merge(model_path, adapter, output_dir, dtype="float32", shard_bytes=5 * 10**9, layout="native",
-          codec=None, base_dtype=None):
-    """Fold an adapter, or none, into its base and write a plain checkpoint: export.export."""
-    from speech import export
-    return export.export(model_path, output_dir, layout, dtype, shard_bytes, adapter, codec, base_dtype)
-
-
-def main(argv=None):
-    args = ARGS or flags.parse(build_parser(), check_flags, argv)
-    with one_clear_error():
-        if args.command == "push":
-            from speech import card
-            notes = card.write(args.adapter or args.model_path, args.output_dir, args.repo_id,
-                               args.base_model, args.language)
-            print(f"{args.repo_id}: {args.output_dir}", *notes, sep="\n  ")
-            if not args.dry_run:
-                print(f"uploaded: {card.upload(args.output_dir, args.repo_id, args.private)}")
-            return
-        notes = merge(args.model_path, args.adapter, args.output_dir, args.dtype,
-                      int(args.max_shard_gb * 1e9), args.format, args.audio_tokenizer_path,
-                      args.base_dtype)
-        print(f"checkpoint: {args.output_dir}", *notes, sep="\n  ")
-
-
 if __name__ == "__main__":
-    main()
+    dist.single_process()
+    from speech.export import export
+    lines = export(args.model_path, args.output_dir, args.format, args.dtype,
+                   int(args.max_shard_gb * 1e9), args.adapter, args.audio_tokenizer_path,
+                   args.base_dtype)
+    print(f"checkpoint: {args.output_dir}", *lines, sep="\n  ")

@@ -79,6 +79,11 @@ def write_text(path, text):
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
+def write_json(path, value):
+    """Write a value as indented JSON, atomically."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
 def remove_named(folder, *patterns):
     """Delete what has a whole name that matches a pattern; [names gone]. NFS keeps open files."""
     gone = []

@@ -117,6 +117,15 @@ def print_error(text, short=""):
             os.replace(f"{path}.new", path)
 
 
+def fail(message, status=1):
+    """End this process with one line, which rank 0 prints."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(GIVE_WAY_S)
+        sys.exit(status)
+    print_error(error_text(f"error: {message}"))
+    sys.exit(status)
+
+
 def notice(text):
     """Say something about the run once, on rank 0."""
     if os.environ.get("RANK", "0") == "0":
@@ -135,6 +144,12 @@ def problem_text(lines, shown=20, total=None):
         return lines[0]
     more = [f"  ... and {total - shown} more"] if total > shown else []
     return "\n".join([f"{total} problems:"] + [f"  {line}" for line in lines[:shown]] + more)
+
+
+def require_package(name, purpose, install=None):
+    """UserError that says how to install a package that is missing. purpose: what needs it."""
+    require(importlib.util.find_spec(name),
+            f"{purpose}: the package {name} is missing: pip install {install or name}")
 
 
 def without_secrets(value):
@@ -247,11 +262,7 @@ def parse(parser, check=None, argv=None):
             lifetime.catch_signals()
         return args
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print_error(error_text(f"error: {error}"))
-        else:
-            time.sleep(GIVE_WAY_S)
-        sys.exit(status)
+        fail(error, status)
 
 
 def report_interrupt(kind, *error):

@@ -45,7 +45,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from core import lifetime
-from core.cli import UserError, counted, error_text, print_error, printable
+from core.cli import UserError, counted, error_text, print_error, printable, problem_text
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
 LATER_S = 30    # a collective may outlive its limit by this: the watchdog names who hangs first
@@ -198,7 +198,7 @@ def report_error(kind, error, trace):
         lost_peer = isinstance(error, dist.DistError) or any(
             word in str(error) for word in COLLECTIVE_ERRORS)
         if lost_peer:       # that rank's message, torchrun's or the watchdog's says more
-            if lifetime.stop_requested():       # torchrun has asked already
+            if lifetime.stop_requested():       # torchrun ends all, and names the dead rank
                 kill_children()
                 os._exit(1)
             wait_for_torchrun(2 * GRACE_S)
@@ -321,6 +321,14 @@ def all_gather(world, value):
     if world.size > 1:
         dist.broadcast_object_list(box, src=0, group=world.slow_group)
     return box[0]
+
+
+def raise_problems(world, problems):
+    """Raise UserError with the problem lines of all ranks, if any has one. Collective."""
+    if lines := list(dict.fromkeys(sum(all_gather(world, problems), []))):
+        if not world.is_main:
+            exit_quietly()
+        raise UserError(problem_text(lines))
 
 
 def barrier(world):

@@ -355,27 +355,20 @@ def loss_clause(rows):
 
 def understood(share):
     """A word error rate in words."""
-    word = "not understood"
-    if share <= PARTLY:
-        word = "understood" if share <= UNDERSTOOD else "partly understood"
-    return f"speech is {word} (word errors {percent(share)})"
+    how = "" if share <= UNDERSTOOD else "partly " if share <= PARTLY else "not "
+    return f"speech is {how}understood (word errors {percent(share)})"
 
 
 def speech_clauses(rows, evaluations):
     """What the last sample prompts say, and what evaluations heard."""
-    stops, errors = curve(rows, "eval/stop_rate"), curve(rows, "eval/wer")
-    voices = curve(rows, "eval/speaker_similarity")
+    stops = curve(rows, "eval/stop_rate")
     judged = [(PurePath(found["name"]).name, share) for found in evaluations
               if (share := found["metrics"].get("wer")) is not None and math.isfinite(share)]
     clauses = []
     if stops:
         clauses.append(f"{percent(stops[-1][1])} of the sample prompts ended by themselves")
-        if not errors and not judged:
-            clauses.append("whether they are understood was not measured (--asr_model)")
-    if errors:
-        clauses.append(understood(errors[-1][1]))
-    if voices:
-        clauses.append(f"likeness to the reference voice {voices[-1][1]:.2f}")
+        if not judged:
+            clauses.append("whether they are understood was not measured (evaluate_tts.py)")
     return clauses + [f"{name}: {understood(share)}" for name, share in judged]
 
 

@@ -330,15 +330,15 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
     return writes
 
 
-def save(tensors, path, about=None):
+def save(tensors, path, about=None, write=save_file):
     """Write a safetensors file with the mode of any new file; the library's is its owner's alone.
 
-    about: {str: str} for its header.
+    about: {str: str} for its header. write: safetensors' function for the kind of tensors.
     """
     open(path, "wb").close()
     mode = os.stat(path).st_mode        # as umask and folder have it
     try:
-        save_file(tensors, path, about or {"format": "pt"})
+        write(tensors, path, about or {"format": "pt"})
     except SafetensorError as error:    # of a full disk, too, without the name of the file
         raise OSError(f"{Path(path).name}: {error}")
     os.chmod(path, stat.S_IMODE(mode))

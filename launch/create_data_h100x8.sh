@@ -7,7 +7,7 @@
 # OUTPUT is ./data/prompt_distillation_lang.jsonl by default; it appears when every line is finished.
 # TP is 4 by default; 1 suits a 30B-A3B teacher in bf16 on 80 GB as well. DRY_RUN=1 checks, prints
 # the commands and ends. Ctrl-C, SIGTERM or a dying instance leave no process and lose nothing that
-# was finished: run the same command again, also with another TP.
+# was finished: rerun the same command to resume, also with another TP.
 set -euo pipefail
 LAUNCHER=create_data_h100x8
 
@@ -25,19 +25,17 @@ GPUS=${GPUS:-$(count_gpus)}             # GPUs to use
 MAX_RESTARTS=${MAX_RESTARTS:-2}         # of each instance that fails
 RESTART_S=${RESTART_S:-10}              # seconds before that
 STOP_S=${STOP_S:-60}                    # seconds that instances get to end; then they are killed
-LOG_EVERY_S=${LOG_EVERY_S:-30}          # seconds between looks at how far they are
+LOG_EVERY_S=${LOG_EVERY_S:-30}          # seconds between progress lines
 DRY_RUN=${DRY_RUN:-0}                   # 1: check, print the commands, end
 known=(MODEL PP MAX_MODEL_LEN ENGINE GPUS RESTART_S STOP_S LOG_EVERY_S)
 OTHERS='' known_settings                # those of the student may be set for both launchers
-
-# -- checks ----------------------------------------------------------------------------------------
 
 given=()
 while [ $# -gt 0 ] && [ ${#given[@]} -lt 3 ] && [[ $1 != -* ]]; do given+=("$1"); shift; done
 input=${given[0]:-} output=${given[1]:-./data/prompt_distillation_lang.jsonl} tp=${given[2]:-4}
 [ -n "$input" ] || die "INPUT is not set: $LAUNCHER.sh INPUT [OUTPUT [TP]], a line each"
 case $tp in 1 | 2 | 4 | 8) ;; *) die "TP is '$tp': 1, 2, 4 or 8" ;; esac
-[[ $PP =~ ^[1-9][0-9]*$ ]] || die "PP=$PP: a number from 1 on"
+need_number PP
 [[ $GPUS =~ ^[1-9][0-9]*$ ]] || die "$HOSTNAME has $GPUS GPUs; set GPUS"
 [ $((GPUS % (tp * PP))) = 0 ] ||
     die "$GPUS GPUs cannot be shared out to instances of TP $tp x PP $PP (GPUS)"
@@ -65,68 +63,59 @@ fi
 
 # -- instances -------------------------------------------------------------------------------------
 
-# What belongs to an instance is known by a mark in its environment, or by its process group: vLLM's
-# processes empty their environment.
-mark=LABEL_INSTANCE=$$-$RANDOM$RANDOM
-logs=$output.work stop=$output.work/stop-${mark#*=}
+logs=$output.work mark=LABELS=$HOSTNAME-$$ pids=() tries=() failed=() asked='' deadline=0
 mkdir -p "$logs"
-find "$logs" -name 'stop-*' -mmin +60 -delete      # of killed runs; a younger one may be read yet
 
-instance() {        # NUMBER: start it until it ends well, has failed too often or is to stop
-    local tries=0 status pid
-    until [ -e "$stop" ]; do
-        status=0
-        set -m
-        env "$mark.$1" CUDA_VISIBLE_DEVICES="$(slice "$1")" "${command[@]}" \
-            --shard "$1/$instances" </dev/null >>"$logs/instance-$1.log" 2>&1 &
-        pid=$!
-        set +m
-        wait "$pid" || status=$?
-        kill -KILL -- "-$pid" 2>/dev/null || true       # what it left would keep its GPUs
-        end_all "$mark\.$1"
-        if [ $status = 0 ] || [ -e "$stop" ]; then break; fi
-        say "instance $1 ended with status $status: $(tail -n 1 "$logs/instance-$1.log")"
-        if [ $((tries++)) -ge "$MAX_RESTARTS" ]; then return 1; fi
-        say "instance $1 starts again in $RESTART_S s ($tries of $MAX_RESTARTS)"
-        sleep "$RESTART_S"
-    done
+start() {           # NUMBER, in a process group of its own, which Ctrl-C does not reach
+    set -m
+    "${tied[@]}" env "$mark.$1" CUDA_VISIBLE_DEVICES="$(slice "$1")" "${command[@]}" \
+        --shard "$1/$instances" </dev/null >>"$logs/instance-$1.log" 2>&1 &
+    pids[$1]=$!
+    set +m
 }
 
-# shellcheck disable=SC2317,SC2329     # supervise and guard call these
-run_all() {
-    local i pids=() failed=() progress quiet
-    for ((i = 0; i < instances; i++)); do instance $i & pids+=($!); done
-    exec {quiet}<> <(:)     # nothing to read: to wait without a process
-    while ! read -rt "$LOG_EVERY_S" <&"$quiet"; do
+stop() {            # SIGNAL; a second one ends the waiting
+    deadline=$((asked ? 0 : SECONDS + STOP_S)) asked=$1
+    kill -TERM "${pids[@]}" 2>/dev/null || true
+}
+for signal in TERM HUP INT; do
+    # shellcheck disable=SC2064
+    trap "stop $(kill -l $signal)" $signal
+done
+
+say "$instances instances of TP $tp x PP $PP on ${devices[*]:0:GPUS}; logs $logs/instance-*.log"
+for ((i = 0; i < instances; i++)); do start $i; done
+next=$LOG_EVERY_S
+while [ ${#pids[@]} -gt 0 ]; do
+    sleep 0.5 & wait $! || true         # a signal ends wait
+    if ((!asked && SECONDS >= next)); then
+        next=$((SECONDS + LOG_EVERY_S))
         for i in "${!pids[@]}"; do
             say "instance $i: $(grep '^lines ' "$logs/instance-$i.log" | tail -n 1)"
         done
-    done &
-    progress=$!
-    for i in "${!pids[@]}"; do wait "${pids[i]}" || failed+=("$i"); done
-    kill -KILL $progress
-    [ ${#failed[@]} = 0 ] ||
-        die "instances ${failed[*]} failed; finished lines are kept, the same command goes on"
-}
-# shellcheck disable=SC2317,SC2329
-end() { touch "$stop"; end_all "$mark\.[0-9]+"; }
-# shellcheck disable=SC2046,SC2317,SC2329
-ask() {             # twice: STOP_S are over
-    if [ -e "$stop" ]; then end; fi
-    touch "$stop"
-    kill -TERM $(left "$mark\.[0-9]+")
-}
-
-say "$instances instances of TP $tp x PP $PP on ${devices[*]:0:GPUS}; logs $logs/instance-*.log"
-guard "$mark\.[0-9]+" "$STOP_S" ask
-status=0 REPEAT_S=$STOP_S
-supervise ask end run_all || status=$?
-kill -KILL -- "-$guard"
-rm -f "$stop"
-if [ -n "$asked" ]; then
-    say "finished lines are kept, the same command goes on"
-    exit $((128 + $(kill -l "$asked")))
+    fi
+    for i in "${!pids[@]}"; do
+        if kill -0 "${pids[i]}" 2>/dev/null && ! ((asked && SECONDS >= deadline)); then continue; fi
+        # what it left would keep its GPUs; vLLM's processes empty their environment
+        kill -KILL -- "-${pids[i]}" 2>/dev/null || true
+        kill_marked "$mark.$i"
+        status=0
+        wait "${pids[i]}" || status=$?
+        unset "pids[i]"
+        if [ $status = 0 ] || ((asked)); then continue; fi
+        say "instance $i ended with status $status: $(tail -n 1 "$logs/instance-$i.log")"
+        if ((tries[i] >= MAX_RESTARTS)); then failed+=("$i"); continue; fi
+        tries[i]=$((tries[i] + 1))
+        say "instance $i starts again in $RESTART_S s (${tries[i]} of $MAX_RESTARTS)"
+        sleep "$RESTART_S"
+        ((asked)) || start "$i"
+    done
+done
+if ((asked)); then
+    say "finished lines are kept; rerun the same command to resume"
+    exit $((128 + asked))
 fi
-[ $status = 0 ] || exit $status
-trap - USR1 TERM HUP INT    # else what follows would ignore them
+[ ${#failed[@]} = 0 ] ||
+    die "instances ${failed[*]} failed; finished lines are kept; rerun the same command to resume"
+trap - TERM HUP INT
 exec "${command[@]}"        # all lines are finished: merges them, without a teacher

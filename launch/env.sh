@@ -14,18 +14,22 @@ done
 say() { echo "${LAUNCHER:-launch}: $*" >&2; }
 die() { say "error: $*"; exit 1; }
 need_file() { [ -e "$1" ] || die "${2:-$1}: no such file: $1"; }
+need_number() {     # NAME...: each variable is empty or a whole number >= 1
+    local name
+    for name; do
+        [[ -z ${!name} || ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name}: a number from 1 on"
+    done
+}
 
-# A command as it may be printed and kept: without names and passwords in addresses.
+# Print a command for logs, without names and passwords in addresses.
 shown() { printf '%q ' "$@" | sed -E 's,://[^/?# ]*@,://,g'; }
 
 # The GPUs torch will see: those the driver lists, or fewer when CUDA_VISIBLE_DEVICES says so.
 count_gpus() {
-    local listed=0 visible=()
-    if command -v nvidia-smi >/dev/null; then
-        listed=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
-    fi
+    local listed visible=()
+    listed=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
     IFS=, read -ra visible <<<"${CUDA_VISIBLE_DEVICES-}"
-    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ] && [ "${#visible[@]}" -lt "$listed" ]; then
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ] && [ ${#visible[@]} -lt "$listed" ]; then
         listed=${#visible[@]}
     fi
     echo "$listed"
@@ -36,40 +40,32 @@ count_cpus() {
     echo "${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-$(env -u OMP_NUM_THREADS nproc)}}"
 }
 
-need_free_port() {
-    if (exec 3<>"/dev/tcp/localhost/$1") 2>/dev/null; then
-        die "port $1 on $(hostname) is in use; set MASTER_PORT to another one"
-    fi
+# -- flags and settings ----------------------------------------------------------------------------
+
+has_flag() {        # has_flag --output_dir "$@"
+    local word
+    for word in "${@:2}"; do case $word in "$1" | "$1="*) return 0 ;; esac; done
+    return 1
 }
 
 # flag_value --output_dir ./output "$@": the flag's last value in a command line, else in its
 # --config FILE, else the default.
 flag_value() {
     local flag=$1 value=$2 file='' given=''
-    shift 2
-    while [ $# -gt 0 ]; do
-        case $1 in
-        "$flag") given=1 value=${2:-} ;;
-        "$flag="*) given=1 value=${1#*=} ;;
-        --config) file=${2:-} ;;
-        --config=*) file=${1#*=} ;;
+    for ((i = 3; i <= $#; i++)); do
+        case ${!i} in
+        "$flag") given=1 value=${*:i+1:1} ;;
+        "$flag="*) given=1 value=${!i#*=} ;;
+        --config) file=${*:i+1:1} ;;
+        --config=*) file=${!i#*=} ;;
         esac
-        shift
     done
-    if [ -z "$given" ] && [ -f "$file" ] && grep -q "^${flag#--}:" "$file"; then
+    if [ -z "$given" ] && grep -qs "^${flag#--}:" "$file"; then
         value=$(sed -n "s/^${flag#--}:[[:space:]]*//p" "$file" |
             sed "s/[[:space:]]*#.*//; s/^[\"']\(.*\)[\"']\$/\1/")
     fi
     echo "$value"
 }
-
-has_flag() {        # has_flag --output_dir "$@"
-    local flag=$1 word
-    for word in "${@:2}"; do case $word in "$flag" | "$flag="*) return 0 ;; esac; done
-    return 1
-}
-
-# -- settings of a launcher ------------------------------------------------------------------------
 
 # The launcher's arguments; the names of its settings; what goes to its trainer; defaults of a
 # launcher that runs another one.
@@ -87,10 +83,9 @@ setting() {
         if [ $# -gt 2 ] && has_flag --config "${arguments[@]}"; then printf -v "$1" %s ''; fi
     fi
     for flag in "${@:3}"; do
-        if has_flag "$flag" "${arguments[@]}"; then
-            [ -z "$set" ] || die "$1 is set and $flag is given: leave one of them out"
-            return 0
-        fi
+        has_flag "$flag" "${arguments[@]}" || continue
+        [ -z "$set" ] || die "$1 is set and $flag is given: leave one of them out"
+        return 0
     done
     if [ $# = 2 ] || [ "$3" = - ] || [ -z "${!1}" ]; then return 0; fi
     if [ $# = 4 ] && [ -d "${!1}" ]; then flag=$4; else flag=$3; fi
@@ -108,14 +103,12 @@ OTHERS="BATCH BATCH_SIZE BLOCK_SIZE CODEC DATA DATA_PATH EPOCHS EVAL_STEPS GLOBA
 known_settings() {
     local name near
     for name in $OTHERS; do
-        case " ${known[*]} " in *" $name "*) continue ;; esac
-        [ -z "${!name+set}" ] ||
-            die "$name=${!name}: not a setting of this launcher; it has ${known[*]}"
+        if [ -z "${!name+set}" ] || [[ " ${known[*]} " = *" $name "* ]]; then continue; fi
+        die "$name=${!name}: not a setting of this launcher; it has ${known[*]}"
     done
     near=$(compgen -e | python3 -ISc 'import difflib, sys
-for name in sys.stdin.read().split():
-    if name not in (*sys.argv, "RANK", "TOKEN"):        # those are other programs
-        for near in difflib.get_close_matches(name, sys.argv[1:], 1, 0.85): print(name, near)' \
+for name in set(sys.stdin.read().split()) - {*sys.argv, "RANK", "TOKEN"}:  # of other programs
+    for near in difflib.get_close_matches(name, sys.argv[1:], 1, 0.85): print(name, near)' \
         "${known[@]}" VENV CONDA_ENV NPROC_PER_NODE MASTER_PORT PORT_BASE MAX_RESTARTS \
         MAX_REQUEUES LOG_DIR DRY_RUN SRUN_ARGS MIN_GPUS 2>/dev/null) || near=''
     [ -z "$near" ] || die "${near%% *} is set, which is not a setting; the nearest is ${near##* }"
@@ -126,7 +119,7 @@ for name in sys.stdin.read().split():
 translate() {
     local argument key flag value
     arguments=()
-    for argument in "$@"; do
+    for argument; do
         key=${argument%%=*} key=${key##*+} value=${argument#*=} flag=''
         if [[ $argument == *=* && $key == [a-z]* ]]; then
             flag=${overrides[$key]:-}
@@ -138,7 +131,7 @@ translate() {
         --bf16=bf* | --bf16=16*) value=true ;;
         --bf16=fp32 | --bf16=float32 | --bf16=32*) value=false ;;
         --attn_backend=flash_attn)
-            say "$argument: flash attention has no masks of blocks; flex is used"
+            say "$argument: flash attention has no block masks; using flex"
             value=flex ;;
         esac
         arguments+=("$flag" "$value")
@@ -155,7 +148,7 @@ read_switches() {
     if [ -n "${REPORT_TO:-}" ]; then switches+=(--report_to "${reports[@]}"); fi
     case $LORA in
     1) switches+=(--use_lora) ;;
-    0) has_flag --auto "${switches[@]}" || [ -z "$1" ] || switches+=("$@") ;;
+    0) has_flag --auto "${switches[@]}" || switches+=("$@") ;;
     '') ;;                      # --config says
     *) die "LORA=$LORA: 1 or 0" ;;
     esac
@@ -170,17 +163,6 @@ sys.exit(not all(map(u.find_spec, sys.argv[1:])))' "${@:2}" 2>/dev/null
 }
 
 has_conda_env() { command -v conda >/dev/null && conda env list | grep "^$1 " >/dev/null; }
-
-# Prints torch's folder; false if that torch can use no GPU. An import would take seconds.
-torch_for_gpus() {
-    python -c 'import importlib.util as u, pathlib, runpy, sys
-spec = u.find_spec("torch")
-if not spec: sys.exit()
-folder = pathlib.Path(spec.origin).parent
-print(folder)
-built = runpy.run_path(folder / "version.py")
-sys.exit(not any(built.get(name) for name in ("cuda", "hip", "xpu")))'
-}
 
 # use_environment PROGRAM PACKAGE...: activate VENV, or CONDA_ENV; with neither the environment of
 # this shell if it has all that is named, else the .venv of launch/setup.sh. VENV=none: as it is.
@@ -207,7 +189,7 @@ use_environment() {
 
 # -- settings for torch ----------------------------------------------------------------------------
 
-# Segments that grow fit batches of changing length without fragments; CUDA 12's older name of the
+# Growing segments fit batches of changing length without fragments. CUDA 12's older name of the
 # variable wins if it is set. Not set here: TORCH_NCCL_ASYNC_ERROR_HANDLING (its default ends a rank
 # whose collective failed; the 1 of older advice can block the dump below) and
 # CUDA_DEVICE_MAX_CONNECTIONS (1 is for tensor parallelism; DDP and FSDP lose overlap).
@@ -233,39 +215,26 @@ export PYTHONUNBUFFERED=1                           # a killed process's last wo
 
 REPEAT_S=${REPEAT_S:-5}  # seconds until a request to stop is repeated: a starting trainer misses it
 
-# runs PID: is it there? A killed process keeps its number until its parent asks how it ended.
-runs() {
-    local stat
-    { read -r stat <"/proc/$1/stat"; } 2>/dev/null && stat=${stat##*) } && [ "${stat%% *}" != Z ]
+# In front of a command: the kernel sends it SIGTERM when this shell is killed.
+# shellcheck disable=SC2034
+tied=(python3 -ISc 'import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15)      # PR_SET_PDEATHSIG, SIGTERM
+os.execvp(sys.argv[1], sys.argv[1:])')
+
+# kill_marked NAME=VALUE: kill every process with this in its environment, in whatever session; again,
+# for one that was just being started.
+kill_marked() {
+    local pids
+    for _ in 1 2 3; do      # grep fails for processes that ended meanwhile
+        pids=$(grep -lszxF "$1" /proc/[0-9]*/environ | cut -d/ -f3) || true
+        # shellcheck disable=SC2086
+        kill -KILL $pids 2>/dev/null || break
+    done
 }
 
-# left NAME=PATTERN: pids of what has this mark in its environment, whatever session it is in.
-# grep fails for processes that ended meanwhile.
-left() {
-    env -u "${1%%=*}" grep -lszxE "$1" /proc/[0-9]*/environ | env -u "${1%%=*}" cut -d/ -f3 || true
-}
-
-# end_all NAME=PATTERN: kill what has the mark; again, for what was just being started.
-# shellcheck disable=SC2046
-end_all() { for _ in 1 2 3; do kill -KILL $(left "$1") 2>/dev/null || break; done; }
-
-# guard NAME=PATTERN SECONDS [COMMAND...]: should this shell be killed, run the command, give what
-# has the mark so many seconds, then kill it. Call it before the mark is exported.
-guard() {
-    set -m
-    (trap '' USR1 TERM HUP INT
-     while runs $$; do sleep 0.3; done
-     if [ $# -gt 2 ]; then "${@:3}" || true; fi
-     for ((i = 0; i < $2; i++)); do [ -n "$(left "$1")" ] || exit 0; sleep 1; done
-     end_all "$1") </dev/null >/dev/null 2>&1 &
-    guard=$!
-    disown "$guard"
-    set +m
-}
-
-# supervise ASK END COMMAND...: run the command or function, wait for it, return its status. USR1,
-# TERM, HUP and a first INT become ASK PID, repeated until it ends; a second INT becomes END PID.
-# $asked is the first.
+# supervise ASK END COMMAND...: run the command, wait for it, return its status. USR1, TERM, HUP and
+# a first INT become ASK PID, repeated until it ends; a second INT becomes END PID. $asked is the
+# first signal.
 supervise() {
     local ask=$1 end=$2 pid='' early='' reminder='' status signalled
     shift 2
@@ -278,9 +247,9 @@ supervise() {
         elif [ -z "$asked" ]; then
             asked=$1
             say "$1: asking what runs to save and stop"
-            set -m
+            set -m          # a process group, so that its sleep ends with it; bounded, as we may die
             (trap '' USR1 TERM HUP INT
-             while runs $$; do "$ask" "$pid" || true; sleep "$REPEAT_S"; done) 2>/dev/null &
+             for _ in {1..200}; do "$ask" "$pid" || true; sleep "$REPEAT_S"; done) 2>/dev/null &
             reminder=$!
             disown "$reminder"
             set +m
@@ -291,8 +260,7 @@ supervise() {
     trap 'stop HUP' HUP
     trap 'if [ -n "$asked" ]; then "$end" "$pid"; fi; stop INT' INT
     set -m                  # in a process group of its own: Ctrl-C comes to this shell alone
-    # ignored until the child listens: an early signal is not its death
-    (trap '' USR1; if [ "$(type -t "$1")" = function ]; then "$@"; else exec "$@"; fi) &
+    (trap '' USR1; exec "$@") &     # ignored until the child listens: an early one is not its death
     pid=$!
     set +m
     if [ -n "$early" ]; then stop "$early"; fi

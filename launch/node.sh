@@ -5,21 +5,20 @@ trap '' USR1                # first of all: nothing here may die of a request to
 set -euo pipefail
 LAUNCHER=${SLURMD_NODENAME:-$HOSTNAME}
 NEED_GPUS=${NEED_GPUS:-0}   # GPUs this node must have
-ORPHAN_S=${ORPHAN_S:-30}    # seconds that children may outlive this shell; Slurm's default as well
 # shellcheck source=launch/env.sh
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
 
 log=$1 copy=''
 shift
 if [ -n "$log" ]; then
-    exec > >(trap '' USR1 TERM HUP INT; exec tee -a "$log-${SLURMD_NODENAME:-$HOSTNAME}.log") 2>&1
+    exec > >(trap '' USR1 TERM HUP INT; exec tee -a "$log-$LAUNCHER.log") 2>&1
     copy=$!
 fi
 [ "$(count_gpus)" -ge "$NEED_GPUS" ] ||
     die "$HOSTNAME has $(count_gpus) GPUs, $NEED_GPUS are needed"
 
 # Trainers are torchrun's children. It gets no signal itself: it would kill them 30 s later, saved
-# or not.
+# or not. That is what it does when this shell is killed: `tied` sends it SIGTERM.
 # shellcheck disable=SC2317,SC2329     # supervise calls it
 ask_trainers() {
     local trainers
@@ -28,14 +27,10 @@ ask_trainers() {
     kill -USR1 $trainers
 }
 
-# No child may outlive this shell, though torchrun puts trainers into sessions of their own.
-mark=LAUNCH_ID=$HOSTNAME-$$
-end_marked() { end_all "$mark"; }
-guard "$mark" "$ORPHAN_S"
-export LAUNCH_ID=$HOSTNAME-$$
+mark=LAUNCH_ID=$HOSTNAME-$$     # torchrun puts trainers into sessions of their own
+end_marked() { kill_marked "$mark"; }
 status=0
-supervise ask_trainers end_marked "$@" || status=$?
+supervise ask_trainers end_marked "${tied[@]}" env "$mark" "$@" || status=$?
 end_marked
-kill -KILL -- "-$guard"
 if [ -n "$copy" ]; then exec >&- 2>&-; wait "$copy" || true; fi
 exit $status

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make a Python environment that works, then leave it active. Sourced by the demos and test.sh; run
-# it alone to only set up. Needs Python >= 3.11 with venv, or uv, and no root.
+# it alone to only set up. Needs Python >= 3.11 with venv, and no root.
 #
 #   bash launch/setup.sh                    .venv here, versions of requirements.lock
 #   TORCH_CPU=1 bash launch/setup.sh        torch without CUDA: 0.4 GB instead of 3
@@ -16,7 +16,6 @@ VENV=${VENV:-}                            # folder, default .venv here; none: th
 VERSIONS=${VERSIONS:-locked}  # of requirements.lock; newest or oldest of requirements.txt
 TORCH_VERSION=${TORCH_VERSION:-}          # default 2.13.0, for the oldest 2.11.0; at most 2.14.1
 TORCH_CPU=${TORCH_CPU:-0}                 # 1: a new environment gets torch without CUDA
-UV=${UV-uv}                               # does the work where it is installed; empty: pip
 # has that torch, if pip's own indexes do not
 TORCH_INDEX=${TORCH_INDEX-https://download.pytorch.org/whl/cpu}
 
@@ -40,20 +39,16 @@ oldest) TORCH_VERSION=${TORCH_VERSION:-2.11.0} ;;
 *) setup_error "VERSIONS=$VERSIONS: locked, newest or oldest" ;;
 esac
 
-pip=(pip)
-if [ -n "$UV" ] && command -v "$UV" >/dev/null; then pip=("$UV" pip); fi
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-get() { "${pip[@]}" install --quiet "$@"; }
+get() { pip install --quiet "$@"; }
 
-# What is installed beside torch: requirements.txt and the extras of pyproject.toml, at these
-# versions.
-install_packages() {
-    local text packages
-    text=$(python -c 'import sys, tomllib
+install_packages() {    # requirements.txt and the extra test, which has demo and judge
+    local packages
+    mapfile -t packages < <(python -c 'import sys, tomllib
 extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
-found = sorted({line for lines in extras.values() for line in lines if "[" not in line})
-print("torch==" + sys.argv[1], *found, sep="\n")' "$TORCH_VERSION")
-    mapfile -t packages <<<"$text"
+found = {line for name in ("demo", "judge", "test") for line in extras.get(name, ())}
+print("torch==" + sys.argv[1], *sorted(x for x in found if "[" not in x), sep="\n")' \
+        "$TORCH_VERSION")
     case $VERSIONS in
     locked) get -c requirements.lock -r requirements.txt "${packages[@]}" ;;
     newest) get --upgrade -r requirements.txt "${packages[@]}" ;;
@@ -63,14 +58,9 @@ print("torch==" + sys.argv[1], *found, sep="\n")' "$TORCH_VERSION")
 
 if [ "$VENV" != none ]; then
     if [ ! -x "$VENV/bin/pip" ]; then
-        if [ "${#pip[@]}" = 2 ]; then
-            "$UV" venv --quiet --seed --python "$PYTHON" "$VENV"
-        elif "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null; then
-            "$PYTHON" -m venv "$VENV"
-        else
-            setup_error "$PYTHON cannot make a venv: sudo apt-get install python3-venv, or" \
-                "install uv (https://docs.astral.sh/uv), or set PYTHON to another one"
-        fi
+        "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || setup_error "$PYTHON cannot make a" \
+            "venv: sudo apt-get install python3-venv, or set PYTHON to another one"
+        "$PYTHON" -m venv "$VENV"
     fi
     # shellcheck disable=SC1091
     source "$VENV/bin/activate"
@@ -88,7 +78,7 @@ if [ "$VENV" != none ]; then
                 setup_error "no $torch where pip looks, nor at TORCH_INDEX=$TORCH_INDEX;" \
                     "TORCH_CPU=0 takes one with CUDA"
         else
-            "${pip[@]}" show --quiet torch 2>/dev/null ||
+            pip show --quiet torch 2>/dev/null ||
                 echo "setup: PyPI's torch for Linux has CUDA with it: about 3 GB to download," \
                     "6.5 GB on disk. TORCH_CPU=1 takes one without: 0.4 GB, 1.6 GB on disk"
             get torch=="$TORCH_VERSION"

@@ -5,7 +5,7 @@
 #
 # DRY_RUN=1 checks the trainer's flags, prints the commands and ends. Slurm's warning before the
 # time limit, SIGTERM and Ctrl-C let the trainers finish their step and save; after the warning the
-# job is queued again. A second Ctrl-C ends everything at once.
+# job is requeued. A second Ctrl-C ends everything at once.
 # Partition and account are sbatch's own: SBATCH_PARTITION=gpu SBATCH_ACCOUNT=me sbatch ...; a
 # container: SRUN_ARGS="--container-image=/images/torch.sqsh --container-mounts=/data"
 set -euo pipefail
@@ -22,7 +22,7 @@ PORT_BASE=${PORT_BASE:-}                        # plus job id % 1000: the first 
                                                 # 29500 on several nodes
 MASTER_PORT=${MASTER_PORT:-}                    # that port itself
 MAX_RESTARTS=${MAX_RESTARTS:-0}                 # torchrun's own; 0: Slurm restarts, on other nodes
-MAX_REQUEUES=${MAX_REQUEUES:-100}               # how often a job may queue itself again
+MAX_REQUEUES=${MAX_REQUEUES:-100}               # how often a job may requeue itself
 REQUEUE_ON_FAILURE=${REQUEUE_ON_FAILURE:-node}  # node: a node was lost; any: any failure; never
 SRUN_ARGS=${SRUN_ARGS:-}                        # further arguments of srun
 SRUN_WAIT=${SRUN_WAIT:-60}                      # seconds after a node's end until others are killed
@@ -41,16 +41,6 @@ PROGRESS=$LOG_DIR/$job.progress                 # newest checkpoint at the last 
 
 use_environment torchrun torch transformers
 need_file "$TRAINER" TRAINER
-name='[A-Za-z0-9_][A-Za-z0-9_.-]*'              # on the hub: gsm8k, openai/gsm8k@main/a-*.parquet
-hub="^(hf://datasets/)?([A-Za-z0-9_-]+|$name/$name(@.*)?)\$"
-for flag in --train_data_file --train_data_dir --eval_data_file --eval_data_dir; do
-    path=$(flag_value $flag "" "$@")
-    # without the weight of a mixture
-    [[ -e $path ]] || path=$(sed -E 's/:([0-9]+\.?[0-9]*|\.[0-9]+)$//' <<<"$path")
-    if compgen -G "$path" >/dev/null; then continue; fi         # shards/*.tar
-    if [ -n "$path" ] && [[ ! $path =~ $hub || $path = *.json* ]]; then need_file "$path" $flag; fi
-done
-
 gpus=$(count_gpus)
 [ "$gpus" -ge "$MIN_GPUS" ] || [ "$DRY_RUN" = 1 ] ||
     die "$HOSTNAME has $gpus GPUs, $MIN_GPUS are needed (MIN_GPUS=0 trains on CPUs)"
@@ -65,8 +55,9 @@ if [ "$gpus" = 0 ]; then
     say "no GPU on $HOSTNAME: trainers run on CPUs, $NPROC_PER_NODE a node (NPROC_PER_NODE)"
 else
     export NEED_GPUS=$NPROC_PER_NODE            # on every node
-    folder=$(torch_for_gpus) || die "$HOSTNAME has $gpus GPUs, but torch in $folder is built" \
-        "without CUDA: set VENV or CONDA_ENV; CUDA_VISIBLE_DEVICES= trains on CPUs"
+    python -c 'import sys; from torch import version as v; sys.exit(not v.cuda and not v.hip)' ||
+        die "$HOSTNAME has $gpus GPUs, but torch of $(command -v python) is built without CUDA:" \
+            "set VENV or CONDA_ENV; CUDA_VISIBLE_DEVICES= trains on CPUs"
 fi
 threads=$(($(count_cpus) / NPROC_PER_NODE))     # a trainer's share of the CPUs
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
@@ -76,7 +67,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 if [ -z "$job" ]; then
     [ -z "$PORT_BASE" ] ||
         die "PORT_BASE is added to a Slurm job's number, and this is not a job: set MASTER_PORT"
-    rendezvous=${MASTER_PORT:+localhost:$MASTER_PORT}       # without it, a free port
+    port=$MASTER_PORT                           # without it, a free port
     command=(bash "$REPO/launch/node.sh" "${LOG_DIR:+$LOG_DIR/local}" torchrun "${one_machine[@]}")
 else
     nodes=$SLURM_JOB_NUM_NODES
@@ -87,12 +78,12 @@ else
     command=("${on_nodes[@]}" --cpus-per-task="$(count_cpus)" --export=ALL --kill-on-bad-exit=1
         --wait="$SRUN_WAIT" "${more[@]}" bash "$REPO/launch/node.sh" "$LOG_DIR/$job" torchrun)
     if [ "$nodes" = 1 ] && [ -z "$MASTER_PORT$PORT_BASE" ]; then
-        rendezvous='' command+=("${one_machine[@]}")        # a free port: jobs may share a node
+        port='' command+=("${one_machine[@]}")  # a free port: jobs may share a node
     else    # head could end scontrol, and with it us
-        rendezvous=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
-        rendezvous+=:${MASTER_PORT:-$((${PORT_BASE:-29500} + job % 1000))}
+        master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+        port=${MASTER_PORT:-$((${PORT_BASE:-29500} + job % 1000))}
         command+=(--nnodes="$nodes" --rdzv-backend=c10d --rdzv-id="$job.$restart"
-            --rdzv-endpoint="$rendezvous")
+            --rdzv-endpoint="$master:$port")
     fi
 fi
 command+=(--nproc-per-node="$NPROC_PER_NODE" --max-restarts="$MAX_RESTARTS" "$TRAINER" "$@")
@@ -109,8 +100,10 @@ fi
 
 # -- training --------------------------------------------------------------------------------------
 
-[ -z "$rendezvous" ] || need_free_port "${rendezvous##*:}"
-if [ -n "$LOG_DIR" ]; then mkdir -p "$LOG_DIR" || die "$LOG_DIR cannot be made"; fi
+if [ -n "$port" ] && (exec 3<>"/dev/tcp/localhost/$port") 2>/dev/null; then
+    die "port $port on $HOSTNAME is in use; set MASTER_PORT to another one"
+fi
+if [ -n "$LOG_DIR" ]; then mkdir -p "$LOG_DIR" || die "cannot make $LOG_DIR"; fi
 rm -f "$MARKER"
 if [ -z "$job$AFTER" ]; then exec "${command[@]}"; fi       # node.sh does the rest
 if [ -n "$job" ]; then
@@ -118,8 +111,10 @@ if [ -n "$job" ]; then
     # and the rank, when one hangs
     export TORCH_FR_DUMP_TEMP_FILE=${TORCH_FR_DUMP_TEMP_FILE:-$LOG_DIR/$job-flight-}
     say "job $job, start $((restart + 1)), on $SLURM_JOB_NODELIST: $nodes x $NPROC_PER_NODE" \
-        "trainers, $OMP_NUM_THREADS threads each; ${rendezvous:+rendezvous $rendezvous; }node" \
+        "trainers, $OMP_NUM_THREADS threads each; ${port:+port $port; }node" \
         "logs $LOG_DIR/$job-*.log"
+else
+    command=("${tied[@]}" "${command[@]}")      # Slurm ends the step of a killed launcher
 fi
 
 # srun passes USR1 on to every task, and ends the step on TERM. Without it: node.sh asks its
@@ -141,7 +136,7 @@ supervise ask end "${command[@]}" || status=$?
 
 # A lost node never told Slurm that its part has ended, so the step is still listed after srun; or
 # it starts nothing any more. The exit status does not tell: trainers that lose a peer fail as after
-# any error. When Slurm misses the node before --wait is over, it queues the job by itself.
+# any error. When Slurm misses the node before --wait is over, it requeues the job by itself.
 node_lost() {
     for _ in {1..10}; do
         if ! squeue --noheader --steps --jobs="$job" --format=%i | grep -qE '\.[0-9]+$'; then
@@ -163,30 +158,29 @@ progressed() {
 }
 
 lost='a node was lost'
-queue_again() {     # REASON; does not return
+requeue() {         # REASON; does not return
     local state
     [ -n "$job" ] || exit $status
     state=$(scontrol show job "$job" | sed -n 's/^ *JobState=\([A-Z_]*\).*/\1/p')
     # scancel, or Slurm requeues it
     [ "$state" = RUNNING ] || { say "$1; the job is $state"; exit $status; }
     [ "$restart" -lt "$MAX_REQUEUES" ] ||
-        die "$1; not queued again, this was start $((restart + 1)) (MAX_REQUEUES)"
+        die "$1; not requeued, this was start $((restart + 1)) (MAX_REQUEUES)"
     [ "$1" != "$lost" ] || progressed ||
-        die "$1, and no new checkpoint since the last time; not queued again"
-    say "$1; the job is queued again"
-    scontrol requeue "$job" ||
-        die "could not be queued again; the same sbatch command goes on from the newest checkpoint"
+        die "$1, and no new checkpoint since the last time; not requeued"
+    say "$1; requeueing the job"
+    scontrol requeue "$job" || die "requeueing failed; rerun the same sbatch command to resume"
     exit 0
 }
 
-if [ -e "$MARKER" ]; then queue_again "$(cat "$MARKER")"; fi
+if [ -e "$MARKER" ]; then requeue "$(cat "$MARKER")"; fi
 if [ $status != 0 ]; then
-    if [ "$REQUEUE_ON_FAILURE" = any ]; then queue_again "failed with status $status"; fi
-    if [ "$REQUEUE_ON_FAILURE" = node ] && [ -n "$job" ] && node_lost; then queue_again "$lost"; fi
+    if [ "$REQUEUE_ON_FAILURE" = any ]; then requeue "failed with status $status"; fi
+    if [ "$REQUEUE_ON_FAILURE" = node ] && [ -n "$job" ] && node_lost; then requeue "$lost"; fi
     exit $status
 fi
 [ -n "$AFTER" ] || exit 0
-[ -z "$asked" ] || queue_again "asked to stop by SIG$asked when training was over"
+[ -z "$asked" ] || requeue "asked to stop by SIG$asked when training was over"
 
 trap - TERM HUP INT     # USR1 stays ignored until AFTER is supervised
 # shellcheck disable=SC2317,SC2329     # supervise calls it
@@ -194,5 +188,5 @@ end_after() { kill -TERM -- "-$1"; }
 # shellcheck disable=SC2016     # the inner shells expand them
 supervise end_after end_after bash -o pipefail -c 'bash -euo pipefail -c "$1" 2>&1 | tee -a "$0"' \
     "$LOG_DIR/${job:-local}-after.log" "$AFTER" || status=$?
-[ $status = 0 ] || [ "$asked" != USR1 ] || queue_again "asked to stop by SIGUSR1 after training"
+[ $status = 0 ] || [ "$asked" != USR1 ] || requeue "asked to stop by SIGUSR1 after training"
 exit $status

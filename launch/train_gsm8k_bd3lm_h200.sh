@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Train BD3-LM block diffusion on GSM8K on one H200, then answer the test problems; or on chats
 # (SYSTEM=chat), then bound the likelihood of the test chats. Arguments go to
-# diffusion/train_bd3lm.py, after those from here; overrides as BD3-LM's own scripts take them
-# (loader.num_workers=16) are turned into its flags.
+# diffusion/train_bd3lm.py; overrides as BD3-LM's own scripts take them (loader.num_workers=16)
+# become its flags.
 #
 #   sbatch launch/train_gsm8k_bd3lm_h200.sh             one GPU, data and tokenizer from the hub
 #   TRAIN_DATA=train.jsonl TEST_DATA=test.jsonl TOKENIZER=gpt2_files bash launch/...    offline
@@ -10,8 +10,8 @@
 #   INIT_FROM=kuleshov-group/bd3lm-owt-block_size16 sbatch launch/...   published weights: better
 #   bash launch/train_gsm8k_bd3lm_h200.sh --demo        small, on problems it makes itself; no GPU
 #
-# Everything else - DRY_RUN=1, signals, requeueing - is slurm.sh, which this one calls. A job whose
-# time is over while problems are answered is queued again, too: they are answered anew.
+# DRY_RUN=1, signals, requeueing: launch/slurm.sh, which this one calls. A job whose time is over
+# while it answers problems is requeued too, and answers them again.
 #
 #SBATCH --job-name=train_gsm8k_bd3lm --output=%x-%j.out --open-mode=append
 #SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=18
@@ -26,108 +26,87 @@ here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")  # sbatch runs a copy; Slur
 # shellcheck source=launch/env.sh
 source "$here/env.sh"
 
-export TRAINER=${TRAINER:-$REPO/diffusion/train_bd3lm.py} # the script that torchrun starts
-declare -A overrides=(          # as BD3-LM's own scripts take them
-    [model.attn_backend]=--attn_backend
-    [model.gradient_checkpointing]=--gradient_checkpointing
-    [trainer.precision]=--bf16
-    [trainer.compile]=--compile
-    [trainer.max_steps]=--max_steps
-    [loader.num_workers]=--num_workers
-    [optim.lr]=--learning_rate
-    [lr_scheduler.num_warmup_steps]=--warmup_steps
-    [block_size]=--block_size
-    [seed]=--seed)
+export TRAINER=${TRAINER:-$REPO/diffusion/train_bd3lm.py}
+declare -A overrides=([model.attn_backend]=--attn_backend [trainer.precision]=--bf16
+    [model.gradient_checkpointing]=--gradient_checkpointing [trainer.compile]=--compile
+    [trainer.max_steps]=--max_steps [loader.num_workers]=--num_workers [optim.lr]=--learning_rate
+    [lr_scheduler.num_warmup_steps]=--warmup_steps [block_size]=--block_size [seed]=--seed)
 translate "$@"
 set -- "${arguments[@]}"
 declare -A presets=(            # problems a step; the trainer has the rest of each
     [conservative]=256 [recommended]=512 [aggressive]=768 [extreme]=1024 [source]=256 [finetune]=128
     [convert]=64 [sdar]=64)
-SAMPLER=${SAMPLER:-$REPO/diffusion/sample_bd3lm.py}       # the script that answers
-SYSTEM=${SYSTEM:-gsm8k}                         # gsm8k, chat or hdp; train_hdp_diffusion_h200.sh sets hdp
-MIN_ACCURACY=${MIN_ACCURACY:-0.8}  # demo: share of new problems to answer right, else status 1
-LOG_DIR=${LOG_DIR:-}  # where the output is kept, over requeues; default OUTPUT_DIR/node_logs
+SAMPLER=${SAMPLER:-$REPO/diffusion/sample_bd3lm.py}     # the script that answers
+SYSTEM=${SYSTEM:-gsm8k}             # gsm8k, chat or hdp; train_hdp_diffusion_h200.sh sets hdp
+MIN_ACCURACY=${MIN_ACCURACY:-0.8}   # demo: share of new problems to answer right, else status 1
+LOG_DIR=${LOG_DIR:-}                # where the output is kept; default OUTPUT_DIR/node_logs
 cpus=$(count_cpus)
-setting INIT_FROM '' --init_from  # weights to start from: hub name or folder; default: none
-case $(flag_value --init_from "$INIT_FROM" "$@") in '') of=recommended ;; *SDAR*) of=sdar ;; *) of=finetune ;; esac
-setting PRESET "$of"                            # of `presets`
+setting INIT_FROM '' --init_from    # weights to start from: hub name or folder
+case $(flag_value --init_from "$INIT_FROM" "$@") in
+'') preset=recommended ;; *SDAR*) preset=sdar ;; *) preset=finetune ;;
+esac
+setting PRESET $preset              # of `presets`
 PRESET=$(flag_value --batch_preset "$PRESET" "$@")
-setting GLOBAL_BATCH_SIZE ''  # problems a step, of all GPUs; default: the preset's
-setting BATCH_SIZE ''                           # problems a GPU and micro-step
-setting GRAD_ACCUM ''                           # micro-steps a step
-setting LR '' --learning_rate  # default: the preset's, by the root of the step
+setting GLOBAL_BATCH_SIZE ''        # problems a step, of all GPUs; default: the preset's
+setting BATCH_SIZE ''               # problems a GPU and micro-step
+setting GRAD_ACCUM ''               # micro-steps a step
+setting LR '' --learning_rate       # default: the preset's, by the root of the step
 setting WARMUP_STEPS '' --warmup_steps          # default: the preset's, as that of the next
-setting MAX_STEPS '' --max_steps                # optimizer steps
+setting MAX_STEPS '' --max_steps    # optimizer steps
 hub=$([ "$SYSTEM" = chat ] || echo openai/gsm8k)
-setting TRAIN_DATA "$hub"                       # JSONL, JSON, dataset folder or hub name
-setting TEST_DATA "$hub"                        # the same, answered after training; empty: not
-setting TOKENIZER ''  # folder with GPT-2's files or tokenizer.json, or hub name; default gpt2
-setting OUTPUT_DIR ''  # checkpoints, logs, answers; default outputs/SYSTEM_h200, or _demo
-setting SIZE small                              # model: nano, tiny, small, medium
-# shellcheck disable=SC2153     # setting() made it
-setting BLOCK_SIZE "$([ "$PRESET" = sdar ] && echo 4 || echo 16)"  # tokens of a block
-setting GPUS 1                                  # trainers, which share the problems of a step
+setting TRAIN_DATA "$hub"           # JSONL, JSON, dataset folder or hub name
+setting TEST_DATA "$hub"            # the same, answered after training; empty: not
+setting TOKENIZER ''                # GPT-2's files, a tokenizer.json, or a hub name (gpt2)
+setting OUTPUT_DIR ''               # default outputs/SYSTEM_h200, or _demo
+setting SIZE small                  # model: nano, tiny, small, medium
+# shellcheck disable=SC2153         # setting() made it
+setting BLOCK_SIZE "$([ "$PRESET" = sdar ] && echo 4 || echo 16)"               # tokens of a block
+setting GPUS 1                      # trainers, which share the problems of a step
 setting WORKERS $((cpus > 16 ? 16 : cpus > 1 ? cpus - 1 : 1))       # loader processes a trainer
-setting SWITCHES '--bf16 --tf32 --compile --pack --drop_too_long --auto'    # SWITCHES= for none
-setting SAMPLE_FLAGS '--bf16 --drop_too_long'   # flags of the sampler
+setting SWITCHES '--bf16 --tf32 --compile --pack --drop_too_long --auto'        # SWITCHES= for none
+setting SAMPLE_FLAGS '--bf16 --drop_too_long'                       # flags of the sampler
 known+=(HDP_LAYOUT)
 known_settings
 
-demo='' plan=''
+demo='' plan='' after='' batch=$GLOBAL_BATCH_SIZE$BATCH_SIZE$GRAD_ACCUM
 if has_flag --demo "$@"; then demo=1; fi
 if has_flag --dry_run "$@"; then plan=1; fi     # the trainer's own: nothing to answer with
 OUTPUT_DIR=${OUTPUT_DIR:-outputs/${SYSTEM}_$([ -n "$demo" ] && echo demo || echo h200)}
 OUTPUT_DIR=$(flag_value --output_dir "$OUTPUT_DIR" "$@")
-
-# -- checks ----------------------------------------------------------------------------------------
-
 case $SYSTEM in gsm8k | chat | hdp) ;; *) die "SYSTEM=$SYSTEM: gsm8k, chat or hdp" ;; esac
 preset=${presets[${PRESET:-none}]:-}
 [ -n "$preset" ] || die "PRESET=$PRESET: one of ${!presets[*]}"
-for name in GLOBAL_BATCH_SIZE BATCH_SIZE GRAD_ACCUM GPUS; do
-    [[ -z ${!name} || ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name}: a number from 1 on"
-done
-batch=$GLOBAL_BATCH_SIZE$BATCH_SIZE$GRAD_ACCUM
-gpus=$(count_gpus)
-# shellcheck disable=SC2153     # setting() made it
-[ "$gpus" = 0 ] || [ "$GPUS" -le "$gpus" ] || die "GPUS=$GPUS, but $HOSTNAME has $gpus"
-if [ -n "$demo" ]; then
+need_number GLOBAL_BATCH_SIZE BATCH_SIZE GRAD_ACCUM GPUS
+
+if [ -n "$demo" ]; then     # small: two CPU cores show falling bounds and an accuracy in minutes
     [ -z "$batch" ] || die "the demo has a batch of its own"
-    export MIN_GPUS=0
-else
-    [ -n "$TRAIN_DATA" ] || die "TRAIN_DATA is not set: a file of training problems"
-fi
-
-# -- commands --------------------------------------------------------------------------------------
-
-# everything small, so that two CPU cores show falling bounds and an accuracy in minutes
-if [ -n "$demo" ]; then
-    demo_steps=3200
-    # after 3,200 steps one seed of eight had 80.5 % right
-    if [ "$SYSTEM" = hdp ]; then demo_steps=4000; fi
+    # with HDP one seed of eight had 80.5 % right after 3,200 steps
     settings=(--model_size nano --dropout 0 --block_size 8 --max_length 96 --question_budget 48
         --plan_budget 32 --execution_budget 48 --row_length 128 --per_device_train_batch_size 8
         --gradient_accumulation_steps 1 --learning_rate 2e-3 --warmup_steps 100
-        --lr_scheduler cosine --adam_beta2 0.98 --max_steps "$demo_steps"
+        --lr_scheduler cosine --adam_beta2 0.98
+        --max_steps "$([ "$SYSTEM" = hdp ] && echo 4000 || echo 3200)"
         --t_range 0.4 1.0 --ema_decay 0.99 --eval_steps 400 --save_steps 0
         --logging_steps 200 --num_workers 1 --report_to none
         # for under 128 noisy copies a row torch may compile flex without a backward pass
         --attn_backend sdpa)
     if [ "$SYSTEM" != chat ]; then settings+=(--strip_calculator); fi
     # on busy cores more threads make small steps many times slower
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    export MIN_GPUS=0 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     TEST_DATA=$OUTPUT_DIR/demo/$([ "$SYSTEM" = hdp ] && echo test_hdp.json || echo test.jsonl)
     SAMPLE_FLAGS="--order confidence --min_accuracy $MIN_ACCURACY"
+    # its status is 1 unless the loss fell
+    after=$(printf '%q ' python "$REPO/common/report.py" "$OUTPUT_DIR" --check_fell)$'\n'
 else
+    [ -n "$TRAIN_DATA" ] || die "TRAIN_DATA is not set: a file of training problems"
     read -ra switches <<<"$SWITCHES"
     settings=(--batch_preset "$PRESET" --train_data_file "$TRAIN_DATA" --model_size "$SIZE"
         --block_size "$BLOCK_SIZE" --num_workers "$WORKERS" "${switches[@]}"
         ${TOKENIZER:+--tokenizer "$TOKENIZER"})
-    # What is not set follows in the trainer: problems a step = BATCH_SIZE x GRAD_ACCUM x GPUS
     if has_flag --per_device_train_batch_size "$@" ||
         has_flag --gradient_accumulation_steps "$@"; then
         [ -z "$batch" ] || die "the batch is set by variables and by flags: leave one out"
-    else
+    else    # the trainer derives what is not set: GLOBAL_BATCH_SIZE = BATCH_SIZE x GRAD_ACCUM x GPUS
         if [ -z "$BATCH_SIZE" ] || [ -z "$GRAD_ACCUM" ]; then
             GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-$preset}
         fi
@@ -140,22 +119,17 @@ else
     fi
 fi
 
-after=''
-if [ -n "$demo" ] && [ -z "$plan" ]; then       # its status is 1 unless the loss fell
-    after=$(printf '%q ' python "$REPO/common/report.py" "$OUTPUT_DIR" --check_fell)$'\n'
-fi
-if [ -z "$plan" ] && [ -n "$TEST_DATA" ]; then
+if [ -n "$plan" ]; then
+    after=''
+elif [ -n "$TEST_DATA" ]; then
     read -ra sample_flags <<<"$SAMPLE_FLAGS"
     how=--test_file
-    if [ "$SYSTEM" = chat ] && [ -z "$demo" ]; then
-        how=--bound SAMPLER=${SAMPLER/sample_bd3lm/evaluate}
-    fi
+    if [ "$SYSTEM$demo" = chat ]; then how=--bound SAMPLER=${SAMPLER/sample_bd3lm/evaluate}; fi
     after+=$(printf '%q ' python "$SAMPLER" --checkpoint "$OUTPUT_DIR" $how "$TEST_DATA" \
         "${sample_flags[@]}")
-elif [ -z "$plan" ]; then
+else
     say "no TEST_DATA, so no accuracy"
 fi
-
 export AFTER="$after${AFTER:+$'\n'$AFTER}"
 export NPROC_PER_NODE=$GPUS LOG_DIR=${LOG_DIR:-$OUTPUT_DIR/node_logs}
 exec bash "$REPO/launch/slurm.sh" --system "$SYSTEM" "${settings[@]}" "${flags[@]}" \

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.checkpoint import naming
+from core.dist import error_names_file
 from core.indexing import Column, Lists, token_lists
 from core.problems import problem
 from speech.code_cache import FRAME_RATE
@@ -293,7 +293,7 @@ class TableBuilder:
             column.close()
         shutil.copyfile(self.entries.offsets.path, self.folder / "clip_offsets.npy")
         codes = {"folder": str(cache_folder), "shards": shards, "sources": list(sources)}
-        with naming(self.folder):
+        with error_names_file(self.folder):
             np.save(self.folder / "where.npy", where)
             (self.folder / "codes.json").write_text(json.dumps(codes))
         # still mapped, which NFS minds

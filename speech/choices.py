@@ -1,9 +1,11 @@
 """Values, defaults and flags that the speech scripts share. Imports no torch: flags are parsed first."""
 import os
 import re
+import tempfile
+from pathlib import Path
 
-from common import flags
-from common.flags import counted, need
+from core import cli
+from core.cli import UserError, counted, require
 
 TASK_TYPES = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker_smart_voice",
               "multi_speaker_voice_cloning")
@@ -30,9 +32,6 @@ REFERENCES = ("given", "same_speaker", "none")      # which clip stands before a
 
 LONGEST_CLIP_S = 600        # seconds of one clip: the codec sees it whole, and positions are 25 a second
 
-LAYOUTS = ("native", "2025")            # of a checkpoint
-DTYPES = ("float32", "bfloat16")        # of its weights
-HUB_CODEC = "bosonai/higgs-audio-v2-tokenizer"      # what a processor names as its codec when the base names none
 CHATML = (".json", ".jsonl", ".lst")     # files whose prompts say themselves which voice is wanted; .lst: Seed-TTS-eval
 DEFAULT_SYSTEM = "Generate audio following instruction."
 
@@ -40,40 +39,61 @@ DEFAULT_SYSTEM = "Generate audio following instruction."
 def check_trainer(args, world_size):
     """The trainer's own flags; fills in what derives. Raises UserError."""
     check_data(args)
-    flags.check_bad_samples(args, CHECKS)
+    check_bad_samples(args)
     check_keep(args)
     for path, _ in sources(args)[0] if args.code_cache else ():
-        need(not os.path.exists(os.path.join(path, "prepared.json")),
+        require(not os.path.exists(os.path.join(path, "prepared.json")),
              f"--code_cache: {path} has its codes already; drop the flag")
-    flags.zero_or_more(args, "text_loss_weight")
-    flags.above_zero(args, "sample_seconds", "gpu_memory", "host_memory")
+    cli.zero_or_more(args, "text_loss_weight")
+    cli.above_zero(args, "sample_seconds gpu_memory host_memory")
     dry = args.dry_run is not None
-    need(dry or args.auto or not args.gpu_memory, "--gpu_memory needs --dry_run")
-    need(dry or not args.host_memory, "--host_memory needs --dry_run")
-    need(not (args.disable_eval and (args.eval_data_file or args.eval_data_dir)),
+    require(dry or args.auto or not args.gpu_memory, "--gpu_memory needs --dry_run")
+    require(dry or not args.host_memory, "--host_memory needs --dry_run")
+    require(not (args.disable_eval and (args.eval_data_file or args.eval_data_dir)),
          "--disable_eval and validation data exclude each other")
-    need(args.sample_prompts or args.sample_seconds == 10, "--sample_seconds needs --sample_prompts")
-    need(args.use_lora or not args.train_audio_table, "--train_audio_table needs --use_lora; without it all is trained")
-    need(not (args.use_lora and args.freeze_llm), "--use_lora freezes the whole base already: drop --freeze_llm")
-    need(not args.global_batch_size or args.gradient_accumulation_steps == 1,
+    require(args.sample_prompts or args.sample_seconds == 10, "--sample_seconds needs --sample_prompts")
+    require(args.use_lora or not args.train_audio_table, "--train_audio_table needs --use_lora; without it all is trained")
+    require(not (args.use_lora and args.freeze_llm), "--use_lora freezes the whole base already: drop --freeze_llm")
+    require(not args.global_batch_size or args.gradient_accumulation_steps == 1,
          "give one of --global_batch_size and --gradient_accumulation_steps")
-    by_tokens = args.auto and "per_device_train_batch_size" not in flags.named(args)
+    by_tokens = args.auto and "per_device_train_batch_size" not in cli.named(args)
     if args.max_tokens_per_batch or by_tokens:
         for name in ("group_by_length", *["global_batch_size"][args.auto:]):
-            need(not getattr(args, name), f"--{name} counts samples: not with packs of tokens")
+            require(not getattr(args, name), f"--{name} counts samples: not with packs of tokens")
     elif args.global_batch_size:
         samples = args.per_device_train_batch_size * world_size
-        need(args.global_batch_size % samples == 0,
+        require(args.global_batch_size % samples == 0,
              f"--global_batch_size {args.global_batch_size} is not a multiple of {samples} "
              f"(--per_device_train_batch_size {args.per_device_train_batch_size} x {counted(world_size, 'rank')})")
         args.gradient_accumulation_steps = args.global_batch_size // samples
+
+
+def check_bad_samples(args):
+    """Make args.drop_bad the tuple of CHECKS whose samples are dropped. Raises UserError."""
+    names = [name for value in args.drop_bad or () for name in value.split(",") if name]
+    for name in names:
+        require(name in CHECKS, f"--drop_bad {name}: no such check; there are {', '.join(CHECKS)}")
+    if args.drop_bad == []:
+        names = list(CHECKS)
+    if args.drop_too_long:
+        names.append("too_long")
+    args.drop_bad = tuple(name for name in CHECKS if name in names)
+
+
+def check_writable(path, flag):
+    """Raise UserError unless a folder is there and can be written, or can be made."""
+    path = Path(path).absolute()
+    try:
+        with tempfile.TemporaryFile(dir=next(at for at in (path, *path.parents) if at.exists())):
+            pass
+    except OSError as error:
+        raise UserError(f"{flag} {path}: cannot be written ({error.strerror})")
 
 
 def check_folders(args):
     """UserError for a folder that a run could not write, found by its dry run."""
     if args.dry_run is None:
         return
-    from common.plan import check_writable
     for flag in ("output_dir", "code_cache", *["logging_dir"] * ("tensorboard" in args.report_to)):
         if getattr(args, flag):
             check_writable(getattr(args, flag), f"--{flag}")
@@ -112,7 +132,7 @@ def check_base_dtype(args):
     saved = args.adapter and saved_setting(args.adapter, "base_dtype", ["nf4"])
     args.base_dtype = "nf4" if (args.base_dtype or saved) == "nf4" else None
     if args.base_dtype:
-        flags.need_package("bitsandbytes", "--base_dtype nf4")
+        cli.require_package("bitsandbytes", "--base_dtype nf4")
 
 
 def recognisers(group):
@@ -139,20 +159,20 @@ def judges(group):
     """Flags of what judges generated speech (scores.py)."""
     recognisers(group)
     speakers(group)
-    flags.switch(group, "--mos", help="estimate naturalness by DNSMOS, of the package speechmos")
+    cli.switch(group, "--mos", help="estimate naturalness by DNSMOS, of the package speechmos")
 
 
 def check_recognisers(args):
     """The flags of recognisers()."""
-    need(not (args.asr_model and args.asr_command), "give one of --asr_model and --asr_command")
-    need(args.asr_time_limit == 3600 or args.asr_command, "--asr_time_limit is for --asr_command")
-    flags.above_zero(args, "asr_time_limit")
+    require(not (args.asr_model and args.asr_command), "give one of --asr_model and --asr_command")
+    require(args.asr_time_limit == 3600 or args.asr_command, "--asr_time_limit is for --asr_command")
+    cli.above_zero(args, "asr_time_limit")
     limits = ["asr_time_limit"]
     most = getattr(args, "wait_timeout", float("inf"))
-    need(not args.asr_command or sum(getattr(args, name) for name in limits) < most,
+    require(not args.asr_command or sum(getattr(args, name) for name in limits) < most,
          " + ".join(f"--{name} {getattr(args, name):g}" for name in limits)
          + f" must be below --wait_timeout {most}, for which other processes wait; lower it")
-    need(not args.language or args.asr_model or args.asr_command,
+    require(not args.language or args.asr_model or args.asr_command,
          "--language: only --asr_model and --asr_command make use of it")
 
 
@@ -163,12 +183,12 @@ def check_judges(args):
 
 def check_keep(args):
     """The trainer's flags of --keep (speech/keep.py)."""
-    flags.above_zero(args, "keep_weight")
-    flags.at_least_one(args, "keep_every")
-    need(args.keep or (args.keep_weight, args.keep_every) == (1, 10), "--keep_weight and --keep_every need --keep")
-    need(not args.keep or args.use_lora, "--keep needs --use_lora: a full fine-tuning would need a second model to keep "
+    cli.above_zero(args, "keep_weight")
+    cli.at_least_one(args, "keep_every")
+    require(args.keep or (args.keep_weight, args.keep_every) == (1, 10), "--keep_weight and --keep_every need --keep")
+    require(not args.keep or args.use_lora, "--keep needs --use_lora: a full fine-tuning would need a second model to keep "
                                          "near; mix old data in, --train_data_file new.json old.json:0.25")
-    need(not (args.keep and args.train_audio_table), "--keep does not go with --train_audio_table")
+    require(not (args.keep and args.train_audio_table), "--keep does not go with --train_audio_table")
 
 
 def data(group):
@@ -186,7 +206,7 @@ def data(group):
                         "text=caption; also speaker, language, ref_audio and the others that docs/data.md lists")
     g.add_argument("--task_type", choices=TASK_TYPES, default="single_speaker_smart_voice",
                    help="shape of the prompt, of samples that name none themselves; ChatML has its own")
-    flags.switch(g, "--ref_audio_in_system_message", help="put reference clips into the scene description; not ChatML")
+    cli.switch(g, "--ref_audio_in_system_message", help="put reference clips into the scene description; not ChatML")
     g.add_argument("--normalize_text", choices=ON_OFF, help="texts to speak: punctuation and sound tags "
                    "as boson-ai's inference gives them to the model; the checkpoint keeps the setting for speaking "
                    "(default: on for Higgs-Audio V2, off for Higgs TTS 3)")
@@ -200,7 +220,7 @@ def data(group):
 def check_columns(columns):
     """UserError for a value of --columns."""
     for pair in filter(None, columns.split(",")):
-        need(re.fullmatch(r"\w+=.+", pair) and pair.split("=")[0] in MEANINGS,
+        require(re.fullmatch(r"\w+=.+", pair) and pair.split("=")[0] in MEANINGS,
              f"--columns {pair}: is not of the form MEANING=NAME; meanings are {', '.join(MEANINGS)}")
 
 
@@ -208,13 +228,13 @@ def check_data(args):
     """Raise UserError for values and combinations of them that are wrong."""
     for name in ("train_data_file", "train_data_dir"):
         setattr(args, name, [word for word in getattr(args, name) or [] if word])
-    need(bool(args.train_data_file) != bool(args.train_data_dir), "give one of --train_data_file and --train_data_dir")
-    need(not (args.eval_data_file and args.eval_data_dir), "give one of --eval_data_file and --eval_data_dir, not both")
+    require(bool(args.train_data_file) != bool(args.train_data_dir), "give one of --train_data_file and --train_data_dir")
+    require(not (args.eval_data_file and args.eval_data_dir), "give one of --eval_data_file and --eval_data_dir, not both")
     check_columns(args.columns)
-    flags.share(args, "reference_share")
-    need(args.reference != "none" or args.reference_share == 1, "--reference none: drop --reference_share")
+    cli.share(args, "reference_share")
+    require(args.reference != "none" or args.reference_share == 1, "--reference none: drop --reference_share")
     for path, weight in sources(args)[0]:
-        need(0 < weight <= 1000, f"{path}:{weight:g}: a weight lies above 0 and is at most 1000")
+        require(0 < weight <= 1000, f"{path}:{weight:g}: a weight lies above 0 and is at most 1000")
 
 
 def sources(args):

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from common.distributed import UserError
+from core.cli import UserError
 from core.indexing import parallel_map_ordered
 from core import json_files
 

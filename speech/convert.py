@@ -26,14 +26,11 @@ from collections import Counter
 from difflib import SequenceMatcher
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ stands beside this folder
 
-from common import flags
-from common.checkpoint import write_atomically
-from common.flags import UserError, need
-from core.problems import problem
-from common.text import NAME, counted, error_text, printable
-from core import json_files
+from core import cli, json_files
+from core.cli import UserError, counted, error_text, printable
+from core.cli import require as need
 from speech import choices, prompts
 from speech.conversations import (
     BadSample,
@@ -184,7 +181,7 @@ def read_metadata(path, samples):
         except BadSample as error:
             row = error
         known = isinstance(row, BadSample) and isinstance(raw, dict) and raw.get("id")
-        yield f"sample {number}" + (f" ({printable(known, NAME)})" if known else ""), row
+        yield f"sample {number}" + (f" ({printable(known, 80)})" if known else ""), row
 
 
 def lines_of(path):
@@ -848,7 +845,7 @@ def open_folder(folder, given, unpacked):
         why = f"; of the files there: {refused[0]}" if refused else ""
         need(first, str(refused[0]) if refused else
              f"{folder}: has neither a list nor audio files ({', '.join(AUDIO_FILES)})")
-        raise UserError(f"{folder}: has audio, such as {printable(first[0], NAME)}, but no list of texts; it {first[1]}{why}")
+        raise UserError(f"{folder}: has audio, such as {printable(first[0], 80)}, but no list of texts; it {first[1]}{why}")
     return folder, "audio files with their texts beside them", rows
 
 
@@ -947,6 +944,7 @@ def unpacked_before(source, note, how):
     made = [[[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats], *how]
     if not stats or not note.exists() or not note.with_suffix(".jsonl").exists():
         return made if stats else None, None
+    from core.problems import problem
     saved = json_files.read_object(note)
     return made, [problem(*row, source) for row in saved["refused"]] if saved["made"] == made else None
 
@@ -958,6 +956,8 @@ def to_chatml(source, out_path, *, held_out=False, problems=None, **how):
     that takes the rows that cannot be used, as core.problems.Problem; None: they are printed. how: of Reading, such as
     columns="audio=clip,text=caption".
     """
+    from core.checkpoint import write_atomically        # they import torch, which --help needs not
+    from core.problems import problem
     out_path, reading = Path(out_path), Reading(**how)
     given = dict(pair.split("=", 1) for pair in reading.columns.split(",") if pair)
     out_path.parent.mkdir(parents=True, exist_ok=True)
@@ -979,7 +979,7 @@ def to_chatml(source, out_path, *, held_out=False, problems=None, **how):
             name, raw = f"{at} {place}", row.get("audio") if isinstance(row, dict) else None
             try:
                 label = label_of(row) if isinstance(row, dict) else ""
-                name += f" ({printable(label, NAME)})" if label else ""
+                name += f" ({printable(label, 80)})" if label else ""
                 if isinstance(row, dict) and str(row.get("split")).strip().lower() in HELD_OUT:
                     marked = True
                     if not held_out:
@@ -1049,12 +1049,12 @@ def to_chatml(source, out_path, *, held_out=False, problems=None, **how):
 
 
 def main(argv=None):
-    p = flags.Parser("Speech data of any format -> ChatML .jsonl.")
+    p = cli.Parser("Speech data of any format -> ChatML .jsonl.")
     p.add_argument("source", help="file, folder, or pattern of shards in quotes")
     p.add_argument("--output", required=True, help="the .jsonl to write")
     p.add_argument("--columns", default="", metavar="MEANING=NAME,...", help="columns of other names, or by number "
                    f"where there is no header: audio=clip,text=caption; meanings are {', '.join(COLUMNS)}")
-    args = flags.parse(p, lambda args, _: choices.check_columns(args.columns), argv)
+    args = cli.parse(p, lambda args, _: choices.check_columns(args.columns), argv)
     try:
         to_chatml(args.source, args.output, columns=args.columns)
     except UserError as error:

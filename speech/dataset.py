@@ -7,18 +7,20 @@ it: speech/builder.py.
 import hashlib
 import json
 import os
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from common.distributed import UserError, rank0_first
+from core.cli import UserError, counted, printable
+from core.dist import rank0
 from core.problems import problem, settle
-from common.text import counted, printable
 from speech.code_cache import FRAME_RATE, CodeReader, codec_fingerprint, look_up
 from speech.rows import file_of
 
 SHARE = 0.005           # of the samples, for validation, where --validation_split says nothing
+TABLE = r"table-[0-9a-f]{8}"      # new_table
 PREPARED = "prepared.json"      # of a folder of prepare_tts.py: written last, once it is finished
 
 
@@ -60,13 +62,21 @@ def ensure_codes(world, clips, how, bad=None):
         known = folder, index, found, unknown
         return not len(unknown) and not index.damaged
 
-    if not rank0_first(world, is_complete):
+    if not rank0(world, is_complete):
         from speech.fill_cache import fill_cache
         return fill_cache(world, clips, how, known, bad)
     if not world.is_main:
         return None
     folder, index, found, _ = known
     return folder, index.shards, found
+
+
+def new_table(folder):
+    """Path in `folder` for the table of a data set, which is made anew at each start.
+
+    A running job keeps the one that it has mapped; earlier ones go by remove_named.
+    """
+    return Path(folder) / f"table-{uuid.uuid4().hex[:8]}"
 
 
 def is_prepared(path):

@@ -23,9 +23,9 @@ from safetensors.numpy import save_file
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from common import tensor_files
-from common.checkpoint import write_atomically
-from common.distributed import UserError, problem_text
+from core import tensor_io
+from core.checkpoint import write_atomically
+from core.cli import UserError, problem_text
 from core.loading import each
 from core.watchdog import init_loader, stop_requested
 from speech.code_cache import (
@@ -120,7 +120,8 @@ def load_codec(codec_dir, device, num_codebooks):
     lost = sorted(info["missing_keys"]) + sorted(info["unexpected_keys"])
     if lost:
         raise UserError(f"{codec_dir}: {len(lost)} missing or unexpected codec weights, first {lost[:5]}")
-    tensor_files.check_finite(dict(codec.named_parameters()), codec_dir)
+    if bad := [name for name, p in codec.named_parameters() if not tensor_io.is_finite(p)]:
+        raise UserError(f"{codec_dir}: {bad[0]} holds NaN or infinity; these weights cannot be used")
     return codec.to(device).eval(), bandwidth
 
 
@@ -424,7 +425,7 @@ class Batch:
         about = {"clips": str(len(self.keys)), "files": str(len(self.files)), "sha256": digest_columns(columns)}
         try:
             write_atomically(self.folder / f"codes-{uuid.uuid4().hex}.safetensors",
-                             lambda temporary: tensor_files.save(tensors, temporary, about, save_file))
+                             lambda temporary: tensor_io.save(tensors, temporary, about, save_file))
         except Exception as error:
             full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
             remedy = "; free disk space" if full else ""

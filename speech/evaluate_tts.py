@@ -26,15 +26,15 @@ wer and similarity mean as much as the models do: with a model that cannot liste
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is there
 
-from common import flags
-from common.flags import UserError, need
+from core import cli
+from core.cli import UserError, problem_text, require
 from speech.choices import check_judges, judges
 
 
 def build_parser():
-    p = flags.Parser(__doc__.partition("\n")[0])
+    p = cli.Parser(__doc__.partition("\n")[0])
     p.usage = "%(prog)s FOLDER [FOLDER ...] [--flag value ...]"
     p.add_argument("folders", nargs="+", metavar="FOLDER", help="what generate_tts.py wrote; several are compared")
     p.add_argument("--reference_dir", help="true recordings of the same names (default: each JSON's target_audio)")
@@ -46,24 +46,23 @@ def build_parser():
 
 def check_flags(args, world_size):
     """Raise UserError for flags that cannot work."""
-    flags.at_least_one(args, "batch_size")
+    cli.at_least_one(args, "batch_size")
     check_judges(args)
-    need(not args.reference_dir or Path(args.reference_dir).is_dir(),
+    require(not args.reference_dir or Path(args.reference_dir).is_dir(),
          f"--reference_dir {args.reference_dir}: no such folder")
-    need(len(set(map(str, map(Path, args.folders)))) == len(args.folders), "the same folder is given twice")
+    require(len(set(map(str, map(Path, args.folders)))) == len(args.folders), "the same folder is given twice")
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
-ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import math
 from dataclasses import dataclass
 
 import torch
 
-from common.checkpoint import write_json
-from common.distributed import one_clear_error, problem_text
-from core import json_files, run_lock
+from core import dist, json_files, run_lock
+from core.checkpoint import write_json
 from speech import scores, speech_metrics, text_normalization
 
 # name -> (unit, what is better: -1 less, 1 more, 0 near 1)
@@ -280,26 +279,26 @@ def pick_device(name):
 
 
 def main(argv=None):
-    args = ARGS or flags.parse(build_parser(), check_flags, argv)
-    with one_clear_error():
-        args.device = pick_device(args.device)
-        found = [read_samples(folder, args.reference_dir, bool(args.asr_model or args.asr_command))
-                 for folder in args.folders]
-        check_same_prompts(args.folders, found)
-        for folder in args.folders:
-            run_lock.acquire(folder, "folder")
-        by = scores.load_judges(
-            asr_model=args.asr_model, asr_command=args.asr_command, speaker_model=args.speaker_model, mos=args.mos,
-            language=args.language, batch_size=args.batch_size, asr_time_limit=args.asr_time_limit)
-        settings = {key: value for key, value in flags.stored(args).items() if key != "folders"}
-        with by.on(args.device):
-            runs = [evaluate(folder, samples, by, settings) for folder, samples in zip(args.folders, found)]
-        for folder, run in zip(args.folders, runs):
-            write_json(Path(folder) / "evaluation.json", run)
-        print(*table(runs), sep="\n")
-        for run in runs:
-            for note in run["settings"]["notes"]:
-                print(f"note: {note}")
+    args = ARGS or cli.parse(build_parser(), check_flags, argv)
+    dist.single_process()
+    args.device = pick_device(args.device)
+    found = [read_samples(folder, args.reference_dir, bool(args.asr_model or args.asr_command))
+             for folder in args.folders]
+    check_same_prompts(args.folders, found)
+    for folder in args.folders:
+        run_lock.acquire(folder, "folder")
+    by = scores.load_judges(
+        asr_model=args.asr_model, asr_command=args.asr_command, speaker_model=args.speaker_model, mos=args.mos,
+        language=args.language, batch_size=args.batch_size, asr_time_limit=args.asr_time_limit)
+    settings = {key: value for key, value in cli.stored(args).items() if key != "folders"}
+    with by.on(args.device):
+        runs = [evaluate(folder, samples, by, settings) for folder, samples in zip(args.folders, found)]
+    for folder, run in zip(args.folders, runs):
+        write_json(Path(folder) / "evaluation.json", run)
+    print(*table(runs), sep="\n")
+    for run in runs:
+        for note in run["settings"]["notes"]:
+            print(f"note: {note}")
 
 
 if __name__ == "__main__":

@@ -4,15 +4,10 @@ what is missing encoded. Imported when a clip is missing or a shard damaged.
 import contextlib
 from pathlib import Path
 
-from common import checkpoint
-from common.checkpoint import move_aside
-from common.distributed import (
-    UserError,
-    all_ranks_ok,
-    gather_objects,
-    problem_text,
-    rank0_first,
-)
+from core import checkpoint
+from core.checkpoint import move_aside
+from core.cli import UserError, problem_text
+from core.dist import all_gather, exit_quietly, rank0
 from core import run_lock
 from core.watchdog import Stopped, stop_requested
 from speech.code_cache import CacheIndex, look_up, shard_names
@@ -46,15 +41,19 @@ def fill_cache(world, clips, how, known, bad=None):
                 print("data       damaged shards of the code cache, now set aside: "
                       f"{len(index.damaged)}; clips to encode: {len(unknown)}", flush=True)
             return folder, share_work(clips, unknown, world.size) if len(unknown) else []
-        folder, work = rank0_first(world, plan)
+        folder, work = rank0(world, plan)
         if work is None:
             raise Stopped("asked to stop while another run was filling the code cache")
         if any(work):
             problems, mine = encode_share(world, work, folder, how)
-            all_ranks_ok(world, problems)
-            for found in gather_objects(world, mine):
+            failed = list(dict.fromkeys(sum(all_gather(world, problems), [])))
+            if failed and not world.is_main:
+                exit_quietly()
+            if failed:
+                raise UserError(problem_text(failed))
+            for found in all_gather(world, mine):
                 unusable.update(found)
-            if any(gather_objects(world, stop_requested())):
+            if any(all_gather(world, stop_requested())):
                 raise Stopped("asked to stop while audio was being encoded; what is done stays in "
                               "the code cache")
             positions = locate(folder, clips, how.processes, unusable) if world.is_main else []

@@ -16,10 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import distributed
-from common.checkpoint import write_atomically
-from common.distributed import UserError
-from common.flags import need
+from core.checkpoint import write_atomically
+from core.cli import UserError, problem_text, require
 from core.json_files import read_text
 from speech.builder import TableBuilder
 from speech.code_cache import FRAME_RATE, SAMPLE_RATE
@@ -85,7 +83,7 @@ def read_prompts(path, normalize):
         return text_prompts(read_lines(path), normalize)
     samples = list(read_samples(path, problems, canonical_prompt, normalize=normalize))
     if problems:
-        raise UserError(distributed.problem_text(problems))
+        raise UserError(problem_text(problems))
     if not samples:
         raise UserError(f"{path}: holds no prompts")
     return samples
@@ -173,7 +171,7 @@ def prompts_of(named, messages, base, normalize):
         except BadSample as error:
             problems.append(f"{name}: {error}")
     if problems:
-        raise UserError(distributed.problem_text(problems))
+        raise UserError(problem_text(problems))
     return samples
 
 
@@ -232,7 +230,7 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
             why = f"{len(wave) / SAMPLE_RATE:.0f} s are too long to encode on this device"
         problems += [f"{name}: its audio {clip.path}: {why}" for name in users[number] if why]
     if problems:
-        raise UserError(distributed.problem_text(problems))
+        raise UserError(problem_text(problems))
     prompts = []
     for i, (sample, number) in enumerate(zip(samples, numbers or range(len(samples)))):
         clips, tokens = builder.clips_of(i), builder.tokens[i].astype(np.int64)
@@ -253,7 +251,7 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
             problems.append(f"{sample.name}: {len(row['input_ids'])} tokens; the model's positions have room for "
                             f"{max(0, room)} beside the speech to come: shorten it, or allow fewer seconds of speech")
     if problems:
-        raise UserError(distributed.problem_text(problems))
+        raise UserError(problem_text(problems))
     return prompts
 
 
@@ -295,7 +293,7 @@ DRAW_FLAGS = ("temperature", "top_k", "top_p", "ras_window", "ras_repeats")
 def draws(config, given):
     """{name of DRAW_FLAGS: value}: what is given, else the model's own default. Raises UserError. None is not given."""
     given, own = {name: value for name, value in given.items() if value is not None}, versions.module(config).DRAWS
-    need(given.keys() <= own.keys(), "--ras_window and --ras_repeats: not of Higgs TTS 3")
+    require(given.keys() <= own.keys(), "--ras_window and --ras_repeats: not of Higgs TTS 3")
     return {**own, **given}
 
 

@@ -12,10 +12,10 @@ number of GPUs.
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is there
 
-from common import flags
-from common.flags import need
+from core import cli
+from core.cli import UserError, require
 from speech import choices
 from speech.choices import CHATML, ON_OFF
 
@@ -24,7 +24,7 @@ SOUND = ("model_path", "adapter", "base_dtype", "batch_size")
 
 
 def build_parser():
-    p = flags.Parser("Speak with Higgs-Audio V2.")
+    p = cli.Parser("Speak with Higgs-Audio V2.")
     g = p.add_argument_group("model")
     g.add_argument("--model_path", required=True, help="model or full checkpoint, folder or hub name: Higgs-Audio V2 "
                    "(native or 2025 format) or Higgs TTS 3")
@@ -71,48 +71,47 @@ def build_parser():
     choices.speakers(g)
     g = p.add_argument_group("output")
     g.add_argument("--output_dir", default="./spoken", help="folder for the results; shared by all nodes")
-    flags.switch(g, "--overwrite", help="delete results of an earlier run in there first")
+    cli.switch(g, "--overwrite", help="delete results of an earlier run in there first")
     g.add_argument("--max_cer", type=float, metavar="SHARE", help="with --best_of: write best.jsonl, training data, of "
                    "the takes that ended by themselves with at most so many character errors, through their codes")
-    flags.switch(g, "--save_codes", help="also write <name>.npy, the codec codes (frames, 8) int16")
+    cli.switch(g, "--save_codes", help="also write <name>.npy, the codec codes (frames, 8) int16")
     return p
 
 
 def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later."""
-    need(bool(args.text) != bool(args.prompts), "give one of --text and --prompts")
+    require(bool(args.text) != bool(args.prompts), "give one of --text and --prompts")
     chatml = bool(args.prompts) and args.prompts.lower().endswith(CHATML)
     for flag in ("reference_audio", "reference_text", "system_prompt", "scene"):
-        need(not (chatml and getattr(args, flag)), f"--{flag} is for texts and lines; a ChatML prompt says so itself")
-    need(args.reference_audio or not args.reference_text, "--reference_text says what is said in --reference_audio")
-    flags.zero_or_more(args, "temperature", "top_k", "ras_window", "ras_repeats", "seed",
-                       "split_text")
-    need(args.seed < 2**62, f"--seed is {args.seed}; it must be below 2**62")
-    need(args.top_p is None or 0 < args.top_p <= 1, f"--top_p is {args.top_p}; it must be more than 0 and at most 1")
-    flags.above_zero(args, "max_seconds")
-    flags.at_least_one(args, "batch_size", "best_of")
+        require(not (chatml and getattr(args, flag)), f"--{flag} is for texts and lines; a ChatML prompt says so itself")
+    require(args.reference_audio or not args.reference_text, "--reference_text says what is said in --reference_audio")
+    cli.zero_or_more(args, "temperature top_k ras_window ras_repeats seed split_text")
+    require(args.seed < 2**62, f"--seed is {args.seed}; it must be below 2**62")
+    require(args.top_p is None or 0 < args.top_p <= 1, f"--top_p is {args.top_p}; it must be more than 0 and at most 1")
+    cli.above_zero(args, "max_seconds")
+    cli.at_least_one(args, "batch_size best_of")
     choices.check_base_dtype(args)
     choices.check_recognisers(args)
-    need(args.best_of > 1 or not (args.asr_model or args.asr_command or args.speaker_model),
+    require(args.best_of > 1 or not (args.asr_model or args.asr_command or args.speaker_model),
          "--asr_model, --asr_command and --speaker_model choose among takes: give --best_of; to judge speech, "
          "speech/evaluate_tts.py")
-    flags.share(args, "max_cer")
-    need(args.max_cer is None or args.asr_model or args.asr_command, "--max_cer needs --best_of and a recogniser")
-    need(args.max_cer is None or not args.split_text, "--max_cer does not go with --split_text: a part is no answer to "
+    cli.share(args, "max_cer")
+    require(args.max_cer is None or args.asr_model or args.asr_command, "--max_cer needs --best_of and a recogniser")
+    require(args.max_cer is None or not args.split_text, "--max_cer does not go with --split_text: a part is no answer to "
                                                       "the whole text")
-    need(not (args.split_text and chatml), "--split_text is for texts and lines, not for ChatML prompts")
-    need(not args.stream or args.split_text and len(args.text or ()) == world_size == 1,
+    require(not (args.split_text and chatml), "--split_text is for texts and lines, not for ChatML prompts")
+    require(not args.stream or args.split_text and len(args.text or ()) == world_size == 1,
          "--stream takes one --text, --split_text and one process")
     stream = Path(args.stream or "-")
-    need(args.overwrite or not stream.is_file(), f"--stream {stream} is there: --overwrite it")
-    need(stream.parent.is_dir(), f"--stream {stream}: there is no such folder; make it first")
+    require(args.overwrite or not stream.is_file(), f"--stream {stream} is there: --overwrite it")
+    require(stream.parent.is_dir(), f"--stream {stream}: there is no such folder; make it first")
 
 
 if __name__ == "__main__" and any(word in ("-", "--stream=-") for word in sys.argv):
     sys.stdout = sys.stderr     # --stream -: sound alone goes there, no notice of the flags either
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
-ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import time
 from functools import partial
@@ -121,8 +120,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, distributed
-from common.distributed import UserError
+from core import checkpoint, dist
 from speech import text_normalization
 from speech.code_cache import FRAME_RATE
 from speech.encode import load_codec
@@ -140,7 +138,7 @@ def read_texts(args, normalize):
     if args.split_text:
         from speech import takes
         for name, text in lines:
-            need(len(text) <= args.split_text or not takes.MARK.search(text), f"{name}: --split_text would give a tag "
+            require(len(text) <= args.split_text or not takes.MARK.search(text), f"{name}: --split_text would give a tag "
                  "such as [SPEAKER1] to the first part alone; split this text yourself")
     return generate.text_prompts(lines, normalize, args.reference_audio, args.reference_text,
                                  args.system_prompt, args.scene)
@@ -166,7 +164,7 @@ def earlier_results(output_dir, overwrite):
     """Make the output folder, this run's from here on; files of an earlier run in it, which only --overwrite allows.
     Raises UserError.
     """
-    checkpoint.own_output(output_dir)
+    checkpoint.claim_output(output_dir)
     old = [path for path in Path(output_dir).iterdir()
            if path.suffix in (".wav", ".png", ".json", ".npy") and path.stem.isdigit() or path.name == "best.jsonl"]
     if old and not overwrite:
@@ -187,7 +185,7 @@ def prepare_share(world, samples, mine, batch_size, prepare):
             share[batch] = prepare([samples[i] for i in numbers], numbers)
         except UserError as error:
             problems.append(str(error))
-    distributed.all_ranks_ok(world, problems)
+    dist.raise_problems(world, problems)
     return share
 
 
@@ -282,7 +280,7 @@ def load_to_speak(folder, config, adapter, dtype, device, four_bits=False):
     weights.check_weights(native, parts, folder)
     if adapter:
         net = adapters.add_saved(native, adapter, whole=module.WHOLE_MODULES)
-        need(not (four_bits and net.peft_config["default"].use_dora),
+        require(not (four_bits and net.peft_config["default"].use_dora),
              f"--base_dtype nf4: {adapter} is DoRA, which needs the weights themselves")
     load = weights.load_weights
     if four_bits:
@@ -301,72 +299,73 @@ def load_to_speak(folder, config, adapter, dtype, device, four_bits=False):
 
 
 def main(argv=None):
-    args = ARGS or flags.parse(build_parser(), check_flags, argv)
+    args = ARGS or cli.parse(build_parser(), check_flags, argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-    with distributed.one_clear_error():
-        need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
-        world = distributed.init(device=None if args.device == "auto" else args.device)
-        old = distributed.rank0_first(world, earlier_results, args.output_dir, args.overwrite)
-        folder, config_dict, codec_dir = versions.find_files(world, args.model_path, args.audio_tokenizer_path,
-                                                           args.output_dir)
-        module = versions.module(config_dict)
-        wanted = args.normalize_text or ("off" if versions.is_third(config_dict["model_type"]) else None)
-        normalize, why = setting_to_speak(wanted, folder, args.adapter)
-        need(args.reference_text or not args.reference_audio or versions.is_third(config_dict["model_type"]),
-             "--reference_audio and --reference_text go together: the model needs to know what the clip says")
-        samples = read_texts(args, normalize)
-        clips = [clip for sample in samples for turn in sample.turns for clip in turn.clips]
-        files = [args.prompts or "", *(clip.path for clip in clips)]
-        written = (*old, args.stream or "-")
-        lost = {Path(file).resolve() for file in files} & {Path(file).resolve() for file in written}
-        need(not lost, f"--overwrite would delete {min(lost, default='')}, which is read: "
-                       "give another --output_dir")
-        config, tokenizer = module.read_config(config_dict), module.load_tokenizer(folder)
-        ids = module.token_ids(tokenizer, config)
-        codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
-        draws = generate.draws(config, {name: getattr(args, name) for name in generate.DRAW_FLAGS})
-        settings = generate.sampling(config, args.max_seconds, **draws)
-        room = module.positions(config) - settings.max_new_tokens
-        # batches are cut from the whole list, so that the number of ranks changes nothing in them
-        mine = range(-(-len(samples) // args.batch_size))[world.rank::world.size]
+    world = dist.init()
+    require(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
+    if args.device != "auto":
+        world.device = torch.device(args.device)
+    old = dist.rank0(world, earlier_results, args.output_dir, args.overwrite)
+    folder, config_dict, codec_dir = versions.find_files(world, args.model_path, args.audio_tokenizer_path,
+                                                       args.output_dir)
+    module = versions.module(config_dict)
+    wanted = args.normalize_text or ("off" if versions.is_third(config_dict["model_type"]) else None)
+    normalize, why = setting_to_speak(wanted, folder, args.adapter)
+    require(args.reference_text or not args.reference_audio or versions.is_third(config_dict["model_type"]),
+         "--reference_audio and --reference_text go together: the model needs to know what the clip says")
+    samples = read_texts(args, normalize)
+    clips = [clip for sample in samples for turn in sample.turns for clip in turn.clips]
+    files = [args.prompts or "", *(clip.path for clip in clips)]
+    written = (*old, args.stream or "-")
+    lost = {Path(file).resolve() for file in files} & {Path(file).resolve() for file in written}
+    require(not lost, f"--overwrite would delete {min(lost, default='')}, which is read: "
+                   "give another --output_dir")
+    config, tokenizer = module.read_config(config_dict), module.load_tokenizer(folder)
+    ids = module.token_ids(tokenizer, config)
+    codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
+    draws = generate.draws(config, {name: getattr(args, name) for name in generate.DRAW_FLAGS})
+    settings = generate.sampling(config, args.max_seconds, **draws)
+    room = module.positions(config) - settings.max_new_tokens
+    # batches are cut from the whole list, so that the number of ranks changes nothing in them
+    mine = range(-(-len(samples) // args.batch_size))[world.rank::world.size]
 
-        def prepare(some, numbers):
-            return generate.prepare(some, tokenizer, ids, codec, bandwidth, room, numbers)
-        share = prepare_share(world, samples, mine, args.batch_size, prepare)
-        dtype = base_dtype(args.dtype, world.device)
-        native = load_to_speak(folder, config_dict, args.adapter, dtype, world.device, args.base_dtype)
-        if args.best_of > 1:
-            distributed.rank0_first(world, lambda: load_judges(args) and None)      # one downloads for all
-        if world.is_main:       # only now that nothing can be wrong any more
-            for path in old:
-                path.unlink()
-        distributed.gather_objects(world, None)        # nobody writes before that is done
-        if world.is_main:
-            what = f"{args.model_path} + {args.adapter}" if args.adapter else args.model_path
-            print(f"model      {what}, {str(dtype).removeprefix('torch.')} on {world.size} x {world.device.type}"
-                  f"{', its base in NF4' * bool(args.base_dtype)}\n"
-                  f"text       {why}\n"
-                  f"prompts    {len(samples)} in batches of {args.batch_size}; at most {args.max_seconds:g} s each")
+    def prepare(some, numbers):
+        return generate.prepare(some, tokenizer, ids, codec, bandwidth, room, numbers)
+    share = prepare_share(world, samples, mine, args.batch_size, prepare)
+    dtype = base_dtype(args.dtype, world.device)
+    native = load_to_speak(folder, config_dict, args.adapter, dtype, world.device, args.base_dtype)
+    if args.best_of > 1:
+        dist.rank0(world, lambda: load_judges(args) and None)      # one downloads for all
+    if world.is_main:       # only now that nothing can be wrong any more
+        for path in old:
+            path.unlink()
+    dist.all_gather(world, None)        # nobody writes before that is done
+    if world.is_main:
+        what = f"{args.model_path} + {args.adapter}" if args.adapter else args.model_path
+        print(f"model      {what}, {str(dtype).removeprefix('torch.')} on {world.size} x {world.device.type}"
+              f"{', its base in NF4' * bool(args.base_dtype)}\n"
+              f"text       {why}\n"
+              f"prompts    {len(samples)} in batches of {args.batch_size}; at most {args.max_seconds:g} s each")
 
-        noted = {name: getattr(args, name) for name in SOUND} | draws | {"normalize_text": "on" if normalize else "off"}
-        records = []
-        for number in tqdm(mine, unit="batch", disable=None if world.is_main else True):
-            records += speak_batch(native, codec, ids, settings, share[number], args.seed + number,
-                                   noted, prepare, args)
-        records = [record for share in distributed.gather_objects(world, records) for record in share]
-        if world.is_main:
-            lengths = np.array([record["seconds"] for record in records])
-            stopped = sum(record["ended_by"] == "eos" for record in records)
-            print(f"done       {len(records)} samples, {lengths.sum():.1f} s of speech (mean {lengths.mean():.1f} s), "
-                  f"{stopped} ended by themselves; {args.output_dir}")
-            if stopped < len(records):
-                print(f"notice     {len(records) - stopped} were cut off at --max_seconds {args.max_seconds:g}: raise "
-                      "it, or the model has not learnt to stop")
-            if args.max_cer is not None:
-                from speech import takes
-                records.sort(key=lambda record: int(record["name"]))
-                print(takes.write_good(args.output_dir, samples, records, args.max_cer, ids.min_frames))
-        distributed.finish()
+    noted = {name: getattr(args, name) for name in SOUND} | draws | {"normalize_text": "on" if normalize else "off"}
+    records = []
+    for number in tqdm(mine, unit="batch", disable=None if world.is_main else True):
+        records += speak_batch(native, codec, ids, settings, share[number], args.seed + number,
+                               noted, prepare, args)
+    records = [record for share in dist.all_gather(world, records) for record in share]
+    if world.is_main:
+        lengths = np.array([record["seconds"] for record in records])
+        stopped = sum(record["ended_by"] == "eos" for record in records)
+        print(f"done       {len(records)} samples, {lengths.sum():.1f} s of speech (mean {lengths.mean():.1f} s), "
+              f"{stopped} ended by themselves; {args.output_dir}")
+        if stopped < len(records):
+            print(f"notice     {len(records) - stopped} were cut off at --max_seconds {args.max_seconds:g}: raise "
+                  "it, or the model has not learnt to stop")
+        if args.max_cer is not None:
+            from speech import takes
+            records.sort(key=lambda record: int(record["name"]))
+            print(takes.write_good(args.output_dir, samples, records, args.max_cer, ids.min_frames))
+    dist.finish()
 
 
 if __name__ == "__main__":

@@ -17,13 +17,14 @@ the new voice's, which shows what it takes no training to reach. Each must pass,
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands there
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is there
 
-from common import flags
+from core import cli
+from core.cli import UserError
 
 
 def build_parser():
-    p = flags.Parser(__doc__.partition("\n")[0])
+    p = cli.Parser(__doc__.partition("\n")[0])
     p.usage = "%(prog)s BEFORE AFTER [--flag value ...]"
     p.add_argument("before", metavar="BEFORE", help="what the base spoke")
     p.add_argument("after", metavar="AFTER", help="what the adapter spoke")
@@ -32,16 +33,15 @@ def build_parser():
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
-ARGS = flags.parse(build_parser()) if __name__ == "__main__" else None
+ARGS = cli.parse(build_parser()) if __name__ == "__main__" else None
 
 import json
 
 import numpy as np
 import torch
 
-from common.checkpoint import write_json
-from common.distributed import UserError, one_clear_error
-from core import metrics
+from core import dist, metrics
+from core.checkpoint import write_json
 from speech.encode import load_codec
 from speech import generate, scores, speech_metrics
 from speech.speech_metrics import RATE
@@ -195,27 +195,27 @@ def write(folder, found, said=None):
 
 
 def main(argv=None):
-    args = ARGS or flags.parse(build_parser(), argv=argv)
-    with one_clear_error():
-        flags.need_package("pocketsphinx", "the recogniser")
-        spoken = [read_spoken(folder) for folder in (args.before, args.after)]
-        recordings, found = judge_all(Path(args.voice_dir), spoken)
-        before, control, after = found
-        texts = spoken[0][0]
-        low, high = interval(texts, after["errors"])
-        gain = interval(texts, np.array(control["errors"]) - after["errors"])
-        print(f"{after['sentences']} sentences, {after['words']} words, in no training text; heard by pocketsphinx. "
-              '"same, code": the base with the new voice\'s code, untrained')
-        rows = gates(recordings, found, gain)
-        show(rows)
-        failed = [what for what, *_, passed, _ in rows if not passed]
-        clauses = [f"FAILED: {', '.join(failed)}"] if failed else []
-        clauses += [f"{metrics.understood(after['wer'])}, 95 % between {low:.1%} and {high:.1%}",
-                    f"{metrics.percent(after['nearer_pitch'])} of {after['sentences']} clips have the new voice's pitch",
-                    f"{metrics.percent(after['stop_rate'])} ended by themselves"]
-        write(args.before, before)
-        write(args.after, after, "; ".join(clauses))
-        print(metrics.verdict_line(clauses))
+    args = ARGS or cli.parse(build_parser(), argv=argv)
+    dist.single_process()
+    cli.require_package("pocketsphinx", "the recogniser")
+    spoken = [read_spoken(folder) for folder in (args.before, args.after)]
+    recordings, found = judge_all(Path(args.voice_dir), spoken)
+    before, control, after = found
+    texts = spoken[0][0]
+    low, high = interval(texts, after["errors"])
+    gain = interval(texts, np.array(control["errors"]) - after["errors"])
+    print(f"{after['sentences']} sentences, {after['words']} words, in no training text; heard by pocketsphinx. "
+          '"same, code": the base with the new voice\'s code, untrained')
+    rows = gates(recordings, found, gain)
+    show(rows)
+    failed = [what for what, *_, passed, _ in rows if not passed]
+    clauses = [f"FAILED: {', '.join(failed)}"] if failed else []
+    clauses += [f"{metrics.understood(after['wer'])}, 95 % between {low:.1%} and {high:.1%}",
+                f"{metrics.percent(after['nearer_pitch'])} of {after['sentences']} clips have the new voice's pitch",
+                f"{metrics.percent(after['stop_rate'])} ended by themselves"]
+    write(args.before, before)
+    write(args.after, after, "; ".join(clauses))
+    print(metrics.verdict_line(clauses))
     sys.exit(bool(failed))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from common.distributed import UserError
+from core.cli import UserError
 from core import loading
 from speech.conversations import Clip
 

@@ -16,42 +16,43 @@ published names instead, the codec's weights inside as there.
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands there
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is there
 
-from common import flags
+from core import cli
 
 
 def build_parser():
-    p = flags.Parser(__doc__.partition("\n")[0])
+    p = cli.Parser(__doc__.partition("\n")[0])
     p.usage = "%(prog)s OUT_DIR [--flag value ...]"
     p.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder for all of it")
     p.add_argument("--clips", type=int, default=48, help="wav files, and samples in train.json")
     p.add_argument("--speakers", type=int, default=4, help="voices that share the clips")
     p.add_argument("--seed", type=int, default=0, help="weights, codebooks and the numpy voice's noise")
-    flags.switch(p, "--higgs3", help="a model of Higgs TTS 3's form, not of V2's")
+    cli.switch(p, "--higgs3", help="a model of Higgs TTS 3's form, not of V2's")
     return p
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 def check_flags(args, world_size):
     """Raise UserError for counts that make no data."""
-    flags.at_least_one(args, "speakers")
-    flags.zero_or_more(args, "seed")
-    flags.need(args.clips >= 2 * args.speakers,
+    cli.at_least_one(args, "speakers")
+    cli.zero_or_more(args, "seed")
+    cli.require(args.clips >= 2 * args.speakers,
                f"--clips is {args.clips}; it must be at least 2 a speaker, {2 * args.speakers}: one is a reference")
 
 
-ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import json
 import re
+import stat
 
 import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from common import tensor_files
-from speech import layout_2025, v3  # first: v3 explains a broken torchaudio
+from core import tensor_io
+from speech import v3, weights  # first: weights explains a broken torchaudio
 
 from transformers import GenerationConfig, HiggsAudioV2Config  # isort: skip
 from transformers import HiggsAudioV2ForConditionalGeneration as HiggsAudioV2  # isort: skip
@@ -124,6 +125,12 @@ SOUNDS = {
 PAUSE = (500, 1500, 2500, 0.0, 0.0)
 
 
+def allow_others(folder):
+    """Give the safetensors files that save_pretrained wrote into a folder the mode of its config.json."""
+    for path in Path(folder).glob("*.safetensors"):
+        path.chmod(stat.S_IMODE((Path(folder) / "config.json").stat().st_mode))
+
+
 def make_tokenizer(out_dir, sentences=SENTENCES):
     """Trains a byte-level BPE tokenizer of at most 600 ids on sentences, saves it in OUT_DIR/model and returns it.
 
@@ -183,9 +190,9 @@ def make_model(out_dir, tokenizer, seed=0, **config_overrides):
         ras_win_max_num_repeat=2)
     folder = Path(out_dir) / "model"
     model.save_pretrained(folder)
-    tensor_files.allow_others(folder)
-    layout_2025.save_processor(folder, tokenizer)
-    layout_2025.name_codec(folder, str((Path(out_dir) / "codec").resolve()))
+    allow_others(folder)
+    weights.save_processor(folder, tokenizer)
+    weights.name_codec(folder, str((Path(out_dir) / "codec").resolve()))
     return model
 
 
@@ -220,8 +227,8 @@ def make_codec(out_dir, seed=0):
             quantizer.codebook.embed.normal_(std=0.05)  # transformers leaves zeros, and then every code is 0
     folder = Path(out_dir) / "codec"
     codec.save_pretrained(folder)
-    tensor_files.allow_others(folder)
-    layout_2025.feature_extractor().save_pretrained(folder)
+    allow_others(folder)
+    weights.feature_extractor().save_pretrained(folder)
     return codec
 
 
@@ -254,7 +261,7 @@ def make_model3(out_dir, codec, seed=0, **text_overrides):
     tensors = v3.published({name: value.detach() for name, value in model.named_parameters()})
     tensors |= {head: tensors[table].clone() for head, table in v3.HEADS.items()}
     tensors |= {v3.CODEC + name: value for name, value in codec.state_dict().items()}
-    tensor_files.save({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+    tensor_io.save({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
     return folder
 
 
@@ -360,7 +367,7 @@ def voice_cloning_sample(name, reference, target):
 
 
 def main(argv=None):
-    args = ARGS or flags.parse(build_parser(), check_flags, argv)
+    args = ARGS or cli.parse(build_parser(), check_flags, argv)
     speech = make_speech(args.out_dir, args.clips, args.speakers, args.seed)
     dataset = make_dataset(args.out_dir, speech)
     codec = make_codec(args.out_dir, args.seed)

@@ -12,10 +12,10 @@ one it writes OUT/stop, and the run saves and ends.
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is there
 
-from common import flags
-from common.flags import need
+from core import cli
+from core.cli import UserError, require
 from speech import choices
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -26,14 +26,14 @@ MEASURES = {"wer": ("wer", "word errors", "{:.1%}", False), "cer": ("cer", "char
 
 
 def build_parser():
-    p = flags.Parser(__doc__.partition("\n")[0])
+    p = cli.Parser(__doc__.partition("\n")[0])
     p.usage = "%(prog)s OUT [--flag value ...]"
     p.add_argument("output_dir", metavar="OUT", help="--output_dir of a run of train_v2_ddp.py")
     p.add_argument("--prompts", help="file of prompts, as generate_tts.py takes it")
     p.add_argument("--by", choices=MEASURES, default="wer", help="what decides; of equal ones the earlier checkpoint is taken")
     choices.recognisers(p)
     choices.speakers(p)
-    flags.switch(p, "--follow", help="go on with checkpoints that the run is yet to save")
+    cli.switch(p, "--follow", help="go on with checkpoints that the run is yet to save")
     p.add_argument("--patience", type=int, default=0, help="with --follow: end the run after so many checkpoints without a "
                    "better one, 0 = never")
     p.add_argument("--max_seconds", type=float, default=15.0, help="of speech of one prompt")
@@ -45,18 +45,18 @@ def build_parser():
 
 def check_flags(args, world_size):
     """Raise UserError for combinations that would fail, or do nothing, later."""
-    need(Path(args.output_dir).is_dir(), f"{args.output_dir}: there is no such folder")
+    require(Path(args.output_dir).is_dir(), f"{args.output_dir}: there is no such folder")
     choices.check_recognisers(args)
-    need(args.prompts or args.by == "loss", f"--by {args.by} needs --prompts")
-    need(args.by not in ("wer", "cer") or args.asr_model or args.asr_command, f"--by {args.by} needs --asr_model or "
+    require(args.prompts or args.by == "loss", f"--by {args.by} needs --prompts")
+    require(args.by not in ("wer", "cer") or args.asr_model or args.asr_command, f"--by {args.by} needs --asr_model or "
          "--asr_command")
-    need(args.by != "sim" or args.speaker_model, "--by sim needs --speaker_model")
-    flags.zero_or_more(args, "patience", "seed")
-    need(args.follow or not args.patience, "--patience needs --follow")
+    require(args.by != "sim" or args.speaker_model, "--by sim needs --speaker_model")
+    cli.zero_or_more(args, "patience seed")
+    require(args.follow or not args.patience, "--patience needs --follow")
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
-ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import hashlib
 import json
@@ -65,17 +65,15 @@ import subprocess
 import time
 import uuid
 
-from common import checkpoint
-from common.distributed import UserError, one_clear_error
-from core import json_files, metrics, run_lock
+from core import checkpoint, dist, json_files, metrics, run_lock
 
 
 def judged(folder, args, place):
     """{metric: number} of evaluation.json of a checkpoint, or of the base (folder None), spoken unless it is there."""
     said = place / (folder.name if folder else "base")
     if not (said / "evaluation.json").exists():
-        newest = folder or checkpoint.checkpoints(args.output_dir)[-1][1]
-        run = checkpoint.load_meta(newest)["args"]
+        newest = folder or checkpoint.list_checkpoints(args.output_dir)[-1][1]
+        run = json_files.read_object(newest / checkpoint.STATE / "state.json")["args"]
         if folder is None or (folder / "adapter_config.json").exists():
             model = ["--model_path", run["model_path"], *(["--adapter", str(folder)] if folder else [])]
         else:
@@ -102,7 +100,7 @@ def command(words):
 def link_best(output_dir, name):
     """OUT/best leads to a checkpoint from now on."""
     best, temporary = output_dir / "best", output_dir / f".best.tmp-{uuid.uuid4().hex}"
-    need(best.is_symlink() or not best.exists(), f"{best}: is there and no link; move it away")
+    require(best.is_symlink() or not best.exists(), f"{best}: is there and no link; move it away")
     temporary.symlink_to(name)
     os.replace(temporary, best)
 
@@ -125,7 +123,7 @@ def pick(args):
     while True:
         going = args.follow and is_running(out)         # asked first: its last checkpoint may come meanwhile
         losses = dict(metrics.curve(metrics.read_metrics(out / "metrics.jsonl"), metric))
-        new = [(step, path) for step, path in checkpoint.checkpoints(out) if step not in known]
+        new = [(step, path) for step, path in checkpoint.list_checkpoints(out) if step not in known]
         if new and 0 not in known:
             new = [(0, None), *new]
         for step, path in new:
@@ -147,8 +145,8 @@ def pick(args):
         if not going:
             break
         time.sleep(POLL_S)
-    need(known, f"{out}: holds no checkpoint")
-    need(best is not None, f"{out}: no checkpoint was measured by {words}")
+    require(known, f"{out}: holds no checkpoint")
+    require(best is not None, f"{out}: no checkpoint was measured by {words}")
     base = known.get(0)
     said = "" if base is None else f"; the base {form.format(base)}"
     if base is not None and (known[best] <= base if more else known[best] >= base):
@@ -158,9 +156,9 @@ def pick(args):
 
 
 def main(argv=None):
-    args = ARGS or flags.parse(build_parser(), check_flags, argv)
-    with one_clear_error():
-        pick(args)
+    args = ARGS or cli.parse(build_parser(), check_flags, argv)
+    dist.single_process()
+    pick(args)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,15 @@ Training on the folder starts at once and needs neither the audio nor torchaudio
 it was stopped: codes are kept as they are made. OUTPUT_DIR/problems.jsonl lists all that is wrong with the data,
 OUTPUT_DIR/prepared.json says what is in them.
 """
+import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))     # common/ stands beside this folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))     # core/ stands beside this folder
 
-from common import flags
-from common.flags import need
+from core import cli
+from core.cli import UserError, above_zero, at_least_one, usable_cpus, zero_or_more
+from core.cli import require as need
 from speech import choices
 from speech.choices import CHECKS, LONGEST_CLIP_S, SOUND_ERRORS, WARNINGS
 
@@ -24,7 +26,7 @@ RECOGNISER = ("asr_model", "asr_command", "asr_time_limit", "language")     # fl
 
 
 def build_parser():
-    p = flags.Parser("Turn speech data into a folder that train_v2_ddp.py starts from at once.")
+    p = cli.Parser("Turn speech data into a folder that train_v2_ddp.py starts from at once.")
     g = p.add_argument_group("model")
     g.add_argument("--model_path", required=True,
                    help="Higgs-Audio V2 folder or hub name, native or 2025 format; its tokenizer is used")
@@ -46,25 +48,25 @@ def build_parser():
     g = p.add_argument_group("output")
     g.add_argument("--output_dir", default="./prepared", help="the folder to make; shared by all nodes")
     g.add_argument("--code_cache", help="folder of encoded audio, shareable between runs (default: OUTPUT_DIR/codes)")
-    g.add_argument("--preprocess_num_proc", type=int, default=min(8, flags.usable_cpus()),
+    g.add_argument("--preprocess_num_proc", type=int, default=min(8, usable_cpus()),
                    help="processes that read and tokenise, or decode audio, per node; 0 = in this one")
     g.add_argument("--wait_timeout", type=int, default=21600, help="seconds to wait for the other processes")
-    return flags.accept_old(p)
+    return p
 
 
 def check_flags(args, world_size):
     """Raise UserError for flags that would fail later; drop_bad becomes the checks to drop."""
     choices.check_data(args)
-    flags.zero_or_more(args, "min_clip_seconds", "seed", "preprocess_num_proc")
-    flags.above_zero(args, "max_clip_seconds")
-    flags.at_least_one(args, "wait_timeout")
+    zero_or_more(args, "min_clip_seconds seed preprocess_num_proc")
+    above_zero(args, "max_clip_seconds")
+    at_least_one(args, "wait_timeout")
     need(args.min_clip_seconds < args.max_clip_seconds, "--min_clip_seconds must be below --max_clip_seconds")
     need(args.max_clip_seconds <= LONGEST_CLIP_S, f"--max_clip_seconds {args.max_clip_seconds:g}: at most "
          f"{LONGEST_CLIP_S}, which the codec sees whole")
     choices.check_recognisers(args)
     need(args.max_cer is None or args.asr_model or args.asr_command, "--max_cer needs --asr_model or --asr_command")
     need(args.max_cer is None or args.max_cer >= 0, f"--max_cer is {args.max_cer}; it must be 0 or more")
-    names, known = flags.words_of(args.drop_bad), (*ERRORS, *WARNINGS)
+    names, known = [name for word in args.drop_bad or () for name in word.split(",") if name], (*ERRORS, *WARNINGS)
     for name in names:
         need(name in known, f"--drop_bad {name}: no such check; there are {', '.join(known)}")
     need("transcript" not in names or args.max_cer is not None,
@@ -75,23 +77,22 @@ def check_flags(args, world_size):
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
-ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+if ARGS and ARGS.device == "cpu":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-import os
 import shutil
 import time
 
 import numpy as np
-import torch
 
-from common import checkpoint, distributed
-from common.distributed import UserError
+from core import checkpoint, dist
 from core.problems import LIST, Problems
 from core import lifetime, watchdog
 from speech import checks, prepared
 from speech.builder import TableBuilder
 from speech.code_cache import FRAME_RATE
-from speech.dataset import Encoding, ensure_codes
+from speech.dataset import TABLE, Encoding, ensure_codes, new_table
 from speech.encode import measures_of
 from speech.rows import Reading, Sources, read_all
 from speech import transcripts, versions
@@ -107,7 +108,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, limits, recogn
     out, start = Path(output_dir), time.monotonic()
     bad, noted, drop = {}, [], sources.drop
     found = Problems((*drop, *WARNINGS), out)       # of rows, then of their sound: one list of all
-    table = checkpoint.new_table(out)
+    table = new_table(out)
     builder, parts = None, []
 
     def read():
@@ -148,7 +149,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, limits, recogn
         cache = os.path.relpath(cache, table) if inside else os.path.abspath(cache)
         builder.write(table, cache, shards, where, parts, left_out)
         prepared.write(out, table, tokenizer, ids, encoding.codec_dir, sources.reading, report)
-        checkpoint.remove_named(out, checkpoint.TABLE, keep=table.name)
+        checkpoint.remove_named(out, rf"(?!{table.name}){TABLE}")
         return report
 
     def compare(where):
@@ -161,7 +162,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, limits, recogn
 
     heard = {}
     try:
-        distributed.rank0_first(world, read)
+        dist.rank0(world, read)
         codes = ensure_codes(world, builder.clips if builder else [], encoding, bad)
         if recogniser:
             clips, there = [], np.empty(0, np.int64)
@@ -169,7 +170,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, limits, recogn
                 clips, there = builder.clips, np.unique(checks.targets(builder))
                 there = there[codes[-1][there, 2] > 0]
             heard = transcripts.hear(world, clips, there, out / "heard", recogniser, encoding)
-        return distributed.rank0_first(world, write)
+        return dist.rank0(world, write)
     except BaseException:
         if world.is_main:
             shutil.rmtree(table, ignore_errors=True)
@@ -212,37 +213,35 @@ def print_report(report, output_dir):
           f"train_v2_ddp.py --train_data_dir {output_dir}")
 
 
-def main(argv=None):
-    args = ARGS or flags.parse(build_parser(), check_flags, argv)
-    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-    with distributed.one_clear_error():
-        need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
-        lifetime.catch_signals()
-        world = distributed.init(600, args.wait_timeout, device=None if args.device == "auto" else args.device)
-        distributed.rank0_first(world, checkpoint.own_output, args.output_dir)
-        folder, config_dict, codec_dir = versions.find_files(
-            world, args.model_path, args.audio_tokenizer_path, args.output_dir)
-        module = versions.module(config_dict)
-        args.normalize_text = module.text_setting(args.normalize_text or "")
-        tokenizer = module.load_tokenizer(folder)
-        ids = module.token_ids(tokenizer, module.read_config(config_dict))
-        sources = Sources(*choices.sources(args), Reading(
-                          **choices.reading(args), lone_reference=ids.lone_reference),
-                          args.preprocess_num_proc, args.drop_bad)
-        encoding = Encoding(codec_dir, args.code_cache or Path(args.output_dir) / "codes",
-                            ids.num_codebooks, args.preprocess_num_proc, args.wait_timeout)
-        limits = checks.Limits(args.min_clip_seconds, args.max_clip_seconds, args.max_cer)
-        recogniser = None
-        if args.asr_model or args.asr_command:
-            recogniser = {name: getattr(args, name) for name in RECOGNISER}
-        try:
-            report = prepare(world, tokenizer, ids, sources, encoding, args.output_dir, limits,
-                             recogniser)
-        except watchdog.Stopped as why:
-            raise UserError(f"{why}; the same command goes on from there")
-        if world.is_main:
-            print_report(report, args.output_dir)
-    distributed.finish()
+def main():
+    args = ARGS
+    lifetime.catch_signals()
+    world = dist.init(600, args.wait_timeout)
+    need(args.device != "cuda" or world.device.type == "cuda", "--device cuda: there is no GPU here")
+    dist.rank0(world, checkpoint.claim_output, args.output_dir)
+    folder, config_dict, codec_dir = versions.find_files(
+        world, args.model_path, args.audio_tokenizer_path, args.output_dir)
+    module = versions.module(config_dict)
+    args.normalize_text = module.text_setting(args.normalize_text or "")
+    tokenizer = module.load_tokenizer(folder)
+    ids = module.token_ids(tokenizer, module.read_config(config_dict))
+    sources = Sources(*choices.sources(args), Reading(
+        **choices.reading(args), lone_reference=ids.lone_reference),
+        args.preprocess_num_proc, args.drop_bad)
+    encoding = Encoding(codec_dir, args.code_cache or Path(args.output_dir) / "codes",
+                        ids.num_codebooks, args.preprocess_num_proc, args.wait_timeout)
+    limits = checks.Limits(args.min_clip_seconds, args.max_clip_seconds, args.max_cer)
+    recogniser = None
+    if args.asr_model or args.asr_command:
+        recogniser = {name: getattr(args, name) for name in RECOGNISER}
+    try:
+        report = prepare(world, tokenizer, ids, sources, encoding, args.output_dir, limits,
+                         recogniser)
+    except watchdog.Stopped as why:
+        raise UserError(f"{why}; the same command goes on from there")
+    if world.is_main:
+        print_report(report, args.output_dir)
+    dist.finish()
 
 
 if __name__ == "__main__":

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from common import checkpoint, distributed
-from common.distributed import UserError
+from core import checkpoint
+from core.cli import UserError
+from core.dist import error_names_file, rank0
 from core.problems import LIST
 from core import json_files
 from speech.code_cache import codec_fingerprint
-from speech.dataset import PREPARED, Table, is_prepared, keep_prepared
+from speech.dataset import PREPARED, TABLE, Table, is_prepared, keep_prepared, new_table
 from speech.rows import flag_of
 
 
@@ -28,7 +29,7 @@ def write(folder, table, tokenizer, ids, codec_dir, reading, report):
     shards = [Path(os.path.normpath(Path(table) / codes["folder"] / name)) for name in codes["shards"]]
     sizes = {str(path.relative_to(folder) if path.is_relative_to(folder) else path): path.stat().st_size
              for path in [*sorted(Path(table).iterdir()), *shards]}
-    sums = {path.relative_to(folder).as_posix(): checkpoint.sha256_file(path) for path in Path(table).iterdir()}
+    sums = {path.relative_to(folder).as_posix(): checkpoint.sha256(path) for path in Path(table).iterdir()}
     about = {"table": Path(table).name, "files": sizes, "sha256": sums, "tokenizer": tokenizer_fingerprint(tokenizer, ids),
              "codec": codec_fingerprint(codec_dir), "reading": asdict(reading), "report": report}
     checkpoint.write_atomically(Path(folder) / PREPARED, lambda path: path.write_text(json.dumps(about, indent=1) + "\n"))
@@ -53,7 +54,7 @@ def look_into(folder):
         need(path.is_file(), f"{name} is not there")
         need(path.stat().st_size == size, f"{name} has {path.stat().st_size} bytes, not {size}")
     for name, digest in about.get("sha256", {}).items():       # of the table; codes have checksums of their own
-        need(checkpoint.sha256_file(Path(folder) / name) == digest, f"{name} has another checksum than when it was made")
+        need(checkpoint.sha256(Path(folder) / name) == digest, f"{name} has another checksum than when it was made")
     return about
 
 
@@ -91,8 +92,8 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
         (Path(output_dir) / LIST).unlink(missing_ok=True)       # of the run before
         if len(found) > 1:
             keep_prepared(output_dir)
-            checkpoint.remove_named(output_dir, checkpoint.TABLE)
-            folder = checkpoint.new_table(output_dir)
+            checkpoint.remove_named(output_dir, TABLE)
+            folder = new_table(output_dir)
             join(found, folder)
             found = [str(folder)]
         print(f"data       prepared: {', '.join(map(str, paths))}", flush=True)
@@ -100,7 +101,7 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
         return found[0], [json.loads((table / "codes.json").read_text())["sources"]
                           for table in tables]
 
-    folder, parts = distributed.rank0_first(world, check)
+    folder, parts = rank0(world, check)
     table, before, table.sources = Table(folder), 0, []
     for part, (_, weight, held_out) in zip(parts, sources.all()):
         for source in part:
@@ -129,7 +130,7 @@ def join(folders, folder):
                 part = part[bool(i and name.endswith("offsets")):] + shift
                 shift += behind[name][i]
             parts.append(part)
-        with checkpoint.naming(folder):
+        with error_names_file(folder):
             np.save(Path(folder) / f"{name}.npy", np.concatenate(parts).astype(parts[0].dtype, copy=False))
     codes = {"folder": os.path.abspath(tables[0].reader.folder), "shards": sum(shards, []), "sources": []}
     (Path(folder) / "codes.json").write_text(json.dumps(codes))

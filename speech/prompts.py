@@ -9,7 +9,7 @@ import math
 import re
 from pathlib import Path
 
-from common.flags import UserError
+from core.cli import UserError
 from core import json_files
 from core.json_files import LONGEST
 from speech.choices import DEFAULT_SYSTEM, TASK_TYPES

@@ -7,10 +7,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.distributed import UserError
+from core.cli import UserError, counted, printable
 from core.indexing import parallel_map_ordered
 from core.problems import problem
-from common.text import NAME, counted, printable
 from core.json_files import SKIPPED, read_entries
 from speech.conversations import (
     BadSample,
@@ -143,7 +142,7 @@ def _numbered(source, reading, wanted, make=canonical_sample):
             if isinstance(entry, dict):
                 misc = entry["misc"] if isinstance(entry.get("misc"), dict) else {}
                 label = label_of(entry)
-                name += f" ({printable(label, NAME)})" if label else ""
+                name += f" ({printable(label, 80)})" if label else ""
                 if isinstance(misc.get("source"), str):     # of convert.py
                     name = misc["source"]
             setting = entry.get("normalize_text") if isinstance(entry, dict) else None
@@ -207,7 +206,7 @@ def read_all(builder, sources, problems, noted=None, folder=None):
         found.append({"path": str(path), "weight": weight, "held_out": held_out, "first": first,
                       "stop": len(builder)})
     for how, (count, words) in sorted(recognised.items()):
-        text = RECOGNISED[how].format(printable(words, NAME))
+        text = RECOGNISED[how].format(printable(words, 80))
         print(f"data       {count} {text}", flush=True)
     for what, n in sorted(builder.left_out.items()):
         print(f"data       {n} samples {what}", flush=True)

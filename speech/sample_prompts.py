@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 
-from common.flags import need_package
 from core.gathered import gathered
 from core import dist
-from core.cli import UserError
+from core.cli import UserError, require_package
 from core.watchdog import stop_requested
 from speech.code_cache import FRAME_RATE
 from speech.encode import load_codec
@@ -35,7 +34,7 @@ def load(args, tokenizer, ids, config, codec_dir, world):
             raise UserError(f"--sample_prompts {args.sample_prompts}: {len(samples)} prompts; each "
                             f"validation generates all of them, so at most {MAX_PROMPTS} are taken "
                             "(generate_tts.py speaks any number)")
-        need_package("matplotlib", "--sample_prompts draws spectrograms")
+        require_package("matplotlib", "--sample_prompts draws spectrograms")
         settings = generate.sampling(config, args.sample_seconds)
         codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
         room = versions.module(config).positions(config) - settings.max_new_tokens

@@ -22,8 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.distributed import UserError
-from common.flags import need_package
+from core.cli import UserError, require_package
 from core import lifetime
 from speech.speech_metrics import resample
 
@@ -105,7 +104,7 @@ def recognise_pocketsphinx(waves, rate, grammar=None):
 
     grammar: JSGF text; None: its large vocabulary, which is weak on anything but clear sentences.
     """
-    need_package("pocketsphinx", "--asr_model")
+    require_package("pocketsphinx", "--asr_model")
     import pocketsphinx
     with tempfile.NamedTemporaryFile("w", suffix=".gram") as file:
         file.write(grammar or "")
@@ -255,7 +254,7 @@ def load_voices():
     The d-vectors of Wan et al., "Generalized end-to-end loss for speaker verification", 2018. Only the package's
     weights are read: its own code needs packages that no longer install. It trims silence first; this does not.
     """
-    need_package("resemblyzer", "--speaker_model", "--no-deps Resemblyzer")
+    require_package("resemblyzer", "--speaker_model", "--no-deps Resemblyzer")
     from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
     folder = Path(importlib.util.find_spec("resemblyzer").submodule_search_locations[0])
     state = torch.load(folder / "pretrained.pt", map_location="cpu", weights_only=True)["model_state"]
@@ -312,7 +311,7 @@ def dnsmos(waves, rate):
 
     None for an empty wave. It judges noise and distortion, not words; short clips are repeated up to 9 s.
     """
-    need_package("speechmos", "--mos", "speechmos onnxruntime")
+    require_package("speechmos", "--mos", "speechmos onnxruntime")
     try:
         from speechmos import dnsmos as model
     except ImportError as error:
@@ -359,7 +358,7 @@ def load_judges(asr_model=None, asr_command=None, speaker_model=None, mos=False,
             return recognise_command(waves, rate, asr_command, asr_time_limit)
         hear([np.zeros(RATE, np.float32)], RATE, ["silence"], [])       # a wrong path is found now
     elif asr_model == "pocketsphinx":
-        need_package("pocketsphinx", "--asr_model")
+        require_package("pocketsphinx", "--asr_model")
 
         def hear(waves, rate, names, notes):
             return recognise_pocketsphinx(waves, rate)

@@ -4,7 +4,7 @@ Waves are (n,) float32 mono at RATE. Frames are 10 ms apart and centred.
 """
 import numpy as np
 
-from common.distributed import UserError
+from core.cli import UserError
 
 RATE = 24000                    # Hz
 HOP = RATE // 100               # samples between frames

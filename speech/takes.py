@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from common.checkpoint import write_atomically
-from common.distributed import UserError, naming
+from core.checkpoint import write_atomically
+from core.cli import UserError
+from core.dist import error_names_file
 from speech import text_normalization
 from speech.conversations import Clip
 from speech.decode import SAVED
@@ -101,7 +102,7 @@ def stream(path):
         nonlocal done
         sound = io.BytesIO()
         soundfile.write(sound, wave[done:], rate, "PCM_16", format="RAW")
-        with naming(path):
+        with error_names_file(path):
             if not raw and not done:
                 file.write(header(2**32 - 38))
             file.write(sound.getvalue())

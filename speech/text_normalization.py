@@ -10,7 +10,7 @@ import re
 import unicodedata
 from pathlib import Path
 
-from common.flags import UserError
+from core.cli import UserError
 from core.json_files import read_object
 
 FILE = "text_settings.json"     # in a checkpoint

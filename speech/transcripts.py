@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from common import distributed
-from common.checkpoint import write_atomically
-from common.distributed import UserError
+from core import dist
+from core.checkpoint import write_atomically
+from core.cli import UserError
 from core.watchdog import Stopped, stop_requested
 from speech import text_normalization
 from speech.code_cache import SAMPLE_RATE, file_key, file_keys
@@ -37,7 +37,7 @@ def hear(world, clips, numbers, folder, settings, how):
     told = {name: value for name, value in settings.items() if name != "asr_time_limit"}
     folder, name = Path(folder), json.dumps(told, sort_keys=True)
     # one downloads for all
-    distributed.rank0_first(world, lambda: scores.load_judges(**settings) and None)
+    dist.rank0(world, lambda: scores.load_judges(**settings) and None)
     judges = scores.load_judges(**settings)
 
     def plan():     # before anything is heard; codes known by their bytes alone are found later
@@ -51,7 +51,7 @@ def hear(world, clips, numbers, folder, settings, how):
         new = np.array([key not in known for key in digits(keys)], bool)
         return share_work(clips, np.column_stack([numbers, stats])[new], world.size)
 
-    work = distributed.rank0_first(world, plan)
+    work = dist.rank0(world, plan)
     if any(work):
         progress, problems = Progress(world, work, "hearing", how.wait_limit_s), []
         try:
@@ -64,8 +64,8 @@ def hear(world, clips, numbers, folder, settings, how):
             progress.close()
             raise
         progress.finish()
-        distributed.all_ranks_ok(world, problems)
-        if any(distributed.gather_objects(world, stop_requested())):
+        dist.raise_problems(world, problems)
+        if any(dist.all_gather(world, stop_requested())):
             raise Stopped("asked to stop while clips were being heard; what is done stays in "
                           "OUTPUT_DIR/heard")
     if not world.is_main:

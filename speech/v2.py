@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-from common.distributed import UserError
+from core.cli import UserError
 from core import fused
 from speech import weights  # first: explains a torchaudio that breaks transformers
 from speech.labels import IGNORE, token_ids  # noqa: F401  (of module())
@@ -24,6 +24,9 @@ from transformers.models.higgs_audio_v2 import modeling_higgs_audio_v2 as modeli
 # torch 2.11 takes fewer key heads without being told
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 LICENCE = None          # nothing to be said of it
+TERMS = """The base is under the Boson Higgs Audio 2 Community License Agreement, which is built on
+the Llama 3 licence: pass on both licence texts and their notice ("Built with Higgs Materials
+licensed from Boson AI USA, Inc. ...")."""       # of a model card
 LORA_TARGETS = "attention"      # its four layers, where --lora_target_modules says nothing
 WHOLE_MODULES = ()      # modules that an adapter may hold as a whole
 # the released model's

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import tensor_files
-from common.distributed import UserError
+from core import tensor_io
+from core.cli import UserError
 from core.new_folder import new_folder
 from core import fused, json_files
 from core.document_attention import ATTENTION
@@ -34,6 +34,9 @@ from speech.loss import Sums, named
 from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3Config, Qwen3Model  # isort: skip
 
 MODEL_TYPE = "higgs_multimodal_qwen3"
+TERMS = """For research and non-commercial use only: the base is under the Boson Higgs TTS 3 Research and
+Non-Commercial License, which goes with what is made of it. No voice may be cloned without its
+owner's consent."""
 LICENCE = "Higgs TTS 3 weights and what is fine-tuned from them: research and non-commercial use (see their LICENSE)"
 LORA_TARGETS = "all-linear"     # all seven of a layer, where --lora_target_modules says nothing
 DRAWS = {"temperature": 0.8, "top_k": 30, "top_p": 0.8}        # of sglang-omni's speech endpoint
@@ -311,7 +314,7 @@ def whole_files(tensors, folder, codec=None):
     for head, table in HEADS.items():
         parts, dtype, fold = tensors[table]
         tensors[head] = (parts, dtype, fold or torch.clone)     # its own memory: the file holds both
-    inside = tensor_files.open_tensors(tensor_files.files_in(weights.find_codec(codec)[0], "model")) if codec else \
+    inside = tensor_io.open_tensors(tensor_io.files_of(weights.find_codec(codec)[0], "model")) if codec else \
         codec_parts(folder)
     if not inside:
         raise UserError(f"{folder}: holds no codec, which the servers read from there; give --audio_tokenizer_path, or "
@@ -322,7 +325,7 @@ def whole_files(tensors, folder, codec=None):
 
 def codec_parts(folder):
     """{codec's own name: slice handle} of the codec that a folder's weights contain; {} if none. Raises UserError."""
-    found = tensor_files.open_tensors(tensor_files.files_in(folder, "model"))
+    found = tensor_io.open_tensors(tensor_io.files_of(folder, "model"))
     return {name.removeprefix(CODEC): part for name, part in found.items() if name.startswith(CODEC)}
 
 
@@ -358,7 +361,7 @@ def unpack_codec(folder, config_dict, into):
     with new_folder(into) as building:
         config.save_pretrained(building)
         values = {name: parts[name][:].float().contiguous() for name in wanted}
-        tensor_files.save(values, building / "model.safetensors")
+        tensor_io.save(values, building / "model.safetensors")
     return into
 
 
@@ -366,7 +369,7 @@ def holds(folder, parts):
     """Whether a folder is a codec with the values {name: slice handle}, in fp32."""
     if not (Path(folder) / "config.json").is_file():
         return False
-    there = tensor_files.open_tensors(tensor_files.files_in(folder, "model"))
+    there = tensor_io.open_tensors(tensor_io.files_of(folder, "model"))
     return there.keys() == parts.keys() and all(torch.equal(there[name][:], part[:].float())
                                                 for name, part in parts.items())
 

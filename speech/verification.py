@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from common.distributed import UserError
+from core.cli import UserError
 
 UNUSED = "loss_calculator.projection.weight"        # of the checkpoint's training
 # WavLM's names in fairseq -> in transformers

@@ -8,7 +8,7 @@ DRAWS.
 """
 from pathlib import Path
 
-from common import distributed
+from core import dist
 from speech import weights
 
 
@@ -32,11 +32,11 @@ def find_files(world, model_path, codec_path, output_dir):
     """
     for find, path in ((weights.find_model, model_path), (weights.find_codec, codec_path)):
         if path:        # hub names are downloaded before the others look
-            distributed.rank0_first(world, find, path)
+            dist.rank0(world, find, path)
     folder, config = weights.find_model(model_path)
     if world.is_main and module(config).LICENCE:
         print(f"licence    {module(config).LICENCE}", flush=True)
     if codec_path:
         return folder, config, weights.find_codec(codec_path)[0]
     unpack, into = module(config).unpack_codec, Path(output_dir) / "codec"
-    return folder, config, distributed.rank0_first(world, unpack, folder, config, into)
+    return folder, config, dist.rank0(world, unpack, folder, config, into)

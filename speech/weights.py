@@ -1,35 +1,38 @@
-"""Higgs-Audio V2 checkpoints: finding, checking, loading into any sharding, saving what from_pretrained reads.
+"""Higgs-Audio V2 checkpoints: find, check, load into any sharding, save what from_pretrained reads.
 
-A model starts empty on torch's meta device and takes its weights from the files row by row, so no process ever holds
-more than it trains. Native checkpoints and the original 2025 format are read; missing, unexpected or misshapen weights
-stop the run.
+A model starts empty on torch's meta device and reads its weights row by row, so no process holds
+more than it trains. Native checkpoints and the original 2025 format (layout_2025.py) are
+read; missing, unexpected or misshapen weights stop the run.
 """
+import json
 import shutil
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from common import checkpoint, distributed, tensor_files
-from common.distributed import UserError
-from core import json_files
-from speech.choices import HUB_CODEC
+from core import checkpoint, cli, dist, json_files, tensor_io
+from core.cli import UserError
 
 try:
-    import torchaudio  # noqa: F401  (transformers imports it whenever it finds it, and dies with it)
+    import torchaudio  # noqa: F401  (transformers imports it if it finds it, and dies with it)
 except (ImportError, OSError, RuntimeError) as broken:
     if not isinstance(broken, ModuleNotFoundError):     # absent is fine, broken is not
-        distributed.stop(f"torchaudio does not fit torch {torch.__version__} ({str(broken).splitlines()[0]}), and every "
-                      "transformers import fails with it. Run launch/setup.sh, or: pip uninstall torchaudio (training "
-                      "from a filled --code_cache needs none)")
+        cli.fail(f"torchaudio does not fit torch {torch.__version__} "
+                 f"({str(broken).splitlines()[0]}), and every transformers import fails with it. "
+                 "Run launch/setup.sh, or: pip uninstall torchaudio (training from a filled "
+                 "--code_cache needs none)")
 
 from transformers import AutoTokenizer, GenerationConfig, HiggsAudioV2Config, logging
 from transformers import HiggsAudioV2ForConditionalGeneration as HiggsAudioV2
 
 logging.disable_progress_bar()      # of weights: one per rank would fill the log
 
+HUB_CODEC = "bosonai/higgs-audio-v2-tokenizer"  # what a processor names if the base names no codec
 EXTRA_FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja")
 SWAPPED = "--model_path and --audio_tokenizer_path are swapped"
+BUFFERS = {"rotary_emb.inv_freq", "rotary_emb.original_inv_freq",
+           "embed_audio_tokens.audio_tokens_offsets"}
 
 
 class Wrapped(torch.nn.Module):
@@ -48,61 +51,84 @@ class Wrapped(torch.nn.Module):
 
     @property
     def has_adapters(self):
-        """Whether LoRA adapters are trained on a frozen base."""
+        """True where LoRA adapters are trained on a frozen base."""
         return self.net is not self.base_model
 
 
-def find_checkpoint(name, flag, model_types, advice):
-    """(local folder, its config.json as a dict) of a checkpoint given as a path or hub name. Raises UserError.
+# --------------------------------------------------------------------------------------------------
+# Folders and configuration
 
-    advice: {model_type of some other checkpoint: what to tell the user who gave it}.
+
+def find_checkpoint(name, flag, model_types, advice):
+    """(local folder, its config.json as a dict) of a folder or hub name. Raises UserError.
+
+    advice: {model_type of another checkpoint: what to tell the user who gave it}.
     """
-    folder = tensor_files.find_folder(name, flag)
+    folder = tensor_io.find_folder(name, flag)
     try:
         config = json_files.read_object(folder / "config.json")
     except UserError as error:
         if (folder / "adapter_config.json").is_file():
-            raise UserError(f"{flag} {name}: is an adapter; give the base as --model_path and this folder as --adapter "
-                            "(generate_tts.py, lora.py), or what lora.py merge makes of both")
-        raise UserError(f"{flag} {name}: has no readable config.json ({error}){checkpoint.hint(folder)}")
+            raise UserError(f"{flag} {name}: is an adapter; give the base as --model_path and this "
+                            "folder as --adapter (generate_tts.py, lora.py), or merge both "
+                            "(lora.py merge)")
+        inside = checkpoint.list_checkpoints(folder)
+        hint = f"; give one of those in it, such as {inside[-1][1]}" if inside else ""
+        raise UserError(f"{flag} {name}: has no readable config.json ({error}){hint}")
     kind = config.get("model_type")
     if kind not in model_types:
-        raise UserError(f"{flag} {name}: is a {kind!r} checkpoint, not {' or '.join(map(repr, model_types))}"
+        raise UserError(f"{flag} {name}: is a {kind!r} checkpoint, not "
+                        f"{' or '.join(map(repr, model_types))}"
                         + (f"; {advice[kind]}" if kind in advice else ""))
     return folder, config
 
 
 def find_model(name, flag="--model_path"):
-    """find_checkpoint for the language model: V2 in its native or 2025 format, or Higgs TTS 3."""
+    """find_checkpoint for the model: V2 in its native or 2025 format, or Higgs TTS 3."""
     return find_checkpoint(name, flag, ("higgs_audio_v2", "higgs_audio", "higgs_multimodal_qwen3"),
                            {"higgs_audio_v2_tokenizer": SWAPPED})
 
 
 def find_codec(name, flag="--audio_tokenizer_path"):
     """find_checkpoint for the native audio tokenizer."""
-    advice = {"higgs_audio_v2": SWAPPED, "higgs_audio": SWAPPED,
-              None: "the 2025 codec format is not read, use the native one"}
-    return find_checkpoint(name, flag, ("higgs_audio_v2_tokenizer",), advice)
+    return find_checkpoint(name, flag, ("higgs_audio_v2_tokenizer",), {
+        "higgs_audio_v2": SWAPPED, "higgs_audio": SWAPPED,
+        None: "the 2025 codec format is not read, use the native one"})
 
 
 def native_config(config):
-    """HiggsAudioV2Config of a config.json dict, native or 2025 format. Raises UserError for variants never released."""
+    """HiggsAudioV2Config of a config.json dict, native or 2025 format. Raises UserError."""
     if config["model_type"] == "higgs_audio_v2":
         native = HiggsAudioV2Config.from_dict(config)
     else:
         from speech import layout_2025
         native = HiggsAudioV2Config(**layout_2025.native_settings(config))
     if native.codebook_size <= native.audio_stream_eos_id:
-        raise UserError(f"config.json has codebook_size {native.codebook_size}, but end-of-stream is code "
-                        f"{native.audio_stream_eos_id}: it must be {native.audio_stream_eos_id + 1}")
+        raise UserError(f"config.json has codebook_size {native.codebook_size}, but end-of-stream "
+                        f"is code {native.audio_stream_eos_id}: it must be "
+                        f"{native.audio_stream_eos_id + 1}")
     return native
+
+
+def load_tokenizer(folder):
+    """Tokenizer of a model folder. Raises UserError."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        raise UserError(f"{folder}: no tokenizer can be loaded from it "
+                        f"({str(error).splitlines()[0]})")
+
+
+# --------------------------------------------------------------------------------------------------
+# The model and its weights
 
 
 def empty_model(config, dtype, folder=None):
     """Native model with its text head on the meta device: names, shapes and dtypes, no memory.
 
-    config: HiggsAudioV2Config. folder: takes over the generation_config.json there if it is a native one. The 2025
-    format's ends at a token that speech never reaches and has no repetition guard: generate would run to its limit.
+    config: HiggsAudioV2Config. folder: its generation_config.json is used if it is a native one.
+    The 2025 format's ends at a token that speech never reaches and has no repetition guard:
+    generate would run to its limit.
     """
     with torch.device("meta"):
         model = HiggsAudioV2(config, use_text_head=True).to(dtype)
@@ -116,66 +142,75 @@ def empty_model(config, dtype, folder=None):
 
 
 def released_generation(config):
-    """GenerationConfig with the released model's settings and this config's ids: sampling, repetition guard, ending."""
-    return GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id,
-                            pad_token_id=config.pad_token_id, do_sample=True, temperature=1.0, top_k=50, top_p=0.95,
-                            ras_win_len=7, ras_win_max_num_repeat=2, use_text_head=True)
+    """GenerationConfig with the released settings and this config's ids."""
+    return GenerationConfig(
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id, do_sample=True, temperature=1.0, top_k=50, top_p=0.95,
+        ras_win_len=7, ras_win_max_num_repeat=2, use_text_head=True)
 
 
 def open_model(folder):
-    """{name in the files: slice handle} of a folder's model weights. Raises UserError."""
-    return tensor_files.open_tensors(tensor_files.model_files(folder))
+    """{name in the files: Slice} of a folder's model weights. Raises UserError."""
+    files = tensor_io.files_of(folder, "model")
+    if not files:
+        raise UserError(f"{folder}: holds no weights (model.safetensors, or "
+                        "model-*-of-*.safetensors)")
+    return tensor_io.open_tensors(files)
 
 
 def weight_parts(folder, config):
-    """{native name: [slice handles]} of a native or 2025-format folder; config: its config.json dict. UserError."""
+    """{native name: [Slice, ...]} of a native or 2025-format folder; config: of config.json."""
     found = open_model(folder)
     if config["model_type"] == "higgs_audio_v2":
         return {name: [part] for name, part in found.items()}
     from speech import layout_2025
-    return {name: [found[part] for part in parts] for name, parts in layout_2025.native_names(found).items()}
+    return {name: [found[part] for part in parts]
+            for name, parts in layout_2025.native_names(found).items()}
 
 
 def check_weights(model, parts, folder):
-    """Raise UserError unless the files hold exactly the model's weights. model: a native model, bare of adapters."""
+    """Raise UserError unless the files hold exactly the weights of a model without adapters."""
     wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
-    if problem := tensor_files.compare(wanted, parts):
-        hint = " (saved by a trainer that dropped the text head; copy it from the base model)" \
-            if wanted.keys() - parts.keys() == {"text_lm_head.weight"} else ""
-        raise UserError(f"{folder}: {problem}{hint}")
+    if problem := tensor_io.mismatch(wanted, parts):
+        no_head = wanted.keys() - parts.keys() == {"text_lm_head.weight"}
+        raise UserError(f"{folder}: {problem}" + no_head * (
+            " (saved by a trainer that dropped the text head; copy it from the base model)"))
+
+
+def check_finite(tensors, where):
+    """Raise UserError when one of {name: tensor} holds NaN or infinity. where: their folder."""
+    if bad := [name for name, tensor in tensors.items() if not tensor_io.is_finite(tensor)]:
+        raise UserError(f"{where}: {len(bad)} of its tensors hold NaN or infinity, first "
+                        f"{', '.join(sorted(bad)[:5])}")
 
 
 def load_weights(weights, parts, world=None):
-    """Fill {native name: tensor, plain or a shard} from weight_parts. world: as in tensor_files.read_once."""
+    """Fill {native name: tensor, plain or a shard} from weight_parts. Collective with a world."""
     for name, tensor in weights.items():
-        tensor_files.read_once(world, tensor.detach(), partial(tensor_files.read_into, tensor.detach(), parts[name]))
+        tensor = tensor.detach()
+        read = partial(tensor_io.read_rows, tensor, parts[name])
+        tensor_io.read_once(world or dist.World(), tensor, read)
 
 
 def reset_buffers(model, device):
-    """Compute the buffers that no file holds on `device`: memory given to a model from the meta device is unset."""
+    """Compute the buffers that no file holds: to_empty leaves them unset."""
     inner, config = model.model, model.config
     inner.rotary_emb = type(inner.rotary_emb)(config).to(device)
-    inner.embed_audio_tokens.audio_tokens_offsets = torch.arange(config.num_codebooks, device=device) \
-        * config.codebook_size
-    known = {"rotary_emb.inv_freq", "rotary_emb.original_inv_freq", "embed_audio_tokens.audio_tokens_offsets"}
-    if unknown := {name for name, _ in inner.named_buffers()} - known:
-        raise UserError(f"this version of transformers has buffers that weights.py does not know: {sorted(unknown)}")
+    books = torch.arange(config.num_codebooks, device=device)
+    inner.embed_audio_tokens.audio_tokens_offsets = books * config.codebook_size
+    if unknown := {name for name, _ in inner.named_buffers()} - BUFFERS:
+        raise UserError("this version of transformers has buffers that weights.py does not know: "
+                        f"{sorted(unknown)}")
 
 
-def load_tokenizer(folder):
-    """Tokenizer of a model folder; raises UserError when there is none."""
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:
-        raise UserError(f"{folder}: no tokenizer can be loaded from it ({str(error).splitlines()[0]})")
+# --------------------------------------------------------------------------------------------------
+# Files beside the weights
 
 
 def save_config(model, tokenizer, folder, source, codec=None):
-    """The files of a native checkpoint beside its weights. -> {file that source did not have: what
-    was made of it}.
+    """The files of a native checkpoint beside its weights -> {file: why it had to be made}.
 
-    codec: folder or hub name that the processor shall name as its codec; None: what source names,
-    else the hub's.
+    codec: folder or hub name that the processor names; None: what source names, else the hub's.
     """
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
@@ -185,11 +220,36 @@ def save_config(model, tokenizer, folder, source, codec=None):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     if not (source / "processor_config.json").is_file():
-        from speech import layout_2025
-        layout_2025.save_processor(folder, tokenizer)
+        save_processor(folder, tokenizer)
         made = dict.fromkeys(EXTRA_FILES, f"{source} has none; made for the released codec "
                              f"(24 kHz, 960 samples a frame), named {codec or HUB_CODEC}")
     if codec or made:
-        from speech import layout_2025
-        layout_2025.name_codec(folder, codec or HUB_CODEC)
+        name_codec(folder, codec or HUB_CODEC)
     return made
+
+
+def name_codec(folder, codec):
+    """Write into a folder's processor files which codec is theirs: a folder or hub name."""
+    # by hand: a processor can only name a codec that is loaded, and loading one takes torchaudio
+    path = folder / "processor_config.json"
+    config = json.loads(path.read_text()) | {"audio_tokenizer": {
+        "audio_tokenizer_class": "HiggsAudioV2TokenizerModel",
+        "audio_tokenizer_name_or_path": codec}}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def save_processor(folder, tokenizer):
+    """Processor files for a base without any; the codec's name is still to be put in."""
+    from transformers import HiggsAudioV2Processor
+    extractor = feature_extractor()
+    extractor.save_pretrained(folder)
+    template = Path(__file__).with_name("chat_template.jinja").read_text()
+    processor = HiggsAudioV2Processor(extractor, tokenizer, audio_tokenizer=None,
+                                      chat_template=template)
+    processor.save_pretrained(folder)
+
+
+def feature_extractor():
+    """That of the released codec: takes (n,) mono float32 at 24 kHz, by default pads to frames."""
+    from transformers import DacFeatureExtractor
+    return DacFeatureExtractor(feature_size=1, sampling_rate=24000, hop_length=960)

@@ -263,7 +263,7 @@ def shelf(tiny, pool, tmp_path_factory):
     write_speech(root / "recordings" / "talk.wav", 200, seconds=8)
     (root / "recordings" / "talk.srt").write_text("".join(
         f"{i + 1}\n00:00:0{i},000 --> 00:00:0{i + 1},000\nGood day number {i}.\n\n" for i in range(8)))
-    assert pool.run(1, "speech.prepare_tts.main", [
+    assert pool.run(1, "tests.helpers.trainer.prepare_main", [
         "--model_path", "BASE", "--audio_tokenizer_path", "CODEC", "--train_data_dir", "recordings",
         "--output_dir", "prepared"], cwd=root)[0] == [0]
     (root / "train.csv").write_text("audio,offset,end,text,speaker\n" + "".join(

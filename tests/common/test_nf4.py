@@ -28,6 +28,7 @@ from common.flags import parse
 from common.step_memory import Setup, step_bytes
 from core import adapters, document_attention
 from distill import causal_lm, packed_lm
+from tests.helpers.merging import merge
 from tests.helpers.students import train_sft
 from distill import plan as chat_plan
 from speech import plan as speech_plan
@@ -231,7 +232,7 @@ def test_resume_is_exact_and_two_ranks_learn_the_same(pool, tiny, tmp_path):
     learnt = one.output_dir / "checkpoint-4"
     assert json.loads((learnt / "text_settings.json").read_text())["base_dtype"] == "nf4"
     for name, dtype in (("as trained", "nf4"), ("on the base", None)):
-        lora.merge(str(tiny.model), str(learnt), tmp_path / name, codec=str(tiny.codec), base_dtype=dtype)
+        merge(str(tiny.model), str(learnt), tmp_path / name, codec=str(tiny.codec), base_dtype=dtype)
         whole = load_file(tmp_path / name / "model.safetensors")
         base = load_file(tiny.model / "model.safetensors")
         place = "model.layers.0.self_attn.q_proj"

@@ -43,12 +43,7 @@ def test_a_bound_comes_before_a_loss():
 
 @pytest.mark.parametrize("values, expected", [
     ({"stop_rate": [0.2, 1.0]}, ["100 % of the sample prompts ended by themselves",
-                                 "whether they are understood was not measured (--asr_model)"]),
-    ({"stop_rate": [0.999], "wer": [0.9, 0.15]}, ["99.9 % of the sample prompts ended by themselves",
-                                                  "speech is understood (word errors 15 %)"]),
-    ({"wer": [0.3]}, ["speech is partly understood (word errors 30 %)"]),
-    ({"wer": [0.1, 1.2], "speaker_similarity": [0.831]}, ["speech is not understood (word errors 120 %)",
-                                                          "likeness to the reference voice 0.83"])])
+                                 "whether they are understood was not measured (evaluate_tts.py)"])])
 def test_what_is_said_of_speech(values, expected):
     assert metrics.verdict(rows(FELL, **{f"eval/{name}": found for name, found in values.items()}))[1:] == expected
 

@@ -237,7 +237,7 @@ def test_a_signal_lets_the_trainer_save_and_skips_the_answers(started, tmp_path)
     assert process.wait(timeout=PATIENCE_S) == 0, process.log.read_text()
     text = process.log.read_text()
     assert (tmp_path / "out" / "requeue").exists() and text.count("asking what runs to save") == 2    # node.sh, too
-    assert "none.jsonl" not in text and "queued again" not in text
+    assert "none.jsonl" not in text and "requeue" not in text
     (log,) = (tmp_path / "out" / "node_logs").glob("local-*.log")
     assert log.read_text().count("trainer said") == 1
     process = started()         # logs go on
@@ -247,9 +247,9 @@ def test_a_signal_lets_the_trainer_save_and_skips_the_answers(started, tmp_path)
 
 @pytest.mark.race
 @pytest.mark.parametrize("state, restarts, queued, said", [
-    ("RUNNING", 0, True, "at step 3; the job is queued again"),
+    ("RUNNING", 0, True, "at step 3; requeueing the job"),
     ("COMPLETING", 0, False, "at step 3; the job is COMPLETING"),
-    ("RUNNING", 2, False, r"at step 3; not queued again, this was start 3 (MAX_REQUEUES)"),
+    ("RUNNING", 2, False, r"at step 3; not requeued, this was start 3 (MAX_REQUEUES)"),
 ])
 def test_a_job_asked_to_stop_is_queued_again(started, tmp_path, state, restarts, queued, said):
     process = started(**JOB, STATE=state, SLURM_RESTART_COUNT=str(restarts), MAX_REQUEUES="2")

@@ -96,9 +96,6 @@ def test_train_tts_says_which_data_is_missing(tmp_path):
     done = launch("train_tts.sh", cwd=tmp_path, DRY_RUN="1")
     assert (done.returncode, done.stderr) == (
         1, "train_tts: error: TRAIN_DATA is not set: a ChatML file or a folder of them\n")
-    done = launch("train_tts.sh", cwd=tmp_path, DRY_RUN="1", TRAIN_DATA=TTS_DATA)
-    assert done.returncode == 1 and done.stderr.splitlines()[-1] == (
-        f"train_tts: error: --train_data_file: no such file: {TTS_DATA}")
 
 
 def test_train_tts_settings(tmp_path):
@@ -238,7 +235,7 @@ def test_overrides_of_block_diffusion(monkeypatch):
                        "+model.gradient_checkpointing=true", "+trainer.compile=true", "loader.num_workers=16",
                        "--dropout", "0.2", SWITCHES="", SLURM_CPUS_PER_TASK="4")
     assert (args.attn_backend, args.bf16, args.gradient_checkpointing, args.compile) == ("flex", True, "all", True)
-    assert args.num_workers == 16 and args.dropout == 0.2 and "flash attention has no masks of blocks; flex" in said
+    assert args.num_workers == 16 and args.dropout == 0.2 and "flash attention has no block masks; using flex" in said
 
 
 def test_student_on_what_the_teacher_wrote(tmp_path):
@@ -319,12 +316,3 @@ def test_a_file_of_flags_says_all_at_once(tmp_path):
     assert printed_command(done)[1] == ["--learning_rate", "1e-4", "--config=run.yaml"]
     text = 'flag_value --output_dir none --config run.yaml; flag_value --seed none --config run.yaml'
     assert shell(f'cd "{tmp_path}"; {text}').stdout == "o u t\nnone\n"
-    (tmp_path / "d.json").unlink()
-    done = launch("train_tts.sh", "--config", "run.yaml", cwd=tmp_path, DRY_RUN="1")
-    assert done.returncode == 1 and "--train_data_file: no such file: d.json" in done.stderr
-
-
-def test_names_on_the_hub_with_and_without_an_owner():
-    for name in ("gsm8k", "openai/gsm8k"):
-        assert launch("train_tts.sh", DRY_RUN="1", TRAIN_DATA=name).returncode == 0
-    assert launch("train_tts.sh", DRY_RUN="1", TRAIN_DATA="train.json").returncode == 1

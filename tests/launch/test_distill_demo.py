@@ -25,7 +25,7 @@ def test_questions_are_three_about_each_thing_and_the_rule_knows_its_name():
     follows, topic = (re.search(rf"^setting {name} '(.*?)'", LAUNCHER.read_text(), re.M)[1]
                       for name in ("FOLLOWS", "TOPIC"))
     rule = evaluate.follows_rule(follows, topic)
-    questions = (ROOT / "distill" / "demo" / "data" / "questions.txt").read_text().splitlines()
+    questions = (ROOT / "distill" / "demo" / "questions.txt").read_text().splitlines()
     assert len(set(questions)) == len(questions) == 3 * 66
     things = [re.search(topic, question)[1] for question in questions]
     assert all(len(set(things[i:i + 3])) == 1 for i in range(0, 198, 3)) and len(set(things)) == 66

@@ -162,15 +162,6 @@ def test_h200_launcher_without_lora_is_full_fine_tuning(switches):
     assert (args.bf16, args.tf32, args.auto) == (switches != "", switches is None, switches is None)
 
 
-def test_mixtures_and_patterns_are_data(tmp_path):
-    (tmp_path / "a.jsonl").touch()
-    for data in (["a.jsonl:0.5", "b.jsonl:2"], [str(tmp_path / "*.jsonl")], ["me/data@main/data/train-*.parquet:2"]):
-        done = launch("train_tts.sh", "--train_data_file", *data, cwd=tmp_path, DRY_RUN="1")
-        assert printed_command(done)[1][-len(data):] == data
-    done = launch("train_tts.sh", "--train_data_file", "no.jsonl:2", cwd=tmp_path, DRY_RUN="1")
-    assert done.returncode == 1 and "--train_data_file: no such file: no.jsonl" in done.stderr
-
-
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -180,7 +171,6 @@ def test_mixtures_and_patterns_are_data(tmp_path):
     ("train_tts.sh", ["--train_data_file", __file__], {"SLURM_GPUS_ON_NODE": "8"},
      r"Slurm gave 8 GPUs on .*, the driver shows 0"),
     ("train_tts.sh", [], {"TRAINER": "/nowhere/train.py", "TRAIN_DATA": __file__}, r"TRAINER: no such file: /nowhere/train.py"),
-    ("train_tts.sh", ["--train_data_file=no.json"], {}, r"--train_data_file: no such file: no.json"),
     ("train_tts.sh", [], {"VENV": "/nowhere", "TRAIN_DATA": __file__}, r"VENV: no such file: /nowhere/bin/activate"),
     ("train_tts.sh", [], {"PATH": "/usr/bin:/bin", "TRAIN_DATA": __file__}, r"no torchrun on PATH"),
     ("train_tts.sh", [], {"VENV": "", "CONDA_ENV": "no-such-env", "TRAIN_DATA": __file__}, r"CONDA_ENV=no-such-env: no such conda environment"),
@@ -257,18 +247,9 @@ def test_common_nodes_have_the_cpus_that_a_job_asks_for(launcher):
 def test_port_in_use_is_refused():
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
-        done = shell(f"need_free_port {port}; echo went on")
-        assert done.returncode == 1 and done.stdout == ""
-        assert f"port {port} on {socket.gethostname()} is in use; set MASTER_PORT" in done.stderr
-    done = shell(f"need_free_port {port}; echo went on")
-    assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr
-
-
-def test_settings_that_are_there_are_kept():
-    text = 'echo "${PYTORCH_ALLOC_CONF-none} $NCCL_DEBUG $TORCH_FR_BUFFER_SIZE"'
-    assert shell(text).stdout == "expandable_segments:True WARN 2000\n"
-    assert shell(text, PYTORCH_ALLOC_CONF="x:1", NCCL_DEBUG="INFO").stdout == "x:1 INFO 2000\n"
-    assert shell(text, PYTORCH_CUDA_ALLOC_CONF="x:1").stdout == "none WARN 2000\n"      # both at once: the old one wins
+        done = launch("train_tts.sh", TRAIN_DATA=__file__, MASTER_PORT=str(port))
+    assert done.returncode == 1 and done.stdout == ""
+    assert f"port {port} on {socket.gethostname()} is in use; set MASTER_PORT" in done.stderr
 
 
 # -- status and signals -----------------------------------------------------------------------------------------------
@@ -311,10 +292,9 @@ def test_torchruns_restart_resumes_and_the_first_ctrl_c_saves(tiny, tmp_path, st
     assert (out / f"checkpoint-{last_step()}" / "manifest.json").exists()
 
 
-# deaf to signals for a while, as a trainer is while it imports; then as a trainer is; with a helper in its own session
+# deaf to signals for a while, as a trainer is while it imports; then as a trainer is
 LATE = """
-import pathlib, signal, subprocess, sys, time
-subprocess.Popen(["sleep", "1000"], start_new_session=True)
+import pathlib, signal, sys, time
 pathlib.Path("started").touch()
 time.sleep(float(sys.argv[1]))
 pathlib.Path("listens").touch()
@@ -352,10 +332,10 @@ def test_second_ctrl_c_ends_everything_at_once(tmp_path, script, start):
 @pytest.mark.slow
 @pytest.mark.race
 def test_a_killed_launcher_leaves_no_process(tmp_path, script, start):
-    process = start("1000", TRAINER=script(LATE), ORPHAN_S="1")
-    wait_until((tmp_path / "started").exists, "trainer")
+    process = start("0", TRAINER=script(LATE))
+    wait_until((tmp_path / "listens").exists, "trainer")
     process.kill()      # and a parent that does not ask how it ended, as a container's first process may be
-    assert wait_until(lambda: not alive(process.mark), "end of every process")
+    assert wait_until(lambda: not alive(process.mark), "end of every process")      # torchrun gets SIGTERM
 
 
 # -- after training ----------------------------------------------------------------------------------------------------
@@ -459,7 +439,7 @@ def test_a_torch_without_cuda_is_not_started_on_gpus(clone):
         assert done.returncode == 0
     else:
         assert done.returncode == 1 and re.fullmatch(
-            r"train_tts: error: .* has 1 GPUs, but torch in .* is built without CUDA: .*\n", done.stderr), done.stderr
+            r"train_tts: error: .* has 1 GPUs, but torch of .* is built without CUDA: .*\n", done.stderr), done.stderr
     assert launch_from(clone, "train_tts.sh", **settings).returncode == 0       # CUDA_VISIBLE_DEVICES=
 
 
@@ -492,8 +472,8 @@ def failing_job(tmp_path):
                       SLURM_JOB_NUM_NODES="1", SLURM_JOB_NODELIST="n1", QUEUED=str(queued),
                       STEPS="7.0" if lists else "", SAVES=str(out / f"checkpoint-{step}") if step else "0")
         assert done.returncode == (0 if queued.exists() else 1), done.stderr
-        assert ("a node was lost; the job is queued again" in done.stderr) == queued.exists()
-        assert ("and no new checkpoint since the last time; not" in done.stderr) != queued.exists()
+        assert ("a node was lost; requeueing the job" in done.stderr) == queued.exists()
+        assert ("and no new checkpoint since the last time; not requeued" in done.stderr) != queued.exists()
         return queued.exists()
     run.out = out
     return run

@@ -54,7 +54,7 @@ def new_machine(tmp_path):
                 if not name.startswith(("PIP_", "TORCH_", "PYTHON", "VIRTUAL_ENV", "VERSIONS"))}
         return subprocess.run(command or ["bash", str(repository / "launch" / "setup.sh")], text=True,
                               capture_output=True, timeout=PATIENCE_S, cwd=tmp_path, env={
-                                  **kept, "PYTHON": python, "VENV": "", "UV": "", "PIP_CONFIG_FILE": str(tmp_path / "pip.conf"),
+                                  **kept, "PYTHON": python, "VENV": "", "PIP_CONFIG_FILE": str(tmp_path / "pip.conf"),
                                   "PIP_FIND_LINKS": " ".join(str(tmp_path / name) for name in links), **settings})
     run.folder, run.repository, run.python = tmp_path, repository, python
     return run
@@ -156,7 +156,7 @@ def debian_python(new_machine):
 def test_a_python_without_venv_is_one_line(new_machine):
     done = new_machine(PYTHON=debian_python(new_machine))
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert "cannot make a venv: sudo apt-get install python3-venv, or install uv" in done.stderr
+    assert "cannot make a venv: sudo apt-get install python3-venv, or set PYTHON" in done.stderr
 
 
 def test_a_missing_python_is_one_line(new_machine):

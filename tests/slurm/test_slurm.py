@@ -198,7 +198,7 @@ def test_time_limit_saves_queues_again_and_finishes(submit, undisturbed):
     job.thaw()
     state, restarts = job.end()
     assert state == "COMPLETED" and restarts >= 1, job.log
-    saved = [int(step) for step in re.findall(r"asked to stop by SIGUSR1 at step (\d+); the job is queued", job.log)]
+    saved = [int(step) for step in re.findall(r"asked to stop by SIGUSR1 at step (\d+); requeueing", job.log)]
     assert saved and resumed_at(job) == [0, *saved]     # each start goes on exactly where the one before was stopped
     assert f"job {job.id}, start 1, on n[1-2]: 2 x 1 trainers" in job.log
     assert job.log.count("done       step") == 1
@@ -215,7 +215,7 @@ def test_lost_node_noticed_by_slurm(submit, cluster, undisturbed):
     cluster("kill", "n2")
     job.thaw()
     wait_until(lambda: job.show("Restarts") == "1", "requeue", every=0.5)
-    assert "is queued again" not in job.log
+    assert "requeueing" not in job.log
     cluster("up", "n2")
     assert_resumed_and_undisturbed(job, undisturbed)
 
@@ -229,7 +229,7 @@ def test_lost_node_not_noticed_by_slurm(submit, cluster, undisturbed):
     cluster("up", "n2")
     job.thaw()
     assert_resumed_and_undisturbed(job, undisturbed)
-    assert "train_tts: a node was lost; the job is queued again" in job.log
+    assert "train_tts: a node was lost; requeueing the job" in job.log
 
 
 def test_what_is_cancelled_or_fails_leaves_no_process_and_is_not_queued_again(submit, tmp_path):
@@ -242,7 +242,7 @@ def test_what_is_cancelled_or_fails_leaves_no_process_and_is_not_queued_again(su
     subprocess.run(["scancel", cancelled.id], check=True)
     wait_until(lambda: not cancelled.processes(), "end of the job's processes", every=0.2)
     assert cancelled.end() == ("CANCELLED", 0)
-    assert "is queued again" not in cancelled.log
+    assert "requeueing" not in cancelled.log
 
     assert wrong.end() == ("FAILED", 0), wrong.log
     said = "error: --no_such_flag: no such flag"
@@ -251,7 +251,7 @@ def test_what_is_cancelled_or_fails_leaves_no_process_and_is_not_queued_again(su
     assert wrong.show("ExitCode") != "0:0"
 
     assert fails.end() == ("FAILED", 1), fails.log
-    assert "not queued again, this was start 2 (MAX_REQUEUES)" in fails.log
+    assert "not requeued, this was start 2 (MAX_REQUEUES)" in fails.log
 
 
 def test_h200_launcher_finds_its_repository_from_the_spool_folder(cluster, tmp_path):
@@ -301,7 +301,7 @@ def test_block_diffusion_is_queued_again_while_training_and_while_answering(clus
         assert job.end() == ("COMPLETED", 2), job.log
     finally:
         subprocess.run(["scancel", job.id], capture_output=True)
-    for words in ("at step 3; the job is queued again", "after training; the job is queued again"):
+    for words in ("at step 3; requeueing the job", "after training; requeueing the job"):
         assert job.log.count(f"train_hdp_diffusion_h200: asked to stop by SIGUSR1 {words}") == 1, job.log
     answering = f"answering --checkpoint {job.out} --test_file e.json --order confidence\n"
     assert (job.out / "node_logs" / f"{job.id}-after.log").read_text() == 2 * answering

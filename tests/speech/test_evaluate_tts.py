@@ -21,12 +21,12 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from common import distributed
+from core.cli import UserError
 from speech import evaluate_tts
 from speech.conversations import Clip
 from speech import generate, make_tiny, speech_metrics as sm
 from tests.helpers.progress import PATIENCE_S
-from tests.helpers.trainer import ROOT
+from tests.helpers.trainer import run_script, ROOT
 
 RATE = sm.RATE
 
@@ -159,7 +159,7 @@ def targets(waves, tmp_path_factory):
 
 def run(*args):
     """main(args) -> what evaluation.json of the first folder holds."""
-    evaluate_tts.main([str(a) for a in args])
+    run_script("speech/evaluate_tts.py", [str(a) for a in args])
     return json.loads((args[0] / "evaluation.json").read_text())
 
 
@@ -245,7 +245,7 @@ def test_speech_beyond_full_scale_is_counted_and_what_is_no_speech_refused(tmp_p
     generate.write_sample(tmp_path, "0000", np.float32([0.5, 1.5, -2, 1, -1]), picture, {"text": "a"})
     assert json.loads((tmp_path / "0000.json").read_text()) == {"text": "a", "clipped": 2}
     assert np.abs(soundfile.read(tmp_path / "0000.wav")[0] - [0.5, 1, -1, 1, -1]).max() < 1e-4
-    with pytest.raises(distributed.UserError, match="0001.wav: the codec has made samples that are not finite"):
+    with pytest.raises(UserError, match="0001.wav: the codec has made samples that are not finite"):
         generate.write_sample(tmp_path, "0001", np.float32([0, np.nan]), picture, {})
     assert not list(tmp_path.glob("0001*"))
 
@@ -308,7 +308,7 @@ def test_two_folders_side_by_side(waves, targets, tmp_path, capsys):
     worse = [*waves[:3], waves[0], waves[0]]
     a = write(tmp_path / "base", worse, ended_by=["length"] * 4 + ["eos"])
     b = write(tmp_path / "trained", waves)
-    evaluate_tts.main([str(a), str(b), "--reference_dir", str(targets)])
+    run_script("speech/evaluate_tts.py", [str(a), str(b), "--reference_dir", str(targets)])
     runs = [json.loads((folder / "evaluation.json").read_text()) for folder in (a, b)]
     assert [r["name"] for r in runs] == [str(a), str(b)]
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
@@ -344,7 +344,7 @@ def test_every_metric_is_in_the_docs():
 def said(capsys, *args):
     """The line that main(args) ends with."""
     with pytest.raises(SystemExit) as end:
-        evaluate_tts.main([str(a) for a in args])
+        run_script("speech/evaluate_tts.py", [str(a) for a in args])
     assert end.value.code == 1
     err = capsys.readouterr().err
     assert err.startswith("error: ") and "Traceback" not in err
@@ -424,8 +424,8 @@ def test_bad_flags_and_folders(waves, targets, listener, speaker, tmp_path, caps
 def test_the_command(waves, targets, tmp_path):
     """From another folder, without any model: transformers is not even imported."""
     folder = write(tmp_path / "a", waves[:2], target_audio=[str(targets / f"000{i}.wav") for i in range(2)])
-    watch = f"import sys; sys.argv[0] = 'x'; sys.path.insert(0, {str(ROOT)!r}); from speech import evaluate_tts; " \
-            "evaluate_tts.main(); assert 'transformers' not in sys.modules"
+    watch = f"import runpy, sys; runpy.run_path({str(ROOT / 'speech' / 'evaluate_tts.py')!r}, run_name='__main__'); " \
+            "assert 'transformers' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", watch, "a"], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout
@@ -437,5 +437,5 @@ def test_texts_of_a_normalised_and_a_plain_folder_are_the_same_prompts(tmp_path)
     def sample(words):
         return evaluate_tts.Sample("0000", tmp_path / "0000.wav", words, "eos", None, (None, None), None)
     evaluate_tts.check_same_prompts(["a", "b"], [[sample("多い，少ない")], [sample("多い, 少ない.")]])
-    with pytest.raises(distributed.UserError, match="another text"):
+    with pytest.raises(UserError, match="another text"):
         evaluate_tts.check_same_prompts(["a", "b"], [[sample("多い")], [sample("少ない")]])

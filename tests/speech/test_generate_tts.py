@@ -15,8 +15,9 @@ import soundfile
 import torch
 from transformers import AutoProcessor, AutoTokenizer
 
-from common import distributed
-from speech import generate_tts, text_normalization
+from core import dist
+from core.cli import UserError
+from speech import text_normalization
 from speech.conversations import Clip
 from speech.dataset import Table
 from speech.decode import decode_audio
@@ -25,7 +26,7 @@ from speech.labels import delay_rows, token_ids
 from speech import generate, sample_prompts
 from tests.helpers import spoken as speech
 from tests.helpers.runs import CLOCK, rows
-from tests.helpers.trainer import speech_main, train_forked, trainer_arguments, unheard
+from tests.helpers.trainer import run_script, speech_main, train_forked, trainer_arguments, unheard
 
 CPU = torch.device("cpu")
 
@@ -251,7 +252,7 @@ def train(pool, tiny, data, output_dir, *flags, ranks=1, **options):
 def say(pool, tiny, output_dir, *flags, model=None, ranks=1):
     command = ["--model_path", model or tiny.model, "--audio_tokenizer_path", tiny.codec, "--output_dir", output_dir,
                "--save_codes", *flags]
-    statuses, output = pool.run(ranks, "speech.generate_tts.main", [str(word) for word in command])
+    statuses, output = pool.run(ranks, "tests.helpers.trainer.run_script", "speech/generate_tts.py", [str(word) for word in command])
     assert not any(statuses), output
     records = [json.loads(path.read_text()) for path in sorted(output_dir.glob("*.json"))]
     return records, output
@@ -392,7 +393,7 @@ def test_what_time_cut_off_did_not_stop_by_itself(tiny, voice, short, tmp_path, 
     native, tokenizer, ids, codec, bandwidth = voice
     args = SimpleNamespace(sample_prompts=str(short), normalize_text="on", sample_seconds=10.0, output_dir=tmp_path,
                            seed=42)
-    speaker = sample_prompts.load(args, tokenizer, ids, native.config, tiny.codec, distributed.World(device=CPU))
+    speaker = sample_prompts.load(args, tokenizer, ids, native.config, tiny.codec, dist.World(device=CPU))
     prompts = speaker.prompts
     true = [round(prompt.target_seconds * 25) for prompt in prompts]
     ends = [(np.zeros((2 * true[0], 8), int), "eos"), (np.zeros((true[1], 8), int), "length"),
@@ -419,7 +420,7 @@ def test_a_list_of_seed_tts_eval_is_read(tmp_path):
     clips = [[part.path for turn in s.turns for part in turn.parts if isinstance(part, Clip)] for s in (one, two)]
     assert clips == [[str(tmp_path / "voice.wav"), ""], [str(tmp_path / "voice.wav"), str(tmp_path / "truth.wav")]]
     path.write_text("a|b|voice.wav\nc|d|gone.wav|text\n")
-    with pytest.raises(distributed.UserError) as told:
+    with pytest.raises(UserError) as told:
         generate.read_prompts(path, False)
     assert "2 problems" in str(told.value) and "line 1: 3 fields" in str(told.value) and "gone.wav" in str(told.value)
 
@@ -465,7 +466,7 @@ def refuse(tiny, tmp_path, capsys):
         command = ["--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec, "--output_dir", tmp_path / "out",
                    *flags]
         with pytest.raises(SystemExit) as end:
-            generate_tts.main([str(word) for word in command])
+            run_script("speech/generate_tts.py", [str(word) for word in command])
         error = capsys.readouterr().err.strip()
         assert end.value.code == 1 and error.startswith("error: ") and "Traceback" not in error
         return error
@@ -555,7 +556,7 @@ def test_overwriting_deletes_results_and_nothing_else(pool, tiny, tmp_path):
     (tmp_path / "out").mkdir()
     for name in ("0007.wav", "0007.json", "notes.json", "mine.wav"):
         (tmp_path / "out" / name).write_text("old")
-    statuses, output = pool.run(1, "speech.generate_tts.main", [str(word) for word in (
+    statuses, output = pool.run(1, "tests.helpers.trainer.run_script", "speech/generate_tts.py", [str(word) for word in (
         "--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec, "--output_dir", tmp_path / "out", "--text",
         "Yes.", "--max_seconds", 0.2, "--overwrite")])
     assert statuses == [0], output

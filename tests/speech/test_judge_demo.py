@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.checkpoint import sha256_file
+from core.checkpoint import sha256
 from speech import generate_tts
 from speech.encode import load_codec
 from speech import draw_sentences, judge_demo, weights
@@ -64,7 +64,7 @@ def few_sentences(monkeypatch):
 
 def test_what_is_committed_is_what_was_made():
     about = json.loads((VOICE / "about.json").read_text())
-    assert {name: sha256_file(VOICE / name) for name in about["sha256"]} == about["sha256"]
+    assert {name: sha256(VOICE / name) for name in about["sha256"]} == about["sha256"]
     assert sum(path.stat().st_size for path in VOICE.rglob("*") if path.is_file()) < 12_000_000
     assert "Permission is hereby granted" in (VOICE / "LICENSE.flite").read_text()
     config = json.loads((VOICE / "model" / "config.json").read_text())

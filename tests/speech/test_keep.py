@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import lora
-from common import checkpoint
+from core import checkpoint
 from core import adapters
 from data import collate
 from speech import divergence, v2, v3
@@ -189,7 +189,7 @@ def shared(pool, voice, tmp_path_factory):
 
 
 def weights(run):
-    return load_file(checkpoint.checkpoints(run.output_dir)[-1][1] / "adapter_model.safetensors")
+    return load_file(checkpoint.list_checkpoints(run.output_dir)[-1][1] / "adapter_model.safetensors")
 
 
 ONE = (1, "--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2)
@@ -212,7 +212,7 @@ def test_ranks_and_sharding_change_nothing(shared, name):
 def test_resume_is_exact_and_does_not_speak_anew(shared, pool, voice, tmp_path):
     whole = shared(*ONE)
     out = shutil.copytree(whole.output_dir, tmp_path / "out")
-    for step, folder in checkpoint.checkpoints(out):
+    for step, folder in checkpoint.list_checkpoints(out):
         if step > 2:
             shutil.rmtree(folder)
     before = (out / keep.FILE).stat().st_mtime_ns
@@ -236,7 +236,7 @@ def test_resume_is_exact_and_does_not_speak_anew(shared, pool, voice, tmp_path):
 def test_a_damaged_file_of_kept_speech_is_set_aside_and_spoken_again(shared, pool, voice, tmp_path, damage):
     whole = shared(*ONE)
     out = shutil.copytree(whole.output_dir, tmp_path / "out")
-    for _, folder in checkpoint.checkpoints(out)[1:]:
+    for _, folder in checkpoint.list_checkpoints(out)[1:]:
         shutil.rmtree(folder)
     file, found = out / "keep.npz", (out / "keep.npz").read_bytes()
     if damage == "pipe":

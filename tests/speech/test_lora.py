@@ -12,10 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import HiggsAudioV2ForConditionalGeneration
 
 import lora
-from common import tensor_files
-from common.distributed import UserError, World
+from core import tensor_io
+from core.cli import UserError
+from core.dist import World
 from core import adapters, low_rank
 from speech import v2
+from tests.helpers.merging import merge
 from tests.helpers import spoken
 
 ATTENTION = {f"self_attn.{p}_proj" for p in "qkvo"}
@@ -169,7 +171,7 @@ def save(net, folder):
     folder.mkdir(exist_ok=True)
     weights = adapters.adapter_weights(net)
     alone = World(device=torch.device("cpu"))
-    for name, write in tensor_files.stage(alone, "adapter_model", weights, spread=False).items():
+    for name, write in tensor_io.stage(alone, "adapter_model", weights, spread=False).items():
         write(folder / name)
     adapters.save_config(net, folder)
 
@@ -280,7 +282,7 @@ def test_merging_what_does_not_fit_stops_before_writing(tiny, saved, tmp_path):
     for what in ("missing", "unexpected", "shape"):
         name = spoiled(saved, tmp_path / what, what)
         with pytest.raises(UserError) as error:
-            lora.merge(str(tiny.model), str(tmp_path / what), str(tmp_path / "merged"))
+            merge(str(tiny.model), str(tmp_path / what), str(tmp_path / "merged"))
         assert name in str(error.value)
     assert not (tmp_path / "merged").exists()
 
@@ -288,7 +290,7 @@ def test_merging_what_does_not_fit_stops_before_writing(tiny, saved, tmp_path):
 def test_adapter_given_as_the_base_is_named(saved, tmp_path):
     save(saved[1], tmp_path)
     with pytest.raises(UserError) as error:
-        lora.merge(str(tmp_path), str(tmp_path), str(tmp_path / "merged"))
+        merge(str(tmp_path), str(tmp_path), str(tmp_path / "merged"))
     assert str(error.value).startswith(f"--model_path {tmp_path}: is an adapter; give the base as --model_path and "
                                        "this folder as --adapter")
 
@@ -298,4 +300,4 @@ def test_the_folder_of_a_run_is_no_checkpoint(tiny, tmp_path):
         (tmp_path / f"checkpoint-{step}").mkdir()
     for base, adapter in ((tiny.model, tmp_path), (tmp_path, tiny.model)):
         with pytest.raises(UserError, match=re.escape(f"give one of those in it, such as {tmp_path}/checkpoint-10")):
-            lora.merge(str(base), str(adapter), str(tmp_path / "merged"))
+            merge(str(base), str(adapter), str(tmp_path / "merged"))

@@ -94,7 +94,7 @@ def test_ranks_prepare_and_the_trainer_trains_on_it_elsewhere(tiny, speech, pool
     shutil.copytree(speech.parent, mine)
     flags = ["--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec, "--train_data_file", mine / "m.jsonl:2",
              "--output_dir", tmp_path / "made", "--reference", "same_speaker", "--preprocess_num_proc", "1"]
-    statuses, output = pool.run(2, "speech.prepare_tts.main", list(map(str, flags)), cwd=tmp_path)
+    statuses, output = pool.run(2, "tests.helpers.trainer.prepare_main", list(map(str, flags)), cwd=tmp_path)
     assert statuses == [0, 0], output[-3000:]
     assert "(JSON): 24 rows = 24 kept + 0 refused" in output
     assert "done       24 samples" in output and "h of audio" in output
@@ -337,7 +337,7 @@ def test_limits_are_what_the_flags_say(capsys):
     flags = ["--model_path", "m", "--audio_tokenizer_path", "c", "--train_data_file", "a", "b:0.5"]
 
     def parse(*more):
-        return prepare_tts.flags.parse(prepare_tts.build_parser(), prepare_tts.check_flags, [*flags, *more])
+        return prepare_tts.cli.parse(prepare_tts.build_parser(), prepare_tts.check_flags, [*flags, *more])
     args = parse("--drop_bad", "clipping")
     assert args.drop_bad == (*CHECKS, *SOUND_ERRORS, "clipping")
     assert prepare_tts.choices.sources(args) == ([("a", 1.0), ("b", 0.5)], None)

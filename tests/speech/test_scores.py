@@ -15,7 +15,7 @@ from transformers import (
     Wav2Vec2ForCTC,
 )
 
-from common.distributed import UserError
+from core.cli import UserError
 from speech import make_tiny, scores
 from tests.helpers.progress import wait_until
 

@@ -25,6 +25,7 @@ from transformers import (
 import lora
 from speech.encode import load_codec
 from speech import make_tiny, v3
+from tests.helpers.merging import merge
 from tests.helpers import higgs3
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
@@ -72,7 +73,7 @@ def test_vllm_omni_computes_the_same_from_a_merged_higgs_audio_v2(tiny, tmp_path
     (base / "config.json").write_text(json.dumps(config | {"vocab_size": 640}))
     learnt = adapter(HiggsAudioV2ForConditionalGeneration.from_pretrained(base), tmp_path / "adapter")
     merged = tmp_path / "merged"
-    lora.merge(str(base), str(learnt), merged, codec=str(tiny.codec))
+    merge(str(base), str(learnt), merged, codec=str(tiny.codec))
     prompt = [config["bos_token_id"], 5, 6, 9, 300, config["audio_bos_token_id"], *[config["audio_token_id"]] * 3]
     found = asked(VLLM_OMNI, "vllm_omni_probe.py", tmp_path, folder=str(merged), third=False, prompt=prompt, text="",
                   codec=str(tiny.codec), codes=CODES)
@@ -96,7 +97,7 @@ def merged3(tmp_path_factory):
     codec = HiggsAudioV2TokenizerModel(HiggsAudioV2TokenizerConfig(**v3.RELEASED_CODEC))
     codec.save_pretrained(root / "codec")
     make_tiny.make_model3(root, codec)
-    lora.merge(str(root / "model"), str(adapter(v3.load(root / "model")[0], root / "adapter")), root / "merged")
+    merge(str(root / "model"), str(adapter(v3.load(root / "model")[0], root / "adapter")), root / "merged")
     return root / "merged"
 
 

@@ -12,8 +12,8 @@ import pytest
 import soundfile
 import torch
 
-from common import distributed
-from common.distributed import UserError
+from core.dist import World
+from core.cli import UserError
 from speech.builder import TableBuilder
 from speech.code_cache import CodeReader
 from speech.conversations import Clip
@@ -32,7 +32,7 @@ from tests.helpers.trainer import ROOT
 
 VOICE = ROOT / "launch" / "voice"
 CPU = torch.device("cpu")
-WORLD = distributed.World(device=CPU)
+WORLD = World(device=CPU)
 TEXTS = ["five nine three seven four.", "one one eight zero.", "six two four nine."]
 
 

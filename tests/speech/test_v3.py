@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from common.distributed import UserError
+from core.cli import UserError
 from speech import v3
 from speech.labels import IGNORE, PackedBatch
 from tests.helpers import higgs3

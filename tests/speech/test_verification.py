@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.distributed import UserError
+from core.cli import UserError
 from speech import scores, verification
 from tests.helpers.trainer import ROOT
 

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import soundfile
 import torch
-from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
-import lora
-from common import distributed
-from speech import card, generate_tts, make_tiny, v3
+from core.cli import UserError
+from speech import generate_tts, make_tiny, v3
+from tests.helpers.merging import merge
 from tests.helpers import higgs3
 from tests.helpers.trainer import Tiny, train_forked
 
@@ -91,7 +90,7 @@ def test_the_table_is_one_parameter_and_resume_is_exact(pool, runs, tiny3, tmp_p
 def test_merged_and_exported_folders_are_those_of_servers(runs, tiny3, tmp_path):
     adapter = runs(1, "--per_device_train_batch_size", 4, "--use_lora", "--lora_target_modules", "all-linear",
                    "--lora_dropout", 0).output_dir / "checkpoint-4"
-    lora.merge(str(tiny3.model), str(adapter), tmp_path / "merged", None)
+    merge(str(tiny3.model), str(adapter), tmp_path / "merged", None)
     released, merged = (load_file(folder / "model.safetensors") for folder in (tiny3.model, tmp_path / "merged"))
     assert merged.keys() == released.keys()
     changed = {name for name in merged if not torch.equal(merged[name], released[name])}
@@ -103,7 +102,7 @@ def test_merged_and_exported_folders_are_those_of_servers(runs, tiny3, tmp_path)
     torch.testing.assert_close(v3.forced_logits(v3.load(tmp_path / "merged")[0], prompt, None, rows),
                                v3.forced_logits(speaking, prompt, None, rows), rtol=1e-4, atol=1e-4)
     full = runs(1, "--per_device_train_batch_size", 4).output_dir / "checkpoint-4"
-    lora.merge(str(full), None, tmp_path / "served", None, shard_bytes=10**6, codec=str(tiny3.codec))
+    merge(str(full), None, tmp_path / "served", None, shard_bytes=10**6, codec=str(tiny3.codec))
     index = json.loads((tmp_path / "served" / "model.safetensors.index.json").read_text())["weight_map"]
     assert index.keys() == released.keys()
     served, _ = v3.load(tmp_path / "served")
@@ -120,7 +119,7 @@ def test_sglang_omnis_own_files_read_a_merged_folder(runs, tiny3, tmp_path):
     theirs = runpy.run_path(str(place / "text_tokenizer.py"))
     adapter = runs(1, "--per_device_train_batch_size", 4, "--use_lora", "--lora_target_modules", "all-linear",
                    "--lora_dropout", 0).output_dir / "checkpoint-4"
-    lora.merge(str(tiny3.model), str(adapter), tmp_path / "merged", None)
+    merge(str(tiny3.model), str(adapter), tmp_path / "merged", None)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "merged" / "tokenizer.json"))
     said = theirs["HiggsTokenizerAdapter"](tokenizer).build_prompt(
         "Say <|emotion:elation|>this.", num_ref_tokens=16, reference_text="Heard.")
@@ -139,40 +138,6 @@ def test_sglang_omnis_own_files_read_a_merged_folder(runs, tiny3, tmp_path):
     body = {f"backbone.model.{name}" for name in v3.load(tmp_path / "merged")[0].body.state_dict()}
     assert mapped == body | {"backbone.lm_head.weight", "multimodal_embedding.modality_embedding_0.weight",
                              "tied.head.modality_heads.0.weight"}       # the last one it drops, being tied
-
-
-def test_a_card_of_higgs_tts_3_says_its_own_licence_and_commands_that_work(runs, tiny3, tmp_path, monkeypatch):
-    """An adapter, a full checkpoint, and a folder for servers; the lora.py lines on the cards are run."""
-    adapter, full = (runs(1, "--per_device_train_batch_size", 4, *flags).output_dir / "checkpoint-4" for flags in (
-        ("--use_lora", "--lora_target_modules", "all-linear", "--lora_dropout", 0), ()))
-    lora.merge(str(tiny3.model), str(adapter), tmp_path / "whole", None)
-    for name, source, files, lines in (
-            ("adapter", adapter, {"adapter_config.json", "adapter_model.safetensors"}, 5),
-            ("checkpoint", full, {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}, 5),
-            ("served", tmp_path / "whole", {"config.json", "model.safetensors", "tokenizer.json"}, 3)):
-        place = tmp_path / f"of_{name}"
-        place.mkdir()
-        notes = card.write(source, place / name, "me/anna", "owner/base", ["nv"])
-        assert f"{v3.LICENCE}: read it before you publish" in notes
-        assert files < {path.name for path in (place / name).iterdir()}
-        about = ModelCard.load(place / name / "README.md")
-        assert about.data.to_dict() == {
-            "license": "other", "license_name": "boson-higgs-tts-3-research-and-non-commercial-license",
-            "license_link": "https://huggingface.co/owner/base/blob/main/LICENSE", "base_model": "owner/base",
-            "base_model_relation": "adapter" if name == "adapter" else "finetune", "pipeline_tag": "text-to-speech",
-            "tags": ["higgs-tts-3"] + ["lora"] * (name == "adapter"), "language": ["nv"]} | (
-                {"library_name": "peft"} if name == "adapter" else {})
-        assert "# Higgs TTS 3: anna" in about.text and "For research and non-commercial use only" in about.text
-        commands = about.text.split("```bash\n")[1].split("\n```")[0].splitlines()
-        assert len(commands) == lines and f"hf download me/anna --local-dir {name}" in commands
-        assert commands[-2] == "sgl-omni serve --model-path served --port 8000"
-        monkeypatch.chdir(place)        # where hf download would have put it
-        for line in commands:
-            if line.startswith("python lora.py "):
-                lora.main(line.replace("owner/base", str(tiny3.model)).replace(
-                    "bosonai/higgs-audio-v2-tokenizer", str(tiny3.codec)).split()[2:])
-        served = load_file(place / "served" / "model.safetensors")
-        assert served.keys() == load_file(tiny3.model / "model.safetensors").keys()
 
 
 TABLE = ("--use_lora", "--train_audio_table", "--lora_dropout", 0)
@@ -195,7 +160,7 @@ def test_the_audio_table_is_trained_beside_adapters_as_one_parameter(pool, runs,
     again = weights_of(resumed)
     assert again.keys() == ours.keys() and all(torch.equal(again[name], ours[name]) for name in ours)
     adapter = run.output_dir / "checkpoint-4"
-    lora.merge(str(tiny3.model), str(adapter), tmp_path / "merged", None)
+    merge(str(tiny3.model), str(adapter), tmp_path / "merged", None)
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert torch.equal(merged[v3.AUDIO_TABLE], table.to(merged[v3.AUDIO_TABLE].dtype))
     assert all(torch.equal(merged[head], merged[table]) for head, table in v3.HEADS.items())
@@ -244,6 +209,6 @@ def test_what_belongs_to_the_other_model_is_refused(pool, tiny, tiny3, runs, tmp
     assert "--normalize_text on: Higgs TTS 3" in refusal(pool, tiny3, tmp_path / "b", "--normalize_text", "on")
     out = runs(1, "--per_device_train_batch_size", 4).output_dir
     assert "base model" in refusal(pool, tiny, out, "--normalize_text", "off")
-    with pytest.raises(distributed.UserError, match="--ras_window and --ras_repeats: not of Higgs TTS 3"):
+    with pytest.raises(UserError, match="--ras_window and --ras_repeats: not of Higgs TTS 3"):
         from speech import generate
         generate.sampling(v3.load(tiny3.model)[0].config, 1.0, ras_window=3)

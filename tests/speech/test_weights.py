@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoProcessor, HiggsAudioV2ForConditionalGeneration
 
-from common.distributed import UserError
+from core.cli import UserError
 from speech.generate_tts import load_to_speak
 from speech import layout_2025, v2
 from speech.weights import find_model, load_tokenizer, native_config, save_config
