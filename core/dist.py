@@ -1,19 +1,14 @@
 """Ranks, device, collectives, DDP and FSDP2 wrapping, and how a run fails: together, with one line.
 
-    world = dist.init(timeout_s=600, wait_timeout_s=21600)
-    folder = dist.rank0(world, find_model, name)        # rank 0 works, every rank gets the result
-    ...
-    dist.finish()
-
 Global rank decides data, logs and saves; local rank picks the GPU and nothing else. One process
 without torchrun is rank 0 of 1. There are two groups: the default one (NCCL on GPUs) for gradients,
 and a gloo group with a long limit for waits that may honestly take hours (encoding audio, slow
 disks), where NCCL's watchdog would fire.
 
-How a run fails: init() sets sys.excepthook. The first rank that raises prints why, notes that in
-the run's store and exits; torchrun ends the other ranks of its node. A rank that only lost the
-failed one finds the note and prints nothing. Watchdogs (core/watchdog.py) end ranks that torchrun
-cannot: a main thread that waits in a collective takes no signal.
+The first rank that raises prints why (sys.excepthook), notes that in the run's store and exits;
+torchrun ends the other ranks of its node. A rank that only lost the failed one finds the note and
+prints nothing. core/watchdog.py ends ranks that torchrun cannot: a main thread that waits in a
+collective takes no signal.
 """
 import contextlib
 import errno
@@ -59,8 +54,6 @@ WORKERS = "or have no such processes (--num_workers 0, --preprocess_num_proc 0)"
 REMEDIES = {
     "No space left on device": f"/dev/shm is full, where loader processes hand data over; make it "
                                f"larger, as with docker run --shm-size=8g, {WORKERS}",
-    "unable to allocate shared memory": f"/dev/shm is full; make it larger, as with docker run "
-                                        f"--shm-size=8g, {WORKERS}",
     "Too many open files": f"too many open files in /proc/self/fd; raise the limit (ulimit -n), {WORKERS}",
     "AF_UNIX path too long": "{}: too long a path for the sockets of processes; set TMPDIR to a "
                              "shorter one"}
@@ -155,21 +148,15 @@ def seed_everything(seed, rank=0):
 
 def check_device(device, args):
     """Raise UserError where this device cannot compute in the precision that the flags ask for."""
-    check_bf16(device, args.bf16)
+    if args.bf16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        raise UserError(f"--bf16: {torch.cuda.get_device_name(device)} has no bfloat16; give "
+                        "--fp16, or drop the flag")
     if args.float8:
         from core import float8
         float8.check_device(device, True)
 
 
-def check_bf16(device, wanted):
-    """Raise UserError when bfloat16 is wanted and this GPU has none."""
-    if wanted and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        raise UserError(f"--bf16: {torch.cuda.get_device_name(device)} has no bfloat16; give "
-                        "--fp16, or drop the flag")
-
-
-# --------------------------------------------------------------------------------------------------
-# Failing
+# ---- Failing
 
 
 def report_error(kind, error, trace):
@@ -215,8 +202,9 @@ def report_error(kind, error, trace):
 
 def what_the_machine_lacks(error):
     """An error of the operating system in words, with the name of the file; None for others."""
+    text = str(error).replace("unable to allocate shared memory", "No space left on device")
     for words, remedy in REMEDIES.items():      # in the text: torch's own have no errno
-        if words in str(error) and not getattr(error, "filename", None):
+        if words in text and not getattr(error, "filename", None):
             return remedy.format(tempfile.gettempdir())
     if not isinstance(error, OSError) or not error.filename:
         return None
@@ -280,8 +268,7 @@ def error_names_file(path):
         raise
 
 
-# --------------------------------------------------------------------------------------------------
-# Collectives. Every rank must call each of them, in the same order.
+# ---- Collectives. Every rank must call each of them, in the same order.
 
 
 def rank0(world, function, *args):
@@ -352,8 +339,7 @@ def all_max(world, number):
     return found
 
 
-# --------------------------------------------------------------------------------------------------
-# Model
+# ---- Model
 
 
 def autocast(device, dtype):

@@ -1,9 +1,4 @@
-"""Numbers of a run: written, read again, and what they say in words.
-
-metrics.jsonl always; TensorBoard and W&B when asked. In words, on the last line of a run:
-
-    verdict    validation loss was best at step 420 (4.8123) and 2.1 % higher at step 525 while the
-               training loss fell: overfitting, take checkpoint-420; 90 % of the sample prompts ...
+"""Numbers of a run: metrics.jsonl, TensorBoard and W&B; read again; and what they say in words.
 
 Importing this needs the standard library alone: report.py reads and judges where no torch is.
 """
@@ -30,8 +25,7 @@ SMALL = 0.005       # share of a loss that counts as no change: less than losses
 UNDERSTOOD, PARTLY = 0.15, 0.5      # word error rates: up to here speech is understood, or partly
 
 
-# --------------------------------------------------------------------------------------------------
-# Speed
+# ---- Speed
 
 
 def peak_flops(device):
@@ -144,8 +138,7 @@ class StepTimer:
         return values
 
 
-# --------------------------------------------------------------------------------------------------
-# Written
+# ---- Written
 
 class MetricsLog:
     """Rank 0's record of a run. Make it on rank 0 only. report_to: some of cli.TRACKERS.
@@ -168,7 +161,8 @@ class MetricsLog:
         if rows:
             kept = [row for row in rows if row["step"] <= resumed_step]
             if eval_due or not resumed_step:    # by a run killed before its next checkpoint
-                kept = [row for row in kept if row["step"] < resumed_step or not is_validation(row)]
+                kept = [row for row in kept if row["step"] < resumed_step
+                        or not any(name.startswith("eval/") for name in row)]
             text = "".join(json.dumps(row) + "\n" for row in kept)
             checkpoint.write_atomically(self.path, lambda path: path.write_text(text))
         elif self.path.exists():        # nothing but the beginning of a line
@@ -237,36 +231,24 @@ def note_start(path, step, config):
              "host": socket.gethostname(), "config": config}
     if path.exists() and not path.is_file():
         checkpoint.move_aside(path, "is not a file")
-    with dist.error_names_file(path):
-        earlier = path.read_bytes() if path.exists() else b""
-    if earlier and not earlier.endswith(b"\n"):     # a kill cut its last line off
-        earlier += b"\n"
-    text = earlier + json.dumps(start, default=str).encode() + b"\n"
-    checkpoint.write_atomically(path, lambda path: path.write_bytes(text))
+    with dist.error_names_file(path), open(path, "ab+") as file:
+        file.seek(max(0, file.tell() - 1))
+        cut_off = file.read() not in (b"", b"\n")       # its last line, by a kill
+        file.write(b"\n" * cut_off + json.dumps(start, default=str).encode() + b"\n")
 
 
 def tensorboard(logging_dir, resumed_step, config):
     """A SummaryWriter whose points later than resumed_step are gone."""
     from torch.utils.tensorboard import SummaryWriter
     show = threading.excepthook
-
-    def but_for_files(found):       # of a full disk, which add_scalar raises too, once is enough
-        if not issubclass(found.exc_type, OSError):
-            show(found)
-
-    threading.excepthook = but_for_files
+    # add_scalar raises the error of a full disk as well
+    threading.excepthook = lambda found: issubclass(found.exc_type, OSError) or show(found)
     board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
     board.add_text("config", "```\n" + json.dumps(config, indent=1) + "\n```", resumed_step)
     return board
 
 
-# --------------------------------------------------------------------------------------------------
-# Read
-
-
-def is_validation(row):
-    """Whether a row of metrics.jsonl is of a validation."""
-    return any(name.startswith("eval/") for name in row)
+# ---- Read
 
 
 def read_rows(path):
@@ -309,8 +291,7 @@ def curve(rows, name):
     return [(step, value) for step, value in found if math.isfinite(value)]
 
 
-# --------------------------------------------------------------------------------------------------
-# In words
+# ---- In words
 
 
 def percent(share):

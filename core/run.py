@@ -20,10 +20,9 @@ def start(args):
         world, folder = dist.single_process(), tempfile.mkdtemp()
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     else:
-        # --auto may yet choose to shard
-        world, folder = dist.init(args.collective_timeout, args.wait_timeout,
-                                  args.auto or args.parallel != "ddp",
-                                  args.auto or args.cpu_offload), args.output_dir
+        folder, auto = args.output_dir, args.auto        # which may yet choose to shard
+        world = dist.init(args.collective_timeout, args.wait_timeout,
+                          auto or args.parallel != "ddp", auto or args.cpu_offload)
         dist.rank0(world, checkpoint.claim_output, folder)
         dist.rank0(world, watchdog.clear_marker, folder)
         if "tensorboard" in args.report_to:

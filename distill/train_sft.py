@@ -254,10 +254,9 @@ watch.report_progress("data preparation", args.wait_timeout)
 watchdog.exit_if_asked(world, args.output_dir)      # by a signal during the imports
 ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
 main_rank, device = world.is_main, world.device
-dist.check_bf16(device, args.bf16)
+dist.check_device(device, args)
 if args.float8:
     from core import float8
-    float8.check_device(device, True)
 if args.tf32:
     torch.set_float32_matmul_precision("high")
 dtype = causal_lm.half_dtype(args)
