@@ -320,7 +320,7 @@ def forward_backward(batch, n_audio, n_text, sync):
     with dist.gradient_sync(wrapped, sync):     # exchanged once a step, when complete
         with autocast():
             audio, text, ends = wrapped(batch)
-        loss = total_loss(audio, n_audio, text, n_text, "mean", args.text_loss_weight)
+        loss = total_loss(audio, n_audio, text, n_text, args.text_loss_weight)
         # DDP and FSDP2 average gradients over ranks, the loss is a mean over all of them
         (loss * (world.size * (scaler.scale if scaler else 1.0))).backward()
     return loss, Sums.of_batch(audio, text, ends, batch)
@@ -359,8 +359,8 @@ def evaluate():
         with autocast():
             losses = model(batch.to(device))
         total += Sums.of_batch(*losses, batch)
-    return module.loss_report(dist.all_reduce(world, total).tolist(), "mean",
-                              args.text_loss_weight, "eval")
+    return module.loss_report(dist.all_reduce(world, total).tolist(), args.text_loss_weight,
+                              "eval")
 
 
 def validate():
@@ -486,7 +486,7 @@ while step < total_steps and not stopping:
     if last or step % args.logging_steps == 0:
         numbers = dist.all_reduce(world, sums).tolist()
         sums.zero_()
-        values = module.loss_report(numbers[:n_sums], "mean", args.text_loss_weight, "train")
+        values = module.loss_report(numbers[:n_sums], args.text_loss_weight, "train")
         if keep_loss and numbers[-1]:
             values["train/keep_kl"] = numbers[-2] / numbers[-1]
         if scaler:

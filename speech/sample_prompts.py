@@ -67,8 +67,6 @@ class Speaker:
         writes to log, the others wait.
         """
         model.eval()
-        if world.is_main:
-            forget_later(self.output_dir, step)     # steps that come once more
         with gathered(model), autocast():
             values = dist.rank0(world, lambda: self.speak_all(
                 model.base_model, step, log, stop_requested))
@@ -83,6 +81,7 @@ class Speaker:
         the GPU's memory does not suffice. Speech that the time limit cut off did not stop by itself: it
         counts in the stop rate, but not in the length ratio.
         """
+        forget_later(self.output_dir, step)     # steps that come once more
         end, start, spoken = time.monotonic() + TIME_LIMIT, time.monotonic(), []
         try:
             with torch.compiler.set_stance("force_eager"):      # each new length would compile the layers once more

@@ -322,7 +322,7 @@ def step_on_odd_batches(argv, folder):
         with distributed.gradient_sync(wrapped, number == len(mine) - 1):
             with autocast(args, world.device):
                 audio, text, _ = wrapped(pack)
-            loss = v2.total_loss(audio, n_audio, text, n_text, "mean", 1.0)
+            loss = v2.total_loss(audio, n_audio, text, n_text, 1.0)
             (loss * world.size).backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = {name: whole(gradient) for name, gradient in found.items()}
