@@ -32,9 +32,8 @@ class Sums(NamedTuple):
 
     @staticmethod
     def of_batch(audio, text, ends, batch):
-        """(K + 8,) float64 of what the model returns for a batch."""
+        """(K + 8,) float64 of what the model returns for a batch; waits for no device."""
         losses = torch.cat([audio.detach(), text.detach()[None], ends]).double()
-        # torch.full writes a number there, and waits for no device
         counts = [torch.full((1,), batch.counts[name], dtype=torch.float64, device=losses.device)
                   for name in ("audio_targets", "text_targets")]
         return torch.cat([losses, *counts])
