@@ -3,9 +3,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from core.metrics import duration
 from speech.code_cache import FRAME_RATE
+from speech.labels import IGNORE
 
 
 class Ends(NamedTuple):
@@ -58,6 +60,23 @@ def total_loss(audio, n_audio, text, n_text, text_weight):
     return sum(audio) * (1 / max(1, n_audio)) + text * (text_weight / max(1, n_text))
 
 
+def divergence(model, batch):
+    """(K,) fp32: KL(base || model) of each codebook in nats, summed over the batch's trained cells.
+
+    For --keep. model: a versions.packed with adapters; switched off they leave the base, which gets
+    no gradient and no dropout. Where the model knows what the base knows, it is 0.
+    """
+    from core import adapters
+    training = model.training
+    model.eval()
+    with torch.no_grad(), adapters.switched_off(model.net):
+        base = model.audio_logits(model.hidden_states(batch), batch).log_softmax(-1)
+    model.train(training)
+    ours = model.audio_logits(model.hidden_states(batch), batch).log_softmax(-1)
+    apart = F.kl_div(ours, base, log_target=True, reduction="none").sum(-1)
+    return (apart * (batch.audio_targets != IGNORE)).sum(0)
+
+
 def named(values, sums, prefix):
     """{"prefix/name": value} of a report; NaN where no target was counted, since every step was
     skipped.
@@ -91,8 +110,7 @@ def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
 def step_work(config, table, samples, lora):
     """Totals over the samples of an optimizer step, all ranks, from the table; python numbers."""
     lengths = table.lengths[samples].astype(np.int64)
-    n_audio, n_text = (int(targets[samples].sum())
-                       for targets in (table.audio_targets, table.text_targets))
+    n_audio, n_text = (int(n[samples].sum()) for n in (table.audio_targets, table.text_targets))
     pairs = int((lengths * (lengths + 1) // 2).sum())       # of causal attention
     flops = flops_per_pack(config, int(lengths.sum()), n_audio, n_text, pairs, lora)
     return {"audio_targets": n_audio, "text_targets": n_text, "tokens": int(lengths.sum()),

@@ -105,10 +105,10 @@ def test_what_is_missing_is_named_in_one_line(capsys):
 
 def test_values_that_look_like_flags():
     """A text that begins with dashes; "--" behind the last value of a list."""
-    generate = importlib.import_module("speech.generate_tts").build_parser()
+    generate = script_flags("speech/generate_tts.py")[0]
     text = "-- well, no"
     words = ["--model_path", "a", "--audio_tokenizer_path", "b", "--text", text]
-    assert flags.parse(generate, None, words).text == [text]
+    assert cli.parse(generate, None, words).text == [text]
     parser = flags.Parser()
     parser.add_argument("folder")
     parser.add_argument("--samples", nargs="+")
@@ -246,10 +246,10 @@ def test_global_batch_size_counts_ranks():
 
 TRAINERS = ("train_v2_ddp.py", "distill/train_sft.py", "diffusion/train_bd3lm.py")
 FOLDERS = ".", "common", "core", "speech", "diffusion", "distill"
-# generate.py stands alone, beside exported models; convert.py is a module first
+# speak.py stands alone, beside exported models; convert.py is a module first
 SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).glob("*.py")
                  if '\nif __name__ == "__main__":' in path.read_text()
-                 and path.name not in ("generate.py", "convert.py"))
+                 and path.name not in ("speak.py", "convert.py"))
 # for launch lines that people have (--optim names the only one there is), and what check_flags turns into another flag
 NO_EFFECT_OF_THEIR_OWN = {"help", "optim", "freeze_audio_tower", "freeze_audio_encoder_proj", "global_batch_size",
                           "drop_too_long", "command", "config", "dataloader_pin_memory", "batch_preset",

@@ -32,7 +32,7 @@ from tests.helpers.merging import merge
 from tests.helpers.students import train_sft
 from distill import plan as chat_plan
 from speech import plan as speech_plan
-from speech.generate_tts import load_to_speak
+from speech.speak import load_model
 from speech import v2, v3
 from tests.common.test_float8 import speech, student
 from tests.distill.test_plan import batch_of, built
@@ -97,7 +97,7 @@ def test_a_card_of_8_gb_speaks_on_the_base_that_was_trained_on():
     folder = ROOT / "launch" / "voice" / "model"
     config, stored, found = json.loads((folder / "config.json").read_text()), [], []
     for four_bits in (False, True):
-        native = load_to_speak(folder, config, folder.parent / "adapter", torch.float32, torch.device("cpu"), four_bits)
+        native = load_model(folder, config, folder.parent / "adapter", torch.float32, torch.device("cpu"), four_bits)
         base = [module for name, module in native.model.layers.named_modules()
                 if isinstance(module, torch.nn.Linear) and "lora_" not in name and not hasattr(module, "base_layer")]
         for module in () if four_bits else base:
@@ -140,7 +140,7 @@ def test_dora_does_not_speak_on_four_bits(tmp_path):
     about = json.loads((voice / "adapter" / "adapter_config.json").read_text()) | {"use_dora": True}
     (tmp_path / "adapter_config.json").write_text(json.dumps(about))
     with pytest.raises(UserError, match="--base_dtype nf4: .* is DoRA"):
-        load_to_speak(voice / "model", json.loads((voice / "model" / "config.json").read_text()), tmp_path, torch.float32,
+        load_model(voice / "model", json.loads((voice / "model" / "config.json").read_text()), tmp_path, torch.float32,
                       torch.device("cpu"), True)
 
 
