@@ -219,13 +219,13 @@ train_ids, eval_ids = usable_samples(
     output_dir=None if dry or not main_rank else args.output_dir)
 if args.tf32:       # only now: codes in the cache must not depend on it
     torch.set_float32_matmul_precision("high")
-args.compile = dist.choose_compile(world, args)
 if args.auto or dry:
     from speech import plan
     speakers = [speaker for speaker in (prompts, keep_loss) if speaker]
     data = plan.Data(table, ids, train_ids, eval_ids, speakers, keep_loss)
     if args.auto and plan.choose(args, world, ranks, model, data):
         model, parts = empty_model(folder, config_dict)
+args.compile = dist.choose_compile(world, args)         # after the plan, which it yields to
 
 # ---- Resume from the newest whole checkpoint, on any number of ranks
 identity = None     # what a checkpoint must share with the run that resumes it

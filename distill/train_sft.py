@@ -236,10 +236,10 @@ if args.use_lora:
 
 output_dir, work_dir = Path(args.output_dir), args.output_dir
 if dry:
-    from common import plan as plans
+    from core import memory
     world = dist.World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     sys.excepthook = dist.report_error
-    plans.check_writable(args.output_dir, "--output_dir")
+    memory.check_writable(args.output_dir, "--output_dir")
     scratch = tempfile.TemporaryDirectory()
     work_dir = scratch.name
 else:
@@ -317,12 +317,12 @@ def empty_model(folder):
 
 
 model, parts = empty_model(folder)
-args.compile = dist.choose_compile(
-    world, args, "shapes change with --keep and a teacher" if args.keep or args.teacher_path else "")
 if args.auto or dry:
     from distill import plan
     if args.auto and plan.choose(args, world, ranks, model, table.lengths[train_ids], table.targets[train_ids], kept):
         model, parts = empty_model(folder)
+args.compile = dist.choose_compile(
+    world, args, "shapes change with --keep and a teacher" if args.keep or args.teacher_path else "")
 
 # --------------------------------------------------------------------------------------------------
 # Resume

@@ -96,7 +96,7 @@ if [ -n "$demo" ]; then     # small: two CPU cores show falling bounds and an ac
     TEST_DATA=$OUTPUT_DIR/demo/$([ "$SYSTEM" = hdp ] && echo test_hdp.json || echo test.jsonl)
     SAMPLE_FLAGS="--order confidence --min_accuracy $MIN_ACCURACY"
     # its status is 1 unless the loss fell
-    after=$(printf '%q ' python "$REPO/common/report.py" "$OUTPUT_DIR" --check_fell)$'\n'
+    after=$(printf '%q ' python "$REPO/core/report.py" "$OUTPUT_DIR" --check_fell)$'\n'
 else
     [ -n "$TRAIN_DATA" ] || die "TRAIN_DATA is not set: a file of training problems"
     read -ra switches <<<"$SWITCHES"

@@ -45,7 +45,7 @@ mkdir -p ~/mine/distill && cp -r distill core common                            
 SCRIPTS = {
     "train_v2_ddp.py": ("dry",), "distill/train_sft.py": ("dry",), "distill/create_data.py": ("dry",),
     "speech/generate_tts.py": ("run", "--max_seconds", "0.2"), "speech/evaluate_tts.py": ("run",), "lora.py": ("run",),
-    "diffusion/make_problems.py": ("run",), "common/report.py": ("run",), "speech/prepare_tts.py": ("run",),
+    "diffusion/make_problems.py": ("run",), "core/report.py": ("run",), "speech/prepare_tts.py": ("run",),
     "speech/convert.py": ("run",), "speech/pick_checkpoint.py": ("parse",),
     "diffusion/train_bd3lm.py": ("parse",), "diffusion/sample_bd3lm.py": ("parse",),
     "diffusion/published.py": ("parse",), "diffusion/evaluate.py": ("parse",),

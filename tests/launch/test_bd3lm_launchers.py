@@ -47,7 +47,7 @@ def printed(done):
     if sample:                  # a demo's loss is looked at first
         script = sample_bd3lm if f"{ROOT}/diffusion/sample_bd3lm.py" in sample[-1] else evaluate
         assert sample[-1][:2] == ["python", script.__file__]
-        check = ["python", f"{ROOT}/common/report.py", str(args.output_dir), "--check_fell"]
+        check = ["python", f"{ROOT}/core/report.py", str(args.output_dir), "--check_fell"]
         assert sample[:-1] == [check] * (args.demo is not None)
         sample = script.build_parser().parse_args(sample[-1][2:])
         script.check_flags(sample, 1)
