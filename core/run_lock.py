@@ -21,7 +21,7 @@ NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _held = {}              # {path of a lock: file descriptor} of this process
 
 
-class RunLock:
+class RunLock(contextlib.AbstractContextManager):
     """This process's hold on a folder. Ends with release(), a `with`, or the process."""
 
     def __init__(self, path):
@@ -30,9 +30,6 @@ class RunLock:
     def release(self):
         if self.path in _held:
             os.close(_held.pop(self.path))
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *error):
         self.release()
