@@ -151,7 +151,7 @@ from speech.loss import Sums, decays, eval_line, step_work, total_loss, train_li
 # ---- Ranks. A dry run joins no other process and writes nothing.
 world, watch, work_dir = run.start(args)
 output_dir, main_rank, device = Path(args.output_dir), world.is_main, world.device
-ranks = args.dry_run or world.size
+ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))       # a dry run is one process
 # in which the model computes; what is trained stays in fp32
 dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
 
