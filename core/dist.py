@@ -151,7 +151,7 @@ def check_device(device, args):
     if args.bf16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         raise UserError(f"--bf16: {torch.cuda.get_device_name(device)} has no bfloat16; give "
                         "--fp16, or drop the flag")
-    if args.float8:
+    if getattr(args, "float8", False):
         from core import float8
         float8.check_device(device, True)
 
@@ -353,7 +353,7 @@ def choose_compile(world, args, against=""):
     A notice on rank 0 says what auto chose, or what compiling lacks here. Collective.
     """
     from core import cli, fused
-    if args.gradient_checkpointing == "selective":
+    if getattr(args, "gradient_checkpointing", None) == "selective":
         against = "selective recomputation cannot look into a compiled layer"
     elif getattr(args, "base_dtype", None) == "nf4":
         against = "products with four-bit weights cannot be compiled"
