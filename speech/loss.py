@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from core.metrics import duration
-from speech.code_cache import FRAME_RATE
+from speech.codes import FRAME_RATE
 from speech.labels import IGNORE
 
 
