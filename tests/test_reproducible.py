@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from common import checkpoint
-from speech import code_cache, encode
+from speech import codes
 from speech.conversations import Clip
 from tests.helpers import chats
 from tests.helpers.trainer import ROOT, Run
@@ -35,10 +35,10 @@ RUNS = {
     "chats, full, fsdp": ("tests.helpers.students.run_trainer", ("--validation_split", 0.2, "--warmup_ratio", 0)),
     "chats, lora, ddp": ("tests.helpers.students.run_trainer", ("--use_lora", "--lora_dropout", 0.1, "--parallel", "ddp",
                                                     "--warmup_ratio", 0)),
-    "blocks, ddp": ("diffusion.train_bd3lm.main", ("--eval_repeats", 1, "--warmup_steps", 2)),
-    "blocks, plans, fsdp": ("diffusion.train_bd3lm.main", ("--eval_repeats", 1, "--warmup_steps", 2, "--system", "hdp",
+    "blocks, ddp": ("tests.helpers.block_runs.ranks_main", ("--eval_repeats", 1, "--warmup_steps", 2)),
+    "blocks, plans, fsdp": ("tests.helpers.block_runs.ranks_main", ("--eval_repeats", 1, "--warmup_steps", 2, "--system", "hdp",
                                                            "--parallel", "fsdp", "--clip_search_widths", 0.5,
-                                                           "--clip_search_batches", 1, "--question_budget", 64,
+                                                           "--question_budget", 64,
                                                            "--plan_budget", 32, "--execution_budget", 64)),
 }
 # Of a number's size. A rounding differs by 6e-8 of a value; with AVX-512, AVX2 and SSE of one processor six steps ended
@@ -51,14 +51,14 @@ def fill_cache(cache, tiny):
 
     A codec's own can differ between two processors where two codewords are near; that has moved a loss by 6e-5.
     """
-    folder, draw = cache / code_cache.codec_fingerprint(tiny.codec), np.random.default_rng(0)
+    folder, draw = cache / codes.codec_fingerprint(tiny.codec), np.random.default_rng(0)
     folder.mkdir(parents=True)
-    batch = encode.Batch(folder, 8)
+    batch = codes.Batch(folder, 8)
     for path in sorted((tiny.root / "speech").glob("*.wav")):
         clip, found = Clip(str(path)), path.stat()
-        batch.add_codes(key := code_cache.content_key(path.name, clip),
+        batch.add_codes(key := codes.content_key(path.name, clip),
                         draw.integers(0, 1024, (soundfile.info(path).frames // 960, 8), np.int16))
-        batch.add_file(code_cache.file_key(clip, found.st_size, found.st_mtime_ns), key)
+        batch.add_file(codes.file_key(clip, found.st_size, found.st_mtime_ns), key)
     batch.write()
     return cache
 
@@ -73,7 +73,7 @@ def inputs(tiny, tmp_path_factory):
                                   fill_cache(folder / "codes", tiny)),
             "tests.helpers.students.run_trainer": ("--model_path", student, "--train_data_file",
                                        chats.write(folder / "chats.jsonl", chats.conversations(60))),
-            "diffusion.train_bd3lm.main": ("--demo", 100, "--model_size", "nano")}
+            "tests.helpers.block_runs.ranks_main": ("--demo", 100, "--model_size", "nano")}
 
 
 def train(pool, inputs, name, folder, *flags):

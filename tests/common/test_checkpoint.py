@@ -1,5 +1,5 @@
-"""resume.damage: what is no whole checkpoint, whatever its files hold; a kill before every change that a save makes
-to the disk. Kills and resumes of whole runs: test_recovery.py.
+"""core.checkpoint: what is not a whole checkpoint, whatever its files hold; what is deleted; a kill before every
+change that a save makes to the disk. Kills and resumes of whole runs: test_recovery.py.
 """
 import hashlib
 import json
@@ -10,19 +10,22 @@ import signal
 import sys
 
 import pytest
+import torch
 
-from common import checkpoint, resume, run
-from common.distributed import UserError, World
+from core import checkpoint
+from core.cli import UserError
+from core.dist import World
 from core.new_folder import new_folder
 
-STATE = {"step": 4, "epoch": 0, "first": 8, "identity": {}, "validation": None, "best_step": None, "best_loss": None,
-         "skipped": 0, "unlogged": [], "args": {}}
+STATE = {"step": 4, "identity": {"seed": 1}}
+LEFT = ["checkpoint-6.tmp-0123abcd", "checkpoint-4.tmp-deleted-1764000000000", f".run.yaml.tmp-{'a' * 32}"]
+THEIRS = ["checkpoint-500.tmp", "checkpoint-500.tmp-keep", "checkpoint-best.tmp-0123abcd", "checkpoint-6.tmp-0123abcd.bak",
+          "checkpoint-٣.tmp-0123abcd", ".notes.tmp-mine", "checkpoint-500"]
 
 
-def make(folder, state=None, manifest=None):
-    """A checkpoint of one weight file; state, manifest: bytes instead of the right ones."""
-    files = {"model.safetensors": b"weights", "trainer_state/state.json":
-             json.dumps(STATE).encode() if state is None else state}
+def make(folder, manifest=None):
+    """A checkpoint of one weight file; manifest: bytes instead of the right ones."""
+    files = {"model.safetensors": b"weights", "trainer_state/state.json": json.dumps(STATE).encode()}
     (folder / "trainer_state").mkdir(parents=True)
     for name, data in files.items():
         (folder / name).write_bytes(data)
@@ -32,46 +35,84 @@ def make(folder, state=None, manifest=None):
     return folder
 
 
-def test_a_whole_one(tmp_path):
-    assert resume.damage(make(tmp_path / "checkpoint-4")) == ""
+def save(out, step):
+    """A checkpoint as a trainer saves it, in this process; of those before, only the best one and the last stay."""
+    checkpoint.claim_output(out)
+    model = torch.nn.Linear(3, 2)
+    torch.nn.init.constant_(model.weight, step)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoints = checkpoint.CheckpointManager(World(device=torch.device("cpu")), out, keep=1)
+    checkpoints.save(step, model, optimizer, "model", dict(model.named_parameters()),
+                     lambda folder: (folder / "config.json").write_text("{}"), STATE | {"step": step}, best_step=1)
+    checkpoints.wait()
 
 
-@pytest.mark.parametrize("data, why", [(b"weighty", "checksum"), (b"weight", "bytes")])
+def steps(folder):
+    return [step for step, _ in checkpoint.list_checkpoints(folder)]
+
+
+@pytest.mark.parametrize("data, why", [(b"weights", ""), (b"weighty", "checksum"), (b"weight", "bytes")])
 def test_a_file_that_is_another(tmp_path, data, why):
     folder = make(tmp_path / "checkpoint-4")
     (folder / "model.safetensors").write_bytes(data)
-    assert re.search(f"model.safetensors .*{why}", resume.damage(folder))
+    assert re.search(f"model.safetensors .*{why}" if why else "^$", checkpoint.damage(folder))
 
 
-def test_rotation_spares_the_best_the_newest_and_later_ones(tmp_path):
-    """By number, not by name; 200 is of an earlier run and was passed over."""
-    for step in (9, 10, 100, 200):
+@pytest.mark.parametrize("manifest, why", [
+    (b"[]", "unreadable"), (b"{}", "unreadable"), (b"\xff", "unreadable"), (b"[" * 100_000, "unreadable"),
+    (b'{"files": {"model.safetensors": {"bytes": 7}}}', "unreadable"), (b'{"files": {}}', "does not list"),
+    (b'{"files": {"model.safetensors": {"bytes": "7", "sha256": "x"}}}', "unreadable")])
+def test_manifests_that_prove_nothing(tmp_path, manifest, why):
+    assert why in checkpoint.damage(make(tmp_path / "checkpoint-4", manifest=manifest))
+
+
+def test_rotation_spares_the_best_the_newest_later_ones_and_other_peoples(tmp_path):
+    """By number, not by name; 200 is of an earlier run and was passed over; 8 has no manifest."""
+    for step in (8, 9, 10, 100, 200):
         (tmp_path / f"checkpoint-{step}").mkdir()
+        if step != 8:
+            (tmp_path / f"checkpoint-{step}" / "manifest.json").touch()
     checkpoint.rotate(tmp_path, 100, 0)
-    assert [step for step, _ in checkpoint.checkpoints(tmp_path)] == [9, 10, 100, 200]
+    assert steps(tmp_path) == [8, 9, 10, 100, 200]
     checkpoint.rotate(tmp_path, 100, 1, best_step=9)
-    assert [step for step, _ in checkpoint.checkpoints(tmp_path)] == [9, 100, 200]
-    assert [path.name for path in checkpoint.to_try(tmp_path, "auto")] == [
-        "checkpoint-200", "checkpoint-100", "checkpoint-9"]
+    assert steps(tmp_path) == [8, 9, 100, 200]
+    assert [path.name for path in checkpoint.list_candidates(tmp_path, "auto")] == [
+        "checkpoint-200", "checkpoint-100", "checkpoint-9", "checkpoint-8"]
     with pytest.raises(UserError, match="--resume none, but .* holds checkpoints"):
-        checkpoint.to_try(tmp_path, "none")
-    assert checkpoint.to_try(tmp_path / "new", "none") == []
+        checkpoint.list_candidates(tmp_path, "none")
 
 
-def test_of_a_link_the_link_alone_is_deleted(tmp_path):
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "weights").write_text("x")
-    (tmp_path / LEFT[0]).symlink_to(tmp_path / "theirs")
-    assert checkpoint.remove_named(tmp_path, checkpoint.UNFINISHED) == [LEFT[0]]
-    assert (tmp_path / "theirs" / "weights").exists() and not os.path.lexists(tmp_path / LEFT[0])
+def test_damaged_checkpoints_are_passed_over_but_not_one_that_was_named(tmp_path, capsys):
+    manager = checkpoint.CheckpointManager(World(), tmp_path)
+    assert manager.latest() == (None, {})
+    make(tmp_path / "checkpoint-4")
+    bad = make(tmp_path / "checkpoint-6", manifest=b"")
+    path, state = manager.latest()
+    assert path.name == "checkpoint-4" and state == STATE
+    assert f"checkpoint {bad} is damaged (unreadable manifest.json)" in capsys.readouterr().out
+    with pytest.raises(UserError, match=f"--resume {bad}: unreadable manifest"):
+        manager.latest(str(bad))
+    with pytest.raises(UserError, match="later checkpoints stand in --output_dir .step 6"):
+        manager.latest(str(tmp_path / "checkpoint-4"))
+    (tmp_path / "checkpoint-4" / "manifest.json").unlink()
+    with pytest.raises(UserError, match="every checkpoint is damaged"):
+        manager.latest()
+
+
+@pytest.mark.parametrize("now, same", [({"seed": 1}, True), ({"seed": 2}, False)])
+def test_a_checkpoint_of_other_flags_is_refused(now, same):
+    if same:
+        return checkpoint.check_identity("checkpoint-4", STATE, now)
+    with pytest.raises(UserError, match="was made with another seed .1, this run 2.*or another --output_dir"):
+        checkpoint.check_identity("checkpoint-4", STATE, now)
 
 
 def test_a_step_that_is_reached_again_keeps_what_was_there(tmp_path):
     for _ in range(2):
         save(tmp_path, 4)
-        assert resume.damage(tmp_path / "checkpoint-4") == ""
+        assert checkpoint.damage(tmp_path / "checkpoint-4") == ""
     aside, = tmp_path.glob("checkpoint-4.passed-over-*")
-    assert resume.damage(aside) == ""
+    assert checkpoint.damage(aside) == ""
 
 
 def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -89,18 +130,12 @@ def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     save(tmp_path, 4)
     final = tmp_path / "checkpoint-4"
     named = calls.index(("rename", str(final)))
-    before = {re.sub(r"\.tmp-\w+", "", path) for name, path in calls[:named] if name == "fsync"}
+    before = {re.sub(r"\.tmp-\w+|/\.part-\d+", "", path) for name, path in calls[:named] if name == "fsync"}
     assert before >= {str(path) for path in [final, *final.rglob("*")]}
     assert ("fsync", str(tmp_path)) in calls[named:]
     calls.clear()
     checkpoint.write_text(tmp_path / "run.yaml", "a: 1\n")
     assert [name for name, _ in calls] == ["fsync", "replace", "fsync"] and calls[2][1] == str(tmp_path)
-
-
-LEFT = ["checkpoint-6.tmp-0123abcd", "checkpoint-4.tmp-deleted-1764000000000", "table-0123abcd",
-        f".run.yaml.tmp-{'a' * 32}"]
-THEIRS = ["checkpoint-500.tmp", "checkpoint-500.tmp-keep", "checkpoint-best.tmp-0123abcd", "checkpoint-6.tmp-0123abcd.bak",
-          "checkpoint-٣.tmp-0123abcd", "table-of-contents", ".notes.tmp-mine", "checkpoint-500"]
 
 
 def test_only_what_this_code_has_named_is_deleted(tmp_path, capsys):
@@ -110,14 +145,15 @@ def test_only_what_this_code_has_named_is_deleted(tmp_path, capsys):
         else:
             (tmp_path / name).mkdir()
             (tmp_path / name / "model.safetensors").write_text("weights")
-    checkpoint.own_output(tmp_path)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "weights").touch()
+    (tmp_path / "checkpoint-7.tmp-0123abcd").symlink_to(tmp_path / "theirs")        # of a link only the link
+    checkpoint.claim_output(tmp_path)
     said = capsys.readouterr().out
-    assert all(name in said for name in LEFT if "table" not in name) and not any(f"{name}," in said for name in THEIRS)
-    checkpoint.remove_named(tmp_path, checkpoint.TABLE)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "run.lock") == sorted(THEIRS)
+    assert all(name in said for name in LEFT) and not any(f"{name}," in said for name in THEIRS)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "run.lock") == sorted([*THEIRS, "theirs"])
     assert all((tmp_path / name / "model.safetensors").exists() for name in THEIRS if name[0] != ".")
-    assert checkpoint.new_table(tmp_path).name != checkpoint.new_table(tmp_path).name
-    assert re.fullmatch(checkpoint.TABLE, checkpoint.new_table(tmp_path).name)
+    assert (tmp_path / "theirs" / "weights").exists()
 
 
 @pytest.mark.parametrize("name", ["x[1]", "*", "m2"])
@@ -132,49 +168,10 @@ def test_a_new_folder_deletes_none_of_other_names(tmp_path, name, capsys):
     assert f"removed {left}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("manifest, why", [
-    (b"[]", "unreadable"), (b"{}", "unreadable"), (b'{"files": []}', "unreadable"), (b"\xff", "unreadable"),
-    (b"[" * 100_000, "unreadable"), (b'{"files": {"model.safetensors": {"bytes": 7}}}', "unreadable"),
-    (b'{"files": {"model.safetensors": 7}}', "unreadable"), (b'{"files": {}}', "does not list"),
-    (b'{"files": {"model.safetensors": {"bytes": "7", "sha256": "x"}}}', "unreadable"),
-])
-def test_manifests_that_prove_nothing(tmp_path, manifest, why):
-    assert why in resume.damage(make(tmp_path / "checkpoint-4", manifest=manifest))
-
-
-@pytest.mark.parametrize("state", [b"{}", b"[]", b"\xff", b"[" * 100_000, b'{"step": "4"}',
-                                   json.dumps(STATE | {"step": True}).encode(),
-                                   json.dumps(STATE | {"epoch": -1}).encode(),
-                                   json.dumps(STATE | {"unlogged": ["1"]}).encode(),
-                                   json.dumps(STATE | {"best_loss": "low"}).encode(),
-                                   json.dumps({k: v for k, v in STATE.items() if k != "args"}).encode(),
-                                   json.dumps({k: v for k, v in STATE.items() if k != "validation"}).encode(),
-                                   json.dumps({k: v for k, v in STATE.items() if k != "identity"}).encode()])
-def test_states_without_a_position(tmp_path, state, capsys):
-    """Checksums right: somebody wrote them so. The checkpoint before is taken, with one line and no traceback."""
-    make(tmp_path / "checkpoint-2")
-    make(tmp_path / "checkpoint-4", state=state)
-    path, meta = run.find_resume(tmp_path, "auto", {})
-    assert path.name == "checkpoint-2" and meta["first"] == 8
-    said = capsys.readouterr().out
-    assert said.count("\n") == 1 and "checkpoint-4 is damaged" in said and "does not say where the run stood" in said
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Kills
 
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "open"}     # events of sys.addaudithook
-
-
-def save(out, step):
-    """A checkpoint as a trainer saves it, in this process; of those before, only the best one and the last stay."""
-    checkpoint.own_output(out)
-    writer = checkpoint.Writer(World(), out, keep=1)
-    writer.begin(step)
-    files = {"model.safetensors": lambda path: path.write_bytes(bytes([step]) * 1000),
-             "*": lambda folder: [(folder / name).write_text(name) for name in ("config.json", "tokenizer.json")]}
-    writer.save(step, files, STATE | {"step": step, "best_step": 1})
-    writer.finish()
 
 
 def killed(out, step, change):
@@ -222,9 +219,9 @@ def test_a_kill_before_any_change_of_the_disk_costs_nothing(tmp_path, again):
         out = tmp_path / f"out{changes}"
         shutil.copytree(first, out, ignore=shutil.ignore_patterns("run.lock"))
         came = killed(out, 3, changes)
-        whole = resume.newest_whole(out, report=lambda text: None)
+        whole = next(path for path in checkpoint.list_candidates(out, "auto") if not checkpoint.damage(path))
         seen.add(whole.name)
-        assert whole.name in ("checkpoint-2", "checkpoint-3") and not resume.damage(out / "checkpoint-1")
+        assert whole.name in ("checkpoint-2", "checkpoint-3") and not checkpoint.damage(out / "checkpoint-1")
         save(out, 4)
         names = {path.name for path in out.iterdir() if path.name != "run.lock"}
         kept = {name for name in names if ".passed-over-" in name}

@@ -4,7 +4,7 @@ import os
 import pytest
 import torch
 
-from common.distributed import UserError
+from core.cli import UserError
 from core import float8
 from distill import causal_lm
 from tests.helpers.students import train_sft

@@ -7,13 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common.distributed import UserError
+from core.cli import UserError
 from core import fp16
 from tests.helpers.students import train_sft
 from distill.losses import linear_loss, loss_sums
-from tests.helpers import chats
 from tests.helpers.trainer import (
-    Run,
     bad_token,
     main_with_a_bad_token,
     speech_main,
@@ -61,11 +59,6 @@ def high(argv):
     speech_main(argv)
 
 
-def high_chats(argv):
-    fp16.START = HIGH
-    train_sft.main(argv)
-
-
 def low(argv):
     fp16.START = 2.0 ** 10
     speech_main(argv)
@@ -111,19 +104,6 @@ def test_it_learns_what_fp32_does_and_a_loss_without_a_number_still_ends_the_run
     ended = train_forked(pool, tiny, tmp_path / "bad", *FLAGS, "--max_steps", 9, ok=False, **bad)
     assert ended.status and "samples with a non-finite loss" in ended.output, ended.output
     assert "2 steps in a row had a non-finite gradient" in ended.output
-
-
-@pytest.mark.slow
-def test_chats_skip_overflows_too(pool, tmp_path):
-    line = ["--model_path", chats.student(tmp_path / "student"), "--train_data_file",
-            chats.write(tmp_path / "chats.jsonl", chats.conversations(24)), "--fp16", "--max_steps", 10, "--num_workers", 0,
-            "--logging_steps", 1, "--report_to", "none", "--output_dir", tmp_path / "out", "--max_bad_steps", 2,
-            "--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 1]
-    statuses, output = pool.run(1, f"{__name__}.high_chats", [str(word) for word in line])
-    assert not any(statuses), output[-4000:]
-    run = Run(0, output, tmp_path / "out")
-    skipped = int(run.metrics("train/bad_steps")[10])
-    assert 2 < skipped < 10 and run.metrics("train/loss_scale")[10] == HIGH / 2 ** skipped
 
 
 @pytest.mark.parametrize("flags, reason", [("--bf16", "give one of --bf16 and --fp16"),

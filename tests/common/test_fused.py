@@ -1,10 +1,5 @@
 """Norm, rotary embedding and SwiGLU of GPUs, on the CPU: values and gradients of transformers' own code."""
 import copy
-import os
-import shutil
-import subprocess
-import sys
-import sysconfig
 
 import pytest
 import torch
@@ -13,7 +8,6 @@ from torch import nn
 from transformers.models.qwen3 import modeling_qwen3
 
 from core import fused
-from tests.helpers.trainer import ROOT
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -73,7 +67,7 @@ def test_compiled_kernels_are_the_plain_ones(monkeypatch):
         torch.testing.assert_close(compiled[1](grad, gate, up), fused.rotate_gradient_kernel(grad, gate, up), **CLOSE)
 
 
-@pytest.mark.parametrize("kind, changes", [("Qwen3", {"norm", "mlp", "rotary"}), ("Llama", {"norm", "mlp", "rotary"}),
+@pytest.mark.parametrize("kind, changes", [("Qwen3", {"norm", "mlp", "rotary"}),
                                            ("Mistral", {"norm", "mlp", "rotary"}), ("Gemma3Text", set()),
                                            ("Granite", {"norm", "mlp", "rotary"})])
 def test_whole_models_compute_the_same(kind, changes, monkeypatch):
@@ -99,25 +93,3 @@ def test_whole_models_compute_the_same(kind, changes, monkeypatch):
     torch.testing.assert_close(losses[1], losses[0], **CLOSE)
     for (name, mine), other in zip(ours.named_parameters(), plain.parameters()):
         assert (mine.grad - other.grad).norm() <= 1e-5 * other.grad.norm(), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("there", [False, True])
-def test_without_a_compiler_or_python_h_functions_run_plainly_and_a_notice_says_why(tmp_path, there):
-    """One small function is tried, once. there: a compiler is, which finds no Python.h."""
-    program = "from core import fused; print([fused.compiles('cpu') for _ in range(2)])"
-    compiler, include = tmp_path / "g++", sysconfig.get_path("include")
-    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT),
-                        "PATH": str(tmp_path), "CXX": str(compiler), "CPLUS_INCLUDE_PATH": "", "CPATH": ""}
-
-    if there:
-        env["PATH"] += f":{os.environ['PATH']}"
-        without = include.replace("/", "\\/")
-        compiler.write_text(f'#!/bin/bash\nexec {shutil.which("g++")} "${{@/#-I{without}/-I{tmp_path}}}" 2>>{tmp_path}/errors\n')
-        compiler.chmod(0o755)
-    done = subprocess.run([sys.executable, "-c", program], env=env, text=True, capture_output=True, cwd=tmp_path)
-    *lines, found = done.stdout.splitlines()
-    said = [line for line in lines if line.startswith("notice ")]
-    assert found == str([False] * 2), done.stderr[-2000:]
-    assert len(said) == 1 and "it needs a C++ compiler and Python.h" in said[0]
-    assert not there or "Python.h: No such file" in (tmp_path / "errors").read_text()

@@ -1,19 +1,14 @@
 """Processes end with the one that started them, and only then. Whole runs: test_recovery.py."""
 import ast
 import contextlib
-import fcntl
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from core.indexing import parallel_map_ordered
 from core import lifetime
 from tests.helpers.progress import wait_until
 from tests.helpers.trainer import ROOT
@@ -105,25 +100,6 @@ time.sleep(""")
     assert said.endswith("\nerror: torchrun has ended; its ranks end with it\n")
 
 
-def test_a_torchrun_that_ended_before_its_rank_began(start):
-    """The rank finds itself with a parent that is none of torchrun's: here a shell that does not wait."""
-    parent = start("env", "-u", "TORCHELASTIC_RUN_ID", "sh", "-c",
-                   f'TORCHELASTIC_RUN_ID=none "{sys.executable}" -c "$0" {LONG} 0.5; echo ended $?', RANK, **TORCHRUN)
-    parent.wait()
-    assert "error: torchrun has ended; its ranks end with it" in parent.log.read_text()
-    assert parent.log.read_text().endswith("ended 1\n")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("env", [{}, TORCHRUN], ids=["alone", "below a script"])
-def test_who_goes_on(start, env):
-    """Without torchrun a parent may end, as a shell does behind nohup; torchrun may start a script that starts us."""
-    text = f'"{sys.executable}" -c "$0" 2 0.5 {"; echo ended" if env else "&"}'
-    parent = start("sh", "-c", text, RANK, **env)
-    wait_until(lambda: "to its end" in parent.log.read_text(), "end", progress=lambda: in_session(parent.pid))
-    assert "error" not in parent.log.read_text()
-
-
 def test_parents_of_a_rank_that_is_on_its_own():
     """Init and its like; Python and a script in torchrun's environment are torchrun's own."""
     sleepers = [subprocess.Popen(["sleep", LONG], env=env) for env in ({}, TORCHRUN)]
@@ -136,40 +112,6 @@ def test_parents_of_a_rank_that_is_on_its_own():
         for process in sleepers:
             process.kill()
             process.wait()
-
-
-def killed_with_full_pipes(lock):
-    """Body of a trainer: its processes hold a lock, as that of the code cache, and have more to hand over than fits."""
-    os.setsid()
-    held = open(lock, "w")
-    fcntl.flock(held, fcntl.LOCK_EX)
-    print("session", os.getpid(), flush=True)
-
-    def share(first, step):
-        for number in range(first, 100, step):
-            yield number, np.zeros(2**20)
-
-    def take(part):
-        if part[0] == 8:
-            time.sleep(1)       # the others go on until they must wait
-            os.kill(multiprocessing.active_children()[0].pid, signal.SIGSTOP)       # as if its disk did not answer
-            os.kill(os.getpid(), signal.SIGKILL)
-    parallel_map_ordered(share, 3, take)
-
-
-def is_free(lock):
-    with open(lock) as file, contextlib.suppress(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-
-
-@pytest.mark.slow
-def test_processes_with_full_pipes_end_with_their_trainer(pool, tmp_path):
-    statuses, output = pool.run(1, f"{__name__}.killed_with_full_pipes", str(tmp_path / "lock"))
-    assert statuses == [-signal.SIGKILL], output
-    session = int(output.split("session ")[1].split()[0])
-    wait_until(lambda: not in_session(session), "end of all")
-    wait_until(lambda: is_free(tmp_path / "lock"), "end of all threads of all")
 
 
 def test_a_command_ends_with_who_has_started_it_and_all_that_it_started(start):

@@ -1,15 +1,12 @@
 """Batches arrive as they were made, in order, ahead of their use; errors and early ends of the reader show at once."""
 import copy
 import gc
-import itertools
 import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
-import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
@@ -18,12 +15,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from common.distributed import UserError
-from core import loading, packing
-from core.packing import PackOrder
+from core.cli import UserError
+from core import loading
 from core.watchdog import init_loader
-from tests.helpers.progress import PATIENCE_S, wait_until
-from tests.helpers.trainer import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -97,16 +91,6 @@ def test_a_batch_arrives_as_it_was_in_one_buffer(batch):
         assert not any(tensor.is_shared() for tensor in tensors)
 
 
-def test_one_tensor_goes_through_shared_memory():
-    """Each is a file descriptor and a connection of its own."""
-    found, shared = [flat()], []
-    while found:
-        value = found.pop()
-        shared += [value] * isinstance(value, torch.Tensor)
-        found += value.__reduce__()[1] if isinstance(value, Flat) else value if isinstance(value, (tuple, list)) else []
-    assert [tensor.dtype for tensor in shared] == [torch.uint8]
-
-
 def test_a_batch_moves_in_one_buffer_and_stays_where_it_is():
     batch = flat()
     assert batch.to("cpu") is batch
@@ -128,21 +112,6 @@ def test_every_batch_once_in_order(workers, n):
         assert batch.count == i and batch.first.tolist() == [i] * (i + 1)
     assert next(batches, None) is None
     assert not [thread for thread in threading.enumerate() if thread.name == "batches"]
-
-
-@pytest.mark.race
-def test_the_next_batches_come_while_one_is_used():
-    """They are taken over without being asked for: then their loader process is needed no more."""
-    batches = loading.ahead(loader(range(8), flat_of, 1))
-    next(batches)
-    ready = batches.gi_frame.f_locals["ready"]
-    wait_until(lambda: ready.qsize() == loading.DEPTH, "batches ahead")
-    process, = multiprocessing.active_children()
-    os.kill(process.pid, signal.SIGSTOP)
-    try:
-        assert [len(next(batches).ids) for _ in range(loading.DEPTH)] == [1, 2]
-    finally:
-        os.kill(process.pid, signal.SIGCONT)
 
 
 def test_the_trainers_random_numbers_are_its_own():
@@ -189,24 +158,6 @@ def test_a_killed_loader_process_is_named(way, handler, monkeypatch):
         list(way(loader(range(9), killed_at_3, 1)))
 
 
-@pytest.mark.slow
-@pytest.mark.race
-def test_a_loader_process_that_ended_before_torch_looked_is_named(monkeypatch):
-    """Its end is known to multiprocessing already, as after the start of another process: torch's handler is silent."""
-    monkeypatch.setattr(torch.utils.data._utils.signal_handling, "_SIGCHLD_handler_set", True)    # and sets no new one
-    batches = iter(loader(range(3, 9), killed_at_3, 1))
-    batches._workers[0].join()
-    with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:
-        list(batches)
-    assert "is killed by signal: Killed" in str(loading.named(caught.value, batches))
-
-
-def test_an_error_of_a_living_loader_process_stays_as_it_is():
-    batches = iter(loader(range(9), flat_of, 1))
-    for error in (ValueError("odd"), RuntimeError("DataLoader worker (pid(s) 1) exited unexpectedly")):
-        assert loading.named(error, batches) is error
-
-
 def hooked(i):
     for error in (EOFError("cut off"), ConnectionResetError("cut off"), ValueError("own mistake")):
         sys.excepthook(type(error), error, None)
@@ -237,62 +188,9 @@ def flat_of(i):
     return flat(i % 5)
 
 
-def slow(i):
-    time.sleep(0.2)
-    return flat(i % 5)
-
-
 def children():
     """Of the main thread: loader processes are forked by no other one."""
     return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-
-
-@pytest.mark.slow
-@pytest.mark.race
-def test_a_process_ends_at_once_with_batches_under_way(tmp_path):
-    """Loader processes ignore SIGTERM, so an end that does not tell them would wait for ever."""
-    script = tmp_path / "script.py"
-    script.write_text(f"""
-import sys
-sys.path[0] = {str(ROOT)!r}
-from common import distributed
-from core import loading
-from tests.common import test_loading
-
-def main():
-    batches = loading.ahead(test_loading.loader(range(10**6), test_loading.slow, 2))
-    next(batches)
-    raise distributed.UserError('why')
-
-with distributed.one_clear_error():
-    main()
-""")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=PATIENCE_S)
-    lines = [line for line in done.stderr.splitlines() if not line.startswith(("/", " "))]       # warnings aside
-    assert done.returncode == 1 and lines == ["error: why"], done.stderr
-
-
-@pytest.mark.race
-def test_an_order_may_be_asked_by_two_threads():
-    """The loader's thread is epochs ahead of the trainer, who asks what the step before trained on: here the one asks
-    between any two instructions of the other, which threads would do once in many tries."""
-    order, ahead = PackOrder([1] * 6, samples_per_pack=2, seed=1), itertools.count(100)
-
-    def other(frame, event, arg):       # is not traced itself
-        if frame.f_code.co_filename == packing.__file__:
-            frame.f_trace_opcodes = True
-            order.epoch(next(ahead))
-            return other
-
-    before, found = sys.gettrace(), []
-    sys._getframe().f_trace_opcodes = True      # Python 3.12 looks for it in settrace
-    sys.settrace(other)
-    try:
-        found += [order.epoch(e).samples.tolist() for e in range(5)]
-    finally:
-        sys.settrace(before)
-    assert found == [PackOrder([1] * 6, samples_per_pack=2, seed=1).epoch(e).samples.tolist() for e in range(5)]
-    assert next(ahead) > 300        # it was asked often
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from core import optim
+from core.cli import UserError
+from core.dist import World
 
 
 def parameters(*values):
@@ -57,16 +59,39 @@ def test_a_bad_step_changes_nothing():
     assert all(torch.equal(value, state[key]) for key, value in optimizer.state[a].items())
 
 
-def test_flags_are_told_one_step_late():
-    flags = optim.StepFlags(torch.device("cpu"), bad_total=2)
+def monitor(most=2, **options):
+    return optim.StepMonitor(World(device=torch.device("cpu")), "row {}".format, most, **options)
 
-    def push(bad, asked, about):
-        flags.push(torch.tensor(float(bad)), torch.tensor(float(asked)), about)
-    assert flags.pop() is None
-    push(1, 0, "first")
-    assert flags.pop() == "first" and (flags.bad_in_a_row, flags.bad_total) == (1, 3)
-    push(1, optim.SAVE, "second")
-    assert flags.pop() == "second" and (flags.bad_in_a_row, flags.save, flags.stop) == (2, True, False)
-    push(0, optim.STOP, "third")
-    assert flags.pop() is None and (flags.bad_in_a_row, flags.bad_total) == (0, 4)
-    assert flags.save and flags.stop
+
+def push(found, step, norm, stop=False, loss=1.0, **more):
+    found.poll()
+    found.watch(torch.tensor(loss), [step])
+    found.push(step, torch.tensor(norm), stop, **more)
+
+
+def test_steps_that_are_not_finite_are_named_one_step_late(capsys):
+    """A good one between them starts the count anew; the second in a row ends the run."""
+    found = monitor()
+    push(found, 1, math.nan, loss=math.inf)
+    assert not capsys.readouterr().out
+    push(found, 2, 1.0)
+    said = capsys.readouterr().out
+    assert "step 1: gradient norm is not finite, step skipped (1 so far); samples with a non-finite loss: row 1" in said
+    push(found, 3, math.inf)
+    assert (found.skipped, found.in_a_row, found.stop) == (1, 0, False)
+    push(found, 4, math.nan, stop=True)
+    assert "every loss was finite" in capsys.readouterr().out
+    with pytest.raises(UserError, match="2 steps in a row had a non-finite gradient"):
+        found.poll()
+    assert found.stop and found.skipped == 3
+
+
+def test_a_gradient_of_exactly_zero_ends_a_run_that_trains():
+    ended = []
+    found = monitor(before_error=lambda: ended.append(1))
+    push(found, 1, 0.0, trains=False)       # nothing to learn in this step
+    push(found, 2, 1e-30)
+    push(found, 3, 0.0)
+    with pytest.raises(UserError, match="step 3: the gradient norm is exactly 0, so nothing is learnt"):
+        found.poll()
+    assert ended

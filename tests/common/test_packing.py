@@ -5,7 +5,6 @@ import weakref
 import numpy as np
 import pytest
 
-from core import memory
 from core.packing import PackOrder, best_fit, rank_packs, run_length
 
 KINDS = {
@@ -43,7 +42,7 @@ def global_sequence(order, world_size, accumulation, epochs, epoch=0, first=0):
 
 
 @kinds
-@pytest.mark.parametrize("n", [1, 2, 3, 7, 100, 1001])
+@pytest.mark.parametrize("n", [1, 3, 101])
 def test_every_sample_once_an_epoch(kind, n):
     order = PackOrder(speech_lengths(n), **kind, seed=3)
     for epoch in (0, 1, 5):
@@ -78,19 +77,6 @@ def test_epochs_and_seeds_differ_unless_the_order_is_the_files(kind):
     assert (packs(order, 1) != packs(other, 0)) == shuffled     # seed + epoch is not all that counts
 
 
-def test_without_shuffle_fixed_counts_keep_the_files_order():
-    order = PackOrder(speech_lengths(10), samples_per_pack=4, shuffle=False)
-    assert packs(order, 0) == packs(order, 7) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-
-
-def test_shuffling_reaches_everywhere():
-    """No sample stays near its place in the file, and each of the first ten packs' samples is as good as random."""
-    order = PackOrder(speech_lengths(4000), samples_per_pack=4, seed=1)
-    flat = np.array([i for pack in packs(order, 0) for i in pack])
-    assert abs(np.corrcoef(flat, np.arange(4000))[0, 1]) < 0.05
-    assert flat[:40].min() < 400 and flat[:40].max() > 3600
-
-
 def test_no_pack_size():
     with pytest.raises(ValueError, match="give samples_per_pack or tokens_per_pack"):
         PackOrder(speech_lengths(5), samples_per_pack=0, tokens_per_pack=0)
@@ -101,7 +87,7 @@ def test_no_pack_size():
 
 
 @kinds
-@pytest.mark.parametrize("n", [1, 5, 100, 331])
+@pytest.mark.parametrize("n", [1, 5, 331])
 def test_world_size_and_accumulation_do_not_change_the_sequence(kind, n):
     order = PackOrder(speech_lengths(n), **kind, seed=3)
     epochs = 3
@@ -114,12 +100,6 @@ def test_world_size_and_accumulation_do_not_change_the_sequence(kind, n):
             assert [p for p in sequence if p] == expected
             per_step = world_size * accumulation
             assert len(sequence) == epochs * -(-order.packs_per_epoch // per_step) * per_step
-
-
-def test_only_the_tail_of_an_epoch_is_empty():
-    order = PackOrder(speech_lengths(10), samples_per_pack=1, seed=3)
-    sequence = global_sequence(order, 4, 1, 2)
-    assert [bool(p) for p in sequence] == ([True] * 10 + [False] * 2) * 2
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -181,22 +161,14 @@ def test_window_is_what_the_ranks_take_in_one_step(kind):
 # Token budgets and length grouping
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("n", [1, 50, 6000])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("n", [1, 6000])
 def test_best_fit_keeps_the_budget_and_loses_nothing(seed, n):
     lengths = speech_lengths(n, seed)
     order = np.random.default_rng(seed).permutation(n)
     bins = best_fit(lengths, order, 2048)
     assert sorted(i for b in bins for i in b) == list(range(n))
     assert all(0 < lengths[b].sum() <= 2048 for b in bins)
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("budget", [2048, 4096, 16384])
-def test_best_fit_fills_more_than_95_percent(seed, budget):
-    lengths = speech_lengths(5000, seed)
-    bins = best_fit(lengths, np.arange(5000), budget)
-    assert lengths.sum() / (len(bins) * budget) > 0.95
 
 
 def test_best_fit_takes_the_fullest_bin_that_fits():
@@ -208,11 +180,6 @@ def test_a_sample_that_fills_the_budget_fits_and_one_more_token_does_not():
     assert best_fit(np.array([10, 10]), np.arange(2), 10) == [[0], [1]]
     with pytest.raises(ValueError, match="sample 1 has 11 tokens, more than the 10"):
         best_fit(np.array([10, 11]), np.arange(2), 10)
-
-
-def test_token_packs_stay_together_and_only_their_order_changes():
-    order = PackOrder(speech_lengths(300), tokens_per_pack=2048, seed=3)
-    assert sorted(packs(order, 0)) == sorted(packs(order, 1)) and packs(order, 0) != packs(order, 1)
 
 
 @pytest.mark.parametrize("world_size", [2, 8])
@@ -229,23 +196,6 @@ def test_grouping_by_length_evens_out_the_ranks(world_size):
     (grouped, trend), (mixed, _) = excess(group_by_length=True), excess()
     assert grouped - 1 < 0.25 * (mixed - 1)
     assert trend < 0.3          # not the long samples first
-
-
-@pytest.mark.parametrize("each", [1, 4])
-def test_packs_by_length_are_even_on_any_number_of_ranks(each):
-    """Mean over max of the tokens of what runs side by side, averaged over the steps."""
-    lengths = speech_lengths(150_000 * each)
-    tokens = memory.pack_sums(PackOrder(lengths, samples_per_pack=each, seed=3, group_by_length=True), [0], lengths)
-    for ranks in (2, 8, 64, 512):
-        side_by_side = tokens[:len(tokens) // ranks * ranks].reshape(-1, ranks)
-        assert (side_by_side.mean(1) / side_by_side.max(1)).mean() > 0.95, ranks
-
-
-def test_grouping_by_length_lowers_the_spread_inside_packs():
-    lengths = speech_lengths(4096)
-    spread = [np.mean([np.ptp(lengths[pack]) for pack in packs(PackOrder(
-        lengths, samples_per_pack=4, seed=3, group_by_length=grouped), 0)]) for grouped in (True, False)]
-    assert spread[0] < 0.1 * spread[1]
 
 
 def shuffled_blocks(packs, size, rng):

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from common.distributed import UserError
+from core.cli import UserError
 from core import run_lock
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT
@@ -97,18 +97,6 @@ def test_of_newcomers_at_the_same_moment_one_wins(tmp_path):
             (tmp_path / "run.lock").unlink()
 
 
-def test_whoever_waits_goes_on_when_the_owner_ends(tmp_path, capsys, monkeypatch):
-    """As for a code cache, or in a job that Slurm has queued again."""
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    with owner_process(tmp_path) as process:
-        asked = []
-
-        def waiting():
-            asked.append(process.kill() or process.wait())
-        run_lock.acquire(tmp_path, waiting=waiting).release()
-        assert asked and f"another run is using {tmp_path} (host" in capsys.readouterr().out
-
-
 def test_a_file_system_without_locks_is_a_notice(tmp_path):
     done = subprocess.run([sys.executable, "-c", NO_LOCKS, str(tmp_path)], text=True,
                           capture_output=True)
@@ -126,11 +114,3 @@ def test_what_is_not_a_file_is_refused(tmp_path, make):
     for ask in (run_lock.acquire, run_lock.check_free):
         with pytest.raises(UserError, match="run.lock: is not a file"):
             ask(tmp_path)
-
-
-def test_a_lock_whose_file_goes_meanwhile_is_none(tmp_path, monkeypatch):
-    """Between opening and locking it: the lock is of a file that nobody else can find."""
-    real = run_lock.fcntl.flock
-    monkeypatch.setattr(run_lock.fcntl, "flock",
-                        lambda fd, how: (real(fd, how), (tmp_path / "run.lock").unlink()))
-    assert run_lock.try_lock(tmp_path / "run.lock") is None

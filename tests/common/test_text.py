@@ -1,12 +1,12 @@
 """What is printed or kept of users' texts: no passwords, no control characters, bounded."""
 import pytest
 
-from common import text
+from core import cli
 
 
 def test_passwords_and_keys_of_addresses_are_not_kept():
-    found = text.without_secrets({"url": "http://anna:pass@h/v1?api_key=abc&x=1#y", "more": ["s3://k:v@b", 3, None],
-                                  "a": "user@host", "b": "http://h/v1"})
+    found = cli.without_secrets({"url": "http://anna:pass@h/v1?api_key=abc&x=1#y", "more": ["s3://k:v@b", 3, None],
+                                 "a": "user@host", "b": "http://h/v1"})
     assert found == {"url": "http://h/v1?&x=1#y", "more": ["s3://b", 3, None], "a": "user@host", "b": "http://h/v1"}
 
 
@@ -14,8 +14,8 @@ def test_passwords_and_keys_of_addresses_are_not_kept():
     ("http://anna:pass@h/v1", "http://***@h/v1"), ("a\nb\x1b[31m", "a\\nb\\x1b[31m"), ("\u202egnp.exe", "\\u202egnp.exe"),
     ("x" * 30, "x" * 5 + "[... 20 characters ...]" + "x" * 5), ("http://" + "p" * 30 + "@h", "http://***@h")])
 def test_printed_texts(said, shown):
-    assert text.printable(said, 20 if "@" in said else 10) == shown
+    assert cli.printable(said, 20 if "@" in said else 10) == shown
 
 
 def test_numbers_and_their_nouns():
-    assert [text.counted(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+    assert [cli.counted(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from core import cli
+from tests.helpers import trainer
 from tests.helpers.trainer import ROOT
 
 HELD_OUT, SEED = 0.15, 42
@@ -26,20 +26,9 @@ def run_trainer(argv):
         runpy.run_path(SCRIPT, run_name="__main__")
 
 
-class Flags(Exception):
-    """The parser of a script and its check_flags(args, world_size)."""
-
-
 def script_flags():
     """(parser, check_flags) of train_sft.py; nothing else of it runs."""
-    def found(parser, check=None):
-        cli.accept_old_names(parser)
-        raise Flags(parser, check)
-    with mock.patch.object(cli, "parse", found), mock.patch.object(sys, "argv", [SCRIPT]):
-        try:
-            runpy.run_path(SCRIPT, run_name="__main__")
-        except Flags as caught:
-            return caught.args
+    return trainer.script_flags("distill/train_sft.py")
 
 
 def plan_run(argv, gpus=2):

@@ -1,4 +1,5 @@
 """Runs of the speech trainer on a tiny model, as a user types them or forked from a process that has imported it."""
+import contextlib
 import copy
 import json
 import os
@@ -112,13 +113,17 @@ class Flags(Exception):
 
 
 def script_flags(script="train_v2_ddp.py"):
-    """(parser, check_flags) of a script of module-level code; nothing else of it runs."""
-    def found(parser, check=None):
+    """(parser, check_flags) of any of our scripts; nothing that comes after its flags runs."""
+    def found(parser, check=None, *_, **more):
         cli.accept_old_names(parser)
         raise Flags(parser, check)
 
-    with mock.patch.object(cli, "parse", found), pytest.raises(Flags) as caught:
-        run_script(script, [])
+    with contextlib.ExitStack() as stack:
+        for module in (cli, sys.modules.get("common.flags")):
+            if module:
+                stack.enter_context(mock.patch.object(module, "parse", found))
+        with pytest.raises(Flags) as caught:
+            run_script(script, [])
     return caught.value.args
 
 
