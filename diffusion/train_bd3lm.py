@@ -265,9 +265,9 @@ from diffusion import blocks, dit, elbo, noise, problems
 
 output_dir, work_dir = Path(args.output_dir), args.output_dir
 if dry:
-    from common import plan as plans
+    from core import memory
     world = dist.single_process()
-    plans.check_writable(args.output_dir, "--output_dir")
+    memory.check_writable(args.output_dir, "--output_dir")
     scratch = tempfile.TemporaryDirectory()
     work_dir = scratch.name
 else:
