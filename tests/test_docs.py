@@ -172,16 +172,13 @@ def parser_of(script):
     """The ArgumentParser of a script, whose main() runs up to the line that parses its flags."""
     def carry(parser, *_, **__):
         raise Parser(parser)
-    if Path(script).name in NO_MAIN:
+    if not script.startswith("bench/") and script != "diffusion/generate.py":      # those use argparse alone
         return script_flags(script)[0]
     with mock.patch.object(sys, "path", [str(ROOT), *sys.path]), mock.patch.object(sys, "argv", [script]):
-        found = runpy.run_path(str(ROOT / script), run_name=f"flags of {script}")
-        if "build_parser" in found:
-            return found["build_parser"]()
-        main = found.get("main")
+        main = runpy.run_path(str(ROOT / script), run_name=f"flags of {script}")["main"]
         with mock.patch.object(argparse.ArgumentParser, "parse_args", carry):
             try:
-                main() if main else runpy.run_path(str(ROOT / script), run_name="__main__")
+                main()
             except Parser as carried:
                 return carried.args[0]
     raise LookupError(f"{script}: main() parses no flags")
