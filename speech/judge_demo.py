@@ -152,7 +152,7 @@ def judge_all(voice_dir, spoken):
     import torch
 
     from speech import speak
-    from speech.encode import load_codec
+    from speech.codes import load_codec
     texts, waves, codes, ends = spoken[0]
     texts_after, waves_after, codes_after, ends_after = spoken[1]
     cli.require(texts == texts_after,

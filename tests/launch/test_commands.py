@@ -7,7 +7,6 @@ import subprocess
 
 import pytest
 
-from common import flags
 from core import cli
 from distill import create_data
 from tests.helpers.block_runs import train_bd3lm
@@ -230,12 +229,15 @@ def test_what_a_block_diffusion_launcher_refuses(settings, args, said):
 
 def test_overrides_of_block_diffusion(monkeypatch):
     """Line 7."""
-    monkeypatch.setattr(flags, "usable_cpus", lambda: 64)
+    monkeypatch.setattr(cli, "usable_cpus", lambda: 64)
     args, said = bd3lm("model.attn_backend=flash_attn", "trainer.precision=bf16-mixed",
                        "+model.gradient_checkpointing=true", "+trainer.compile=true", "loader.num_workers=16",
                        "--dropout", "0.2", SWITCHES="", SLURM_CPUS_PER_TASK="4")
     assert (args.attn_backend, args.bf16, args.gradient_checkpointing, args.compile) == ("flex", True, "all", True)
     assert args.num_workers == 16 and args.dropout == 0.2 and "flash attention has no block masks; using flex" in said
+    for given, says in (("16-mixed", True), ("bf16", False)):       # it became bfloat16 in silence
+        args, said = bd3lm(f"trainer.precision={given}", SWITCHES="")
+        assert args.bf16 and ("16-mixed: float16 would need its losses scaled; using bfloat16" in said) is says
 
 
 def test_student_on_what_the_teacher_wrote(tmp_path):
@@ -246,7 +248,7 @@ def test_student_on_what_the_teacher_wrote(tmp_path):
                   "model.fsdp_config.model_dtype=bf16", "+optim.lr=1e-5", cwd=tmp_path, DRY_RUN="1", NPROC_PER_NODE="8",
                   SWITCHES="")
     words = shlex.split(done.stdout)
-    args = flags.parse(train_sft.build_parser(), lambda args, _: train_sft.check_flags(args, 8),
+    args = cli.parse(train_sft.build_parser(), lambda args, _: train_sft.check_flags(args, 8),
                        words[words.index(str(ROOT / "distill" / "train_sft.py")) + 1:])
     assert args.train_data_file == "./data/prompt_distillation_lang.jsonl"
     assert (args.output_dir, args.bf16, args.learning_rate) == ("./models/prompt_distillation", True, 1e-5)
@@ -284,7 +286,7 @@ def test_teacher_labels_of_the_launcher(tmp_path, words, instances):
 def test_the_teacher_without_its_launcher(monkeypatch, tmp_path, capsys):
     """Lines 9 and 10, where vLLM is installed (here an empty package of that name) and where it is not."""
     def parsed(*words):
-        return flags.parse(create_data.build_parser(), create_data.check_flags, list(words))
+        return cli.parse(create_data.build_parser(), create_data.check_flags, list(words))
     line = "--tensor_parallel_size 4 --pipeline_parallel_size 2".split()
     with pytest.raises(SystemExit):
         parsed(*line)

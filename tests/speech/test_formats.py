@@ -14,9 +14,9 @@ import pyarrow.parquet
 import pytest
 import soundfile
 
-from common.distributed import UserError
+from core.cli import UserError
 from speech.conversations import MULTISPEAKER_SYSTEM, canonical_sample
-from speech.decode import decode_audio
+from speech.codes import decode_audio
 from speech import convert
 from speech.rows import read_samples
 from speech import labels_v3

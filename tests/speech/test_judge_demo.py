@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from core.checkpoint import sha256
-from speech.encode import load_codec
+from speech.codes import load_codec
 from speech import judge_demo, speak, weights
 from speech.labels import token_ids
 from speech import judges

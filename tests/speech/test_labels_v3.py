@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from data import SpeechSamples, collate
-from speech.builder import TableBuilder
+from speech.dataset import TableBuilder
 from speech.conversations import BadSample, Clip, Sample, Turn
 from speech import labels_v3, v3
 from speech.labels import IGNORE

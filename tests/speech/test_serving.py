@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import lora
-from speech.encode import load_codec
+from speech.codes import load_codec
 from speech import make_tiny, v3
 from tests.helpers.merging import merge
 from tests.helpers import higgs3

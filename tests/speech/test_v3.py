@@ -269,7 +269,7 @@ def test_a_batch_speaks_what_each_prompt_speaks_alone(loaded):
 
 
 def test_codec_inside_is_whole(folder, loaded):
-    from speech.encode import load_codec
+    from speech.codes import load_codec
     parts = v3.codec_parts(folder)
     codec, _ = load_codec(folder.parent / "codec", torch.device("cpu"), 8)
     state = codec.state_dict()

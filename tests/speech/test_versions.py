@@ -27,7 +27,7 @@ def tiny3(tmp_path_factory, tiny):
     for name in ("codec", "speech"):
         shutil.copytree(tiny.root / name, root / name)
     shutil.copy(tiny.train_json, root / "train.json")
-    from speech.encode import load_codec
+    from speech.codes import load_codec
     make_tiny.make_model3(root, load_codec(root / "codec", torch.device("cpu"), 8)[0])
     return Tiny(root)
 
