@@ -51,6 +51,8 @@ SCRIPTS = {
     "diffusion/published.py": ("parse",), "diffusion/evaluate.py": ("parse",),
     "distill/evaluate.py": ("parse",),
     "bench/speed.py": ("parse",)}
+# Scripts that read top to bottom
+NO_MAIN = ("train_v2_ddp.py", "train_sft.py", "train_bd3lm.py", "generate_tts.py", "pick_checkpoint.py")
 # Launchers that print what they would run with DRY_RUN=1, and which of our scripts are in it.
 LAUNCHERS = {
     "launch/train_tts.sh": ["train_v2_ddp.py"], "launch/train_tts_h200x8.sh": ["train_v2_ddp.py"],
@@ -223,7 +225,7 @@ def all_flags():
     """Every flag of every script, those of the measurements included; each prints its --help."""
     paths = [path for folder in (".", "speech", "diffusion", "distill", "core", "bench")
              for path in (ROOT / folder).glob("*.py")
-             if '\nif __name__ == "__main__":' in path.read_text() or path.name in ("train_v2_ddp.py", "train_sft.py", "train_bd3lm.py")]
+             if '\nif __name__ == "__main__":' in path.read_text() or path.name in NO_MAIN]
     flags, parsers = set(), [parser_of(path.relative_to(ROOT).as_posix()) for path in paths]
     while parsers:
         parser = parsers.pop()
@@ -353,12 +355,8 @@ def check_python(command, pool, workshop):
         quick, how = [], "run"
     if how == "dry" and "--dry_run" not in flags:
         quick = ["--dry_run", str(ranks)] if script != "distill/create_data.py" else ["--dry_run"]
-    main = script.removesuffix(".py").replace("/", ".") + ".main"
-    if script == "train_v2_ddp.py":
-        main = "tests.helpers.trainer.speech_main"
-    if script == "distill/train_sft.py":
-        main = "tests.helpers.students.run_trainer"
-    statuses, output = pool.run(min(ranks, 2) if how == "run" else 1, main, [*flags, *quick], cwd=workshop)
+    statuses, output = pool.run(min(ranks, 2) if how == "run" else 1, "tests.helpers.trainer.run_script", script,
+                                [*flags, *quick], cwd=workshop)
     assert not any(statuses), f"{command}: {command.text}\n{output[-3000:]}"
     if how == "dry":
         assert "dry run ok" in output or script == "distill/create_data.py", output
