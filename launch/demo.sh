@@ -41,7 +41,7 @@ train() {       # in a subshell: exec makes its process torchrun's
         --use_lora --lora_rank 32 --lora_alpha 64 --lora_dropout 0.1 \
         --lora_target_modules "$targets" --learning_rate 3e-3 --warmup_steps 20 --weight_decay 0 \
         --adam_beta2 0.99 --text_loss_weight 0 --per_device_train_batch_size $((16 / ranks)) \
-        --max_steps "$STEPS" --num_workers 0 --logging_steps 25 \
+        --max_steps "$STEPS" --num_workers 0 --logging_steps 50 \
         --validation_split 0.05 --per_device_eval_batch_size 8 \
         --eval_steps $((half / 2)) --save_steps $((half / 2)) \
         --sample_prompts "$run/prompts.txt" --sample_seconds 4 --seed "$SEED"
@@ -55,7 +55,7 @@ speak() {       # speak NAME [flags]: the sentences
 }
 
 printf '%s\n' "seven four two." "six one two four seven." >"$run/prompts.txt"
-python speech/draw_sentences.py "$SENTENCES" --seed "$SEED" >"$run/sentences.txt"
+python speech/judge_demo.py draw "$SENTENCES" --seed "$SEED" >"$run/sentences.txt"
 
 echo "== training to step $STEPS; one process is killed after step $half"
 (train) 2>"$run/killed.txt" &
@@ -71,12 +71,12 @@ echo "== the same command again: it resumes from the newest checkpoint"
 
 echo "== the adapter speaks, and beside it the base"
 speak before >"$run/before.txt" &
-speak after --adapter "$run/checkpoint-$STEPS"
+speak after --adapter "$run/checkpoint-$STEPS" >"$run/after.txt"
 wait $!
 
 echo "== result"
 status=0
-python speech/judge_demo.py "$run/before" "$run/after" --voice_dir "$voice" || status=$?
+python speech/judge_demo.py judge "$run/before" "$run/after" || status=$?
 python common/report.py "$run" --samples "$run/before" "$run/after" || status=$?
 cat <<END
 listen to:    $run/before/*.wav, $run/after/*.wav

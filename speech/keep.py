@@ -12,19 +12,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from core.gathered import gathered
 from core import adapters, dist
 from core.checkpoint import move_aside, write_atomically
 from core.cli import UserError, require
+from core.gathered import gathered
 from core.packing import PackOrder
 from core.watchdog import Stopped, stop_requested
 from speech.code_cache import FRAME_RATE
 from speech.conversations import Clip
 from speech.encode import load_codec
-from speech import versions
+from speech import speak, versions
 from speech.labels import IGNORE, TokenIds
 from speech.loss import total_loss
-from speech import generate
 
 FILE = "keep.npz"       # in OUTPUT_DIR: the codes that the base spoke
 SECONDS = 30.0          # that a row's speech may take
@@ -35,16 +34,16 @@ def load(args, tokenizer, ids, config, codec_dir, world):
     """Keeper of --keep, on every rank, nothing spoken. UserError with all rows that cannot be used.
     """
     def prepare():
-        samples = generate.read_prompts(args.keep, args.normalize_text == "on")
+        samples = speak.read_prompts(args.keep, args.normalize_text == "on")
         for sample in samples:      # the base says it anew
             sample.turns[-1].parts[-1] = Clip("")
         longest = args.max_length or versions.module(config).positions(config)
         longest = min(longest, args.max_tokens_per_batch or longest)
         # half of a small pack is left to the prompt
-        settings = generate.sampling(config, min(SECONDS, longest / 2 / FRAME_RATE))
+        settings = speak.sampling(config, min(SECONDS, longest / 2 / FRAME_RATE))
         codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
         room = longest - settings.max_new_tokens
-        return generate.prepare(samples, tokenizer, ids, codec, bandwidth, room), settings
+        return speak.prepare(samples, tokenizer, ids, codec, bandwidth, room), settings
 
     prompts, settings = dist.rank0(world, prepare)
     digest = hashlib.sha256(str(args.seed).encode())
@@ -71,7 +70,7 @@ def with_speech(prompt, codes, ids):
 
 @dataclass
 class Keeper:
-    """Rows that the base has spoken, and when they come. settings: of generate.sampling."""
+    """Rows that the base has spoken, and when they come. settings: of speak.sampling."""
     prompts: list
     settings: object
     ids: object
@@ -130,7 +129,7 @@ class Keeper:
         found = []
         with torch.compiler.set_stance("force_eager"), adapters.switched_off(model.net):
             for first in range(0, len(self.prompts), BATCH):
-                found += generate.generate(
+                found += speak.generate(
                     model.base_model, self.prompts[first:first + BATCH], self.ids, self.settings,
                     self.args.seed + first // BATCH, world.device, asked=stop_requested)
                 if stop_requested():

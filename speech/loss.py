@@ -3,8 +3,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from core.metrics import duration
+from speech.labels import IGNORE
 
 
 class Ends(NamedTuple):
@@ -57,6 +59,23 @@ def total_loss(audio, n_audio, text, n_text, reduction, text_weight):
     """
     scale = len(audio) if reduction == "sum" else 1
     return sum(audio) * (scale / max(1, n_audio)) + text * (text_weight / max(1, n_text))
+
+
+def divergence(model, batch):
+    """(K,) fp32: KL(base || model) of each codebook in nats, summed over the batch's trained cells.
+
+    For --keep. model: a versions.packed with adapters; switched off they leave the base, which gets
+    no gradient and no dropout. Where the model knows what the base knows, it is 0.
+    """
+    from core import adapters
+    training = model.training
+    model.eval()
+    with torch.no_grad(), adapters.switched_off(model.net):
+        base = model.audio_logits(model.hidden_states(batch), batch).log_softmax(-1)
+    model.train(training)
+    ours = model.audio_logits(model.hidden_states(batch), batch).log_softmax(-1)
+    apart = F.kl_div(ours, base, log_target=True, reduction="none").sum(-1)
+    return (apart * (batch.audio_targets != IGNORE)).sum(0)
 
 
 def named(values, sums, prefix):

@@ -1,7 +1,7 @@
-"""--sample_prompts: at every validation of a training run, hear a few prompts spoken by the model as it is.
+"""--sample_prompts: at every validation of a run, a few prompts are spoken by the model as it is.
 
-Rank 0 generates while the others wait; under FSDP2 the weights are gathered for that time. Speech goes to
-OUTPUT_DIR/samples/step-<N>/ and to TensorBoard or W&B, the stop rate and the length ratio to
+Rank 0 generates while the others wait; under FSDP2 the weights are gathered for that time. Speech
+goes to OUTPUT_DIR/samples/step-<N>/ and to TensorBoard or W&B, stop rate and length ratio to
 metrics.jsonl. The draws are seeded apart, so a run with samples trains exactly as one without.
 """
 import shutil
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from core.gathered import gathered
 from core import dist
 from core.cli import UserError, require_package
+from core.gathered import gathered
 from core.watchdog import stop_requested
+from speech import speak, versions
 from speech.code_cache import FRAME_RATE
 from speech.encode import load_codec
-from speech import generate, versions
 
 TIME_LIMIT = 120    # seconds that speaking may take at one validation
 BATCH = 8           # prompts generated together
@@ -29,16 +29,16 @@ def load(args, tokenizer, ids, config, codec_dir, world):
     training starts. Raises UserError.
     """
     def prepare():
-        samples = generate.read_prompts(args.sample_prompts, args.normalize_text == "on")
+        samples = speak.read_prompts(args.sample_prompts, args.normalize_text == "on")
         if len(samples) > MAX_PROMPTS:
             raise UserError(f"--sample_prompts {args.sample_prompts}: {len(samples)} prompts; each "
-                            f"validation generates all of them, so at most {MAX_PROMPTS} are taken "
+                            f"validation speaks all of them, so at most {MAX_PROMPTS} are taken "
                             "(generate_tts.py speaks any number)")
         require_package("matplotlib", "--sample_prompts draws spectrograms")
-        settings = generate.sampling(config, args.sample_seconds)
+        settings = speak.sampling(config, args.sample_seconds)
         codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
         room = versions.module(config).positions(config) - settings.max_new_tokens
-        return generate.prepare(samples, tokenizer, ids, codec, bandwidth, room), settings
+        return speak.prepare(samples, tokenizer, ids, codec, bandwidth, room), settings
 
     prompts, settings = dist.rank0(world, prepare)
     return Speaker(prompts, settings, ids, codec_dir, world.device, args.output_dir, args.seed)
@@ -47,13 +47,14 @@ def load(args, tokenizer, ids, config, codec_dir, world):
 def forget_later(output_dir, step):
     """Delete samples of steps after `step`: work that was lost, or an earlier run's."""
     for folder in Path(output_dir).glob("samples/step-*"):
-        if folder.name.removeprefix("step-").isdigit() and int(folder.name.removeprefix("step-")) > step:
+        number = folder.name.removeprefix("step-")
+        if number.isdigit() and int(number) > step:
             shutil.rmtree(folder)
 
 
 @dataclass
 class Speaker:
-    """What speaks the prompts of a run. settings: of generate.sampling. seed: of the draws."""
+    """Speaks the prompts of a run. settings: of speak.sampling. seed: of the draws."""
     prompts: list
     settings: object
     ids: object
@@ -63,8 +64,8 @@ class Speaker:
     seed: int
 
     def speak(self, world, model, step, log, autocast):
-        """{eval/...: float} of the prompts spoken by model, a versions.packed. Rank 0 speaks and
-        writes to log, the others wait.
+        """{eval/...: float} of the prompts spoken by model, a versions.packed. Collective: rank 0
+        speaks and writes to log, the others wait.
         """
         model.eval()
         with gathered(model), autocast():
@@ -74,55 +75,58 @@ class Speaker:
         return values
 
     def speak_all(self, native, step, log, asked):
-        """Speak and record every prompt -> {metric: float}. On one rank, with whole weights and in eval mode.
+        """Speak and record every prompt -> {metric: float}. native: whole weights, in eval mode.
 
-        native: the native model, adapters inside. asked: a request to stop; then, or after TIME_LIMIT
-        seconds, the prompts not yet spoken are left out, and the printed line tells so, as it does when
-        the GPU's memory does not suffice. Speech that the time limit cut off did not stop by itself: it
-        counts in the stop rate, but not in the length ratio.
+        After a request to stop (asked()) or TIME_LIMIT seconds the prompts not yet spoken are left
+        out, and the printed line says so, as it does when the GPU's memory does not suffice. Speech
+        that the time limit cut off counts in the stop rate, but not in the length ratio.
         """
-        end, start, spoken = time.monotonic() + TIME_LIMIT, time.monotonic(), []
+        start, spoken, batches = time.monotonic(), [], range(0, len(self.prompts), BATCH)
+        end = start + TIME_LIMIT
         try:
-            with torch.compiler.set_stance("force_eager"):      # each new length would compile the layers once more
-                for first in range(0, len(self.prompts), BATCH):
+            # each new length would compile the layers once more
+            with torch.compiler.set_stance("force_eager"):
+                for first in batches:
                     if time.monotonic() < end and not asked():
-                        spoken += generate.generate(native, self.prompts[first:first + BATCH], self.ids, self.settings,
-                                                    self.seed + first // BATCH, self.device, end, asked)
-            with torch.random.fork_rng(devices=[]):     # building the codec draws numbers, dropout must not feel it
+                        spoken += speak.generate(
+                            native, self.prompts[first:first + BATCH], self.ids, self.settings,
+                            self.seed + first // BATCH, self.device, end, asked)
+            # building the codec draws numbers, dropout must not feel it
+            with torch.random.fork_rng(devices=[]):
                 codec, _ = load_codec(self.codec_dir, self.device, self.ids.num_codebooks)
-            waves = [generate.decode(codec, codes) for codes, _ in spoken]
+            waves = [speak.decode(codec, codes) for codes, _ in spoken]
         except torch.OutOfMemoryError:
-            print(f"samples step {step:>6} | left out: too little GPU memory is free; give fewer prompts or a "
-                       "shorter --sample_seconds")
+            print(f"samples step {step:>6} | left out: too little GPU memory is free; give fewer "
+                  "prompts or a shorter --sample_seconds")
             return {}
         return self.record(step, log, asked, spoken, waves, time.monotonic() - start)
 
     def record(self, step, log, asked, spoken, waves, took):
-        """Write and log what was spoken -> {metric: float}. spoken: of generate.generate; took: seconds."""
-        prompts, total = self.prompts, sum(len(codes) for codes, _ in spoken) / FRAME_RATE
-        whole = [number for number, (_, ended_by) in enumerate(spoken) if ended_by != "time"]
-        values, ratios = {}, []
-        for number, (prompt, (codes, ended_by), wave) in enumerate(zip(prompts, spoken, waves)):
-            about = generate.record(prompt, codes, ended_by, self.seed + number // BATCH, took / total if total else None)
-            picture = generate.mel_picture(wave, f"step {step}: {prompt.text}")
-            generate.write_sample(Path(self.output_dir) / "samples" / f"step-{step}", prompt.name, wave, picture,
-                               {**about, "step": step})
-            log.write_speech(step, f"samples/{prompt.name}", wave, generate.SAMPLE_RATE, picture)
+        """Write and log what was spoken in `took` seconds -> {metric: float}."""
+        total = sum(len(codes) for codes, _ in spoken) / FRAME_RATE
+        ends, values, ratios = [ended_by for _, ended_by in spoken], {}, []
+        for number, (prompt, (codes, ended_by), wave) in enumerate(
+                zip(self.prompts, spoken, waves)):
+            about = speak.record(prompt, codes, ended_by, self.seed + number // BATCH,
+                                 took / total if total else None)
+            picture = speak.mel_picture(wave, f"step {step}: {prompt.text}")
+            folder = Path(self.output_dir) / "samples" / f"step-{step}"
+            speak.write_sample(folder, prompt.name, wave, picture, {**about, "step": step})
+            log.write_speech(step, f"samples/{prompt.name}", wave, speak.SAMPLE_RATE, picture)
             if about["target_seconds"] and ended_by != "time":
                 ratios.append(about["seconds"] / about["target_seconds"])
-        ends = [ended_by for _, ended_by in spoken]
-        why = ""
-        if len(whole) < len(prompts):
-            why = " (asked to stop)" if asked() else " (time limit)"
+        whole, why, stopping = len(ends) - ends.count("time"), "", asked()
+        if whole < len(self.prompts):       # values of some prompts alone do not compare
+            why = " (asked to stop)" if stopping else " (time limit)"
+            values["eval/spoken"] = whole / len(self.prompts)
         if total:
             values["eval/real_time_factor"] = took / total
-        if ends and not asked():
+        if ends and not stopping:
             values["eval/stop_rate"] = ends.count("eos") / len(ends)
+            why += f" | stop rate {values['eval/stop_rate']:6.1%}"
         if ratios:
             values["eval/length_ratio"] = sum(ratios) / len(ratios)
-        print(f"speech step {step:>6} | {len(whole)} of {len(prompts)} prompts, {total:.1f} s in {took:.1f} s{why}" +
-                   (f" | stop rate {values['eval/stop_rate'] * 100:5.1f}%" if "eval/stop_rate" in values else "") +
-                   (f" | length ratio {values['eval/length_ratio']:5.2f}" if ratios else ""))
-        if why:     # what is measured of some prompts alone does not compare
-            values["eval/spoken"] = len(whole) / len(prompts)
+            why += f" | length ratio {values['eval/length_ratio']:5.2f}"
+        print(f"speech step {step:>6} | {whole} of {len(self.prompts)} prompts, {total:.1f} s in "
+              f"{took:.1f} s{why}")
         return values

@@ -136,3 +136,18 @@ def saved_setting(folder, name="normalize_text", known=("on", "off")):
     except (UserError, KeyError):
         return None
     return value if value in known else None
+
+
+def setting_to_speak(wanted, model, adapter=None):
+    """(True to normalise what is spoken, a line that says so and why).
+
+    wanted: --normalize_text, or None for what the checkpoint was trained with. model, adapter: folders.
+    """
+    folder = adapter or model
+    saved = saved_setting(folder)
+    if wanted:
+        other = f"; {folder} was trained with {saved}" if saved and saved != wanted else ""
+        return wanted == "on", f"--normalize_text {wanted}{other}"
+    if saved:
+        return saved == "on", f"--normalize_text {saved}, as {folder} was trained"
+    return True, f"--normalize_text on, as in boson-ai's inference: {folder} is not a checkpoint of this trainer"

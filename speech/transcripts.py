@@ -1,7 +1,7 @@
-"""What a recogniser hears in the clips of a data set: each clip once, kept as it comes, compared with its text.
+"""What a recogniser hears in the clips of a data set, compared with their texts. For prepare_tts.py.
 
-OUTPUT_DIR/heard/ has a file for each process that listened, a line for each clip; a run that was stopped goes on from
-there. Each rank hears its share.
+Each clip is heard once: OUTPUT_DIR/heard/ has a file for each process that listened, a line for
+each clip, and a run that was stopped resumes from there. Each rank hears its share.
 """
 import contextlib
 import itertools
@@ -12,52 +12,50 @@ from pathlib import Path
 import numpy as np
 
 from core import dist
-from core.checkpoint import write_atomically
+from core.checkpoint import write_text
 from core.cli import UserError
 from core.watchdog import Stopped, stop_requested
-from speech import text_normalization
+from speech import judges, text_normalization
 from speech.code_cache import SAMPLE_RATE, file_key, file_keys
 from speech.decode import SAVED, holds_codes
 from speech.encode import Progress, decoded, share_work
-from speech import scores
 
 BATCH = 32              # clips heard together
 NO_SOUND = "{}: saved codes have no sound to hear: drop --asr_model and --asr_command"
 
 
 def hear(world, clips, numbers, folder, settings, how):
-    """{clip: what is heard in it; None where it is longer than the recogniser hears} on rank 0, {}
-    on the others.
+    """{clip: what is heard in it} on rank 0, {} on the others; None where a clip is longer than the
+    recogniser hears. Collective; clips (a sequence) and numbers (those to hear) matter on rank 0.
 
-    Called by every rank; clips (a sequence) and numbers (those to hear, an array) matter on rank 0.
-    settings: keywords of scores.load_judges. how: dataset.Encoding, for its processes and time
+    settings: keywords of judges.load_judges. how: dataset.Encoding, for its processes and time
     limit. Raises UserError; Stopped when asked to stop.
     """
     # the limit changes nothing that is heard
     told = {name: value for name, value in settings.items() if name != "asr_time_limit"}
     folder, name = Path(folder), json.dumps(told, sort_keys=True)
     # one downloads for all
-    dist.rank0(world, lambda: scores.load_judges(**settings) and None)
-    judges = scores.load_judges(**settings)
+    dist.rank0(world, lambda: judges.load_judges(**settings) and None)
+    by = judges.load_judges(**settings)
 
     def plan():     # before anything is heard; codes known by their bytes alone are found later
         for path in (clips[i].path for i in numbers if clips[i].path.endswith(SAVED)):
-            with contextlib.suppress(ValueError):       # what cannot be read is told of later, with its row
+            with contextlib.suppress(ValueError):   # what cannot be read is told later, by its row
                 if holds_codes(path):
                     raise UserError(NO_SOUND.format(path))
         folder.mkdir(exist_ok=True)
         known = read_heard(folder, name)
         stats, keys = file_keys(clips[i] for i in numbers)
-        new = np.array([key not in known for key in digits(keys)], bool)
+        new = np.array([key not in known for key in hex_keys(keys)], bool)
         return share_work(clips, np.column_stack([numbers, stats])[new], world.size)
 
     work = dist.rank0(world, plan)
     if any(work):
         progress, problems = Progress(world, work, "hearing", how.wait_limit_s), []
         try:
-            with judges.on(world.device):
+            with by.on(world.device):
                 mine = decoded(world, work[world.rank], how.processes)
-                _hear_share(mine, judges, folder, name, progress)
+                hear_share(mine, by, folder, name, progress)
         except UserError as error:      # told to every rank
             problems.append(str(error))
         except BaseException:
@@ -71,20 +69,20 @@ def hear(world, clips, numbers, folder, settings, how):
     if not world.is_main:
         return {}
     known, (_, keys) = read_heard(folder, name), file_keys(clips[i] for i in numbers)
-    return {int(i): known[key] for i, key in zip(numbers, digits(keys)) if key in known}
+    return {int(i): known[key] for i, key in zip(numbers, hex_keys(keys)) if key in known}
 
 
-def digits(keys):
-    """[hex digits] of the keys of code_cache.file_keys. A key that NumPy gives alone has lost the zeros at its end."""
+def hex_keys(keys):
+    """[hex digits] of code_cache.file_keys. NumPy alone would lose the zeros at a key's end."""
     return [row.tobytes().hex() for row in keys.view(np.uint8).reshape(-1, keys.itemsize)]
 
 
-def _hear_share(files, judges, folder, name, progress):
+def hear_share(files, by, folder, name, progress):
     """Hear the files of `decoded`, a batch at a time."""
     def waves():
         for _, stat, cuts, _, found in files:
             for clip, wave in zip(cuts.values(), found):
-                # what cannot be decoded is told of where it is encoded
+                # what cannot be decoded is told where it is encoded
                 if not isinstance(wave, str):
                     if wave[0].ndim == 2:
                         raise UserError(NO_SOUND.format(clip.path))
@@ -96,22 +94,24 @@ def _hear_share(files, judges, folder, name, progress):
         clips = waves()
         while (batch := list(itertools.islice(clips, BATCH))) and not progress.stopping():
             notes = []      # of clips that were heard in part
-            heard = judges.hear([wave for _, wave in batch], SAMPLE_RATE, list(map(str, range(len(batch)))), notes)
-            part = {int(note.split(":")[0]) for note in notes}
-            for i, ((key, _), text) in enumerate(zip(batch, heard, strict=True)):
-                file.write(json.dumps({"key": key, "heard": None if i in part else text}) + "\n")
+            names = list(map(str, range(len(batch))))
+            heard = by.hear([wave for _, wave in batch], SAMPLE_RATE, names, notes)
+            part = {note.split(":")[0] for note in notes}
+            for i, (key, _), text in zip(names, batch, heard, strict=True):
+                row = {"key": key, "heard": None if i in part else text}
+                file.write(json.dumps(row) + "\n")
             file.flush()
 
 
 def read_heard(folder, name):
-    """{file key, hex digits: text} of what this recogniser, by its settings, has heard; a last line may be cut off."""
+    """{file key, hex digits: text} of what this recogniser, by its settings, has heard."""
     known = {}
     for path in sorted(Path(folder).glob("*.jsonl")):
         mine = False
         for line in path.read_text().splitlines():
             try:
                 row = json.loads(line)
-            except ValueError:
+            except ValueError:      # a last line may be cut off
                 continue
             mine = row["by"] == name if "by" in row else mine
             if mine and "key" in row:
@@ -120,23 +120,21 @@ def read_heard(folder, name):
 
 
 def compare(said, heard, targets, language):
-    """(n,) character errors over characters of samples; NaN where nothing was heard or is to be said.
+    """(n,) character errors per character of samples; NaN where nothing was heard or is to be said.
 
-    said: texts of the samples. heard: of hear. targets: the clips that the samples speak, in their order.
+    said: texts of the samples. heard: of hear. targets: the clips that the samples speak, in order.
     """
     found = np.full(len(targets), np.nan)
     for i, clip in enumerate(targets.tolist()):
         if heard.get(clip) is not None:
-            errors, length = scores.character_errors([text_normalization.heard(said[i])], [heard[clip]], language)
+            text = text_normalization.heard(said[i])
+            errors, length = judges.character_errors([text], [heard[clip]], language)
             found[i] = errors / length if length else np.nan
     return found
 
 
 def write_list(path, names, said, heard, targets, cer):
-    """A line of JSON for each sample that was heard: where it stands, its text, what is heard, character errors."""
-    def write(file):
-        with open(file, "w") as out:
-            for i in np.flatnonzero(~np.isnan(cer)).tolist():
-                row = {"entry": names[i], "text": said[i], "heard": heard[int(targets[i])], "cer": round(cer[i], 4)}
-                out.write(json.dumps(row, ensure_ascii=False) + "\n")
-    write_atomically(path, write)
+    """A line of JSON for each sample that was heard: its place, text, what is heard, errors."""
+    rows = [{"entry": names[i], "text": said[i], "heard": heard[int(targets[i])],
+             "cer": round(cer[i], 4)} for i in np.flatnonzero(~np.isnan(cer)).tolist()]
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -16,8 +16,8 @@ from torch.nn.attention.varlen import varlen_attn
 from core.cli import UserError
 from core import fused
 from speech import weights  # first: explains a torchaudio that breaks transformers
-from speech.labels import IGNORE, token_ids  # noqa: F401  (of module())
-from speech.loss import Sums, decays, flops_per_pack, named, total_loss  # noqa: F401
+from speech.labels import IGNORE, token_ids  # noqa: F401  (of versions.module)
+from speech.loss import Sums, divergence, named, total_loss
 
 from transformers.models.higgs_audio_v2 import modeling_higgs_audio_v2 as modeling  # isort: skip
 
@@ -256,11 +256,10 @@ class PackedHiggs(weights.Wrapped):
         audio: cross-entropy per codebook; text: cross-entropy. eos (detached): of the end-of-stream
         targets cross-entropy, correct argmax and number; of codebook 0 alone, which ends speech,
         correct end-of-streams and false ones (argmax is end-of-stream, the target a code).
-        keep: divergence.from_base instead.
+        keep: loss.divergence instead.
         """
         if keep:
-            from speech import divergence
-            return divergence.from_base(self, batch)
+            return divergence(self, batch)
         config, base = self.base_model.config, self.base_model
         hidden = self.hidden_states(batch)
         logits = self.audio_logits(hidden, batch).flatten(0, 1)     # (R * K, C)

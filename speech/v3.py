@@ -29,7 +29,7 @@ from speech.labels_v3 import (  # noqa: F401  (offered here, too)
     label_mask,
     undelay,
 )
-from speech.loss import Sums, named
+from speech.loss import Sums, divergence, named
 
 from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3Config, Qwen3Model  # isort: skip
 
@@ -214,8 +214,7 @@ class PackedHiggs3(weights.Wrapped):
         taken for EOC.
         """
         if keep:        # instead: how far it is from its base
-            from speech import divergence
-            return divergence.from_base(self, batch)
+            return divergence(self, batch)
         config, books = self.base_model.config, self.base_model.config.num_codebooks
         logits, targets = self.audio_logits(self.hidden_states(batch), batch).flatten(0, 1), batch.audio_targets.view(-1)
         losses = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")

@@ -264,8 +264,8 @@ FOLDERS = ".", "common", "core", "speech", "diffusion", "distill"
 
 
 def is_script(path):
-    """generate.py runs alone, next to exported models; convert.py is a module first."""
-    return path.name not in ("generate.py", "convert.py", "cli.py", "flags.py") and re.search(
+    """speak.py runs alone, next to exported models; convert.py is a module first."""
+    return path.name not in ("speak.py", "convert.py", "cli.py", "flags.py") and re.search(
         r"\b(cli|flags)\.parse\(", path.read_text())
 
 

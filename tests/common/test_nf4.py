@@ -17,9 +17,9 @@ if os.environ.get("BITSANDBYTES"):
     sys.path.append(os.environ["BITSANDBYTES"])
 
 from core.cli import UserError
+from speech.speak import load_model
 from tests.helpers.merging import merge
 from tests.helpers.students import train_sft
-from speech.generate_tts import load_to_speak
 from tests.common.test_float8 import speech, student
 from tests.helpers.trainer import ROOT, speech_main, speech_trainer, train_forked
 from tests.speech.test_train_v2_ddp import assert_same_bits, rows
@@ -91,7 +91,7 @@ def test_dora_does_not_speak_on_four_bits(tmp_path):
     about = json.loads((voice / "adapter" / "adapter_config.json").read_text()) | {"use_dora": True}
     (tmp_path / "adapter_config.json").write_text(json.dumps(about))
     with pytest.raises(UserError, match="--base_dtype nf4: .* is DoRA"):
-        load_to_speak(voice / "model", json.loads((voice / "model" / "config.json").read_text()), tmp_path, torch.float32,
+        load_model(voice / "model", json.loads((voice / "model" / "config.json").read_text()), tmp_path, torch.float32,
                       torch.device("cpu"), True)
 
 

@@ -14,9 +14,9 @@ def main(argv=None):
     p.add_argument("files", nargs="+", metavar="FILE", help="wav files")
     files = p.parse_args(argv).files
     from speech.judge_demo import GRAMMAR
-    from speech import scores, speech_metrics
-    waves = [speech_metrics.read_audio(path) for path in files]
-    print(*scores.recognise_pocketsphinx(waves, speech_metrics.RATE, GRAMMAR), sep="\n")
+    from speech import judges
+    waves = [judges.read_audio(path) for path in files]
+    print(*judges.recognise_pocketsphinx(waves, 24000, GRAMMAR), sep="\n")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pytest
 
 from speech.conversations import DEFAULT_SYSTEM, Clip, canonical_sample
 from speech.rows import read_samples
-from speech.generate import canonical_prompt
+from speech.speak import canonical_prompt
 
 REFERENCE, TARGET = "This is how I sound.", "He said: stop: now."
 CANONICAL_SYSTEM = (DEFAULT_SYSTEM + "\n\n<|scene_desc_start|>\nAudio is recorded from a quiet room.\n"

@@ -24,11 +24,11 @@ from transformers import (
 from core.cli import UserError
 from speech import evaluate_tts
 from speech.conversations import Clip
-from speech import generate, make_tiny, speech_metrics as sm
+from speech import judge_demo, judges, make_tiny, speak
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import run_script, ROOT
 
-RATE = sm.RATE
+RATE = judge_demo.RATE
 
 
 def voice(hertz, seconds=1.0, noise=0.0, seed=0):
@@ -52,7 +52,7 @@ def speech(text, speaker=0, seed=0):
 def test_pitch_of_a_tone(hertz, kind):
     t = np.arange(RATE) / RATE
     wave = np.sin(2 * np.pi * hertz * t) if kind == "sine" else voice(hertz, noise=0.02 * (kind == "noisy"))[0]
-    found = sm.pitch(wave)[4:-4]
+    found = judge_demo.pitch(wave)[4:-4]
     assert (found > 0).all() and np.abs(found / hertz - 1).max() < 0.01
     assert abs(np.median(found) / hertz - 1) < 0.001
 
@@ -60,20 +60,20 @@ def test_pitch_of_a_tone(hertz, kind):
 @pytest.mark.parametrize("hertz", [(80, 160), (300, 150), (200, 450)])
 def test_pitch_follows_a_glide(hertz):
     wave, true = voice(hertz, 2)
-    found = sm.pitch(wave)
+    found = judge_demo.pitch(wave)
     assert len(found) == 201
-    np.testing.assert_allclose(found[4:-4], true[::sm.HOP][4:197], rtol=0.005)
+    np.testing.assert_allclose(found[4:-4], true[::judge_demo.HOP][4:197], rtol=0.005)
 
 
 def test_noise_and_silence_have_no_pitch():
     noise = np.random.default_rng(0).standard_normal(2 * RATE).astype(np.float32)
-    assert (sm.pitch(noise) > 0).mean() < 0.02 and not sm.pitch(np.zeros(RATE, np.float32)).any()
+    assert (judge_demo.pitch(noise) > 0).mean() < 0.02 and not judge_demo.pitch(np.zeros(RATE, np.float32)).any()
     hiss = np.diff(noise, prepend=0)[:RATE]
-    found = sm.pitch(np.concatenate([voice(140)[0], 0.2 * hiss, 0 * hiss])) > 0
+    found = judge_demo.pitch(np.concatenate([voice(140)[0], 0.2 * hiss, 0 * hiss])) > 0
     assert found[4:96].all() and found[104:].mean() < 0.05
     slow = soxr.resample(0.3 * noise[:RATE // 40], RATE // 40, RATE)
     whistle = slow * np.sin(2 * np.pi * 4500 / RATE * np.arange(len(slow)))     # an s: nearly periodic, but no voice
-    found = sm.pitch(np.concatenate([voice(140)[0], whistle])) > 0
+    found = judge_demo.pitch(np.concatenate([voice(140)[0], whistle])) > 0
     assert found[4:96].all() and found[104:].mean() < 0.05
 
 
@@ -83,10 +83,10 @@ def test_noise_and_silence_have_no_pitch():
 def test_audio_is_mono_at_24_khz(tmp_path):
     wave = voice(200)[0]
     soundfile.write(tmp_path / "stereo.wav", np.stack([wave, 0 * wave], 1), RATE, subtype="FLOAT")
-    np.testing.assert_allclose(sm.read_audio(tmp_path / "stereo.wav"), wave / 2, atol=1e-6)
+    np.testing.assert_allclose(judges.read_audio(tmp_path / "stereo.wav"), wave / 2, atol=1e-6)
     soundfile.write(tmp_path / "slow.flac", wave[::2], RATE // 2)
-    read = sm.read_audio(tmp_path / "slow.flac")
-    assert len(read) == RATE and np.median(sm.pitch(read)) == pytest.approx(200, rel=0.001)
+    read = judges.read_audio(tmp_path / "slow.flac")
+    assert len(read) == RATE and np.median(judge_demo.pitch(read)) == pytest.approx(200, rel=0.001)
 
 
 # -- Whole runs --------------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_scores_belong_to_their_samples(waves, targets, speaker, tmp_path):
 @torch.no_grad()
 def embed(folder, wave):
     """The embedding by transformers alone."""
-    wave = sm.resample(np.asarray(wave, np.float32), RATE, 16000)
+    wave = judges.resample(np.asarray(wave, np.float32), RATE, 16000)
     inputs = Wav2Vec2FeatureExtractor.from_pretrained(folder)(wave, sampling_rate=16000, return_tensors="pt")
     return WavLMForXVector.from_pretrained(folder).eval()(**inputs).embeddings[0].numpy()
 
@@ -230,10 +230,10 @@ def test_what_generate_tts_writes_is_read(waves, targets, speaker, tmp_path):
     soundfile.write(long, np.concatenate([waves[1], waves[0], waves[2]]), RATE, subtype="FLOAT")
     offset, seconds = len(waves[1]) / RATE, len(waves[0]) / RATE
     for i, target in enumerate((Clip(str(long), offset, seconds), Clip(str(targets / "0001.wav"), None, 9.9), None)):
-        prompt = generate.Prompt(f"{i:04d}", "here", TEXTS[i], None, None, None,
-                              [Clip(str(long), offset + seconds)] * (i == 2), target, target and generate.clip_seconds(target))
-        about = generate.record(prompt, np.zeros((25, 8)), "eos" if i else "length", 0, 1.5)
-        generate.write_sample(folder, f"{i:04d}", waves[i], np.zeros((8, 8, 3), np.uint8), about)
+        prompt = speak.Prompt(f"{i:04d}", "here", TEXTS[i], None, None, None,
+                              [Clip(str(long), offset + seconds)] * (i == 2), target, target and speak.clip_seconds(target))
+        about = speak.record(prompt, np.zeros((25, 8)), "eos" if i else "length", 0, 1.5)
+        speak.write_sample(folder, f"{i:04d}", waves[i], np.zeros((8, 8, 3), np.uint8), about)
     found = run(folder, "--speaker_model", speaker)
     assert list(by_name(found, "length_ratio").values()) == [1, 1, None]
     assert list(by_name(found, "stop_rate").values()) == [0, 1, 1]
@@ -242,18 +242,18 @@ def test_what_generate_tts_writes_is_read(waves, targets, speaker, tmp_path):
 
 def test_speech_beyond_full_scale_is_counted_and_what_is_no_speech_refused(tmp_path):
     picture = np.zeros((8, 8, 3), np.uint8)
-    generate.write_sample(tmp_path, "0000", np.float32([0.5, 1.5, -2, 1, -1]), picture, {"text": "a"})
+    speak.write_sample(tmp_path, "0000", np.float32([0.5, 1.5, -2, 1, -1]), picture, {"text": "a"})
     assert json.loads((tmp_path / "0000.json").read_text()) == {"text": "a", "clipped": 2}
     assert np.abs(soundfile.read(tmp_path / "0000.wav")[0] - [0.5, 1, -1, 1, -1]).max() < 1e-4
     with pytest.raises(UserError, match="0001.wav: the codec has made samples that are not finite"):
-        generate.write_sample(tmp_path, "0001", np.float32([0, np.nan]), picture, {})
+        speak.write_sample(tmp_path, "0001", np.float32([0, np.nan]), picture, {})
     assert not list(tmp_path.glob("0001*"))
 
 
 @torch.no_grad()
 def hear(folder, wave, **options):
     """What the model hears, by transformers alone, one clip at a time."""
-    wave = sm.resample(np.asarray(wave, np.float32), RATE, 16000)
+    wave = judges.resample(np.asarray(wave, np.float32), RATE, 16000)
     features = WhisperFeatureExtractor.from_pretrained(folder)(wave, sampling_rate=16000, return_tensors="pt")
     model = WhisperForConditionalGeneration.from_pretrained(folder).eval()
     ids = model.generate(features.input_features, do_sample=False, **options)

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from core.cli import UserError
-from speech.generate_tts import load_to_speak
+from speech.speak import load_model
 from speech import export, layout_2025, weights
 from tests.helpers.merging import merge
 from tests.helpers import spoken
@@ -324,7 +324,7 @@ def test_speech_from_an_adapter_is_pefts(tiny, data, tmp_path, kind):
     """generate_tts.py's model: logits as by PeftModel.from_pretrained."""
     folder, _ = make_adapter(tiny, tmp_path / "adapter", **kind)
     config = json.loads((tiny.model / "config.json").read_text())
-    ours = load_to_speak(tiny.model, config, folder, torch.float32, torch.device("cpu"))
+    ours = load_model(tiny.model, config, folder, torch.float32, torch.device("cpu"))
     theirs = PeftModel.from_pretrained(load(tiny.model), folder)
     torch.testing.assert_close(logits(ours, data), logits(theirs, data), rtol=1e-5, atol=1e-5)
     assert (logits(ours, data) - logits(load(tiny.model), data)).abs().max() > 0.05
@@ -355,7 +355,7 @@ def test_what_is_no_finite_weight_is_refused(tiny, adapter, tmp_path, where, val
     if where != "update":
         config = json.loads((model / "config.json").read_text())
         with pytest.raises(UserError, match=f"{path.parent}.*{said}"):
-            load_to_speak(model, config, folder, torch.float32, torch.device("cpu"))
+            load_model(model, config, folder, torch.float32, torch.device("cpu"))
     assert not (tmp_path / "out").exists()
 
 

@@ -20,7 +20,7 @@ from speech.decode import decode_audio
 from speech import convert
 from speech.rows import read_samples
 from speech import labels_v3
-from speech.generate import canonical_prompt, text_prompts
+from speech.speak import canonical_prompt, text_prompts
 from tests.helpers.trainer import ROOT
 
 

@@ -23,7 +23,7 @@ from speech.dataset import Table
 from speech.decode import decode_audio
 from speech.encode import load_codec
 from speech.labels import delay_rows, token_ids
-from speech import generate, sample_prompts
+from speech import sample_prompts, speak
 from tests.helpers import spoken as speech
 from tests.helpers.runs import CLOCK, rows
 from tests.helpers.trainer import run_script, speech_main, train_forked, trainer_arguments, unheard
@@ -61,7 +61,7 @@ def short(tiny, tmp_path_factory):
 
 def prompts_of(voice, path, room=2000):
     _, tokenizer, ids, codec, bandwidth = voice
-    return generate.prepare(generate.read_prompts(path, False), tokenizer, ids, codec, bandwidth, room)
+    return speak.prepare(speak.read_prompts(path, False), tokenizer, ids, codec, bandwidth, room)
 
 
 # -- Prompts -----------------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def test_batch_is_what_the_processor_makes(tiny, voice, tmp_path):
     talks = [turns(("This is my voice.", clips[0]), ask="Good night."),
              turns(("[SPEAKER0] One.", clips[0]), ("[SPEAKER1] Two, longer.", clips[1]), ask="The map?")]
     path = written(tmp_path / "talks.json", [{"messages": talk} for talk in talks])
-    ours = generate.prompt_batch(prompts_of(voice, path), voice[2])
+    ours = speak.prompt_batch(prompts_of(voice, path), voice[2])
 
     processor = AutoProcessor.from_pretrained(tiny.model)
     texts = [processor.apply_chat_template(talk, add_generation_prompt=True, tokenize=False) for talk in talks]
@@ -115,9 +115,9 @@ def test_lines_and_reference_make_the_canonical_prompt(tiny, voice, tmp_path):
     clip = str(tiny.root / tiny.samples()[0]["messages"][1]["content"][1]["audio_url"])
     (tmp_path / "lines.txt").write_text("Good night.\n\n  The map: where? \n")
     _, tokenizer, ids, codec, bandwidth = voice
-    lines = generate.read_lines(tmp_path / "lines.txt")
+    lines = speak.read_lines(tmp_path / "lines.txt")
     assert [text for _, text in lines] == ["Good night.", "The map: where?"]
-    said = generate.prepare(generate.text_prompts(lines, False, clip, "My voice.", scene="A quiet room."), tokenizer, ids,
+    said = speak.prepare(speak.text_prompts(lines, False, clip, "My voice.", scene="A quiet room."), tokenizer, ids,
                          codec, bandwidth, 2000)
     text = tokenizer.decode(said[1].tokens[~np.isin(said[1].tokens, (ids.audio, ids.delay))])
     assert text == ("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nGenerate audio following "
@@ -137,9 +137,9 @@ def test_undelay_is_the_inverse_of_the_delay(voice, frames):
     ids, codes = voice[2], np.random.default_rng(frames).integers(0, 1024, (frames, 8))
     rows = delay_rows(codes, ids.stream_bos, ids.stream_eos)
     for more in (rows, np.concatenate([rows, np.full((5, 8), ids.stream_eos)])):       # as a batch fills it up
-        got, ended = generate.undelay(more, ids, "length")
+        got, ended = speak.undelay(more, ids, "length")
         assert ended == "eos" and np.array_equal(got, codes)
-    cut, ended = generate.undelay(rows[:-3], ids, "length")
+    cut, ended = speak.undelay(rows[:-3], ids, "length")
     assert ended == "length" and np.array_equal(cut, codes[:len(cut)]) and len(cut) == max(0, frames - 2)
 
 
@@ -150,12 +150,12 @@ def test_undelay_when_the_end_comes_askew(voice):
     rows[7, 0] = ids.stream_eos
     rows[5, 5] = ids.stream_bos                 # and a stray special id inside: frame -1 of codebook 5 is the delay
     rows[9, 5] = ids.stream_eos
-    got, ended = generate.undelay(rows, ids, "length")
+    got, ended = speak.undelay(rows, ids, "length")
     expected = codes[:6].copy()
     expected[3, 5] = 1023
     assert ended == "eos" and np.array_equal(got, expected)
-    none, ended = generate.undelay(delay_rows(codes[:0], ids.stream_bos, ids.stream_eos), ids, "length")
-    assert none.shape == (0, 8) and ended == "eos" and len(generate.decode(voice[3], none)) == 0
+    none, ended = speak.undelay(delay_rows(codes[:0], ids.stream_bos, ids.stream_eos), ids, "length")
+    assert none.shape == (0, 8) and ended == "eos" and len(speak.decode(voice[3], none)) == 0
 
 
 def test_waveform_is_what_the_processor_decodes(tiny, voice):
@@ -164,13 +164,13 @@ def test_waveform_is_what_the_processor_decodes(tiny, voice):
     codes = np.random.default_rng(0).integers(0, 1024, (12, 8))
     rows = delay_rows(codes, ids.stream_bos, ids.stream_eos)
     theirs = processor.batch_decode(torch.from_numpy(rows)[None])[0]
-    ours = generate.decode(codec, generate.undelay(rows, ids, "length")[0])
+    ours = speak.decode(codec, speak.undelay(rows, ids, "length")[0])
     assert ours.shape == (12 * 960,) and np.abs(ours).max() > 0
     assert np.allclose(ours, theirs.numpy(), atol=1e-6)
 
 
 def settings_of(voice, seconds=0.4, **more):
-    return generate.sampling(voice[0].config, seconds, **more)
+    return speak.sampling(voice[0].config, seconds, **more)
 
 
 def test_draws_depend_on_the_seed_alone_and_leave_no_trace(voice, short):
@@ -179,7 +179,7 @@ def test_draws_depend_on_the_seed_alone_and_leave_no_trace(voice, short):
     own = copy.deepcopy(native.generation_config)
 
     def say(seed):
-        return [codes for codes, _ in generate.generate(native, prompts, ids, settings, seed, CPU)]
+        return [codes for codes, _ in speak.generate(native, prompts, ids, settings, seed, CPU)]
     torch.manual_seed(7)
     before = torch.random.get_rng_state()
     first = say(1)
@@ -193,9 +193,9 @@ def test_draws_depend_on_the_seed_alone_and_leave_no_trace(voice, short):
 def test_a_batch_says_what_each_prompt_says_alone(voice, short):
     native, _, ids, _, _ = voice
     prompts, greedy = prompts_of(voice, short), settings_of(voice, temperature=0)
-    together = generate.generate(native, prompts, ids, greedy, 0, CPU)
+    together = speak.generate(native, prompts, ids, greedy, 0, CPU)
     for prompt, (codes, ended) in zip(prompts, together):
-        alone, why = generate.generate(native, [prompt], ids, greedy, 5, CPU)[0]     # greedy: the seed decides nothing
+        alone, why = speak.generate(native, [prompt], ids, greedy, 5, CPU)[0]     # greedy: the seed decides nothing
         assert np.array_equal(codes, alone) and ended == why == "length"
         assert codes.shape == (10, 8)           # 0.4 s, not a frame more
     assert len({codes.tobytes() for codes, _ in together}) == 3
@@ -211,7 +211,7 @@ def test_repetition_aware_sampling_breaks_a_loop(voice, short):
     bias[:, 77] = 6.0           # 28 % of the whole distribution, all of it among the likeliest few
     bias = bias.view(-1)
     prompts = prompts_of(voice, short)[:1]
-    told = {name: generate.generate(looping, prompts, ids, settings_of(voice, 2.0, top_p=0.2, **off), 3, CPU)[0][0]
+    told = {name: speak.generate(looping, prompts, ids, settings_of(voice, 2.0, top_p=0.2, **off), 3, CPU)[0][0]
             for name, off in (("with", {}), ("without", {"ras_window": 0}))}
     hook.remove()
     assert (told["without"] == 77).all()
@@ -222,14 +222,14 @@ def test_time_is_limited(voice, short):
     native, _, ids, _, _ = voice
     prompts = prompts_of(voice, short)
     for how in ({"moment": 0.0}, {"asked": lambda: "SIGTERM"}):
-        spoken = generate.generate(native, prompts, ids, settings_of(voice, 60), 0, CPU, **how)
+        spoken = speak.generate(native, prompts, ids, settings_of(voice, 60), 0, CPU, **how)
         assert [(len(codes), ended) for codes, ended in spoken] == [(0, "time")] * 3
 
 
 def test_mel_shows_where_a_tone_is(voice):
     """A tone of 1 kHz that starts after half a second: one bright band where 1 kHz is, from column 50 on."""
     time = np.arange(24000) / 24000
-    mel = generate.log_mel((0.5 * np.sin(2 * np.pi * 1000 * time) * (time >= 0.5)).astype(np.float32))
+    mel = speak.log_mel((0.5 * np.sin(2 * np.pi * 1000 * time) * (time >= 0.5)).astype(np.float32))
     assert mel.shape[0] == 80 and abs(mel.shape[1] - 100) <= 1
     loud = mel.max(axis=0)
     assert loud[60:95].min() - loud[5:40].max() > 60
@@ -237,7 +237,7 @@ def test_mel_shows_where_a_tone_is(voice):
     assert abs(mel[:, 75].argmax() + 1 - 81 * 15 / bands) <= 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")          # of glyphs that the font lacks
-        picture = generate.mel_picture(np.zeros(0, np.float32), "nothing $\\frac{ 你好 “é”")        # and no formula
+        picture = speak.mel_picture(np.zeros(0, np.float32), "nothing $\\frac{ 你好 “é”")        # and no formula
     assert picture.dtype == np.uint8 and picture.shape[2] == 3
 
 
@@ -292,7 +292,7 @@ def test_a_model_that_learnt_clips_by_heart_gives_back_their_codes(pool, tiny, s
         assert record["text"] == text_normalization.normalise(entry["misc"]["target_transcript"])
         assert record["target_seconds"] == entry["messages"][2]["content"][1]["duration"]
         wave, rate = soundfile.read(tmp_path / "said" / f"{record['name']}.wav", dtype="float32")
-        assert rate == 24000 and np.allclose(wave, generate.decode(voice[3], true).clip(-1, 1), atol=1e-4)
+        assert rate == 24000 and np.allclose(wave, speak.decode(voice[3], true).clip(-1, 1), atol=1e-4)
     assert len(records) == 3 and "3 ended by themselves" in output and "notice" not in output
     assert records[2]["text"] == "Quiet, please now." and f"on, as {folder / 'checkpoint-100'} was trained" in output
     assert records[2]["normalize_text"] == "on"
@@ -398,7 +398,7 @@ def test_what_time_cut_off_did_not_stop_by_itself(tiny, voice, short, tmp_path, 
     true = [round(prompt.target_seconds * 25) for prompt in prompts]
     ends = [(np.zeros((2 * true[0], 8), int), "eos"), (np.zeros((true[1], 8), int), "length"),
             (np.zeros((0, 8), int), "time")]
-    monkeypatch.setattr(generate, "generate", lambda *a: ends)
+    monkeypatch.setattr(speak, "generate", lambda *a: ends)
     log = Asked(10**9)
     values = speaker.speak_all(native, step=5, log=log, asked=log)
     assert values["eval/stop_rate"] == pytest.approx(1 / 3) and values["eval/length_ratio"] == pytest.approx(1.5, 0.02)
@@ -414,14 +414,14 @@ def test_a_list_of_seed_tts_eval_is_read(tmp_path):
         soundfile.write(tmp_path / name, np.zeros(24000), 24000)
     path = tmp_path / "meta.lst"
     path.write_text("a-1|What it says.|voice.wav|Speak this.\nb|Hm.|voice.wav|And this.|truth.wav\n")
-    one, two = generate.read_prompts(path, False)
+    one, two = speak.read_prompts(path, False)
     assert [s.name for s in (one, two)] == ["a-1", "b"]
-    assert [generate.spoken_text(s) for s in (one, two)] == ["Speak this.", "And this."]
+    assert [speak.spoken_text(s) for s in (one, two)] == ["Speak this.", "And this."]
     clips = [[part.path for turn in s.turns for part in turn.parts if isinstance(part, Clip)] for s in (one, two)]
     assert clips == [[str(tmp_path / "voice.wav"), ""], [str(tmp_path / "voice.wav"), str(tmp_path / "truth.wav")]]
     path.write_text("a|b|voice.wav\nc|d|gone.wav|text\n")
     with pytest.raises(UserError) as told:
-        generate.read_prompts(path, False)
+        speak.read_prompts(path, False)
     assert "2 problems" in str(told.value) and "line 1: 3 fields" in str(told.value) and "gone.wav" in str(told.value)
 
 

@@ -13,10 +13,10 @@ import lora
 from core import checkpoint
 from core import adapters
 from data import collate
-from speech import divergence, v2, v3
+from speech import loss, v2, v3
 from speech.labels import IGNORE, audio_targets
 from speech.weights import native_config
-from speech import generate, keep
+from speech import keep, speak
 from tests.helpers import spoken
 from tests.helpers.checkpoints import config_of
 from tests.helpers.trainer import ROOT, Tiny, train_forked
@@ -112,9 +112,9 @@ def test_the_model_against_itself_teaches_nothing(model, data, monkeypatch):
     batch = collate(samples, ids)
     assert model(batch, keep=True).sum() > 1
     monkeypatch.setattr(adapters, "switched_off", lambda net: torch.no_grad())
-    loss = divergence.from_base(model, batch).sum()
-    loss.backward()
-    assert loss.abs() < 1e-3
+    apart = loss.divergence(model, batch).sum()
+    apart.backward()
+    assert apart.abs() < 1e-3
     assert max(p.grad.abs().max() for p in model.parameters() if p.grad is not None) < 1e-3
 
 
@@ -146,7 +146,7 @@ def test_speech_behind_a_prompt_is_what_training_would_see(tiny, data):
     rows = len(spoken.codes_of(spoken.clip("target", 11))) + 9
     stop = int(np.flatnonzero(whole["is_audio"])[-1]) + 1
     before = stop - rows
-    prompt = generate.Prompt("0", "", "", whole["input_ids"][:before], whole["audio_ids"][:-rows],
+    prompt = speak.Prompt("0", "", "", whole["input_ids"][:before], whole["audio_ids"][:-rows],
                              whole["is_audio"][:before], [], None)
     made = keep.with_speech(prompt, spoken.codes_of(spoken.clip("target", 11)).astype(np.int64), ids)
     for name in ("audio_ids", "audio_labels"):

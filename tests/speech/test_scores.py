@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from core.cli import UserError
-from speech import make_tiny, scores
+from speech import judges, make_tiny
 from tests.helpers.progress import wait_until
 
 RATE = 24000
@@ -39,9 +39,9 @@ def spoken(text="The river was calm.", speaker=0):
     ("the cat sat", "cat sat the", (2, 3), (6, 9)), ("the cat sat", "", (3, 3), (9, 9)),
     ("one", "one two three", (2, 1), (8, 3)), ("", "noise", (1, 0), (5, 0)), ("notebook", "note book", (2, 1), (0, 8))])
 def test_error_counts_by_hand(text, heard, words, characters):
-    assert scores.word_errors([text], [heard]) == words
-    assert scores.character_errors([text], [heard]) == characters
-    again = scores.word_errors([text, "a b"], [heard, "a c"])       # summed, not averaged
+    assert judges.word_errors([text], [heard]) == words
+    assert judges.character_errors([text], [heard]) == characters
+    again = judges.word_errors([text, "a b"], [heard, "a c"])       # summed, not averaged
     assert again == (words[0] + 1, words[1] + 2)
 
 
@@ -51,19 +51,19 @@ def test_error_counts_by_hand(text, heard, words, characters):
     ("en", "Mr. Smith's uh twenty-one cats", "mister smith is 21 cats"),
     ("zh", "你好，世界。", "你 好 世 界"), ("de", "Äpfel für 3 Euro", "äpfel für 3 euro")])
 def test_text_is_compared_by_whispers_rules(language, text, expected):
-    assert scores.normaliser(language)(text).split() == expected.split()
+    assert judges.normaliser(language)(text).split() == expected.split()
 
 
 def test_rates_of_each_text_and_of_all():
-    rows, total = scores.word_rates(["a b", "", "c d e f"], ["a x", "y", "c d e f"])
+    rows, total = judges.word_rates(["a b", "", "c d e f"], ["a x", "y", "c d e f"])
     assert rows == [{"wer": 0.5, "cer": 0.5}, {"wer": None, "cer": None}, {"wer": 0, "cer": 0}]
     assert total == pytest.approx({"wer": 2 / 6, "cer": 2 / 6})       # what is heard where nothing is said counts
-    assert scores.word_rates([""], ["x"])[1] == {"wer": None, "cer": None}
+    assert judges.word_rates([""], ["x"])[1] == {"wer": None, "cer": None}
 
 
 def test_as_many_texts_as_were_heard():
     with pytest.raises(ValueError):
-        scores.word_errors(["a", "b"], ["a"])
+        judges.word_errors(["a", "b"], ["a"])
 
 
 def test_edit_distance_equals_the_recursive_definition():
@@ -74,7 +74,7 @@ def test_edit_distance_equals_the_recursive_definition():
     rng = np.random.default_rng(0)
     for _ in range(60):
         a, b = (list(rng.integers(0, 3, rng.integers(0, 6))) for _ in range(2))
-        assert scores.edit_distance(a, b) == slow(a, b)
+        assert judges.edit_distance(a, b) == slow(a, b)
 
 
 @needs("jiwer")
@@ -82,7 +82,7 @@ def test_errors_are_those_of_jiwer():
     import jiwer
     rng = np.random.default_rng(0)
     said, heard = ([" ".join(rng.choice(["a", "b", "c"], rng.integers(1, 9))) for _ in range(40)] for _ in range(2))
-    errors, words = scores.word_errors(said, heard)
+    errors, words = judges.word_errors(said, heard)
     assert errors / words == pytest.approx(jiwer.wer(said, heard))
 
 
@@ -90,9 +90,9 @@ def test_errors_are_those_of_jiwer():
 def test_pocketsphinx_hears_nothing_in_silence_and_names_a_bad_grammar():
     grammar = "#JSGF V1.0; grammar g; public <s> = (one | two)+;"
     waves = [np.zeros(n, np.float32) for n in (0, RATE)]
-    assert scores.recognise_pocketsphinx(waves, RATE, grammar) == ["", ""]
+    assert judges.recognise_pocketsphinx(waves, RATE, grammar) == ["", ""]
     with pytest.raises(UserError, match="a word of the grammar"):
-        scores.recognise_pocketsphinx([], RATE, grammar.replace("one", "qwrtz"))
+        judges.recognise_pocketsphinx([], RATE, grammar.replace("one", "qwrtz"))
 
 
 def test_a_command_hears_every_wave_in_order(tmp_path):
@@ -100,12 +100,12 @@ def test_a_command_hears_every_wave_in_order(tmp_path):
     script.write_text("import sys, soundfile\n"
                       "for path in sys.argv[2:]: print(sys.argv[1], soundfile.info(path).frames)")
     waves = [np.zeros(n, np.float32) for n in (30, 10, 20)]
-    assert scores.recognise_command(waves, RATE, f"{sys.executable} {script} 'a b'") == ["a b 30", "a b 10", "a b 20"]
+    assert judges.recognise_command(waves, RATE, f"{sys.executable} {script} 'a b'") == ["a b 30", "a b 10", "a b 20"]
     for command, what in (("false", "status 1, 0 lines for 3 files"), ("no-such-program", "cannot be started"),
                           ("echo", "status 0, 1 lines for 3 files")):
         with pytest.raises(UserError, match=what):
-            scores.recognise_command(waves, RATE, command)
-    assert scores.recognise_command(waves[:1], RATE, r"""sh -c 'printf "a\377b"'""") == ["a\ufffdb"]
+            judges.recognise_command(waves, RATE, command)
+    assert judges.recognise_command(waves[:1], RATE, r"""sh -c 'printf "a\377b"'""") == ["a\ufffdb"]
 
 
 @torch.no_grad()
@@ -123,10 +123,10 @@ def test_a_ctc_model_hears_clips_one_by_one(tmp_path):
         num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2)).eval()
     model.save_pretrained(tmp_path)
     waves = [spoken(), spoken("Hello.", 1), np.zeros(0, np.float32)]
-    hear = scores.load_judges(asr_model=str(tmp_path)).hear
+    hear = judges.load_judges(asr_model=str(tmp_path)).hear
     heard = hear(iter(waves), RATE, ["a", "b", "c"], [])
     for wave, text in zip(waves[:2], heard):
-        inputs = extractor(scores.resample(wave, RATE, 16000), sampling_rate=16000, return_tensors="pt")
+        inputs = extractor(judges.resample(wave, RATE, 16000), sampling_rate=16000, return_tensors="pt")
         assert tokenizer.batch_decode(model(**inputs).logits.argmax(-1)) == [text] and text
     assert len(heard) == 3 and heard[0] != heard[1]
 
@@ -137,7 +137,7 @@ def test_a_command_that_does_not_answer_is_ended_with_all_that_it_started(tmp_pa
 
     def refused():
         with pytest.raises(UserError, match=r"has not heard 1 files in 0.2 s \(--asr_time_limit\)"):
-            scores.load_judges(asr_command=f"sh {slow}", asr_time_limit=0.2).hear([spoken()], RATE, ["a"], [])
+            judges.load_judges(asr_command=f"sh {slow}", asr_time_limit=0.2).hear([spoken()], RATE, ["a"], [])
         return started.exists() and started.read_text()
     about = Path(f"/proc/{wait_until(refused, 'start within the limit').strip()}/stat")
 
@@ -153,7 +153,7 @@ def test_a_missing_package_is_named_with_how_to_install_it():
     with pytest.raises(UserError, match="--asr_model: the package pocketsphinx is missing: pip install pocketsphinx"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(importlib.util, "find_spec", lambda name: None)
-            scores.recognise_pocketsphinx([], RATE)
+            judges.recognise_pocketsphinx([], RATE)
 
 
 # -- Voices ------------------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def test_likeness_is_the_cosine_of_pairs_and_short_clips_have_none():
         return found / np.linalg.norm(found)
     waves = [np.full(RATE, x, np.float32) for x in (0, 1, 0)]
     reference = np.full(RATE, 1, np.float32)
-    found = scores.likeness([*waves, waves[0][:100]], [reference] * 4, scores.RATE, embed)
+    found = judges.likeness([*waves, waves[0][:100]], [reference] * 4, judges.RATE, embed)
     assert found == pytest.approx([0.5 ** 0.5, 1, 0.5 ** 0.5, None])
 
 
@@ -177,12 +177,12 @@ def test_the_voice_encoder_equals_the_packages_own(monkeypatch):
                         types.SimpleNamespace(binary_dilation=scipy.ndimage.binary_dilation))
     monkeypatch.setitem(sys.modules, "webrtcvad", types.SimpleNamespace())
     resemblyzer = pytest.importorskip("resemblyzer", exc_type=ImportError)
-    theirs, ours = resemblyzer.VoiceEncoder("cpu", verbose=False), scores.load_voices()
+    theirs, ours = resemblyzer.VoiceEncoder("cpu", verbose=False), judges.load_voices()
     for n in (9000, 25600, 26000, 61234):
         wave = (0.05 * np.sin(np.arange(n) / 2000) * np.random.default_rng(n).standard_normal(n)).astype(np.float32)
         expected = theirs.embed_utterance(resemblyzer.normalize_volume(wave, -30, increase_only=True))
         assert np.abs(ours(wave) - expected).max() < 1e-5
-    same, other = (scores.likeness([spoken(speaker=0)], [spoken("Another text.", speaker)], RATE, ours)[0]
+    same, other = (judges.likeness([spoken(speaker=0)], [spoken("Another text.", speaker)], RATE, ours)[0]
                    for speaker in (0, 1))
     assert same > other + 0.02
 
@@ -194,5 +194,5 @@ def test_the_voice_encoder_equals_the_packages_own(monkeypatch):
 def test_dnsmos_hears_noise():
     wave = spoken()
     noisy = wave + 0.1 * np.random.default_rng(0).standard_normal(len(wave)).astype(np.float32)
-    clean, worse, none = scores.dnsmos([wave, noisy, wave[:0]], RATE)
+    clean, worse, none = judges.dnsmos([wave, noisy, wave[:0]], RATE)
     assert 1 <= worse < clean <= 5 and none is None

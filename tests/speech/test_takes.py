@@ -21,11 +21,9 @@ from speech.dataset import Encoding, Table, ensure_codes
 from speech.decode import check_codes, read_codes
 from speech.encode import load_codec, plan_codes
 from speech.rows import read_samples
-from speech import judge_demo
-from speech.generate_tts import load_to_speak
-from speech import v2
+from speech.speak import load_model
 from speech.labels import delay_rows
-from speech import generate, scores, takes, transcripts
+from speech import judge_demo, judges, speak, transcripts, v2
 from tests.helpers.checkpoints import config_of
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
@@ -40,21 +38,21 @@ TEXTS = ["five nine three seven four.", "one one eight zero.", "six two four nin
 def voice():
     """(native model that speaks digits, TokenIds, codec, settings, prepare(samples, numbers))."""
     config = config_of(VOICE / "model")
-    native = load_to_speak(VOICE / "model", config, None, torch.float32, CPU)
+    native = load_model(VOICE / "model", config, None, torch.float32, CPU)
     tokenizer = v2.load_tokenizer(VOICE / "model")
     ids = v2.token_ids(tokenizer, native.config)
     codec, bandwidth = load_codec(VOICE / "codec", CPU, 8)
 
     def prepare(samples, numbers):
-        return generate.prepare(samples, tokenizer, ids, codec, bandwidth, 1000, numbers)
-    return native, ids, codec, generate.sampling(native.config, 4.0, temperature=1.0, ras_window=0), prepare
+        return speak.prepare(samples, tokenizer, ids, codec, bandwidth, 1000, numbers)
+    return native, ids, codec, speak.sampling(native.config, 4.0, temperature=1.0, ras_window=0), prepare
 
 
-def judges():
+def listeners():
     """pocketsphinx with digits; a voice that is always the same, so that no take is taken for faultless."""
     def hear(waves, rate, names, notes):
-        return scores.recognise_pocketsphinx(waves, rate, judge_demo.GRAMMAR)
-    return scores.Judges(hear, lambda wave: np.ones(1), False, None, [])
+        return judges.recognise_pocketsphinx(waves, rate, judge_demo.GRAMMAR)
+    return judges.Judges(hear, lambda wave: np.ones(1), False, None, [])
 
 
 def by_hand(voice, prompts, count):
@@ -62,9 +60,9 @@ def by_hand(voice, prompts, count):
     native, ids, codec, settings, _ = voice
     best = [None] * len(prompts)
     for take in range(count):
-        for i, (codes, _) in enumerate(generate.generate(native, prompts, ids, settings, 5 + take * takes.STRIDE, CPU)):
-            said = scores.recognise_pocketsphinx([generate.decode(codec, codes)], generate.SAMPLE_RATE, judge_demo.GRAMMAR)
-            errors, length = scores.character_errors([prompts[i].text], said)
+        for i, (codes, _) in enumerate(speak.generate(native, prompts, ids, settings, 5 + take * speak.STRIDE, CPU)):
+            said = judges.recognise_pocketsphinx([speak.decode(codec, codes)], speak.SAMPLE_RATE, judge_demo.GRAMMAR)
+            errors, length = judges.character_errors([prompts[i].text], said)
             if best[i] is None or errors / length < best[i][1]:
                 best[i] = codes, errors / length
     return best
@@ -75,37 +73,37 @@ def test_the_take_that_is_understood_best_is_kept(voice, monkeypatch):
     """Red when a take is given what was heard of its neighbour."""
     pytest.importorskip("pocketsphinx")
     native, ids, codec, settings, prepare = voice
-    prompts = prepare(generate.text_prompts([(text, text) for text in TEXTS], False), None)
+    prompts = prepare(speak.text_prompts([(text, text) for text in TEXTS], False), None)
     expected = by_hand(voice, prompts, 2)
 
     def found():
-        return takes.speak(native, codec, ids, settings, prompts, 5, 2, judges())
+        return speak.speak(native, codec, ids, settings, prompts, 5, 2, listeners())
     for (codes, ended_by, wave, facts), (theirs, errors) in zip(found(), expected):
         assert np.array_equal(codes, theirs) and facts["cer"] == pytest.approx(errors) and ended_by == "eos"
-        assert np.array_equal(wave, generate.decode(codec, codes))
-    right = takes.judge
+        assert np.array_equal(wave, speak.decode(codec, codes))
+    right = speak.listen
 
     def of_the_next_clip(some, waves, *rest):
-        facts, values = right(some, waves, *rest)
-        return facts[1:] + facts[:1], values
-    monkeypatch.setattr(takes, "judge", of_the_next_clip)
+        facts = right(some, waves, *rest)
+        return facts[1:] + facts[:1]
+    monkeypatch.setattr(speak, "listen", of_the_next_clip)
     assert not all(np.array_equal(codes, theirs) for (codes, *_), (theirs, _) in zip(found(), expected))
 
 
 def test_what_does_not_end_is_spoken_again(voice, monkeypatch):
     """Without any judge: until it ends, or the takes are used up; what has ended is left alone."""
     native, ids, codec, settings, prepare = voice
-    prompts, asked = prepare(generate.text_prompts([(text, text) for text in TEXTS], False), None), []
+    prompts, asked = prepare(speak.text_prompts([(text, text) for text in TEXTS], False), None), []
     ends = {TEXTS[0]: ["eos"], TEXTS[1]: ["length", "length", "eos"], TEXTS[2]: ["length"] * 4}
 
     def scripted(native, some, ids, settings, seed, device):
         asked.append(([prompt.text for prompt in some], seed))
         return [(np.zeros((9, 8), int), ends[prompt.text].pop(0)) for prompt in some]
-    monkeypatch.setattr(generate, "generate", scripted)
-    found = takes.speak(native, codec, ids, settings, prompts, 7, 4, scores.load_judges())
+    monkeypatch.setattr(speak, "generate", scripted)
+    found = speak.speak(native, codec, ids, settings, prompts, 7, 4, judges.load_judges())
     assert [(how, facts["take"]) for _, how, _, facts in found] == [("eos", 0), ("eos", 2), ("length", 0)]
-    assert asked == [(TEXTS, 7), (TEXTS[1:], 7 + takes.STRIDE), (TEXTS[1:], 7 + 2 * takes.STRIDE),
-                     (TEXTS[2:], 7 + 3 * takes.STRIDE)]
+    assert asked == [(TEXTS, 7), (TEXTS[1:], 7 + speak.STRIDE), (TEXTS[1:], 7 + 2 * speak.STRIDE),
+                     (TEXTS[2:], 7 + 3 * speak.STRIDE)]
 
 
 @pytest.mark.parametrize("text, most, expected", [
@@ -113,14 +111,14 @@ def test_what_does_not_end_is_spoken_again(voice, monkeypatch):
     ("One two, three four five.", 12, ["One two,", "three four", "five."]), ("Nodecimals 3.5 cut.", 15, ["Nodecimals 3.5", "cut."]),
     ("unbreakable", 3, ["unbreakable"]), ("你好。再见。谢谢。", 7, ["你好。再见。", "谢谢。"])])
 def test_texts_are_cut_behind_sentences_else_between_words(text, most, expected):
-    assert takes.parts(text, most) == expected
+    assert [part for _, part in speak.parts(text, most)] == expected
 
 
 def test_joints_are_silent_and_do_not_click():
-    rate, loud = 24000, np.full(2400, 0.5, np.float32)
-    whole = takes.join([loud, loud, np.zeros(0, np.float32)], rate)
-    assert len(whole) == 4800 + 2 * round(takes.PAUSE_S * rate) and whole.dtype == np.float32
-    assert not whole[2400:2400 + round(takes.PAUSE_S * rate)].any() and whole[1200] == 0.5
+    rate, loud = speak.SAMPLE_RATE, np.full(2400, 0.5, np.float32)
+    whole = speak.join([loud, loud, np.zeros(0, np.float32)])
+    assert len(whole) == 4800 + 2 * round(speak.PAUSE_S * rate) and whole.dtype == np.float32
+    assert not whole[2400:2400 + round(speak.PAUSE_S * rate)].any() and whole[1200] == 0.5
     assert np.abs(np.diff(whole)).max() < 0.5 / 100 and (loud == 0.5).all()
 
 
@@ -130,21 +128,21 @@ def test_each_part_is_spoken_behind_the_codes_of_the_one_before(voice):
     seen = []
 
     def behind(asked):
-        samples = [generate.text_prompts([(part, part)], False, *(reference or ()))[0] for _, part, reference in asked]
+        samples = [speak.text_prompts([(part, part)], False, *(reference or ()))[0] for _, part, reference in asked]
         seen.append(prepare(samples, [number for number, *_ in asked]))
         return seen[-1]
 
-    def speak(prompts, turn):
-        return takes.speak(native, codec, ids, settings, prompts, turn, 1, scores.load_judges())
-    texts = [["one two.", "three."], ["four."]]
-    first, second = takes.speak_parts(texts, [None, None], behind, speak, scores.load_judges())
+    def say(prompts, turn):
+        return speak.speak(native, codec, ids, settings, prompts, turn)
+    texts = [[("", "one two."), ("", "three.")], [("", "four.")]]
+    first, second = speak.speak_parts(texts, [None, None], behind, say)
     assert [len(prompts) for prompts in seen] == [2, 1] and not len(seen[0][0].audio_ids)
-    prompt, codes, ended_by, wave, _ = first
+    codes, ended_by, wave, _ = first
     heard = len(seen[1][0].audio_ids) - 9       # frames of the first part
     assert np.array_equal(seen[1][0].audio_ids, delay_rows(codes[:heard], ids.stream_bos, ids.stream_eos))
-    assert 8 <= heard < len(codes) and ended_by == "eos" and prompt.text == "one two. three."
-    assert len(wave) == 960 * len(codes) + round(takes.PAUSE_S * 24000) and second[0].text == "four."
-    assert "one two." in first[0].text and seen[1][0].references == []
+    assert 8 <= heard < len(codes) and ended_by == "eos"
+    assert len(wave) == 960 * len(codes) + round(speak.PAUSE_S * 24000) and len(second[0])
+    assert seen[1][0].references == []
 
 
 def test_a_part_can_be_heard_before_the_next_one_is_spoken(voice, tmp_path):
@@ -153,18 +151,19 @@ def test_a_part_can_be_heard_before_the_next_one_is_spoken(voice, tmp_path):
     path, before = str(tmp_path / "now.wav"), []
 
     def behind(asked):
-        return prepare([generate.text_prompts([(part, part)], False)[0] for _, part, _ in asked], [0])
+        return prepare([speak.text_prompts([(part, part)], False)[0] for _, part, _ in asked], [0])
 
-    def speak(prompts, turn):
+    def say(prompts, turn):
         before.append(soundfile.info(path).frames if turn else 0)
-        return takes.speak(native, codec, ids, settings, prompts, turn, 1, scores.load_judges())
-    streamed = takes.speak_parts([["one.", "two.", "three."]], [None], behind, speak, scores.load_judges(), takes.stream(path))
+        return speak.speak(native, codec, ids, settings, prompts, turn)
+    texts = [[("", "one."), ("", "two."), ("", "three.")]]
+    (codes, _, wave, _), = speak.speak_parts(texts, [None], behind, say, None, speak.stream(path))
     heard = soundfile.read(path, dtype="int16")[0]
-    assert before[0] == 0 < before[1] < before[2] < len(heard) == len(streamed[0][3])
-    (_, codes, _, wave, _), = takes.speak_parts([["one.", "two.", "three."]], [None], behind, speak, scores.load_judges())
-    generate.write_sample(tmp_path, "whole", wave, np.zeros((2, 2, 3), np.uint8), {})
+    assert before[0] == 0 < before[1] < before[2] < len(heard) == len(wave)
+    (again, _, wave, _), = speak.speak_parts(texts, [None], behind, say)
+    speak.write_sample(tmp_path, "whole", wave, np.zeros((2, 2, 3), np.uint8), {})
     whole = soundfile.read(tmp_path / "whole.wav", dtype="int16")[0]
-    assert np.array_equal(codes, streamed[0][1]) and np.array_equal(heard, whole) and heard.any()
+    assert np.array_equal(codes, again) and np.array_equal(heard, whole) and heard.any()
 
 
 @pytest.mark.slow
@@ -179,18 +178,43 @@ def test_sound_alone_goes_to_stdout(tmp_path, quick_python):
     assert b"done       1 samples" in done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text", ["[SPEAKER0] one two. [SPEAKER1] three four.", "<|emotion:elation|>one two. three four."])
-def test_a_text_with_tags_is_not_cut(tmp_path, quick_python, text):
-    """The tag, the system text of dialogues and the right voice to go on in would be lost behind the first part."""
-    command = [quick_python, ROOT / "speech" / "generate_tts.py", "--model_path", VOICE / "model", "--audio_tokenizer_path",
-               VOICE / "codec", "--output_dir", tmp_path / "said", "--max_seconds", 1, "--ras_window", 0, "--text", text]
+@pytest.mark.parametrize("text, expected", [
+    ("[SPEAKER0] One two. Three. [SPEAKER1] Four five.", [
+        ("[SPEAKER0]", "[SPEAKER0] One two."), ("[SPEAKER0]", "[SPEAKER0] Three."), ("[SPEAKER1]", "[SPEAKER1] Four five.")]),
+    ("<|emotion:elation|><|prosody:pitch_low|>One <|prosody:pause|>two. Three. <|emotion:fear|>Four five.", [
+        ("", "<|emotion:elation|><|prosody:pitch_low|>One"), ("", "<|emotion:elation|><|prosody:pitch_low|><|prosody:pause|>two."),
+        ("", "<|emotion:elation|><|prosody:pitch_low|>Three."), ("", "<|emotion:fear|><|prosody:pitch_low|>Four five.")])])
+def test_marks_hold_for_all_the_parts_that_they_held_for(text, expected):
+    """Nothing is lost, and no part goes on with another speaker or in another mood; a pause is of one spot."""
+    assert speak.parts(text, 12) == expected and speak.parts(text, 200) == [("", text)]
 
-    def speak(most):
-        return subprocess.run([*map(str, command), "--overwrite", "--split_text", str(most)], capture_output=True, text=True)
-    done = speak(15)
-    assert done.returncode == 1 and f"error: --text {text!r}: --split_text would" in done.stderr
-    assert "1 samples" in speak(90).stdout
+
+@pytest.mark.slow
+def test_a_dialogue_is_cut_at_its_speakers(tmp_path, quick_python):
+    """Each goes on in his own voice: behind the codes of his last part, with the dialogue's system text. Red when a
+    part is spoken behind the one before it, whoever said that."""
+    text, heard = "[SPEAKER0] one two. [SPEAKER1] three four. [SPEAKER0] five six.", tmp_path / "said"
+    command = [quick_python, ROOT / "speech" / "generate_tts.py", "--model_path", VOICE / "model", "--audio_tokenizer_path",
+               VOICE / "codec", "--output_dir", heard, "--max_seconds", 3, "--ras_window", 0, "--text", text, "--split_text", 12]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 0 and json.loads((heard / "0000.json").read_text())["text"].startswith("[SPEAKER0] one"), done.stderr
+    voice = ["--reference_audio", VOICE / "rms-0.ogg", "--reference_text", "one.", "--overwrite"]
+    done = subprocess.run(list(map(str, [*command, *voice])), capture_output=True, text=True)
+    assert done.returncode == 1 and "all its speakers the voice of --reference_audio" in done.stderr
+
+
+def test_a_speaker_goes_on_behind_his_own_last_part(voice):
+    """Red when a part is spoken behind the one before it, whoever said that."""
+    asked = []
+
+    def say(prompts, turn):
+        return [(np.full((9, 8), turn), "eos", np.zeros(9 * 960, np.float32), {})]
+
+    def behind(some):
+        asked.extend((part, reference and int(np.load(reference[0])[0, 0])) for _, part, reference in some)
+        return [SimpleNamespace(text=part) for _, part, _ in some]
+    speak.speak_parts([speak.parts("[SPEAKER0] One. [SPEAKER1] Two. [SPEAKER0] Three. [SPEAKER1] Four.", 9)], [None], behind, say)
+    assert [number for _, number in asked] == [None, None, 0, 1]
 
 
 @pytest.mark.slow
@@ -256,7 +280,7 @@ def test_other_arrays_are_no_codes(tmp_path, array, offset, why):
 def test_codes_in_a_table_are_known_by_their_first_bytes(tmp_path):
     """As a column of bytes alone has them; nothing listens to them."""
     codes = np.arange(80).reshape(10, 8).astype(np.int16)
-    generate.save_codes(tmp_path / "a.npy", codes)
+    speak.save_codes(tmp_path / "a.npy", codes)
     column = pyarrow.array([(tmp_path / "a.npy").read_bytes()])
     pyarrow.parquet.write_table(pyarrow.table({"audio": column, "text": ["One."]}), tmp_path / "t.parquet")
     problems, how = [], Encoding(VOICE / "codec", tmp_path / "cache", 8)
@@ -274,13 +298,13 @@ def test_codes_and_sound_are_told_apart_by_their_first_bytes(voice, tmp_path):
     *_, prepare = voice
     codes = np.arange(80).reshape(10, 8).astype(np.int16)
     wave = 0.1 * np.random.default_rng(0).standard_normal(24000)
-    generate.save_codes(tmp_path / "codes.take", codes)
+    speak.save_codes(tmp_path / "codes.take", codes)
     with open(tmp_path / "sound.npy", "wb") as file:
         soundfile.write(file, wave, 24000, format="WAV")
     saved, sound = str(tmp_path / "codes.take"), str(tmp_path / "sound.npy")
 
     def asked(voice, truth):
-        samples = generate.text_prompts([("a", "one two.")], False, voice, "three.")
+        samples = speak.text_prompts([("a", "one two.")], False, voice, "three.")
         samples[0].turns[-1].parts[-1] = Clip(truth)
         return prepare(samples, [0])[0]
     one, other = asked(saved, sound), asked(sound, saved)
@@ -307,7 +331,7 @@ def test_a_voice_is_that_of_the_cut(kind, tmp_path):
         return found / np.linalg.norm(found)
     for clip, like in ((Clip(str(tmp_path / "two.wav"), 0.0, 1.0), one), (Clip(str(tmp_path / "two.wav"), 1.0), other)):
         prompt = SimpleNamespace(name="0", text="a", references=[clip] * (kind == "reference"), target=clip)
-        (facts,), _ = takes.judge([prompt], [like.astype(np.float32)], scores.Judges(None, embed, False, None, []), CPU)
+        (facts,) = speak.listen([prompt], [like.astype(np.float32)], judges.Judges(None, embed, False, None, []), CPU)
         assert facts["speaker_similarity"] > 0.99
 
 
@@ -322,7 +346,14 @@ def asked(tmp_path):
              {"role": "assistant", "content": {"type": "audio", "audio_url": "voice.npy"}}]
     rows = [{"messages": [system, *(voice if text == TEXTS[1] else ()), {"role": "user", "content": text}]} for text in TEXTS]
     (tmp_path / "prompts.json").write_text(json.dumps(rows))
-    return generate.read_prompts(tmp_path / "prompts.json", True)
+    return speak.read_prompts(tmp_path / "prompts.json", True)
+
+
+BEST = "best.jsonl"
+
+
+def write_good(folder, samples, about):
+    (folder / BEST).write_text("".join(json.dumps(row) + "\n" for row in speak.good_rows(samples, about, 0.0, 1)))
 
 
 def records(*scores):
@@ -336,11 +367,11 @@ def test_takes_that_are_understood_and_ended_are_learnt(tmp_path):
     samples = asked(tmp_path)
 
     def kept(found):
-        return [row["messages"][-1]["content"][-1]["audio_url"] for row in takes.good_rows(samples, found, 0.1, 9)]
+        return [row["messages"][-1]["content"][-1]["audio_url"] for row in speak.good_rows(samples, found, 0.1, 9)]
     found = records((0.1, "eos"), (0.11, "eos"), (0.0, "eos"))
     assert kept(found) == ["0000.npy", "0002.npy"]
     assert kept(records((0.0, "length"), (None, "eos"), (0.05, "eos"))) == ["0002.npy"]
-    assert not takes.good_rows(samples, found, 0.1, 10)         # too short to be trained
+    assert not speak.good_rows(samples, found, 0.1, 10)         # too short to be trained
     shifted = [about | {"cer": other["cer"]} for about, other in zip(found, found[1:] + found[:1])]
     assert kept(shifted) != kept(found)
 
@@ -350,12 +381,11 @@ def test_the_trainer_reads_a_take_as_it_was_asked_for_and_spoken(voice, tmp_path
     samples, draw = asked(tmp_path), np.random.default_rng(3)
     spoken = [draw.integers(0, 256, (9 + i, 8)) for i in range(3)]
     for i, codes in enumerate(spoken):
-        generate.save_codes(tmp_path / f"{i:04d}.npy", codes)
-    line = takes.write_good(tmp_path, samples, records(*[(0.0, "eos")] * 3), 0.0, 1)
-    assert line.startswith("best       3 of 3 ended by themselves with at most 0% character errors")
+        speak.save_codes(tmp_path / f"{i:04d}.npy", codes)
+    write_good(tmp_path, samples, records(*[(0.0, "eos")] * 3))
     problems, prompts = [], voice[-1](samples, None)
     builder = TableBuilder(v2.load_tokenizer(VOICE / "model"), voice[1])
-    builder.add(list(read_samples(tmp_path / takes.BEST, problems, normalize=True)), problems)
+    builder.add(list(read_samples(tmp_path / BEST, problems, normalize=True)), problems)
     clips = list(builder.clips)
     how = Encoding(VOICE / "codec", tmp_path / "cache", 8)
     assert not problems and [len(builder.clips_of(i)) for i in range(3)] == [1, 2, 1]
@@ -369,7 +399,7 @@ def test_the_trainer_reads_a_take_as_it_was_asked_for_and_spoken(voice, tmp_path
         tokens = tokens[:np.flatnonzero(tokens == voice[1].audio_placeholder_id)[-1]]
         row = voice[1].assemble(tokens, np.zeros(len(tokens), bool), codes[:-1])
         assert np.array_equal(row["input_ids"], prompt.tokens) and np.array_equal(row["audio_ids"], prompt.audio_ids)
-    again = voice[-1](generate.read_prompts(tmp_path / takes.BEST, True), None)     # its codes are no recording
+    again = voice[-1](speak.read_prompts(tmp_path / BEST, True), None)     # its codes are no recording
     assert [(prompt.text, prompt.target) for prompt in again] == [(prompt.text, None) for prompt in prompts]
     with pytest.raises(UserError, match="no sound to hear: drop --asr_model"):
         transcripts.hear(WORLD, clips, np.arange(1), tmp_path / "heard", {"asr_command": "echo"}, how)
@@ -377,14 +407,14 @@ def test_the_trainer_reads_a_take_as_it_was_asked_for_and_spoken(voice, tmp_path
 
 def test_a_take_is_trained_as_it_was_spoken(tmp_path):
     """Not normalised where it was spoken so, as a row of best.jsonl or beside its sound; other rows are."""
-    text = generate.text_prompts([("", "Wait (please)")], False)
+    text = speak.text_prompts([("", "Wait (please)")], False)
     for setting, wanted in (("off", "Wait (please)"), ("on", "Wait please.")):
         about = [about | {"normalize_text": setting} for about in records((0.0, "eos"))]
-        takes.write_good(tmp_path, text, about, 0.0, 1)
+        write_good(tmp_path, text, about)
         (tmp_path / "0000.npy").touch(), (tmp_path / "b").mkdir(exist_ok=True)
         (tmp_path / "b" / "0000.wav").touch()
         (tmp_path / "b" / "0000.json").write_text(json.dumps({"text": "Wait (please)", "normalize_text": setting}))
-        for source in (tmp_path / takes.BEST, tmp_path / "b"):
+        for source in (tmp_path / BEST, tmp_path / "b"):
             (sample,), problems = (list(read_samples(source, problems := [], normalize=True)), problems)
             assert sample.turns[-2].text == wanted and not problems
 
@@ -397,22 +427,22 @@ def test_spoken_chosen_and_learnt_through_the_scripts(pool, tmp_path):
 
     def run(script, *words):
         model = "--model_path", VOICE / "model", "--audio_tokenizer_path", VOICE / "codec"
-        main = "tests.helpers.trainer.speech_main" if script == "train_v2_ddp" else f"{script}.main"
-        statuses, output = pool.run(1, main, [str(word) for word in (*model, *words)], timeout=PATIENCE_S)
+        statuses, output = pool.run(1, "tests.helpers.trainer.run_script", script, [str(word) for word in (*model, *words)],
+                                    timeout=PATIENCE_S)
         assert not any(statuses), output
         return output
     speak = ("--prompts", tmp_path / "texts.txt", "--max_seconds", 4, "--ras_window", 0, "--output_dir", tmp_path / "said",
              "--best_of", 2, "--asr_command", f"python {ROOT}/tests/helpers/hear_digits.py")
-    output = run("speech.generate_tts", *speak, "--max_cer", 1)
-    rows = [json.loads(line) for line in (tmp_path / "said" / takes.BEST).read_text().splitlines()]
+    output = run("speech/generate_tts.py", *speak, "--max_cer", 1)
+    rows = [json.loads(line) for line in (tmp_path / "said" / BEST).read_text().splitlines()]
     about = [json.loads((tmp_path / "said" / f"{i:04d}.json").read_text()) for i in range(3)]
     assert f"best       {len(rows)} of 3" in output and [row["cer"] for row in rows] == [
         found["cer"] for found in about if found["cer"] <= 1] and len(rows) > 1
-    run("train_v2_ddp", "--train_data_file", tmp_path / "said" / takes.BEST, "--output_dir", tmp_path / "out", "--use_lora",
+    run("train_v2_ddp.py", "--train_data_file", tmp_path / "said" / BEST, "--output_dir", tmp_path / "out", "--use_lora",
         "--max_steps", 1, "--disable_eval", "--num_workers", 0, "--report_to", "none", "--code_cache", tmp_path / "codes")
     table = Table(next((tmp_path / "out").glob("table-*")))
     trained = [table.reader.codes(*table.where[clip].tolist()) for clip in table.clips.tolist()]
     spoken = [np.load(tmp_path / "said" / row["messages"][-1]["content"][0]["audio_url"]) for row in rows]
     assert len(trained) == len(spoken) and all(map(np.array_equal, trained, spoken))
-    run("speech.generate_tts", *speak[:-4], "--overwrite")
-    assert not (tmp_path / "said" / takes.BEST).exists() and not list((tmp_path / "said").glob("*.npy"))
+    run("speech/generate_tts.py", *speak[:-4], "--overwrite")
+    assert not (tmp_path / "said" / BEST).exists() and not list((tmp_path / "said").glob("*.npy"))

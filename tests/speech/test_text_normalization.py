@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from speech import generate_tts, text_normalization
+from speech import text_normalization
 
 # boson-ai/higgs-audio examples/generation.py (f04f5df), one replacement after the other, in its order
 STEPS = [(mark, plain) for marks, plain in (
@@ -67,7 +67,7 @@ def test_speech_follows_the_checkpoint(tmp_path):
         ("off", base, on): (False, f"off; {on} was trained with on"), ("on", base, off): (True, "trained with off"),
         ("off", base, off): (False, "--normalize_text off")}
     for (wanted, model, adapter), (normalize, said) in told.items():
-        found, line = generate_tts.setting_to_speak(wanted, model, adapter)
+        found, line = text_normalization.setting_to_speak(wanted, model, adapter)
         assert found is normalize and said in line and f"--normalize_text {'on' if found else 'off'}" in line
     (on / text_normalization.FILE).write_text("half of i")
     assert text_normalization.saved_setting(on) is None

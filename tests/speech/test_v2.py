@@ -12,7 +12,7 @@ import lora
 from common import distributed
 from core import optim
 from data import collate
-from speech.generate_tts import load_to_speak
+from speech.speak import load_model
 from speech import v2
 from speech.weights import native_config
 from tests.helpers import spoken
@@ -37,7 +37,7 @@ def packed(tiny):
 
 
 def load(folder):
-    return load_to_speak(folder, config_of(folder), None, torch.float32, "cpu")
+    return load_model(folder, config_of(folder), None, torch.float32, "cpu")
 
 
 def assert_same_gradients(ours, theirs, tolerance=1e-5):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from core.cli import UserError
-from speech import scores, verification
+from speech import judges, verification
 from tests.helpers.trainer import ROOT
 
 PREFIX = "feature_extract.model."
@@ -137,12 +137,12 @@ def noise(seconds, seed):
 
 def test_an_embedding_is_the_references(parts, tmp_path):
     """Through load_judges, as the scripts have it; red when the parts of a block are not chained."""
-    judges = scores.load_judges(speaker_model=saved(tmp_path / "tiny.pth", parts))
-    found = [judges.embed(noise(seconds, i)) for i, seconds in enumerate((0.5, 2.0))]
+    by = judges.load_judges(speaker_model=saved(tmp_path / "tiny.pth", parts))
+    found = [by.embed(noise(seconds, i)) for i, seconds in enumerate((0.5, 2.0))]
     for i, seconds in enumerate((0.5, 2.0)):
         np.testing.assert_allclose(found[i], reference(parts, noise(seconds, i)), atol=2e-5)
     assert found[0].shape == (16,) and np.abs(found[0] - found[1]).max() > 1e-3
-    assert np.array_equal(judges.embed(noise(0.5, 0)), found[0])        # nothing of the clip before stays
+    assert np.array_equal(by.embed(noise(0.5, 0)), found[0])        # nothing of the clip before stays
     unchained = torch.roll(parts[1]["layer3.Res2Conv1dReluBn.convs.1"].weight, 1, 0)
     other = saved(tmp_path / "other.pth", parts,
                   lambda state: state.update({"layer3.Res2Conv1dReluBn.convs.1.weight": unchained}))

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
 from core.cli import UserError
-from speech import generate_tts, make_tiny, v3
+from speech import make_tiny, speak, v3
 from tests.helpers.merging import merge
 from tests.helpers import higgs3
 from tests.helpers.trainer import Tiny, train_forked
@@ -96,7 +96,7 @@ def test_merged_and_exported_folders_are_those_of_servers(runs, tiny3, tmp_path)
     changed = {name for name in merged if not torch.equal(merged[name], released[name])}
     assert changed == {name for name in merged if name.startswith("body.layers.") and "_proj." in name}
     assert all(torch.equal(merged[head], merged[table]) for head, table in v3.HEADS.items())
-    speaking = generate_tts.load_to_speak(tiny3.model, json.loads((tiny3.model / "config.json").read_text()), adapter,
+    speaking = speak.load_model(tiny3.model, json.loads((tiny3.model / "config.json").read_text()), adapter,
                                           torch.float32, torch.device("cpu"))
     prompt, rows = higgs3.prompt(v3.load(tiny3.model)[1], [5, 6]), v3.delay(torch.arange(80).view(10, 8))
     torch.testing.assert_close(v3.forced_logits(v3.load(tmp_path / "merged")[0], prompt, None, rows),
@@ -164,7 +164,7 @@ def test_the_audio_table_is_trained_beside_adapters_as_one_parameter(pool, runs,
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert torch.equal(merged[v3.AUDIO_TABLE], table.to(merged[v3.AUDIO_TABLE].dtype))
     assert all(torch.equal(merged[head], merged[table]) for head, table in v3.HEADS.items())
-    speaking = generate_tts.load_to_speak(tiny3.model, json.loads((tiny3.model / "config.json").read_text()), adapter,
+    speaking = speak.load_model(tiny3.model, json.loads((tiny3.model / "config.json").read_text()), adapter,
                                           torch.float32, torch.device("cpu"))
     prompt, rows = higgs3.prompt(v3.load(tiny3.model)[1], [5, 6]), v3.delay(torch.arange(80).view(10, 8))
     torch.testing.assert_close(v3.forced_logits(v3.load(tmp_path / "merged")[0], prompt, None, rows),
@@ -210,5 +210,4 @@ def test_what_belongs_to_the_other_model_is_refused(pool, tiny, tiny3, runs, tmp
     out = runs(1, "--per_device_train_batch_size", 4).output_dir
     assert "base model" in refusal(pool, tiny, out, "--normalize_text", "off")
     with pytest.raises(UserError, match="--ras_window and --ras_repeats: not of Higgs TTS 3"):
-        from speech import generate
-        generate.sampling(v3.load(tiny3.model)[0].config, 1.0, ras_window=3)
+        speak.sampling(v3.load(tiny3.model)[0].config, 1.0, ras_window=3)

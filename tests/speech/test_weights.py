@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoProcessor, HiggsAudioV2ForConditionalGeneration
 
 from core.cli import UserError
-from speech.generate_tts import load_to_speak
+from speech.speak import load_model
 from speech import layout_2025, v2
 from speech.weights import find_model, load_tokenizer, native_config, save_config
 from tests.helpers import spoken
@@ -23,7 +23,7 @@ from tests.helpers.checkpoints import (
 
 
 def load(folder):
-    return load_to_speak(folder, config_of(folder), None, torch.float32, "cpu")
+    return load_model(folder, config_of(folder), None, torch.float32, "cpu")
 
 
 # -- The original 2025 format ------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ def test_original_format_loads_with_every_weight(tiny, tmp_path, variant):
     folder = write_checkpoint(tmp_path / "original", original_config(config_of(tiny.model)), state,
                               1 if variant == "plain" else 3)
     found, config = find_model(str(folder))
-    model = load_to_speak(found, config, None, torch.float32, "cpu")
+    model = load_model(found, config, None, torch.float32, "cpu")
     expected = HiggsAudioV2ForConditionalGeneration.from_pretrained(tiny.model, use_text_head=True)
     got = model.state_dict()
     assert got.keys() == expected.state_dict().keys() == layout_2025.native_names(state).keys()     # none is ignored

@@ -1,0 +1,422 @@
+"""Judge speech by models from outside: word errors, likeness of voices, naturalness.
+
+    heard = judges.recognise_pocketsphinx(waves, 24000, "#JSGF V1.0; ... = (one | two)+;")
+    errors, words = judges.word_errors(["one two", "two"], heard)
+    cosines = judges.likeness(waves, reference_waves, 24000, judges.load_voices())
+
+Waves are (n,) float32 mono in -1..1. No model named here is a requirement of training; each is
+imported, or said to be missing, where it is used.
+"""
+import contextlib
+import functools
+import importlib.util
+import itertools
+import re
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from core import lifetime
+from core.cli import UserError, require_package
+
+RATE = 16000                # Hz, of all models here
+SHORTEST_VOICE_S = 0.5      # a shorter clip says nothing about a voice
+# written without spaces: errors are counted by character
+LETTERS_APART = ("zh", "yue", "ja", "th", "lo", "my")
+
+
+def read_audio(path, offset=None, seconds=None, rate=24000):
+    """(n,) float32 mono: the file, or of it so many seconds from offset on (None: all).
+
+    Raises UserError naming the file.
+    """
+    import soundfile
+    try:
+        wave, own = soundfile.read(path, dtype="float32", always_2d=True)
+    except (OSError, RuntimeError) as error:        # soundfile's own errors are RuntimeErrors
+        raise UserError(f"{path}: cannot be read as audio ({error}); generate it again or take it "
+                        "out")
+    if not np.isfinite(wave).all():
+        raise UserError(f"{path}: has samples that are not numbers; generate it again or take it "
+                        "out")
+    if offset is not None:
+        end = None if seconds is None else round((offset + seconds) * own)
+        wave = wave[round(offset * own):end]
+    return resample(wave.mean(axis=1), own, rate)
+
+
+def resample(wave, rate, wanted):
+    """(n,) at `rate` Hz -> (about n * wanted / rate,) at `wanted` Hz."""
+    if rate == wanted or not len(wave):
+        return wave
+    import soxr
+    return soxr.resample(wave, rate, wanted, quality="HQ")
+
+
+# --------------------------------------------------------------------------------------------------
+# Text
+
+
+@functools.cache
+def normaliser(language):
+    """text -> text as it is compared, by whisper's own rules (Radford et al. 2022, appendix C).
+
+    All lose case, punctuation and what is in brackets. "en": numbers become digits, contractions
+    are written out, "uh" and "um" go; whisper's list of British spellings is not applied.
+    LETTERS_APART: every character is a word. None: of another, or an unknown, language.
+    """
+    from transformers.models.whisper import english_normalizer
+    if language == "en":
+        return english_normalizer.EnglishTextNormalizer({})
+    return english_normalizer.BasicTextNormalizer(split_letters=language in LETTERS_APART)
+
+
+def edit_distance(a, b):
+    """Least number of insertions, deletions and replacements that turn a into b (Levenshtein)."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        before, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (x != y))
+    return row[-1]
+
+
+def count_errors(references, hypotheses, language, units):
+    """(errors, units of the references) over all texts. units: a text -> its words or letters."""
+    clean, errors, length = normaliser(language), 0, 0
+    for said, heard in zip(references, hypotheses, strict=True):
+        said, heard = units(clean(said).strip()), units(clean(heard).strip())
+        errors, length = errors + edit_distance(said, heard), length + len(said)
+    return errors, length
+
+
+def word_errors(references, hypotheses, language=None):
+    """(errors, words of the references); errors / words is the WER. language: of normaliser."""
+    return count_errors(references, hypotheses, language, str.split)
+
+
+def character_errors(references, hypotheses, language=None):
+    """(errors, characters of the references) over all texts; spaces do not count."""
+    return count_errors(references, hypotheses, language, lambda text: text.replace(" ", ""))
+
+
+def word_rates(references, hypotheses, language=None):
+    """([{"wer", "cer"} of each text], {"wer", "cer"} of all: errors of all over words of all); None
+    without words.
+    """
+    rows, totals = [], {"wer": np.zeros(2, int), "cer": np.zeros(2, int)}
+    for said, heard in zip(references, hypotheses, strict=True):
+        found = {"wer": word_errors([said], [heard], language),
+                 "cer": character_errors([said], [heard], language)}
+        rows.append({key: errors / length if length else None
+                     for key, (errors, length) in found.items()})
+        for key, counts in found.items():
+            totals[key] += counts
+    return rows, {key: float(errors / length) if length else None
+                  for key, (errors, length) in totals.items()}
+
+
+# --------------------------------------------------------------------------------------------------
+# Words
+
+
+def recognise_pocketsphinx(waves, rate, grammar=None):
+    """[text] by CMU Sphinx's US English model, which its package contains. Raises UserError.
+
+    grammar: JSGF text; None: its large vocabulary, which is weak on anything but clear sentences.
+    """
+    require_package("pocketsphinx", "--asr_model")
+    import pocketsphinx
+    with tempfile.NamedTemporaryFile("w", suffix=".gram") as file:
+        file.write(grammar or "")
+        file.flush()
+        options = {"jsgf": file.name} if grammar else {}
+        try:
+            decoder = pocketsphinx.Decoder(samprate=RATE, loglevel="FATAL", **options)
+        except RuntimeError as error:
+            raise UserError("pocketsphinx cannot be started: a word of the grammar may not be in "
+                            f"its dictionary ({error})")
+    noise, heard = np.random.default_rng(0), []
+    for wave in waves:
+        wave = resample(np.asarray(wave, np.float32), rate, RATE)
+        quiet = np.zeros(3 * RATE // 10, np.float32)        # it misses words at the very ends
+        level = 0.6 / max(1e-6, np.abs(wave).max(initial=0))
+        wave = np.concatenate([quiet, wave * level, quiet])
+        wave = wave + noise.normal(0, 1e-3, len(wave))      # it stumbles over digital silence
+        decoder.start_utt()
+        decoder.process_raw((wave * 32767).astype(np.int16).tobytes(), full_utt=True)
+        decoder.end_utt()
+        found = decoder.hyp()       # read(2): a second way to say it
+        heard.append(re.sub(r"\(\d+\)", "", found.hypstr) if found else "")
+    return heard
+
+
+def recognise_command(waves, rate, command, time_limit=None):
+    """[text] by a command that gets paths of wav files and prints a line for each.
+
+    time_limit: seconds, after which all its processes are killed. Raises UserError then, and with
+    the last line that it printed when it fails.
+    """
+    import soundfile
+    with tempfile.TemporaryDirectory() as folder:
+        paths = []
+        for wave in waves:
+            paths.append(f"{folder}/{len(paths):05d}.wav")
+            soundfile.write(paths[-1], wave, rate, subtype="PCM_16")
+        try:
+            process = lifetime.start([*shlex.split(command), *paths], encoding="utf-8",
+                                     errors="replace", stdout=subprocess.PIPE,
+                                     stderr=subprocess.PIPE)
+        except (OSError, ValueError) as error:
+            raise UserError(f"--asr_command {command}: cannot be started ({error})")
+        try:
+            said, messages = process.communicate(timeout=time_limit)
+        except subprocess.TimeoutExpired:
+            raise UserError(f"--asr_command {command}: has not heard {len(paths)} files in "
+                            f"{time_limit:g} s (--asr_time_limit)")
+        finally:        # what it started may outlive it
+            lifetime.end(process)
+    lines = said.splitlines()
+    if process.returncode or len(lines) != len(paths):
+        last = (messages.strip().splitlines() or ["nothing on stderr"])[-1]
+        raise UserError(f"--asr_command {command}: status {process.returncode}, {len(lines)} lines "
+                        f"for {len(paths)} files; last message: {last}")
+    return [line.strip() for line in lines]
+
+
+def load_model(flag, path, class_name, unused=()):
+    """(transformers model, its feature extractor). unused: beginnings of weights that may be
+    missing. Raises UserError.
+    """
+    try:
+        import transformers
+        transformers.logging.disable_progress_bar()
+        transformers.logging.set_verbosity_error()      # missing weights are told below
+        if class_name is None:      # of a recogniser: it says itself how it writes
+            config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+            ctc = (config.architectures or [""])[0].endswith("ForCTC")
+            class_name = "AutoModelForCTC" if ctc else "AutoModelForSpeechSeq2Seq"
+        model, info = getattr(transformers, class_name).from_pretrained(
+            path, output_loading_info=True, trust_remote_code=False)
+        extractor = transformers.AutoFeatureExtractor.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:
+        raise UserError(f"{flag} {path}: cannot be loaded as {class_name or 'a speech recogniser'} "
+                        f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]})")
+    missing = sorted(name for name in info["missing_keys"] if not name.startswith(tuple(unused)))
+    if missing:     # transformers would go on with random ones
+        raise UserError(f"{flag} {path}: is not such a model: {len(missing)} weights are missing, "
+                        f"first {missing[0]}")
+    return model.eval(), extractor
+
+
+def load_recogniser(path):
+    """(model, feature extractor, tokenizer) of any recogniser of transformers. Raises UserError."""
+    model, extractor = load_model("--asr_model", path, None)
+    from transformers import AutoTokenizer
+    try:
+        return model, extractor, AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:
+        raise UserError(f"--asr_model {path}: its tokenizer cannot be loaded "
+                        f"({(str(error).splitlines() or [''])[0]})")
+
+
+@torch.inference_mode()
+def recognise_transformers(waves, rate, recogniser, language=None, batch_size=8, names=None,
+                           notes=None):
+    """[text] by load_recogniser's, greedy. Raises UserError for a language unknown to Whisper.
+
+    language: for Whisper, None: it finds out. Whisper hears the first 30 s: notes gets a line with
+    the name of a longer clip. Others hear one clip at a time: padding would change what group norms
+    see.
+    """
+    model, extractor, tokenizer = recogniser
+    whisper, target = model.config.model_type == "whisper", extractor.sampling_rate
+    options = {"language": language, "task": "transcribe"} if language and whisper else {}
+    heard, waves = [], iter(waves)
+    while batch := list(itertools.islice(waves, batch_size if whisper else 1)):
+        batch = [resample(np.asarray(wave, np.float32), rate, target) for wave in batch]
+        for number, wave in enumerate(batch, len(heard)):
+            if whisper and len(wave) > extractor.n_samples and notes is not None:
+                notes.append(f"{names[number]}: only the first {extractor.chunk_length} s of "
+                             f"{len(wave) / target:.1f} s were heard")
+        least = 1 if whisper else int(SHORTEST_VOICE_S * target)    # its first filters are as long
+        batch = [np.pad(wave, (0, max(0, least - len(wave)))) for wave in batch]
+        if whisper:
+            inputs = extractor([wave[:extractor.n_samples] for wave in batch], sampling_rate=target,
+                               return_tensors="pt", return_attention_mask=True)
+        else:
+            inputs = extractor(batch[0], sampling_rate=target, return_tensors="pt")
+        inputs = inputs.to(model.device)
+        if not model.can_generate():
+            heard += tokenizer.batch_decode(model(**inputs).logits.argmax(-1))
+            continue
+        try:
+            ids = model.generate(**inputs, do_sample=False, num_beams=1, **options)
+        except ValueError as error:
+            if not language:
+                raise
+            raise UserError(f"--language {language}: {str(error).splitlines()[0]}")
+        heard += tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return heard
+
+
+# --------------------------------------------------------------------------------------------------
+# Voices
+
+
+def load_x_vectors(path):
+    """(embed(wave at RATE) -> unit (D,) float64, its model) of a transformers x-vector model.
+
+    One clip at a time: padding would change what group norms see. Raises UserError.
+    """
+    model, extractor = load_model("--speaker_model", path, "AutoModelForAudioXVector",
+                                  ("classifier.", "objective."))
+
+    @torch.inference_mode()
+    def embed(wave):
+        inputs = extractor(wave, sampling_rate=extractor.sampling_rate, return_tensors="pt")
+        found = model(inputs.input_values.to(model.device)).embeddings[0].double().cpu()
+        return (found / found.norm()).numpy()
+    return embed, model
+
+
+def load_voices():
+    """embed(wave at RATE) -> unit (256,) float32: the encoder in the Resemblyzer package.
+
+    The d-vectors of Wan et al., "Generalized end-to-end loss for speaker verification", 2018. Only
+    the package's weights are read: its own code needs packages that no longer install. It trims
+    silence first; this does not. Raises UserError.
+    """
+    require_package("resemblyzer", "--speaker_model", "--no-deps Resemblyzer")
+    from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
+    folder = Path(importlib.util.find_spec("resemblyzer").submodule_search_locations[0])
+    state = torch.load(folder / "pretrained.pt", map_location="cpu",
+                       weights_only=True)["model_state"]
+    lstm, linear = torch.nn.LSTM(40, 256, 3, batch_first=True), torch.nn.Linear(256, 256)
+    for part, module in (("lstm.", lstm), ("linear.", linear)):
+        module.load_state_dict({key.removeprefix(part): value for key, value in state.items()
+                                if key.startswith(part)})
+        module.eval()
+    filters = mel_filter_bank(201, 40, 0.0, RATE / 2, RATE, "slaney", "slaney")
+    # frames of 10 ms: of a stretch, between two stretches
+    window, size, step = window_function(400, "hann"), 160, 77
+
+    @torch.inference_mode()
+    def embed(wave):
+        level = 10 * np.log10(max(1e-12, np.mean(np.square(wave))))
+        wave = wave * 10 ** (max(0, -30 - level) / 20)              # dBFS; louder ones stay
+        frames = -(-(len(wave) + 1) // 160)
+        starts = list(range(0, max(1, frames - size + step + 1), step))
+        if len(starts) > 1 and (len(wave) - 160 * starts[-1]) / (160 * size) < 0.75:
+            starts.pop()
+        wave = np.pad(wave, (0, max(0, 160 * (starts[-1] + size) - len(wave))))
+        mel = spectrogram(wave, window, 400, 160, power=2.0, mel_filters=filters,
+                          pad_mode="constant").T
+        stretches = np.stack([mel[i:i + size] for i in starts]).astype(np.float32)
+        found = torch.relu(linear(lstm(torch.from_numpy(stretches))[1][0][-1]))
+        mean = torch.nn.functional.normalize(found, dim=1).mean(0)
+        return (mean / mean.norm()).numpy()
+    return embed
+
+
+def likeness(waves, reference_waves, rate, embed):
+    """[cosine or None] of each wave's voice and its reference's; None where one is shorter than
+    SHORTEST_VOICE_S.
+
+    embed: of load_voices or load_x_vectors. By the former one voice gives about 0.87 to 0.92, two
+    give 0.46 to 0.69 (measured on synthetic voices: take your own recordings' as the yardstick).
+    """
+    known = {}
+
+    def voice(wave):
+        if len(wave) < SHORTEST_VOICE_S * rate:
+            return None
+        if id(wave) not in known:       # one reference may serve all
+            known[id(wave)] = wave, embed(resample(np.asarray(wave, np.float32), rate, RATE))
+        return known[id(wave)][1]
+    both = [(voice(wave), voice(reference))
+            for wave, reference in zip(waves, reference_waves, strict=True)]
+    return [None if ours is None or theirs is None else float(ours @ theirs)
+            for ours, theirs in both]
+
+
+def dnsmos(waves, rate):
+    """[overall quality, 1 to 5] by DNSMOS P.835 (Reddy et al. 2022), of the speechmos package.
+
+    None for an empty wave. It judges noise and distortion, not words; short clips are repeated up
+    to 9 s. Raises UserError.
+    """
+    require_package("speechmos", "--mos", "speechmos onnxruntime")
+    try:
+        from speechmos import dnsmos as model
+    except ImportError as error:
+        raise UserError(f"--mos: pip install speechmos onnxruntime ({error})")
+    waves = [resample(np.asarray(wave, np.float32), rate, RATE) for wave in waves]
+    return [float(model.run(np.clip(wave, -1, 1), sr=RATE)["ovrl_mos"]) if len(wave) else None
+            for wave in waves]
+
+
+# --------------------------------------------------------------------------------------------------
+# All of them
+
+
+@dataclass
+class Judges:
+    """What judges speech; None, or False, where nothing does."""
+    hear: Callable | None       # hear(waves, rate, names, notes) -> [text]
+    embed: Callable | None      # of load_voices or load_x_vectors
+    mos: bool                   # DNSMOS
+    language: str | None        # of normaliser
+    models: list                # of transformers, on the host until they are needed
+
+    @contextlib.contextmanager
+    def on(self, device):
+        """Within this context the models are on a device."""
+        try:
+            for model in self.models:
+                model.to(device)
+            yield
+        finally:
+            for model in self.models:
+                model.to("cpu")
+
+
+@functools.cache
+def load_judges(asr_model=None, asr_command=None, speaker_model=None, mos=False, language=None,
+                batch_size=8, asr_time_limit=None):
+    """Judges of the flags of these names, loaded on the host, once in a process. UserError."""
+    hear, embed, models = None, None, []
+    if asr_command:
+        def hear(waves, rate, names, notes):
+            return recognise_command(waves, rate, asr_command, asr_time_limit)
+        hear([np.zeros(RATE, np.float32)], RATE, ["silence"], [])       # a wrong path is found now
+    elif asr_model == "pocketsphinx":
+        require_package("pocketsphinx", "--asr_model")
+
+        def hear(waves, rate, names, notes):
+            return recognise_pocketsphinx(waves, rate)
+    elif asr_model:
+        recogniser = load_recogniser(asr_model)
+        models.append(recogniser[0])
+
+        def hear(waves, rate, names, notes):
+            return recognise_transformers(waves, rate, recogniser, language, batch_size, names,
+                                          notes)
+    if speaker_model == "resemblyzer":
+        embed = load_voices()
+    elif speaker_model:
+        if speaker_model.endswith(".pth"):
+            from speech.verification import load
+        else:
+            load = load_x_vectors
+        embed, model = load(speaker_model)
+        models.append(model)
+    if mos:
+        dnsmos([], RATE)        # is it there?
+    return Judges(hear, embed, mos, language, models)

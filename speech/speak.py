@@ -1,0 +1,714 @@
+"""Speak with Higgs-Audio: prompts as in training, generation, the best of several takes, files.
+
+A prompt takes the trainer's path from conversation to tokens (conversations.py, builder.py,
+labels.py) and is cut off after the last <|audio_out_bos|>, so the model hears what it was trained
+on. Generation is the native class' (V2) or v3.generate, with what it needs beyond its defaults: the
+end-of-stream id, repetition-aware sampling, room for the delay pattern, and a time limit.
+
+    prompts = prepare(text_prompts([("1", "Good morning.")], normalize=True), tokenizer, ids, ...)
+    codes, ended_by = generate(native, prompts, ids, sampling(config, 30.0), seed, device)[0]
+    wave = decode(codec, codes)
+"""
+import contextlib
+import io
+import json
+import os
+import re
+import struct
+import tempfile
+import textwrap
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from core.checkpoint import write_atomically
+from core.cli import UserError, problem_text, require
+from core.dist import error_names_file
+from core.json_files import read_text
+from speech import versions, weights    # weights explains a torchaudio that breaks transformers
+from speech.builder import TableBuilder
+from speech.code_cache import FRAME_RATE, SAMPLE_RATE
+from speech.conversations import (
+    DEFAULT_SYSTEM,
+    SCENE,
+    BadSample,
+    Clip,
+    Paths,
+    Sample,
+    Turn,
+    canonical_turns,
+    mark_trained,
+    normalise_requests,
+    system_parts,
+    trimmed,
+)
+from speech.decode import SAVED, check_codes, decode_audio, filled, holds_codes, read_codes
+from speech.encode import encode_clip
+from speech.labels import TokenIds
+from speech.rows import read_samples
+from speech.text_normalization import heard
+
+from core import adapters  # isort: skip      # after weights
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList  # isort: skip
+
+MIN_TOKENS = 8          # transformers' delay processor miscounts on shorter prompts
+DRAW_FLAGS = ("temperature", "top_k", "top_p", "ras_window", "ras_repeats")
+STRIDE = 1_000_003      # between the seeds of a prompt's takes: batches number theirs one by one
+PAUSE_S = 0.12          # of silence between parts of a long text
+FADE_S = 0.01           # at both ends of a part, so that a joint makes no click
+MEL_BANDS, MEL_WINDOW, MEL_HOP = 80, 1024, 240      # 10 ms a column
+MEL_HERTZ = (500, 1000, 2000, 4000, 8000)           # marked in a picture
+# scripts that matplotlib's font would draw as boxes
+UNDRAWN = re.compile("[\u0590-\u1dff\u2e80-\U0010ffff]")
+
+# --------------------------------------------------------------------------------------------------
+# Prompts
+
+
+@dataclass
+class Prompt:
+    """What the model sees before it speaks."""
+    name: str               # of the files to be written
+    source: str             # its place in the user's files
+    text: str               # what is to be heard
+    tokens: np.ndarray      # (n,) int64 up to <|audio_out_bos|>, a row of codes for each <|AUDIO_OUT|>
+    audio_ids: np.ndarray   # (a, 8) int64 delayed codes of the clips in it
+    is_audio: np.ndarray    # (n,) bool, where those are among the tokens
+    references: list        # those clips, as far as they are recordings
+    target: Clip | None     # the true recording, where the file has one
+    target_seconds: float | None = None
+
+
+def read_prompts(path, normalize):
+    """Samples of a prompt file: ChatML (.json, .jsonl; with or without the target clip), a list of
+    Seed-TTS-eval (.lst), else one text a line.
+
+    normalize: the texts to speak, by text_normalization.normalise. Raises UserError with every
+    prompt that cannot be used.
+    """
+    path, problems = Path(path), []
+    if path.suffix.lower() == ".lst":
+        return list_prompts(path, normalize)
+    if path.suffix.lower() not in (".json", ".jsonl"):
+        return text_prompts(read_lines(path), normalize)
+    samples = list(read_samples(path, problems, canonical_prompt, normalize=normalize))
+    if problems:
+        raise UserError(problem_text(problems))
+    require(samples, f"{path}: holds no prompts")
+    return samples
+
+
+def canonical_prompt(name, entry, paths, normalize=False):
+    """One raw sample -> Sample to be spoken; its last turn is the assistant's and ends with the
+    clip to generate.
+
+    The sample may hold that clip already, as training data does; else it is Clip(""). normalize:
+    the text to speak, and those before it that training on this sample would normalise. Raises
+    BadSample.
+    """
+    turns, rewritten, recognised = canonical_turns(entry, paths)
+    asked = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=0)
+    spoken = [i for i, turn in enumerate(turns)
+              if i > asked and turn.role == "assistant" and turn.clips]
+    if spoken:
+        turns, answer = turns[:spoken[-1] + 1], turns[spoken[-1]]
+        last = max(i for i, part in enumerate(answer.parts) if isinstance(part, Clip))
+        answer.parts = answer.parts[:last + 1]
+    else:
+        turns.append(Turn("assistant", [Clip("")], None))
+    sample = Sample(name, [trimmed(t) for t in turns], str(entry.get("speaker") or ""), recognised)
+    if not spoken_text(sample):
+        raise BadSample("has no text to speak: no user text stands before the clip to generate")
+    if normalize:
+        if entry.get("start_index") is not None:
+            # the prompt may lack the clip that would be trained
+            with contextlib.suppress(BadSample):
+                mark_trained(turns, entry["start_index"], rewritten, len(entry["messages"]))
+        turns[-1].trained = True
+        normalise_requests(turns)
+    return sample
+
+
+def spoken_text(sample):
+    """The text of a canonical_prompt that is to be heard."""
+    before, answer = sample.turns[-2:]
+    asked = before.text if before.role == "user" else ""
+    return (answer.text or asked).strip()
+
+
+def read_lines(path):
+    """[(name, text)] of a file with one text a line, without empty lines. Raises UserError."""
+    lines = enumerate(read_text(path).splitlines(), 1)
+    texts = [(f"{path} line {number}", line.strip()) for number, line in lines if line.strip()]
+    require(texts, f"{path}: holds no text")
+    return texts
+
+
+def text_prompts(named_texts, normalize, reference_audio=None, reference_text=None, system=None,
+                 scene=None):
+    """[(name, text)] -> Samples: plain, or in the voice of one reference clip. Raises UserError.
+
+    normalize: of read_prompts. system: of all of them; None: by each text, as in training.
+    """
+    reference = []
+    if reference_audio:
+        reference = [{"role": "user", "content": reference_text}] * bool(reference_text)
+        reference += [{"role": "assistant",
+                       "content": {"type": "audio", "audio_url": reference_audio}}]
+
+    def messages(text):
+        said, heard_in = system, scene
+        if not system:
+            said, heard_in = system_parts(text, scene, references=bool(reference))
+        content = said + ("\n\n" + SCENE.format(heard_in) if heard_in else "")
+        return [{"role": "system", "content": content}, *reference,
+                {"role": "user", "content": text}]
+
+    return prompts_of(named_texts, messages, Path.cwd(), normalize)
+
+
+def prompts_of(named, messages, base, normalize):
+    """Samples of [(name, line)]. messages(line): ChatML's, may raise BadSample. base: folder of the
+    audio files. Raises UserError with all that cannot be used.
+    """
+    paths, samples, problems = Paths(base), [], []
+    for name, line in named:
+        try:
+            entry = {"messages": messages(line)}
+            samples.append(canonical_prompt(name, entry, paths, normalize))
+        except BadSample as error:
+            problems.append(f"{name}: {error}")
+    if problems:
+        raise UserError(problem_text(problems))
+    return samples
+
+
+def list_prompts(path, normalize):
+    """Samples of Seed-TTS-eval's meta.lst: `name|text of the voice|voice.wav|text[|truth.wav]` a
+    line, paths relative to the list. Raises UserError.
+    """
+    def messages(line):
+        _, *fields = line.split("|")
+        if len(fields) not in (3, 4):
+            raise BadSample(f"{len(fields) + 1} fields between |, not 4 or 5 as in Seed-TTS-eval's "
+                            "meta.lst")
+        said, voice, text, *truth = fields
+        clip = {"type": "audio", "audio_url": voice}
+        answers = [{"role": "assistant", "content": clip | {"audio_url": url}} for url in truth]
+        return [{"role": "system", "content": DEFAULT_SYSTEM}, {"role": "user", "content": said},
+                {"role": "assistant", "content": clip}, {"role": "user", "content": text}, *answers]
+
+    lines = read_lines(path)
+    samples = prompts_of(lines, messages, path.parent, normalize)
+    for sample, (_, line) in zip(samples, lines):
+        sample.name = line.partition("|")[0]
+    return samples
+
+
+def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
+    """Samples of canonical_prompt -> Prompts, their clips encoded by `codec` (of load_codec).
+
+    room: tokens a prompt may have. numbers: which prompts these are, for their names (default: 0,
+    1, ...). Raises UserError with every prompt that is too long or whose audio is bad.
+    """
+    builder, problems, codes, sounds = TableBuilder(tokenizer, ids), [], {}, set()
+    for sample in samples:
+        sample.turns[-1].trained = True         # what is to be spoken is what would be trained
+    builder.add(samples, problems)
+    for what, n in sorted(builder.left_out.items()):
+        print(f"notice     {n} prompts {what}")
+    users = {}      # clip: the prompts that it is heard in
+    for i in range(len(builder)):
+        for number in builder.clips_of(i)[:-1]:
+            users.setdefault(number, {})[builder.names[i].tobytes().decode()] = True
+    for number in sorted(users):
+        clip, why = builder.clips[number], ""
+        try:
+            if holds_codes(clip.path):          # heard as they are, without a way through sound
+                codes[number] = read_codes(clip.path)[1].astype(np.int64)
+                check_codes(codes[number], clip.offset, ids.num_codebooks, ids.stream_bos)
+                continue
+            sounds.add(number)
+            wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
+            codes[number] = encode_clip(codec, filled(wave) if clip.filled else wave, bandwidth,
+                                        ids.num_codebooks)
+        except ValueError as error:
+            why = str(error)
+        except torch.OutOfMemoryError:
+            why = f"{len(wave) / SAMPLE_RATE:.0f} s are too long to encode on this device"
+        problems += [f"{name}: its audio {clip.path}: {why}" for name in users[number] if why]
+    if problems:
+        raise UserError(problem_text(problems))
+    prompts = []
+    for i, (sample, number) in enumerate(zip(samples, numbers or range(len(samples)))):
+        clips, tokens = builder.clips_of(i), builder.tokens[i].astype(np.int64)
+        tokens = tokens[:np.flatnonzero(tokens == ids.audio_placeholder_id)[-1]]
+        row = ids.assemble(tokens, np.zeros(len(tokens), bool), [codes[c] for c in clips[:-1]])
+        target, recorded, length = builder.clips[clips[-1]], False, None
+        try:
+            recorded = target.path and not holds_codes(target.path)
+            length = clip_seconds(target) if recorded else None
+        except ValueError as error:
+            problems.append(f"{sample.name}: its true recording {target.path} {error}; mend it, or "
+                            "leave it out")
+        prompts.append(Prompt(
+            f"{number:04d}", sample.name, spoken_text(sample), row["input_ids"], row["audio_ids"],
+            row["is_audio"], [builder.clips[c] for c in clips[:-1] if c in sounds],
+            target if recorded else None, length))
+        size = len(row["input_ids"])
+        assert size >= MIN_TOKENS or not isinstance(ids, TokenIds)
+        if size > room:
+            problems.append(f"{sample.name}: {size} tokens; the model's positions have room for "
+                            f"{max(0, room)} beside the speech to come: shorten it, or allow fewer "
+                            "seconds of speech")
+    if problems:
+        raise UserError(problem_text(problems))
+    return prompts
+
+
+def clip_seconds(clip):
+    """Length of a Clip from its file's header; raises ValueError with the reason."""
+    import soundfile
+    try:
+        whole = soundfile.info(clip.path).duration
+    except (soundfile.SoundFileError, OSError) as error:
+        reason = str(error).rpartition(": ")[2].strip().rstrip(".")
+        raise ValueError(f"is not readable audio ({reason})")
+    left = whole - (clip.offset or 0)
+    if left <= 0:
+        raise ValueError(f"has nothing from {clip.offset} s on: it is {whole:.2f} s long")
+    return min(clip.duration or left, left)
+
+
+def prompt_batch(prompts, ids):
+    """Keyword arguments of native generate, int64 on the CPU: tokens padded on the left, rows of
+    codes on the right.
+    """
+    width, rows = max(len(p.tokens) for p in prompts), max(len(p.audio_ids) for p in prompts)
+    input_ids = np.full((len(prompts), width), ids.pad)
+    audio_ids = np.full((len(prompts), rows, ids.num_codebooks), ids.stream_eos)
+    for i, p in enumerate(prompts):
+        input_ids[i, width - len(p.tokens):] = p.tokens
+        audio_ids[i, :len(p.audio_ids)] = p.audio_ids
+    tokens, counts = (np.array([len(getattr(p, key)) for p in prompts])[:, None]
+                      for key in ("tokens", "audio_ids"))
+    mask = (np.arange(width) >= width - tokens).astype(np.int64)
+    batch = {"input_ids": input_ids, "attention_mask": mask}
+    if rows:        # without any clip transformers wants no audio at all
+        batch |= {"audio_input_ids": audio_ids, "audio_input_ids_mask": np.arange(rows) < counts}
+    return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+
+# --------------------------------------------------------------------------------------------------
+# Generation
+
+
+def load_model(folder, config, adapter, dtype, device, four_bits=False):
+    """Native model for generate on the device, in eval mode; an adapter stays apart, in fp32.
+
+    config: the folder's config.json dict. adapter: PEFT folder or None. four_bits: the base's
+    layers as nf4.py has them. Raises UserError.
+    """
+    module = versions.module(config)
+    native = net = module.empty_model(config, dtype, folder)
+    parts = module.weight_parts(folder, config)
+    weights.check_weights(native, parts, folder)
+    if adapter:
+        net = adapters.add_saved(native, adapter, whole=module.WHOLE_MODULES)
+        require(not (four_bits and net.peft_config["default"].use_dora),
+                f"--base_dtype nf4: {adapter} is DoRA, which needs the weights themselves")
+    load = weights.load_weights
+    if four_bits:
+        from core import nf4
+        for name, parameter in native.named_parameters():      # what is frozen is converted
+            parameter.requires_grad_("lora_" in name)
+        nf4.convert(module.layers(native))
+        load = partial(nf4.load_weights, native, load)
+    net.to_empty(device=device)
+    module.reset_buffers(native, device)
+    named = adapters.base_weights(net) if adapter else dict(native.named_parameters())
+    load(named, parts, None)
+    if adapter:
+        adapters.load_adapters(net, adapter)
+    return native.eval()
+
+
+def draws(config, given):
+    """{name of DRAW_FLAGS: value}: what is given, else the model's default. UserError."""
+    given = {name: value for name, value in given.items() if value is not None}
+    own = versions.module(config).DRAWS
+    require(given.keys() <= own.keys(), "--ras_window and --ras_repeats: not of Higgs TTS 3")
+    return {**own, **given}
+
+
+def sampling(config, max_seconds, **given):
+    """Settings for generate(): a GenerationConfig of the native class, or a v3.Sampling.
+
+    max_seconds: of speech. given: of draws. temperature 0: greedy, without the random draws of
+    repetition-aware sampling. ras_window, ras_repeats: a code that is there so often among so many
+    before it is drawn again from the untempered distribution (0 = off). Raises UserError. Never
+    without an end-of-stream id: generation would not stop.
+    """
+    how, frames = draws(config, given), max(1, round(max_seconds * FRAME_RATE))
+    if versions.is_third(config.model_type):
+        return versions.module(config).Sampling(
+            **how, max_new_tokens=frames + config.num_codebooks - 1)
+    ras = how["temperature"] and how["ras_window"] and how["ras_repeats"]
+    drawn = {"do_sample": False}
+    if how["temperature"]:
+        drawn = {"do_sample": True, **{name: how[name] for name in DRAW_FLAGS[:3]}}
+    return GenerationConfig(**drawn, ras_win_len=how["ras_window"] if ras else None,
+                            ras_win_max_num_repeat=how["ras_repeats"] if ras else None,
+                            max_new_tokens=frames + config.num_codebooks + 1,
+                            eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
+
+
+class Deadline(StoppingCriteria):
+    """Ends generation at a time.monotonic() moment, or when asked() says so."""
+
+    def __init__(self, moment, asked):
+        self.moment, self.asked = moment, asked
+
+    def __call__(self, input_ids, scores, **kwargs):
+        done = bool(time.monotonic() > self.moment or self.asked())
+        return torch.full((len(input_ids),), done, device=input_ids.device)
+
+
+@torch.no_grad()
+def generate(native, prompts, ids, settings, seed, device, moment=float("inf"),
+             asked=lambda: False):
+    """[(codes (T, 8) int64, ended_by "eos" | "length" | "time")] of a batch of Prompts.
+
+    native: the model on the device, adapters inside, in eval mode. settings: from sampling(). The
+    draws depend on seed and batch alone, and leave torch's random state as it was. moment, asked:
+    as for Deadline.
+    """
+    if versions.is_third(native.config.model_type):
+        inputs = [(p.tokens, p.is_audio, p.audio_ids) for p in prompts]
+        spoken = versions.module(native.config).generate(
+            native, inputs, settings, seed, lambda: time.monotonic() > moment or asked())
+        # a row cut off early may hold special codes; the servers decode those as code 0, too
+        return [(np.where(codes.numpy() < ids.stream_bos, codes.numpy(), 0), how)
+                for codes, how in spoken]
+    batch = {name: tensor.to(device) for name, tensor in prompt_batch(prompts, ids).items()}
+    before = batch["audio_input_ids"].shape[1] if "audio_input_ids" in batch else 0
+    # else unset values come from the model's
+    own, native.generation_config = native.generation_config, settings
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            # synced_gpus would ask every rank at each step, by default whenever FSDP2 is seen
+            out = native.generate(**batch, return_dict_in_generate=True, synced_gpus=False,
+                                  stopping_criteria=StoppingCriteriaList([Deadline(moment, asked)]))
+    finally:
+        native.generation_config = own
+    rows, most = out.audio_sequences[:, before:].cpu().numpy(), settings.max_new_tokens
+    spoken = [undelay(row, ids, "length" if len(row) >= most else "time") for row in rows]
+    return [(codes[:most - ids.num_codebooks - 1], ended_by) for codes, ended_by in spoken]
+
+
+def undelay(rows, ids, cut_by):
+    """(R, 8) generated rows, the first all begin-of-stream -> (codes (T, 8), "eos" or cut_by).
+
+    The inverse of labels.delay_rows. Codebook 0's end-of-stream decides the length; a stray special
+    id inside becomes the nearest code, as in transformers' processor.
+    """
+    ended = np.flatnonzero((rows == ids.stream_eos).all(axis=1))
+    rows = rows[:ended[0]] if len(ended) else rows
+    first_end = np.flatnonzero(rows[:, 0] == ids.stream_eos)
+    frames = len(rows) - ids.num_codebooks
+    frames = max(0, min(frames, first_end[0] - 1) if len(first_end) else frames)
+    codes = np.stack([rows[k + 1:k + 1 + frames, k] for k in range(ids.num_codebooks)], axis=1)
+    return codes.clip(0, ids.stream_bos - 1), "eos" if len(ended) else cut_by
+
+
+@torch.no_grad()
+def decode(codec, codes):
+    """(T, 8) codes -> (960 T,) float32 mono waveform at 24 kHz, numpy."""
+    if not len(codes):
+        return np.zeros(0, np.float32)
+    codes = torch.from_numpy(codes.T.astype(np.int64))[None].to(codec.device)
+    return codec.decode(codes).audio_values[0, 0].float().cpu().numpy()
+
+
+# --------------------------------------------------------------------------------------------------
+# The best of several takes
+
+
+def speak(native, codec, ids, settings, prompts, seed, takes=1, listeners=None):
+    """[(codes, ended_by, wave, {fact: value})] of each Prompt: of so many takes the best.
+
+    A take ranks by its end (by itself or not), then by character errors, then by likeness to the
+    voice. listeners: judges.Judges or None. A faultless take ends the search, unless likeness is
+    asked for.
+    """
+    if takes == 1:
+        spoken = generate(native, prompts, ids, settings, seed, codec.device)
+        return [(codes, ended_by, decode(codec, codes), {}) for codes, ended_by in spoken]
+    kept, left = [None] * len(prompts), list(range(len(prompts)))
+    for take in range(takes):
+        some = [prompts[i] for i in left]
+        spoken = generate(native, some, ids, settings, seed + take * STRIDE, codec.device)
+        waves = [decode(codec, codes) for codes, _ in spoken]
+        facts = listen(some, waves, listeners, codec.device)
+        for i, (codes, ended_by), wave, found in zip(left, spoken, waves, facts):
+            bad = ended_by != "eos" or not len(codes)
+            rank = bad, found.get("cer") or 0.0, -(found.get("speaker_similarity") or 0.0)
+            if kept[i] is None or rank < kept[i][0]:
+                kept[i] = rank, (codes, ended_by, wave, {**found, "take": take})
+        left = [i for i in left if kept[i][0][:2] != (False, 0.0) or listeners.embed]
+        if not left:
+            break
+    return [found for _, found in kept]
+
+
+def listen(prompts, waves, listeners, device):
+    """[{fact: value}] of what judges.Judges find in each Prompt's wave.
+
+    Likeness is to the voice to be cloned, else to the true recording.
+    """
+    from speech import judges
+    facts = [{} for _ in prompts]
+    with listeners.on(device):
+        if listeners.hear:
+            names, texts = [p.name for p in prompts], [heard(p.text) for p in prompts]
+            said = listeners.hear(waves, SAMPLE_RATE, names, [])
+            rates, _ = judges.word_rates(texts, said, listeners.language)
+            facts = [{"heard": text, **row} for text, row in zip(said, rates)]
+        if listeners.embed:
+            clips = [p.references[-1] if p.references else p.target for p in prompts]
+            known = {clip: judges.read_audio(clip.path, clip.offset, clip.duration)
+                     for clip in clips if clip}
+            voices = [known.get(clip, np.zeros(0, np.float32)) for clip in clips]
+            likes = judges.likeness(waves, voices, SAMPLE_RATE, listeners.embed)
+            facts = [{**about, "speaker_similarity": like} for about, like in zip(facts, likes)]
+    return facts
+
+
+def good_rows(samples, records, max_cer, min_frames):
+    """[ChatML row] of takes that ended by themselves with at most max_cer character errors: what a
+    Sample of read_prompts asks for, said by the very codes of its take.
+
+    records: what the JSON file of each says. min_frames: of what can be trained.
+    """
+    def item(part):
+        if not isinstance(part, Clip):
+            return {"type": "text", "text": part}
+        return {"type": "audio", "audio_url": part.path, "offset": part.offset,
+                "duration": part.duration}
+
+    rows = []
+    for sample, about in zip(samples, records, strict=True):
+        ended = about["ended_by"] == "eos" and about["frames"] >= min_frames
+        if ended and about["cer"] is not None and about["cer"] <= max_cer:
+            *before, answer = sample.turns
+            answer = replace(answer, parts=[*answer.parts[:-1], Clip(about["name"] + SAVED)])
+            messages = [{"role": turn.role, "content": list(map(item, turn.parts))}
+                        for turn in (*before, answer)]
+            rows.append({"messages": messages, "cer": about["cer"],
+                         "normalize_text": about["normalize_text"]})
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------
+# Long texts, part by part
+
+# marks that hold for what follows: who speaks, and Higgs TTS 3's tags but those of a single spot
+MARK = re.compile(r"(\[SPEAKER\d+\]|<\|(?:emotion|style|prosody):(?!pause|long_pause)\w+\|>)")
+SENTENCE = re.compile(r"(?<=[.!?…])\s+|(?<=[。！？])")        # ends there
+
+
+def parts(text, most):
+    """[(speaker or "", part)] of a text, each part of at most `most` characters but for longer
+    words and its marks: cut after sentences, and longer sentences between words.
+
+    A part never goes on past a mark, and begins with the marks that hold for it.
+    """
+    if len(text) <= most:
+        return [("", text)]
+    found, speaker, tags = [], "", {}
+    for number, piece in enumerate(MARK.split(text)):
+        if number % 2:      # a mark
+            if piece.startswith("["):
+                speaker, tags = piece, {}
+            else:
+                category, _, value = piece.strip("<|>").partition(":")
+                kind = value.partition("_")[0] if category == "prosody" else ""
+                tags[category, kind] = piece
+            continue
+        own = []
+        for sentence in SENTENCE.split(piece.strip()):
+            for words in textwrap.wrap(sentence, most, break_long_words=False,
+                                       break_on_hyphens=False):
+                if own and len(own[-1]) + 1 + len(words) <= most:
+                    own[-1] += ("" if own[-1][-1] in "。！？" else " ") + words
+                else:
+                    own.append(words)
+        start = f"{speaker} " * bool(speaker) + "".join(tags.values())
+        found += [(speaker, start + words) for words in own]
+    return found
+
+
+def join(waves):
+    """(n,) of waves one after another, faded at their ends, with a pause between."""
+    ramp = np.linspace(0, 1, round(FADE_S * SAMPLE_RATE), dtype=np.float32)
+    pause, pieces = np.zeros(round(PAUSE_S * SAMPLE_RATE), np.float32), []
+    for wave in waves:
+        wave, n = wave.copy(), min(len(wave) // 2, len(ramp))
+        wave[:n] *= ramp[:n]
+        wave[len(wave) - n:] *= ramp[:n][::-1]
+        pieces += [wave, pause]
+    return np.concatenate(pieces[:-1])
+
+
+def speak_parts(texts, references, prepare, speak_some, listeners=None, write=None):
+    """[(codes, ended_by, wave, facts)] of texts, each a list of parts(), spoken part by part.
+
+    references: of each text (path, what it says) or None: then a part is spoken after the codes of
+    its speaker's last part. prepare([(text number, part, reference)]) -> [Prompt].
+    speak_some(Prompts, round) -> speak()'s list. write(wave so far): of stream(), for one text.
+    """
+    said, last = [[] for _ in texts], {}        # last: {(text, speaker): what it said, a reference}
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(max(map(len, texts))):
+            now = [i for i, text in enumerate(texts) if turn < len(text)]
+            prompts = prepare([(i, texts[i][turn][1], references[i] or last.get(
+                (i, texts[i][turn][0]))) for i in now])
+            for i, prompt, found in zip(now, prompts, speak_some(prompts, turn)):
+                said[i].append((prompt, *found))
+                if len(found[0]) >= 8:      # the least that TTS 3 can hear
+                    path = str(Path(folder) / f"{i}-{turn}.npy")
+                    save_codes(path, found[0])
+                    last[i, texts[i][turn][0]] = path, texts[i][turn][1]
+                if write:
+                    write(join([wave for *_, wave, _ in said[i]]))
+    whole = []
+    for spoken in said:
+        prompts, codes, ends, waves, facts = zip(*spoken)
+        about = dict(facts[-1])
+        if listeners and listeners.hear:
+            from speech import judges
+            about["heard"] = " ".join(found["heard"] for found in facts)
+            text = heard(" ".join(prompt.text for prompt in prompts))
+            about |= judges.word_rates([text], [about["heard"]], listeners.language)[0][0]
+        ended_by = next((end for end in ends if end != "eos"), "eos")
+        whole.append((np.concatenate(codes), ended_by, join(waves), about))
+    return whole
+
+
+def stream(path):
+    """write(wave so far), for --stream: adds what is new to a WAV file, or raw to stdout ("-").
+
+    In a pipe the file's length is the largest there is. UserError for one that nobody reads.
+    """
+    import soundfile
+    raw, done = path == "-", 0
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK      # or a pipe would wait
+    try:
+        number = 1 if raw else os.open(path, flags, 0o666)
+    except OSError as error:
+        raise UserError(f"--stream {path}: {error.strerror}; of a pipe, start the reader first")
+    os.set_blocking(number, True)
+    file = open(number, "wb", closefd=False)
+
+    def header(size):
+        return struct.pack("<4sI8sIHHIIHH4sI", b"RIFF", size + 36, b"WAVEfmt ", 16, 1, 1,
+                           SAMPLE_RATE, 2 * SAMPLE_RATE, 2, 16, b"data", size)
+
+    def write(wave):
+        nonlocal done
+        sound = io.BytesIO()
+        soundfile.write(sound, wave[done:], SAMPLE_RATE, "PCM_16", format="RAW")
+        with error_names_file(path):
+            if not raw and not done:
+                file.write(header(2**32 - 38))
+            file.write(sound.getvalue())
+            file.flush()
+            done = len(wave)
+            if not raw and file.seekable():
+                os.pwrite(number, header(2 * done), 0)
+    return write
+
+
+# --------------------------------------------------------------------------------------------------
+# Pictures and files
+
+
+def log_mel(wave):
+    """(80, columns) mel spectrogram in dB of a 24 kHz waveform, a column every 10 ms."""
+    from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
+    wave = np.pad(wave, (0, max(0, MEL_WINDOW - len(wave))))
+    filters = mel_filter_bank(MEL_WINDOW // 2 + 1, MEL_BANDS, 0.0, SAMPLE_RATE / 2, SAMPLE_RATE,
+                              "slaney", "slaney")
+    return spectrogram(wave, window_function(MEL_WINDOW, "hann"), MEL_WINDOW, MEL_HOP, power=2.0,
+                       mel_filters=filters, mel_floor=1e-10, log_mel="dB")
+
+
+def mel_places(hertz):
+    """Where frequencies are on log_mel's axis of bands: band i is drawn from i to i + 1, its peak
+    in the middle.
+    """
+    from transformers.audio_utils import hertz_to_mel
+    top = hertz_to_mel(SAMPLE_RATE / 2, mel_scale="slaney")
+    return [hertz_to_mel(float(f), mel_scale="slaney") / top * (MEL_BANDS + 1) - 0.5 for f in hertz]
+
+
+def mel_picture(wave, title):
+    """(H, W, 3) uint8 picture of a waveform's mel spectrogram, to be read at half its size."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(4.4, 2.5), dpi=160, layout="constrained")
+    canvas, axes = FigureCanvasAgg(figure), figure.subplots()
+    mel = log_mel(wave)
+    picture = axes.imshow(mel, origin="lower", aspect="auto", cmap="magma", vmin=mel.max() - 80,
+                          vmax=mel.max(), extent=(0, mel.shape[1] * MEL_HOP / SAMPLE_RATE, 0,
+                                                  MEL_BANDS))
+    title = UNDRAWN.sub("\N{MIDDLE DOT}", title)
+    axes.set(xlabel="seconds", ylabel="Hz", title=title if len(title) <= 60 else title[:57] + "...")
+    axes.set_yticks(mel_places(MEL_HERTZ), MEL_HERTZ)
+    axes.title.set(fontsize=9, parse_math=False)
+    figure.colorbar(picture, label="dB")
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+def record(prompt, codes, ended_by, seed, real_time_factor):
+    """What is known about one spoken Prompt, for its JSON file."""
+    clip, voice = prompt.target, prompt.references[-1] if prompt.references else None
+    return {"name": prompt.name, "text": prompt.text, "source": prompt.source, "seed": seed,
+            "frames": len(codes), "seconds": len(codes) / FRAME_RATE,
+            "real_time_factor": real_time_factor, "ended_by": ended_by,
+            "reference_audio": voice and voice.path, "reference_offset": voice and voice.offset,
+            "reference_seconds": voice and voice.duration, "target_audio": clip and clip.path,
+            "target_offset": clip and clip.offset, "target_seconds": prompt.target_seconds}
+
+
+def save_codes(path, codes):
+    """Write (T, 8) codes as a .npy file of int16."""
+    with open(path, "wb") as file:
+        np.save(file, codes.astype(np.int16))
+
+
+def write_sample(folder, name, wave, picture, about):
+    """Write <name>.wav (24 kHz, 16 bit), <name>.png and then <name>.json; each appears whole.
+
+    The JSON file has `about` and "clipped": samples beyond full scale, which 16 bits cut off.
+    Raises UserError for a waveform that is not finite.
+    """
+    import matplotlib.image
+    import soundfile
+    folder = Path(folder)
+    require(np.isfinite(wave).all(), f"{folder / name}.wav: the codec has made samples that are "
+            "not finite numbers")
+    about = {**about, "clipped": int((np.abs(wave) > 1).sum())}
+    folder.mkdir(parents=True, exist_ok=True)
+    sound, image = io.BytesIO(), io.BytesIO()       # soundfile cannot say that a disk is full
+    soundfile.write(sound, wave, SAMPLE_RATE, subtype="PCM_16", format="WAV")
+    matplotlib.image.imsave(image, picture, format="png")
+    for suffix, data in (("wav", sound.getvalue()), ("png", image.getvalue()),
+                         ("json", (json.dumps(about, indent=1) + "\n").encode())):
+        write_atomically(folder / f"{name}.{suffix}", lambda path, data=data: path.write_bytes(data))
