@@ -187,9 +187,6 @@ watch.report_progress("data preparation", args.wait_timeout)
 watchdog.exit_if_asked(world, args.output_dir)      # by a signal during the imports
 ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
 main_rank, device = world.is_main, world.device
-args.compile = dist.choose_compile(
-    world, args.compile, "selective recomputation" if args.gradient_checkpointing == "selective"
-    else "a base in nf4" if args.base_dtype == "nf4" else "")
 dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
 
 
@@ -284,6 +281,9 @@ if args.auto or dry:
     data = plan.Data(table, ids, train_ids, eval_ids, speakers, keep_loss)
     if args.auto and plan.choose(args, world, ranks, model, data):
         model, parts = empty_model(folder, config_dict)
+args.compile = dist.choose_compile(
+    world, args.compile, "selective recomputation" if args.gradient_checkpointing == "selective"
+    else "a base in nf4" if args.base_dtype == "nf4" else "")
 
 # --------------------------------------------------------------------------------------------------
 # Resume

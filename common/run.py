@@ -94,11 +94,11 @@ def check_folders(args):
     """UserError for a folder that a run could not write, found by its dry run."""
     if args.dry_run is None:
         return
-    from common import plan
+    from core import memory
     folders = {flag: getattr(args, flag, None) for flag in ("output_dir", "code_cache")}
     if "tensorboard" in args.report_to:
         folders["logging_dir"] = args.logging_dir
-    collect(True, *(partial(plan.check_writable, path, f"--{flag}")
+    collect(True, *(partial(memory.check_writable, path, f"--{flag}")
                     for flag, path in folders.items() if path))
 
 

@@ -1,16 +1,16 @@
-"""--dry_run and --auto of the block diffusion trainer."""
+"""--dry_run and --auto of the block diffusion trainer, for core/memory.py."""
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from common import plan, step_memory
-from common.flags import named
+from core import memory as plans
+from core.cli import named
 from diffusion import dit, noise
 
 
 def loss(model, rows, length, n_noisy, masked):
-    """A network's loss of rows of `length` clean tokens and n_noisy copies, so many masked."""
+    """Loss of a network on rows of `length` clean tokens and n_noisy copies, so many masked."""
     def numbers(*shape):
         return torch.zeros(shape, dtype=torch.int64)
     every = length + n_noisy
@@ -24,26 +24,21 @@ def loss(model, rows, length, n_noisy, masked):
 
 
 def step_of(config, backend):
-    """step_memory.Step of a network of a Config. backend: --attn_backend, None for that of GPUs."""
+    """memory.Step of a network of a Config. backend: --attn_backend, None for that of GPUs."""
     with torch.device("meta"):
         model = config.network(config, backend or "flex")
-    attention = dit, "sparse_attention", lambda q, k, v, mask: step_memory.Kept.apply(q, k, v)
-    return step_memory.Step(model, lambda model: model.layers, loss, (attention,), average=True)
-
-
-def setup_of(args, ranks):
-    """step_memory.Setup of the flags; adapters are not for every start."""
-    return replace(plan.setup_of(args, ranks), adapters=None)
+    attention = dit, "sparse_attention", lambda q, k, v, mask: plans.Kept.apply(q, k, v)
+    return plans.Step(model, lambda model: model.layers, loss, (attention,), average=True)
 
 
 def memory(args, step, setup, rows, eval_rows, targets):
-    """step_memory.Memory of micro-steps with so many targets, of which a share is masked."""
+    """memory.Memory of micro-steps with so many targets, of which a share is masked."""
     masked = sum(args.t_range) / 2 * targets
     size = rows.length, rows.noisy_length
     evaluated = args.per_device_eval_batch_size
     held_out = evaluated, *size, round(masked * evaluated / setup.batch_size)
     pack = setup.batch_size, *size, round(masked)
-    return step_memory.estimate(step, setup, pack, held_out if eval_rows else None)
+    return plans.estimate(step, setup, pack, held_out if eval_rows else None)
 
 
 def by_rows(args, setup, rows, row_tokens):
@@ -58,31 +53,28 @@ def by_rows(args, setup, rows, row_tokens):
     while accumulation:
         each = max(1, round(rows / setup.ranks / accumulation))
         splits.append((each, accumulation))
-        accumulation = 0 if each == 1 or each * row_tokens <= plan.LARGE else 2 * accumulation
+        accumulation = 0 if each == 1 or each * row_tokens <= plans.LARGE else 2 * accumulation
     return [replace(way, batch_size=each, accumulation=accumulation)
-            for way in plan.ways(args, setup) for each, accumulation in splits]
+            for way in plans.ways(args, setup) for each, accumulation in splits]
 
 
 def choose(args, world, ranks, config, rows, eval_rows, table):
-    """--auto: set the flags that are open. table: blocks.row_table of rows."""
+    """--auto: set the open flags. table: blocks.row_table of rows."""
     problems, most = table["samples"].mean(), np.sort(table["targets"])[::-1].cumsum()
     step = step_of(config, args.attn_backend)
-    setups = by_rows(args, setup_of(args, ranks), args.global_batch_size / problems,
+    setups = by_rows(args, plans.setup_of(args, ranks), args.global_batch_size / problems,
                      rows.length + rows.noisy_length)
-
-    def memory_of(setup):
-        targets = most[min(setup.batch_size, len(most)) - 1]
-        return memory(args, step, setup, rows, eval_rows, targets)
-    plan.decide(args, world, setups, memory_of, lambda setup: setup.batch_size * problems)
+    plans.choose(args, world, ranks, setups, lambda setup: memory(
+        args, step, setup, rows, eval_rows, most[min(setup.batch_size, len(most)) - 1]))
 
 
 def print_plan(args, ranks, config, rows, eval_rows, table, order, left):
-    """Print what a run takes; UserError with all that it will not fit into.
+    """Print the plan of a run; UserError with all that it will not fit into.
 
     table: blocks.row_table of rows. order: PackOrder of them. left: steps to go.
     """
-    setup, step = setup_of(args, ranks), step_of(config, args.attn_backend)
-    targets = plan.epoch_sums(order, [0], table["targets"]).max()
+    setup, step = plans.setup_of(args, ranks), step_of(config, args.attn_backend)
+    targets = plans.pack_sums(order, [0], table["targets"]).max()
     found = memory(args, step, setup, rows, eval_rows, targets)
-    saved = plan.checkpoint_bytes(step.model, trained_only=True, average=True)
-    plan.print_room(args, setup, found, f"{setup.batch_size} rows", saved, left, bool(eval_rows))
+    plans.print_plan(args, setup, found, f"{setup.batch_size} rows", step.model, [], left,
+                     bool(eval_rows))

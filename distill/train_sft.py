@@ -236,10 +236,10 @@ if args.use_lora:
 
 output_dir, work_dir = Path(args.output_dir), args.output_dir
 if dry:
-    from common import plan as plans
+    from core import memory
     world = dist.World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     sys.excepthook = dist.report_error
-    plans.check_writable(args.output_dir, "--output_dir")
+    memory.check_writable(args.output_dir, "--output_dir")
     scratch = tempfile.TemporaryDirectory()
     work_dir = scratch.name
 else:
@@ -255,10 +255,6 @@ watchdog.exit_if_asked(world, args.output_dir)      # by a signal during the imp
 ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
 main_rank, device = world.is_main, world.device
 dist.check_bf16(device, args.bf16)
-args.compile = dist.choose_compile(
-    world, args.compile, "shapes change with --keep and a teacher" if args.keep or args.teacher_path
-    else "selective recomputation" if args.gradient_checkpointing == "selective"
-    else "a base in nf4" if args.base_dtype == "nf4" else "")
 if args.float8:
     from core import float8
     float8.check_device(device, True)
@@ -326,6 +322,10 @@ if args.auto or dry:
     from distill import plan
     if args.auto and plan.choose(args, world, ranks, model, table.lengths[train_ids], table.targets[train_ids], kept):
         model, parts = empty_model(folder)
+args.compile = dist.choose_compile(
+    world, args.compile, "shapes change with --keep and a teacher" if args.keep or args.teacher_path
+    else "selective recomputation" if args.gradient_checkpointing == "selective"
+    else "a base in nf4" if args.base_dtype == "nf4" else "")
 
 # --------------------------------------------------------------------------------------------------
 # Resume

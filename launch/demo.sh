@@ -77,7 +77,7 @@ wait $!
 echo "== result"
 status=0
 python speech/judge_demo.py judge "$run/before" "$run/after" || status=$?
-python common/report.py "$run" --samples "$run/before" "$run/after" || status=$?
+python core/report.py "$run" --samples "$run/before" "$run/after" || status=$?
 cat <<END
 listen to:    $run/before/*.wav, $run/after/*.wav
 adapter:      $run/checkpoint-$STEPS   (PeftModel.from_pretrained loads it)

@@ -125,7 +125,7 @@ step evaluation "$judged/evaluation.json" python distill/evaluate.py \
     --max_new_tokens "$ANSWER_TOKENS" --batch_size 64 --min_closed "$MIN_CLOSED" "${unrelated[@]}"
 
 echo "== result"
-python common/report.py "$OUT/training"
+python core/report.py "$OUT/training"
 cat "$judged/evaluation.txt"
 cut=$(grep -c 'cut off at --max_tokens' "$OUT/answers.rejected.jsonl" || true)
 [ "$cut" = 0 ] ||

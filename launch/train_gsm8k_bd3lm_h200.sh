@@ -5,7 +5,7 @@
 # become its flags.
 #
 #   sbatch launch/train_gsm8k_bd3lm_h200.sh             one GPU, data and tokenizer from the hub
-#   TRAIN_DATA=train.jsonl TEST_DATA=test.jsonl TOKENIZER=gpt2_files bash launch/...    offline
+#   TRAIN_DATA=train.jsonl TEST_DATA=test.jsonl TOKENIZER=tokenizer.json bash launch/...    offline
 #   PRESET=aggressive sbatch launch/train_gsm8k_bd3lm_h200.sh --strip_calculator
 #   INIT_FROM=kuleshov-group/bd3lm-owt-block_size16 sbatch launch/...   published weights: better
 #   bash launch/train_gsm8k_bd3lm_h200.sh --demo        small, on problems it makes itself; no GPU
@@ -96,7 +96,7 @@ if [ -n "$demo" ]; then     # small: two CPU cores show falling bounds and an ac
     TEST_DATA=$OUTPUT_DIR/demo/$([ "$SYSTEM" = hdp ] && echo test_hdp.json || echo test.jsonl)
     SAMPLE_FLAGS="--order confidence --min_accuracy $MIN_ACCURACY"
     # its status is 1 unless the loss fell
-    after=$(printf '%q ' python "$REPO/common/report.py" "$OUTPUT_DIR" --check_fell)$'\n'
+    after=$(printf '%q ' python "$REPO/core/report.py" "$OUTPUT_DIR" --check_fell)$'\n'
 else
     [ -n "$TRAIN_DATA" ] || die "TRAIN_DATA is not set: a file of training problems"
     read -ra switches <<<"$SWITCHES"

@@ -1,11 +1,9 @@
 """Values, defaults and flags that the speech scripts share. Imports no torch: flags are parsed first."""
 import os
 import re
-import tempfile
-from pathlib import Path
 
 from core import cli
-from core.cli import UserError, counted, require
+from core.cli import counted, require
 
 TASK_TYPES = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker_smart_voice",
               "multi_speaker_voice_cloning")
@@ -80,20 +78,11 @@ def check_bad_samples(args):
     args.drop_bad = tuple(name for name in CHECKS if name in names)
 
 
-def check_writable(path, flag):
-    """Raise UserError unless a folder is there and can be written, or can be made."""
-    path = Path(path).absolute()
-    try:
-        with tempfile.TemporaryFile(dir=next(at for at in (path, *path.parents) if at.exists())):
-            pass
-    except OSError as error:
-        raise UserError(f"{flag} {path}: cannot be written ({error.strerror})")
-
-
 def check_folders(args):
     """UserError for a folder that a run could not write, found by its dry run."""
     if args.dry_run is None:
         return
+    from core.memory import check_writable
     for flag in ("output_dir", "code_cache", *["logging_dir"] * ("tensorboard" in args.report_to)):
         if getattr(args, flag):
             check_writable(getattr(args, flag), f"--{flag}")

@@ -1,21 +1,19 @@
-"""--dry_run and --auto of the speech trainer: no weights are loaded and nothing is encoded."""
+"""--dry_run and --auto of the speech trainer, for core/memory.py. Nothing is loaded or encoded."""
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from common import plan, step_memory
-from core.problems import collect
+from core import memory as plans
 from core.packing import PackOrder
+from speech import v2, versions
 from speech.code_cache import FRAME_RATE
 from speech.dataset import samples_line
-from speech import v2, versions
 from speech.labels import PackedBatch
 from speech.loss import step_work
 
-# {with adapters: the most of plan.RATES that a step reaches by count}; docs/speed.md has the steps
-SHARES = {True: (0.70, 0.90), False: (0.72, 0.88)}
+SHARE = {True: 0.70, False: 0.72}   # {LoRA: share of the matrix rate that a step reaches by count}
 
 
 class Data(NamedTuple):
@@ -29,27 +27,22 @@ class Data(NamedTuple):
 
 
 def rows_by_kind(table, ids):
-    """(n, 4) int64 rows of each sample: text, audio, and those of audio and text that predict."""
-    n = len(table)
+    """(n, 4) int64 rows of each sample: text, audio, audio that predicts, text that predicts."""
     places = table.tokens == ids.audio_placeholder_id
     trained = table.labelled[places]            # of each clip, in the order of table.clips
-    sample = np.repeat(np.arange(n), np.diff(table.clip_offsets))
+    sample = np.repeat(np.arange(len(table)), np.diff(table.clip_offsets))
     frames = table.where[table.clips, 2]
-    rows, predicting = ids.rows(frames, trained), np.where(trained, ids.predicting(frames), 0)
-    audio, audio_rows = (np.bincount(sample, found, minlength=n) for found in (rows, predicting))
-    kinds = table.lengths - audio, audio, audio_rows, table.text_targets
+    counts = ids.rows(frames, trained), np.where(trained, ids.predicting(frames), 0)
+    audio, predicting = (np.bincount(sample, count, minlength=len(table)) for count in counts)
+    kinds = table.lengths - audio, audio, predicting, table.text_targets
     return np.stack(kinds, axis=1).astype(np.int64)
 
 
-def packs_of(order, epochs, rows, budget=0):
-    """(packs, 4) rows of some epochs' packs, padded with text up to the budget."""
-    packs = np.stack([plan.epoch_sums(order, epochs, kind) for kind in rows.T], axis=1)
+def worst(order, epochs, rows, budget=0):
+    """(text, audio, audio rows, text rows) of the largest pack, padded with text up to the budget,
+    with the most of any pack to predict."""
+    packs = np.stack([plans.pack_sums(order, epochs, kind) for kind in rows.T], axis=1)
     packs[:, 0] = np.maximum(packs[:, 0], budget - packs[:, 1])
-    return packs
-
-
-def worst(packs):
-    """(text, audio, audio rows, text rows) of the largest pack, with the most to predict."""
     text, audio, *_ = packs[packs[:, :2].sum(1).argmax()].tolist()
     return text, audio, *packs[:, 2:].max(0).tolist()
 
@@ -61,7 +54,7 @@ def kept_rows(keeper):
 
 
 def loss(model, text, audio, audio_rows, text_rows, keep=False):
-    """A versions.packed's loss of a pack of so many rows. keep: of --keep."""
+    """Loss of a versions.packed on a pack of so many rows. keep: of --keep."""
     def numbers(*shape):
         return torch.zeros(shape, dtype=torch.int64)
     rows, books = text + audio, model.base_model.config.num_codebooks
@@ -71,111 +64,82 @@ def loss(model, text, audio, audio_rows, text_rows, keep=False):
         seq_index=numbers(rows), audio_rows=numbers(audio_rows),
         audio_targets=numbers(audio_rows, books), text_rows=numbers(text_rows),
         text_targets=numbers(text_rows), longest=rows, seqlens=(rows,), samples=(), counts={})
-    if keep:
-        return model(batch, keep=True).sum()
-    of_audio, of_text, _ = model(batch)
-    return of_audio.sum() + of_text
+    return model(batch, keep=True).sum() if keep else sum(part.sum() for part in model(batch)[:2])
 
 
 def layers_of(model):
-    """The decoder layers of a versions.packed."""
-    native = model.base_model
-    return versions.module(native.config).layers(native)
+    return versions.module(model.base_model.config).layers(model.base_model)
 
 
 def step_of(model):
-    """step_memory.Step of a versions.packed; equal for one model, so that its validation is run once."""
-    return step_memory.Step(model, layers_of, loss, ((v2, "_attention_by_sample", step_memory.varlen),))
+    """memory.Step of a versions.packed."""
+    return plans.Step(model, layers_of, loss, ((v2, "_attention_by_sample", plans.varlen),))
 
 
 def speaking_bytes(native, setup, speaker):
-    """What a batch of sample prompts takes: keys, values, and whole weights to compute on."""
+    """Bytes of a batch of sample prompts: keys, values, and whole weights to compute on."""
     from speech.sample_prompts import BATCH
     config, value = native.config, 2 if setup.bf16 else 4
     rows = max(len(prompt.tokens) for prompt in speaker.prompts) + speaker.settings.max_new_tokens
     row = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers * value
-    # whoever has shards of them; under DDP autocast's copies of those in fp32
+    # gathered shards; under DDP autocast's copies of weights in fp32
     whole = sum(p.numel() for p in native.parameters()
                 if setup.fsdp or p.dtype == torch.float32 and setup.bf16) * value
     return min(len(speaker.prompts), BATCH) * rows * row + whole
 
 
 def memory(args, model, setup, data, order, epochs=range(1)):
-    """(step_memory.Memory, (packs, 4) rows, tokens of the worst) of some epochs. model: empty."""
+    """(memory.Memory, tokens of the worst pack) of some epochs. model: empty."""
     rows, held_out = rows_by_kind(data.table, data.ids), None
-    packs = packs_of(order, epochs, rows[data.train], setup.budget)
     if len(data.held_out):
-        order = PackOrder(data.table.lengths[data.held_out], shuffle=False,
-                          samples_per_pack=args.per_device_eval_batch_size)
-        held_out = worst(packs_of(order, [0], rows[data.held_out]))
-    tokens = packs[:, :2].sum(1).max()
-    found = step_memory.estimate(step_of(model), setup, worst(packs), held_out)
+        held_out = worst(PackOrder(data.table.lengths[data.held_out], shuffle=False,
+                                   samples_per_pack=args.per_device_eval_batch_size), [0],
+                         rows[data.held_out])
+    packs = [worst(order, epochs, rows[data.train], setup.budget)]
     if data.keeper:
-        rows = kept_rows(data.keeper)
-        order = PackOrder(rows[:, :2].sum(1), tokens_per_pack=setup.budget,
+        kept = kept_rows(data.keeper)
+        order = PackOrder(kept[:, :2].sum(1), tokens_per_pack=setup.budget,
                           samples_per_pack=setup.batch_size, seed=args.seed)
-        kept = (*worst(packs_of(order, range(20), rows, setup.budget)), True)
-        other = step_memory.estimate(step_of(model), setup, kept, held_out)
-        if other.peak > found.peak:
-            found, tokens = other, sum(kept[:2])
+        packs.append((*worst(order, range(20), kept, setup.budget), True))
+    found, pack = max(((plans.estimate(step_of(model), setup, pack, held_out), pack)
+                       for pack in packs), key=lambda one: one[0].peak)
     if data.speakers:
         state = sum(found.parts[name] for name in ("weights", "gradients", "optimizer", "fixed"))
-        speaking = max(speaking_bytes(model.base_model, setup, one) for one in data.speakers)
-        found.stages["speaking samples"] = state + speaking
-    return found, packs, tokens
+        found.stages["speaking samples"] = state + max(
+            speaking_bytes(model.base_model, setup, one) for one in data.speakers)
+    return found, pack[0] + pack[1]
 
 
 def choose(args, world, ranks, model, data):
-    """--auto: set the flags that are open; returns whether the model has to be built anew."""
+    """--auto: set the open flags; returns whether the model has to be built again."""
     longest = int(kept_rows(data.keeper)[:, :2].sum(1).max()) if data.keeper else 0
-    return plan.choose_packs(
+    return plans.choose_packs(
         args, world, ranks, data.table.lengths[data.train],
         lambda setup, order: memory(args, model, setup, data, order)[0], longest)
 
 
-def time_text(flops, adapters):
-    """The least time of steps of so many FLOPs on each GPU."""
-    return plan.time_text(flops, SHARES[adapters])
-
-
-def print_plan(args, ranks, model, data, order, lines, left, code_cache):
-    """Print what a run comes to; UserError with all that it will not fit into.
-
-    model: the empty versions.packed as trained. order: PackOrder. lines: on steps, intervals,
-    start. left: steps to go. code_cache: folder of encoded audio.
-    """
-    setup, table = plan.setup_of(args, ranks), data.table
+def print_all(args, ranks, model, data, order, step, total_steps, steps_per_epoch, lines):
+    """Print the plan of a dry run. step: first one. lines: on steps, intervals, start."""
+    setup, table, left = plans.setup_of(args, ranks), data.table, total_steps - step
+    found, tokens = memory(args, model, setup, data, order, range(min(20, args.num_train_epochs)))
     lengths, new = table.lengths[data.train], table.where[:, 0] < 0
     new_frames = int(table.where[new, 2].sum())
-    epochs = range(min(20, args.num_train_epochs))
-    found, packs, tokens = memory(args, model, setup, data, order, epochs)
-    per_step = ranks * setup.accumulation
-    steps = -(-order.packs_per_epoch // per_step)
-    per_pack = len(lengths) / order.packs_per_epoch
-    samples = per_step * (per_pack if setup.budget else setup.batch_size)
-    seconds = table.frames[data.train].sum() / FRAME_RATE
-    average = (f"a pack has on average {per_pack:.1f} samples, {packs[:, 0].mean():,.0f} text and "
-               f"{packs[:, 1].mean():,.0f} audio rows")
-    print(plan.head_text(setup, model.base_model), samples_line(table, data.train, data.held_out),
-          f"audio      {len(table.where):,} distinct clips, {new.sum():,} still to be encoded "
-          f"({new_frames / FRAME_RATE / 3600:.2f} h)",
-          plan.packs_text(setup, order, lengths, average), *lines[:-1],
-          f"batch      {samples:,.1f} samples a step, about {lengths.sum() / steps:,.0f} tokens, "
-          f"{seconds / steps:,.0f} s of audio", lines[-1], sep="\n")
-    pack, validates = f"{tokens:,} tokens", len(data.held_out) > 0
-    saved = plan.checkpoint_bytes(model.base_model, setup.adapters)
-    codes = new_frames * 2 * data.ids.num_codebooks
-    collect(True, lambda: plan.print_room(args, setup, found, pack, saved, left, validates),
-            lambda: plan.check_disk(code_cache, codes, "codes of new clips"))
-
-
-def print_all(args, ranks, model, data, order, step, total_steps, steps_per_epoch, lines):
-    """print_plan of a dry run. step: that it begins with. lines: on steps, intervals, start."""
+    share, epoch_steps = args.warmup_steps / max(1, total_steps), -(
+        -order.packs_per_epoch // (ranks * setup.accumulation))
+    work = step_work(model.base_model.config, table, data.train, args.use_lora)
+    flops = work["flops"] * left / steps_per_epoch / ranks / SHARE[args.use_lora or args.freeze_llm]
     steps, intervals, start = lines
-    share, left = args.warmup_steps / max(1, total_steps), total_steps - step
-    lines = [f"{steps}warm-up {args.warmup_steps} steps, {share * 100:.0f}% of the run", intervals, start]
-    if not args.float8:     # faster than the rates that the bound is of
-        work = step_work(model.base_model.config, data.table, data.train, args.use_lora)
-        flops = work["flops"] * left / steps_per_epoch / ranks
-        lines.insert(2, time_text(flops, args.use_lora or args.freeze_llm))
-    print_plan(args, ranks, model, data, order, lines, left, args.code_cache or Path(args.output_dir) / "codes")
+    plans.print_plan(args, setup, found, f"{tokens:,} tokens", model.base_model, [
+        plans.head_text(args, setup, model.base_model),
+        samples_line(table, data.train, data.held_out),
+        f"audio      {len(table.where):,} distinct clips, {new.sum():,} still to be encoded "
+        f"({new_frames / FRAME_RATE / 3600:.2f} h)",
+        plans.packs_text(setup, order, lengths,
+                         f"{len(lengths) / order.packs_per_epoch:.1f} samples"),
+        f"{steps}warm-up {args.warmup_steps} steps, {share * 100:.0f}% of the run", intervals,
+        f"batch      {len(lengths) / epoch_steps:,.1f} samples a step, about "
+        f"{lengths.sum() / epoch_steps:,.0f} tokens, "
+        f"{table.frames[data.train].sum() / FRAME_RATE / epoch_steps:,.0f} s of audio", start],
+        left, len(data.held_out) > 0, 0 if args.float8 else flops,
+        [lambda: plans.check_disk(args.code_cache or Path(args.output_dir) / "codes",
+                                  new_frames * 2 * data.ids.num_codebooks, "codes of new clips")])

@@ -19,13 +19,13 @@ def files(folder, names):
     return {f"{folder}{name}.py" for name in (names if not folder else f"__init__ {names}").split()}
 
 
-ALL = files("common/", "checkpoint distributed flags problems run tensor_files text") | files(
-    "core/", "checkpoint cli dist fused json_files lifetime loading metrics optim packing run_lock tensor_io watchdog")
+ALL = files(
+    "core/", "problems checkpoint cli dist fused json_files lifetime loading metrics optim packing run_lock tensor_io watchdog")
 # LoRA on ChatML, codes in the cache: no other format, nothing that encodes, no TTS 3, no judge, no plan of memory
-SPEECH = files("common/", "indexing") | files("core/", "adapters low_rank precision") | files("", "train_v2_ddp data lora") | files(
+SPEECH = files("core/", "adapters indexing low_rank precision") | files("", "train_v2_ddp data lora") | files(
     "speech/", "choices builder code_cache conversations dataset rows text_normalization labels loss v2 versions "
     "weights")
-CHATS = files("common/", "indexing") | files("core/", "chat checkpoint cli dist document_attention precision tensor_io") | files(
+CHATS = files("core/", "chat indexing checkpoint cli dist document_attention precision tensor_io") | files(
     "distill/", "causal_lm chat_data choices losses packed_lm train_sft")
 BLOCKS = files("diffusion/", "blocks dit elbo noise problems train_bd3lm")
 # {script: (files it may load beside ALL, lines of all together)}

@@ -77,6 +77,6 @@ def test_a_base_that_stays_the_best_has_no_checkpoint(tmp_path, training, said):
     for step, loss in enumerate(training, 1):
         found += [{"step": step, "train/loss": loss}, {"step": step, "eval/loss": 2.0 + step / 10}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
-    subprocess.run([sys.executable, ROOT / "common" / "report.py", tmp_path], check=True)
+    subprocess.run([sys.executable, ROOT / "core" / "report.py", tmp_path], check=True)
     page = (tmp_path / "report.html").read_text()
     assert said in page and "checkpoint-0" not in page

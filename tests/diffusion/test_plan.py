@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from common.step_memory import GIB, Setup, estimate, step_bytes
+from core.memory import GIB, Setup, estimate, step_bytes
 from diffusion import dit, noise, plan
 from tests.helpers.live_bytes import real_peak
 

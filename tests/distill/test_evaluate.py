@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import report
+from core import report
 from distill import evaluate as judge
 from distill import teachers
 from distill.labels import make_parser

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from common import distributed
 from common.distributed import UserError
-from common.step_memory import Setup
+from core.memory import Setup
 from core import chat
 from core.packing import PackOrder
 from distill import frozen, on_policy, packed_lm, plan, teaching

@@ -7,9 +7,9 @@ import pytest
 import torch
 import transformers
 
-from common.distributed import World
-from common.flags import parse
-from common.step_memory import Setup, step_bytes
+from core.dist import World
+from core.cli import parse
+from core.memory import Setup, step_bytes
 from core import adapters, document_attention
 from core.packing import PackOrder
 from distill import causal_lm, chat_data, keep, packed_lm, plan

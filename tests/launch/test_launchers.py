@@ -385,7 +385,7 @@ def clone(tmp_path):
     """A copy of the launchers and of empty scripts; nothing is set up."""
     folder = tmp_path / "my clone"
     shutil.copytree(ROOT / "launch", folder / "launch")
-    for name in {*ALL_LAUNCHERS.values(), "common/report.py", "diffusion/sample_bd3lm.py"}:
+    for name in {*ALL_LAUNCHERS.values(), "core/report.py", "diffusion/sample_bd3lm.py"}:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("")
     return folder

@@ -1,0 +1,597 @@
+"""Memory of a GPU, what --auto chooses by it, what --dry_run prints. Needs no GPU and no weights.
+
+One step runs on fake tensors, which have shapes but no memory, and the bytes alive are counted. The
+peak was within 0.94 GiB of the real one in 6 of 6 runs on an H200. W weights, T of them trained,
+sharded over N GPUs (1 under DDP), take on each GPU
+
+    weights      W / N in their stored dtype
+    gradients    4 T / N, and under FSDP2 4 T unsharded between the micro-steps of a step
+    optimizer    8 T / N (Adam, fp32); a moving average, where there is one, 4 T / N
+    copies       FSDP2 gathers the root, a layer at work, the next one and a buffer
+    activations  counted: logits, casts of weights and gradients as they come included
+    fixed        CUDA context, cuBLAS, NCCL: a guess
+
+--cpu_offload keeps shards, gradients and moments on the host. Fragmentation is not modelled.
+"""
+import contextlib
+import copy
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import tempfile
+import weakref
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Callable, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from core import checkpoint, dist, document_attention, fused, json_files, metrics, recomputation
+from core.cli import UserError, counted, local_ranks, named, require
+from core.packing import PackOrder
+from core.problems import collect
+
+GIB = 2**30
+FIXED = 1.0 * GIB       # CUDA context and workspaces; NCCL's buffers take as much again
+USABLE = 0.95           # of a GPU's memory; the rest is left for fragmentation
+PINNED = 1.4            # pinned memory of a tensor is a power of two; of Qwen3 4B's, all together
+RATES = {"an H200": 790e12, "an RTX 3090": 71e12}   # FLOP/s of large bf16 products, docs/speed.md
+INDENT = "\n           "
+STAGES = "the heads", "a layer's backward", "the embedding's backward", "the last reduction"
+FLAGS = {"parallel": "parallel", "max_tokens_per_batch": "budget",
+         "per_device_train_batch_size": "batch_size", "gradient_checkpointing": "recompute",
+         "gradient_accumulation_steps": "accumulation", "base_dtype": "base_dtype",
+         "cpu_offload": "offload"}      # {what --auto sets: field of Setup}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a run computes; None where the trainer has no such flag."""
+    ranks: int
+    parallel: str = "ddp"           # ddp, fsdp or hsdp
+    bf16: bool = True               # or fp16
+    recompute: str | None = None    # None, all or selective
+    accumulation: int = 1           # micro-steps of an optimizer step
+    batch_size: int = 1             # samples or rows of a micro-step, without a budget
+    budget: int = 0                 # tokens that every pack is filled to, 0: none
+    reshard: bool | None = None     # fsdp: a layer is freed after its forward
+    offload: bool | None = None     # fsdp: shards and moments are in host memory
+    shard_size: int = 0             # hsdp: GPUs that weights are sharded over, 0: those of a node
+    base_dtype: str | None = None   # nf4: frozen layers in four bits
+
+    @property
+    def fsdp(self):
+        return self.parallel != "ddp"
+
+    @property
+    def shards(self):
+        group = self.shard_size or local_ranks(self.ranks)
+        return {"ddp": 1, "fsdp": self.ranks, "hsdp": group}[self.parallel]
+
+    @property
+    def fresh(self):
+        """Gradients come while activations go; else they are there all the time."""
+        return self.accumulation == 1 and (self.fsdp or self.ranks == 1)
+
+
+def is_on(args, *flags):
+    """True if one of these flags is there and set."""
+    return any(getattr(args, flag, None) for flag in flags)
+
+
+def setup_of(args, ranks):
+    """Setup of a trainer's flags. ranks: how many processes train."""
+    found = {field: getattr(args, flag) for flag, field in FLAGS.items() if hasattr(args, flag)}
+    return Setup(ranks, bf16=is_on(args, "bf16", "fp16"), shard_size=args.shard_size,
+                 reshard=getattr(args, "reshard_after_forward", None), **found)
+
+
+# --------------------------------------------------------------------------------------------------
+# A step on tensors without memory
+
+
+class Step(NamedTuple):
+    """What a trainer computes in a micro-step."""
+    model: nn.Module        # what training calls, on any device, meta as well
+    layers: Callable        # (model) -> its decoder layers
+    loss: Callable          # (model, *pack) -> the loss of a pack, whose size is some numbers
+    kernels: tuple = ()     # (module, name, function): what a GPU computes otherwise than a CPU
+    average: bool = False   # trained weights have a moving average
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that operators make in this context: now, and most in each stage."""
+
+    def __init__(self, known):      # tensors that do not count
+        super().__init__()
+        self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+        self.now, self.stage, self.peaks, self.in_kernel = 0, STAGES[0], Counter(), False
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        return out if self.in_kernel else self.note(out)
+
+    def note(self, made):
+        """Count what is new, until it is freed; returns it."""
+        for tensor in tree_leaves(made):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.forget, storage._cdata)
+        self.peaks[self.stage] = max(self.peaks[self.stage], self.now)
+        return made
+
+    def forget(self, key):
+        self.now -= self.sizes.pop(key)
+
+    def kernel(self, function, *args):
+        """fused.kernel: one kernel of the GPU, of which only the results are tensors."""
+        self.in_kernel = True
+        out = function(*args)
+        self.in_kernel = False
+        return self.note(out)
+
+
+class Kept(torch.autograd.Function):
+    """A GPU kernel without its work: keeps inputs, a number a row, and attention its output."""
+
+    @staticmethod
+    def forward(ctx, x, *others):
+        out = torch.empty_like(x)
+        ctx.given = 1 + len(others)
+        ctx.save_for_backward(x, *others, x.new_empty(x.shape[:-1], dtype=torch.float32),
+                              out if others[0].ndim == x.ndim else None)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return tuple(torch.empty_like(t) for t in ctx.saved_tensors[:ctx.given])
+
+
+def varlen(q, k, v, *_):
+    """torch's attention of packed documents: q (S, heads, D), k and v (S, kv_heads, D)."""
+    ends = q.new_empty(2, dtype=torch.int32)
+    return varlen_attn(q, k, v, ends, ends, len(q), len(q), window_size=(-1, 0),
+                       **document_attention.GROUPED)
+
+
+def dropout(x, p=0.5, training=True, inplace=False):
+    """F.dropout of a GPU keeps a byte a value, not a factor."""
+    return torch.native_dropout(x, p, training)[0] if p and training else x
+
+
+@contextlib.contextmanager
+def gpu_kernels(live, more):
+    """In this context a CPU keeps what a GPU would. more: Step.kernels."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, function in (
+                (fused, "wanted", lambda x: True), (fused, "kernel", live.kernel),
+                (fused, "rms_norm", lambda x, weight, _: Kept.apply(x, weight.to(x.dtype))),
+                (F, "dropout", dropout), (F, "grouped_mm", lambda x, weights, **_: x @ weights[0]),
+                (document_attention, "_attention_by_document", varlen), *more):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, function)
+        yield
+
+
+@functools.cache
+def step_bytes(step, setup, pack, train=True, gpu=True):
+    """{stage: most bytes} of a micro-step with one pack, or, without `train`, of a validation.
+
+    gpu=False: with a CPU's kernels. Of many layers, all alike but the last, 2 and then 4 are run.
+    """
+    count = len(step.layers(step.model))
+    if count <= 4:
+        return run_layers(step, setup, pack, count, train, gpu)
+    two, four = (run_layers(step, setup, pack, few, train, gpu) for few in (2, 4))
+    return {stage: four[stage] + (four[stage] - two[stage]) / 2 * (count - 4) for stage in four}
+
+
+def run_layers(step, setup, pack, count, train, gpu):
+    """step_bytes of a copy of the model with `count` of its layers."""
+    dropped = step.layers(step.model)[count - 1:-1]
+    model = copy.deepcopy(step.model, {id(layer): layer for layer in dropped})
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            left = [part for part in module if not any(part is layer for layer in dropped)]
+            module._modules = {str(number): part for number, part in enumerate(left)}
+    layers = step.layers(model)
+    recomputation.set_mode(model, layers, setup.recompute)
+    model.train(train)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        give_shapes(model, torch.bfloat16 if setup.bf16 and setup.fsdp else None)
+        trained = [p for p in model.parameters() if p.requires_grad] if train else []
+        if not setup.fresh and not setup.fsdp:
+            for parameter in trained:
+                parameter.grad = torch.empty_like(parameter)
+        live = LiveBytes([*model.parameters(), *model.buffers(),
+                          *(p.grad for p in trained if p.grad is not None)])
+        if train:       # gradients reach the last layer, leave the first
+            layers[-1].register_forward_hook(lambda _, given, out: watch(live, STAGES[1], out))
+            layers[0].register_forward_pre_hook(
+                lambda _, *given: watch(live, STAGES[2], given), with_kwargs=True)
+        if setup.fsdp:
+            reduce_gradients(live, trained, layers, setup)
+        with live, gpu_kernels(live, step.kernels) if gpu else contextlib.nullcontext():
+            with torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16):
+                with torch.set_grad_enabled(train):
+                    loss = step.loss(model, *pack)
+            if train:
+                loss.backward()
+    return dict(live.peaks)
+
+
+def give_shapes(model, dtype):
+    """Give a module fake tensors of the same shapes; parameters of a dtype, or of their own."""
+    made = {None: None}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p not in made:
+                made[p] = nn.Parameter(torch.empty(p.shape, dtype=dtype or p.dtype),
+                                       p.requires_grad)
+            module._parameters[name] = made[p]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = buffer if buffer is None else torch.empty(
+                buffer.shape, dtype=buffer.dtype)
+
+
+def watch(live, stage, tensors):
+    """Begin a stage when a gradient of the first of these tensors comes."""
+    tensor = next(leaf for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
+    if tensor.requires_grad:
+        tensor.register_hook(lambda _: setattr(live, "stage", stage))
+
+
+def reduce_gradients(live, trained, layers, setup):
+    """Reduce gradients as FSDP2 does: a unit that has all of its own sums them in fp32, until the
+    next unit does; then shards are left, unless they accumulate or go to the host, which estimate()
+    counts. The root, all outside the layers, comes last.
+    """
+    unit_of = {p: number for number, layer in enumerate(layers) for p in layer.parameters()}
+    wanted, waiting = Counter(unit_of.get(p) for p in trained), {}
+    buffers, shards = [], []
+
+    def arrived(parameter):
+        unit = unit_of.get(parameter)
+        waiting.setdefault(unit, []).append(parameter.grad)
+        parameter.grad = None
+        if len(waiting[unit]) < wanted[unit]:
+            return
+        if unit is None:
+            live.stage = STAGES[3]
+        values = sum(gradient.numel() for gradient in waiting.pop(unit))
+        buffers[:] = []     # of the unit before, freed first
+        buffers.append(torch.empty(values * (parameter.element_size() + 4), dtype=torch.uint8))
+        if setup.fresh and not setup.offload:
+            shards.append(torch.empty(-(-values // setup.shards)))
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(arrived)
+
+
+class Memory(NamedTuple):
+    """Of one GPU with its worst pack, in bytes."""
+    parts: dict         # {part: bytes}, which come and go
+    stages: dict        # {stage of a run: bytes}
+    host: float         # what one rank offloads
+
+    @property
+    def peak(self):
+        return max(self.stages.values())
+
+
+@functools.cache
+def in_four_bits(step):
+    """The Step with its frozen layers in NF4."""
+    if any(hasattr(module, "nf4") for module in step.model.modules()):
+        return step
+    from core import nf4
+    model = copy.deepcopy(step.model)
+    nf4.convert(step.layers(model))
+    return step._replace(model=model)
+
+
+def values_of(module):
+    return sum(p.numel() for p in module.parameters())
+
+
+def estimate(step, setup, pack, held_out=None):
+    """Memory with the worst pack, and the worst one of the validation."""
+    if setup.base_dtype == "nf4":
+        step = in_four_bits(step)
+    model, layers = step.model, [values_of(layer) for layer in step.layers(step.model)]
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    state = {"weights": sum(p.nbytes for p in model.parameters()), "gradients": 4 * trained,
+             "optimizer": 8 * trained, "average": 4 * trained * step.average}
+    host = sum(state.values()) / setup.shards if setup.offload else 0
+    parts = {name: 0 if setup.offload else of / setup.shards for name, of in state.items()}
+    if setup.fsdp and setup.accumulation > 1:
+        parts["gradients"] += 4 * trained
+    parts["fixed"] = FIXED * (2 if setup.ranks > 1 or setup.fsdp else 1)
+    standing = sum(parts.values()) - parts["gradients"] * setup.fresh
+
+    gathered = dict.fromkeys((*STAGES, "the first layer"), 0)
+    if setup.fsdp:
+        root, value = values_of(model) - sum(layers), 2 if setup.bf16 else 4
+        work = root + sum(sorted(layers)[-3 if len(layers) > 2 else -1:])
+        kept = [values_of(model)] * 3 if setup.reshard is False else [root, work, root]
+        gathered = dict(zip(gathered, (value * n for n in (*kept, 0, 2 * (root + layers[0])))))
+    made = step_bytes(step, setup, pack) | {"the first layer": 0}
+    stages = {stage: standing + gathered[stage] + of for stage, of in made.items()}
+    if held_out:
+        alone = replace(setup, recompute=None, accumulation=1, batch_size=1, budget=0)
+        work = step_bytes(step, alone, held_out, train=False)[STAGES[0]]
+        stages["validation"] = standing + gathered[STAGES[0]] + work
+    parts |= {"copies": gathered[STAGES[1]], "activations": max(made.values())}
+    return Memory(parts, stages, host)
+
+
+# --------------------------------------------------------------------------------------------------
+# --auto: rank 0 tries setups from the fastest on and takes the first that fits. What a flag names
+# stays. A run that resumes takes the choice of its checkpoint, whatever memory there is now.
+
+BUDGETS = (16384, 8192, 4096, 2048, 1024)       # tokens of a pack
+LARGE = 4096        # tokens of a micro-step that keep the GPU, not the host, busy
+EPOCH_STEPS = 10    # optimizer steps that an epoch has at least, where no flag says their size
+
+
+def ways(args, setup):
+    """Setups with other recomputation and sharding, from the fastest on, where flags leave them."""
+    modes, kinds = [None, "selective", "all"], ["ddp", "hsdp", "fsdp"]
+    group = setup.shard_size or local_ranks(setup.ranks)
+    if setup.ranks <= group or setup.ranks % group:     # more than one node, alike
+        kinds.remove("hsdp")
+    if args.compile is True:        # not auto; nothing can be picked out of a compiled layer
+        modes.remove("selective")
+    if "gradient_checkpointing" in named(args):
+        modes = [setup.recompute]
+    if "parallel" in named(args) or setup.ranks == 1 or is_on(args, "fp16", "float8", "base_dtype"):
+        kinds = [setup.parallel]
+    return [replace(setup, recompute=mode, parallel=kind) for mode in modes for kind in kinds]
+
+
+def by_tokens(args, setup, lengths, order_of, longest=0):
+    """Yield Setups with packs of tokens, the fastest first; then a base in four bits, which costs
+    accuracy as well; at last with the state on the host.
+
+    lengths: (n,) tokens of the samples. order_of(budget): PackOrder. longest: tokens of one outside
+    of them. A step has the samples of --global_batch_size, or an epoch at least EPOCH_STEPS steps.
+    """
+    samples, given = args.global_batch_size, named(args)
+    fixed = "gradient_accumulation_steps" in given
+    step = samples * lengths.mean() if samples else lengths.sum() / EPOCH_STEPS
+    each = step / (setup.ranks * (setup.accumulation if fixed else 1))
+    longest = max(longest, int(lengths.max()))
+    room = [budget for budget in BUDGETS if budget >= longest] or [-(-longest // 1024) * 1024]
+    budgets = [budget for budget in room if budget <= each] or room[-1:]
+    if given & {"max_tokens_per_batch", "per_device_train_batch_size"}:
+        budgets = [setup.budget]
+    large = [budget for budget in budgets if budget >= LARGE] or budgets[:1]
+    tried = [replace(way, budget=budget) for way in ways(args, setup) for budget in large]
+    tried += [replace(tried[-1], budget=budget) for budget in budgets if budget not in large]
+    offload = replace(tried[-1], parallel="fsdp", offload=True)
+    if may_round(args) and importlib.util.find_spec("bitsandbytes"):
+        tried += [replace(way, base_dtype="nf4") for way in tried if not way.fsdp]
+    if setup.offload is False and not given & {"parallel", "cpu_offload"} \
+            and not is_on(args, "fp16", "float8", "base_dtype"):
+        tried.append(offload)
+    for way in tried:
+        if samples and way.budget and not fixed:
+            packs = order_of(way.budget).packs_per_epoch * samples / len(lengths)
+            way = replace(way, accumulation=max(1, round(packs / setup.ranks)))
+        yield way
+
+
+def may_round(args):
+    """True if the other flags allow --base_dtype nf4."""
+    return (args.use_lora and is_on(args, "bf16", "fp16") and hasattr(args, "base_dtype")
+            and not is_on(args, "base_dtype", "float8", "use_dora", "cpu_offload")
+            and args.compile is not True)
+
+
+def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
+    """choose() among by_tokens(). memory_of(setup, PackOrder): Memory."""
+    @functools.cache
+    def order_of(budget):
+        return PackOrder(lengths, tokens_per_pack=budget, seed=args.seed,
+                         samples_per_pack=args.per_device_train_batch_size,
+                         group_by_length=getattr(args, "group_by_length", False))
+    setups = by_tokens(args, setup_of(args, ranks), lengths, order_of, longest)
+    return choose(args, world, ranks, setups,
+                  lambda setup: memory_of(setup, order_of(setup.budget)))
+
+
+def choose(args, world, ranks, setups, memory_of):
+    """Set the flags FLAGS that are open, alike on all ranks; returns whether any has changed.
+
+    setups: the fastest first. memory_of(setup): Memory. UserError when none fits; a dry run takes
+    the last one, and print_plan refuses it.
+    """
+    def first_that_fits():
+        if chosen := earlier_choice(args, ranks):
+            return chosen, "as the run that is resumed began: " + ", ".join(
+                f"--{flag} {chosen[flag] or 'off'}" for flag in FLAGS
+                if chosen.get(flag) is not None)
+        text = f"the first that fits {size(gpu_memory(args))}, from the fastest on:"
+        for setup in setups:
+            found = memory_of(setup)
+            fits = found.peak <= USABLE * gpu_memory(args)
+            pack = f"{setup.budget:,} tokens" if setup.budget else f"{setup.batch_size:,} a batch"
+            text += (f"{INDENT}{setup.parallel:<5}{pack:>15}  recompute {setup.recompute}"
+                     f"{', NF4' * (setup.base_dtype == 'nf4')}{', offloaded' * bool(setup.offload)}"
+                     f" {found.peak / GIB:8.2f} GiB  {'taken' if fits else 'too much'}")
+            if fits:
+                break
+        if args.dry_run is None:
+            check_memory(found, args)
+        chosen = {flag: getattr(setup, field) for flag, field in FLAGS.items() if flag in args}
+        return chosen | {"packs_per_step": setup.ranks * setup.accumulation}, text
+    chosen, text = dist.rank0(world, first_that_fits)
+    changed = any(getattr(args, flag, value) != value for flag, value in chosen.items())
+    vars(args).update(chosen)
+    if world.is_main:
+        print("auto      ", text)
+    return changed
+
+
+def earlier_choice(args, ranks):
+    """What the newest readable checkpoint of --resume has of FLAGS, where none is named, or {}."""
+    folders = [path for _, path in reversed(checkpoint.list_checkpoints(args.output_dir))]
+    for folder in folders if args.resume == "auto" else [Path(args.resume)]:
+        with contextlib.suppress(UserError, OSError, KeyError):     # nothing is hashed:
+            earlier = json_files.read_object(folder / checkpoint.STATE / "state.json")["args"]
+            break       # these flags are alike in all checkpoints of a run
+    else:
+        return {}
+    chosen = {flag: earlier[flag] for flag in FLAGS if flag in earlier and flag not in named(args)}
+    packs = earlier.get("packs_per_step")
+    if packs and "gradient_accumulation_steps" not in named(args):
+        require(packs % ranks == 0,
+                f"--auto: this run has {packs} packs a step, which {ranks} ranks cannot share out; "
+                "take another number of ranks, or give --gradient_accumulation_steps")
+        chosen |= {"gradient_accumulation_steps": packs // ranks, "packs_per_step": packs}
+    return chosen
+
+
+# --------------------------------------------------------------------------------------------------
+# --dry_run: what this machine lacks is a UserError
+
+
+def size(n):
+    """Bytes as text."""
+    return f"{n / GIB:,.2f} GiB" if n >= GIB / 10 else f"{n / 2**20:,.2f} MiB"
+
+
+def gpu_memory(args):
+    """Bytes of one GPU: --gpu_memory, or what the GPU here has, or 80 GiB."""
+    if not args.gpu_memory and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory
+    return (args.gpu_memory or 80) * GIB
+
+
+def check_memory(found, args):
+    """A Memory must leave a margin on the GPU."""
+    package = (may_round(args) and args.parallel == "ddp"
+               and not importlib.util.find_spec("bitsandbytes"))
+    helps = {"--auto, which looks for what fits": not args.auto, "shorter samples": args.auto,
+             "--bf16 (T4, V100: --fp16)": not is_on(args, "bf16", "fp16"),
+             "--base_dtype nf4 (pip install bitsandbytes)": package,
+             "--use_lora": not args.use_lora, "more GPUs": not is_on(args, "fp16", "float8")}
+    require(found.peak <= USABLE * gpu_memory(args),
+            f"memory: about {size(found.peak)} needed on each GPU, which has "
+            f"{size(gpu_memory(args))}, 5 % of it left for fragmentation; what helps: "
+            f"{', '.join(text for text, use in helps.items() if use)}")
+
+
+def host_memory(args, meminfo="/proc/meminfo"):
+    """Bytes: --host_memory, or what is free here, or what Slurm gives the job, if that is less."""
+    if getattr(args, "host_memory", None):
+        return args.host_memory * GIB
+    free = 1024 * int(re.search(r"MemAvailable: +(\d+) kB", Path(meminfo).read_text())[1])
+    return min(free, 2**20 * int(os.environ.get("SLURM_MEM_PER_NODE", 0)) or free)  # 0: all of it
+
+
+def existing_folder(path):
+    """The folder itself, or the nearest one above it that exists."""
+    path = Path(path).absolute()
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def check_writable(path, flag):
+    """A folder must be there and writable, or possible to make."""
+    try:
+        tempfile.TemporaryFile(dir=existing_folder(path)).close()
+    except OSError as error:
+        raise UserError(f"{flag} {path}: cannot be written ({error.strerror})")
+
+
+def check_disk(path, needed, what):
+    """The disk that `path` is or will be on must have `needed` bytes free; returns how many are."""
+    free = shutil.disk_usage(existing_folder(path)).free
+    require(needed <= free, f"{path}: {what} need {size(needed)}, its disk has {size(free)} free")
+    return free
+
+
+# --------------------------------------------------------------------------------------------------
+# --dry_run
+
+
+def pack_sums(order, epochs, values):
+    """Sums (packs,) int64 of values (n_samples,) over each pack of some epochs of a PackOrder."""
+    found = []
+    for epoch in map(order.epoch, epochs):
+        sums = np.concatenate([[0], np.cumsum(values[epoch.samples], dtype=np.int64)])
+        found.append(sums[epoch.offsets[1:]] - sums[epoch.offsets[:-1]])
+    return np.concatenate(found)
+
+
+def packs_text(setup, order, lengths, average):
+    """Lines on lengths (n,) of samples, in tokens, and on packs. average: what one holds."""
+    low, middle, high = np.quantile(lengths, (0.05, 0.5, 0.95)).round().astype(int)
+    packs = np.maximum(pack_sums(order, [0], lengths), setup.budget)
+    # the last step of an epoch is filled with packs of padding
+    slots = packs.sum() + -len(packs) % (setup.ranks * setup.accumulation) * (setup.budget or 1)
+    return (f"lengths    {lengths.sum():,} tokens an epoch; per sample min {lengths.min():,}, "
+            f"median {middle:,}, p5-p95 {low:,}-{high:,}, max {lengths.max():,}\n"
+            f"packs      {order.packs_per_epoch:,} an epoch, on average {average}; "
+            f"{lengths.sum() / slots * 100:.1f}% of slots hold tokens")
+
+
+def head_text(args, setup, model):
+    """Lines on what runs where, and the model."""
+    dtype = "fp16" if is_on(args, "fp16") else "bf16" if setup.bf16 else "fp32"
+    return (f"plan       {counted(setup.ranks, 'GPU')}, {setup.parallel}, {dtype}\n"
+            f"{metrics.model_text(model, args.use_lora)}; the weight files have them all")
+
+
+def print_plan(args, setup, found, pack, model, lines, steps, validates, flops=0, checks=()):
+    """Print a headline, then the plan; UserError with all that the run will not fit into.
+
+    found: Memory; pack: how large the worst one is. model: as trained. lines: of the plan. steps:
+    to go. flops: a lower bound for a GPU at RATES, 0: unknown. checks: more of them, functions.
+    """
+    limit, local = gpu_memory(args), local_ranks(setup.ranks)
+    gpu = "an RTX 3090" if limit <= 24.5 * GIB else "an H200"
+    seconds = flops / RATES[gpu]
+    time = f"{seconds:.0f} s" if seconds < 120 else metrics.duration(seconds)
+    print(f"{'FITS' if found.peak <= USABLE * limit else 'TOO LARGE'} {found.peak / GIB:.1f} of "
+          f"{limit / GIB:.1f} GiB · {counted(steps, 'step')}"
+          + f" · at least {time} on {gpu}" * bool(flops), *lines, sep="\n")
+    notes = {"activations": f"worst pack, {pack}{recomputation.NOTES[setup.recompute]}",
+             "peak estimate": f"reached in {max(found.stages, key=found.stages.get)}"}
+    print("memory     of one GPU; parts come and go", *(
+        f"{name:<13}  {of / GIB:9.2f} GiB  {notes.get(name, '')}".rstrip()
+        for name, of in (found.parts | {"peak estimate": found.peak}).items() if of), sep=INDENT)
+
+    # a save copies all that it writes, under FSDP each node its share
+    trained = [p for p in model.parameters() if p.requires_grad]
+    saved = sum(p.nbytes for p in (trained if args.use_lora else model.parameters()))
+    saved = saved * (2 if found.parts["average"] else 1) + 8 * sum(p.numel() for p in trained)
+    staged = PINNED * saved * (local / setup.ranks if setup.fsdp else 1)
+    needed, free = found.host * local + staged, check_disk(args.output_dir, 0, "")
+    saves = 1 + sum(max(0, steps) // interval for interval in (
+        args.save_steps, args.eval_steps if validates else 0) if interval)
+    limit = args.save_total_limit       # and the best one, and the one being written
+    most = min(saves, limit + 1 + validates) if limit else saves
+    have = sum(file.stat().st_size for _, path in checkpoint.list_checkpoints(args.output_dir)
+               for file in path.rglob("*") if file.is_file())
+    print(f"host       {size(needed)} for the {counted(local, 'rank')} of a node, {size(staged)} "
+          f"of it copied by a save; it has {size(host_memory(args))}\n"
+          f"disk       {size(saved)} a checkpoint, at most {most} at once: {size(saved * most)}; "
+          f"{size(free)} free for --output_dir")
+    collect(True, lambda: check_memory(found, args), *checks, lambda: require(
+        needed <= host_memory(args),
+        f"host memory: about {size(needed)} needed by the {local} ranks of a node, which has "
+        f"{size(host_memory(args))}; what helps: --use_lora, more nodes with --parallel fsdp; "
+        "--host_memory GIB plans for another machine"),
+        lambda: check_disk(args.output_dir, saved * most - have, f"{most} checkpoints"))

@@ -1,0 +1,295 @@
+"""One HTML page about a run: verdict, settings, curves, samples to hear, evaluations.
+
+    python core/report.py output_dir            # output_dir/report.html; open it in any browser
+    python core/report.py out_a out_b           # both runs in one page: out_a/comparison.html
+    python core/report.py output_dir --samples before after --evaluations judged/evaluation.json
+    python core/report.py output_dir --check_fell       # and status 1 unless the loss fell
+
+Reads metrics.jsonl of any trainer, also while it runs. The page has no script and loads nothing.
+Standard library only.
+"""
+import base64
+import json
+import re
+import statistics
+import sys
+import time
+from html import escape
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parent.parent)       # instead of core/
+
+from core import cli, json_files, metrics
+from core.cli import UserError, require
+
+WIDTH, HEIGHT, LEFT, POINTS = 420, 200, 62, 400
+COLORS = "#1f6feb", "#d9480f", "#1a7f37", "#9333c0", "#b07d00", "#0b8594", "#c2255c", "#5f6b7a"
+FACTS = {"wer": "word errors {:.0%}", "speaker_similarity": "similarity {:.2f}",
+         "dnsmos": "DNSMOS {:.1f}", "seconds": "{:.2f} s", "seed": "seed {}"}      # of a sample
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"><style>
+:root {{ color-scheme: light dark }} small, figcaption, summary {{ color: #808894 }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1300px; margin: auto; padding: 0 16px;
+  overflow-wrap: anywhere }}
+h2 {{ margin-top: 36px; border-bottom: 1px solid #8886 }}
+.grid {{ display: grid; gap: 14px; grid-template-columns: repeat(auto-fill, minmax(300px, 1fr)) }}
+figure {{ margin: 0; min-width: 0 }} svg {{ width: 100%; font-size: 12px; fill: #808894 }}
+.verdict {{ border-left: 4px solid #1f6feb }} table {{ border-collapse: collapse }}
+td, th {{ text-align: left; padding: 3px 18px 3px 0; border-top: 1px solid #8886 }}
+audio, img {{ display: block; width: 100%; max-width: 420px }} .wide {{ overflow-x: auto }}
+blockquote {{ margin: 0 0 8px; white-space: pre-line }}
+.settings {{ columns: 340px; font-size: 14px; padding: 0; list-style: none }}
+</style><h1>{title}</h1><small>made {made}</small>{body}</html>
+"""
+
+
+def natural(text):
+    """Sort key: numbers in a name by their value."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text)]
+
+
+def read_run(folder):
+    """(rows of metrics.jsonl, starts) of an output_dir. Raises UserError."""
+    path = folder / "metrics.jsonl"
+    require(path.is_file(), f"{folder}: no metrics.jsonl in it; give the --output_dir of a run")
+    rows, wrong = metrics.read_rows(path)
+    require(not wrong, f"{path}: {wrong}; repair or remove them")
+    starts = [start for start in metrics.read_rows(folder / "starts.jsonl")[0]
+              if isinstance(start.get("config"), dict)]
+    return rows, cli.without_secrets(starts)    # earlier versions stored passwords
+
+
+def read_evaluation(path):
+    """{"name", "path", "metrics", "samples", ...} of an evaluation.json. Raises UserError."""
+    found = cli.without_secrets(json_files.read_object(path))
+    rows = found.setdefault("samples", [])
+    require(isinstance(found.get("metrics"), dict), f"{path}: has no metrics; see evaluate_tts.py")
+    require(isinstance(rows, list) and all(isinstance(row, dict) for row in rows),
+            f"{path}: its samples are not a list of objects")
+    return {**found, "name": str(found.get("name", path.parent.name)), "path": path.resolve()}
+
+
+def find_steps(folder, most):
+    """Folders samples/step-N of a run by N, at most so many, evenly chosen; 0: all."""
+    found = sorted((folder / "samples").glob("step-*"), key=lambda path: natural(path.name))
+    if not 0 < most < len(found):
+        return found
+    return [found[round((i + 1) * len(found) / most) - 1] for i in range(most)]
+
+
+# --------------------------------------------------------------------------------------------------
+# Parts of the page
+
+
+def table(head, rows):
+    """Rows of values as a table, in a box that scrolls by itself on a narrow screen."""
+    def cell(value):
+        if isinstance(value, float):
+            value = f"{value:,.4g}"
+        return f"<td>{'–' if value is None else escape(str(value))}"
+    lines = "".join(f"<tr>{''.join(map(cell, row))}" for row in rows)
+    head = "".join(f"<th>{escape(str(name))}" for name in head)
+    return f'<div class="wide"><table><tr>{head}{lines}</table></div>'
+
+
+def data_uri(path, kind):
+    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def thin(points):
+    """About POINTS of a curve: the lowest and the highest of each stretch, and the last."""
+    size = -(-2 * len(points) // POINTS)
+    if size < 3:
+        return points
+    parts = [sorted(points[i:i + size], key=lambda point: point[1])
+             for i in range(0, len(points), size)]
+    return sorted({points[-1], *(part[0] for part in parts), *(part[-1] for part in parts)})
+
+
+def chart(title, curves):
+    """<figure> of {label: [(step, value)]}; folded away where all values are alike."""
+    points = [point for curve in curves.values() for point in curve]
+    (first, last), (low, high) = ((min(found), max(found)) for found in zip(*points))
+    tall = high - low or 1
+
+    def x(step):
+        return round(LEFT + (step - first) / (last - first or 1) * (WIDTH - LEFT - 8), 1)
+
+    def y(value):
+        return round(10 + (high - value) / tall * (HEIGHT - 40), 1)
+    parts = [f'<text x="{LEFT}" y="{HEIGHT - 8}">step {first:,}</text><text x="{WIDTH - 8}" '
+             f'y="{HEIGHT - 8}" text-anchor="end">{last:,}</text>']
+    parts += [f'<path d="M{LEFT} {y(value)}H{WIDTH - 8}" stroke="#8886"/><text x="{LEFT - 6}" '
+              f'y="{y(value) + 4}" text-anchor="end">{value:.4g}</text>'
+              for value in (low, low + tall / 2, low + tall)]
+    legend = ""
+    for (label, curve), color in zip(curves.items(), COLORS * len(curves)):
+        line = " ".join(f"{x(step)},{y(value)}" for step, value in thin(curve))
+        parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.6" points="{line}"/>')
+        parts += [f'<circle cx="{x(step)}" cy="{y(value)}" r="3" fill="{color}"><title>step '
+                  f'{step:,}: {value:.5g}</title></circle>'
+                  for step, value in (curve if len(curve) <= 60 else ())]
+        legend += f' <span style="color:{color}">{escape(label)} {curve[-1][1]:.4g}</span>'
+    drawn = (f'<figure><b>{escape(title)}</b> <small>{legend}</small><svg viewBox="0 0 {WIDTH} '
+             f'{HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg></figure>')
+    if low < high:
+        return drawn
+    return f"<details><summary>{escape(title)}: {low:.4g} at every step</summary>{drawn}</details>"
+
+
+def charts(runs):
+    """{section: HTML}. train/x and eval/x of all runs share a chart; x_0, x_1 have their own."""
+    curves, sections = {}, {name: [] for name in (*metrics.BOARD, "Other")}
+    for folder, (rows, _) in runs.items():
+        for name in dict.fromkeys(name for row in rows for name in row if name != "step"):
+            prefix, _, rest = name.rpartition("/")
+            stem, number = re.fullmatch(r"(.*?)(?:_(\d+))?", rest, re.DOTALL).groups()
+            section = next((group for group, patterns in metrics.BOARD.items() if any(
+                re.search(pattern, name) for pattern in sum(patterns.values(), []))), "Other")
+            label = f"{folder.name} {number or prefix}" if len(runs) > 1 else number or prefix
+            if curve := metrics.curve(rows, name):
+                title = f"{stem} ({prefix})" if number else stem
+                curves.setdefault((section, title), {})[label] = curve
+    for (section, title), lines in curves.items():
+        sections[section].append(chart(title.replace("_", " "), lines))
+    return {name: f'<div class="grid">{"".join(sorted(found, key=lambda one: one[1] == "d"))}</div>'
+            for name, found in sections.items() if found}
+
+
+def read_samples(folder, label, most):
+    """[(prompt, text, HTML)] of a folder's first .wav files by name; of this folder alone, whatever
+    a link in it points to.
+    """
+    folder, found = folder.resolve(), []
+
+    def is_ours(path):
+        return path.is_file() and path.resolve().is_relative_to(folder)
+    waves = sorted(filter(is_ours, folder.glob("*.wav")), key=lambda path: natural(path.stem))
+    for path in waves[:most or None]:
+        notes, picture = path.with_suffix(".json"), path.with_suffix(".png")
+        about = cli.without_secrets(json_files.read_object(notes)) if is_ours(notes) else {}
+        words = [text.format(about[key]) for key, text in FACTS.items()
+                 if isinstance(about.get(key), (int, float))]
+        words += [f"cut off by {about['ended_by']}"] * (about.get("ended_by", "eos") != "eos")
+        words += [f"heard: {about.get('heard')}"] * ("heard" in about)
+        image = is_ours(picture) and f'<img alt="mel" src="{data_uri(picture, "image/png")}">'
+        found.append((path.stem, str(about.get("text", "")),
+                      f'<figure><figcaption>{escape(label)}</figcaption><audio controls preload="'
+                      f'metadata" src="{data_uri(path, "audio/wav")}"></audio>{image or ""}'
+                      f'<small>{escape(" · ".join(words))}</small></figure>'))
+    return found
+
+
+def sample_rows(samples):
+    """The same prompt of all folders side by side."""
+    rows = {}
+    for prompt, text, cell in samples:
+        rows.setdefault((prompt, text), []).append(cell)
+    return "".join(f"<h3>{escape(name)}</h3><blockquote>{escape(text)}</blockquote>"
+                   f'<div class="grid">{"".join(rows[name, text])}</div>'
+                   for name, text in sorted(rows, key=lambda prompt: natural(prompt[0])))
+
+
+def evaluation_tables(evaluations):
+    """Metrics as rows, evaluations as columns; their samples folded away."""
+    names = dict.fromkeys(name for found in evaluations for name in found["metrics"])
+    parts = [table(["", *(found["name"] for found in evaluations)], [
+        ["verdict", *(found.get("verdict", "") for found in evaluations)],
+        *([name, *(found["metrics"].get(name) for found in evaluations)] for name in names)])]
+    for found in evaluations:
+        keys = list(dict.fromkeys(key for row in found["samples"] for key in row))
+        parts.append(f"<details><summary>{escape(found['name'])}: {len(found['samples'])} samples"
+                     f"</summary>{table(keys, [map(row.get, keys) for row in found['samples']])}"
+                     "</details>")
+    return "".join(parts)
+
+
+def summary(folder, rows, starts, evaluations):
+    """Verdict, where the run stands, and its flags."""
+    saved = [path.parent.name for path in folder.glob("checkpoint-*/manifest.json")]
+    state = [f"last logged step {max((row['step'] for row in rows), default=0):,}",
+             f"checkpoints: {', '.join(sorted(saved, key=natural)) or 'none yet'}"]
+    if (folder / "requeue").is_file():
+        state.append(f"stopped: {(folder / 'requeue').read_text(errors='replace').strip()}")
+    if starts:
+        state.append(f"started {len(starts)} times, last on {starts[-1].get('ranks', '?')} ranks")
+    flags = [f"<li>{escape(name)} <b>{escape(json.dumps(value, ensure_ascii=False))}</b>"
+             for name, value in (starts[-1]["config"] if starts else {}).items()]
+    clauses = [f"<li>{escape(clause[0].upper() + clause[1:])}."
+               for clause in metrics.verdict(rows, evaluations)]
+    return (f'<h2>{escape(folder.resolve().name)}</h2><ul class="verdict">{"".join(clauses)}</ul>'
+            f'<p>{escape("; ".join(state))}</p><h3>Settings</h3><ul class="settings">'
+            f'{"".join(flags)}</ul>')
+
+
+# --------------------------------------------------------------------------------------------------
+# Command
+
+
+def write_report(runs, args):
+    """Write the page and print what is in it. runs: {folder: read_run()}. Raises UserError."""
+    paths = [path for folder in runs for path in sorted(folder.rglob("evaluation.json"))
+             if path.is_file()] + list(map(Path, args.evaluations))
+    evaluations = [read_evaluation(path) for path in dict.fromkeys(map(Path.resolve, paths))]
+    groups = {True: [], False: []}      # spoken before training, and not
+    for folder in map(Path, args.samples):
+        name = folder.resolve().name
+        require(any(folder.glob("*.wav")),
+                f"--samples {name}: no .wav file in it; give a folder of generate_tts.py")
+        groups[name.startswith(("before", "base"))].append((name, folder))
+    steps = [(f"{run.name} {path.name}" if len(runs) > 1 else path.name.replace("-", " "), path)
+             for run in runs for path in find_steps(run, args.sample_steps)]
+    samples = [sample for label, folder in groups[True] + steps + groups[False]
+               for sample in read_samples(folder, label, args.sample_count)]
+    body = "".join(summary(folder, *run, [
+        one for one in evaluations if len(runs) == 1 or folder.resolve() in one["path"].parents])
+        for folder, run in runs.items())
+    parts = {**charts(runs), "Samples": sample_rows(samples),
+             "Evaluation": evaluations and evaluation_tables(evaluations)}
+    body += "".join(f"<h2>{name}</h2>{content}" for name, content in parts.items() if content)
+    text = PAGE.format(title=escape(" and ".join(folder.resolve().name for folder in runs)),
+                       made=time.strftime("%Y-%m-%d %H:%M"), body=body)
+    output = next(iter(runs)) / ("report.html" if len(runs) == 1 else "comparison.html")
+    temporary = output.with_name(f".{output.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    with open(temporary, "xb") as file:     # x: not through a link of this name
+        file.write(text.encode("utf-8", errors="replace"))
+    temporary.replace(output)       # readers see the old page or the new one
+    lines = sum(len(rows) for rows, _ in runs.values())
+    print(f"report     {output} ({len(text) / 2**20:.1f} MiB): {lines} lines of metrics, "
+          f"{len(samples)} samples, {len(evaluations)} evaluations")
+
+
+def loss_fell(folder, rows):
+    """Print the mean training loss of the first and last fifth of the steps -> whether it fell."""
+    losses = [value for _, value in metrics.curve(rows, "train/loss")]
+    require(len(losses) > 1, f"{folder}/metrics.jsonl holds {len(losses)} training steps with a "
+                             "loss; two are needed")
+    fifth = max(1, len(losses) // 5)
+    first, last = statistics.fmean(losses[:fifth]), statistics.fmean(losses[-fifth:])
+    print(f"train/loss {first:.3f} -> {last:.3f} {'fell' if last < first else 'DID NOT FALL'}")
+    return last < first
+
+
+if __name__ == "__main__":
+    p = cli.Parser("Write OUTPUT_DIR/report.html, one page about a run, or comparison.html.")
+    p.add_argument("output_dir", nargs="+", help="folder of a run; several are compared")
+    p.add_argument("--samples", nargs="+", default=[], metavar="FOLDER",
+                   help="more folders of .wav files, such as before and after training")
+    p.flag("--sample_steps", 5, "steps whose samples are shown, evenly chosen, 0 = all")
+    p.flag("--sample_count", 8, "samples shown of each folder, the first by name, 0 = all")
+    p.add_argument("--evaluations", nargs="+", default=[], metavar="FILE",
+                   help="evaluation.json files outside OUTPUT_DIR")
+    p.switch("--check_fell", "exit with status 1 unless the training loss fell")
+    args = cli.parse(p, lambda args, _: cli.zero_or_more(args, "sample_steps sample_count"))
+    try:
+        runs = {folder: read_run(folder) for folder in dict.fromkeys(map(Path, args.output_dir))}
+        write_report(runs, args)
+        if args.check_fell and not all([loss_fell(folder, run[0]) for folder, run in runs.items()]):
+            sys.exit(1)
+    except OSError as error:
+        sys.exit(cli.error_text(f"error: {error.filename}: {error.strerror}"))
+    except UserError as error:
+        sys.exit(cli.error_text(f"error: {error}"))
