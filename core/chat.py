@@ -1,16 +1,18 @@
-"""Chat JSONL -> token ids and which of them are trained, proven against the chat template.
+"""Chats -> token ids and which of them are trained, proven against the chat template.
 
-One JSON object a line: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}, or
-ShareGPT's {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}, TRL's prompt and completion, or
-alpaca's instruction, input and output; .parquet: such rows. A data set is one file, or the files that a folder, a
-pattern or the hub has of it.
-Only assistant turns are trained. Where one begins is not guessed from markers but proven with the tokenizer's own
-template: the ids of the prompt (all messages before it, with the generation prompt) must be the first ids of the whole
-conversation. Then the model is trained on exactly the answer that it has to write behind exactly the prompt that
-it will be given. Where the prompt's text begins the whole, but not its ids (an opened think block may share a token
-with what follows), the last answer is tokenised apart: generation sees the prompt's ids, and writes others behind them.
-A template for which neither holds is refused. A turn ends with its special token; white space that a template writes
-behind it is not trained. A record's "tools" go to the template, as do tool calls; an answer of "weight" 0 is context.
+One JSON object a line: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",
+...}]} or one of the forms of core/chat_forms.py; .parquet: such rows. A data set is one file, or
+those of a folder or a pattern. Only assistant turns are trained. Where one begins is not guessed
+from markers but proven with the tokenizer's own template: the ids of the prompt (all messages
+before it, with the generation prompt) must be the first ids of the whole conversation. Then the
+model is trained on exactly the answer that it has to write behind exactly the prompt that it will
+be given. Where the prompt's text begins the whole, but not its ids (an opened think block may share
+a token with what follows), the last answer is tokenised apart: generation sees the prompt's ids,
+and writes others behind them. A template that rewrites earlier turns, such as their thoughts, gives
+each answer a sample of its own, under the template as it stood at its turn (split); one for which
+nothing holds is refused. A turn ends with its special token; white space that a template writes
+behind it is not trained. A record's "tools" go to the template, as do tool calls; an answer of
+"weight" 0 is context.
 """
 import functools
 import itertools
@@ -19,33 +21,37 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from core.cli import UserError
-from core.indexing import token_lists
-from core.problems import problem
 from core import json_files
+from core.cli import UserError, require
+from core.indexing import token_lists
 from core.json_files import HALF_CHARACTER
+from core.problems import problem
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-KNOWN = {"role", "content", "reasoning_content"}        # keys of a message, and those that some roles have beside them
+THINKING = {"template": None, "true": True, "false": False}     # --enable_thinking -> Encoder's
+# keys of a message, and those that some roles have beside them
+KNOWN = {"role", "content", "reasoning_content"}
 KEYS = {"assistant": {"tool_calls", "weight"}, "tool": {"tool_call_id", "name"}}
+FORMS = ('has no list "messages"; a line is {"messages": [{"role": ..., "content": ...}, ...]}, or '
+         'has "conversations", "prompt" and "completion", or "instruction" and "output"')
 
-
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Files -> conversations
 
 
 def group_key(record):
-    """The record's integer "id", or None for one of another kind. ValueError for a number that no group can have."""
+    """The record's integer "id", or None for another kind. ValueError for one out of range."""
     key = record.get("id")
     if type(key) is not int:
         return None
     if not 0 <= key < 2**63:
-        raise ValueError(f'has the "id" {key}; give a whole number from 0 on, below 2**63, or leave it out')
+        raise ValueError(f'has the "id" {key}; give a whole number from 0 on, below 2**63, or '
+                         "leave it out")
     return key
 
 
 def read_records(path, problems):
-    """Yield (line number, record with messages that can be used) of a JSONL file; others go to the list problems.
+    """Yield (line number, record with messages that can be used); others go to the list problems.
 
     Empty lines are passed over. Raises UserError when the file cannot be read.
     """
@@ -54,31 +60,38 @@ def read_records(path, problems):
         yield from records
 
 
+def numbered_lines(path, size):
+    """Yield (number from 1, line or row) of all files of a data set."""
+    return enumerate(itertools.chain.from_iterable(
+        lines_of(name, size) for name in files_of(path)), 1)
+
+
 def read_chunks(path, size, first=0, step=1):
-    """Yield (read_records' records, its problems) of every `step`-th chunk of `size` lines from chunk `first` on."""
-    lines = enumerate(itertools.chain.from_iterable(lines_of(name, size) for name in files_of(path)), 1)
+    """Yield (read_records' records, its problems) of every `step`-th chunk of `size` lines from
+    chunk `first` on.
+    """
+    lines = numbered_lines(path, size)
     for _ in itertools.islice(lines, first * size):
         pass
     while chunk := list(itertools.islice(lines, size)):
         records, problems = [], []
         for number, line in chunk:
-            rows = isinstance(line, dict)
-            if not rows and not line.strip():
+            check, record = "unreadable", line
+            if not isinstance(line, dict) and not line.strip():
                 continue
-            check = "unreadable"
             try:
-                record = line if rows else json_files.loads(line)
+                if not isinstance(line, dict):
+                    record = json_files.loads(line)
                 if not isinstance(record, dict):
-                    raise ValueError(f"is a JSON {type(record).__name__}, and one object a line is read"
-                                     "; a list becomes lines by: jq -c '.[]' LIST > LINES.jsonl")
-                check = "invalid"
-                record = as_messages(record)
+                    raise ValueError(f"is a JSON {type(record).__name__}, and one object a line is "
+                                     "read; a list becomes lines by: jq -c '.[]' LIST > "
+                                     "LINES.jsonl")
+                check, record = "invalid", as_messages(record)
                 check_messages(record)
                 group_key(record)
+                records.append((number, record))
             except ValueError as error:
                 problems.append(problem(f"{path}:{number}", check, error, path))
-            else:
-                records.append((number, record))
         yield records, problems
         for _ in itertools.islice(lines, (step - 1) * size):
             pass
@@ -86,103 +99,45 @@ def read_chunks(path, size, first=0, step=1):
 
 def records_at(path, numbers):
     """Yield (line number, record) of these lines of read_records' file, which could be used."""
-    for number, line in enumerate(itertools.chain.from_iterable(lines_of(name, 1) for name in files_of(path)), 1):
+    for number, line in numbered_lines(path, 1):
         if number in numbers:
-            yield number, as_messages(line if isinstance(line, dict) else json_files.loads(line))
+            record = line if isinstance(line, dict) else json_files.loads(line)
+            yield number, as_messages(record)
 
 
 def as_messages(record, trained=True):
-    """The record with the messages and tools that templates want, whichever known form it has. ValueError.
+    """The record with the messages and tools that templates want, whichever known form it has.
 
-    trained: what follows the last answer is left out, as nothing there is trained.
+    trained: what follows the last answer is left out, as nothing there is trained. ValueError.
     """
-    if isinstance(record, dict) and "messages" not in record:
+    if not isinstance(record.get("messages"), list):
         from core import chat_forms
-        record = chat_forms.of_sharegpt(record) | chat_forms.of_pair(record)
-    record = with_tools(record)
-    if isinstance(record, dict) and isinstance(record.get("messages"), list):
-        messages = record["messages"]
-        if any(isinstance(message, dict) and isinstance(message.get("content"), list) for message in messages):
-            from core import chat_forms
-            messages = [chat_forms.with_text(message) for message in messages]
-        roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
-        if trained and "assistant" in roles and roles[-1] in ROLES:
-            messages = messages[:len(roles) - roles[::-1].index("assistant")]
-        record = record | {"messages": messages}
-    return record
-
-
-def as_question(record):
-    """(messages that end with a question, tools or None, whether its answer was left out) of a record that a teacher
-    is to answer: of as_messages, or {"text": ..., "history": [[question, answer], ...]}. ValueError.
-    """
-    if isinstance(record, dict) and "text" in record:
-        if "messages" in record:
-            raise ValueError('has to have one of "messages" and "text"')
-        history = record.get("history") or []
-        if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-            raise ValueError('has a "history" that is no list of [question, answer]')
-        texts = [text for pair in history for text in pair] + [record["text"]]
-        record = {"messages": [{"role": ("user", "assistant")[i % 2], "content": text}
-                               for i, text in enumerate(texts)]}
-    record = as_messages(record, trained=False)
-    messages = check_messages(record, answered=False)
-    answered = messages[-1]["role"] == "assistant"
-    if answered:
-        messages = messages[:-1]
-    if not messages or messages[-1]["role"] not in ("user", "tool"):
-        raise ValueError("has no user message before the answer that is asked for")
-    if empty := [number for number, message in enumerate(messages, 1)
-                 if not message["content"].strip() and not message.get("tool_calls")]:
-        raise ValueError(f"has no text in message {empty[0]}")
-    return messages, record.get("tools") or None, answered
-
-
-def question(messages):
-    """The text of the last user message, "" without one."""
-    return next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
-
-
-@functools.cache
-def files_of(path):
-    """[paths] of what holds a data set's lines: a file itself, or the files of a pattern, of a folder (as save_to_disk
-    wrote it, or of one set of KINDS, in it or its data/), or of a name on the hub, downloaded. Raises UserError.
-    """
-    name, path = str(path), Path(path)
-    if path.is_file():
-        return [name]
-    from core.chat_forms import find_files
-    return find_files(name)
-
-
-def lines_of(path, size):
-    """Yield a file's lines, or rows of a table as dicts; UserError. size: rows at a time."""
-    try:
-        with json_files.open_file(path) as file:
-            kind = Path(path).suffix
-            if kind not in (".parquet", ".arrow"):
-                yield from json_files.lines(file, path)
-                return
-        from core.hub import table_rows
-        yield from table_rows(path, size)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})")
-
-
-def with_tools(record):
-    """The record as templates want it: tools and arguments of tool calls are JSON values, which servers send as text;
-    a message that is nothing but calls has an empty text. ValueError for text that is no JSON.
-    """
-    if not isinstance(record, dict) or not isinstance(record.get("messages"), list):
+        record = record | chat_forms.messages_of(record)
+    messages = record.get("messages")
+    if not isinstance(messages, list):
         return record
-    messages = []
-    for message in record["messages"]:
-        if isinstance(message, dict) and isinstance(message.get("tool_calls"), list) and message["tool_calls"]:
-            message = message | {"content": message.get("content") or "", "tool_calls": [
-                _with_arguments(call) for call in message["tool_calls"]]}
-        messages.append(message)
+    messages = [as_message(message) for message in messages]
+    roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+    if trained and "assistant" in roles and roles[-1] in ROLES:
+        messages = messages[:len(roles) - roles[::-1].index("assistant")]
     tools = record.get("tools")
-    return record | {"messages": messages} | ({"tools": json_files.loads(tools)} if isinstance(tools, str) else {})
+    tools = {"tools": json_files.loads(tools)} if isinstance(tools, str) else {}
+    return record | {"messages": messages} | tools
+
+
+def as_message(message):
+    """A message as templates want it: arguments of tool calls are JSON values, which servers send
+    as text; one that is nothing but calls has an empty text, one in OpenAI's parts has one text.
+    """
+    if not isinstance(message, dict):
+        return message
+    if isinstance(message.get("content"), list):
+        from core import chat_forms
+        message = message | {"content": chat_forms.text_of(message["content"])}
+    if isinstance(message.get("tool_calls"), list) and message["tool_calls"]:
+        message = message | {"content": message.get("content") or "",
+                             "tool_calls": list(map(_with_arguments, message["tool_calls"]))}
+    return message
 
 
 def _with_arguments(call):
@@ -194,241 +149,317 @@ def _with_arguments(call):
     return call | ({"arguments": json_files.loads(arguments)} if isinstance(arguments, str) else {})
 
 
-def check_tools(record):
-    """Names of a record's tools. ValueError for what is no list of tools, each with a name."""
-    tools = record.get("tools") or []
-    names = [called(tool).get("name") for tool in tools] if isinstance(tools, list) else [None]
-    if not all(isinstance(name, str) and name for name in names):
-        raise ValueError('its "tools" are no list of {"type": "function", "function": {"name": ..., ...}}')
-    return names
+def as_question(record):
+    """(messages that end with a question, tools or None, whether its answer was left out) of a
+    record that a teacher is to answer: of as_messages, or {"text": ..., "history": [[question,
+    answer], ...]}. ValueError.
+    """
+    if "text" in record:
+        if "messages" in record:
+            raise ValueError('has to have one of "messages" and "text"')
+        from core import chat_forms
+        messages = chat_forms.of_history(record.get("history"))
+        record = {"messages": [*messages, {"role": "user", "content": record["text"]}]}
+    record = as_messages(record, trained=False)
+    messages = check_messages(record, answered=False)
+    answered = messages[-1]["role"] == "assistant"
+    messages = messages[:-1] if answered else messages
+    if not messages or messages[-1]["role"] not in ("user", "tool"):
+        raise ValueError("has no user message before the answer that is asked for")
+    for number, message in enumerate(messages, 1):
+        if not message["content"].strip() and not message.get("tool_calls"):
+            raise ValueError(f"has no text in message {number}")
+    return messages, record.get("tools") or None, answered
+
+
+def question(messages):
+    """The text of the last user message, "" without one."""
+    return next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
+
+
+@functools.cache
+def files_of(path):
+    """[paths] of what holds a data set's lines: a file itself, or chat_forms.find_files."""
+    if Path(path).is_file():
+        return [str(path)]
+    from core import chat_forms
+    return chat_forms.find_files(str(path))
+
+
+def lines_of(path, size):
+    """Yield a file's lines, or rows of a table as dicts; UserError. size: rows at a time."""
+    with json_files.open_file(path) as file:
+        if Path(path).suffix not in (".parquet", ".arrow"):
+            yield from json_files.lines(file, path)
+            return
+    from core.hub import table_rows
+    yield from table_rows(path, size)
 
 
 def called(tool):
-    """What of a tool, or of a tool call, has its name: the tool itself, or its "function"."""
+    """What of a tool, or a tool call, has its name: the tool itself, or its "function"."""
     inner = tool.get("function", tool) if isinstance(tool, dict) else {}
     return inner if isinstance(inner, dict) else {}
 
 
+def check_tools(tools):
+    """Names of a list of tools. ValueError for what is no list of them, each with a name."""
+    names = [called(tool).get("name") for tool in tools] if isinstance(tools, list) else [None]
+    if not all(isinstance(name, str) and name for name in names):
+        raise ValueError('its "tools" are no list of {"type": "function", "function": '
+                         '{"name": ..., ...}}')
+    return names
+
+
 def check_messages(record, answered=True):
-    """The messages of one record; ValueError says what is wrong with them and what to do. answered: they have to end
-    with an answer.
+    """The messages of a record; ValueError says what is wrong with them and what to do.
+
+    answered: they have to end with an answer.
     """
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
-        raise ValueError('has no list "messages"; a line is {"messages": [{"role": ..., "content": ...}, ...]}, or has '
-                         '"conversations", "prompt" and "completion", or "instruction" and "output"')
-    check_tools(record)
-    for number, message in enumerate(messages):
-        where = f"message {number + 1}"
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise ValueError(f"{where} has no role out of {', '.join(ROLES)}")
-        if not isinstance(message.get("content"), str):
-            raise ValueError(f"{where} has no text as its content; only text is trained")
-        if HALF_CHARACTER.search(message["content"] + str(message.get("reasoning_content") or "")):
-            raise ValueError(f"{where} holds half a character (\\ud800 to \\udfff)")
-        if message["role"] == "assistant" and not message["content"].strip() and not message.get("tool_calls"):
-            raise ValueError(f"{where} is an empty answer; drop the line")
-        known = KNOWN | KEYS.get(message["role"], set())
-        if other := message.keys() - known:
-            raise ValueError(f"{where} has {', '.join(sorted(other))}, which no chat template is sure to write; "
-                             f"remove it, known are {', '.join(sorted(known))}")
-        if not isinstance(message.get("reasoning_content") or "", str):
-            raise ValueError(f"{where}: its reasoning_content is not text")
-        calls = message.get("tool_calls") or []
-        if not isinstance(calls, list) or not all(isinstance(called(call).get("name"), str) and isinstance(
-                called(call).get("arguments", {}), dict) for call in calls):
-            raise ValueError(f'{where}: its tool_calls are no list of {{"name": "...", "arguments": {{...}}}}')
-        if message.get("weight", 1) not in (0, 1):
-            raise ValueError(f"{where} has the weight {message['weight']!r}; an answer is trained (1) or not (0)")
+        raise ValueError(FORMS)
+    check_tools(record.get("tools") or [])
+    for number, message in enumerate(messages, 1):
+        if why := message_problem(message):
+            raise ValueError(f"message {number}{why}")
     if answered and messages[-1]["role"] != "assistant":
-        raise ValueError(f"ends with a message of the {messages[-1]['role']}, so there is no answer to train; drop it")
+        raise ValueError(f"ends with a message of the {messages[-1]['role']}, so there is no "
+                         "answer to train; drop it")
     return messages
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def message_problem(message):
+    """What is wrong with one message, or ""."""
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        return f" has no role out of {', '.join(ROLES)}"
+    role, content, thoughts = message["role"], message.get("content"), \
+        message.get("reasoning_content") or ""
+    if not isinstance(content, str):
+        return " has no text as its content; only text is trained"
+    if not isinstance(thoughts, str):
+        return ": its reasoning_content is not text"
+    if HALF_CHARACTER.search(content + thoughts):
+        return " holds half a character (\\ud800 to \\udfff)"
+    calls = message.get("tool_calls") or []
+    if role == "assistant" and not content.strip() and not calls:
+        return " is an empty answer; drop the line"
+    known = KNOWN | KEYS.get(role, set())
+    if other := message.keys() - known:
+        return (f" has {', '.join(sorted(other))}, which no chat template is sure to write; remove "
+                f"it, known are {', '.join(sorted(known))}")
+    if not isinstance(calls, list) or not all(
+            isinstance(called(call).get("name"), str)
+            and isinstance(called(call).get("arguments", {}), dict) for call in calls):
+        return ': its tool_calls are no list of {"name": "...", "arguments": {...}}'
+    if message.get("weight", 1) not in (0, 1):
+        return f" has the weight {message['weight']!r}; an answer is trained (1) or not (0)"
+    return ""
+
+
+# --------------------------------------------------------------------------------------------------
 # Conversations -> ids and mask
 
 
 def load_tokenizer(folder, template=None, load=None):
-    """Tokenizer of a model folder with a chat template, its own or the Jinja file `template`. Raises UserError.
+    """Tokenizer of a model folder with a chat template, its own or the Jinja file `template`.
 
-    load: function of the folder that reads it; None: transformers' own.
+    load: function of the folder that reads it; None: transformers' own. Raises UserError.
     """
     from transformers import AutoTokenizer
     try:
-        tokenizer = load(folder) if load else AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = load(folder) if load else AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False)
     except Exception as error:      # of many kinds
-        raise UserError(f"{folder}: no tokenizer can be loaded from it ({str(error).splitlines()[0]})")
+        raise UserError(f"{folder}: no tokenizer can be loaded from it "
+                        f"({str(error).splitlines()[0]})")
     if template:
         tokenizer.chat_template = json_files.read_text(template, "--chat_template ")
-    if not isinstance(tokenizer.chat_template, str):
-        raise UserError(f"{folder}: its tokenizer has no chat template; give one with --chat_template FILE")
+    require(isinstance(tokenizer.chat_template, str), f"{folder}: its tokenizer has no chat "
+            "template; give one with --chat_template FILE")
     return tokenizer
 
 
 class Encoder:
-    """Conversations -> (ids, mask of the trained ones), proven. turns: "all" assistant turns or the "last" one.
-
-    thinking: None or what the template gets as enable_thinking.
+    """Conversations -> (ids, mask of the trained ones), proven. turns: "all" assistant turns or the
+    "last" one. thinking: None or what the template gets as enable_thinking. split: a conversation
+    whose answers cannot stand in one sample gives a list of them.
     """
 
-    def __init__(self, tokenizer, turns="all", thinking=None):
+    def __init__(self, tokenizer, turns="all", thinking=None, split=False):
         self.tokenizer, self.turns, self.lists = tokenizer, turns, token_lists(tokenizer)
+        self.split = split
         self.options = {} if thinking is None else {"enable_thinking": thinking}
         special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
         self.special = set(special)
-        self.control = re.compile("|".join(map(re.escape, sorted(special.values(), key=len, reverse=True))) or r"(?!)")
+        longest_first = sorted(special.values(), key=len, reverse=True)
+        self.control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self.blank = {}         # id -> is it white space?
         self.ends = Counter()   # ids that trained turns ended with
 
     def render(self, messages, prompt, tools=None):
-        """Text of messages by the template, or texts of many such lists; prompt: with the generation prompt.
-
-        ValueError when it refuses them, or one of them.
+        """Text of messages by the template, or texts of many such lists; prompt: with the
+        generation prompt. ValueError when it refuses them, or one of them.
         """
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt,
-                                                      tools=tools, **self.options)
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=prompt, tools=tools, **self.options)
         except Exception as error:      # Jinja's, and whatever a template's expressions raise
             raise ValueError(f"the chat template refuses it ({type(error).__name__}: {error})")
 
-    def _render_all(self, asked):
-        """[(text of the prompt, of prompt and answer)] of [(messages, place of an answer)]; None: ask one by one."""
-        try:
-            return list(zip(self.render([messages[:i] for messages, i in asked], True),
-                            self.render([messages[:i + 1] for messages, i in asked], False))) if asked else []
-        except ValueError:
-            return None
-
     def encode(self, chats, tools=None):
-        """[messages] -> [(ids, mask) or the ValueError that says why not], each list of ints and of bools.
+        """[messages] -> [(ids, mask) or the ValueError that says why not], lists of ints and bools.
 
         tools: [list of tools or None] of the conversations.
         """
-        jobs, texts, tools = [], {}, tools or [None] * len(chats)
-        for messages, known in zip(chats, tools):
-            try:
-                jobs.append(self._answers(messages, known))
-            except ValueError as error:
-                jobs.append(error)
+        tools = tools or [None] * len(chats)
+        jobs = [attempt(self._answers, *pair) for pair in zip(chats, tools)]
+        # those without tools are rendered together, unless the template refuses one of them
         asked = [(messages, i) for messages, job, known in zip(chats, jobs, tools)
                  if isinstance(job, list) and not known for i in job]
-        rendered = self._render_all(asked)
-        together = None if rendered is None else iter(rendered)
+        together = attempt(lambda: zip(
+            self.render([messages[:i] for messages, i in asked], True),
+            self.render([messages[:i + 1] for messages, i in asked], False))) if asked else None
+        if isinstance(together, ValueError):
+            together = None
+        texts = {}
         for number, (messages, job, known) in enumerate(zip(chats, jobs, tools)):
             if isinstance(job, ValueError):
                 continue
             pairs = list(itertools.islice(together, len(job))) if together and not known else (
-                (self.render(messages[:i], True, known), self.render(messages[:i + 1], False, known)) for i in job)
-            try:
-                jobs[number] = self._texts(messages, job, pairs, known)
-            except ValueError as error:
-                jobs[number] = error
-            else:
+                (self.render(messages[:i], True, known),
+                 self.render(messages[:i + 1], False, known)) for i in job)
+            jobs[number] = attempt(self._texts, messages, job, pairs, known)
+            if isinstance(jobs[number], list):
                 texts |= dict.fromkeys(itertools.chain.from_iterable(jobs[number]))
         texts = dict(zip(texts, self.lists(list(texts))))
-        results = []
-        for job in jobs:
-            try:
-                results.append(job if isinstance(job, ValueError) else self._mask(
-                    [[texts[t] for t in part] for part in job], *job[-1]))
-            except ValueError as error:
-                results.append(error)
-        return results
+        return [job if isinstance(job, ValueError) else attempt(
+            self._samples, [[texts[text] for text in part] for part in job], job)
+            for job in jobs]
+
+    def _samples(self, parts, texts):
+        """_mask of all trained turns in one sample, or [_mask of each, as it stood at its turn]."""
+        try:
+            return self._mask(parts, *texts[-1])
+        except ValueError:
+            if not self.split or len(parts) == 1:
+                raise
+            return [self._mask([part], *text) for part, text in zip(parts, texts)]
 
     def _answers(self, messages, tools):
-        """Places of the answers that are trained. ValueError for a text with a control token, or none to train."""
+        """Places of the trained answers. ValueError for a control token, or none to train."""
         for number, message in enumerate(messages, 1):
-            for text in (message["content"], message.get("reasoning_content") or "",
-                         json.dumps(message.get("tool_calls") or "", ensure_ascii=False)):
-                if found := self.control.search(text):
-                    raise ValueError(f"message {number} contains the control token {found[0]}; remove it")
+            text = "\n".join([message["content"], message.get("reasoning_content") or "",
+                              json.dumps(message.get("tool_calls") or "", ensure_ascii=False)])
+            if found := self.control.search(text):
+                raise ValueError(f"message {number} contains the control token {found[0]}; remove "
+                                 "it")
         if found := self.control.search(json.dumps(tools or "", ensure_ascii=False)):
             raise ValueError(f"its tools contain the control token {found[0]}; remove it")
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        answers = [i for i in answers[0 if self.turns == "all" else -1:] if messages[i].get("weight", 1)]
+        answers = answers[0 if self.turns == "all" else -1:]
+        answers = [i for i in answers if messages[i].get("weight", 1)]
         if 0 in answers:
-            raise ValueError("begins with an answer, so nothing is asked before it; put a message there, give it the "
-                             "weight 0, or drop the line")
+            raise ValueError("begins with an answer, so nothing is asked before it; put a message "
+                             "there, give it the weight 0, or drop the line")
         if not answers:
             raise ValueError("has no answer to train that is not of weight 0; drop the line")
         return answers
 
     def _texts(self, messages, answers, pairs, tools):
-        """The (prompt, prompt and answer) of each trained turn, proven whole; what follows the last is left out."""
-        found = []
-        for i, (prompt, text) in zip(answers, pairs):
-            if text.startswith(prompt):         # else _mask refuses it, naming the tokens
-                words = [messages[i]["content"].split("</think>")[-1].strip(),
-                         (messages[i].get("reasoning_content") or "").strip()]
-                for call in map(called, messages[i].get("tool_calls") or ()):
-                    words += call["name"], *call.get("arguments", {})
-                if any(word not in text[len(prompt):] for word in words):
-                    raise ValueError("the chat template leaves out the answer, the reasoning or a tool call of message "
-                                     f"{i + 1}")
-            found.append((prompt, text))
+        """[(prompt, prompt and answer)] of the trained turns, proven whole."""
+        found = list(pairs)
+        for i, (prompt, text) in zip(answers, found):
+            if not text.startswith(prompt):         # _mask refuses it, naming the tokens
+                continue
+            words = [plain(messages[i]), (messages[i].get("reasoning_content") or "").strip()]
+            for call in map(called, messages[i].get("tool_calls") or ()):
+                words += call["name"], *call.get("arguments", {})
+            if any(word not in text[len(prompt):] for word in words):
+                raise ValueError("the chat template leaves out the answer, the reasoning or a tool "
+                                 f"call of message {i + 1}")
         whole, schemas = found[-1][1], json.dumps(tools or "", ensure_ascii=False)
         for number, message in enumerate(messages[:answers[-1] + 1], 1):
             calls = [called(call)["name"] for call in message.get("tool_calls") or ()]
-            if message["content"].split("</think>")[-1].strip() not in whole or any(
+            if plain(message) not in whole or any(
                     whole.count(name) <= schemas.count(name) for name in calls):
-                raise ValueError(f"the chat template leaves out the text of message {number} ({message['role']})")
-        if missing := [name for name in check_tools({"tools": tools}) if name not in found[0][0]]:
-            raise ValueError(f"the chat template leaves out the tool {missing[0]}; give another with --chat_template "
-                             "FILE, or drop the line")
+                raise ValueError(f"the chat template leaves out the text of message {number} "
+                                 f"({message['role']})")
+        for name in check_tools(tools or []):
+            if name not in found[0][0]:
+                raise ValueError(f"the chat template leaves out the tool {name}; give another with "
+                                 "--chat_template FILE, or drop the line")
         return found
 
-    def _apart(self, ids, whole, prompt, text):
-        """`ids` of a prompt and those of what its text `prompt` lacks of `text`; `whole` where they are not the same
-        text, or the prompt's are its beginning anyway.
-        """
-        if whole[:len(ids)] == ids or not text.startswith(prompt):
-            return whole
-        apart = [*ids, *self.lists([text[len(prompt):]])[0]]
-        same = (self.tokenizer.decode(made, clean_up_tokenization_spaces=False) for made in (apart, whole))
-        return apart if next(same) == next(same) else whole
-
     def _mask(self, parts, prompt, text):
-        """[(prompt ids, prompt and answer ids) of each trained turn] -> (ids, mask). prompt, text: of the last."""
-        parts[-1][1] = self._apart(*parts[-1], prompt, text)
-        ids = parts[-1][1]
+        """[[prompt ids, prompt and answer ids] of each trained turn] -> (ids, mask).
+
+        prompt, text: of the last, which is tokenised apart where its prompt's ids are not the
+        whole's first, and both give the same text.
+        """
+        first, ids = parts[-1]
+        if ids[:len(first)] != first and text.startswith(prompt):
+            apart = [*first, *self.lists([text[len(prompt):]])[0]]
+            same = [self.tokenizer.decode(made, clean_up_tokenization_spaces=False)
+                    for made in (apart, ids)]
+            parts[-1][1] = ids = apart if same[0] == same[1] else ids
         mask = [False] * len(ids)
-        for number, (prompt, upto) in enumerate(parts, 1):
-            self._prove(prompt, upto, "prompt", number)
+        for number, (before, upto) in enumerate(parts, 1):
+            self._prove(before, upto, "prompt", number)
             self._prove(upto, ids, "conversation so far", number)
             stop = len(upto)
-            while stop > len(prompt) and ids[stop - 1] not in self.special and self._is_blank(ids[stop - 1]):
+            while stop > len(before) and self._is_blank(ids[stop - 1]):
                 stop -= 1
-            if stop == len(prompt) or ids[stop - 1] not in self.special:
-                raise ValueError("the chat template does not end an answer with a special token, so the model would "
-                                 "not learn to stop; give another with --chat_template FILE")
+            if stop == len(before) or ids[stop - 1] not in self.special:
+                raise ValueError("the chat template does not end an answer with a special token, "
+                                 "so the model would not learn to stop; give another with "
+                                 "--chat_template FILE")
             self.ends[ids[stop - 1]] += 1
-            mask[len(prompt):stop] = [True] * (stop - len(prompt))
+            mask[len(before):stop] = [True] * (stop - len(before))
         return ids, mask
 
     def _prove(self, first, whole, what, number):
         """ValueError unless the ids `first` are the beginning of `whole`."""
         if whole[:len(first)] == first:
             return
-        at = next((i for i, (a, b) in enumerate(zip(first, whole)) if a != b), min(len(first), len(whole)))
+        at = next((i for i, (a, b) in enumerate(zip(first, whole)) if a != b),
+                  min(len(first), len(whole)))
         theirs, ours = (self.tokenizer.decode(ids[at:at + 1]) for ids in (first, whole))
-        advice = "--enable_thinking false (or true)" if not self.options else "another --enable_thinking"
+        advice = "--enable_thinking false (or true)"
+        if self.options:
+            advice = "another --enable_thinking"
         advice += ", --train_turns last" if self.turns == "all" else ""
-        raise ValueError(f"trained turn {number}: by this chat template the {what} is not how the whole begins: token "
-                         f"{at} is {theirs!r} there, {ours!r} in the whole; so what the model will be given cannot be "
-                         f"trained. Try {advice}, or give another template with --chat_template FILE")
+        raise ValueError(f"trained turn {number}: by this chat template the {what} is not how the "
+                         f"whole begins: token {at} is {theirs!r} there, {ours!r} in the whole; so "
+                         f"what the model will be given cannot be trained. Try {advice}, or give "
+                         "another template with --chat_template FILE")
 
     def _is_blank(self, token):
+        """Whether a token is white space, and no special one."""
         if token not in self.blank:
-            self.blank[token] = not self.tokenizer.decode([token]).strip()
+            blank = token not in self.special and not self.tokenizer.decode([token]).strip()
+            self.blank[token] = blank
         return self.blank[token]
 
 
-def cut(ids, mask, limit, policy):
-    """(ids, mask) of at most `limit` tokens by a policy of choices.TOO_LONG, or None when the sample is to be dropped.
+def attempt(function, *args):
+    """function(*args), or the ValueError that it raises."""
+    try:
+        return function(*args)
+    except ValueError as error:
+        return error
 
-    Dropped are too long ones under "drop", and whatever a cut leaves nothing to train of. Raises ValueError under
-    "stop". The first token of a sample is never trained: nothing predicts it.
+
+def plain(message):
+    """The text of a message, without thoughts."""
+    return message["content"].split("</think>")[-1].strip()
+
+
+def cut(ids, mask, limit, policy):
+    """(ids, mask) of at most `limit` tokens, or None when the sample is to be dropped.
+
+    policy: for longer ones: stop (ValueError), drop, cut_left or cut_right. Dropped is whatever a
+    cut leaves nothing to train of, too. Nothing predicts a sample's first token: it is not trained.
     """
     if len(ids) > limit:
         if policy == "stop":

@@ -1,4 +1,6 @@
-"""What millions of samples need: columns that grow on disk, processes that make parts in order, fast tokenising."""
+"""What millions of samples need: columns that grow on disk, processes that make parts in order,
+fast tokenising.
+"""
 import itertools
 import os
 from pathlib import Path
@@ -15,12 +17,14 @@ HERE = 4            # parts made in this process before others are started: smal
 
 
 class Column:
-    """Numbers appended to a .npy file, so that they are never in memory whole. width: of rows, None for numbers."""
+    """Numbers appended to a .npy file, so that they are never in memory whole. width: of rows, None
+    for numbers.
+    """
 
     def __init__(self, path, dtype, width=None):
         self.path, self.dtype = Path(path), np.dtype(dtype)
-        self.width, self.length = width, 0
-        self.file, self._mapped = open(path, "w+b", buffering=2**18), None      # never used by a forked child
+        self.width, self.length, self._mapped = width, 0, None
+        self.file = open(path, "w+b", buffering=2**18)      # never used by a forked child
         self._write_header()
 
     def __len__(self):
@@ -29,8 +33,9 @@ class Column:
     def _write_header(self):
         shape = (self.length,) if self.width is None else (self.length, self.width)
         self.file.seek(0)       # numpy leaves room in it for a length to grow into
-        np.lib.format.write_array_header_1_0(self.file, {"descr": np.lib.format.dtype_to_descr(self.dtype),
-                                                         "fortran_order": False, "shape": shape})
+        np.lib.format.write_array_header_1_0(self.file, {
+            "descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False,
+            "shape": shape})
         self.file.seek(0, os.SEEK_END)
 
     def append(self, values):
@@ -46,7 +51,8 @@ class Column:
             with error_names_file(self.path):
                 self._write_header()
                 self.file.flush()
-            self._mapped = np.load(self.path, mmap_mode="r" if self.length else None)   # nothing cannot be mapped
+            # nothing cannot be mapped
+            self._mapped = np.load(self.path, mmap_mode="r" if self.length else None)
         return self._mapped
 
     def close(self):
@@ -60,7 +66,8 @@ class Lists:
     """Lists of numbers one after the other: columns NAME and OFFSETS of a folder."""
 
     def __init__(self, folder, name, offsets, dtype):
-        self.values, self.offsets = Column(folder / f"{name}.npy", dtype), Column(folder / f"{offsets}.npy", np.int64)
+        self.values = Column(folder / f"{name}.npy", dtype)
+        self.offsets = Column(folder / f"{offsets}.npy", np.int64)
         self.offsets.append([0])
 
     def append(self, values, counts):
@@ -80,7 +87,7 @@ class Lists:
 
 
 class _Share(IterableDataset):
-    """Parts of one of several processes; a UserError travels as a value in the place of its part."""
+    """Parts of one of several processes; a UserError travels as a value in its part's place."""
 
     def __init__(self, share, worker, workers):
         self.share, self.worker, self.workers = share, worker, workers
@@ -93,25 +100,27 @@ class _Share(IterableDataset):
 
 
 def parallel_map_ordered(share, processes, take):
-    """take(part) for every part of share(0, 1) in order, most of them made by other processes; 0: all are made here.
+    """take(part) for every part of share(0, 1) in order, most of them made by other processes; 0:
+    all are made here.
 
-    share(first, step): an iterator over parts first, first + step, ... of a sequence; what it yields must be picklable,
-    and numpy rather than tensors, which would travel through /dev/shm. Few parts are on their way at a time. Raises
-    what `share` and `take` raise, and UserError when a process is killed.
+    share(first, step): an iterator over parts first, first + step, ... of a sequence; what it
+    yields must be picklable, and numpy rather than tensors, which would travel through /dev/shm.
+    Few parts are on their way at a time. Raises what `share` and `take` raise, and UserError when a
+    process is killed.
     """
-    others = None
+    others, made, parts = None, 0, share(0, 1)
+    for part in itertools.islice(parts, HERE if processes else None):
+        take(part)
+        made += 1
+    if not processes or made < HERE:
+        return
+    parts.close()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")    # its threads do not survive a fork
     try:
-        parts, made = share(0, 1), 0
-        for part in itertools.islice(parts, HERE if processes else None):
-            take(part)
-            made += 1
-        if not processes or made < HERE:
-            return
-        parts.close()
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")        # its threads do not survive the fork
         others = fork_loaders(DataLoader(
             _Share(share, HERE, processes), batch_size=None, num_workers=processes,
-            collate_fn=lambda part: part, multiprocessing_context="fork", worker_init_fn=init_loader))
+            collate_fn=lambda part: part, multiprocessing_context="fork",
+            worker_init_fn=init_loader))
         for part in others:
             if isinstance(part, UserError):
                 raise part
@@ -120,15 +129,15 @@ def parallel_map_ordered(share, processes, take):
         if not str(error).startswith("DataLoader worker"):
             raise
         why = str(named(error, others)).splitlines()[0]
-        raise UserError(f"a process that reads the data has ended early ({why}); if memory was short, give a smaller "
-                        "--preprocess_num_proc, 0 = in the trainer") from None
+        raise UserError(f"a process that reads the data has ended early ({why}); if memory was "
+                        "short, give a smaller --preprocess_num_proc, 0 = in the trainer") from None
     finally:
-        if others is not None:      # an error's traceback would keep them alive, and the exit would wait for them
+        if others is not None:  # an error's traceback would keep them alive, the exit would wait
             others._shutdown_workers()
 
 
 def token_lists(tokenizer):
-    """Function of a list of texts -> their lists of ids, no special tokens added: tokenizer(texts), but faster."""
+    """Function of texts -> their ids, no special tokens added: tokenizer(texts), but faster."""
     def plain(texts):
         return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
@@ -140,10 +149,10 @@ def token_lists(tokenizer):
     def lists(texts):
         if not texts:
             return []
-        if not way:     # chosen by the first texts; plain() also switches off truncation, which a tokenizer may have on
-            ids = plain(texts)
-            way.append(direct if backend is not None and direct(texts) == ids else plain)
-            return ids
-        return way[0](texts)
-
+        if way:
+            return way[0](texts)
+        # chosen by the first texts; plain() also switches off truncation, which may be on
+        ids = plain(texts)
+        way.append(direct if backend is not None and direct(texts) == ids else plain)
+        return ids
     return lists

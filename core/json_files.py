@@ -1,8 +1,9 @@
-"""Text, JSON and JSONL files -> what is in them. Whatever is wrong with one is said in one line, and nothing hangs.
+"""Text, JSON and JSONL files -> what is in them. Whatever is wrong is said in one line, no hang.
 
-Only regular files are read: a pipe may never end, and a run that resumes reads its files again. Refused beside what is
-no JSON are values that Python's own reader takes or fails on: whole numbers beyond 64 bits, whose use as a float may
-overflow, and nesting so deep that printing the value would fail. Standard library only.
+Only regular files are read: a pipe may never end, and a run that resumes reads its files again.
+Refused beside what is no JSON are values that Python's own reader takes or fails on: whole numbers
+beyond 64 bits, whose use as a float may overflow, and nesting so deep that printing the value would
+fail. Standard library only.
 """
 import errno
 import io
@@ -17,10 +18,9 @@ from core.cli import UserError
 
 DIGITS = 19             # of a whole number, its sign included
 DEPTH = 100             # of lists and objects in each other
-BOM = b"\xef\xbb\xbf"
 LONGEST = 2**26         # bytes of a line
 LONGEST_LIST = 2**31    # bytes of a JSON list
-HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # json joins pairs, so that whatever is left stands alone
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # json joins pairs: what is left stands alone
 SKIPPED = object()      # stands for an entry that was asked to be left out
 
 
@@ -30,20 +30,20 @@ def _whole(digits):
     return int(digits)
 
 
+# NaN: None
 DECODER = json.JSONDecoder(parse_int=_whole,
-                           parse_constant={"Infinity": math.inf, "-Infinity": -math.inf}.get)       # NaN: None
+                           parse_constant={"Infinity": math.inf, "-Infinity": -math.inf}.get)
 
-
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Files
 
 
 class _Named(io.FileIO):
-    """A file whose errors of reading name it: that of a bad disk comes without."""
+    """A file whose errors of reading are a UserError that names it: a bad disk's come without."""
 
     def __init__(self, fd, path):
         super().__init__(fd, "rb")
-        self.path = str(path)
+        self.path = path
 
     def readinto(self, buffer):
         return self._named(super().readinto, buffer)
@@ -55,32 +55,33 @@ class _Named(io.FileIO):
         try:
             return read(*args)
         except OSError as error:
-            error.filename = self.path
-            raise
+            raise UserError(f"{self.path}: cannot be read ({error.strerror})")
 
 
 def open_file(path, flag=""):
-    """A regular file, opened for reading bytes. UserError for anything else. flag: named before the path, "--x "."""
+    """A regular file, opened for reading bytes; UserError. flag: named before the path, "--x "."""
+    where = f"{flag}{path}"
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)     # to open a pipe that nobody writes would hang
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)     # a pipe that nobody writes would hang
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):     # nothing is wrong with this file
             raise
-        raise UserError(f"{flag}{path}: cannot be read ({error.strerror})")
+        raise UserError(f"{where}: cannot be read ({error.strerror})")
     except ValueError as error:     # a NUL in the name
-        raise UserError(f"{flag}{path}: cannot be read ({error})")
+        raise UserError(f"{where}: cannot be read ({error})")
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         os.close(fd)
-        what = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device, not a file; write it to a file first"
-        raise UserError(f"{flag}{path}: cannot be read (it is {what})")
-    return io.BufferedReader(_Named(fd, path))
+        what = "a pipe or a device, not a file; write it to a file first"
+        raise UserError(f"{where}: cannot be read (it is "
+                        f"{'a folder' if stat.S_ISDIR(mode) else what})")
+    return io.BufferedReader(_Named(fd, where))
 
 
 def read_text(path, flag=""):
-    """The text of a UTF-8 file, without its byte order mark. UserError, which names the flag that gave the path."""
+    """The text of a UTF-8 file, without its byte order mark. UserError."""
     with open_file(path, flag) as file:
-        data = _bytes(file.read, f"{flag}{path}")
+        data = file.read()
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -88,48 +89,33 @@ def read_text(path, flag=""):
 
 
 def not_utf8(path, line, data):
-    """UserError of a text whose first line that is not UTF-8 has this number. data: bytes of its beginning."""
+    """UserError of a text whose line of this number is not UTF-8. data: bytes of its beginning."""
     encoding = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "CP1252"
-    return UserError(f"{path}: is not UTF-8 text (line {line}); convert it: iconv -f {encoding} -t UTF-8")
-
-
-def _bytes(read, path):
-    try:
-        return read()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})")
+    return UserError(f"{path}: is not UTF-8 text (line {line}); convert it: "
+                     f"iconv -f {encoding} -t UTF-8")
 
 
 def lines(file, path):
     """Yield the lines of open_file's file; UserError for one of more than LONGEST bytes."""
     number = 0
-    while line := _bytes(lambda: file.readline(LONGEST + 1), path):
+    while line := file.readline(LONGEST + 1):
         number += 1
         if len(line) > LONGEST:
             raise UserError(f"{path}: line {number} is longer than {LONGEST >> 20} MiB")
         yield line
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One value
+# --------------------------------------------------------------------------------------------------
+# Values
 
 
-def loads(text):
-    """The value of a JSON text, str or bytes; ValueError says in a few words why there is none."""
+def decode(text):
+    """The value of a JSON text. JSONDecodeError, or ValueError for what is refused beside that."""
     try:
-        text = text if isinstance(text, str) else text.decode("utf-8-sig")
-        return shallow(DECODER.decode(text), text.count("[") + text.count("{"))
-    except UnicodeDecodeError:
-        raise ValueError("is not UTF-8 text")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON ({error.msg} at character {error.pos})")
+        value = DECODER.decode(text)
     except RecursionError:
         raise ValueError("is nested too deeply")
-
-
-def shallow(value, brackets):
-    """The value itself; ValueError when it is nested more than DEPTH deep. brackets: [ and { in its text."""
-    if brackets > DEPTH:
+    if text.count("[") + text.count("{") > DEPTH:
         level, depth = [value], 0
         while level := [part for one in level if isinstance(one, (dict, list))
                         for part in (one.values() if isinstance(one, dict) else one)]:
@@ -139,20 +125,29 @@ def shallow(value, brackets):
     return value
 
 
+def loads(text):
+    """The value of a JSON text, str or bytes; ValueError says in a few words why there is none."""
+    try:
+        return decode(text if isinstance(text, str) else text.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise ValueError("is not UTF-8 text")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON ({error.msg} at character {error.pos})")
+
+
 def parse(text, path, line=1):
     """The value of a JSON text that begins at this line of a file; UserError names the place."""
     if not text.strip():
         raise UserError(f"{path}: is empty")
     try:
-        return shallow(DECODER.decode(text), text.count("[") + text.count("{"))
+        return decode(text)
     except json.JSONDecodeError as error:
         whole = text.rstrip()
         cut = error.pos >= len(whole) - 1 or whole[-1] not in "]}"
         raise UserError(f"{path}: not valid JSON at line {line + error.lineno - 1} column "
                         f"{error.colno}: {'the file looks truncated' if cut else error.msg}")
-    except (ValueError, RecursionError) as error:
-        why = "is nested too deeply" if isinstance(error, RecursionError) else error
-        raise UserError(f"{path}: JSON that cannot be read, from line {line} on: {why}")
+    except ValueError as error:
+        raise UserError(f"{path}: JSON that cannot be read, from line {line} on: {error}")
 
 
 def json_value(path, flag=""):
@@ -168,51 +163,52 @@ def read_object(path, flag=""):
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Many values
-
-
 def read_entries(path):
-    """(unit, read) of JSONL, of a JSON list or of one JSON object. Raises UserError naming line and column.
+    """(unit, read) of JSONL, of a JSON list or of one JSON object. UserError with line and column.
 
-    read(wanted) yields (number, value): numbers are those of the lines of JSONL (unit "line") or of a list's entries
-    ("sample"), from 0 on. JSONL is read line by line, and SKIPPED stands for lines that are not wanted(number); a list
-    is read whole, once.
+    read(wanted) yields (number, value): numbers are those of the lines of JSONL (unit "line") or of
+    a list's entries ("sample"), from 0 on. JSONL is read line by line, and SKIPPED stands for lines
+    that are not wanted(number); a list is read whole, once.
     """
     with open_file(path) as file:
-        start = next((text for line in lines(file, path) if (text := line.removeprefix(BOM).strip())), b"")
+        start = next((text for line in lines(file, path) if (text := stripped(line))), b"")
         size = os.fstat(file.fileno()).st_size
-    if start[:1] == b"{" and (_is_json(start) or Path(path).suffix == ".jsonl"):
+    if start[:1] == b"{" and (Path(path).suffix == ".jsonl" or is_json(start)):
         return "line", lambda wanted: _json_lines(path, wanted)
     if size > LONGEST_LIST:
-        raise UserError(f"{path}: is a JSON list of {size / 2**30:.1f} GiB, of which {LONGEST_LIST / 2**30:g} are read; "
-                        "write one sample a line: jq -c '.[]' LIST > LINES.jsonl")
+        raise UserError(f"{path}: is a JSON list of {size / 2**30:.1f} GiB, of which "
+                        f"{LONGEST_LIST / 2**30:g} are read; write one sample a line: "
+                        "jq -c '.[]' LIST > LINES.jsonl")
     data = json_value(path)
     if isinstance(data, dict) and "messages" in data:
         data = [data]
     if not isinstance(data, list):
-        raise UserError(f"{path}: holds a JSON {type(data).__name__}, not a list of samples with 'messages'")
+        raise UserError(f"{path}: holds a JSON {type(data).__name__}, not a list of samples with "
+                        "'messages'")
     return "sample", lambda wanted: enumerate(data)
 
 
-def _json_lines(path, wanted):
-    with open_file(path) as file:
-        for number, line in enumerate(lines(file, path)):
-            if not line.removeprefix(BOM).strip():
-                continue
-            if not wanted(number):
-                yield number, SKIPPED
-                continue
-            try:
-                text = line.decode("utf-8" if number else "utf-8-sig")
-            except UnicodeDecodeError:
-                raise not_utf8(path, number + 1, line)
-            yield number, parse(text, path, number + 1)
+def stripped(line):
+    """Bytes of a line without a byte order mark and white space around it."""
+    return line.removeprefix(b"\xef\xbb\xbf").strip()
 
 
-def _is_json(line):
+def is_json(line):
     try:
         loads(line)
         return True
     except ValueError:
         return False
+
+
+def _json_lines(path, wanted):
+    with open_file(path) as file:
+        for number, line in enumerate(lines(file, path)):
+            if stripped(line) and not wanted(number):
+                yield number, SKIPPED
+            elif stripped(line):
+                try:
+                    text = line.decode("utf-8" if number else "utf-8-sig")
+                except UnicodeDecodeError:
+                    raise not_utf8(path, number + 1, line)
+                yield number, parse(text, path, number + 1)

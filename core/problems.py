@@ -1,4 +1,4 @@
-"""Samples that cannot be used: which of them stop a run, which are dropped, and the list of all, problems.jsonl."""
+"""Samples that cannot be used: which stop a run, which are dropped, and a list of all of them."""
 import json
 import shutil
 import tempfile
@@ -15,14 +15,14 @@ SHOWN = 20                  # problems in an error
 class Problem(str):
     """A line about a sample: "NAME: what is wrong".
 
-    name: where the sample stands, which begins with its file. check: what found it, as --drop_bad names it. sample: its
-    number in a table of all, if there is one already; names are not unique where a file is given twice.
+    name: where the sample stands, which begins with its file. check: what found it, as --drop_bad
+    names it. sample: its number in a table of all, if there is one already; names are not unique
+    where a file is given twice.
     """
 
     def __new__(cls, text, name="", what="", check="", file="", sample=None):
         made = super().__new__(cls, text)
-        made.name, made.what, made.check = name, what, check
-        made.file, made.sample = file, sample
+        made.name, made.what, made.check, made.file, made.sample = name, what, check, file, sample
         return made
 
 
@@ -33,11 +33,11 @@ def problem(name, check, what, file="", sample=None):
 
 
 class Problems:
-    """Problems as they are found: written to a file of no name, counted by check; the first SHOWN that stop the run are
-    kept, so that millions take no memory.
+    """Problems as they are found: written to a file of no name, counted by check; of those that
+    stop the run the first SHOWN are kept, so that millions take no memory.
 
-    drop: checks whose samples are dropped. folder: where settle() writes LIST, None: nowhere. more: the list has
-    problems of this run already.
+    drop: checks whose samples are dropped. folder: where settle() writes LIST, None: nowhere. more:
+    the list has problems of this run already.
     """
 
     def __init__(self, drop=(), folder=None, more=False):
@@ -52,8 +52,8 @@ class Problems:
                 self.shown.append(p)
             if self.path:
                 self.rows = self.rows or tempfile.TemporaryFile(dir=self.path.parent)
-                row = {"file": p.file, "entry": p.name.removeprefix(printable(p.file)).strip(" :"), "check": p.check,
-                       "problem": p.what}
+                entry = p.name.removeprefix(printable(p.file)).strip(" :")
+                row = {"file": p.file, "entry": entry, "check": p.check, "problem": p.what}
                 self.rows.write(json.dumps(row).encode() + b"\n")
 
     @property
@@ -62,10 +62,10 @@ class Problems:
         return sum(n for check, n in self.counts.items() if check not in self.drop)
 
     def settle(self, hint=""):
-        """Text of how many samples each check drops, "" if none; UserError with the problems that stop the run.
+        """Text of how many samples each check drops, "" if none; UserError with the problems that
+        stop the run, hint its last line.
 
-        LIST then has all of them, one JSON object a line {"file", "entry", "check", "problem"}; none: there is no list.
-        hint: what helps, the error's last line.
+        LIST then has all of them, one JSON object a line; none: there is no list.
         """
         if self.rows:
             checkpoint.write_atomically(self.path, self._write)
@@ -96,22 +96,21 @@ def settle(problems, drop=(), folder=None, hint="", more=False):
 def collect(dry, *works):
     """[what work() returns for each of works, none of which needs another's].
 
-    A run ends at the first UserError; a dry run does all the work, and then raises one UserError with all problems.
+    A run ends at the first UserError; a dry run does all the work, and then raises one UserError
+    with all problems.
     """
-    if not dry:
-        return [work() for work in works]
-    results, problems = [], []
+    results, problems = [], {}
     for work in works:
         try:
             results.append(work())
         except UserError as error:
-            problems.append(str(error))
-    if len(problems) > 1:       # those that are lists themselves are taken apart
-        lines = []
-        for first, *rest in map(str.splitlines, dict.fromkeys(problems)):
-            listed = [line.strip() for line in rest]
-            lines += listed if first.endswith(" problems:") else ["\n    ".join([first, *rest])]
-        problems = [problem_text(lines)]
+            if not dry:
+                raise
+            problems[str(error)] = None
+    lines = []      # those that are lists themselves are taken apart
+    for first, *rest in map(str.splitlines, problems):
+        listed = [line.strip() for line in rest]
+        lines += listed if first.endswith(" problems:") else ["\n    ".join([first, *rest])]
     if problems:
-        raise UserError(problems[0])
+        raise UserError(problem_text(lines) if len(problems) > 1 else next(iter(problems)))
     return results

@@ -1,9 +1,10 @@
-"""Checkpoints of transformers' causal language models: find, build empty, load into any sharding, save.
+"""transformers' causal language models: find, build empty, load into any sharding, answer.
 
-A model starts empty on torch's meta device and takes its weights from the safetensors files row by row, so no process
-ever holds more than it trains. Missing, unexpected or misshapen weights stop the run. Mixtures of experts are published
-with matrices for each expert, which transformers holds in tensors (experts, rows, columns): files have the former,
-models the latter. What else from_pretrained would have to convert (quantised or remote-code models) is refused.
+A model starts empty on torch's meta device and takes its weights from the safetensors files row by
+row, so no process ever holds more than it trains, and a model may be larger than a host's memory.
+Missing, unexpected or misshapen weights stop the run. Mixtures of experts are published with
+matrices for each expert, which transformers holds in tensors (experts, rows, columns): files have
+the former, models the latter. Quantised and remote-code models are refused.
 """
 import contextlib
 import copy
@@ -25,13 +26,18 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from core import checkpoint, tensor_io
-from core.cli import UserError
+from core.cli import UserError, require
 from core.dist import World, error_names_file
 
 logging.disable_progress_bar()      # of loading weights: each rank would show one
 
-EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}    # tensor: matrices of an expert
-IGNORED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")      # buffers that old files hold; now computed
+# tensor: matrices of an expert
+EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+# buffers that old files hold; now computed
+IGNORED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+
+# --------------------------------------------------------------------------------------------------
+# Folders
 
 
 def half_dtype(args):
@@ -40,12 +46,11 @@ def half_dtype(args):
 
 
 def find_model(name, flag="--model_path"):
-    """Local folder of a model given as a path or hub name, which is downloaded. Raises UserError."""
+    """Local folder of a model given as a path or hub name, which is downloaded. UserError."""
     folder = tensor_io.find_folder(name, flag)
-    if not (folder / "config.json").is_file():
-        adapter = (folder / "adapter_config.json").is_file()
-        raise UserError(f"{flag} {name}: has no config.json" + (
-            "; this is an adapter, give its base model" if adapter else hint(folder)))
+    adapter = (folder / "adapter_config.json").is_file()
+    require((folder / "config.json").is_file(), f"{flag} {name}: has no config.json" + (
+        "; this is an adapter, give its base model" if adapter else hint(folder)))
     return folder
 
 
@@ -56,36 +61,59 @@ def hint(folder):
 
 
 def length_limit(config, max_length=0, pack_tokens=0):
-    """Tokens that a sample may have: the least of the model's positions, --max_length and the tokens of a pack.
-
-    0: no such limit. Raises UserError when there is none at all, or --max_length is above the model's.
+    """Tokens that a sample may have: the least of the model's positions, --max_length and the
+    tokens of a pack (0: no such limit). UserError when there is none, or --max_length is above
+    the model's.
     """
     positions = getattr(config, "max_position_embeddings", None)
-    if not (positions or max_length or pack_tokens):
-        raise UserError("this model names no longest text; say it with --max_length")
-    if positions and max_length > positions:
-        raise UserError(f"--max_length {max_length} is more than the model's {positions} positions")
+    require(positions or max_length or pack_tokens,
+            "this model names no longest text; say it with --max_length")
+    require(not positions or max_length <= positions,
+            f"--max_length {max_length} is more than the model's {positions} positions")
     return min(n for n in (max_length, pack_tokens, positions) if n)
 
 
 def check_vocabulary(tokenizer, config):
     """Raise UserError when the tokenizer has more tokens than the model has rows."""
-    if len(tokenizer) > config.vocab_size:
-        raise UserError(f"tokenizer and model disagree: {len(tokenizer)} tokens and {config.vocab_size} rows")
+    require(len(tokenizer) <= config.vocab_size, f"tokenizer and model disagree: {len(tokenizer)} "
+                                                 f"tokens and {config.vocab_size} rows")
 
 
 def load_config(folder):
-    """transformers config of a model folder; raises UserError for what is no plain causal language model."""
+    """transformers config of a folder; UserError for what is no plain causal language model."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:          # ValueError, KeyError, validation errors
         raise UserError(f"{folder}: its config.json cannot be used ({str(error).splitlines()[0]})")
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise UserError(f"{folder}: is a {config.model_type!r} checkpoint, which is no causal language model of "
-                        "transformers")
-    if getattr(config, "quantization_config", None):
-        raise UserError(f"{folder}: is quantised; give the unquantised model")
+    require(type(config) in AutoModelForCausalLM._model_mapping, f"{folder}: is a "
+            f"{config.model_type!r} checkpoint, which is no causal language model of transformers")
+    require(not getattr(config, "quantization_config", None),
+            f"{folder}: is quantised; give the unquantised model")
     return config
+
+
+def save_config(model, tokenizer, folder):
+    """The files of a checkpoint beside its weights, for from_pretrained and servers."""
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def fingerprint_weights(folder):
+    """Short hash of a model folder's config and of both ends of each weight file."""
+    digest = hashlib.sha256()
+    for path in [*sorted(Path(folder).glob("*.safetensors")), Path(folder) / "config.json"]:
+        with error_names_file(path), open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            digest.update(f'["{path.name}", {size}]'.encode())
+            for start in (0, max(0, size - 2**20)):
+                file.seek(start)
+                digest.update(file.read(2**20))
+    return digest.hexdigest()[:16]
+
+
+# --------------------------------------------------------------------------------------------------
+# Empty models
 
 
 @contextlib.contextmanager
@@ -105,45 +133,44 @@ def _weights_on_meta():
 
 
 def empty_model(config, dtype, folder=None, attention=None):
-    """Causal LM whose parameters are on the meta device and whose buffers are computed, on the CPU; or UserError.
+    """Causal LM whose parameters are on the meta device, its buffers computed, on the CPU.
 
-    folder: takes over the generation_config.json there. attention: name of a transformers attention function; None
-    leaves the choice to transformers.
+    folder: takes over the generation_config.json there. attention: name of a transformers
+    attention function; None leaves the choice to transformers. Raises UserError.
     """
-    config = copy.deepcopy(config)
     try:
         with _weights_on_meta():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention,
-                                                     trust_remote_code=False)
-    except (KeyError, ValueError) as error:     # architectures that look the attention up among their own classes
-        raise UserError(f"{config.model_type} models cannot be built with another attention "
-                        f"({type(error).__name__}: {str(error).splitlines()[0]}); they are not supported")
-    except Exception as error:      # sizes that no model has: ZeroDivisionError, RuntimeError, ...
-        raise UserError(f"{folder}: no model can be built as its config.json says "
-                        f"({type(error).__name__}: {str(error).splitlines()[0]})")
-    if stored := [name for name in model.state_dict() if name not in all_names(model)]:
-        raise UserError(f"{config.model_type} models keep state beside their weights ({min(stored)}), which is not "
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), dtype=dtype, attn_implementation=attention,
+                trust_remote_code=False)
+    except Exception as error:      # an attention of its own, sizes that no model has, ...
+        raise UserError(f"{folder or config.model_type}: no model can be built as its config.json "
+                        f"says ({type(error).__name__}: {str(error).splitlines()[0]}); it is not "
                         "supported")
-    model.config.architectures, model.config.dtype = [type(model).__name__], dtype      # what a checkpoint will hold
+    stored = [name for name in model.state_dict() if name not in all_names(model)]
+    require(not stored, f"{config.model_type} models keep state beside their weights "
+                        f"({min(stored, default='')}), which is not supported")
+    # what a checkpoint will hold
+    model.config.architectures, model.config.dtype = [type(model).__name__], dtype
     if folder and (Path(folder) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 
 
 def all_names(model):
-    """{every name of a parameter: the first name of the same one}; they differ where weights are tied."""
+    """{every name of a parameter: the first name of the same one}; they differ where tied."""
     first = {}
     return {name: first.setdefault(id(parameter), name)
             for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def give_memory(model, device, buffer_device=None):
-    """model.to_empty(device) that keeps tied weights tied and buffers' values; parameters are still unset.
-
-    Sharded or not. buffer_device: where buffers go, default `device`.
+    """model.to_empty(device) that keeps tied weights tied and buffers' values; parameters are still
+    unset. Sharded or not. buffer_device: where buffers go, default `device`.
     """
     tied = {name: first for name, first in all_names(model).items() if name != first}
-    buffers = [(module, name, buffer.to(buffer_device or device, copy=True)) for module in model.modules()
+    buffers = [(module, name, buffer.to(buffer_device or device, copy=True))
+               for module in model.modules()
                for name, buffer in module.named_buffers(recurse=False)]
     model.to_empty(device=device)
     for name, first in tied.items():
@@ -154,12 +181,16 @@ def give_memory(model, device, buffer_device=None):
 
 
 def decoder_layers(model):
-    """The model's decoder layers in order; raises UserError for an architecture that has none to be found."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise UserError(f"{type(model).__name__} has no decoder layers that transformers can recompute: it is not "
-                        "supported")
+    """The model's decoder layers in order; UserError where none are to be found."""
+    layers = [module for module in model.modules()
+              if isinstance(module, GradientCheckpointingLayer)]
+    require(layers, f"{type(model).__name__} has no decoder layers that transformers can "
+                    "recompute: it is not supported")
     return layers
+
+
+# --------------------------------------------------------------------------------------------------
+# Weights
 
 
 def weight_parts(folder, model):
@@ -169,59 +200,57 @@ def weight_parts(folder, model):
     Left out: second names of tied weights, and buffers that old files hold.
     """
     found = tensor_io.open_tensors(tensor_io.files_of(folder, "model"))
-    if not found:
-        raise UserError(f"{folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
-    names = all_names(model)
-    parts = {}
+    require(found, f"{folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
+    names, parts = all_names(model), {}
     for name, part in found.items():
-        if not name.endswith(IGNORED):
-            first = names.get(name, name)
-            if name == first or first not in found:
-                parts[first] = [part]
-            elif not same_values(part, found[first]):
-                raise UserError(f"{folder}: its files hold other values for {name} than for {first}, "
-                                "and its config.json ties the two: set tie_word_embeddings to false "
-                                "there")
+        if name.endswith(IGNORED):
+            continue
+        first = names.get(name, name)
+        if name == first or first not in found:
+            parts[first] = [part]
+            continue
+        rows, other = part.get_shape()[0], found[first]
+        same = part.get_shape() == other.get_shape() and all(
+            torch.equal(part[i:i + 4096], other[i:i + 4096]) for i in range(0, rows, 4096))
+        require(same, f"{folder}: its files hold other values for {name} than for {first}, and its "
+                      "config.json ties the two: set tie_word_embeddings to false there")
     return parts
 
 
-def same_values(one, other):
-    """Whether two slice handles hold the same rows; a few of them are read at a time."""
-    rows = one.get_shape()[0]
-    return one.get_shape() == other.get_shape() and all(
-        torch.equal(one[i:i + 4096], other[i:i + 4096]) for i in range(0, rows, 4096))
-
-
 def expert_names(name, shape):
-    """[names of the published matrices] of each expert, for a tensor (experts, rows, columns); [] for any other."""
+    """[names of the published matrices] of each expert, for a tensor (experts, rows, columns)."""
     place, _, leaf = name.rpartition(".")
     if len(shape) != 3 or leaf not in EXPERTS:
         return []
-    return [[f"{place}.{expert}.{matrix}.weight" for matrix in EXPERTS[leaf]] for expert in range(shape[0])]
+    return [[f"{place}.{expert}.{matrix}.weight" for matrix in EXPERTS[leaf]]
+            for expert in range(shape[0])]
 
 
 def published(name, tensor):
-    """{published name: tensor} of a parameter: views of the matrices of each expert, or the tensor as it is."""
+    """{published name: tensor} of a parameter: views of each expert's matrices, or the tensor."""
     experts = expert_names(name, tensor.shape)
     return {matrix: rows for names, whole in zip(experts, tensor)
             for matrix, rows in zip(names, whole.chunk(len(names)))} if experts else {name: tensor}
 
 
 def check_weights(model, parts, folder):
-    """Raise UserError unless the files hold exactly the model's weights. model: bare of adapters, not sharded."""
+    """Raise UserError unless the files hold exactly the weights of a bare, unsharded model."""
     wanted = {}
     for name, parameter in model.named_parameters():
         found = {name: parameter} if name in parts else published(name, parameter.detach())
         wanted |= {stored: tensor.shape for stored, tensor in found.items()}
-    if problem := tensor_io.mismatch(wanted, parts):
-        raise UserError(f"{folder}: {problem}; its files do not hold the weights under the names of "
-                        f"{type(model).__name__}. Other names, which from_pretrained may convert, are not supported")
+    problem = tensor_io.mismatch(wanted, parts)
+    require(not problem, f"{folder}: {problem}; its files do not hold the weights under the names "
+            f"of {type(model).__name__}. Other names, which from_pretrained may convert, are not "
+            "supported")
 
 
 def load_weights(weights, parts, world=None):
     """Fill {name: tensor, plain or a shard} from weight_parts. world: as in tensor_io.read_once."""
     for name, tensor in weights.items():
-        tensor_io.read_once(world or World(), tensor.detach(), partial(read_weight, name, tensor.detach(), parts))
+        tensor = tensor.detach()
+        read = partial(read_weight, name, tensor, parts)
+        tensor_io.read_once(world or World(), tensor, read)
 
 
 @torch.no_grad()
@@ -235,39 +264,27 @@ def read_weight(name, tensor, parts):
             tensor_io.read_rows(rows, parts[matrix])
 
 
+def load_whole(folder, dtype, device="cpu"):
+    """The model of a folder, on one device. Raises UserError."""
+    model = empty_model(load_config(folder), dtype, folder)
+    parts = weight_parts(folder, model)
+    check_weights(model, parts, folder)
+    give_memory(model, device)
+    load_weights(dict(model.named_parameters()), parts)
+    return model.eval()
+
+
+# --------------------------------------------------------------------------------------------------
+# Answers of a model: the one way in which teachers, students and rollouts write them here
+
+
 def stop_at(model, ends):
-    """Make generate stop at the tokens that answers end with; returns those that it would not have stopped at."""
+    """Make generate stop at the tokens that answers end with; returns those that are new to it."""
     known = model.generation_config.eos_token_id
-    if known is None:
-        known = []
-    known = known if isinstance(known, list) else [known]
+    known = known if isinstance(known, list) else [] if known is None else [known]
     if new := [int(token) for token in ends if token not in known]:
         model.generation_config.eos_token_id = [*known, *new]
     return new
-
-
-def save_config(model, tokenizer, folder):
-    """The files of a checkpoint beside its weights, for from_pretrained and servers."""
-    model.config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def fingerprint_weights(folder):
-    """Short hash of a model folder's config and of both ends of each weight file, as checkpoints have it."""
-    digest = hashlib.sha256()
-    for path in [*sorted(Path(folder).glob("*.safetensors")), Path(folder) / "config.json"]:
-        with error_names_file(path), open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            digest.update(f'["{path.name}", {size}]'.encode())
-            for start in (0, max(0, size - 2**20)):
-                file.seek(start)
-                digest.update(file.read(2**20))
-    return digest.hexdigest()[:16]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Answers of a model: the one way in which teachers, students and rollouts write them without a server
 
 
 class Draw(LogitsProcessor):
@@ -294,8 +311,8 @@ class Draw(LogitsProcessor):
 @torch.no_grad()
 def generate(model, prompts, tokens, ends, processors=()):
     """[ids] of an answer to each prompt, the token that ends it included; greedy unless processors
-    draw. Of a model's generation_config nothing is used: its sampling settings and penalties are for
-    chatting.
+    draw. Of a model's generation_config nothing is used: its sampling settings and penalties are
+    for chatting.
 
     prompts: ids, a sequence of ints each. tokens: an answer may have. ends: ids that end one.
     """
@@ -303,21 +320,22 @@ def generate(model, prompts, tokens, ends, processors=()):
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), ends[0])
     mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):          # on the left, so that all answers begin at one place
+    for row, prompt in enumerate(prompts):      # on the left: all answers begin at one place
         ids[row, width - len(prompt):] = torch.as_tensor(prompt)
         mask[row, width - len(prompt):] = 1
     own = model.generation_config
     # in the model, not beside it: what an argument leaves open is taken from the model's
     model.generation_config = GenerationConfig(eos_token_id=list(ends), pad_token_id=ends[0])
     try:
-        # not synced: under FSDP2 transformers would wait for the other ranks, which may draw fewer
-        found = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), do_sample=False,
-                               synced_gpus=False, max_new_tokens=tokens,
-                               logits_processor=LogitsProcessorList(processors))
+        # not synced: under FSDP2 transformers would wait for other ranks, which may draw fewer
+        found = model.generate(
+            input_ids=ids.to(device), attention_mask=mask.to(device), do_sample=False,
+            synced_gpus=False, max_new_tokens=tokens,
+            logits_processor=LogitsProcessorList(processors))
     finally:
         model.generation_config = own
     answers = []
     for new in found[:, width:].tolist():
-        stop = next((i for i, token in enumerate(new) if token in ends), None)
-        answers.append(new if stop is None else new[:stop + 1])     # behind its end there is padding
+        stop = next((i for i, token in enumerate(new) if token in ends), len(new))
+        answers.append(new[:stop + 1])          # behind its end there is padding
     return answers

@@ -1,7 +1,7 @@
-"""Tokenised conversations as flat arrays on disk, what is held out of them, and packed batches for training.
+"""Tokenised conversations as flat arrays on disk, what is held out of them, and packed batches.
 
-Rank 0 tokenises once; all ranks and loader workers map the arrays, so memory does not grow with ranks or workers.
-Nothing is padded per sample.
+Rank 0 tokenises once; all ranks and loader workers map the arrays, so memory does not grow with
+ranks or workers. Nothing is padded per sample.
 """
 import hashlib
 import itertools
@@ -10,7 +10,7 @@ import shutil
 import time
 import uuid
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,21 +18,23 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from core import checkpoint, cli, dist, loading
+from core.chat import cut, group_key, question, read_chunks, records_at
+from core.cli import UserError, require
+from core.dist import error_names_file
 from core.indexing import Column, parallel_map_ordered
 from core.problems import Problems, problem
-from core import checkpoint, dist, loading
-from core.chat import cut, group_key, question, read_chunks, records_at
-from core.cli import UserError
-from core.dist import error_names_file
-from distill.choices import LINES
+from distill.labels import LINES
 
-PAD_LENGTH = 128        # padding comes in documents this short: attention costs the square of a document's length
+PAD_LENGTH = 128        # padding comes in documents this short: attention costs a length's square
 CHUNK = 1024            # lines tokenised together
 HELD_OUT = "held_out.jsonl"
 TABLE = r"table-[0-9a-f]{8}"
+# columns of a table, and the type of each
+COLUMNS = {"tokens": np.int32, "trained": bool, **dict.fromkeys((
+    "lengths", "targets", "lines", "keys", "sources", "offsets", "asked", "own"), np.int64)}
 
-
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Sample table
 
 
@@ -40,92 +42,112 @@ class Reading(NamedTuple):
     """How files become a table."""
     encoder: object             # chat.Encoder
     limit: int                  # tokens that a sample may have
-    policy: str = "stop"        # of choices.TOO_LONG, for longer ones
-    prompt: tuple = None        # teacher.Prompt: each sample is then followed by the same behind it
-    drop: tuple = ()            # of choices.CHECKS: samples that fail are dropped
+    policy: str = "stop"        # for longer ones: stop, drop, cut_left, cut_right
+    prompt: tuple = None        # teachers.Prompt: the same behind it follows each sample
+    drop: tuple = ()            # checks (of train_sft.py) whose samples are dropped
     processes: int = 0          # that tokenise large files beside this one
     behind: object = None       # chat.Encoder of the teacher; None: the student's
 
 
-def encode_chunk(records, path, reading, problems):
-    """[(line, record)] -> {column of the table: array; "ends": Counter; "long", "dropped": counts}.
+def far_too_long(record, reading):
+    """Characters of a text whose beginning has more tokens than the limit already, or 0.
 
-    Runs in several processes at once. A Problem for each record that cannot be used goes to the list `problems`.
+    A line may have megabytes, which would take a minute to tokenise.
     """
-    encoder, limit, policy, prompt, *_, behind = reading
-    kept, lines, keys = [], [], []
-    own, asked = [], []
-    count, ends = Counter(), encoder.ends
-    encoder.ends = Counter()
-    chats, tools = ([record.get(name) for _, record in records] for name in ("messages", "tools"))
-    results = encoder.encode(chats, tools)
+    text = max((message["content"] for message in record["messages"]), key=len)
+    if reading.policy not in ("stop", "drop") or len(text) <= 8 * reading.limit:
+        return 0
+    beginning = len(reading.encoder.lists([text[:8 * reading.limit]])[0])
+    return len(text) if beginning > reading.limit * 9 // 8 else 0
+
+
+def encode_chunk(records, path, reading, problems):
+    """[(line, record)] -> {column of the table: array; "ends": Counter; "long", ...: counts}.
+
+    Runs in several processes at once. A Problem for each record that cannot be used goes to the
+    list `problems`.
+    """
+    encoder, limit, policy, prompt = reading[:4]
+    ends, encoder.ends = encoder.ends, Counter()
+    count, short = Counter(), []
+    for line, record in records:
+        if size := far_too_long(record, reading):
+            count.update(("long", "dropped"))
+            problems.append(problem(f"{path}:{line}", "too_long", f"{size:,} characters, more than "
+                                    f"{limit} tokens", path))
+        else:
+            short.append((line, record))
+    results = encoder.encode([record["messages"] for _, record in short],
+                             [record.get("tools") for _, record in short])
     if prompt:
         from distill.teaching import behind_prompt
-        results = behind_prompt(prompt, behind or encoder, [record for _, record in records], results)
-    for (line, record), result in zip(records, results):
-        check = "template"
-        try:
-            if isinstance(result, ValueError):
-                raise result
-            if "teacher_messages" in record and not prompt:
-                raise ValueError('has "teacher_messages", and no --teacher_path reads them '
-                                 "(--model_path's own folder where no other model teaches)")
-            result, mine = result[:2], result[2] if prompt else None
-            check, length = "too_long", len(result[0])
-            count["long"] += length > limit
-            part = cut(*result, limit, policy)
-        except ValueError as error:
-            problems.append(problem(f"{path}:{line}", check, error, path))
-            continue
-        if part is None:
-            count["dropped"] += 1
-            if policy == "drop":
-                problems.append(problem(f"{path}:{line}", "too_long", f"{length} tokens, more than {limit}", path))
-            continue
-        key = group_key(record)
-        kept.append(part)
-        own.append(len(part[0]) if mine is None else mine)
-        lines.append(line)
-        keys.append(-1 if key is None else key)
-        asked.append(question_hash(record["messages"]))
+        results = behind_prompt(prompt, reading.behind or encoder,
+                                [record for _, record in short], results)
+    ids, masks, numbers = [], [], []
+    for (line, record), result in zip(short, results):
+        # several samples where the template rewrites earlier turns
+        samples = result if isinstance(result, list) else [result]
+        count["split"] += isinstance(result, list)
+        for sample in samples:
+            check = "template"
+            try:
+                if isinstance(sample, ValueError):
+                    raise sample
+                if "teacher_messages" in record and not prompt:
+                    raise ValueError('has "teacher_messages", and no --teacher_path reads them '
+                                     "(--model_path's own folder where no other model teaches)")
+                check, length = "too_long", len(sample[0])
+                count["long"] += length > limit
+                part = cut(*sample[:2], limit, policy)
+            except ValueError as error:
+                problems.append(problem(f"{path}:{line}", check, error, path))
+                continue
+            if part is None:
+                count["dropped"] += 1
+                if policy == "drop":
+                    problems.append(problem(f"{path}:{line}", check, f"{length} tokens, more than "
+                                            f"{limit}", path))
+                continue
+            ids.append(part[0])
+            masks.append(part[1])
+            own = sample[2] if prompt else len(part[0])
+            key = group_key(record)
+            # nothing predicts a sample's first token
+            numbers.append((len(part[0]), sum(part[1][:own]) - part[1][0], line,
+                            -1 if key is None else key, own, question_hash(record["messages"])))
     ends, encoder.ends = encoder.ends, ends
-    lengths = np.array([len(ids) for ids, _ in kept], np.int64)
-    tokens, trained = (np.fromiter(itertools.chain.from_iterable(column), kind, lengths.sum())
-                       for column, kind in (((ids for ids, _ in kept), np.int32),
-                                            ((mask for _, mask in kept), bool)))
-    # nothing predicts a sample's first token
-    targets = np.array([sum(mask[:mine]) - mask[0] for (_, mask), mine in zip(kept, own)], np.int64)
-    numbers = {"lines": lines, "keys": keys, "own": own, "asked": asked}
-    return {"tokens": tokens, "trained": trained, "lengths": lengths, "targets": targets, "ends": ends,
-            **count, **{name: np.array(values, np.int64) for name, values in numbers.items()}}
+    numbers = np.array(numbers, np.int64).reshape(-1, 6).T
+    total = numbers[0].sum()
+    return {"tokens": np.fromiter(itertools.chain.from_iterable(ids), np.int32, total),
+            "trained": np.fromiter(itertools.chain.from_iterable(masks), bool, total),
+            **dict(zip(("lengths", "targets", "lines", "keys", "own", "asked"), numbers)),
+            "ends": ends, **count}
 
 
 def question_hash(messages):
     """A number for the text of the last user message, white space aside; 0 without one."""
-    words = question(messages).split()
-    return int.from_bytes(hashlib.sha256(" ".join(words).encode()).digest()[:7]) if words else 0
+    words = " ".join(question(messages).split()).encode()
+    return int.from_bytes(hashlib.sha256(words).digest()[:7]) if words else 0
 
 
 def write_table(folder, paths, reading, output_dir=None):
-    """Tokenise files into a table in `folder` -> {"samples": [of each file], "long": [...], "dropped": [...]}
-    and "bad": how many samples each check of reading.drop dropped, as text.
+    """Tokenise files into a table in `folder` -> {"samples": [of each file], "long", "dropped",
+    "split": the same} and "bad": how many samples each check of reading.drop dropped, as text.
 
-    long: samples above the limit; dropped: samples left out of the table. With a prompt a sample's tokens are those
-    of both.
-    Raises UserError with every sample that cannot be used and that is not dropped, and leaves no new folder then.
-    output_dir: where all of them are listed, None: nowhere.
+    long: samples above the limit; dropped: left out of the table; split: chats that are several
+    samples. With a prompt a sample's tokens are those of both. Raises UserError with every sample
+    that cannot be used and that is not dropped, and leaves no new folder then. output_dir: where
+    all of them are listed.
     """
-    encoder = reading.encoder
+    encoder, found = reading.encoder, dict(samples=[], long=[], dropped=[], split=[])
     drop = {*reading.drop, *(["too_long"] if reading.policy == "drop" else [])}
-    folder, found = Path(folder), {"samples": [], "long": [], "dropped": []}
     problems = Problems(drop, output_dir)
+    folder = Path(folder)
     new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        columns = {name: Column(folder / f"{name}.npy", kind) for name, kind in (
-            ("tokens", np.int32), ("trained", bool), ("lengths", np.int64), ("targets", np.int64),
-            ("lines", np.int64), ("keys", np.int64), ("sources", np.int64), ("offsets", np.int64),
-            ("asked", np.int64), *([("own", np.int64)] if reading.prompt else []))}
+        columns = {name: Column(folder / f"{name}.npy", kind) for name, kind in COLUMNS.items()
+                   if name != "own" or reading.prompt}
         columns["offsets"].append([0])
         for source, path in enumerate(paths):
             before, count = len(columns["lengths"]), Counter()
@@ -138,11 +160,11 @@ def write_table(folder, paths, reading, output_dir=None):
                 chunk, wrong = part
                 problems.add(wrong)
                 encoder.ends.update(chunk["ends"])
-                count.update({name: chunk.get(name, 0) for name in ("long", "dropped")})
-                columns["offsets"].append(len(columns["tokens"]) + np.cumsum(chunk["lengths"]))
-                columns["sources"].append(np.full(len(chunk["lengths"]), source))
-                for name in columns.keys() - {"offsets", "sources"}:
-                    columns[name].append(chunk[name])
+                count.update({name: chunk.get(name, 0) for name in ("long", "dropped", "split")})
+                chunk["offsets"] = len(columns["tokens"]) + np.cumsum(chunk["lengths"])
+                chunk["sources"] = np.full(len(chunk["lengths"]), source)
+                for name, column in columns.items():
+                    column.append(chunk[name])
 
             parallel_map_ordered(chunks, reading.processes, take)
             samples = len(columns["lengths"]) - before
@@ -152,14 +174,17 @@ def write_table(folder, paths, reading, output_dir=None):
                 if count["dropped"]:
                     why = f" of at most {reading.limit} tokens"
                 raise UserError(f"{path}: holds no conversations{why}")
-            for name, value in (("samples", samples), ("long", count["long"]), ("dropped", count["dropped"])):
+            for name, value in (("samples", samples), *count.items()):
                 found[name].append(value)
         hint = "\nfix: shorten them, raise --max_length, or choose another --too_long"
         found["bad"] = problems.settle(hint if problems.counts["too_long"] else "")
         first, lines = 0, columns["lines"].array()
-        for path, samples in zip(paths, found["samples"]):
-            check_duplicates(columns["keys"].array()[first:first + samples],
-                             lambda i, path=path, first=first: f"{path}:{lines[first + i]}")
+        for path, samples, split in zip(paths, found["samples"], found["split"]):
+            part, once = slice(first, first + samples), slice(None)
+            if split:       # a line of several samples has its id once
+                once = np.flatnonzero(np.diff(lines[part], prepend=0))
+            check_duplicates(columns["keys"].array()[part][once],
+                             lambda i, path=path, at=lines[part][once]: f"{path}:{at[i]}")
             first += samples
         for column in columns.values():
             column.close()
@@ -173,9 +198,9 @@ def write_table(folder, paths, reading, output_dir=None):
 
 
 class ChatTable:
-    """Memory-mapped samples. tokens (n_tokens,) int32; trained (n_tokens,) bool; offsets (n + 1,); of each sample:
-    lengths (tokens), targets (trained tokens), lines (in the file, from 1), keys (the record's id or -1), sources,
-    asked (question_hash).
+    """Memory-mapped samples: tokens, trained (n_tokens,); offsets (n + 1,); of each sample lengths
+    (tokens), targets (trained tokens), lines (in the file, from 1), keys (the record's id or -1),
+    sources, asked (question_hash); own (tokens of the student) where the teacher's side follows.
     """
 
     def __init__(self, folder):
@@ -192,11 +217,11 @@ class ChatTable:
 
     @property
     def prompted(self):
-        """Whether a sample is followed by its answer behind the teacher's prompt; own (n,): tokens of the student."""
+        """Whether a sample is followed by its answer behind the teacher's prompt."""
         return hasattr(self, "own")
 
     def fingerprint(self, numbers):
-        """Short hash of these samples' tokens and masks, and of their places. numbers: sorted sample numbers."""
+        """Short hash of these samples' tokens, masks and places. numbers: sorted."""
         if not len(numbers):
             return ""
         part = slice(self.offsets[numbers[0]], self.offsets[numbers[-1] + 1])
@@ -206,115 +231,29 @@ class ChatTable:
         return digest.hexdigest()[:16]
 
 
-def group_numbers(keys, lines, group_size):
-    """(n,) group of each sample: group_size neighbours by id, where all have one, else by line.
-
-    Translations of one sentence stand side by side: with one in training, another held out would flatter the model.
-    """
-    if not (keys >= 0).all():
-        return (lines - 1) // group_size
-    return key_groups(keys, group_size)
-
-
-def key_groups(keys, group_size):
-    """Group of ids, an array or a number: group_size neighbouring ones of the same input file; see choices.LINES."""
-    return keys // LINES * LINES + keys % LINES // group_size
-
-
-def check_duplicates(keys, name):
-    """Raise UserError when two samples of a file have the same id. keys: (n,), -1 without one. name(i): where i is."""
-    known = np.flatnonzero(keys >= 0)
-    order = known[np.argsort(keys[known], kind="stable")]
-    same = np.flatnonzero(keys[order[1:]] == keys[order[:-1]])
-    if len(same):
-        at = same[np.argmin(order[same + 1])]
-        raise UserError(f"{name(order[at + 1])}: has the same id {keys[order[at]]} as {name(order[at])} ({len(same)} "
-                        "such lines); give each line an id of its own, or join files that create_data.py made of "
-                        "different inputs")
-
-
-def split_groups(groups, share, seed):
-    """(train, held out) sample numbers, whole groups each: a seeded shuffle of the groups, at least one group each.
-
-    share: of the groups, 0 to 1; 0 holds none out. Raises UserError when there is only one group.
-    """
-    everyone = np.arange(len(groups))
-    if share <= 0:
-        return everyone, everyone[:0]
-    names = np.unique(groups)
-    if len(names) < 2:
-        raise UserError("all samples are one group, so none can be held out; give --eval_data_file, a smaller "
-                        "--group_size, or --validation_split 0")
-    held_out = min(max(1, round(len(names) * share)), len(names) - 1)
-    out = np.isin(groups, np.random.default_rng((seed, 2)).permutation(names)[:held_out])
-    return everyone[~out], everyone[out]
-
-
-def split_samples(table, n_train, group_size, share, seed):
-    """(train, held out) sample numbers. Samples from n_train on came from a validation file; else split_groups."""
-    if len(table) > n_train:
-        return np.arange(n_train), np.arange(n_train, len(table))
-    return split_groups(group_numbers(table.keys, table.lines, group_size), share, seed)
-
-
-def write_held_out(output_dir, table, train, held_out, prompt=None):
-    """Write OUTPUT_DIR/held_out.jsonl, by which evaluations judge -> {"hash" of it, "trained": how many
-    lines, "prompt": the teacher's or None}, for the checkpoint.
-
-    The samples `held_out` (numbers) as records {"id", "messages", ...}: the id is their own, or their line from 0
-    where not all have one; "trained_as" names a sample of `train` with the same question. hash "": there are none.
-    """
-    about = {"hash": "", "trained": len(train), "prompt": prompt and list(prompt)}
-    if not len(held_out):
-        return about
-    own_ids = (table.keys[held_out] >= 0).all()
-    twins = {int(table.asked[i]): table.name(i) for i in reversed(train) if table.asked[i]}
-    records = {}
-    for source in np.unique(table.sources[held_out]).tolist():
-        lines = {int(table.lines[i]) for i in held_out if table.sources[i] == source}
-        records |= {(source, line): record for line, record in records_at(table.paths[source], lines)}
-    rows = []
-    for i in held_out.tolist():
-        record = records[int(table.sources[i]), int(table.lines[i])]
-        row = {"id": int(table.keys[i] if own_ids else table.lines[i] - 1), "messages": record["messages"]}
-        row |= {name: record[name] for name in ("tools", "teacher_messages") if record.get(name)}
-        if twin := twins.get(int(table.asked[i])):
-            row["trained_as"] = twin
-        rows.append(json.dumps(row, ensure_ascii=False) + "\n")
-    data = "".join(rows).encode()
-    checkpoint.write_atomically(Path(output_dir) / HELD_OUT, lambda path: path.write_bytes(data))
-    return about | {"hash": hashlib.sha256(data).hexdigest()}
-
-
-def build_table(folder, paths, reading, output_dir=None):
-    """write_table -> (number of samples of the first file, summary to print, sorted ids that trained turns end with).
-
-    paths: the training file and, where there is one, the validation file. The others: of write_table.
-    """
-    start, policy = time.monotonic(), reading.policy
-    found = write_table(folder, paths, reading, output_dir)
-    words = {"cut_left": "cut on the left", "cut_right": "cut on the right"}
-    about = f"data       read in {time.monotonic() - start:.1f} s"
-    if sum(found["long"]) and policy in words:
-        about += f"; {sum(found['long'])} samples are longer than {reading.limit} tokens: {words[policy]}"
-    if gone := sum(found["dropped"]) - sum(found["long"]) * (policy == "drop"):
-        about += f"; {gone} left out, as the cut left nothing to train"
-    if found["bad"]:
-        about += f"\ndata       dropped: {found['bad']}"
-    return found["samples"][0], about, sorted(reading.encoder.ends)
-
-
 def prepare_table(world, output_dir, paths, reading, list_in=None):
-    """build_table on rank 0 in a folder of output_dir, mapped by every rank -> (ChatTable, n_train, turn ends).
+    """write_table on rank 0 in a folder of output_dir, mapped by every rank -> (ChatTable, samples
+    of the first file, sorted ids that trained turns end with). A summary is printed.
 
-    Deletes the table of an earlier run there. The summary is printed. list_in: output_dir of write_table.
+    Deletes the table of an earlier run there. list_in: output_dir of write_table.
     """
     def build():
         checkpoint.remove_named(output_dir, TABLE)       # a running job keeps what it has mapped
-        folder = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}"
-        n_train, about, ends = build_table(folder, paths, reading, list_in)
+        folder, start = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}", time.monotonic()
+        found = write_table(folder, paths, reading, list_in)
+        about = f"data       read in {time.monotonic() - start:.1f} s"
+        if (long := sum(found["long"])) and reading.policy in ("cut_left", "cut_right"):
+            about += (f"; {long} samples are longer than {reading.limit} tokens: "
+                      f"{reading.policy.replace('_', ' on the ')}")
+        if gone := sum(found["dropped"]) - long * (reading.policy == "drop"):
+            about += f"; {gone} left out, as the cut left nothing to train"
+        if split := sum(found["split"]):
+            about += (f"; {cli.counted(split, 'chat')} with a sample for each answer: the template "
+                      "rewrites earlier turns")
+        if found["bad"]:
+            about += f"\ndata       dropped: {found['bad']}"
         print(about, flush=True)
-        return folder, n_train, ends
+        return folder, found["samples"][0], sorted(reading.encoder.ends)
 
     folder, n_train, ends = dist.rank0(world, build)
     return ChatTable(folder), n_train, ends
@@ -327,7 +266,96 @@ def samples_line(table, train_ids, eval_ids):
             f"{lengths.mean():.1f} max {lengths.max()}; {targets.mean():.1f} of them trained")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# What is held out
+
+
+def group_numbers(keys, lines, group_size):
+    """(n,) group of each sample: group_size neighbours by id, where all have one, else by line.
+
+    Translations of one sentence stand side by side: with one in training, another held out would
+    flatter the model.
+    """
+    return key_groups(keys, group_size) if (keys >= 0).all() else (lines - 1) // group_size
+
+
+def key_groups(keys, group_size):
+    """Group of ids: group_size neighbours of the same input file; see labels.LINES."""
+    return keys // LINES * LINES + keys % LINES // group_size
+
+
+def check_duplicates(keys, name):
+    """UserError when two samples of a file have the same id. keys: (n,), -1 without one. name(i):
+    where sample i is.
+    """
+    known = np.flatnonzero(keys >= 0)
+    order = known[np.argsort(keys[known], kind="stable")]
+    same = np.flatnonzero(keys[order[1:]] == keys[order[:-1]])
+    if len(same):
+        at = same[np.argmin(order[same + 1])]
+        raise UserError(f"{name(order[at + 1])}: has the same id {keys[order[at]]} as "
+                        f"{name(order[at])} ({len(same)} such lines); give each line an id of its "
+                        "own, or join files that create_data.py made of different inputs")
+
+
+def split_groups(groups, share, seed):
+    """(train, held out) sample numbers, whole groups each: a seeded shuffle of the groups, at least
+    one group each. share: of the groups, 0 to 1; 0 holds none out. UserError for one group alone.
+    """
+    everyone = np.arange(len(groups))
+    if share <= 0:
+        return everyone, everyone[:0]
+    names = np.unique(groups)
+    require(len(names) > 1, "all samples are one group, so none can be held out; give "
+            "--eval_data_file, a smaller --group_size, or --validation_split 0")
+    held_out = min(max(1, round(len(names) * share)), len(names) - 1)
+    out = np.isin(groups, np.random.default_rng((seed, 2)).permutation(names)[:held_out])
+    return everyone[~out], everyone[out]
+
+
+def split_samples(table, n_train, group_size, share, seed):
+    """(train, held out) sample numbers. Samples from n_train on came from a validation file."""
+    if len(table) > n_train:
+        return np.arange(n_train), np.arange(n_train, len(table))
+    return split_groups(group_numbers(table.keys, table.lines, group_size), share, seed)
+
+
+def write_held_out(output_dir, table, train, held_out, prompt=None):
+    """Write OUTPUT_DIR/held_out.jsonl, by which evaluations judge -> {"hash" of it, "trained": how
+    many lines, "prompt": the teacher's or None}, for the checkpoint.
+
+    The samples `held_out` (numbers) as records {"id", "messages", ...}: the id is their own, or
+    their line from 0 where not all have one; "trained_as" names a sample of `train` with the same
+    question. hash "": there are none.
+    """
+    about = {"hash": "", "trained": len(train), "prompt": prompt and list(prompt)}
+    if not len(held_out):
+        return about
+    own_ids = (table.keys[held_out] >= 0).all()
+    twins = {int(table.asked[i]): table.name(i) for i in reversed(train) if table.asked[i]}
+    records = {}
+    for source in np.unique(table.sources[held_out]).tolist():
+        lines = {int(table.lines[i]) for i in held_out if table.sources[i] == source}
+        found = records_at(table.paths[source], lines)
+        records |= {(source, line): record for line, record in found}
+    rows = []
+    for i in held_out.tolist():
+        # once, though a line may be several samples
+        record = records.pop((int(table.sources[i]), int(table.lines[i])), None)
+        if record is None:
+            continue
+        row = {"id": int(table.keys[i] if own_ids else table.lines[i] - 1),
+               "messages": record["messages"]}
+        row |= {name: record[name] for name in ("tools", "teacher_messages") if record.get(name)}
+        if twin := twins.get(int(table.asked[i])):
+            row["trained_as"] = twin
+        rows.append(json.dumps(row, ensure_ascii=False) + "\n")
+    text = "".join(rows)
+    checkpoint.write_text(Path(output_dir) / HELD_OUT, text)
+    return about | {"hash": hashlib.sha256(text.encode()).hexdigest()}
+
+
+# --------------------------------------------------------------------------------------------------
 # Packed batches
 
 
@@ -339,7 +367,7 @@ class PackedChats:
     cu_seqlens: torch.Tensor        # (B + 1,) int32 boundaries
     rows: torch.Tensor              # (R,) places that predict a trained token
     targets: torch.Tensor           # (R,) the tokens they predict
-    longest: int                    # longest conversation, rounded up to 128 so that compiled code sees few values
+    longest: int                    # longest conversation, rounded up to 128: few values
     samples: tuple                  # sample numbers in the table, for naming them in errors
     counts: dict                    # python ints: tokens, samples, targets
     # the same answers behind the teacher's prompt, in the same order, where the table has them
@@ -355,9 +383,8 @@ class PackedChats:
 
 
 class ChatSamples(Dataset):
-    """Samples of a ChatTable: (number, ids (n,) int64, trained (n,) bool).
-
-    With a prompt: (number, ids, trained, how many of them come before the same answer behind the prompt).
+    """Samples of a ChatTable: (number, ids (n,) int64, trained (n,) bool), and how many of them are
+    before the same answer behind the prompt, where there is one.
     """
 
     def __init__(self, table):
@@ -369,25 +396,34 @@ class ChatSamples(Dataset):
     def __getitem__(self, i):
         part = slice(self.table.offsets[i], self.table.offsets[i + 1])
         sample = i, self.table.tokens[part].astype(np.int64), self.table.trained[part]
-        if self.table.prompted:
-            return *sample, int(self.table.own[i])
-        return sample
+        return (*sample, int(self.table.own[i])) if self.table.prompted else sample
+
+
+def behind(batch, other):
+    """PackedChats of a batch and of the teacher's side of it."""
+    return replace(batch, prompted_ids=other.input_ids, prompted_positions=other.position_ids,
+                   prompted_cu_seqlens=other.cu_seqlens, prompted_rows=other.rows,
+                   prompted_longest=other.longest)
+
+
+def kept(samples):
+    """PackedChats of samples that student and untouched base read alike."""
+    batch = collate(samples)
+    return replace(behind(batch, batch), kept=True)
 
 
 def collate(samples, pad_to=0, pad_id=0, prompted=False):
-    """List of samples -> PackedChats. pad_to: fill the flat axis to this many tokens with documents of padding.
+    """List of samples -> PackedChats. pad_to: fill the flat axis to so many tokens by documents of
+    padding. prompted: of a table with a prompt.
 
-    An empty list gives one token of padding that has no targets and weighs nothing. prompted: of a table with a prompt.
+    An empty list gives one token of padding that has no targets and weighs nothing.
     """
     if prompted:
         batch = collate([(i, ids[:own], trained[:own]) for i, ids, trained, own in samples])
-        behind = collate([(i, ids[own:], trained[own:]) for i, ids, trained, own in samples])
-        assert torch.equal(batch.targets, behind.targets), "student and teacher have other answers"
-        batch.counts["tokens"] += behind.counts["tokens"]
-        batch.prompted_ids, batch.prompted_positions = behind.input_ids, behind.position_ids
-        batch.prompted_cu_seqlens, batch.prompted_rows = behind.cu_seqlens, behind.rows
-        batch.prompted_longest = behind.longest
-        return batch
+        other = collate([(i, ids[own:], trained[own:]) for i, ids, trained, own in samples])
+        assert torch.equal(batch.targets, other.targets), "student and teacher have other answers"
+        batch.counts["tokens"] += other.counts["tokens"]
+        return behind(batch, other)
     numbers = tuple(number for number, _, _ in samples)
     total = sum(len(ids) for _, ids, _ in samples)
     padding = max(pad_to - total, 0 if samples else 1)
@@ -402,8 +438,8 @@ def collate(samples, pad_to=0, pad_id=0, prompted=False):
     positions = np.arange(len(ids)) - np.repeat(bounds[:-1], seqlens)
     counts = {"tokens": total, "samples": len(numbers), "targets": len(rows)}
     tensors = (ids, positions, bounds.astype(np.int32), rows, ids[rows + 1])
-    batch = PackedChats(*map(torch.from_numpy, tensors), -(-max(seqlens) // 128) * 128, numbers, counts)
-    return batch
+    return PackedChats(*map(torch.from_numpy, tensors), -(-max(seqlens) // 128) * 128, numbers,
+                       counts)
 
 
 def make_loader(table, packs, *, num_workers, prefetch_factor, pad_to=0, pad_id=0):

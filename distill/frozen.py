@@ -1,21 +1,43 @@
-"""A second model beside the student, never trained: a teacher, or the base as it was (full
-fine-tuning).
+"""What scores answers beside the student: another model, the untouched base, vLLM's server; --keep.
 
-It stands outside of the module that DDP or FSDP2 wraps, so it has no gradients, no optimizer and no
-place in a checkpoint. Under FSDP2 it is sharded over the same ranks; its layers are gathered one by
-one.
+A frozen model stands outside of the module that DDP or FSDP2 wraps, so it has no gradients, no
+optimizer and no place in a checkpoint. Under FSDP2 it is sharded over the same ranks; its layers
+are gathered one by one.
+
+    vllm serve Qwen/Qwen3-30B-A3B-Instruct-2507 --max-logprobs 64
+
+scores by prompt_logprobs: the log-probabilities that it gives to the tokens of an answer. What is
+scored goes there as ids, never as text: no tokenizer of the server has a say. For each token come
+the K likeliest (--distill_topk) and the token itself; all others are one bucket, as with
+--teacher_path and the same K. Each conversation is one request, and its answer goes to its own
+rows: one that failed and is sent again counts once.
 """
+import math
+import re
+
 import numpy as np
 import torch
 from torch import nn
 
-from distill import packed_lm, causal_lm
+from core import dist
+from core.cli import UserError, printable
+from core.packing import PackOrder
+from distill import causal_lm, packed_lm
+from distill.chat_data import ChatSamples, kept
+from distill.losses import FLOOR
+from distill.server import NOT_SET, Server
+
+ROUNDING = 1e-3         # by which rounded probabilities may be above 1
+
+
+# --------------------------------------------------------------------------------------------------
+# Models
 
 
 class Frozen(nn.Module):
-    """forward(batch) -> ((rows (R, H),), (weight, bias) of its head), as chunked_loss takes them.
+    """forward(batch): PackedLM.rows of the teacher's side. packed, parts: of packed_lm.build_empty.
 
-    packed, parts: of packed_lm.build_empty. Without dropout: eval mode is never left.
+    Without dropout: eval mode is never left.
     """
     lora = False        # for packed_lm.load
 
@@ -29,47 +51,26 @@ class Frozen(nn.Module):
 
     @torch.no_grad()
     def forward(self, batch):
-        rows = self.packed.hidden(
-            batch.prompted_ids, batch.prompted_positions, batch.prompted_cu_seqlens,
-            batch.prompted_longest, batch.prompted_rows)
-        head = self.native.get_output_embeddings()
-        return (rows,), (head.weight, head.bias)
-
-
-def empty(folder, dtype):
-    """Frozen of a model folder, on the meta device. Raises UserError."""
-    return Frozen(*packed_lm.build_empty(folder, dtype))
+        return self.packed.rows(batch, behind=True)
 
 
 def add(model, args):
     """Give an empty PackedLM its frozen models; a base with adapters to switch off needs none."""
     base, dtype = causal_lm.find_model(args.model_path), causal_lm.half_dtype(args) or torch.float32
-    teacher = causal_lm.find_model(args.teacher_path, "--teacher_path") if args.teacher_path else base
+    teacher = base
+    if args.teacher_path:
+        teacher = causal_lm.find_model(args.teacher_path, "--teacher_path")
+    same = teacher.resolve() == base.resolve()
     if args.teacher_url:
-        from distill.scored import Scorer
         model.frozen["teacher"] = Scorer(
             args.teacher_url, args.teacher_name or args.teacher_path, args.distill_topk,
             args.request_timeout, model.native.config.vocab_size)
-    elif args.teacher_path and not (args.use_lora and teacher.resolve() == base.resolve()):
-        model.frozen["teacher"] = empty(teacher, dtype)
+    elif args.teacher_path and not (args.use_lora and same):
+        model.frozen["teacher"] = Frozen(*packed_lm.build_empty(teacher, dtype))
     if args.keep and not args.use_lora:
         other = model.frozen.get("teacher")
-        same = isinstance(other, Frozen) and teacher.resolve() == base.resolve()
-        model.frozen["base"] = other if same else empty(base, dtype)
-
-
-def fingerprint(args, kept):
-    """Text for what teaches: another model's weights, --keep's table; None."""
-    found = []
-    if args.teacher_path and args.teacher_path != args.model_path:
-        teacher = causal_lm.find_model(args.teacher_path, "--teacher_path")
-        found.append(causal_lm.fingerprint_weights(teacher))
-    if args.teacher_name:
-        found.append(args.teacher_name)
-    if kept:
-        data = kept.fingerprint(np.arange(len(kept)))
-        found.append(f"keep {args.keep_weight:g} / {args.keep_every}: {data}")
-    return ", ".join(found) or None
+        model.frozen["base"] = other if isinstance(other, Frozen) and same else Frozen(
+            *packed_lm.build_empty(base, dtype))
 
 
 def models(model):
@@ -93,3 +94,136 @@ def load_all(model, world, sharding):
         print(*text(model), sep="\n")
     for _, other in models(model):
         packed_lm.load(other, other.parts, world, sharding=sharding)
+
+
+def fingerprint(args, table):
+    """Text for what teaches: another model's weights, the ChatTable of --keep; None."""
+    found = [args.teacher_name] if args.teacher_name else []
+    if args.teacher_path and args.teacher_path != args.model_path:
+        teacher = causal_lm.find_model(args.teacher_path, "--teacher_path")
+        found.insert(0, causal_lm.fingerprint_weights(teacher))
+    if table:
+        data = table.fingerprint(np.arange(len(table)))
+        found.append(f"keep {args.keep_weight:g} / {args.keep_every}: {data}")
+    return ", ".join(found) or None
+
+
+# --------------------------------------------------------------------------------------------------
+# vLLM's server
+
+
+def known_tokens(found, k, token):
+    """([ids], [log-probabilities]) of the k likeliest of a place's prompt_logprobs. ValueError.
+
+    token: the one that stands at this place. Servers give it besides the likeliest: where it is
+    not there, the row is another place's.
+    """
+    try:
+        ranked = sorted((value["rank"], name, float(value["logprob"]))
+                        for name, value in found.items())
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise ValueError(f"gave no prompt_logprobs of the {k} likeliest for each token; vLLM's "
+                         "server does")
+    if odd := [name for _, name, _ in ranked if not re.fullmatch(r"0|[1-9]\d{0,9}", name)]:
+        raise ValueError(f"names a token {printable(odd[0], 20)}, which is no id")
+    if str(token) not in found:
+        raise ValueError(f"gave log-probabilities without that of token {token}, which was sent: "
+                         "they are of another place")
+    best = [(int(name), logprob) for rank, name, logprob in ranked if rank <= k][:k]
+    if len(best) != k:
+        raise ValueError(f"gave {len(best)} tokens of the {k} likeliest; it needs --max-logprobs "
+                         f"{k}")
+    total = sum(math.exp(min(value, 1)) for _, value in best)
+    if not all(value <= ROUNDING for _, _, value in ranked) or total > 1 + ROUNDING:
+        raise ValueError("gave log-probabilities that are none: above 0, nan, or of more than 1 "
+                         "together")
+    return tuple(zip(*best))
+
+
+class Scorer:
+    """scorer(batch) -> ((ids (R, K), log-probabilities (R, K + 1), the last of all others), None).
+
+    url, name: of the server and its model. timeout: seconds of a call; a batch has twice as many.
+    rows: of the student's head.
+    """
+
+    def __init__(self, url, name, k, timeout, rows):
+        self.server = Server(url, timeout, "--teacher_url")
+        self.name, self.k, self.rows = name, k, rows
+
+    async def ask(self, ids, end=math.inf):
+        """known_tokens of each place of a conversation; None of the first. end: of insist."""
+        found = await self.server.insist("/completions", {
+            **NOT_SET, "model": self.name, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
+            "prompt_logprobs": self.k}, hint=f"; it needs --max-logprobs {self.k}", end=end)
+        try:
+            first, *rows = found["choices"][0]["prompt_logprobs"]
+        except (ValueError, KeyError, TypeError, IndexError):
+            first, rows = None, []
+        try:
+            if len(rows) != len(ids) - 1:
+                raise ValueError(f"gave prompt_logprobs of {len(rows)} places for {len(ids) - 1}; "
+                                 "vLLM's server gives each")
+            return [first, *(known_tokens(row, self.k, token)
+                             for row, token in zip(rows, ids[1:]))]
+        except ValueError as error:
+            raise UserError(f"--teacher_url {self.server.url}/completions: {error}")
+
+    def __call__(self, batch):
+        ids, bounds = batch.prompted_ids.tolist(), batch.prompted_cu_seqlens.tolist()
+        places = (batch.prompted_rows + 1).tolist()         # of the tokens that are predicted
+        wanted = [(a, b) for a, b in zip(bounds, bounds[1:])
+                  if any(a < place < b for place in places)]
+        found = self.server.each(self.ask, [ids[a:b] for a, b in wanted])
+        at = {a + i: row for (a, _), rows in zip(wanted, found) for i, row in enumerate(rows)}
+        tokens, logprobs = (
+            torch.tensor([at[place][i] for place in places], dtype=kind).reshape(-1, self.k)
+            for i, kind in ((0, torch.int64), (1, torch.float64)))
+        if (tokens >= self.rows).any():
+            raise UserError(f"--teacher_url: names token {tokens.max().item()}, and the student "
+                            f"has {self.rows:,}: serve a model of as many rows")
+        rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=0).log()
+        both = torch.cat([logprobs, rest], 1).clamp(min=FLOOR)
+        device = batch.prompted_ids.device
+        return (tokens.to(device), both.to(device)), None
+
+
+# --------------------------------------------------------------------------------------------------
+# --keep: chats whose answers are to stay as the untouched base makes them
+
+
+class Keeper:
+    """Every --keep_every steps all ranks take packs of --keep besides, as many as a step has, and
+    the loss is that step's plus --keep_weight x KL(base, student), averaged over the tokens of
+    those answers. Their order is a function of seed and step, so it is the same on any number of
+    ranks and after a stop. The base reads what the student reads.
+    """
+
+    def __init__(self, args, world, table, model):
+        """table: ChatTable. model: what training calls."""
+        self.args, self.world, self.model, self.table = args, world, model, table
+        self.samples = ChatSamples(table)
+        self.order = PackOrder(table.lengths, tokens_per_pack=args.max_tokens_per_batch,
+                               samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
+
+    def learn(self, step, scale):
+        """Add gradients to a step's, if it is time -> {name: value} to log, or {}. Collective."""
+        if step % self.args.keep_every:
+            return {}
+        accumulation, size = self.args.gradient_accumulation_steps, self.world.size
+        per_step = accumulation * size
+        an_epoch = -(-self.order.packs_per_epoch // per_step)
+        epoch, turn = divmod(step // self.args.keep_every, an_epoch)
+        window = self.order.window(epoch, turn * per_step, per_step)
+        targets = int(self.table.targets[window].sum())
+        plan, total = self.order.epoch(epoch), torch.zeros((), device=self.world.device)
+        for micro in range(accumulation):
+            pack = plan.pack(turn * per_step + micro * size + self.world.rank)
+            batch = kept([self.samples[int(i)] for i in pack]).to(self.world.device)
+            # the step's own are summed already: an average leaves what all ranks have alike
+            with dist.gradient_sync(self.model, micro == accumulation - 1):
+                with dist.autocast(self.world.device, causal_lm.half_dtype(self.args)):
+                    loss = self.model(batch).loss
+                (loss * (size * self.args.keep_weight / targets * scale)).backward()
+            total += loss.detach()
+        return {"train/keep_kl": dist.all_reduce(self.world, total).item() / targets}

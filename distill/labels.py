@@ -1,33 +1,41 @@
 """A teacher's answer -> its label, or the reason why it has none. Never a guess.
 
-A label counts only if the teacher ended by itself, and only if the label is one of the allowed ones and stands behind
-the last closing thinking tag, on the last line that has the wanted form as a whole. A quoted example of the form, a
-thought that was cut off and an answer with two labels on a line therefore give no label.
+A label counts only if the teacher ended by itself, and if the label is one of the allowed ones and
+stands behind the last closing thinking tag, on the last line that has the wanted form as a whole. A
+quoted example of the form, a thought that was cut off and an answer with two labels on a line
+therefore give no label. Standard library only.
 """
 import re
 from dataclasses import dataclass
 
-from core.cli import UserError
+from core.cli import UserError, require
 
 LANGUAGES = ("ar", "de", "el", "en", "es", "fr", "hi", "ru", "tr", "ur", "vi", "zh", "ot")
 PARSERS = ("language", "regex", "whole")
 THOUGHT = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>")
-LANGUAGE_LINE = r"[*_`#\s]*final answer[*_`]*\s*:[*_`\s]*([a-z]{2})[*_`\s.]*"        # markdown around it is harmless
-ENDINGS = {"length": "cut off at --max_tokens", "too_long": "the prompt leaves no room for an answer"}
-UNANSWERED = ("refused", "no_answer")       # endings of lines that never came to an answer: the text says why
+# markdown around it is harmless
+LANGUAGE_LINE = r"[*_`#\s]*final answer[*_`]*\s*:[*_`\s]*([a-z]{2})[*_`\s.]*"
+ENDINGS = {"length": "cut off at --max_tokens",
+           "too_long": "the prompt leaves no room for an answer"}
+UNANSWERED = ("refused", "no_answer")       # endings of lines without an answer: the text says why
+# ids of records: a digest of the input file x LINES + the line's number; below JSON's 2**53
+LINES = 2**28
+GROUP = 15      # lines of one sentence in the language task: a sentence in so many languages
 
 
 @dataclass(frozen=True)
 class Parser:
-    """What counts as an answer. line: the form of the label's line, None: the whole answer; labels: None allows any."""
+    """What counts as an answer. line: the form of the label's line, None: the whole answer;
+    labels: None allows any.
+    """
     line: re.Pattern | None
     labels: tuple | None = None
     lower: bool = False
 
     def constraint(self):
-        """{"choice": [str]} or {"regex": str} that lets a teacher only write what this parser reads."""
-        if self.line is None:
-            raise UserError("--constrain: --parser whole takes any answer, there is nothing to constrain")
+        """{"choice": [str]} or {"regex": str} that lets a teacher only write what is read here."""
+        require(self.line, "--constrain: --parser whole takes any answer, there is nothing to "
+                           "constrain")
         if self.lower:
             return {"choice": [f"Final Answer: {label}" for label in self.labels]}
         return {"regex": self.line.pattern}
@@ -43,9 +51,9 @@ class Found:
 
 
 def make_parser(name, pattern=None, labels=None):
-    """Parser by its name. pattern (regex): the form of the line, group 1 the label; labels: the allowed ones."""
-    if (pattern is not None) != (name == "regex"):
-        raise UserError("--parser regex needs --pattern, its only group the label; no other parser takes one")
+    """Parser by its name. pattern (regex): the line's form, group 1 the label; labels: allowed."""
+    require((pattern is not None) == (name == "regex"), "--parser regex needs --pattern, its only "
+            "group the label; no other parser takes one")
     if name == "whole":
         return Parser(None, labels)
     if name == "language":
@@ -54,13 +62,13 @@ def make_parser(name, pattern=None, labels=None):
         line = re.compile(pattern)
     except re.error as error:
         raise UserError(f"--pattern {pattern!r}: is not a regular expression ({error})")
-    if line.groups != 1:
-        raise UserError(f"--pattern {pattern!r}: has {line.groups} groups; put the label, nothing else, in one: (...)")
+    require(line.groups == 1, f"--pattern {pattern!r}: has {line.groups} groups; put the label, "
+                              "nothing else, in one: (...)")
     return Parser(line, labels)
 
 
 def read_label(parser, text, finish_reason, must_think=False):
-    """Found of one answer. finish_reason: the engine's; must_think: without a closed thought it is not an answer."""
+    """Found of one answer. must_think: without a closed thought it is not an answer."""
     if finish_reason in UNANSWERED:
         return Found(None, why=text)
     if finish_reason != "stop":
@@ -71,25 +79,24 @@ def read_label(parser, text, finish_reason, must_think=False):
     if open_thought or (must_think and not begin):
         return Found(None, why="its thoughts have no end")
     if parser.line is None:
-        answer = text[begin:].strip()
-        start = begin + len(text[begin:]) - len(text[begin:].lstrip())
-        found = Found(answer, start, start + len(answer)) if answer else Found(None, why="is empty")
+        answer = re.search(r"\S(?:.*\S)?", text[begin:], re.DOTALL)
+        if not answer:
+            return Found(None, why="is empty")
+        found = Found(answer[0], begin + answer.start(), begin + answer.end())
     else:
         match = None
-        for line in re.finditer(r"[^\n]+", text[begin:]):
-            start, end = begin + line.start(), begin + line.end()
-            start += len(line[0]) - len(line[0].lstrip())
-            end -= len(line[0]) - len(line[0].rstrip())
-            match = parser.line.fullmatch(text, start, end) or match
+        for line in re.finditer(r"\S[^\n]*", text[begin:]):
+            end = begin + line.start() + len(line[0].rstrip())
+            match = parser.line.fullmatch(text, begin + line.start(), end) or match
         if match is None or not match[1]:
             return Found(None, why="has no line of the wanted form")
         found = Found(match[1].lower() if parser.lower else match[1], *match.span(1))
-    if parser.labels and found.label is not None and found.label not in parser.labels:
+    if parser.labels and found.label not in parser.labels:
         return Found(None, why=f"{found.label[:40]!r} is not one of the labels")
     return found
 
 
 def thoughts(text, end):
-    """What an answer thinks before its label, which begins at text[end]; "" without a closed thought."""
+    """What an answer thinks before its label, which begins at text[end]; "" without a thought."""
     tags = [tag for tag in THOUGHT.finditer(text[:end]) if tag[1]]
     return THOUGHT.sub("", text[:tags[-1].start()]).strip() if tags else ""

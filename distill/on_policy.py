@@ -1,15 +1,16 @@
 """The student's own answers, to be learned from: drawn from its softmax, scored by its teacher.
 
 Each draw has a seed of (run, step, sample), so a resumed run draws the same answers from the same
-weights. They are drawn here, by transformers' generate, each rank for itself (under FSDP2 the weights
-are gathered for that time); or with --base_url by vLLM's server, which gets the adapters of the step:
+weights. They are drawn here, by transformers' generate, each rank for itself (under FSDP2 the
+weights are gathered for that time); or with --base_url by vLLM's server, which gets the adapters of
+the step:
 
     VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve BASE --enable-lora --max-lora-rank 32
 
-The adapters are written to a folder that the server can read, and loaded under a name of their own:
-what a server has cached of a prompt belongs to a name, and would be used again with other weights.
-Prompts go there and answers come back as ids: a text has several, and only those that were drawn have
-the student's probabilities.
+The adapters are written to a folder that the server can read, and loaded under a name of their
+own: what a server has cached of a prompt belongs to a name, and would be used again with other
+weights. Prompts go there and answers come back as ids: a text has several, and only those that were
+drawn have the student's probabilities.
 """
 import os
 import shutil
@@ -20,11 +21,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from core.gathered import gathered
 from core import checkpoint, dist, tensor_io
 from core.cli import UserError
+from core.gathered import gathered
 from distill.causal_lm import Draw, generate, half_dtype
 from distill.chat_data import ChatSamples, collate
+from distill.server import NOT_SET, Server
 
 
 def draw_of(seed, step, number):
@@ -40,11 +42,12 @@ def last_answer(trained):
 
 
 def own_answers(args, world, model, table, batches, ends, step, sampler=None):
-    """(PackedChats of the same samples with the student's answers in a share of them, targets of all ranks).
+    """(PackedChats of the same samples with the student's answers in a share of them, targets of
+    all ranks). On every rank at once.
 
-    args: its on_policy, the chance of a sample, max_new_tokens of an answer (one that is cut off there is trained as
-    far as it goes), seed, bf16 and fp16. batches: this rank's of the step. ends: ids that end an answer. sampler:
-    Sampler of a server that draws, or None. On every rank at once.
+    args: its on_policy, the chance of a sample, max_new_tokens of an answer (one that is cut off
+    there is trained as far as it goes), seed, bf16 and fp16. batches: this rank's of the step.
+    ends: ids that end an answer. sampler: Sampler of a server that draws, or None.
     """
     samples, made = ChatSamples(table), []
     rows = [[samples[i] for i in batch.samples] for batch in batches]
@@ -53,35 +56,35 @@ def own_answers(args, world, model, table, batches, ends, step, sampler=None):
     prompts = []        # of student and teacher
     for b, r in chosen:
         _, ids, trained, own = rows[b][r]
-        prompts.append((ids[:own][:last_answer(trained[:own])], ids[own:][:last_answer(trained[own:])]))
+        prompts.append((ids[:own][:last_answer(trained[:own])],
+                        ids[own:][:last_answer(trained[own:])]))
     nets = [net for net in (model, *model.frozen.values()) if hasattr(net, "native")]
-    limit = min(getattr(net.native.config, "max_position_embeddings", None) or 1 << 30 for net in nets)
-    tokens = args.max_new_tokens
+    limit = min(getattr(net.native.config, "max_position_embeddings", None) or 1 << 30
+                for net in nets)
+    room = [min(args.max_new_tokens, limit - max(map(len, pair))) for pair in prompts]
     seeds = [int(draw_of(args.seed, step, rows[b][r][0]).integers(2**31)) for b, r in chosen]
     if sampler:
         sampler.refresh(model, step)
-        room = [min(tokens, limit - max(map(len, pair))) for pair in prompts]
         made = sampler.draw([own for own, _ in prompts], seeds, room, ends)
     else:
         together = max(1, *map(len, rows))
         with gathered(model):
             for start in range(0, len(chosen), together):
                 part = slice(start, start + together)
-                room = limit - max(len(ids) for pair in prompts[part] for ids in pair)
-                made += draw(model.native, [own for own, _ in prompts[part]], seeds[part], min(tokens, room),
-                             ends, args)
+                made += draw(model.native, [own for own, _ in prompts[part]], seeds[part],
+                             min(room[part]), ends, args)
     for (b, r), (own, behind), answer in zip(chosen, prompts, made):
         ids = np.concatenate([own, answer, behind, answer])
         trained = np.zeros(len(ids), bool)
         trained[len(own):len(own) + len(answer)] = trained[len(ids) - len(answer):] = True
         rows[b][r] = rows[b][r][0], ids, trained, len(own) + len(answer)
     found = [collate(part, prompted=True).to(world.device) for part in rows]
-    targets = torch.tensor(float(sum(batch.counts["targets"] for batch in found)), device=world.device)
-    return found, dist.all_reduce(world, targets).item()
+    targets = sum(batch.counts["targets"] for batch in found)
+    return found, dist.all_reduce(world, torch.tensor(float(targets), device=world.device)).item()
 
 
 def draw(model, prompts, seeds, tokens, ends, args):
-    """[ids (n,) of an answer], the token that ends it included, drawn at temperature 1 from the ids of each prompt."""
+    """[ids (n,) of an answer], the token that ends it included, drawn at temperature 1."""
     training, attention = model.training, model.config._attn_implementation
     device = model.get_input_embeddings().weight.device
     model.eval()
@@ -95,7 +98,7 @@ def draw(model, prompts, seeds, tokens, ends, args):
     return [np.array(ids) for ids in answers]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # vLLM's server
 
 
@@ -107,42 +110,41 @@ def open_sampler(world, base_url, output_dir, every, timeout):
 
 
 class Sampler:
-    """draw(prompts, seeds, limits, ends) asks the server for answers by the adapters of the last refresh(...).
-
-    The adapters of the last refresh stay loaded, and in their folder.
+    """draw(...) asks the server for answers by the adapters of the last refresh(...), which stay
+    loaded, and in their folder.
     """
 
     def __init__(self, world, base_url, folder, every, timeout):
-        """folder: for adapters, on a disk that the server sees. every: steps between refreshes. timeout: seconds that a
-        call may take, and its repetitions again.
+        """folder: for adapters, on a disk that the server sees. every: steps between refreshes.
+        timeout: seconds that a call may take, and its repetitions again.
         """
-        from distill.server import Server
         self.world, self.server = world, Server(base_url, timeout)
         self.folder, self.every = folder, every
         self.run, self.name = "", None
 
     def begin(self):
-        """Name of this run on the server, which answers; what a run before has left in the folder is deleted."""
+        """Name of this run on the server, which answers; what an earlier run has left goes."""
         self.call("/models")
         self.folder.mkdir(exist_ok=True)
-        checkpoint.remove_named(self.folder, r"student-[0-9a-f]{8}-\d+")       # as refresh() names them
+        checkpoint.remove_named(self.folder, r"student-[0-9a-f]{8}-\d+")   # as refresh() names them
         return uuid.uuid4().hex[:8]
 
     def call(self, path, body=None, **more):
         """The server's answer, of Server.insist."""
         hint = ""
         if "lora" in path:
-            hint = ("; it needs --enable-lora, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, a --max-lora-rank of at least "
-                    "--lora_rank, and to read --output_dir")
+            hint = ("; it needs --enable-lora, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, a "
+                    "--max-lora-rank of at least --lora_rank, and to read --output_dir")
         return self.server.wait(self.server.insist(path, body, hint=hint, **more))
 
     def refresh(self, model, step):
-        """Have the server answer by a PackedLM's adapters as they are now, if it is time. On every rank at once."""
+        """Have the server answer by a PackedLM's adapters of now, if it is time. Collective."""
         if self.name and step % self.every:
             return
         from core import adapters
         dist.reshard(model)
-        files = tensor_io.stage(self.world, "adapter_model", adapters.adapter_weights(model.net), spread=False)
+        weights = adapters.adapter_weights(model.net)
+        files = tensor_io.stage(self.world, "adapter_model", weights, spread=False)
         before, name = self.name, f"student-{self.run}-{step}"
 
         def load():
@@ -151,7 +153,7 @@ class Sampler:
             adapters.save_config(model.net, folder)
             for file, write in files.items():
                 write(folder / file)
-            end = time.monotonic() + 2 * self.server.timeout        # of both: the other ranks wait
+            end = time.monotonic() + 2 * self.server.timeout        # of both: other ranks wait
             self.call("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)},
                       read=bytes, end=end)
             if before:
@@ -161,21 +163,25 @@ class Sampler:
         self.name = name
 
     def draw(self, prompts, seeds, limits, ends):
-        """[ids] of an answer to each prompt (ids), the token that ends it included, of at most limits[i] tokens."""
-        from distill.server import NOT_SET
-        # the draw is from the softmax, whatever the model's generation_config says
-        drawing = {**NOT_SET, "model": self.name, "temperature": 1.0, "top_p": 1.0, "return_token_ids": True,
-                   "stop_token_ids": [int(token) for token in ends], "ignore_eos": True,    # `ends` alone end an answer
-                   "skip_special_tokens": False}
+        """[ids] of an answer to each prompt (ids), its end included, of at most limits[i]."""
+        # the draw is from the softmax, whatever the model's generation_config says; `ends` alone
+        # end an answer
+        drawing = {**NOT_SET, "model": self.name, "temperature": 1.0, "top_p": 1.0,
+                   "return_token_ids": True, "stop_token_ids": [int(token) for token in ends],
+                   "ignore_eos": True, "skip_special_tokens": False}
 
         async def ask(job, end):
             prompt, seed, limit = job
             found = await self.server.insist("/completions", {
-                **drawing, "prompt": [int(token) for token in prompt], "max_tokens": limit, "seed": seed}, end=end)
-            choice = found["choices"][0] if isinstance(found, dict) and found.get("choices") else {}
+                **drawing, "prompt": [int(token) for token in prompt], "max_tokens": limit,
+                "seed": seed}, end=end)
+            choice = {}
+            if isinstance(found, dict) and found.get("choices"):
+                choice = found["choices"][0]
             ids = choice.get("token_ids")
-            if not isinstance(ids, list) or not 0 < len(ids) <= limit or not all(type(token) is int for token in ids):
-                raise UserError(f"--base_url {self.server.url}/completions: gave no token_ids of 1 to {limit} tokens; "
-                                "vLLM's server does")
+            good = isinstance(ids, list) and all(type(token) is int for token in ids)
+            if not good or not 0 < len(ids) <= limit:
+                raise UserError(f"--base_url {self.server.url}/completions: gave no token_ids of 1 "
+                                f"to {limit} tokens; vLLM's server does")
             return ids
         return self.server.each(ask, zip(prompts, seeds, limits))

@@ -60,7 +60,7 @@ def check_model(model):
 
 
 class Sums(NamedTuple):
-    """What a batch adds up: 0-d fp32 tensors, or python numbers when they are summed over batches and ranks."""
+    """What a batch adds up: 0-d fp32 tensors, or numbers when summed over batches and ranks."""
     loss: object                # what is trained
     right: object               # targets that were the likeliest token
     targets: object             # trained tokens
@@ -68,16 +68,19 @@ class Sums(NamedTuple):
     divergence: object = None   # from the teacher, of all targets
 
     def stacked(self):
-        """(3,) or (5,) fp32 of those that there are, without gradients: what is added up for the log."""
+        """(3,) or (5,) fp32 of those that there are, without gradients, for the log."""
         return torch.stack([value.detach() for value in self if value is not None])
 
 
 class PackedLM(nn.Module):
-    """What DDP and FSDP2 wrap: forward(batch) -> sums, not means, so that any split over ranks and micro-steps adds up.
+    """What DDP and FSDP2 wrap: forward(batch) -> sums, not means, so that any split over ranks and
+    micro-steps adds up.
 
-    net: a causal LM built with attention=ATTENTION, or the PeftModel around it. recompute: of
-    flags.MODES, or None. prompted: (share in the loss, kind, beta, k) of losses.divergence where a teacher scores the
-    answers: frozen["teacher"], or this model without its adapters. frozen: {name: frozen.Frozen}, no part of this module; "base": for batches that are `kept`.
+    net: a causal LM built with attention=ATTENTION, or the PeftModel around it. recompute: a mode
+    of core/recomputation.py, or None. prompted: (share in the loss, kind, beta, k) of
+    losses.divergence where a teacher scores the answers: frozen["teacher"], or this model without
+    its adapters. frozen: {name: frozen.Frozen or Scorer}, no part of this module; "base": for
+    batches that are `kept`.
     """
 
     def __init__(self, net, recompute=None, logits=LOGITS, prompted=None):
@@ -100,41 +103,44 @@ class PackedLM(nn.Module):
         return self._native[0]
 
     def forward(self, batch: PackedChats):
-        """Sums of the batch; without a teacher the first three, and the loss is the cross-entropy."""
-        teacher, teacher_head = (), None
+        """Sums; without a teacher the first three, and the loss is the cross-entropy."""
         prompted = KEPT if batch.kept else self.prompted
-        if prompted:
-            teacher, teacher_head = self.taught(batch)
-        rows = self.hidden(batch.input_ids, batch.position_ids, batch.cu_seqlens, batch.longest, batch.rows)
-        head = self.native.get_output_embeddings()
-        loss, right, *taught = chunked_loss(rows, (head.weight, head.bias), batch.targets, self.chunk, teacher,
+        teacher, teacher_head = self.taught(batch) if prompted else ((), None)
+        (rows,), head = self.rows(batch)
+        loss, right, *taught = chunked_loss(rows, head, batch.targets, self.chunk, teacher,
                                             prompted, teacher_head)
         # filled on the device: a tensor made of a python number would wait for the GPU
         targets = torch.full_like(right, len(batch.targets))
         return Sums(loss, right, targets, *taught)
 
-    def hidden(self, ids, positions, cu_seqlens, longest, rows):
-        """(R, H) what the head reads in `rows` of a pack; all as in PackedChats."""
+    def rows(self, batch, behind=False):
+        """(((R, H) what the head reads where a trained token is predicted,), (weight, bias) of the
+        head). behind: of the same tokens behind the teacher's prompt.
+        """
+        ids, positions, bounds, longest, places = (
+            (batch.prompted_ids, batch.prompted_positions, batch.prompted_cu_seqlens,
+             batch.prompted_longest, batch.prompted_rows) if behind else
+            (batch.input_ids, batch.position_ids, batch.cu_seqlens, batch.longest, batch.rows))
         embedded = self.native.get_input_embeddings()(ids[None])
         found = self.native.base_model(
-            inputs_embeds=embedded.to(fused.stream_dtype(embedded)), position_ids=positions[None], use_cache=False,
-            cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, max_length_q=longest,
+            inputs_embeds=embedded.to(fused.stream_dtype(embedded)), position_ids=positions[None],
+            use_cache=False, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=longest,
             max_length_k=longest).last_hidden_state[0]
-        return found.index_select(0, rows)
+        head = self.native.get_output_embeddings()
+        return (found.index_select(0, places),), (head.weight, head.bias)
 
     @torch.no_grad()
     def taught(self, batch):
-        """((R, H) of the same tokens as the teacher reads them, without dropout; its head, None: the student's)."""
+        """(the teacher's rows of the same tokens, without dropout; its head, None: this one's)."""
         if other := self.frozen.get("base" if batch.kept else "teacher"):
             return other(batch)
         from core import adapters
         training = self.net.training
         self.net.eval()
         with adapters.switched_off(self.net):
-            rows = self.hidden(batch.prompted_ids, batch.prompted_positions, batch.prompted_cu_seqlens,
-                               batch.prompted_longest, batch.prompted_rows)
+            rows, _ = self.rows(batch, behind=True)
         self.net.train(training)
-        return (rows,), None
+        return rows, None
 
 
 def build_empty(folder, dtype, lora=None, recompute=None, prompted=None, four_bits=False):

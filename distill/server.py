@@ -1,4 +1,4 @@
-"""A server with OpenAI's API, such as vLLM's or SGLang's: calls by httpx, one loop that repeats what failed."""
+"""A server with OpenAI's API, such as vLLM's or SGLang's: calls by httpx, one loop that repeats."""
 import asyncio
 import base64
 import json
@@ -10,9 +10,8 @@ import threading
 import time
 import urllib.parse
 
-from common.flags import need_package
 from core import json_files
-from core.cli import UserError, printable, require
+from core.cli import UserError, printable, require, require_package
 
 TRANSIENT = (408, 409, 425, 429, *range(500, 600))
 UNDER_WAY = 64          # requests of each() at once
@@ -34,25 +33,26 @@ class Refused(OSError):
 
 
 class Server:
-    """An address. url is without the user's name and password.
+    """An address; url is without the user's name and password.
 
-    The calls run in an event loop of a daemon thread: a time limit there holds for a whole call, and
-    waiting for the server does not delay the end of the process.
+    The calls run in an event loop of a daemon thread: a time limit there holds for a whole call,
+    and waiting for the server does not delay the end of the process.
     """
 
     def __init__(self, base_url, timeout, flag="--base_url"):
         """timeout: seconds that one call may take in all. flag: that gave the address."""
-        need_package("httpx", flag)
+        require_package("httpx", flag)
         import httpx
-        self.flag, self.timeout, self.failures = flag, timeout, (httpx.HTTPError, httpx.InvalidURL)
+        self.flag, self.timeout, self.noticed = flag, timeout, -math.inf
+        self.failures = (httpx.HTTPError, httpx.InvalidURL)
         self.url, user = address(base_url, flag)
         # uncompressed: a few bytes of gzip in gzip would become gigabytes before they are counted
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **authorization(user)}
-        self.noticed = -math.inf        # when the last notice was printed
-        try:        # idle connections: vLLM closes them after 5 s
-            self.client = httpx.AsyncClient(headers=headers, timeout=None,
-                                            limits=httpx.Limits(keepalive_expiry=2),
-                                            verify=ssl.create_default_context())
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity",
+                   **authorization(user)}
+        try:
+            self.client = httpx.AsyncClient(     # vLLM closes idle connections after 5 s
+                headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
+                verify=ssl.create_default_context())
             httpx.URL(self.url)
         except (ImportError, ValueError, httpx.InvalidURL) as error:    # of a proxy's address, too
             raise UserError(f"{flag} {self.url}, or a proxy of the environment: {error}")
@@ -89,43 +89,44 @@ class Server:
     async def fetch(self, path, body=None, within=None):
         """GET, or POST of a JSON body -> bytes, within so many seconds, or the timeout.
 
-        Raises OSError; Refused for an error status, an answer longer than LONGEST or compressed, and
+        Raises OSError; Refused for an error status, an answer that is too long or compressed, and
         a redirection, which could lead to another host that the key is not for.
         """
-        data = None if body is None else json.dumps(body).encode()
         within = within or self.timeout
         try:
-            response, found = await asyncio.wait_for(
-                self.stream("GET" if body is None else "POST", path, data), within)
+            response, found = await asyncio.wait_for(self.stream(path, body), within)
         except TimeoutError:
             raise TimeoutError(f"no whole answer in {round(within, 2):g} s")
         except self.failures as error:
             raise ConnectionError(root_cause(error))
-        headers = response.headers
         if response.is_redirect:
-            place = urllib.parse.urlsplit(headers.get("Location", "")).netloc.rpartition("@")[2]
-            raise Refused(response.status_code, f"redirects to {place or 'another address'}, which "
+            place = urllib.parse.urlsplit(response.headers.get("Location", "")).netloc
+            raise Refused(response.status_code, f"redirects to {place.rpartition('@')[2]}, which "
                                                 "is not followed; give the address itself")
         if not response.is_success:
             raise Refused(response.status_code, error_message(found, response.reason_phrase),
-                          headers.get("Retry-After", ""))
+                          response.headers.get("Retry-After", ""))
         return found
 
-    async def stream(self, method, path, data):
+    async def stream(self, path, body):
         """(response, its body)."""
         found, most = bytearray(), json_files.LONGEST
+        data = None if body is None else json.dumps(body).encode()
+        method = "GET" if body is None else "POST"
         async with self.client.stream(method, self.url + path, content=data) as response:
             packed = response.headers.get("Content-Encoding", "identity")
             if packed != "identity":
-                raise Refused(415, f"its answer is {printable(packed, 40)}, and was asked for as it is")
+                raise Refused(415, f"its answer is {printable(packed, 40)}, and was asked for as "
+                                   "it is")
             async for part in response.aiter_raw():
                 found += part
                 if len(found) > most:
                     raise Refused(413, f"its answer is longer than {most >> 20} MiB")
         return response, bytes(found)
 
-    async def call(self, path, body=None, read=json_files.loads, until=0.0, end=math.inf, notify=None):
-        """read(what fetch gives); what may fail only for a while is tried again. Raises one of MALFORMED.
+    async def call(self, path, body=None, read=json_files.loads, until=0.0, end=math.inf,
+                   notify=None):
+        """read(what fetch gives); what may fail only for a while is tried again. Raises MALFORMED.
 
         until: time.monotonic() up to which it is tried again; end: when the last try is over.
         notify: called with the reason before each.
@@ -138,8 +139,10 @@ class Server:
             except MALFORMED as error:
                 if isinstance(error, Refused) and error.code not in TRANSIENT:
                     raise
-                if getattr(error, "retry_after", "").isdecimal():   # a last time, where it asks for longer
-                    pause = max(pause, min(float(error.retry_after), until - time.monotonic() - 1))
+                # a last time, where it asks for longer
+                if getattr(error, "retry_after", "").isdecimal():
+                    room = until - time.monotonic() - 1
+                    pause = max(pause, min(float(error.retry_after), room))
                 if time.monotonic() + pause > until:
                     raise
                 if notify:
@@ -148,11 +151,12 @@ class Server:
             pause = min(2 * pause, 30)
 
     async def insist(self, path, body=None, read=json_files.loads, hint="", end=math.inf):
-        """call(), tried again for `timeout` seconds; UserError where that fails. hint: what it then
-        adds about a request that was refused.
+        """call(), tried again for `timeout` seconds; UserError where that fails. hint: what it
+        then adds about a request that was refused.
         """
         try:
-            return await self.call(path, body, read, min(end, time.monotonic() + self.timeout), end)
+            until = min(end, time.monotonic() + self.timeout)
+            return await self.call(path, body, read, until, end)
         except MALFORMED as error:
             if isinstance(error, TimeoutError) and end < math.inf:
                 hint = (f"; the calls of a step have {2 * self.timeout:g} s together, twice "
@@ -169,8 +173,8 @@ class Server:
 
 
 def address(base_url, flag):
-    """(address without the user's name and password, those or ""). Raises UserError, which shows no
-    part that may be secret.
+    """(address without the user's name and password, those or ""). Raises UserError, which shows
+    no part that may be secret.
     """
     try:
         parts = urllib.parse.urlsplit(base_url.rstrip("/"))
@@ -178,10 +182,10 @@ def address(base_url, flag):
         raise UserError(f"{flag}: is not an address ({error})")
     # a part of a password may stand there
     require("@" not in parts.path + parts.query + parts.fragment,
-         f"{flag}: a name or password in it holds / ? or #; write them as %2F, %3F, %23")
+            f"{flag}: a name or password in it holds / ? or #; write them as %2F, %3F, %23")
     require(not parts.query and not parts.fragment,
-         f"{flag}: ends in ?... or #..., which no call would carry; give the key in OPENAI_API_KEY, "
-         "and an address that ends in its path, mostly /v1")
+            f"{flag}: ends in ?... or #..., which no call would carry; give the key in "
+            "OPENAI_API_KEY, and an address that ends in its path, mostly /v1")
     user, _, host = parts.netloc.rpartition("@")
     return parts._replace(netloc=host).geturl(), urllib.parse.unquote(user)
 
@@ -189,8 +193,8 @@ def address(base_url, flag):
 def authorization(user):
     """Headers with the key of the environment, or with the address's own name and password."""
     if key := os.environ.get("OPENAI_API_KEY", "").strip():
-        require(re.fullmatch(r"[\x21-\x7e]+", key),
-             "OPENAI_API_KEY: holds characters that no key has, such as a space or a line feed")
+        require(re.fullmatch(r"[\x21-\x7e]+", key), "OPENAI_API_KEY: holds characters that no key "
+                                                    "has, such as a space or a line feed")
         return {"Authorization": f"Bearer {key}"}
     words = base64.b64encode(user.encode()).decode()
     return {"Authorization": f"Basic {words}"} if user else {}
@@ -225,4 +229,5 @@ def explain(error):
         return f"HTTP {error.code} {error}"
     if isinstance(error, OSError):
         return str(error) or type(error).__name__
-    return f"its answer is not what OpenAI's API gives ({type(error).__name__} {str(error)[:80]})"
+    words = f"{type(error).__name__} {str(error)[:80]}"
+    return f"its answer is not what OpenAI's API gives ({words})"

@@ -1,4 +1,4 @@
-"""Teachers that answer conversations, behind one call: answers = open_teacher(...), then answers(take).
+"""Teachers that answer conversations, behind one call: answers = open_teacher(...), answers(take).
 
 take(n) gives up to n Requests that are still to be asked, none when there are no more for now.
 answers yields (Request, Answer) in any order; the caller may put a request back before it takes the
@@ -9,8 +9,8 @@ openai         any server with OpenAI's /chat/completions, many requests at once
 transformers   generate() of transformers; slow, but runs anywhere
 
 All send messages and tools through the model's own chat template, and draw from a seed of each
-request: the answer to a request does not depend on which others are asked, in which order, or by how
-many processes (up to rounding of sums). torch is imported when an engine is opened.
+request: the answer to a request does not depend on which others are asked, in which order, or by
+how many processes (up to rounding of sums). torch is imported when an engine is opened.
 """
 import importlib.util
 import json
@@ -25,7 +25,7 @@ from core import json_files
 from core.cli import UserError, require
 
 PLACE = "{text}"        # where the line goes in the prompt
-LONGEST = 32768         # tokens of prompt and answer, unless told: a model's own 262,144 take a GPU's memory
+LONGEST = 32768         # tokens of prompt and answer: a model's own 262,144 take a GPU's memory
 WHOLE_RUN = (401, 402, 404, 405)        # wrong key, no credit, wrong address: no line is to blame
 UNKNOWN = re.compile("unsupported|not supported|unrecogni|unknown|unexpected|extra|not permitted|"
                      "not allowed|invalid")
@@ -62,8 +62,7 @@ class Sampling:
     temperature: float = 0.0    # 0: always the likeliest token
     top_p: float = 1.0          # draw from the likeliest tokens of this total probability
     top_k: int = 0              # draw from this number of tokens, 0: from all
-    # enable_thinking of the chat template: on, off; default: nothing is passed
-    thinking: str = "default"
+    thinking: str = "default"   # enable_thinking of the chat template; default: nothing is passed
 
     @property
     def template_flags(self):
@@ -84,16 +83,19 @@ def open_teacher(engine, name, draw, **options):
     """`answers` of an engine's model. draw: Sampling. options: of open_vllm, open_server or
     open_transformers. Raises UserError when the model is not there or has no chat template.
     """
-    return {"vllm": open_vllm, "openai": open_server, "transformers": open_transformers}[engine](
-        name, draw, **options)
+    engines = {"vllm": open_vllm, "openai": open_server, "transformers": open_transformers}
+    return engines[engine](name, draw, **options)
 
 
 def ask(answers, requests):
     """[Answer] to requests whose ids are their places, in their order."""
-    waiting = deque(requests)
-    found = {request.id: answer for request, answer in answers(
-        lambda n: [waiting.popleft() for _ in range(min(n, len(waiting)))])}
-    return [found[number] for number in range(len(requests))]
+    waiting, found = deque(requests), {}
+
+    def take(n):
+        return [waiting.popleft() for _ in range(min(n, len(waiting)))]
+    for request, answer in answers(take):
+        found[request.id] = answer
+    return [found[number] for number in range(len(found))]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -109,22 +111,22 @@ class Prompt(NamedTuple):
 
 def read_prompt(path, role="user"):
     """Prompt of a file; other braces in it than PLACE mean nothing. Raises UserError."""
-    text = json_files.read_text(path, "--prompt_file ").rstrip("\n")
+    text, where = json_files.read_text(path, "--prompt_file ").rstrip("\n"), f"--prompt_file {path}"
     parts = text.split(PLACE)
     if role == "system":
-        require(text.strip(), f"--prompt_file {path}: is empty")
-        require(len(parts) == 1,
-             f"--prompt_file {path}: has {PLACE}, which --prompt_role system does not fill in")
+        require(text.strip(), f"{where}: is empty")
+        require(len(parts) == 1, f"{where}: has {PLACE}, which --prompt_role system does not "
+                                 "fill in")
         return Prompt(role, text)
     other = ", or give --prompt_role system" if len(parts) == 1 else ""
-    require(len(parts) == 2, f"--prompt_file {path}: has {PLACE} {len(parts) - 1} times; write it "
-                          f"once, where the line goes{other}")
+    require(len(parts) == 2, f"{where}: has {PLACE} {len(parts) - 1} times; write it once, where "
+                             f"the line goes{other}")
     return Prompt(role, *parts)
 
 
 def with_prompt(prompt, messages):
     """The messages as the teacher gets them; a conversation's own system message is joined to the
-    prompt. ValueError when there is no message of the user at the end that a prompt could go around.
+    prompt. ValueError when there is no message of the user at the end to put a prompt around.
     """
     if prompt.role == "none":
         return list(messages)
@@ -137,7 +139,7 @@ def with_prompt(prompt, messages):
         raise ValueError("has no message of the user before its last answer, around which "
                          "--prompt_role user could go")
     text = prompt.before + messages[-1]["content"] + prompt.after
-    return [*messages[:-1], {**messages[-1], "content": text}]
+    return [*messages[:-1], messages[-1] | {"content": text}]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -145,26 +147,23 @@ def with_prompt(prompt, messages):
 
 
 def opens_thought(tokenizer, flags):
-    """What an answer begins with that no teacher wrote: a thought that the template opens."""
+    """What an answer begins with that no teacher wrote: a thought that the template opens.
+
+    UserError without a chat template: most answers to raw prompts could not be read.
+    """
+    require(tokenizer.chat_template,
+            "--model_name: its tokenizer has no chat template; take a chat model")
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False,
                                            add_generation_prompt=True, **flags)
     return "<think>" if prompt.rstrip().endswith("<think>") else ""
 
 
-def need_template(tokenizer, name):
-    """UserError without a chat template: a chat model was not trained on raw prompts, and most of
-    its answers could not be read.
-    """
-    require(tokenizer.chat_template,
-         f"--model_name {name}: its tokenizer has no chat template; take a chat model")
-
-
 def split_fitting(requests, tokenizer, flags, limit):
-    """([(request, ids of its prompt)] of at most `limit` tokens, [(request, Answer)] of the rest)."""
+    """([(request, ids of its prompt)] of at most `limit` tokens, [(request, Answer)] of others)."""
     fits, rest = [], []
     for request in requests:
-        ids = tokenizer.apply_chat_template(request.messages, tools=request.tools, add_generation_prompt=True,
-                                            return_dict=False, **flags)
+        ids = tokenizer.apply_chat_template(request.messages, tools=request.tools,
+                                            add_generation_prompt=True, return_dict=False, **flags)
         if len(ids) > limit:
             rest.append((request, Answer("", "too_long", len(ids))))
         else:
@@ -174,7 +173,8 @@ def split_fitting(requests, tokenizer, flags, limit):
 
 def longest_of(config):
     """Tokens of prompt and answer that a model is used for: its positions, at most LONGEST."""
-    return min(getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST, LONGEST)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return min(positions or LONGEST, LONGEST)
 
 
 def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options):
@@ -190,25 +190,26 @@ def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options
     except ImportError as error:
         raise UserError(f"--engine vllm: vLLM cannot be imported ({error}); install it, or give "
                         "--base_url")
-    llm = LLM(model=name, max_model_len=max_model_len or longest_of(AutoConfig.from_pretrained(
-        name, trust_remote_code=False)), enable_prefix_caching=True, seed=seed, **options)
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    llm = LLM(model=name, max_model_len=max_model_len or longest_of(config), seed=seed,
+              enable_prefix_caching=True, **options)
     tokenizer, flags = llm.get_tokenizer(), draw.template_flags
-    need_template(tokenizer, name)
     begin, limit = opens_thought(tokenizer, flags), llm.llm_engine.model_config.max_model_len
 
     def sampling(request):
-        constraint = StructuredOutputsParams(**request.constraint) if request.constraint else None
-        return SamplingParams(
-            temperature=draw.temperature, top_p=draw.top_p, top_k=draw.top_k, seed=request.seed,
-            max_tokens=draw.max_tokens, structured_outputs=constraint)
+        form = StructuredOutputsParams(**request.constraint) if request.constraint else None
+        return SamplingParams(temperature=draw.temperature, top_p=draw.top_p, top_k=draw.top_k,
+                              seed=request.seed, max_tokens=draw.max_tokens,
+                              structured_outputs=form)
 
     def answers(take):
         while requests := take(chunk_size):
             # one that does not fit would end the whole call
             fits, rest = split_fitting(requests, tokenizer, flags, limit - 1)
             yield from rest
-            outputs = llm.generate([{"prompt_token_ids": ids} for _, ids in fits],
-                                   [sampling(request) for request, _ in fits], use_tqdm=False) if fits else []
+            prompts = [{"prompt_token_ids": ids} for _, ids in fits]
+            drawn = [sampling(request) for request, _ in fits]
+            outputs = llm.generate(prompts, drawn, use_tqdm=False) if fits else []
             for (request, ids), out in zip(fits, outputs):
                 best = out.outputs[0]
                 yield request, Answer(begin + best.text, best.finish_reason, len(ids),
@@ -217,7 +218,7 @@ def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options
 
 
 def open_transformers(name, draw, *, max_model_len=0, batch_size=16, chunk_size=1024):
-    """`answers` by generate(), on the GPU or the CPU where there is none. The others: of answers_of."""
+    """`answers` by generate(), on the GPU or the CPU. The others: of answers_of."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
@@ -232,12 +233,11 @@ def open_transformers(name, draw, *, max_model_len=0, batch_size=16, chunk_size=
         raise UserError(f"--model_name {name}: cannot be loaded "
                         f"({str(error).splitlines()[0][:200]}); give a folder, or a hub name when "
                         "online")
-    need_template(tokenizer, name)
     ends = model.generation_config.eos_token_id
     if ends is None:
         ends = tokenizer.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
-    return answers_of(model.to(device).eval(), tokenizer, draw, ends, max_model_len, batch_size,
+    return answers_of(model.to(device).eval(), tokenizer, draw,
+                      ends if isinstance(ends, list) else [ends], max_model_len, batch_size,
                       chunk_size)
 
 
@@ -250,24 +250,12 @@ def answers_of(model, tokenizer, draw, ends, max_model_len=0, batch_size=16, chu
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     from distill.causal_lm import Draw, generate
-    flags = draw.template_flags
-    begin = opens_thought(tokenizer, flags)
-    limit = max_model_len or longest_of(model.config)
-
-    def processors(seeds):
-        if not draw.temperature:
-            return []
-        kept = [TopKLogitsWarper(draw.top_k)] if draw.top_k else []
-        kept += [TopPLogitsWarper(draw.top_p)] if draw.top_p < 1 else []
-        return [TemperatureLogitsWarper(draw.temperature), *kept, Draw(seeds)]
-
-    def answer_batch(asked):
-        seeds = [request.seed for request, _ in asked]
-        found = generate(model, [ids for _, ids in asked], draw.max_tokens, ends, processors(seeds))
-        for (request, prompt), ids in zip(asked, found):
-            ended = ids[-1] in ends
-            text = begin + tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
-            yield request, Answer(text, "stop" if ended else "length", len(prompt), len(ids))
+    flags, limit = draw.template_flags, max_model_len or longest_of(model.config)
+    begin, warpers = opens_thought(tokenizer, flags), []
+    if draw.temperature:
+        warpers = [TemperatureLogitsWarper(draw.temperature)]
+        warpers += [TopKLogitsWarper(draw.top_k)] if draw.top_k else []
+        warpers += [TopPLogitsWarper(draw.top_p)] if draw.top_p < 1 else []
 
     def answers(take):
         while requests := take(chunk_size):
@@ -275,7 +263,14 @@ def answers_of(model, tokenizer, draw, ends, max_model_len=0, batch_size=16, chu
             yield from rest
             fits.sort(key=lambda pair: len(pair[1]))         # less padding
             for i in range(0, len(fits), batch_size):
-                yield from answer_batch(fits[i:i + batch_size])
+                asked, prompts = zip(*fits[i:i + batch_size])
+                draws = [Draw([request.seed for request in asked])] if draw.temperature else []
+                found = generate(model, prompts, draw.max_tokens, ends, [*warpers, *draws])
+                for request, prompt, ids in zip(asked, prompts, found):
+                    ended = ids[-1] in ends
+                    text = tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
+                    yield request, Answer(begin + text, "stop" if ended else "length", len(prompt),
+                                          len(ids))
     return answers
 
 
@@ -283,7 +278,8 @@ def answers_of(model, tokenizer, draw, ends, max_model_len=0, batch_size=16, chu
 # Behind a server
 
 
-def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0, server_patience=600.0):
+def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0,
+                server_patience=600.0):
     """`answers` by a server that knows the model as `name`.
 
     concurrency: requests under way at once. request_timeout: seconds that one call may take in all;
@@ -292,19 +288,23 @@ def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0, 
     from distill.server import MALFORMED, Server, explain
     server = Server(base_url, request_timeout)
     try:
-        models = [str(model["id"]) for model in json_files.loads(server.wait(server.fetch("/models")))["data"]]
+        listed = json_files.loads(server.wait(server.fetch("/models")))["data"]
+        models = [str(model["id"]) for model in listed]
     except MALFORMED as error:
         raise UserError(f"--base_url {server.url}: {explain(error)}; start the server, or mend the "
                         "address (it mostly ends in /v1)")
-    require(name in models, f"--model_name {name}: the server has {', '.join(models) or 'no models'}")
+    require(name in models,
+            f"--model_name {name}: the server has {', '.join(models) or 'no models'}")
     fields = Fields()
 
     def answers(take):
         done, under_way = queue.SimpleQueue(), 0
         while True:
             for request in take(concurrency - under_way):
-                asked = server.start(ask_server(server, name, draw, fields, request, server_patience))
-                asked.add_done_callback(lambda found, request=request: done.put((request, found)))
+                asked = server.start(
+                    ask_server(server, name, draw, fields, request, server_patience))
+                asked.add_done_callback(
+                    lambda found, request=request: done.put((request, found)))
                 under_way += 1
             if not under_way:
                 return
@@ -328,17 +328,17 @@ async def ask_server(server, name, draw, fields, request, patience):
     while True:
         known = fields.dropped, fields.max_tokens
         try:
-            return await server.call("/chat/completions", fields.body_of(name, draw, request), read_answer,
-                                     until, notify=notify)
+            body = fields.body_of(name, draw, request)
+            return await server.call("/chat/completions", body, read_answer, until, notify=notify)
         except Refused as error:
             why = explain(error)
             if error.code in (400, 413) and any(words in why.lower() for words in TOO_LONG):
                 return Answer(why, "too_long")
-            if error.code in (400, 422) and (known != (fields.dropped, fields.max_tokens)
-                                             or fields.drop(why, ["top_k"] if draw.top_k else [])):
+            if error.code in (400, 422) and (
+                    known != (fields.dropped, fields.max_tokens) or fields.drop(why, draw)):
                 continue        # as this request, or another one, has learnt
             require(error.code not in WHOLE_RUN and error.code >= 400,
-                 f"{line}: the server at {server.url} refuses it: {why}")
+                    f"{line}: the server at {server.url} refuses it: {why}")
             if error.code not in TRANSIENT:
                 return Answer(why, "refused")
         except MALFORMED as error:
@@ -361,20 +361,16 @@ class Fields:
         """The JSON of a request, as far as the server takes it."""
         from distill.server import NOT_SET
         body = {"model": name, "messages": [as_sent(message) for message in request.messages],
-                self.max_tokens: draw.max_tokens, "temperature": draw.temperature, "top_p": draw.top_p,
-                **NOT_SET, "seed": request.seed, "top_k": draw.top_k}
-        body = {field: value for field, value in body.items() if field not in self.dropped}
-        if draw.template_flags:
-            body["chat_template_kwargs"] = draw.template_flags
-        if request.tools:
-            body["tools"] = request.tools
-        if request.constraint:
-            body["structured_outputs"] = request.constraint
-        return body
+                self.max_tokens: draw.max_tokens, "temperature": draw.temperature,
+                "top_p": draw.top_p, **NOT_SET, "seed": request.seed, "top_k": draw.top_k,
+                "chat_template_kwargs": draw.template_flags or None, "tools": request.tools,
+                "structured_outputs": request.constraint}
+        return {field: value for field, value in body.items()
+                if field not in self.dropped and value not in (None, [])}
 
-    def drop(self, why, kept):
+    def drop(self, why, draw):
         """Whether a refusal is about a field that can be left out, or has another name, from now
-        on. kept: fields that the user has set, which are never left out.
+        on. What the user has set is never left out.
         """
         from distill.server import NOT_SET
         if self.max_tokens == "max_tokens" and "max_completion_tokens" in why:
@@ -382,45 +378,47 @@ class Fields:
             return True
         if not UNKNOWN.search(why.lower()):
             return False
-        named = {name for name in NOT_SET if re.search(rf"\b{name}\b", why)}
-        new = named - self.dropped - {*kept}
+        kept = self.dropped | ({"top_k"} if draw.top_k else set())
+        new = {name for name in NOT_SET if re.search(rf"\b{name}\b", why)} - kept
         self.dropped |= new
         for name in sorted(new):
-            what = "answers cannot be drawn again alike" if name == "seed" else "it draws by its own"
+            what = "answers cannot be drawn again alike" if name == "seed" else "it uses its own"
             print(f"notice     the server takes no {name}: {what}")
         return bool(new)
 
 
 def as_sent(message):
     """A message as OpenAI's API has it: arguments of tool calls are texts there."""
-    found = {name: message[name] for name in ("role", "content", "tool_call_id", "name") if name in message}
+    found = {name: message[name] for name in ("role", "content", "tool_call_id", "name")
+             if name in message}
     for number, call in enumerate(message.get("tool_calls") or []):
         function = call.get("function", call)
-        function = {"name": function["name"],
-                    "arguments": json.dumps(function.get("arguments", {}), ensure_ascii=False)}
+        arguments = json.dumps(function.get("arguments", {}), ensure_ascii=False)
         found.setdefault("tool_calls", []).append(
-            {"id": call.get("id", f"call_{number}"), "type": "function", "function": function})
+            {"id": call.get("id", f"call_{number}"), "type": "function",
+             "function": {"name": function["name"], "arguments": arguments}})
     return found
 
 
 def read_answer(data):
-    """Answer from the bytes of /chat/completions; one of MALFORMED where it has another form."""
+    """Answer from the bytes of /chat/completions; MALFORMED where it has another form."""
     found = json_files.loads(data)
     choice, usage = found["choices"][0], found.get("usage") or {}
     message, details = choice["message"], usage.get("prompt_tokens_details") or {}
     calls = [{"type": "function", "function": {
-        "name": call["function"]["name"], "arguments": json_files.loads(call["function"]["arguments"] or "{}")}}
+        "name": call["function"]["name"],
+        "arguments": json_files.loads(call["function"]["arguments"] or "{}")}}
         for call in message.get("tool_calls") or []]
     # a call is what a model ends by itself
     reason = "stop" if choice["finish_reason"] == "tool_calls" else choice["finish_reason"]
     reasoning = plain_text(message.get("reasoning_content") or message.get("reasoning"))
     return Answer(plain_text(message["content"]), reason, usage.get("prompt_tokens") or 0,
-                  usage.get("completion_tokens") or 0, details.get("cached_tokens"), reasoning.strip(),
-                  calls or None)
+                  usage.get("completion_tokens") or 0, details.get("cached_tokens"),
+                  reasoning.strip(), calls or None)
 
 
 def plain_text(content):
-    """Text of a message's content: a text, None, or parts such as {"type": "text", "text": ...}."""
+    """Text of a message's content: a text, None, or parts such as {"type": "text", ...}."""
     if isinstance(content, list):
         content = "".join(part if isinstance(part, str) else part.get("text") or ""
                           for part in content)

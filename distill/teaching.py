@@ -11,63 +11,65 @@ from pathlib import Path
 from core import cli
 from core.cli import UserError, require
 
-LABELS = "its labels alone can be learned, as distill/create_data.py makes them"
-OF_TEACHER = ("divergence", "js_beta", "distill_topk", "distill_weight", "on_policy", "max_new_tokens", "base_url")
+OF_TEACHER = ("divergence", "js_beta", "distill_topk", "distill_weight", "on_policy",
+              "max_new_tokens", "base_url")
+NEEDED = {"prompt_role": "prompt_file", "teacher_name": "teacher_url", "keep_weight": "keep",
+          "keep_every": "keep", "refresh_steps": "base_url"}
 
 
-def check_flags(args, parser, world_size):
+def check_flags(args, parser):
     """UserError for what would fail, or do nothing, later. A prompt alone: the base reads it."""
     def given(flag):
         return getattr(args, flag) != parser.get_default(flag)
     args.teacher_path = args.teacher_path or (args.prompt_file and args.model_path)
-    require(args.prompt_file or not given("prompt_role"), "--prompt_role needs --prompt_file")
-    if args.distill_weight is not None:
-        require(0 < args.distill_weight <= 1,
-             f"--distill_weight is {args.distill_weight}; it must be above 0, at most 1")
-    for flag in ("refresh_steps", "request_timeout"):
-        require(args.base_url or args.teacher_url and flag == "request_timeout" or not given(flag),
-             f"--{flag} needs --base_url")
-    require(args.teacher_url or not given("teacher_name"), "--teacher_name needs --teacher_url")
+    for flag, other in NEEDED.items():
+        require(getattr(args, other) or not given(flag), f"--{flag} needs --{other}")
+    require(args.base_url or args.teacher_url or not given("request_timeout"),
+            "--request_timeout needs --base_url or --teacher_url")
     if args.teacher_url:
-        require(args.teacher_path and Path(args.teacher_path).is_dir(),     # a name would load weights
-             "--teacher_url needs --teacher_path, a folder with the server's config.json and "
-             "tokenizer: they prove that the student has its vocabulary")
+        # a name would load weights
+        require(args.teacher_path and Path(args.teacher_path).is_dir(),
+                "--teacher_url needs --teacher_path, a folder with the server's config.json and "
+                "tokenizer: they prove that the student has its vocabulary")
         require(args.distill_topk,
-             "--teacher_url needs --distill_topk: a server tells the likeliest tokens")
+                "--teacher_url needs --distill_topk: a server tells the likeliest tokens")
         require(args.divergence != "reverse",
-             "--divergence reverse needs the teacher's smallest probabilities, which a server's "
-             "rounding hides: take forward or js, or --teacher_path alone")
+                "--divergence reverse needs the teacher's smallest probabilities, which a server's "
+                "rounding hides: take forward or js, or --teacher_path alone")
     if args.teacher_url or args.base_url:
         from distill.server import address
         for flag in ("teacher_url", "base_url"):
             address(getattr(args, flag) or "", f"--{flag}")
         require(0 < 2 * args.request_timeout < args.collective_timeout,
-             f"--request_timeout {args.request_timeout:g}: a server that fails is waited for twice "
-             f"as long, which must end before --collective_timeout ({args.collective_timeout} s)")
-    for flag in ("keep_weight", "keep_every"):
-        require(args.keep or not given(flag), f"--{flag} needs --keep")
+                f"--request_timeout {args.request_timeout:g}: a server that fails is waited for "
+                "twice as long, which must end before --collective_timeout "
+                f"({args.collective_timeout} s)")
     if args.keep:
         cli.at_least_one(args, "keep_every")
-        require(args.keep_weight > 0, f"--keep_weight is {args.keep_weight}; it must be above 0")
-        require(args.compile is not True, "--compile and --keep exclude each other: the shapes change")
+        cli.above_zero(args, "keep_weight")
+        require(args.compile is not True,
+                "--compile and --keep exclude each other: the shapes change")
     if not args.teacher_path:
         for flag in OF_TEACHER:
             require(not given(flag), f"--{flag} needs --prompt_file or --teacher_path")
         return
-    cli.share(args, "on_policy")
+    args.distill_weight = 1.0 if args.distill_weight is None else args.distill_weight
+    cli.above_zero(args, "distill_weight")
+    cli.share(args, "distill_weight on_policy")
     cli.at_least_one(args, "max_new_tokens refresh_steps")
+    cli.below_one(args, "js_beta")
+    cli.above_zero(args, "js_beta")
     require(args.on_policy or not args.base_url, "--base_url needs --on_policy")
     require(not args.base_url or args.use_lora,
-         "--base_url needs --use_lora: the server is given adapters")
+            "--base_url needs --use_lora: the server is given adapters")
     require(not (args.base_url and args.use_dora),
-         "--base_url: vLLM's server loads no DoRA adapters; drop --use_dora")
+            "--base_url: vLLM's server loads no DoRA adapters; drop --use_dora")
     require(args.compile is not True,
-         "--compile and a teacher exclude each other: the shapes change with every step")
+            "--compile and a teacher exclude each other: the shapes change with every step")
     require(args.too_long in ("stop", "drop"),
-         f"--too_long {args.too_long} would cut the teacher's prompt: stop or drop")
-    require(0 < args.js_beta < 1, f"--js_beta is {args.js_beta}; it must be between 0 and 1")
-    require(not args.on_policy or args.distill_weight in (None, 1),
-         "--on_policy needs --distill_weight 1: the student's own answers are no targets")
+            f"--too_long {args.too_long} would cut the teacher's prompt: stop or drop")
+    require(not args.on_policy or args.distill_weight == 1,
+            "--on_policy needs --distill_weight 1: the student's own answers are no targets")
     if args.prompt_file and args.prompt_role == "user":
         args.train_turns = "last"
 
@@ -85,9 +87,11 @@ def check_same(ours, theirs, rows, name):
             for tokenizer in (ours, theirs))
     if odd := sorted(i for i in a.keys() | b.keys() if a.get(i) != b.get(i)):
         one, other = a.get(odd[0]), b.get(odd[0])
-        raise UserError(f"--teacher_path {name}: has another vocabulary than --model_path: id "
-                        f"{odd[0]} is {other!r} there, {one!r} here ({len(odd)} such ids), so it "
-                        f"cannot score the student's tokens; {LABELS}")
+        raise UserError(
+            f"--teacher_path {name}: has another vocabulary than --model_path: id {odd[0]} is "
+            f"{other!r} there, {one!r} here ({len(odd)} such ids), so it cannot score the "
+            "student's tokens; its labels alone can be learned, as distill/create_data.py makes "
+            "them")
 
 
 def open_side(args, config, tokenizer):
@@ -96,32 +100,27 @@ def open_side(args, config, tokenizer):
     """
     from core import chat
     from distill import causal_lm
-    from distill.choices import THINKING
     from distill.teachers import Prompt, read_prompt
-    named = args.prompt_file
-    prompt = read_prompt(named, args.prompt_role) if named else Prompt("none", "")
-    if args.teacher_path == args.model_path and not args.teacher_url:
-        check_topk(args, config.vocab_size)
-        return prompt, None, config
-    folder = causal_lm.find_model(args.teacher_path, "--teacher_path")
-    theirs = causal_lm.load_config(folder)
-    own = chat.load_tokenizer(folder, template=args.chat_template)
-    causal_lm.check_vocabulary(own, theirs)
-    check_same(tokenizer, own, min(config.vocab_size, theirs.vocab_size), args.teacher_path)
-    check_topk(args, min(config.vocab_size, theirs.vocab_size))
+    prompt = Prompt("none", "")
+    if args.prompt_file:
+        prompt = read_prompt(args.prompt_file, args.prompt_role)
+    theirs, encoder, tokens = config, None, config.vocab_size
+    if args.teacher_path != args.model_path or args.teacher_url:
+        folder = causal_lm.find_model(args.teacher_path, "--teacher_path")
+        theirs = causal_lm.load_config(folder)
+        own = chat.load_tokenizer(folder, template=args.chat_template)
+        causal_lm.check_vocabulary(own, theirs)
+        tokens = min(config.vocab_size, theirs.vocab_size)
+        check_same(tokenizer, own, tokens, args.teacher_path)
+        encoder = chat.Encoder(own, args.train_turns, chat.THINKING[args.enable_thinking])
+    require(args.distill_topk < tokens, f"--distill_topk {args.distill_topk}: the models have "
+            f"{tokens:,} tokens; give a smaller number, or 0 for all of them")
     require(not args.on_policy or config.vocab_size <= theirs.vocab_size,
-         f"--on_policy: the student may draw {config.vocab_size:,} ids, and --teacher_path "
-         f"{args.teacher_path} reads {theirs.vocab_size:,}")
-    smaller = min(config, theirs,
-                  key=lambda c: getattr(c, "max_position_embeddings", None) or 1 << 30)
-    encoder = chat.Encoder(own, args.train_turns, thinking=THINKING[args.enable_thinking])
-    return prompt, encoder, smaller
-
-
-def check_topk(args, tokens):
-    """Raise UserError unless the vocabulary has more tokens than --distill_topk: the rest is one."""
-    require(args.distill_topk < tokens, f"--distill_topk {args.distill_topk}: the models have {tokens:,} "
-                                     "tokens; give a smaller number, or 0 for all of them")
+            f"--on_policy: the student may draw {config.vocab_size:,} ids, and --teacher_path "
+            f"{args.teacher_path} reads {theirs.vocab_size:,}")
+    shorter = min(config, theirs, key=lambda of: getattr(of, "max_position_embeddings", None)
+                  or 1 << 30)
+    return prompt, encoder, shorter
 
 
 def check_lesson(args, table, numbers):
@@ -134,16 +133,16 @@ def check_lesson(args, table, numbers):
     if not same or args.teacher_url or args.prompt_file or args.distill_weight < 1:
         return
     for i in numbers:
-        ids = table.tokens[table.offsets[i]:table.offsets[i + 1]]
-        if ids[:table.own[i]].tolist() != ids[table.own[i]:].tolist():
+        ids, own = table.tokens[table.offsets[i]:table.offsets[i + 1]], table.own[i]
+        if ids[:own].tolist() != ids[own:].tolist():
             return
-    raise UserError(f"--teacher_path {args.teacher_path} is --model_path and reads what the student "
-                    "reads, so there is nothing to learn: give --prompt_file, records with "
+    raise UserError(f"--teacher_path {args.teacher_path} is --model_path and reads what the "
+                    "student reads, so there is nothing to learn: give --prompt_file, records with "
                     '"teacher_messages", or --distill_weight below 1')
 
 
 def context(record):
-    """(the messages that the teacher gets before the last answer, the last answer). ValueError."""
+    """(the messages that the teacher gets before the last answer, that answer). ValueError."""
     from core.chat import check_messages
     messages = record["messages"]
     given = record.get("teacher_messages")
@@ -155,8 +154,8 @@ def context(record):
     except ValueError as error:
         raise ValueError(f'its "teacher_messages": {error}')
     if (role := given[-1]["role"]) not in ("user", "tool"):
-        raise ValueError(f'its "teacher_messages" end with a message of the {role}: the teacher would '
-                         "read more than the question; end them with the user's")
+        raise ValueError(f'its "teacher_messages" end with a message of the {role}: the teacher '
+                         "would read more than the question; end them with the user's")
     # answers among them are context: only the last one is learned
     return [m | {"weight": 0} if m["role"] == "assistant" else m for m in given], messages[-1]
 
@@ -166,27 +165,26 @@ def behind_prompt(prompt, encoder, records, results):
     each followed by the teacher's, which has its context and the very tokens of the answers.
     """
     from distill.teachers import with_prompt
-    asked, taught = [], [None] * len(records)
+    asked, taught = {}, {}
     for i, record in enumerate(records):
         try:
             before, answer = context(record)
-            asked.append((i, [*with_prompt(prompt, before), answer]))
+            asked[i] = [*with_prompt(prompt, before), answer]
         except ValueError as error:
             taught[i] = error
-    encoded = encoder.encode([messages for _, messages in asked],
-                             [records[i].get("tools") for i, _ in asked])
-    for (i, _), result in zip(asked, encoded):
-        taught[i] = result
-    return [joined(own, theirs, "teacher_messages" in record)
-            for own, theirs, record in zip(results, taught, records)]
-
-
-def joined(own, theirs, contexts):
-    """behind_prompt of one conversation's results. contexts: has the record teacher_messages?"""
-    for result in (own, theirs):
-        if isinstance(result, ValueError):
-            return result
-    if [t for t, m in zip(*own) if m] != [t for t, m in zip(*theirs) if m]:
-        hint = "; with teacher_messages give --train_turns last" if contexts else ""
-        return ValueError(f"the teacher's template gives the answer other tokens{hint}")
-    return own[0] + theirs[0], own[1] + theirs[1], len(own[0])
+    encoded = encoder.encode(list(asked.values()), [records[i].get("tools") for i in asked])
+    taught |= dict(zip(asked, encoded))
+    found = []
+    for i, own in enumerate(results):
+        if bad := [result for result in (own, taught[i]) if isinstance(result, ValueError)]:
+            found.append(bad[0])
+            continue
+        theirs = taught[i]
+        if [t for t, m in zip(*own) if m] != [t for t, m in zip(*theirs) if m]:
+            hint = ""
+            if "teacher_messages" in records[i]:
+                hint = "; with teacher_messages give --train_turns last"
+            found.append(ValueError("the teacher's template gives the answer other tokens" + hint))
+        else:
+            found.append((own[0] + theirs[0], own[1] + theirs[1], len(own[0])))
+    return found

@@ -18,15 +18,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common import distributed
+from core.cli import UserError
 from core import chat
 from diffusion import make_problems
 from distill import chat_data, create_data, teachers
-from distill.choices import LINES
+from distill.labels import LINES
 from distill.labels import LANGUAGES, make_parser, read_label
 from tests.helpers import chats, tiny_teacher
 from tests.helpers.label_server import answer_to
 from tests.helpers.progress import PATIENCE_S, wait_until
+from tests.helpers import scripts
 from tests.helpers.trainer import ROOT
 from tests.launch.test_launchers import alive
 
@@ -81,8 +82,8 @@ class Child:
                 out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
                 os.dup2(out, 1)
                 os.dup2(out, 2)
-                sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))
-                create_data.main(argv)
+                sys.stdout, sys.stderr = (open(fd, "w", 1, closefd=False) for fd in (1, 2))
+                scripts.run(create_data, argv)
                 status = 0
             except SystemExit as left:
                 status = left.code or 0
@@ -420,7 +421,7 @@ def test_servers_of_other_kinds(server, tmp_path):
     # else a server draws by the top_k and the penalties of the model's generation_config
     for name, value in {"top_k": 0, "repetition_penalty": 1.0, "presence_penalty": 0.0}.items():
         assert asked[0][name] == value
-    assert "the server takes no top_k: it draws by its own" in printed
+    assert "the server takes no top_k: it uses its own" in printed
     for row in found:
         assert row["messages"][1]["reasoning_content"].startswith("The form is")
 
@@ -468,9 +469,10 @@ def test_two_files_join_without_duplicates(server, tmp_path):
     assert len(set(ids)) == 9 and max(ids) < 2**53
     (tmp_path / "twice.jsonl").write_text(parts[0] * 2)
     encoder = chat.Encoder(chats.tokenizer())
-    assert chat_data.build_table(tmp_path / "table", [tmp_path / "both.jsonl"], chat_data.Reading(encoder, 256, "stop"))[0] == 9
-    with pytest.raises(distributed.UserError, match=f"twice.jsonl:5: has the same id {ids[0]} as .*twice.jsonl:1"):
-        chat_data.build_table(tmp_path / "again", [tmp_path / "twice.jsonl"], chat_data.Reading(encoder, 256, "stop"))
+    reading = chat_data.Reading(encoder, 256, "stop")
+    assert chat_data.write_table(tmp_path / "table", [tmp_path / "both.jsonl"], reading)["samples"] == [9]
+    with pytest.raises(UserError, match=f"twice.jsonl:5: has the same id {ids[0]} as .*twice.jsonl:1"):
+        chat_data.write_table(tmp_path / "again", [tmp_path / "twice.jsonl"], reading)
     groups = chat_data.key_groups(np.array(ids), 2)
     assert [groups.tolist().count(g) for g in dict.fromkeys(groups.tolist())] == [2, 2, 2, 2, 1]
 
@@ -689,7 +691,7 @@ def test_plans_of_a_teacher_for_gsm8k(server, tmp_path, capsys):
     make("lines", "--output", tmp_path / "lines.txt")
     lines = (tmp_path / "lines.txt").read_text().splitlines()
     assert lines[0] == ("Problem: How many clips did Ann sell? Worked answer: He sells 24 clips. Then 48+24 = 72.")
-    create_data.main(flags(tmp_path, server, "--parser", "whole", "--max_retries", 9, "--prompt_file",
+    scripts.run(create_data, flags(tmp_path, server, "--parser", "whole", "--max_retries", 9, "--prompt_file",
                            ROOT / "distill" / "prompts" / "gsm8k_plan.txt", output="plans.jsonl"))
     found = make("plans", "--teacher", tmp_path / "plans.jsonl", "--output", tmp_path / "hdp.json")
     records = [json.loads(line) for line in (tmp_path / "plans.jsonl").read_text().splitlines()]

@@ -3,26 +3,25 @@ import json
 
 import numpy as np
 import pytest
-from huggingface_hub import constants
 
-from common.distributed import UserError, World
+from core.cli import UserError
+from core.dist import World
 from core import chat
 from core.packing import PackOrder, rank_packs
 from distill.chat_data import (
     ChatTable,
     Reading,
-    build_table,
     collate,
     group_numbers,
     make_loader,
     prepare_table,
     split_groups,
     split_samples,
+    write_held_out,
     write_table,
 )
 from tests.helpers import chats
 from tests.helpers.chats import QWEN, ask, encoder
-from tests.helpers.hub import Hub
 
 SINGLE = ask("Das ist ein Satz.", "de")
 
@@ -93,7 +92,7 @@ def samples_of(table):
 def test_table_holds_what_was_encoded(made, tmp_path):
     table, found = make_table(made, tmp_path, chats.conversations(7))
     whole = encoder(made, QWEN).encode(chats.conversations(7))
-    assert samples_of(table) == whole and found == {"samples": [7], "long": [0], "dropped": [0], "bad": ""}
+    assert samples_of(table) == whole and found == {"samples": [7], "long": [0], "dropped": [0], "split": [0], "bad": ""}
     assert table.lengths.tolist() == [len(ids) for ids, _ in whole]
     assert table.targets.tolist() == [sum(mask) for _, mask in whole]
     assert table.name(6) == f"{tmp_path}/chats.jsonl:7"
@@ -121,17 +120,17 @@ def test_too_long_samples(made, tmp_path):
         assert samples_of(table)[1:-1] == wanted
         assert table.lines.tolist() == ([1, 3] if policy == "drop" else [1, 2, 3])
         assert found == {"samples": [3 - (policy == "drop")], "long": [1], "dropped": [int(policy == "drop")],
-                     "bad": "1 too_long" * (policy == "drop")}
+                         "split": [0], "bad": "1 too_long" * (policy == "drop")}
     (tmp_path / "all").mkdir()      # of a long prompt cut on the right no answer is left
     table, found = make_table(made, tmp_path / "all", [short, long], 30, "cut_right")
-    assert len(table) == 1 and found == {"samples": [1], "long": [1], "dropped": [1], "bad": ""}
+    assert len(table) == 1 and found == {"samples": [1], "long": [1], "dropped": [1], "split": [0], "bad": ""}
 
 
-def test_dropped_as_too_long_is_said_once(made, tmp_path):
+def test_dropped_as_too_long_is_said_once(made, tmp_path, capsys):
     """And every such sample is listed with its length; --drop_bad too_long and --too_long drop are the same."""
     chats.write(tmp_path / "a.jsonl", [ask("a", "en"), *[ask("the quick brown fox " * 9, "de")] * 3])
-    _, about, _ = build_table(tmp_path / "table", [tmp_path / "a.jsonl"], Reading(encoder(made, QWEN), 30, "drop"),
-                              tmp_path)
+    prepare_table(World(), tmp_path, [tmp_path / "a.jsonl"], Reading(encoder(made, QWEN), 30, "drop"), tmp_path)
+    about = capsys.readouterr().out
     assert about.splitlines()[1:] == [f"data       dropped: 3 too_long; see {tmp_path / 'problems.jsonl'}"]
     assert about.splitlines()[0].endswith(" s")      # how long it took, and no second count
     rows = [json.loads(line) for line in (tmp_path / "problems.jsonl").read_text().splitlines()]
@@ -204,7 +203,7 @@ def test_prepared_table(made, tmp_path, capsys):
     assert "data       read in" in capsys.readouterr().out
 
 
-def test_sharegpt_and_parquet_are_the_same_conversations(made, tmp_path, monkeypatch):
+def test_sharegpt_and_parquet_are_the_same_conversations(made, tmp_path):
     """Names of roles, a system text apart, columns of null; chunks of their own for each of several readers."""
     import pyarrow
     import pyarrow.parquet
@@ -248,25 +247,42 @@ def test_sharegpt_and_parquet_are_the_same_conversations(made, tmp_path, monkeyp
     (saved / "dataset_info.json").write_text("{}")
     (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": f"data-{i}.arrow"} for i in (0, 1)]}))
     wanted = list(chat.read_records(tmp_path / "rows.parquet", []))
-    shards = {f"data/{file.name}": file.read_bytes() for file in (tmp_path / "set" / "data").iterdir()}
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    with Hub("me/chats", shards | {"data/test-0-of-1.parquet": b"x", "README.md": b"x"}) as server:
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE",
-                            server.url + "/{repo_id}/resolve/{revision}/{filename}")
-        for path in (tmp_path / "set", tmp_path / "set" / "data" / "train-*", saved, "me/chats/data/train*.parquet"):
-            assert list(chat.read_records(path, [])) == wanted
-        with pytest.raises(UserError, match=r"holds the sets .*; give one: 'me/chats/data/train\*.parquet'"):
-            list(chat.read_records("me/chats", []))
-        assert server.read["data/test-0-of-1.parquet"] == 0
+    for path in (tmp_path / "set", tmp_path / "set" / "data" / "train-*", saved):
+        assert list(chat.read_records(path, [])) == wanted
+    with pytest.raises(UserError, match="me/chats: cannot be read .*hf download me/chats --repo-type dataset"):
+        list(chat.read_records("me/chats", []))
     (tmp_path / "set" / "data" / "test.parquet").write_bytes(b"")
     (saved / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     chat.files_of.cache_clear()
     for path, part in ((tmp_path / "set", r"holds the sets .*; give one: '.*/set/data/train\*.parquet'"),
-                       (saved, "holds the splits train, test"), (tmp_path / "cache", "has no files ending in")):
+                       (saved, "holds the splits train, test"), (tmp_path / "table-plain.jsonl", "has no files ending in")):
         with pytest.raises(UserError, match=part):
             list(chat.read_records(path, []))
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing")
     with pytest.raises(UserError, match="bad.parquet: cannot be read as parquet"):
         write_table(tmp_path / "bad", [tmp_path / "bad.parquet"], Reading(chat.Encoder(made), 256, "stop"))
+
+
+def test_answers_of_a_hybrid_template_are_samples_of_their_own(made, tmp_path, capsys):
+    """Each under the template as it stood at its turn, by its own rendering; a line is held out whole, and once."""
+    talk = ask("a", "one", reasoning_content="why") + ask("b", "two", reasoning_content="hm") + ask("c", "three")
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"id": i, "messages": messages}) + "\n" for i, messages in enumerate(
+        [talk, SINGLE, talk])))
+    split = chat.Encoder(made, split=True)
+    made.chat_template = chats.QWEN_THINK
+    table, n_train, _ = prepare_table(World(), tmp_path, [path], Reading(split, 256))
+    wanted = []
+    for messages in (talk, SINGLE, talk):
+        for i in range(1, len(messages), 2):
+            start, whole = (made.apply_chat_template(messages[:i + 1 - k], add_generation_prompt=bool(k),
+                                                     return_dict=False) for k in (1, 0))
+            # but for the line feed behind the end
+            wanted.append((whole, [len(start) <= place < len(whole) - 1 for place in range(len(whole))]))
+    assert samples_of(table) == wanted and table.lines.tolist() == [1, 1, 1, 2, 3, 3, 3]
+    assert "2 chats with a sample for each answer" in capsys.readouterr().out
+    ours, theirs = split_samples(table, n_train, 1, 0.5, 3)
+    write_held_out(tmp_path, table, ours, theirs)
+    assert not set(table.lines[ours]) & set(table.lines[theirs])
+    rows = [json.loads(line) for line in (tmp_path / "held_out.jsonl").read_text().splitlines()]
+    assert [row["id"] + 1 for row in rows] == sorted(set(table.lines[theirs].tolist()))

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import chats, students
+from tests.helpers import scripts
 from tests.helpers.lora_server import LoraServer
 from tests.helpers.score_server import ScoreServer
 
@@ -57,6 +58,12 @@ def test_a_config_of_no_model(made, tmp_path, refused, change):
 def test_a_list_of_chats_is_called_one(tmp_path, refused):
     (tmp_path / "list.jsonl").write_text(json.dumps([{"messages": chats.ask("the dog", "en")}]))
     refused("list.jsonl:1: is a JSON list", "--train_data_file", tmp_path / "list.jsonl")
+
+
+def test_a_line_of_megabytes_is_refused_by_its_beginning(tmp_path, refused):
+    """To tokenise all of it would take a minute and gigabytes."""
+    chats.write(tmp_path / "long.jsonl", [chats.ask("a", "en"), chats.ask("the dog " * 2**20, "en")])
+    refused("long.jsonl:2: 8,388,608 characters, more than 512 tokens", "--train_data_file", tmp_path / "long.jsonl")
 
 
 def test_a_teacher_that_would_read_the_answer(made, tmp_path, refused):
@@ -149,7 +156,7 @@ def test_a_key_in_a_teachers_address_is_never_shown(tmp_path, capfd):
     from distill import create_data
     (tmp_path / "lines.txt").write_text("the dog\n")
     with pytest.raises(SystemExit):
-        create_data.main(["--input_file", str(tmp_path / "lines.txt"), "--output_file", str(tmp_path / "out.jsonl"),
+        scripts.run(create_data, ["--input_file", str(tmp_path / "lines.txt"), "--output_file", str(tmp_path / "out.jsonl"),
                           "--model_name", "m", "--base_url", "http://127.0.0.1:9/v1?api_key=SECRET"])
     found = capfd.readouterr()
     assert "--base_url: ends in ?... or #..." in found.err and "SECRET" not in found.err + found.out

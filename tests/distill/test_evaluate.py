@@ -3,7 +3,6 @@ import json
 import random
 import re
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from distill import evaluate as judge
 from distill import teachers
 from distill.labels import make_parser
 from tests.helpers import chats
+from tests.helpers import scripts
 
 WORDS = {"de": "das ist ein satz der etwas und nicht", "en": "the quick dog is over and lazy fox jumps",
          "fr": "ou est la le que bibliotheque des une"}
@@ -94,7 +94,7 @@ def lora(train):
 
 def evaluate(made, out, checkpoint, *flags):
     """Run the script in this process; the contents of evaluation.json."""
-    judge.main([str(word) for word in (
+    scripts.run(judge, [str(word) for word in (
         "--checkpoint", checkpoint, "--parser", "language", "--labels", "en,de,fr", "--max_new_tokens", 10,
         "--output_dir", out, *flags)])
     return json.loads((out / "evaluation.json").read_text())
@@ -204,7 +204,7 @@ def test_agreement_and_accuracy_are_two_numbers(whole):
     assert measured["student: agreement"] != measured["student: accuracy"]
     assert measured["student: agreement"] > 0.6 > 0.2 > measured["base: agreement"], "it learnt"
     assert measured["base + prompt: tokens in"] > measured["student: tokens in"] + 20
-    assert measured["base + prompt: kl"] == 0 < measured["student: kl"] and measured["student: seconds alone"] > 0
+    assert measured["base + prompt: kl"] == 0 < measured["student: kl"]
     assert re.search(r"\n {9,}base  +base \+ prompt  +student\n", printed) and "\naccuracy" in printed
     assert report.read_evaluation(out / "evaluation.json")["metrics"]["student: accuracy"] is not None
 
@@ -219,8 +219,7 @@ def test_the_batch_size_changes_nothing(made, full, whole, tmp_path):
 
 @pytest.mark.slow
 def test_an_adapter_answers_as_peft_does(made, lora, tmp_path):
-    (tmp_path / "truth.txt").write_text("".join(f"{truth_of(i)}\n" for i in range(N)))
-    found = evaluate(made, tmp_path, lora, "--truth_file", tmp_path / "truth.txt")
+    found = evaluate(made, tmp_path, lora, "--truth_file", made / "truth.jsonl")
     tokenizer = AutoTokenizer.from_pretrained(lora)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made / "lora-base"), lora)
     for row in found["samples"]:
@@ -247,10 +246,10 @@ def test_asked_as_trained(made, template, thinking):
     generate = model.generate
     model.generate = lambda **given: seen.append(given) or generate(**given)
     asked = [record(i)["messages"] for i in (1, 4, 9)]
-    answers, _ = judge.ask_column(
-        SimpleNamespace(batch_size=3), judge.Column(model, tokenizer, True), [tokenizer.eos_token_id],
+    answers = judge.ask_column(
+        judge.Column(model, tokenizer, True), [tokenizer.eos_token_id],
         {None: "template", True: "true", False: "false"}[thinking],
-        judge.requests_of([{"messages": messages} for messages in asked]), 2)
+        judge.requests_of([{"messages": messages} for messages in asked]), 2, 3)
     trained = [ids[:mask.index(True)] for ids, mask in Encoder(tokenizer, thinking=thinking).encode(asked)]
     rows = [row[mask.bool()].tolist() for row, mask in zip(seen[0]["input_ids"], seen[0]["attention_mask"])]
     assert sorted(rows) == sorted(trained) and [answer.prompt_tokens for answer in answers] == list(map(len, trained))
@@ -347,19 +346,16 @@ SEEN = ("--data_file", "labels.jsonl")
     ("state", [], "state.json is not what train_sft.py writes"),
     ("weights", [], "its files do not hold the weights under the names of Qwen3ForCausalLM"),
     ("bare", [], "give --eval_data_file, and --data_file with all that it has seen"),
-    ("bare", [*SEEN, "--eval_data_file", "labels.jsonl"], "groups of 15 ids have lines in the training data"),
-    ("bare", [*SEEN, "--eval_data_file", "labels.jsonl", "--group_size", "0"], "its text was trained"),
-    ("bare", [*SEEN, "--eval_data_file", "labels.jsonl", "--group_size", "0", "--drop_leaked"],
-     "none is left"),
+    ("bare", [*SEEN, "--eval_data_file", "labels.jsonl"], "its text was trained"),
+    ("bare", [*SEEN, "--eval_data_file", "labels.jsonl", "--drop_leaked"], "none is left"),
     ("", ["--model_path", "lora-base"], "was not trained from lora-base but from other weights"),
     ("", ["--model_path", "nowhere"], "--model_path nowhere: no such folder"),
-    ("", ["--group_size", "15"], "--group_size 15: the run held out groups of 3"),
     ("", ["--enable_thinking", "false"], "the checkpoint says how it was trained"),
     ("bare", ["--data_file", "nowhere.jsonl", "--eval_data_file", "own.jsonl"],
      "nowhere.jsonl: cannot be read"),
     ("", ["--truth_file", "nowhere.jsonl"], "--truth_file nowhere.jsonl: cannot be read"),
-    ("", ["--truth_file", "short.jsonl"], "lacks id "), ("", ["--truth_file", "short.txt"], "lacks id "),
-    ("", ["--truth_file", "odd.jsonl"], "id 1 has the label 'es', which is not one of en, de, fr (1 such lines)"),
+    ("", ["--truth_file", "short.jsonl"], "lacks id "),
+    ("", ["--truth_file", "odd.jsonl"], "id 1 has the label 'es', which is not one of en, de, fr"),
     ("", ["--truth_file", "twice.jsonl"], "twice.jsonl:2: has id 0 a second time"),
     ("", ["--truth_file", "broken.jsonl"], "broken.jsonl:2: is not a JSON object with id, label"),
     ("", ["--prompt_file", "nowhere.txt"], "--prompt_file nowhere.txt: cannot be read (No such file"),
@@ -417,7 +413,8 @@ def test_too_little_agreement_ends_with_status_1(made, full, whole, tmp_path, ca
 def test_a_teacher_that_does_not_follow_closes_no_gap(made, full, tmp_path, capsys):
     error = refusal(capsys, made, tmp_path, full, "--prompt_file", made / "prompt.txt", "--follows", "^never$",
                     "--min_closed", 0.01)
-    assert "following rate: there is no gap to close: 0 of the teacher, 0 of the base" in error
+    assert ("following rate: there is no gap to close: the teacher itself follows the rule in 0 % of its answers, the "
+            "base in 0 %") in error
 
 
 def test_a_model_gets_the_tools_of_a_question(made, tmp_path):
@@ -428,17 +425,12 @@ def test_a_model_gets_the_tools_of_a_question(made, tmp_path):
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
     rows = [{"id": i, "tools": tools, "messages": chats.ask(f"the dog {i}", "en")} for i in range(4)]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base).eval(), AutoTokenizer.from_pretrained(base)
-    answers, _ = judge.ask_column(SimpleNamespace(batch_size=2), judge.Column(model, tokenizer, True),
-                                  [tokenizer.eos_token_id], "template", judge.requests_of(rows), 2)
+    answers = judge.ask_column(judge.Column(model, tokenizer, True), [tokenizer.eos_token_id],
+                               "template", judge.requests_of(rows), 2, 2)
     for row, answer in zip(rows, answers):
         asked = tokenizer.apply_chat_template(row["messages"][:1], tools=tools, add_generation_prompt=True,
                                               return_dict=False)
         assert answer.prompt_tokens == len(asked) > 40
-
-
-def test_overlap_is_rouge_l():
-    assert judge.overlap("", "") == 1 and judge.overlap("a", "") == 0 and judge.overlap("The cat!", "the  CAT !") == 1
-    assert judge.overlap("the cat sat", "the dog sat down") == pytest.approx(2 * 2 / 7)
 
 
 @pytest.mark.parametrize("right, n", [(0, 1), (1, 1), (0, 30), (30, 30), (7, 30), (119, 120)])

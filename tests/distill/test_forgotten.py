@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill import evaluate
 from tests.helpers import chats, students
+from tests.helpers import scripts
 
 PROMPT = "Name the language. the quick brown fox\n"
 
@@ -98,15 +99,15 @@ def test_the_judge_of_full_students_and_other_teachers(made, train, tmp_path, ca
     folder = tmp_path / "run" / "checkpoint-5"
     given = ["--checkpoint", str(folder), "--output_dir", str(tmp_path / "judged"), "--follows", "e|t",
              "--max_new_tokens", "4", "--unrelated"]
-    evaluate.main([*given, str(made / "unrelated.jsonl")])
+    scripts.run(evaluate, [*given, str(made / "unrelated.jsonl")])
     report = json.loads((tmp_path / "judged" / "evaluation.json").read_text())
     metrics = report["metrics"]
     student = AutoModelForCausalLM.from_pretrained(folder)
     wanted = kept_kl(made, student, "unrelated.jsonl")
     assert metrics["student: unrelated kl"] == pytest.approx(wanted, rel=1e-4) and wanted > 1e-5
     assert metrics["base: unrelated kl"] == pytest.approx(0, abs=1e-6) and metrics["base: unrelated same"] == 1
-    assert metrics["teacher: kl"] == 0 < metrics["student: kl"] and metrics["teacher: unrelated kl"] is None
-    assert "on 5 unrelated questions it is" in report["verdict"]
+    assert metrics["teacher: kl"] == 0 < metrics["student: kl"] and "teacher: unrelated kl" not in metrics
+    assert "on 5 unrelated questions the student is" in report["verdict"]
     with pytest.raises(SystemExit):
-        evaluate.main([*given, str(made / "keep.jsonl"), "--output_dir", str(tmp_path / "again")])
+        scripts.run(evaluate, [*given, str(made / "keep.jsonl"), "--output_dir", str(tmp_path / "again")])
     assert "trained 4 of its questions" in capsys.readouterr().err

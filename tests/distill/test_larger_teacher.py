@@ -10,10 +10,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
-from common import distributed
-from common.distributed import UserError
+from core import chat, dist
+from core.cli import UserError
 from core.memory import Setup
-from core import chat
 from core.packing import PackOrder
 from distill import frozen, on_policy, packed_lm, plan, teaching
 from distill.chat_data import ChatSamples, ChatTable, Reading, collate, write_table
@@ -21,7 +20,7 @@ from distill.teachers import Prompt
 from tests.helpers import chats, students
 
 PROMPT = "Name the language. the quick brown fox\n"
-WORLD = distributed.World(device=torch.device("cpu"))
+WORLD = dist.World(device=torch.device("cpu"))
 # fp32 logarithms of these vocabularies lie between 4 and 8, so each model rounds a row's by half of this
 STEP = 2**-21
 # another template than the student's: what stands before an answer is the teacher's own
@@ -63,7 +62,7 @@ def table_of(made, folder, teacher, prompt, turns="all"):
 
 def model_of(made, teacher, kind, lora=None):
     model, parts = packed_lm.build_empty(made / "student", torch.float32, lora, prompted=(1.0, *kind))
-    model.frozen["teacher"] = frozen.empty(made / teacher, torch.float32)
+    model.frozen["teacher"] = frozen.Frozen(*packed_lm.build_empty(made / teacher, torch.float32))
     packed_lm.load(model, parts, WORLD)
     frozen.load_all(model, WORLD, None)
     return model.train()
@@ -157,7 +156,7 @@ def test_its_memory_is_planned(made, setup):
     lengths, targets = np.full(8, 100), np.full(8, 30)
     order = PackOrder(lengths, tokens_per_pack=0, samples_per_pack=4, seed=0)
     alone, _ = plan.memory(model, setup, lengths, targets, order)
-    model.frozen["teacher"] = teacher = frozen.empty(made / "teacher", torch.bfloat16)
+    model.frozen["teacher"] = teacher = frozen.Frozen(*packed_lm.build_empty(made / "teacher", torch.bfloat16))
     both, _ = plan.memory(model, setup, lengths, targets, order)
     every = sum(p.numel() for p in teacher.parameters())
     layers = sum(p.numel() for layer in teacher.native.model.layers for p in layer.parameters())

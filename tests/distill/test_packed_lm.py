@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import transformers
 from transformers import AutoModelForCausalLM
 
-from common.distributed import UserError
+from core.cli import UserError
 from core import adapters, document_attention
 from core.packing import PackOrder
 from distill import causal_lm, packed_lm

@@ -12,7 +12,7 @@ from core.cli import parse
 from core.memory import Setup, step_bytes
 from core import adapters, document_attention
 from core.packing import PackOrder
-from distill import causal_lm, chat_data, keep, packed_lm, plan
+from distill import causal_lm, chat_data, packed_lm, plan
 from tests.helpers.students import train_sft
 from tests.helpers import chats, students
 from tests.helpers.live_bytes import by_lengths, real_peak
@@ -71,7 +71,7 @@ def test_packs_of_keep_are_counted(monkeypatch):
         [150] * 4 if len(q) == 600 else [len(q)])(q, *others))
     empty, model = built("qwen", True, True, False, None)
     empty.chunk = model.chunk = 200
-    batch = keep.kept([(i, np.arange(150) % 250, np.arange(150) >= 30) for i in range(4)])
+    batch = chat_data.kept([(i, np.arange(150) % 250, np.arange(150) >= 30) for i in range(4)])
     peak = real_peak(model, batch, lambda model, batch: model(batch).loss, True)
     setup = Setup(1, batch_size=4)
     counted = max(step_bytes(plan.step_of(empty), setup, (600, 480, True), gpu=False).values())

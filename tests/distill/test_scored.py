@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.distributed import UserError
-from distill import on_policy, scored
+from core.cli import UserError
+from distill import frozen, on_policy
 from tests.helpers.students import train_sft
 from tests.helpers import chats
 from tests.helpers.lora_server import LoraServer
@@ -58,7 +58,7 @@ def test_losses_are_those_of_the_model_itself(pool, made, tmp_path):
 def test_answers_that_are_no_scores(made):
     """A server without prompt_logprobs, one that lacks tokens, one that refuses; the rest is what is missing to 1."""
     with ScoreServer(made / "teacher", "big") as server:
-        scorer = scored.Scorer(server.url, "big", 3, 5.0, 1 << 20)
+        scorer = frozen.Scorer(server.url, "big", 3, 5.0, 1 << 20)
         ids, logprobs = scorer.server.wait(scorer.ask([5, 6, 7]))[2]
         with torch.no_grad():
             scores = server.model(torch.tensor([[5, 6]])).logits[0, -1].log_softmax(-1)
@@ -84,7 +84,7 @@ def test_a_pack_of_many_calls_has_one_time_limit(asks, tmp_path, monkeypatch):
         server.answer, over, n = answer, threading.Event(), 300
         with pytest.raises(UserError, match="/completions: no whole answer in .*; the calls of a step have 2 s"):
             if asks == "scores":
-                scored.Scorer(server.url, "big", 1, 1.0, 99)(SimpleNamespace(
+                frozen.Scorer(server.url, "big", 1, 1.0, 99)(SimpleNamespace(
                     prompted_ids=torch.zeros(3 * n, dtype=int), prompted_cu_seqlens=torch.arange(0, 3 * n + 1, 3),
                     prompted_rows=torch.arange(0, 3 * n, 3)))
             else:

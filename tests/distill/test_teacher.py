@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from common.flags import UserError
+from core.cli import UserError
 from distill import server as servers
 from distill import teachers
 from distill.causal_lm import Draw

