@@ -29,9 +29,9 @@ from tests.helpers.trainer import ROOT, script_flags
 PAGES = [ROOT / "README.md", ROOT / ".github/CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
 COPY_OUT = """\
-mkdir -p ~/mine/higgs   && cp -r train_v2_ddp.py data.py lora.py speech core common  ~/mine/higgs/
-mkdir -p ~/mine/blocks  && cp -r diffusion core common                               ~/mine/blocks/
-mkdir -p ~/mine/distill && cp -r distill core common                                 ~/mine/distill/
+mkdir -p ~/mine/higgs   && cp -r train_v2_ddp.py data.py lora.py speech core  ~/mine/higgs/
+mkdir -p ~/mine/blocks  && cp -r diffusion core                               ~/mine/blocks/
+mkdir -p ~/mine/distill && cp -r distill core                                 ~/mine/distill/
 """
 
 # Launchers that print what they would run with DRY_RUN=1, and which of our scripts are in it.
@@ -185,12 +185,12 @@ def launcher_of(words):
 
 def all_flags():
     """Every flag of every script, those of the measurements included; each prints its --help."""
-    paths = [path for folder in (".", "speech", "diffusion", "distill", "common", "core", "bench")
+    paths = [path for folder in (".", "speech", "diffusion", "distill", "core", "bench")
              for path in (ROOT / folder).glob("*.py")]
     texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
     flags = {flag for text in texts.values() for flag in re.findall(r"""["'](--[a-z]\w*)["']""", text)}
     parsers = [parser_of(name) for name, text in texts.items()
-               if re.search(r"\b(cli|flags)\.parse\(", text) and name not in ("core/cli.py", "common/flags.py")]
+               if "cli.parse(" in text and name != "core/cli.py"]
     while parsers:
         parser = parsers.pop()
         parser.format_help()
@@ -208,7 +208,7 @@ def all_flags():
 @pytest.fixture
 def workshop(tiny, tmp_path):
     """A folder where the repository's files lie under their own names, and tiny things that README's commands name."""
-    for source in (*(ROOT / name for name in ("launch", "speech", "diffusion", "distill", "common", "core")),
+    for source in (*(ROOT / name for name in ("launch", "speech", "diffusion", "distill", "core")),
                    *ROOT.glob("*.py")):
         if source.exists():
             os.symlink(source, tmp_path / source.name)
@@ -437,7 +437,7 @@ def test_links_to_lines(words):
 
 
 def test_files_that_are_named_exist():
-    folders = "speech|diffusion|distill|common|launch|tests|bench|docs"
+    folders = "speech|diffusion|distill|core|launch|tests|bench|docs"
     named = re.compile(rf"(?<![\w/.~:-])((?:{folders})/[\w/.*-]+\.(?:py|sh|txt|md|json|jinja|png|html))\b")
     for page, text in TEXTS.items():
         for path in named.findall(text):
@@ -451,7 +451,7 @@ def test_files_that_are_named_exist():
 def test_columns_and_errors_of_data_are_those_of_the_code():
     shown = set(re.findall(r"`(\w+)`", TEXTS["docs/data.md"].partition("## Columns")[2].partition("\n## ")[0]))
     assert shown >= {name for names in convert.COLUMNS.values() for name in names.split()}
-    code = "".join(path.read_text() for folder in ("speech", "common", "core", "distill", "diffusion")
+    code = "".join(path.read_text() for folder in ("speech", "core", "distill", "diffusion")
                    for path in (ROOT / folder).glob("*.py"))
     code = re.sub(r"\"\n\s+f?\"", "", code)     # a text over two lines
     tables = TEXTS["docs/troubleshooting.md"].partition("## Errors of speech data")[2].partition("\n## FAQ")[0]
