@@ -1,6 +1,6 @@
 """Is a run that is killed at random instants the same, bit for bit, as one that is not?
 
-    python bench/kills.py 40        # writes bench/results/kills.json
+    python -m tests.helpers.random_kills 40      # writes bench/results/kills.json
 
 The oracle's LoRA run with dropout, a checkpoint a step, is killed (SIGKILL) again and again, at any
 moment of imports, data, training and saving, and started by the same command.
@@ -15,7 +15,7 @@ import time
 from datetime import date
 from pathlib import Path
 
-import oracle
+from bench import oracle
 
 FLAGS = ("--use_lora --lora_dropout 0.1 --per_device_train_batch_size 2 --max_steps 60 --eval_steps 20 "
          "--save_steps 1 --save_total_limit 2 --validation_split 0.2")
