@@ -23,7 +23,8 @@ FLAGS = ("--use_lora --lora_dropout 0.1 --per_device_train_batch_size 2 --max_st
 
 def steps(output_dir):
     """Steps of the checkpoints that are there."""
-    return [int(path.name[11:]) for path in output_dir.glob("checkpoint-*[0-9]")]
+    return [int(path.name[11:]) for path in output_dir.glob("checkpoint-*")
+            if path.name[11:].isdigit()]
 
 
 def main():
