@@ -1,8 +1,7 @@
-"""README and docs: every command in them works, every flag and file they name exists, every link leads somewhere.
+"""README and docs: every command in them parses, every flag and file they name exists, every link leads somewhere.
 
-A command in a bash block is run, in a folder where the names that the documents use stand for tiny things: with
---dry_run or DRY_RUN=1 where it would need a GPU or hours, else as it is. Where a model of its own would have to be
-trained first, its flags go through the script's parser, as those of commands inside sentences do. A command that no
+The flags of a Python command go through its script's own parser; launchers print what they would run, which is parsed
+as well; the trainers of README run with --dry_run on tiny models. The demos have tests of their own. A command that no
 rule covers is a failure.
 """
 import argparse
@@ -11,26 +10,21 @@ import importlib
 import json
 import os
 import re
-import runpy
 import shlex
-import shutil
 import string
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
 import soundfile
-import torch
 
 from speech import convert
-from speech.codes import load_codec
 from tests.helpers import chats
 from tests.helpers.progress import PATIENCE_S
-from tests.helpers.trainer import ROOT, script_flags, train_forked
+from tests.helpers.trainer import ROOT, script_flags
 
 PAGES = [ROOT / "README.md", ROOT / ".github/CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
@@ -40,17 +34,6 @@ mkdir -p ~/mine/blocks  && cp -r diffusion core                               ~/
 mkdir -p ~/mine/distill && cp -r distill core                                 ~/mine/distill/
 """
 
-# How each script's commands are tested: "dry" = run with --dry_run, "run" = run, "parse" = flags only, because a
-# trained model, a GPU or minutes would be needed. Then flags that make it quick.
-SCRIPTS = {
-    "train_v2_ddp.py": ("dry",), "distill/train_sft.py": ("dry",), "distill/create_data.py": ("dry",),
-    "speech/generate_tts.py": ("run", "--max_seconds", "0.2"), "speech/evaluate_tts.py": ("run",), "lora.py": ("run",),
-    "diffusion/make_problems.py": ("run",), "core/report.py": ("run",), "speech/prepare_tts.py": ("run",),
-    "speech/convert.py": ("run",), "speech/pick_checkpoint.py": ("parse",),
-    "diffusion/train_bd3lm.py": ("parse",), "diffusion/sample_bd3lm.py": ("parse",),
-    "diffusion/published.py": ("parse",), "diffusion/evaluate.py": ("parse",),
-    "distill/evaluate.py": ("parse",),
-    "bench/speed.py": ("parse",)}
 # Launchers that print what they would run with DRY_RUN=1, and which of our scripts are in it.
 LAUNCHERS = {
     "launch/train_tts.sh": ["train_v2_ddp.py"], "launch/train_tts_h200x8.sh": ["train_v2_ddp.py"],
@@ -59,14 +42,10 @@ LAUNCHERS = {
     "launch/train_hdp_diffusion_h200.sh": ["diffusion/train_bd3lm.py", "diffusion/sample_bd3lm.py"]}
 # Whole jobs: these tests run them, demo.sh the last one here. test.sh is run with pytest's --version.
 ELSEWHERE = {"launch/distill_demo.sh": "tests/launch/test_distill_demo.py", "launch/demo.sh": "tests/test_docs.py"}
-# What stands for models of the hub; whatever else the documents name lies in the workshop under that very name.
+# What stands for models of the hub in README's commands.
 HUB = {"bosonai/higgs-audio-v2-generation-3B-base": "BASE", "bosonai/higgs-audio-v2-tokenizer": "CODEC",
-       "bosonai/higgs-tts-3-4b": "BASE3", "Qwen/Qwen3-4B-Instruct-2507": "STUDENT",
-       "Qwen/Qwen3-30B-A3B-Instruct-2507": "STUDENT"}
+       "Qwen/Qwen3-4B-Instruct-2507": "STUDENT"}
 REST = "--model_path BASE --audio_tokenizer_path CODEC --train_data_file train.json --output_dir fresh"  # for "..."
-# Outputs that lie on the shelf already, where other commands read them.
-TAKEN = {("--output_dir", "out"), ("--output_dir", "./out"), ("--output_dir", "prepared"),
-         ("--output_file", "labels.jsonl"), ("--output_file", "answers.jsonl"), ("--output_file", "plans.jsonl")}
 # Flags of other programs that the documents speak about.
 FOREIGN = {"--container-image", "--container-mounts", "--nproc_per_node", "--max-restarts", "--nodes", "--time", "--signal", "--batch", "--logdir", "--help",
            "--no-deps", "--omni", "--dllm-algorithm-config", "--model-path", "--trust-remote-code", "--enable-lora",
@@ -161,25 +140,10 @@ def sentence_commands():
 # What the scripts say
 
 
-class Parser(Exception):
-    """Carries the parser out of a main() that was about to use it."""
-
-
 @functools.cache
 def parser_of(script):
-    """The ArgumentParser of a script, whose main() runs up to the line that parses its flags."""
-    def carry(parser, *_, **__):
-        raise Parser(parser)
-    if not script.startswith("bench/") and script != "diffusion/generate.py":      # those use argparse alone
-        return script_flags(script)[0]
-    with mock.patch.object(sys, "path", [str(ROOT), *sys.path]), mock.patch.object(sys, "argv", [script]):
-        main = runpy.run_path(str(ROOT / script), run_name=f"flags of {script}")["main"]
-        with mock.patch.object(argparse.ArgumentParser, "parse_args", carry):
-            try:
-                main()
-            except Parser as carried:
-                return carried.args[0]
-    raise LookupError(f"{script}: main() parses no flags")
+    """The ArgumentParser of a script."""
+    return script_flags(script)[0]
 
 
 def parse(script, words, partial=False):
@@ -222,9 +186,11 @@ def launcher_of(words):
 def all_flags():
     """Every flag of every script, those of the measurements included; each prints its --help."""
     paths = [path for folder in (".", "speech", "diffusion", "distill", "core", "bench")
-             for path in (ROOT / folder).glob("*.py")
-             if '\nif __name__ == "__main__":' in path.read_text() or path.name in ("train_v2_ddp.py", "train_sft.py", "train_bd3lm.py")]
-    flags, parsers = set(), [parser_of(path.relative_to(ROOT).as_posix()) for path in paths]
+             for path in (ROOT / folder).glob("*.py")]
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
+    flags = {flag for text in texts.values() for flag in re.findall(r"""["'](--[a-z]\w*)["']""", text)}
+    parsers = [parser_of(name) for name, text in texts.items()
+               if "cli.parse(" in text and name != "core/cli.py"]
     while parsers:
         parser = parsers.pop()
         parser.format_help()
@@ -239,68 +205,25 @@ def all_flags():
 # Where commands run
 
 
-@pytest.fixture(scope="module")
-def shelf(tiny, pool, tmp_path_factory):
-    """Folder with everything that the documents' commands name, tiny."""
-    root = tmp_path_factory.mktemp("shelf")
-    (root / "BASE").symlink_to(tiny.model)
-    (root / "CODEC").symlink_to(tiny.codec)
-    from speech import make_tiny
-    make_tiny.make_model3(root / "tiny3", load_codec(tiny.codec, torch.device("cpu"), 8)[0]).rename(root / "BASE3")
-    (root / "clips").mkdir()
+@pytest.fixture
+def workshop(tiny, tmp_path):
+    """A folder where the repository's files lie under their own names, and tiny things that README's commands name."""
+    for source in (*(ROOT / name for name in ("launch", "speech", "diffusion", "distill", "core")),
+                   *ROOT.glob("*.py")):
+        if source.exists():
+            os.symlink(source, tmp_path / source.name)
+    (tmp_path / "BASE").symlink_to(tiny.model)
+    (tmp_path / "CODEC").symlink_to(tiny.codec)
     text = tiny.train_json.read_text().replace('"audio_url": "', f'"audio_url": "{tiny.root}/')
-    (root / "train.json").write_text(text)
-    (root / "prompts.json").write_text(json.dumps(json.loads(text)[:1]))
-    (root / "lines.txt").write_text("Good day.\nThank you.\n")
-    train_forked(pool, tiny, root / "out", "--use_lora", "--max_steps", 8, "--learning_rate", 1e-2,
-                 "--validation_split", 0)
-    (root / "out" / "checkpoint-8").rename(root / "out" / "checkpoint-N")
-    for name in ("out_a", "out_b"):
-        (root / name).mkdir()
-        for file in ("metrics.jsonl", "starts.jsonl"):
-            shutil.copy(root / "out" / file, root / name)
-    (root / "recordings").mkdir()
-    write_speech(root / "recordings" / "talk.wav", 200, seconds=8)
-    (root / "recordings" / "talk.srt").write_text("".join(
+    (tmp_path / "train.json").write_text(text)
+    (tmp_path / "recordings").mkdir()
+    write_speech(tmp_path / "recordings" / "talk.wav", 200, seconds=8)
+    (tmp_path / "recordings" / "talk.srt").write_text("".join(
         f"{i + 1}\n00:00:0{i},000 --> 00:00:0{i + 1},000\nGood day number {i}.\n\n" for i in range(8)))
-    assert pool.run(1, "tests.helpers.trainer.prepare_main", [
-        "--model_path", "BASE", "--audio_tokenizer_path", "CODEC", "--train_data_dir", "recordings",
-        "--output_dir", "prepared"], cwd=root)[0] == [0]
-    (root / "train.csv").write_text("audio,offset,end,text,speaker\n" + "".join(
-        f"recordings/talk.wav,{i},{i + 1},Good day number {i}.,anna\n" for i in range(8)))
-    (root / "full").mkdir()
-    (root / "full" / "checkpoint-N").symlink_to(tiny.model)
-    write_speech(root / "me.wav", 220)
-    for number, name in enumerate(("samples", "samples_base", "samples_trained", "clips", "spoken")):
-        (root / name).mkdir(exist_ok=True)
-        write_speech(root / name / "0000.wav", 200 + 20 * number)
-        if name != "clips":
-            (root / name / "0000.json").write_text(json.dumps({"text": "Good day.", "ended_by": "eos"}))
-    (root / "takes").mkdir()        # of generate_tts.py --max_cer
-    for i in range(8):
-        np.save(root / "takes" / f"{i:04d}.npy", np.full((12 + i, 8), i, np.int16))
-    (root / "takes" / "best.jsonl").write_text("".join(json.dumps({"messages": [
-        {"role": "user", "content": f"Good day number {i}."},
-        {"role": "assistant", "content": {"type": "audio", "audio_url": f"{i:04d}.npy"}}]}) + "\n" for i in range(8)))
-    (root / "judged").mkdir()
-    (root / "judged" / "evaluation.json").write_text(json.dumps(
-        {"name": "samples", "metrics": {"mcd": 5.0}, "samples": [], "settings": {}}))
-    chats.student(root / "STUDENT")
-    (root / "TEACHER").symlink_to(root / "STUDENT")
-    chats.write(root / "labels.jsonl", chats.conversations(24))
-    for name in ("chats.jsonl", "answers.jsonl"):
-        chats.write(root / name, [chats.ask(f"What is {i}?", "a number") for i in range(24)])
-    (root / "system.txt").write_text("You are a teacher.")
-    from diffusion import make_problems
-    make_problems.write_demo(root / "problems", n_train=40, n_test=4)
-    for file in ("train.jsonl", "test.jsonl", "train_hdp.json", "test_hdp.json"):
-        shutil.copy(root / "problems" / file, root)
-    make_problems.main(["lines", "--input", str(root / "train.jsonl"), "--output", str(root / "lines_gsm8k.txt")])
-    lines = (root / "lines_gsm8k.txt").read_text().splitlines()
-    (root / "plans.jsonl").write_text("".join(json.dumps(
-        {"id": i, "messages": chats.ask(line, "First find the number, then add.")}) + "\n"
-        for i, line in enumerate(lines)))
-    return root
+    chats.student(tmp_path / "STUDENT")
+    chats.write(tmp_path / "labels.jsonl", chats.conversations(24))
+    (tmp_path / "lines.txt").write_text("Good day.\n")
+    return tmp_path
 
 
 def write_speech(path, pitch, seconds=1):
@@ -310,26 +233,9 @@ def write_speech(path, pitch, seconds=1):
     soundfile.write(path, wave.astype(np.float32), 24000)
 
 
-@pytest.fixture
-def workshop(shelf, tmp_path):
-    """A fresh folder where the repository's files and the shelf's lie under their own names; new files stay in it."""
-    for source in (*(ROOT / name for name in ("launch", "speech", "diffusion", "distill", "core", "tests")),
-                   *shelf.iterdir(), *ROOT.glob("*.py"), ROOT / "README.md"):
-        if source.is_dir() and source.parent == shelf:
-            shutil.copytree(source, tmp_path / source.name, copy_function=os.symlink,
-                            ignore=shutil.ignore_patterns("run.lock"))      # a lock that is a link is refused
-        else:
-            os.symlink(source, tmp_path / source.name)
-    return tmp_path
-
-
-def tame(flags):
-    """A command's flags with tiny models for the hub's, and the flags that "..." leaves out."""
-    flags = [word for flag in flags for word in (REST.split() if flag == "..." else [HUB.get(flag, flag)])]
-    for at, flag in enumerate(flags[:-1]):
-        if (flag, flags[at + 1]) in TAKEN:
-            flags[at + 1] = "fresh"
-    return flags
+def filled(flags):
+    """A command's flags, with what "..." leaves out."""
+    return [word for flag in flags for word in (REST.split() if flag == "..." else [flag])]
 
 
 def environment(**settings):
@@ -340,28 +246,19 @@ def environment(**settings):
                    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | settings
 
 
-def check_python(command, pool, workshop):
-    """Run or parse a command that starts a Python script."""
+def check_python(command, request):
+    """Parse the flags of a command that starts a Python script; one of README also runs, with --dry_run."""
     script, flags, ranks = script_of(command.words)
-    assert script in SCRIPTS, f"{command}: no rule for {script}; add one to SCRIPTS"
-    how, *quick = SCRIPTS[script]
-    if "--asr_model" in flags or how == "parse":        # a model of the hub, or a trained one
-        parse(script, flags)
+    if "--help" not in flags:
+        parse(script, filled(flags))
+    mains = {"train_v2_ddp.py": "tests.helpers.trainer.speech_main",
+             "distill/train_sft.py": "tests.helpers.students.run_trainer"}
+    if command.page != "README.md" or script not in mains:
         return
-    flags = tame(flags)
-    if "--help" in flags:
-        quick, how = [], "run"
-    if how == "dry" and "--dry_run" not in flags:
-        quick = ["--dry_run", str(ranks)] if script != "distill/create_data.py" else ["--dry_run"]
-    main = script.removesuffix(".py").replace("/", ".") + ".main"
-    if script == "train_v2_ddp.py":
-        main = "tests.helpers.trainer.speech_main"
-    if script == "distill/train_sft.py":
-        main = "tests.helpers.students.run_trainer"
-    statuses, output = pool.run(min(ranks, 2) if how == "run" else 1, main, [*flags, *quick], cwd=workshop)
-    assert not any(statuses), f"{command}: {command.text}\n{output[-3000:]}"
-    if how == "dry":
-        assert "dry run ok" in output or script == "distill/create_data.py", output
+    statuses, output = request.getfixturevalue("pool").run(
+        1, mains[script], [*(HUB.get(flag, flag) for flag in flags), "--dry_run", str(ranks)],
+        cwd=request.getfixturevalue("workshop"))
+    assert not any(statuses) and "dry run ok" in output, f"{command}: {command.text}\n{output[-3000:]}"
 
 
 def check_launcher(command, workshop):
@@ -380,7 +277,7 @@ def check_launcher(command, workshop):
         if launcher == "launch/create_data_h100x8.sh":
             settings["GPUS"] = "8"
             arguments = ["fresh" if word == "labels.jsonl" else word for word in arguments]
-    done = subprocess.run(["bash", launcher, *tame(arguments)], cwd=workshop, text=True, capture_output=True,
+    done = subprocess.run(["bash", launcher, *filled(arguments)], cwd=workshop, text=True, capture_output=True,
                           env=environment(**command.settings | settings), timeout=PATIENCE_S)
     assert done.returncode == 0, f"{command}: {command.text}\n{done.stdout[-1000:]}{done.stderr[-2000:]}"
     lines = [shlex.split(line) for line in done.stdout.splitlines()]
@@ -409,12 +306,11 @@ for command in BLOCKS:
 @pytest.mark.parametrize("command", KINDS.values(), ids=str)
 def test_command_of_a_block(command, request, tmp_path):
     if script_of(command.words):
-        check_python(command, request.getfixturevalue("pool"), request.getfixturevalue("workshop"))
+        check_python(command, request)
     elif launcher_of(command.words):
         check_launcher(command, request.getfixturevalue("workshop"))
-    elif command.words[0] == "whisper":     # its weights are not here: what it leaves lies on the shelf
-        folder = request.getfixturevalue("shelf") / command.words[command.words.index("--output_dir") + 1]
-        assert len(list(folder.glob("*.srt"))) == len(list(folder.glob("*.wav"))) == 1
+    elif command.words[0] == "whisper":     # of another package
+        assert "--output_dir" in command.words
     elif command.words[:2] == ["mkdir", "-p"]:
         subprocess.run(["bash", "-ec", command.text], cwd=ROOT, env=os.environ | {"HOME": str(tmp_path)}, check=True)
         folder = Path(command.words[2].replace("~", str(tmp_path)))

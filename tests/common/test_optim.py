@@ -71,7 +71,8 @@ def push(found, step, norm, stop=False, loss=1.0, **more):
 
 def test_steps_that_are_not_finite_are_named_one_step_late(capsys):
     """A good one between them starts the count anew; the second in a row ends the run."""
-    found = monitor()
+    ended = []
+    found = monitor(before_error=lambda: ended.append(1))
     push(found, 1, math.nan, loss=math.inf)
     assert not capsys.readouterr().out
     push(found, 2, 1.0)
@@ -83,7 +84,7 @@ def test_steps_that_are_not_finite_are_named_one_step_late(capsys):
     assert "every loss was finite" in capsys.readouterr().out
     with pytest.raises(UserError, match="2 steps in a row had a non-finite gradient"):
         found.poll()
-    assert found.stop and found.skipped == 3
+    assert found.stop and found.skipped == 3 and ended
 
 
 def test_a_gradient_of_exactly_zero_ends_a_run_that_trains():

@@ -114,3 +114,11 @@ def test_what_is_not_a_file_is_refused(tmp_path, make):
     for ask in (run_lock.acquire, run_lock.check_free):
         with pytest.raises(UserError, match="run.lock: is not a file"):
             ask(tmp_path)
+
+
+def test_a_lock_whose_file_goes_meanwhile_is_none(tmp_path, monkeypatch):
+    """Between opening and locking it: the lock is of a file that nobody else can find."""
+    real = run_lock.fcntl.flock
+    monkeypatch.setattr(run_lock.fcntl, "flock",
+                        lambda fd, how: (real(fd, how), (tmp_path / "run.lock").unlink()))
+    assert run_lock.try_lock(tmp_path / "run.lock") is None

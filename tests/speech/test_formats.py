@@ -385,7 +385,8 @@ UNDECIDED = {       # tables without a header whose columns nobody can tell: {wh
     "a language, a name": table((said, "en", "anna") for said in SAID),
     "csv with a speaker": table(zip(SAID, ["anna", "ben"] * 2), ","),
     "durations": table(zip((1.2, 3.4, 2.25, 0.5)), ","), "speakers": table(zip(["anna", "ben"] * 2)),
-    "languages": table(zip(["en", "de", "en", "en"]))}
+    "languages": table(zip(["en", "de", "en", "en"])),
+    "texts of two kinds": table(zip(SAID, SAID[::-1])), "words and texts": table(zip(["a day", "home", "red", "sea"], SAID))}
 PHONEMIC = {"piper": table(zip(SAID, IPA_SAID)), "vits, cleaned": table(zip(IPA_SAID)),
             "styletts2": table(zip(IPA_SAID, "0101")), "with a header": "audio|text\n" + table(zip(IPA_SAID))}
 
