@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "bench" / "results" / "oracle.json"
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 TIMES = ("second", "mfu", "throughput", "memory", "wait", "share")     # in names of metrics
 
 SHORT = "--max_steps 4 --eval_steps 2 --save_steps 2 --validation_split 0.2"
@@ -52,19 +53,23 @@ def make_tiny(folder, *flags):
                    check=True, stdout=subprocess.DEVNULL)
 
 
-def train(folder, output_dir, ranks, flags):
-    """One run; its output goes to OUTPUT_DIR.log."""
+def command(folder, output_dir, ranks, flags):
+    """The command line of one run."""
     words = flags.replace("KEEP", str(folder / "keep.txt")).split()
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command = [
+    return [
         sys.executable, *(launcher if ranks > 1 else []), str(ROOT / "train_v2_ddp.py"),
         "--model_path", str(folder / "model"), "--audio_tokenizer_path", str(folder / "codec"),
         "--train_data_file", str(folder / "train.json"), "--code_cache", str(folder / "codes"),
         "--output_dir", str(output_dir), "--report_to", "none", "--logging_steps", "1",
         "--warmup_steps", "2", "--num_workers", "1", "--preprocess_num_proc", "1", *words]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def train(folder, output_dir, ranks, flags):
+    """One run; its output goes to OUTPUT_DIR.log."""
     with open(f"{output_dir}.log", "a") as log:
-        done = subprocess.run(command, stdout=log, stderr=log, env=env)
+        done = subprocess.run(command(folder, output_dir, ranks, flags), stdout=log, stderr=log,
+                              env=ENV)
     if done.returncode:
         sys.exit(f"{output_dir.name} failed:\n{Path(log.name).read_text()[-3000:]}")
 

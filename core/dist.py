@@ -138,9 +138,7 @@ def finish():
 
 
 def seed_everything(seed, rank=0):
-    """Seed python, numpy and torch. The same seed on all ranks builds equal weights; add the rank
-    before dropout.
-    """
+    """Seed python, numpy and torch; with its rank, a rank has dropout of its own."""
     random.seed(seed + rank)
     np.random.seed((seed + rank) % 2**32)
     torch.manual_seed(seed + rank)
@@ -409,9 +407,7 @@ def shard(model, layers, world, bf16=False, reshard_after_forward=True, cpu_offl
 
 
 def reshard(model):
-    """Free weights that a forward without a backward left gathered, as validation does: then
-    named_parameters() are the shards that the optimizer updates.
-    """
+    """Free weights that a validation left gathered: named_parameters() are the shards again."""
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()

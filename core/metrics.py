@@ -250,7 +250,6 @@ def tensorboard(logging_dir, resumed_step, config):
 
 # ---- Read
 
-
 def read_rows(path):
     """(rows of a metrics.jsonl, what is wrong with it or "").
 
