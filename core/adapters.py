@@ -34,17 +34,10 @@ class AddingLinear(Linear):
     adds_in_place = True        # False copies the base's output first: recomputation may have kept it
 
     def forward(self, x, *args, **kwargs):
-        """x (..., in) -> (..., out); anything but plain training or inference is PEFT's."""
-        if self.disable_adapters or self.merged or args or kwargs:
+        """x (..., in) -> (..., out)."""
+        if args or kwargs or not low_rank.joins(self):
             return super().forward(x, *args, **kwargs)
-        if low_rank.joins(self):
-            return low_rank.outputs(x, self)[0]
-        rows = x.flatten(0, -2)       # in-place addition to a view would copy the gradient
-        out = self.base_layer(rows)
-        low = self.lora_A["default"](self.lora_dropout["default"](rows)).to(out.dtype)
-        add = out.addmm_ if self.adds_in_place else out.addmm
-        out = add(low, self.lora_B["default"].weight.to(out.dtype).t(), alpha=self.scaling["default"])
-        return out.view(*x.shape[:-1], out.shape[-1])
+        return low_rank.outputs(x, self)[0]
 
 
 def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=False, dora=False, task="CAUSAL_LM"):

@@ -1,27 +1,35 @@
 """Norms, rotary embedding, SwiGLU and cross-entropy in fewer passes over a GPU's memory.
 
-Written as transformers has them, a norm is 8 kernels forward and 12 backward, a rotary embedding 5 and 8 for q and as
-many for k, a SwiGLU 2 and 4, each a pass over memory as wide as the layer. Here a norm is F.rms_norm or F.layer_norm,
-and the others are one kernel each way, which torch.compile makes of a function of a few lines (plainly run where it
-cannot: without Triton). They round once, at the end, and keep only their inputs for the backward pass.
-
-On a CPU, and in layers that torch.compile sees whole, transformers' own code runs, and our own networks' plain one.
+As transformers writes them, a norm is 8 kernels forward and 12 backward, a rotary embedding 5 and 8
+for q and the same for k, a SwiGLU 2 and 4, each a pass over memory as wide as the layer. Here a
+norm is F.rms_norm or F.layer_norm, and the others are one kernel each way, which torch.compile
+makes of a function of a few lines (without Triton it runs plainly). They round once, at the end,
+and keep only their inputs for the backward pass, so eager layers (nf4, recomputation, --keep) take
+the memory of compiled ones. On a CPU, and in compiled layers, transformers' own code runs.
 """
 import functools
+import importlib.util
 import inspect
-import math
 import sys
 
 import torch
 import torch.nn.functional as F
+from torch.nn import attention
 from torch.utils._triton import has_triton
 
 from core import cli
 
-SWIGLU = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"     # of transformers' MLPs
-ROTARY = "apply_rotary_pos_emb"         # of transformers' modules
+# What a class or function of transformers must contain to be replaced, by the code of its modules
+NORM = """variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)"""
+HALVES = "x1 = x[..., : x.shape[-1] // 2]"
+ROTATED = """q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed, k_embed"""
+SWIGLU = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
 FLASH = (torch.bfloat16, torch.float16)     # in which GPUs have packed attention; fp16.py looks
-RECOMPILE = 32      # shapes a function is compiled for; beyond it dynamo runs it eagerly, in silence
+RECOMPILE = 32      # shapes a function is compiled for; beyond it dynamo silently runs it eagerly
 
 
 def wanted(x):
@@ -39,8 +47,8 @@ def _compiled(function):
 
 @functools.cache
 def compiles(kind):
-    """Whether torch.compile can build for devices of a kind; one small kernel is tried, and a
-    notice says what is missing. Triton's launcher wants a C compiler and Python.h, a CPU's code C++.
+    """Whether torch.compile can build for devices of a kind; one small kernel is tried, a notice
+    says what is missing. Triton's launcher wants a C compiler and Python.h, a CPU's code C++.
     """
     try:
         torch.compile(lambda x: x + 1)(torch.zeros(8, device=kind))
@@ -49,9 +57,28 @@ def compiles(kind):
         why = cli.printable(str(error).strip().partition("\n")[0], 80)
         language = "C++" if kind == "cpu" else "C"
         cli.notice(f"torch.compile fails here ({why}), so nothing is compiled; it needs a "
-                     f"{language} compiler and Python.h")
+                   f"{language} compiler and Python.h")
         return False
     return True
+
+
+@functools.cache
+def use_flash3():
+    """Use FlashAttention 3 for packed attention where it is installed and works; a notice says so.
+    Not measured yet.
+    """
+    if not (torch.cuda.is_available() and importlib.util.find_spec("flash_attn_interface")):
+        return
+    from torch.nn.attention.varlen import varlen_attn
+    try:
+        attention.activate_flash_attention_impl("FA3")
+        q = torch.zeros(8, 2, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        ends = torch.tensor([0, 3, 8], dtype=torch.int32, device="cuda")
+        varlen_attn(q, q, q, ends, ends, 5, 5, window_size=(-1, 0)).sum().backward()
+        cli.notice("FlashAttention 3 is used")
+    except Exception as error:      # of a package that is too old for this torch, or for this GPU
+        attention.restore_flash_attention_impl()
+        cli.notice(f"FlashAttention 3 is installed but fails ({cli.printable(error, 80)})")
 
 
 def kernel(function, *args):
@@ -60,20 +87,20 @@ def kernel(function, *args):
     return (_compiled(function) if compiled else function)(*args)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Functions
 
 
 def stream_dtype(x):
-    """dtype that hidden states x shall have between layers: what autocast computes in, or their own.
-
-    Embeddings in fp32 would make all that is added to them fp32, twice the bytes of each norm, addition and gradient.
+    """dtype of hidden states x between layers: autocast's, or their own. Embeddings in fp32 would
+    make all that is added to them fp32, twice the bytes of each norm, addition and gradient.
     """
-    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def rms_norm(x, weight, eps):
-    """x (..., H) divided by its root mean square, times weight (H,); like x. Mean and quotient are fp32."""
+    """x (..., H) divided by its root mean square, times weight (H,); like x. Sums are fp32."""
     with torch.autocast(x.device.type, enabled=False):      # which would make it fp32
         return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)
 
@@ -93,7 +120,8 @@ def swiglu_kernel(gate, up):
 def swiglu_gradient_kernel(grad, gate, up):
     wide, grad = gate.float(), grad.float()
     share = wide.sigmoid()
-    return ((grad * up.float() * share * (1 + wide * (1 - share))).to(gate.dtype), (grad * wide * share).to(up.dtype))
+    return ((grad * up.float() * share * (1 + wide * (1 - share))).to(gate.dtype),
+            (grad * wide * share).to(up.dtype))
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -136,12 +164,12 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x, cos, sin):
-    """Rotary embedding of x (..., D): its halves as the two coordinates; cos, sin (..., D) broadcast; like x."""
+    """Rotary embedding of the halves of x (..., D); cos, sin (..., D) broadcast; like x."""
     return _Rotate.apply(x, cos, sin)
 
 
 def layer_norm(x, weight, bias, eps):
-    """Layer norm of x (..., H) with weight and bias (H,), rounded to the dtype of x, like x; sums are fp32."""
+    """Layer norm of x (..., H) with weight and bias (H,), like x. Sums are fp32."""
     with torch.autocast(x.device.type, enabled=False):      # which would make it fp32
         return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype), eps)
 
@@ -154,7 +182,8 @@ def cross_entropies_kernel(logits, labels):
 
 def cross_entropies_gradient_kernel(grad, logits, labels, log_sum):
     hit = torch.arange(logits.shape[-1], device=logits.device) == labels[:, None]
-    return (grad[:, None] * ((logits.float() - log_sum[:, None]).exp() - hit.float())).to(logits.dtype)
+    share = (logits.float() - log_sum[:, None]).exp()
+    return (grad[:, None] * (share - hit.float())).to(logits.dtype)
 
 
 class _CrossEntropies(torch.autograd.Function):
@@ -171,87 +200,68 @@ class _CrossEntropies(torch.autograd.Function):
 
 
 def cross_entropies(logits, labels):
-    """Cross-entropies (R,) float32 of logits (R, V), some of which may be -inf, at labels (R,) int64."""
+    """Cross-entropies (R,) float32 of logits (R, V), maybe -inf, at labels (R,) int64."""
     return _CrossEntropies.apply(logits, labels)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # transformers' models
 
 
 def use(model):
-    """Have a model of transformers use these on a GPU, wherever its own code computes the same; returns the model.
+    """Have a model of transformers use these on a GPU, wherever its code is the same; returns it.
 
-    Rotary embeddings are functions of transformers' modules, and replaced there, for each model of that kind.
+    Rotary embeddings are functions of transformers' modules: replaced for all models of a kind.
     """
+    use_flash3()
     for module in model.modules():
         kind, place = type(module), sys.modules[type(module).__module__]
-        if _is_plain_norm(kind):
-            module.__class__ = _with(kind, lambda norm, x: rms_norm(x, norm.weight, norm.variance_epsilon))
-        elif _is_plain_mlp(kind) and _is_silu(module.act_fn):
-            module.__class__ = _with(kind, lambda mlp, x: mlp.down_proj(
-                swiglu(*outputs(x, mlp.gate_proj, mlp.up_proj))), compiled_too=True)
-        plain = getattr(place, ROTARY, None)
-        if plain and not hasattr(plain, "plain") and _is_plain_rotary(plain):
-            setattr(place, ROTARY, _rotary(plain))
+        if not kind.__module__.startswith("transformers."):
+            continue
+        if NORM in code_of(kind):
+            module.__class__ = replaced(kind, norm_forward)
+        elif SWIGLU in code_of(kind) and is_silu(module.act_fn):
+            # compiled, too: adapters of gate and up are computed together
+            module.__class__ = replaced(kind, mlp_forward, True)
+        plain = getattr(place, "apply_rotary_pos_emb", None)
+        if plain and not hasattr(plain, "plain") and ROTATED in code_of(plain) \
+                and HALVES in code_of(place.rotate_half):
+            place.apply_rotary_pos_emb = rotary(plain)
     return model
 
 
-def _with(kind, forward, compiled_too=False):
-    """The class with another forward for what is wanted here."""
-    if (kind, forward.__code__) not in _made:
-        def chosen(self, x):
-            ours = wanted(x) or compiled_too and x.is_cuda
-            return forward(self, x) if ours else kind.forward(self, x)
-        _made[kind, forward.__code__] = type(kind.__name__, (kind,), {"forward": chosen, "__module__": kind.__module__})
-    return _made[kind, forward.__code__]
+code_of = functools.cache(inspect.getsource)
 
 
-_made = {}      # so that a class is made once
+def norm_forward(norm, x):
+    return rms_norm(x, norm.weight, norm.variance_epsilon)
 
 
-def _rotary(plain):
+def mlp_forward(mlp, x):
+    return mlp.down_proj(swiglu(*outputs(x, mlp.gate_proj, mlp.up_proj)))
+
+
+def is_silu(function):
+    x = torch.linspace(-1, 1, 9, device="cpu")
+    return torch.equal(function(x), F.silu(x))
+
+
+@functools.cache
+def replaced(kind, forward, compiled_too=False):
+    """A class like `kind` with another forward on a GPU."""
+    def either(self, x):
+        ours = wanted(x) or compiled_too and x.is_cuda
+        return forward(self, x) if ours else kind.forward(self, x)
+    return type(kind.__name__, (kind,), {"forward": either, "__module__": kind.__module__})
+
+
+def rotary(plain):
+    """apply_rotary_pos_emb of a module of transformers, on a GPU by rotate()."""
     @functools.wraps(plain)
-    def rotary(q, k, cos, sin, unsqueeze_dim=1):
+    def either(q, k, cos, sin, unsqueeze_dim=1):
         if not wanted(q) or cos.shape[-1] != q.shape[-1]:       # a part of each head is rotated
             return plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         return rotate(q, cos, sin), rotate(k, cos, sin)
-    rotary.plain = plain
-    return rotary
-
-
-def _numbers(*shape):
-    """Some float32 numbers from -1 to 1; the generator of the training is not asked."""
-    return torch.arange(1.0, 1 + math.prod(shape), device="cpu").sin().view(shape)
-
-
-@functools.cache
-def _is_plain_norm(kind):
-    """Whether a class is a norm with a weight alone, as F.rms_norm computes it."""
-    if not kind.__name__.endswith("RMSNorm") or "variance_epsilon" not in inspect.getsource(kind):
-        return False
-    with torch.no_grad(), torch.device("cpu"):
-        norm, x = kind(6, eps=0.25), _numbers(5, 6)
-        norm.weight.copy_(_numbers(6))
-        return torch.allclose(norm(x), rms_norm(x, norm.weight, 0.25), rtol=1e-5, atol=1e-6)
-
-
-@functools.cache
-def _is_plain_mlp(kind):
-    """Whether a class is an MLP of three projections and one activation."""
-    return kind.__module__.startswith("transformers.") and SWIGLU in inspect.getsource(kind)
-
-
-def _is_silu(function):
-    return torch.equal(function(_numbers(9)), F.silu(_numbers(9)))
-
-
-def _is_plain_rotary(function):
-    """Whether a function of transformers rotates the halves of each head."""
-    q, k = _numbers(1, 4, 5, 6), _numbers(1, 2, 5, 6)
-    cos, sin = _numbers(1, 5, 6), _numbers(1, 5, 6).square()
-    if list(inspect.signature(function).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
-        return False
-    return all(torch.allclose(theirs, rotate(x, cos[:, None], sin[:, None]), rtol=1e-5, atol=1e-6)
-               for theirs, x in zip(function(q, k, cos, sin), (q, k)))
+    either.plain = plain
+    return either

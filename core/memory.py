@@ -200,12 +200,7 @@ def step_bytes(step, setup, pack, train=True, gpu=True):
 
 def run_layers(step, setup, pack, count, train, gpu):
     """step_bytes of a copy of the model with `count` of its layers."""
-    dropped = step.layers(step.model)[count - 1:-1]
-    model = copy.deepcopy(step.model, {id(layer): layer for layer in dropped})
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList):
-            left = [part for part in module if not any(part is layer for layer in dropped)]
-            module._modules = {str(number): part for number, part in enumerate(left)}
+    model = with_layers(step, count)
     layers = step.layers(model)
     recomputation.set_mode(model, layers, setup.recompute)
     model.train(train)
@@ -230,6 +225,17 @@ def run_layers(step, setup, pack, count, train, gpu):
             if train:
                 loss.backward()
     return dict(live.peaks)
+
+
+def with_layers(step, count):
+    """A copy of a Step's model with `count` of its layers, the last among them."""
+    dropped = step.layers(step.model)[count - 1:-1]
+    model = copy.deepcopy(step.model, {id(layer): layer for layer in dropped})
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            left = [part for part in module if not any(part is layer for layer in dropped)]
+            module._modules = {str(number): part for number, part in enumerate(left)}
+    return model
 
 
 def give_shapes(model, dtype):

@@ -37,7 +37,7 @@ h2 {{ margin-top: 36px; border-bottom: 1px solid #8886 }}
 .grid {{ display: grid; gap: 14px; grid-template-columns: repeat(auto-fill, minmax(300px, 1fr)) }}
 figure {{ margin: 0; min-width: 0 }} svg {{ width: 100%; font-size: 12px; fill: #808894 }}
 .verdict {{ border-left: 4px solid #1f6feb }} table {{ border-collapse: collapse }}
-td, th {{ text-align: left; padding: 3px 18px 3px 0; border-top: 1px solid #8886 }}
+td {{ text-align: left; padding: 3px 18px 3px 0; border-top: 1px solid #8886 }}
 audio, img {{ display: block; width: 100%; max-width: 420px }} .wide {{ overflow-x: auto }}
 blockquote {{ margin: 0 0 8px; white-space: pre-line }}
 .settings {{ columns: 340px; font-size: 14px; padding: 0; list-style: none }}
@@ -62,13 +62,10 @@ def read_run(folder):
 
 
 def read_evaluation(path):
-    """{"name", "path", "metrics", "samples", ...} of an evaluation.json. Raises UserError."""
+    """{"name", "path", "metrics", ...} of an evaluation.json. Raises UserError."""
     found = cli.without_secrets(json_files.read_object(path))
-    rows = found.setdefault("samples", [])
     require(isinstance(found.get("metrics"), dict), f"{path}: has no metrics; see evaluate_tts.py")
-    require(isinstance(rows, list) and all(isinstance(row, dict) for row in rows),
-            f"{path}: its samples are not a list of objects")
-    return {**found, "name": str(found.get("name", path.parent.name)), "path": path.resolve()}
+    return {**found, "name": str(found.get("name", path.parent.name)), "path": path}
 
 
 def find_steps(folder, most):
@@ -83,15 +80,17 @@ def find_steps(folder, most):
 # Parts of the page
 
 
-def table(head, rows):
-    """Rows of values as a table, in a box that scrolls by itself on a narrow screen."""
-    def cell(value):
-        if isinstance(value, float):
-            value = f"{value:,.4g}"
-        return f"<td>{'–' if value is None else escape(str(value))}"
-    lines = "".join(f"<tr>{''.join(map(cell, row))}" for row in rows)
-    head = "".join(f"<th>{escape(str(name))}" for name in head)
-    return f'<div class="wide"><table><tr>{head}{lines}</table></div>'
+def evaluation_table(evaluations):
+    """Metrics as rows, evaluations as columns, in a box that scrolls by itself when narrow."""
+    names = dict.fromkeys(name for found in evaluations for name in found["metrics"])
+    rows = [["", *(found["name"] for found in evaluations)],
+            ["verdict", *(found.get("verdict", "") for found in evaluations)]]
+    for name in names:
+        values = [found["metrics"].get(name) for found in evaluations]
+        rows.append([name, *("–" if value is None else f"{value:,.4g}" if isinstance(value, float)
+                             else value for value in values)])
+    lines = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}" for cell in row) for row in rows)
+    return f'<div class="wide"><table>{lines}</table></div>'
 
 
 def data_uri(path, kind):
@@ -192,20 +191,6 @@ def sample_rows(samples):
                    for name, text in sorted(rows, key=lambda prompt: natural(prompt[0])))
 
 
-def evaluation_tables(evaluations):
-    """Metrics as rows, evaluations as columns; their samples folded away."""
-    names = dict.fromkeys(name for found in evaluations for name in found["metrics"])
-    parts = [table(["", *(found["name"] for found in evaluations)], [
-        ["verdict", *(found.get("verdict", "") for found in evaluations)],
-        *([name, *(found["metrics"].get(name) for found in evaluations)] for name in names)])]
-    for found in evaluations:
-        keys = list(dict.fromkeys(key for row in found["samples"] for key in row))
-        parts.append(f"<details><summary>{escape(found['name'])}: {len(found['samples'])} samples"
-                     f"</summary>{table(keys, [map(row.get, keys) for row in found['samples']])}"
-                     "</details>")
-    return "".join(parts)
-
-
 def summary(folder, rows, starts, evaluations):
     """Verdict, where the run stands, and its flags."""
     saved = [path.parent.name for path in folder.glob("checkpoint-*/manifest.json")]
@@ -247,7 +232,7 @@ def write_report(runs, args):
         one for one in evaluations if len(runs) == 1 or folder.resolve() in one["path"].parents])
         for folder, run in runs.items())
     parts = {**charts(runs), "Samples": sample_rows(samples),
-             "Evaluation": evaluations and evaluation_tables(evaluations)}
+             "Evaluation": evaluations and evaluation_table(evaluations)}
     body += "".join(f"<h2>{name}</h2>{content}" for name, content in parts.items() if content)
     text = PAGE.format(title=escape(" and ".join(folder.resolve().name for folder in runs)),
                        made=time.strftime("%Y-%m-%d %H:%M"), body=body)
@@ -276,12 +261,10 @@ def loss_fell(folder, rows):
 if __name__ == "__main__":
     p = cli.Parser("Write OUTPUT_DIR/report.html, one page about a run, or comparison.html.")
     p.add_argument("output_dir", nargs="+", help="folder of a run; several are compared")
-    p.add_argument("--samples", nargs="+", default=[], metavar="FOLDER",
-                   help="more folders of .wav files, such as before and after training")
+    p.flag("--samples", [], "more folders of .wav files", nargs="+", metavar="FOLDER")
     p.flag("--sample_steps", 5, "steps whose samples are shown, evenly chosen, 0 = all")
     p.flag("--sample_count", 8, "samples shown of each folder, the first by name, 0 = all")
-    p.add_argument("--evaluations", nargs="+", default=[], metavar="FILE",
-                   help="evaluation.json files outside OUTPUT_DIR")
+    p.flag("--evaluations", [], "more evaluation.json files", nargs="+", metavar="FILE")
     p.switch("--check_fell", "exit with status 1 unless the training loss fell")
     args = cli.parse(p, lambda args, _: cli.zero_or_more(args, "sample_steps sample_count"))
     try:

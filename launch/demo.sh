@@ -41,7 +41,7 @@ train() {       # in a subshell: exec makes its process torchrun's
         --use_lora --lora_rank 32 --lora_alpha 64 --lora_dropout 0.1 \
         --lora_target_modules "$targets" --learning_rate 3e-3 --warmup_steps 20 --weight_decay 0 \
         --adam_beta2 0.99 --text_loss_weight 0 --per_device_train_batch_size $((16 / ranks)) \
-        --max_steps "$STEPS" --num_workers 0 --logging_steps 50 \
+        --max_steps "$STEPS" --num_workers 0 --logging_steps 100 \
         --validation_split 0.05 --per_device_eval_batch_size 8 \
         --eval_steps $((half / 2)) --save_steps $((half / 2)) \
         --sample_prompts "$run/prompts.txt" --sample_seconds 4 --seed "$SEED"

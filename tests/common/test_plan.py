@@ -149,7 +149,7 @@ def test_a_run_that_fits_nowhere_is_refused_before_it_starts(tmp_path, monkeypat
 
 def test_a_longer_sample_makes_larger_packs():
     args = flags(8, "--auto")
-    for longest, budget in ((900, 1024), (1025, 2048), (16384, 16384), (16385, 17408)):
+    for longest, budget in ((900, 1024), (1024, 1024), (1025, 2048), (16384, 16384), (16385, 17408)):
         setups = memory.by_tokens(args, memory.setup_of(args, 8), np.array([10] * 1000 + [longest]),
                                   lambda budget: Namespace(packs_per_epoch=10))
         assert {setup.budget for setup in setups} == {budget}

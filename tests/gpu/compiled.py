@@ -32,8 +32,7 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from core import dist
-from core import fused
+from core import dist, fused
 
 SM90 = GPUTarget("cuda", 90, 32)
 H100 = types.SimpleNamespace(

@@ -9,6 +9,7 @@ import lora
 from core import optim
 from data import collate
 from speech import v2
+from speech.loss import decays
 from speech.labels import IGNORE, delay_rows
 from tests.helpers import spoken
 
@@ -29,7 +30,7 @@ def learn(net, batch, lr, steps, target):
     torch.manual_seed(0)
     packed = v2.PackedHiggs(net).train()
     trainable = [p for p in packed.parameters() if p.requires_grad]
-    optimizer = optim.build_adamw(packed.named_parameters(), lr, 0.0, (0.9, 0.95), v2.decays)
+    optimizer = optim.build_adamw(packed.named_parameters(), lr, 0.0, (0.9, 0.95), decays)
     for _ in range(steps):
         loss = spoken.total(packed, batch)
         if loss.item() < target:

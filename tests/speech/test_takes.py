@@ -111,6 +111,21 @@ def test_what_does_not_end_is_spoken_again(voice, monkeypatch):
                      (TEXTS[2:], 7 + 3 * speak.STRIDE)]
 
 
+def test_of_takes_that_end_the_best_understood_is_kept(voice, monkeypatch):
+    """Then the likest; a faultless one ends the search, unless likeness is asked for."""
+    native, ids, codec, settings, prepare = voice
+    prompts = prepare(speak.text_prompts([(text, text) for text in TEXTS[:1]], False), None)
+    heard, likes = ["one", TEXTS[0], TEXTS[0], "two two two two"], [0.9, 0.2, 0.7, 1.0]
+    for embed, best in ((None, 1), (True, 2)):
+        number, takes = iter(range(9)), []
+        monkeypatch.setattr(speak, "generate", lambda *_, number=number: [(np.full((9, 8), next(number)), "eos")])
+        monkeypatch.setattr(speak, "decode", lambda codec, codes, takes=takes: takes.append(int(codes[0, 0])))
+        monkeypatch.setattr(speak, "listen", lambda some, waves, by, device, takes=takes: [
+            judges.word_rates([TEXTS[0]], [heard[takes[-1]]])[0][0] | {"speaker_similarity": likes[takes[-1]]}])
+        (codes, *_, facts), = speak.speak(native, codec, ids, settings, prompts, 0, 4, judges.Judges(None, embed, False, None, []))
+        assert facts["take"] == codes[0, 0] == best and len(takes) == (4 if embed else 2)
+
+
 @pytest.mark.parametrize("text, most, expected", [
     ("One. Two! Three?", 100, ["One. Two! Three?"]), ("One. Two! Three?", 9, ["One. Two!", "Three?"]),
     ("One two, three four five.", 12, ["One two,", "three four", "five."]), ("Nodecimals 3.5 cut.", 15, ["Nodecimals 3.5", "cut."]),
@@ -188,7 +203,9 @@ def test_sound_alone_goes_to_stdout(tmp_path, quick_python):
         ("[SPEAKER0]", "[SPEAKER0] One two."), ("[SPEAKER0]", "[SPEAKER0] Three."), ("[SPEAKER1]", "[SPEAKER1] Four five.")]),
     ("<|emotion:elation|><|prosody:pitch_low|>One <|prosody:pause|>two. Three. <|emotion:fear|>Four five.", [
         ("", "<|emotion:elation|><|prosody:pitch_low|>One"), ("", "<|emotion:elation|><|prosody:pitch_low|><|prosody:pause|>two."),
-        ("", "<|emotion:elation|><|prosody:pitch_low|>Three."), ("", "<|emotion:fear|><|prosody:pitch_low|>Four five.")])])
+        ("", "<|emotion:elation|><|prosody:pitch_low|>Three."), ("", "<|emotion:fear|><|prosody:pitch_low|>Four five.")]),
+    ("<|prosody:pitch_low|><|prosody:speed_fast|>One two. Three.", [
+        ("", "<|prosody:pitch_low|><|prosody:speed_fast|>One two."), ("", "<|prosody:pitch_low|><|prosody:speed_fast|>Three.")])])
 def test_marks_hold_for_all_the_parts_that_they_held_for(text, expected):
     """Nothing is lost, and no part goes on with another speaker or in another mood; a pause is of one spot."""
     assert speak.parts(text, 12) == expected and speak.parts(text, 200) == [("", text)]

@@ -14,6 +14,7 @@ from core import optim
 from data import collate
 from speech.speak import load_model
 from speech import v2
+from speech.loss import decays, flops_per_pack
 from speech.weights import native_config
 from tests.helpers import spoken
 from tests.helpers.checkpoints import config_of
@@ -106,7 +107,7 @@ def test_stops_count_codebook_0_alone(data, packed, speaks):
     assert stops == (says & (first == ids.stream_eos)).sum() and false_stops == (says & (first < 1024)
                                                                                  & (first >= 0)).sum()
     assert (0 < false_stops < codes) == (0 in speaks) and len(audio) + 1 + len(sums[2]) == 14
-    values = v2.loss_report([*audio.tolist(), text.item(), *sums[2].tolist(), *map(int, targets)], "mean", 1.0, "x")
+    values = v2.loss_report([*audio.tolist(), text.item(), *sums[2].tolist(), *map(int, targets)], 1.0, "x")
     assert values["x/stop_recall"] == pytest.approx((stops / clips).item())
     assert values["x/false_stop_rate"] == pytest.approx((false_stops / codes).item())
 
@@ -114,12 +115,12 @@ def test_stops_count_codebook_0_alone(data, packed, speaks):
 def test_report_of_sums():
     """Two clips, 100 codes a codebook: 1 of 2 ends found by codebook 0, 14 of 16 by all, 5 false ends."""
     sums = [102.0 * (k + 1) for k in range(8)] + [20.0, 32.0, 14, 16, 1, 5, 8 * 102, 10]
-    values = v2.loss_report(sums, "mean", 1.0, "eval")
+    values = v2.loss_report(sums, 1.0, "eval")
     assert values["eval/stop_recall"] == 0.5 and values["eval/false_stop_rate"] == 5 / 100
     assert values["eval/eos_accuracy"] == 14 / 16 and values["eval/eos_loss"] == 2 and values["eval/text_loss"] == 2
     assert values["eval/audio_loss"] == 4.5 and values["eval/audio_loss_codebook_7"] == 8
     assert values["eval/loss"] == 6.5
-    nothing = v2.loss_report([0.0] * 16, "mean", 1.0, "eval")
+    nothing = v2.loss_report([0.0] * 16, 1.0, "eval")
     assert nothing.keys() == values.keys() and all(value != value for value in nothing.values())
 
 
@@ -188,7 +189,7 @@ def test_optimizer_step_never_waits_for_the_device(data, packed):
     ids, samples = data
     spoken.total(packed, collate([samples["single"]], ids)).backward()
     parameters = list(packed.parameters())
-    optimizer = optim.build_adamw(packed.named_parameters(), 1e-3, 0.1, (0.9, 0.95), v2.decays)
+    optimizer = optim.build_adamw(packed.named_parameters(), 1e-3, 0.1, (0.9, 0.95), decays)
 
     def step():
         norm = optim.clip_gradients(parameters, 1.0)
@@ -205,7 +206,7 @@ def test_good_steps_equal_plain_adamw(tiny, data, packed, fused):
     """Also the two-group split: weight decay must reach the matrices and nothing else."""
     ids, samples = data
     plain = v2.PackedHiggs(spoken.native(tiny.model))
-    ours = optim.build_adamw(packed.named_parameters(), 3e-3, 0.2, (0.9, 0.95), v2.decays)
+    ours = optim.build_adamw(packed.named_parameters(), 3e-3, 0.2, (0.9, 0.95), decays)
     kind = {id(m.weight): type(m) for m in plain.net.modules() if hasattr(m, "weight")}
     theirs = torch.optim.AdamW(
         [{"params": [p], "weight_decay": 0.2 if kind[id(p)] is torch.nn.Linear else 0.0} for p in plain.parameters()],
@@ -346,7 +347,7 @@ def test_only_matrices_decay(tiny):
     for prefix, module in net.named_modules():
         for name, parameter in module.named_parameters(prefix, recurse=False):
             wanted = isinstance(module, torch.nn.Linear)
-            assert v2.decays(name, parameter) == wanted, name
+            assert decays(name, parameter) == wanted, name
             seen[wanted] += 1
     assert seen == {True: 2 * 10 * 3 + 2, False: 2 * 4 + 1 + 2}     # base, A, B, two heads; norms, two embeddings
 
@@ -381,11 +382,11 @@ def test_flops_equal_torchs_own_count_full(data, packed):
     # the head runs for all 8 codebooks of a row though at a clip's ends only some of them are targets
     idle = batch.audio_targets.numel() - counts["audio_targets"]
     assert 0 < idle < counts["audio_targets"]
-    assert matrices == v2.flops_per_pack(config, counts["tokens"], counts["audio_targets"] + idle,
+    assert matrices == flops_per_pack(config, counts["tokens"], counts["audio_targets"] + idle,
                                             counts["text_targets"], 0, lora=False)
     # SDPA's math computes the full square of every sample
     square = sum(n * n for n in batch.seqlens)
-    assert attention - v2.flops_per_pack(config, 0, 0, 0, square, lora=False) in rotary_flops(config, batch)
+    assert attention - flops_per_pack(config, 0, 0, 0, square, lora=False) in rotary_flops(config, batch)
 
 
 def test_flops_equal_torchs_own_count_lora(tiny, data):
@@ -396,9 +397,9 @@ def test_flops_equal_torchs_own_count_lora(tiny, data):
     config, tokens = net.get_base_model().config, batch.counts["tokens"]
     matrices, attention = executed_flops(v2.PackedHiggs(net), batch)
     h, q, kv = 128, 4 * 32, 2 * 32
-    base = v2.flops_per_pack(config, tokens, batch.audio_targets.numel(), batch.counts["text_targets"], 0, lora=True)
+    base = flops_per_pack(config, tokens, batch.audio_targets.numel(), batch.counts["text_targets"], 0, lora=True)
     adapters = 6 * tokens * rank * 2 * ((h + q) + 2 * (h + kv) + (q + h))   # not counted, says flops_per_pack
     first = 2 * tokens * (h * (q + 2 * kv) + 3 * rank * h)      # nothing before layer 0's projections is trained
     assert matrices == base + adapters - first
-    square = v2.flops_per_pack(config, 0, 0, 0, sum(n * n for n in batch.seqlens), lora=True)
+    square = flops_per_pack(config, 0, 0, 0, sum(n * n for n in batch.seqlens), lora=True)
     assert attention - square in rotary_flops(config, batch)
