@@ -15,7 +15,7 @@ def test_the_loss_is_a_mean_over_global_counts(weight, wanted):
 
 def test_one_target_counts_once():
     """Of text or of audio: the limit that keeps an empty count from dividing by zero is 1."""
-    assert loss.total_loss(torch.tensor([3.0]), 1, torch.tensor(8.0), 1, "mean", 1.0).item() == 11
+    assert loss.total_loss(torch.tensor([3.0]), 1, torch.tensor(8.0), 1, 1.0).item() == 11
 
 
 def test_a_batch_without_targets_has_no_loss():
