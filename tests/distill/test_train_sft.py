@@ -37,6 +37,7 @@ COMMON = {"learning_rate": LR, "max_steps": STEPS, "logging_steps": 1, "warmup_r
           "save_steps": 0, "save_total_limit": 1, "report_to": "none", "seed": SEED}
 METHODS = {"full": (), "lora": ("--use_lora", "--lora_rank", 5), "packs": ("--max_tokens_per_batch", 160),
            "dropout": ("--use_lora", "--lora_rank", 5, "--lora_dropout", 0.2)}
+SERVED = ["--teacher_url", "u", "--teacher_path", ".", "--distill_topk", "5"]
 EVERY = "--save_steps 1 --save_total_limit 0 --logging_steps 2"
 
 
@@ -363,6 +364,11 @@ def planned(made, output_dir, *flags, student="qwen"):
     (["--teacher_path", "t", "--compile"], "--compile and a teacher exclude each other"),
     (["--teacher_path", "t", "--on_policy", "1", "--base_url", "http://h/v1"], "--base_url needs --use_lora"),
     (["--teacher_path", "t", "--prompt_role", "system"], "--prompt_role needs --prompt_file"),
+    (["--teacher_url", "u"], "--teacher_url needs --teacher_path, a folder"),
+    (["--teacher_url", "u", "--teacher_path", "big/teacher"], "--teacher_url needs --teacher_path, a folder"),
+    (["--teacher_url", "u", "--teacher_path", "."], "--teacher_url needs --distill_topk"),
+    ([*SERVED, "--divergence", "reverse"], "--divergence reverse needs"), (["--teacher_name", "n"], "needs --teacher_url"),
+    ([*SERVED, "--request_timeout", "300"], "must end before --collective_timeout (600 s)"),
     (["--keep", "k", "--keep_weight", "0"], "--keep_weight is 0.0; it must be above 0"),
     (["--distill_weight", "0.9"], "--distill_weight needs --prompt_file or --teacher_path"),
     (["--distill_topk", "-1"], "must be 0 or more"), (["--distill_topk", "9"], "--distill_topk needs --prompt_file"),
