@@ -188,7 +188,7 @@ class CheckpointManager:
         (split: see tensor_io.stage); name them after dist.reshard(model), or FSDP2's are the
         gathered ones. save_config(folder): writes the files beside it, on rank 0.
         state: JSON-able dict for trainer_state/state.json; rank 0's counts. best_step: rotation
-        keeps that checkpoint. files: {relative path: write(path)} of more files, rank 0's.
+        keeps that checkpoint. files: {relative path: write(path)} of more files of this rank.
         """
         self.wait()     # one at a time: two would hold twice the copies in host memory
         if self.world.is_main:
@@ -202,12 +202,12 @@ class CheckpointManager:
         rng = dist.gather(self.world, rng_state(self.world.device))
         share = tensor_io.stage(self.world, stem, weights, stem != "adapter_model", split)
         moments = optim.state_tensors(optimizer, model.named_parameters())
-        share |= tensor_io.stage(self.world, f"{STATE}/optimizer", moments)
+        share |= tensor_io.stage(self.world, f"{STATE}/optimizer", moments) | (files or {})
         if self.world.is_main:
             rng, text = pickled(rng), json.dumps(state, indent=1)
             share |= {f"{STATE}/rng.pt": lambda path: path.write_bytes(rng),
                       f"{STATE}/state.json": lambda path: path.write_text(text),
-                      **(files or {}), "*": save_config}
+                      "*": save_config}
         self.saves += 1
         self.share_written.clear()
         # not a daemon: the interpreter's end waits for a checkpoint under way

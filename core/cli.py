@@ -54,7 +54,8 @@ GONE = {
     "--early_stop_patience": "make the file OUTPUT_DIR/stop to end a run",
     "--replay_every": "nothing replaces it",
     "--save_minutes": "give --save_steps",
-    "--sample_time_limit": "it is two minutes"}
+    "--sample_time_limit": "it is two minutes",
+    "--clip_search_batches": "it is 4", "--no-init_ema": "averaged weights are taken"}
 
 # Control characters, line separators, marks that turn the direction of text, halves of characters
 HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
@@ -418,6 +419,11 @@ def usable_cpus():
     return len(os.sched_getaffinity(0))
 
 
+def cpus_per_rank():
+    """usable_cpus of each process of this node, at least 1."""
+    return max(1, usable_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def local_ranks(ranks):
     """How many of `ranks` processes run on one node: what torchrun says, else up to 8."""
     return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", 8)))
@@ -505,6 +511,24 @@ def check_parallel(args, world_size):
         require(world_size % args.shard_size == 0,
                 f"--parallel hsdp: {counted(world_size, 'rank')} cannot be cut into groups of "
                 f"{args.shard_size} (--shard_size)")
+
+
+def check_plan(args):
+    """--gpu_memory and --host_memory, which describe the machine of a plan."""
+    above_zero(args, "gpu_memory host_memory")
+    require(args.dry_run is not None or args.auto or not args.gpu_memory,
+            "--gpu_memory needs --dry_run")
+    require(args.dry_run is not None or not args.host_memory, "--host_memory needs --dry_run")
+
+
+def check_drop_bad(args, checks):
+    """Make args.drop_bad the tuple of the checks whose samples are dropped."""
+    names = [name for value in args.drop_bad or () for name in value.split(",") if name]
+    for name in names:
+        require(name in checks,
+                f"--drop_bad {name}: no such check; there are {', '.join(checks)}")
+    dropped = {*(checks if args.drop_bad == [] else names), *["too_long"] * args.drop_too_long}
+    args.drop_bad = tuple(name for name in checks if name in dropped)
 
 
 def set_intervals(args, total_steps, before, validates, **own):

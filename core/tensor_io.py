@@ -100,8 +100,14 @@ def find_folder(name, flag, more=()):
 
 def fingerprint(folder):
     """Short hash of a model folder's config and of both ends of each weight file: which model?"""
+    return fingerprint_files([*sorted(Path(folder).glob("*.safetensors")),
+                              Path(folder) / "config.json"])
+
+
+def fingerprint_files(paths):
+    """Short hash of the names, the sizes and both ends of files."""
     digest = hashlib.sha256()
-    for path in [*sorted(Path(folder).glob("*.safetensors")), Path(folder) / "config.json"]:
+    for path in paths:
         with error_names_file(path), open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             digest.update(f"{path.name} {size}".encode())

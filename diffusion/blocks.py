@@ -17,14 +17,13 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from common import distributed
-from common.distributed import UserError
+from core import dist, loading
+from core.cli import UserError
+from core.packing import best_fit
 from core.problems import problem as bad_problem
 from core.problems import settle
-from core import loading
-from core.packing import best_fit
 from diffusion import dit
-from diffusion.noise import Blocks, attended_pairs
+from diffusion.noise import Blocks
 from diffusion.problems import (
     CHECKS,
     EXECUTION,
@@ -87,6 +86,17 @@ class Documents:
         """(n,) blocks with targets."""
         return np.array([self.group[a:b].max(initial=-1) + 1
                          for a, b in zip(self.offsets[:-1], self.offsets[1:])])
+
+    @functools.cached_property
+    def pairs(self):
+        """(n,) pairs of query and key that may attend."""
+        found = []
+        for a, b in zip(self.offsets[:-1], self.offsets[1:]):
+            sizes = np.bincount(self.block[a:b])
+            seen = sizes * sizes.cumsum()       # a block sees itself and the clean ones before
+            noisy = np.unique(self.block[a:b][self.group[a:b] >= 0])
+            found.append(seen.sum() + seen[noisy].sum())
+        return np.array(found)
 
     def name(self, d):
         """Where document d is in the user's files."""
@@ -174,7 +184,7 @@ def length_hint(bad):
 def make_documents(problems, tokens, layout, bad=None, path=""):
     """Documents of a list of Problems of the file `path`.
 
-    bad: a list that takes what is too long or holds a special token (common's problems.Problem);
+    bad: a list that takes what is too long or holds a special token (core's problems.Problem);
     None: UserError with all of them.
     """
     texts = [[] if p.ids else pieces(p, layout) for p in problems]
@@ -314,7 +324,7 @@ def prepare_rows(world, layout, tokens, args, output_dir=None):
         return read_problems(path, split, layout.system, layout.strip_calculator, found), found
 
     def documents(path, split):
-        problems, found = distributed.rank0_first(world, read, path, split)
+        problems, found = dist.rank0(world, read, path, split)
         bad.extend(found)           # on every rank, so that all end alike
         try:
             return make_documents(problems, tokens, layout, bad, path)
@@ -338,6 +348,18 @@ def prepare_rows(world, layout, tokens, args, output_dir=None):
     how = args.row_length, args.pack, args.seed
     rows = make_rows(train, numbers, *how)
     return rows, make_rows(evaluation, held_out, *how) if len(held_out) else None
+
+
+def data_lines(rows, eval_rows, table):
+    """Two lines about what is trained on. table: row_table(rows)."""
+    lengths = np.concatenate([rows.documents.tokens[m] for m in rows.members])
+    held_out = sum(len(m) for m in eval_rows.members) if eval_rows else 0
+    dropped = f", {rows.documents.dropped} dropped" if rows.documents.dropped else ""
+    filled = table["clean"].sum() / (len(rows) * rows.length)
+    return (f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; "
+            f"tokens mean {lengths.mean():.0f} max {lengths.max()}",
+            f"rows       {len(rows)} of {rows.length} clean and {rows.noisy_length} noisy tokens, "
+            f"{filled:.1%} of the clean ones filled, {table['samples'].mean():.2f} problems each")
 
 
 def collate(rows, batch_rows, length, noisy_length, pad):
@@ -374,14 +396,12 @@ def row_table(rows):
 
     targets_0 to targets_3: in the loss, of each region; targets: of all. groups: blocks with
     targets. tokens: of text. noisy, clean: copies and tokens without padding. samples: problems.
-    pairs: (query, key) that may attend.
+    pairs: of query and key that may attend.
     """
     d = rows.documents
     table = {f"targets_{region}": rows.per_row(d.per_document(d.target & (d.region == region)))
              for region in range(4)}
-    pairs = [attended_pairs(collate([rows[r]], 1, rows.length, rows.noisy_length, d.pad))
-             for r in range(len(rows))]
     return table | {"targets": rows.per_row(d.n_targets), "groups": rows.per_row(d.n_groups),
                     "tokens": rows.per_row(d.tokens), "noisy": rows.per_row(d.noisy_lengths),
                     "clean": rows.per_row(d.lengths),
-                    "samples": np.array([len(m) for m in rows.members]), "pairs": np.array(pairs)}
+                    "samples": np.array([len(m) for m in rows.members]), "pairs": rows.per_row(d.pairs)}

@@ -19,9 +19,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from common import tensor_files
-from common.distributed import UserError
-from core import fused
+from core import fused, tensor_io
+from core.cli import UserError
 from diffusion import dit
 
 ATTENTION = "noisy_and_clean_blocks"
@@ -102,10 +101,18 @@ def config_of(folder, source, vocab_size, mask_id, dropout):
     return config
 
 
+def model_files(folder, flag=""):
+    """The weight files of a model's folder. UserError, which begins with flag, without any."""
+    if files := tensor_io.files_of(folder, "model"):
+        return files
+    raise UserError(f"{flag}{folder}: holds no weights (model.safetensors, or "
+                    "model-*-of-*.safetensors)")
+
+
 def read_folder(folder, config):
     """{name: CPU tensor} of a transformers folder, without a tied head's second name. UserError."""
-    files = tensor_files.model_files(folder, "--init_from ")
-    tensor_files.open_tensors(files)        # names what cannot be read
+    files = model_files(folder, "--init_from ")
+    tensor_io.open_tensors(files)        # names what cannot be read
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()
                if not name.endswith("rotary_emb.inv_freq")}
     table = tensors.get("model.embed_tokens.weight")
@@ -256,7 +263,7 @@ def begin_adapters(model, tensors, seed):
     from core import adapters
     adapters.init_adapters(model.adapted[0], seed)
     row = tensors["model.embed_tokens.weight"][model.config.mask_id]
-    tensor_files.fill(model.mask_row, row)
+    tensor_io.fill(model.mask_row, row)
 
 
 @torch.no_grad()
@@ -265,10 +272,8 @@ def merge_adapters(model):
     the adapters to them -> a Decoder without adapters. UserError when the files have changed.
     """
     config = model.config
-    folder = tensor_files.find_folder(config.lora["base"],
-                                      "the language model of these adapters,")
-    files = tensor_files.model_files(folder)
-    if tensor_files.fingerprint_files(files) != config.lora["identity"]:
+    folder = tensor_io.find_folder(config.lora["base"], "the language model of these adapters,")
+    if tensor_io.fingerprint_files(model_files(folder)) != config.lora["identity"]:
         raise UserError(f"{folder}: its weights are not those that these adapters were trained on")
     tensors = read_folder(folder, config)
     for name, parameter in base_weights(model).items():

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from common import checkpoint, distributed, tensor_files
-from core import watchdog
+from core import checkpoint, dist, tensor_io
 from core.packing import PackOrder, rank_packs
 from diffusion import blocks, noise
 from diffusion.dit import trained
@@ -23,6 +22,7 @@ from diffusion.problems import FILL, FULL, bound_range, range_fits
 ANSWERS = "question", "answer", "execution", "fill"
 REGIONS = {"gsm8k": ANSWERS, "chat": ANSWERS, "hdp": ("question", "plan", "execution", "fill")}
 PLACES = 32         # block numbers reported one by one; the last stands for all later ones
+SEARCH_BATCHES = 4  # of a search of the noise range
 SHOWN = 4           # problems whose answers are kept for the report
 
 # --------------------------------------------------------------------------------------------------
@@ -75,11 +75,33 @@ class Average:
 class Eval(NamedTuple):
     """What a validation is on, and how it goes."""
     rows: blocks.Rows
-    mask_id: int
-    batch_rows: int     # of a batch
-    repeats: int        # draws of the noise
+    tokens: object          # problems.Tokens
+    batch_rows: int         # of a batch
+    repeats: int            # draws of the noise
     seed: int
     bf16: bool
+    widths: tuple = ()      # of the ranges that search_range tries
+    weighting: str = "elbo"
+    chosen: tuple = ()      # of choose_problems, for accuracy
+
+
+def validate(world, model, average, how, t_range, asked_to_stop):
+    """(values, noise range to train on from here, answers to show) by the averaged weights, or None
+    when asked to stop. Collective. t_range: trained on so far.
+    """
+    dist.reshard(model)
+    average.swap()
+    model.eval()
+    answers, values = [], bound(world, model, how, asked_to_stop)
+    if values is not None and how.widths:
+        t_range = search_range(world, model, how, asked_to_stop)
+    if values is not None and t_range is not None and how.chosen:
+        found, answers = accuracy(world, model, how)
+        values |= found
+    model.train()
+    dist.reshard(model)     # the forward passes left the averaged weights gathered
+    average.swap()
+    return None if values is None or t_range is None else (values, t_range, answers)
 
 
 def share_of_batches(world, rows, batch_rows, most=None):
@@ -98,11 +120,6 @@ def share_of_batches(world, rows, batch_rows, most=None):
         yield number * world.size + world.rank, batch
 
 
-def asked_to_stop(world):
-    """True on all ranks when any of them was asked to stop. Collective."""
-    return bool(distributed.largest(world, bool(watchdog.stop_requested())).item())
-
-
 def weighted_losses(model, inputs, device, bf16):
     """(R,) float64 weighted losses of noised inputs, on the device."""
     inputs = inputs.to(device)
@@ -112,11 +129,11 @@ def weighted_losses(model, inputs, device, bf16):
 
 
 @torch.no_grad()
-def bound(world, model, how, check):
+def bound(world, model, how, asked_to_stop):
     """Bound on the negative log-likelihood of an Eval's rows -> {"eval/...": float}, or None when
     asked to stop.
 
-    check(): called before every batch; may raise.
+    asked_to_stop(): collective, called before every batch; may raise.
 
     eval/loss: nats per target. eval/nll: the same sum per token of text (targets without fill);
     eval/stderr: its standard error. eval/nll_REGION, eval/nll_block_NN: nats per target of one
@@ -129,22 +146,21 @@ def bound(world, model, how, check):
     # of the mean of the repeats' sums
     variance = torch.zeros((), dtype=torch.float64, device=device)
     for number, batch in share_of_batches(world, rows, how.batch_rows):
-        check()
-        if asked_to_stop(world):
+        if asked_to_stop():
             return None
         cell = (batch.region * PLACES + batch.block.clamp(max=PLACES - 1)).flatten()
         of_block = torch.zeros(repeats, batch.n_groups, dtype=torch.float64, device=device)
         for repeat in range(repeats):
             draws = noise.draw(how.seed, "validation", (number, repeat), batch.n_groups,
                                *batch.doc.shape)
-            inputs = noise.diffuse(batch, draws, how.mask_id, bound_range(layout))
+            inputs = noise.diffuse(batch, draws, how.tokens.mask, bound_range(layout))
             losses = weighted_losses(model, inputs, device, how.bf16)
             group = batch.group.flatten()[inputs.places].to(device)
             sums[repeat].index_add_(0, cell[inputs.places].to(device), losses)
             of_block[repeat].index_add_(0, group, losses)
         if repeats > 1 and batch.n_groups:      # none: what tops up the last round of ranks
             variance += of_block.var(0).sum() / repeats
-    sums, variance = distributed.all_sum(world, sums), distributed.all_sum(world, variance)
+    sums, variance = dist.all_reduce(world, sums), dist.all_reduce(world, variance)
     return report(sums.cpu().numpy(), float(variance), target_counts(rows), REGIONS[layout.system])
 
 
@@ -178,6 +194,45 @@ def report(sums, variance, counts, regions):
     return {f"eval/{name}": float(value) for name, value in values.items()}
 
 
+def model_line(config, name):
+    """One line about the network of a Config."""
+    with torch.device("meta"):
+        model = config.network(config)
+    size = sum(p.numel() for p in model.parameters())
+    part = sum(p.numel() for p in trained(model).values())
+    return (f"model      {name}, {size:,} parameters"
+            f"{f', {part:,} of them trained' if part < size else ''}")
+
+
+def loss_report(sums, regions):
+    """Sums (10,) of all ranks since the last line -> {name: value}.
+
+    Weighted losses and targets of each region, plain losses of masked tokens, how many these are.
+    """
+    losses, targets = sums[:4].tolist(), sums[4:8].tolist()
+    cross_entropy, masked = sums[8:].tolist()
+    if not sum(targets):        # every step was skipped: no loss to claim
+        return dict.fromkeys(("train/loss", "train/masked_loss", "train/masked"), float("nan"))
+    values = {"train/loss": sum(losses) / sum(targets),
+              "train/masked_loss": cross_entropy / max(1, masked),
+              "train/masked": masked / sum(targets)}
+    return values | {f"train/loss_{name}": loss / n
+                     for name, loss, n in zip(regions, losses, targets) if n}
+
+
+def eval_line(step, v, regions):
+    """The bound of a validation in one line."""
+    error = f" +- {v['eval/stderr']:.4f}" if "eval/stderr" in v else ""
+    parts = " ".join(f"{name} {v[f'eval/nll_{name}']:.4f}" for name in regions
+                     if f"eval/nll_{name}" in v)
+    if "eval/accuracy" in v:
+        parts += (f" | right {v['eval/accuracy']:.1%}, by the last number "
+                  f"{v['eval/accuracy_flexible']:.1%}")
+    return (f"eval   step {step:>6} | nll <= {v['eval/nll']:.4f}{error} nats/token | "
+            f"{v['eval/bits_per_token']:.4f} bits/token | perplexity <= "
+            f"{v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} | {parts}")
+
+
 def improved(best, values):
     """Whether a validation has a better bound or accuracy than any before; `best`, {name: value},
     takes them over. Bounds rise while answers still get better, when a model becomes too sure of
@@ -209,34 +264,32 @@ def candidates(widths, block_sizes):
 
 
 @torch.no_grad()
-def search_range(world, model, how, check, args):
+def search_range(world, model, how, asked_to_stop):
     """(low, high) of the candidate under which losses of blocks vary least, or None when asked to
     stop.
 
     Less variance between blocks means less noise in gradients. Costs one forward pass for each
-    candidate and each of the first --clip_search_batches batches. All candidates get the same
-    random numbers. how: Eval; check: as in bound; args: the trainer's flags.
+    candidate and each of the first SEARCH_BATCHES batches. All candidates get the same random
+    numbers. how: Eval; asked_to_stop: as in bound.
     """
     device = world.device
-    tried = candidates(args.clip_search_widths, how.rows.documents.layout.block_sizes())
+    tried = candidates(how.widths, how.rows.documents.layout.block_sizes())
     # sum, sum of squares, number
     moments = torch.zeros(len(tried), 3, dtype=torch.float64, device=device)
-    for number, batch in share_of_batches(world, how.rows, how.batch_rows,
-                                          args.clip_search_batches):
-        check()
-        if asked_to_stop(world):
+    for number, batch in share_of_batches(world, how.rows, how.batch_rows, SEARCH_BATCHES):
+        if asked_to_stop():
             return None
         draws = noise.draw(how.seed, "search", number, batch.n_groups, *batch.doc.shape)
         sizes = torch.bincount(batch.group[batch.target], minlength=batch.n_groups).to(device)
         for index, t_range in enumerate(tried):
-            inputs = noise.diffuse(batch, draws, how.mask_id, t_range, args.loss_weighting)
+            inputs = noise.diffuse(batch, draws, how.tokens.mask, t_range, how.weighting)
             losses = weighted_losses(model, inputs, device, how.bf16)
             per_block = torch.zeros(batch.n_groups, dtype=torch.float64, device=device)
             per_block.index_add_(0, batch.group.flatten()[inputs.places].to(device), losses)
             per_block /= sizes
             moments[index] += torch.stack([per_block.sum(), per_block.square().sum(),
                                            torch.full_like(losses.sum(), batch.n_groups)])
-    total, squares, n = distributed.all_sum(world, moments).T
+    total, squares, n = dist.all_reduce(world, moments).T
     return tried[int((squares / n - (total / n).square()).argmin())]
 
 
@@ -256,17 +309,16 @@ def choose_problems(rows, n, tokens, seed):
             for problem in (documents.problems[number] for number in chosen)]
 
 
-def accuracy(world, model, how, chosen, tokens):
+def accuracy(world, model, how):
     """({"eval/accuracy": strict, ...}, the first SHOWN problems with their answers). Collective.
 
-    model: the network, sharded or not, in eval mode, with the weights to judge. how: Eval. chosen:
-    of choose_problems.
+    model: the network, sharded or not, in eval mode, with the weights to judge. how: Eval.
     """
     from diffusion.sampler import Sampling, Solver, answer_batch, score
     began, answers, whole = time.monotonic(), [], whole_model(model)
-    solver = Solver(whole, tokens, how.rows.documents.layout,
+    solver = Solver(whole, how.tokens, how.rows.documents.layout,
                     Sampling("confidence", temperature=0.0), how.bf16)
-    mine = chosen[world.rank::world.size]
+    mine = how.chosen[world.rank::world.size]
     for first in range(0, len(mine), how.batch_rows):
         batch = mine[first:first + how.batch_rows]
         # lengths change with every block: compiled layers would be compiled again for each
@@ -279,8 +331,8 @@ def accuracy(world, model, how, chosen, tokens):
                 "strict": strict, "flexible": flexible,
                 "growth": [[part, answer[part]] for part in ("plan", "text") if part in answer]})
     del whole, solver
-    of_ranks = distributed.gather_objects(world, answers)
-    answers = [of_ranks[i % world.size][i // world.size] for i in range(len(chosen))]
+    of_ranks = dist.all_gather(world, answers)
+    answers = [of_ranks[i % world.size][i // world.size] for i in range(len(how.chosen))]
     means = {name: float(np.mean([answer[name] for answer in answers]))
              for name in ("strict", "flexible", "ended", "forwards")}
     right = means["strict"]
@@ -293,7 +345,7 @@ def accuracy(world, model, how, chosen, tokens):
 @torch.no_grad()
 def whole_model(model):
     """The model itself, or a copy that is not sharded, whose passes need no other rank."""
-    distributed.reshard(model)
+    dist.reshard(model)
     parameters = dict(model.named_parameters())
     if not any(isinstance(p, DTensor) for p in parameters.values()):
         return model
@@ -301,12 +353,12 @@ def whole_model(model):
     with torch.random.fork_rng(devices=[]):     # its first weights are drawn, for nothing
         copy = model.config.network(model.config).to(device).eval()
     for name, parameter in copy.named_parameters():
-        parameter.copy_(tensor_files.whole(parameters[name]))
+        parameter.copy_(tensor_io.full_tensor(parameters[name]))
     return copy
 
 
 def write_answers(output_dir, step, answers):
     """OUTPUT_DIR/answers/step-N.json for the report, of answers of accuracy()."""
     folder = Path(output_dir) / "answers"
-    checkpoint.prepare_output(folder)
+    checkpoint.prepare_folder(folder)
     checkpoint.write_json(folder / f"step-{step}.json", {"step": step, "answers": answers})

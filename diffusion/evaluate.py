@@ -17,59 +17,58 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # of common/ and core/
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is next to this folder
 
-from common import flags
-from common.flags import need
+from core import cli
+from core.cli import require
 
 
 def build_parser():
-    p = flags.Parser("Bound likelihoods, or run tasks of lm-eval-harness.")
-    add = p.add_argument
-    add("--checkpoint", required=True, help="checkpoint folder, or the trainer's OUTPUT_DIR")
-    add("--pick", choices=("best", "newest"), default="best",
-        help="of an OUTPUT_DIR: the best checkpoint by --best_by, or the newest one")
-    add("--ema", action=argparse.BooleanOptionalAction, default=True,
-        help="take the averaged weights")
-    add("--bound", metavar="FILE", help="bound the likelihood of the answers in a file of the form "
-        "the model was trained on")
-    add("--split", default="test", help="--bound: split of a dataset folder or hub name")
-    flags.switch(p, "--drop_too_long", help="--bound: leave out what is too long, and count it")
-    add("--tasks", nargs="+", help="names of lm-eval's tasks")
-    add("--include_path", help="folder with task files of your own")
-    add("--num_fewshot", type=int, default=0, help="worked examples before each question")
-    add("--order", choices=("first_hitting", "top_k", "confidence"), default="confidence",
-        help="which masked tokens a pass fills: one at random, the surest, or all that are sure")
-    add("--threshold", type=float, default=0.9,
-        help="confidence: probability a token must have, 0 to 1")
-    add("--draws", type=int, default=16, help="draws of the noise for each bound")
-    add("--limit", type=int, default=0, help="only the first so many texts, 0 = all")
-    add("--batch_size", type=int, default=64, help="texts side by side")
-    add("--seed", type=int, default=0, help="of the draws")
-    flags.switch(p, "--bf16", help="bfloat16 compute")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    add("--output", help="JSON file for the results (default: beside the checkpoint)")
+    p = cli.Parser("Bound likelihoods, or run tasks of lm-eval-harness.")
+    flag = p.flag
+    flag("--checkpoint", None, "checkpoint folder, or the trainer's OUTPUT_DIR", required=True)
+    flag("--pick", "best", "of an OUTPUT_DIR: the best checkpoint by --best_by, or the newest",
+         choices=("best", "newest"))
+    flag("--ema", True, "take the averaged weights", action=argparse.BooleanOptionalAction)
+    flag("--bound", None, "bound the likelihood of the answers in a file of the form the model was "
+         "trained on", metavar="FILE")
+    flag("--split", "test", "--bound: split of a dataset folder or hub name")
+    p.switch("--drop_too_long", "--bound: leave out what is too long, and count it")
+    flag("--tasks", None, "names of lm-eval's tasks", nargs="+")
+    flag("--include_path", None, "folder with task files of your own")
+    flag("--num_fewshot", 0, "worked examples before each question")
+    flag("--order", "confidence", "which masked tokens a pass fills: one at random, or all that "
+         "are sure", choices=("first_hitting", "confidence"))
+    flag("--threshold", 0.9, "confidence: probability a token must have, 0 to 1")
+    flag("--draws", 16, "draws of the noise for each bound")
+    flag("--limit", 0, "only the first texts, this many, 0 = all")
+    flag("--batch_size", 64, "texts side by side")
+    flag("--seed", 0, "of the draws")
+    p.switch("--bf16", "bfloat16 compute")
+    flag("--device", None, "default: cuda where there is one", choices=("cpu", "cuda"))
+    flag("--output", None, "JSON file for the results (default: beside the checkpoint)")
     return p
 
 
 def check_flags(args, world_size):
     """Raise UserError for values that make no sense."""
-    flags.at_least_one(args, "batch_size", "draws")
-    flags.zero_or_more(args, "limit", "num_fewshot", "seed")
-    need(bool(args.bound) != bool(args.tasks), "give one of --bound and --tasks")
-    need(args.draws > 1, "--draws must be at least 2: one has no error")
+    cli.at_least_one(args, "batch_size draws")
+    cli.zero_or_more(args, "limit num_fewshot seed")
+    require(bool(args.bound) != bool(args.tasks), "give one of --bound and --tasks")
+    require(args.draws > 1, "--draws must be at least 2: one has no error")
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
-ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
+import json
 import math
 
 import numpy as np
 import torch
 
-from common import checkpoint, distributed
-from common.distributed import UserError
+from core import checkpoint, dist
+from core.cli import UserError
 from core.problems import settle
 from diffusion import blocks, elbo, noise
 from diffusion.problems import FILL, QUESTION, Problem, bound_range, read_chats, read_problems
@@ -153,8 +152,8 @@ def bound_file(args, folder, solver):
              for p, mean, e, n in zip(documents.problems, nats.mean(1), errors, counts)]
     name = f"bound-{folder.name}-{Path(args.bound).stem}.json"
     output = Path(args.output or folder.parent / name)
-    checkpoint.prepare_output(output.parent, "--output")
-    checkpoint.write_json(output, {"checkpoint": str(folder), "settings": flags.stored(args),
+    checkpoint.prepare_folder(output.parent, "--output")
+    checkpoint.write_json(output, {"checkpoint": str(folder), "settings": cli.stored(args),
                                    "summary": summary, "texts": texts})
     print(f"bound      {'nll =' if exact else 'nll <='} {mean:.4f} +- {error:.4f} nats/token, "
           f"{summary['bits_per_token']:.4f} +- {summary['bits_stderr']:.4f} bits/token; "
@@ -211,7 +210,7 @@ def harness_model(base, solver, batch_size, draws):
             self.bounds += len(requests)
             for number, request in enumerate(requests):
                 ids, head = tokens.encode(request.args[1]), context_ids(request.args[0])
-                need(ids, f"request {number}: its continuation is empty")
+                require(ids, f"request {number}: its continuation is empty")
                 left = layout.max_length - len(ids)
                 self.too_long += len(head) > left
                 if left > 0:
@@ -237,7 +236,7 @@ def run_tasks(args, folder, solver):
     except ImportError:
         raise UserError("lm_eval is not installed: pip install lm_eval")
     layout = solver.layout
-    need(layout.system != "hdp", f"--checkpoint {folder}: is an hdp model, which writes a plan "
+    require(layout.system != "hdp", f"--checkpoint {folder}: is an hdp model, which writes a plan "
                                  "first; give one of --system gsm8k or chat")
     ours = harness_model(LM, solver, args.batch_size, args.draws)
     found = lm_eval.simple_evaluate(
@@ -246,9 +245,9 @@ def run_tasks(args, folder, solver):
         task_manager=lm_eval.tasks.TaskManager(include_path=args.include_path))
     output = Path(args.output or folder.parent / f"lm-eval-{folder.name}.json")
     checkpoint.write_json(output, {
-        "checkpoint": str(folder), "lm_eval": lm_eval.__version__, "settings": flags.stored(args),
+        "checkpoint": str(folder), "lm_eval": lm_eval.__version__, "settings": cli.stored(args),
         "too_long": ours.too_long, "monte_carlo_bounds": ours.bounds,
-        "results": found["results"]}, default=str)
+        "results": json.loads(json.dumps(found["results"], default=str))})
     for task, metrics in found["results"].items():
         for name, value in metrics.items():
             if isinstance(value, float):
@@ -263,12 +262,12 @@ def run_tasks(args, folder, solver):
 
 
 def main(argv=None):
-    args = ARGS or flags.parse(build_parser(), check_flags, argv)
-    with distributed.one_clear_error():
-        folder, solver = load_solver(
-            args, Sampling(args.order, threshold=args.threshold, temperature=0.0))
-        (bound_file if args.bound else run_tasks)(args, folder, solver)
+    args = ARGS or cli.parse(build_parser(), check_flags, argv)
+    folder, solver = load_solver(
+        args, Sampling(args.order, threshold=args.threshold, temperature=0.0))
+    (bound_file if args.bound else run_tasks)(args, folder, solver)
 
 
 if __name__ == "__main__":
+    dist.single_process()       # from here on an error is one line
     main()

@@ -19,33 +19,36 @@ import re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # of common/ and core/
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is next to this folder
 
-from common import flags
+from core import cli
+from core.cli import require
 
 
 def build_parser():
-    p = flags.Parser("Plans for the problems of GSM8K.")
-    p.usage = "%(prog)s {lines,plans} [--flag value ...]"
-    commands = p.add_subparsers(dest="command", required=True, prog=p.prog)
-    lines = commands.add_parser("lines", help="GSM8K -> one line a problem for create_data.py")
-    plans = commands.add_parser("plans", help="GSM8K -> HDP JSON with plans by rule or a teacher's")
-    for command, what in ((lines, "text file to write"), (plans, "JSON file to write")):
-        command.add_argument("--input", required=True, help="GSM8K JSONL, dataset folder, hub name")
-        command.add_argument("--split", default="train", help="split of a dataset folder, hub name")
-        command.add_argument("--output", required=True, help=what)
-    plans.add_argument("--teacher", help="chat JSONL that create_data.py made of `lines`")
+    p = cli.Parser("Plans for the problems of GSM8K.")
+    add = p.add_argument
+    add("command", choices=("plans", "lines"), help="plans: GSM8K -> HDP JSON with plans by rule "
+        "or a teacher's; lines: GSM8K -> a text with a line for each problem, for create_data.py")
+    add("--input", required=True, help="GSM8K JSONL, dataset folder, hub name")
+    add("--split", default="train", help="split of a dataset folder, hub name")
+    add("--output", required=True, help="file to write")
+    add("--teacher", help="plans: chat JSONL that create_data.py made of `lines`")
     return p
 
 
+def check_flags(args, world_size):
+    """Raise UserError for a flag that would do nothing."""
+    require(args.command == "plans" or not args.teacher, "--teacher belongs to plans")
+
+
 # parsed before anything else is imported: --help and a mistake in a flag answer at once
-ARGS = flags.parse(build_parser()) if __name__ == "__main__" else None
+ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from common import checkpoint, distributed
-from common.distributed import UserError
-from common.flags import need
+from core import checkpoint, dist
+from core.cli import UserError
 from core import json_files
 from diffusion.problems import CALCULATOR, END, read_problems
 
@@ -95,7 +98,7 @@ def read_teacher(path, problems):
             plans[index] = " ".join(plan.split())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{where}: is not a record of create_data.py ({error})")
-        need(known, f"{where}: was not made from the lines of these problems")
+        require(known, f"{where}: was not made from the lines of these problems")
     if without := [p.name for number, p in enumerate(problems) if number not in plans]:
         raise UserError(f"--teacher {path}: {len(without)} of {len(problems)} problems have no "
                         f"plan, the first is {without[0]}; see .rejected.jsonl, and ask again with "
@@ -113,21 +116,12 @@ def make_plans(path, split="train", teacher=None):
     plans = read_teacher(teacher, problems) if teacher else map(rule_plan, worked)
     for number, (problem, steps, plan) in enumerate(zip(problems, worked, plans)):
         execution = " ".join(CALCULATOR.sub("", steps).split())
-        need(execution, f"{problem.name}: its answer has no steps before ####; a plan needs some")
+        require(execution, f"{problem.name}: its answer has no steps before ####; "
+                           "a plan needs some")
         entries.append({"id": f"gsm8k_{number}", "question": problem.question, "plan": plan,
                         "execution": execution, "answer": problem.answer,
                         "plan_source": "teacher" if teacher else "rule"})
     return entries
-
-
-def faults(entries):
-    """{fault: share of the plans that have it}."""
-    wrong = {"with figures": lambda e: re.search(r"\d", e["plan"]),
-             "with the answer": lambda e: e["answer"] in re.findall(r"-?[\d.,]*\d", e["plan"]),
-             "of one sentence": lambda e: len(re.findall(r"[.!?]+(?:\s|$)", e["plan"])) < 2,
-             "longer than the solution":
-                 lambda e: len(e["plan"].split()) > len(e["execution"].split())}
-    return {name: sum(map(bool, map(test, entries))) / len(entries) for name, test in wrong.items()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -173,7 +167,7 @@ def draw_problems(n, seed=0):
         steps = [step.format(**values) for step in steps]
         question, answer = question.format(**values), str(values[result])
         repeats = repeats + 1 if question in found else 0
-        need(repeats <= 1000, f"there are not {n} different demo problems; ask for fewer")
+        require(repeats <= 1000, f"there are not {n} different demo problems; ask for fewer")
         if not repeats:
             found[question] = {"id": f"demo_{len(found)}", "question": question,
                                "plan": " ".join(plan).format(**values),
@@ -205,7 +199,7 @@ def write_demo(folder, n_train=2000, n_test=200, seed=0):
     and chat/, a tokenizer with a template.
     """
     folder = Path(folder)
-    checkpoint.prepare_output(folder / "chat", "demo folder")
+    checkpoint.prepare_folder(folder / "chat", "demo folder")
     problems = draw_problems(n_train + n_test, seed)
     train, test = problems[:n_train], problems[n_train:]
     for split, part in (("train", train), ("test", test)):
@@ -242,21 +236,19 @@ def prepare_demo(folder, system, n):
 
 
 def main(argv=None):
-    args = ARGS or flags.parse(build_parser(), None, argv)
-    with distributed.one_clear_error():
-        checkpoint.prepare_output(Path(args.output).resolve().parent, "--output")
-        if args.command == "lines":
-            texts = list(map(teacher_line, read_problems(args.input, args.split, "gsm8k")))
-            checkpoint.write_text(args.output, "".join(text + "\n" for text in texts))
-            print(f"{args.output}: {len(texts)} lines for create_data.py")
-        else:
-            entries = make_plans(args.input, args.split, args.teacher)
-            checkpoint.write_json(args.output, entries)
-            who = "a teacher" if args.teacher else "rule"
-            print(f"{args.output}: {len(entries)} problems with plans by {who}")
-            print("plans      " + ", ".join(f"{share:.1%} {fault}"
-                                            for fault, share in faults(entries).items()))
+    args = ARGS or cli.parse(build_parser(), check_flags, argv)
+    checkpoint.prepare_folder(Path(args.output).resolve().parent, "--output")
+    if args.command == "lines":
+        texts = list(map(teacher_line, read_problems(args.input, args.split, "gsm8k")))
+        checkpoint.write_text(args.output, "".join(text + "\n" for text in texts))
+        print(f"{args.output}: {len(texts)} lines for create_data.py")
+    else:
+        entries = make_plans(args.input, args.split, args.teacher)
+        checkpoint.write_json(args.output, entries)
+        who = "a teacher" if args.teacher else "rule"
+        print(f"{args.output}: {len(entries)} problems with plans by {who}")
 
 
 if __name__ == "__main__":
+    dist.single_process()       # from here on an error is one line
     main()

@@ -159,23 +159,3 @@ def diffuse(batch, draws, mask_id, t_range=FULL, weighting="elbo"):
                   torch.cat([batch.position.gather(1, at), batch.position], 1), doc, block,
                   hidden.flatten().nonzero()[:, 0], clean[hidden], weights, places, batch.tiles,
                   at.shape[1], layout)
-
-
-def attended_pairs(batch):
-    """(query, key) pairs of a batch that may attend, padding aside: for counting work."""
-    length = batch.doc.shape[1]
-    row = torch.arange(len(batch.doc))[:, None]
-    at = batch.noisy.clamp(min=0)
-    doc_key = row * (length + 1) + batch.doc
-    block_key = doc_key * (length + 1) + batch.block        # of the tokens that see the same
-    live, copied = batch.doc >= 0, (batch.noisy >= 0) & (batch.doc.gather(1, at) >= 0)
-    groups, inverse = block_key[live].unique(return_inverse=True)
-    clean = torch.bincount(inverse, minlength=len(groups))
-    noisy = torch.bincount(torch.searchsorted(groups, block_key.gather(1, at)[copied]),
-                           minlength=len(groups))
-    docs = torch.zeros_like(groups)
-    docs[inverse] = doc_key[live]
-    before = clean.cumsum(0) - clean
-    # clean tokens of the document's earlier blocks
-    earlier = before - before[torch.searchsorted(docs, docs)]
-    return int((noisy * (noisy + earlier) + clean * (clean + earlier)).sum())

@@ -10,12 +10,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
-from common.flags import at_least_one, need, zero_or_more
-from core.problems import problem, settle
-from common.text import NAME, UserError, printable
 from core import json_files
+from core.cli import UserError, at_least_one, printable, require, zero_or_more
+from core.problems import problem, settle
 
 CHECKS = ("invalid", "control_token", "too_long")        # of problems, for --drop_bad
 # regions of a document; gsm8k's answer is PLAN, FILL is what follows an end token
@@ -72,18 +71,17 @@ class Layout:
 
     def check(self):
         """Raise UserError where blocks do not fit evenly, or a setting would do nothing."""
-        at_least_one(self, "block_size", "question_budget", "plan_budget", "execution_budget",
-                     "max_length")
+        at_least_one(self, "block_size question_budget plan_budget execution_budget max_length")
         for flag in ("plan_block_size", "execution_block_size"):
             zero_or_more(self, flag)
-            need(not getattr(self, flag) or self.system == "hdp", f"--{flag} needs --system hdp")
+            require(not getattr(self, flag) or self.system == "hdp", f"--{flag} needs --system hdp")
         even = [("block_size", self.block_size, "max_length", self.max_length)]
         if self.system == "hdp":
             even = [("plan_block_size", self.region_block(PLAN), "plan_budget", self.plan_budget),
                     ("execution_block_size", self.region_block(EXECUTION), "execution_budget",
                      self.execution_budget)]
         for flag, size, name, total in even:
-            need(total % size == 0, f"--{name} {total} is not a multiple of --{flag} {size}: a "
+            require(total % size == 0, f"--{name} {total} is not a multiple of --{flag} {size}: a "
                                     "block would be cut")
 
 
@@ -115,10 +113,10 @@ def range_fits(t_range, block_size):
 def check_range(t_range, layout):
     """Raise UserError for a range that is none, or that no share of some full block lies in."""
     low, high = t_range
-    need(0 < low <= high <= 1, f"noise range {low:g} to {high:g}: it must lie above 0, up to 1, "
+    require(0 < low <= high <= 1, f"noise range {low:g} to {high:g}: it must lie above 0, up to 1, "
                                "lower end first")
     for size in layout.block_sizes():
-        need(range_fits(t_range, size), f"noise range {low:g} to {high:g}: no number of masked "
+        require(range_fits(t_range, size), f"noise range {low:g} to {high:g}: no number of masked "
                                         f"tokens out of {size} lies in it; widen it")
 
 
@@ -142,7 +140,7 @@ def read_problems(path, split, system, strip_calculator=False, bad=None):
     """List of Problems of a JSONL or JSON file, a dataset folder or a hub dataset (its `split`).
 
     strip_calculator removes GSM8K's <<48/2=24>> marks. bad: a list that takes what cannot be used
-    (problems.Problem of common); None: UserError with all of them.
+    (core.problems.Problem); None: UserError with all of them.
     """
     problems, wrong = [], []
     for name, entry in read_entries(path, split):
@@ -154,7 +152,7 @@ def read_problems(path, split, system, strip_calculator=False, bad=None):
         settle(wrong)
     else:
         bad += wrong
-    need(problems, f"{path}: holds no problems")
+    require(problems, f"{path}: holds no problems")
     return problems
 
 
@@ -199,11 +197,11 @@ def read_entries(path, split):
             yield f"{file[0].parent} {split} sample {i}", entry
         return
     text = json_files.read_text(file)
-    need(text.strip(), f"{file}: is empty")
+    require(text.strip(), f"{file}: is empty")
     if text.lstrip()[0] == "[":
         for i, entry in enumerate(json_files.parse(text, file)):
             label = entry.get("id") if isinstance(entry, dict) else None
-            yield f"{file} sample {i}" + (f" ({printable(label, NAME)})" if label else ""), entry
+            yield f"{file} sample {i}" + (f" ({printable(label, 80)})" if label else ""), entry
         return
     # splitlines() would also cut at characters inside strings
     for number, line in enumerate(text.split("\n"), 1):
@@ -286,12 +284,11 @@ class Tokens:
 
 
 def load_tokenizer(name, system, end_token=""):
-    """Tokens from a tokenizer.json, a folder (tokenizer.json, or GPT-2's two files), or a hub name
-    such as gpt2. end_token: of gsm8k's answers; "": <|endoftext|>. Raises UserError.
+    """Tokens from a tokenizer.json, its folder, or a hub name such as gpt2. end_token: of gsm8k's
+    answers; "": <|endoftext|>. Raises UserError.
     """
     path = Path(name)
-    hint = ("give a folder with tokenizer.json or with GPT-2's encoder.json and vocab.bpe, or gpt2 "
-            "when online")
+    hint = "give a folder with tokenizer.json, or gpt2 when online"
     try:
         if not path.exists():
             path = download_tokenizer(name, hint)
@@ -339,9 +336,7 @@ def download_tokenizer(name, hint):
 
 
 def read_tokenizer(folder):
-    """Tokenizer of a folder: tokenizer.json, or OpenAI's (encoder.json, vocab.bpe) or transformers'
-    (vocab.json, merges.txt) files of GPT-2. Raises UserError.
-    """
+    """Tokenizer of a folder with tokenizer.json, or with Qwen's older files. Raises UserError."""
     if (folder / "tokenizer.json").exists():
         return Tokenizer.from_file(str(folder / "tokenizer.json"))
     # Qwen's and SDAR's older folders: vocabulary and merges alone lack the added tokens and how
@@ -350,15 +345,7 @@ def read_tokenizer(folder):
     if all(path.exists() for path in slow):
         if '"tokenizer_class"' in json_files.read_text(slow[-1]):
             return auto_tokenizer(folder).backend_tokenizer
-    for vocabulary, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
-        if (folder / vocabulary).exists() and (folder / merges).exists():
-            bpe = models.BPE.from_file(str(folder / vocabulary), str(folder / merges))
-            tokenizer = Tokenizer(bpe)
-            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-            tokenizer.decoder = decoders.ByteLevel()
-            return tokenizer
-    raise UserError(f"--tokenizer {folder}: has neither tokenizer.json nor encoder.json with "
-                    "vocab.bpe nor vocab.json with merges.txt")
+    raise UserError(f"--tokenizer {folder}: has no tokenizer.json")
 
 
 def auto_tokenizer(folder):
@@ -412,7 +399,7 @@ def read_chats(path, folder, tokens, bad):
                 raise UserError(f"{folder}: its chat template ends answers with {last}, its end "
                                 f"token is {end}; give --end_token '{last}'")
             found.append(Problem(name, "", "", "", ids=ids, given=mask.index(True)))
-    need(found or bad, f"{path}: holds no chats")
+    require(found or bad, f"{path}: holds no chats")
     return found
 
 
@@ -446,5 +433,5 @@ def read_chat_prompts(path, folder, tokens):
         except ValueError as error:
             wrong.append(problem(name, "invalid", CHAT_HINT.sub("", str(error)), path))
     settle(wrong)
-    need(found, f"{path}: holds no chats")
+    require(found, f"{path}: holds no chats")
     return found

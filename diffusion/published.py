@@ -4,18 +4,19 @@
     python diffusion/published.py --checkpoint out --output_dir served --format sdar
 
 In: a folder of BD3-LM or MDLM as published (kuleshov-group/bd3lm-owt-*, mdlm-owt), a causal
-language model of transformers, an SDAR model, a checkpoint or an export of ours. Rows of markers
-that the source knows are kept, new ones get the mean row and a little noise. A source that was
-trained on a prompt form, an end token and a block size passes them on.
+language model of transformers, an SDAR model, a checkpoint or an export of this trainer. Rows of
+markers that the source knows are kept, new ones get the mean row and a little noise. A source that
+was trained on a prompt form, an end token and a block size passes them on.
 
-Out: averaged weights. A network of BD3-LM's own goes out in the published layout, which
-transformers before version 5 loads with trust_remote_code=True; what was converted from a language
-model as that model's own class, or, a Qwen3, as an SDAR model (github.com/JetAstra/SDAR), which it
-is, with generate.py, which samples it without this repository.
+Out: averaged weights. A DiT is written in the published layout, which transformers before version 5
+loads with trust_remote_code=True. What was converted from a language model is written as that
+model's own class or, a Qwen3, as an SDAR model (github.com/JetAstra/SDAR), with generate.py, which
+samples it without this repository.
 """
 import argparse
 import dataclasses
 import json
+import os
 import pickle
 import re
 import shutil
@@ -23,33 +24,31 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # of common/ and core/
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is next to this folder
 
-from common import flags
+from core import cli
 
 
 def build_parser():
-    p = flags.Parser("Write a checkpoint in the layout of BD3-LM's models, or as a language model.")
-    p.add_argument("--checkpoint", required=True, help="checkpoint folder, or OUTPUT_DIR")
-    p.add_argument("--pick", choices=("best", "newest"), default="best", help="of an OUTPUT_DIR")
-    p.add_argument("--ema", action=argparse.BooleanOptionalAction, default=True,
-                   help="take the averaged weights")
-    p.add_argument("--output_dir", required=True, help="folder to write, new or empty")
-    p.add_argument("--format", choices=("usual", "sdar"), default="usual",
-                   help="of a converted Qwen3: sdar, which servers of SDAR read")
+    p = cli.Parser("Write a checkpoint in the layout of BD3-LM's models, or as a language model.")
+    p.flag("--checkpoint", None, "checkpoint folder, or OUTPUT_DIR", required=True)
+    p.flag("--pick", "best", "of an OUTPUT_DIR", choices=("best", "newest"))
+    p.flag("--ema", True, "take the averaged weights", action=argparse.BooleanOptionalAction)
+    p.flag("--output_dir", None, "folder to write, new or empty", required=True)
+    p.flag("--format", "usual", "of a converted Qwen3: sdar, which servers of SDAR read",
+           choices=("usual", "sdar"))
     return p
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
-ARGS = flags.parse(build_parser()) if __name__ == "__main__" else None
+ARGS = cli.parse(build_parser()) if __name__ == "__main__" else None
 
 import torch
 from safetensors.torch import load_file
 
-from common import checkpoint, distributed, resume, tensor_files
-from common.distributed import UserError
+from core import checkpoint, dist, json_files, tensor_io
+from core.cli import UserError, require
 from core.new_folder import new_folder
-from core import json_files
 from diffusion import dit
 from diffusion.problems import (
     END,
@@ -67,14 +66,14 @@ ROWS = ("embed.weight", "head.weight", "head.bias", "model.embed_tokens.weight",
 CHAT_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 HUB_CODE = "kuleshov-group/bd3lm-owt-block_size16"      # where transformers finds their classes
 SDAR_CODE = "JetLM/SDAR-1.7B-Chat"
-SDAR_MASK_ID = 151669       # the first behind Qwen3's tokens, by which SGLang knows SDAR's mask
+SDAR_MASK_ID = 151669       # the first after Qwen3's tokens, by which SGLang knows SDAR's mask
 
 
 # --------------------------------------------------------------------------------------------------
-# Checkpoints of ours
+# Checkpoints of this trainer
 
 
-def load_checkpoint(folder, ema=True, backend="sdpa"):
+def load_checkpoint(folder, ema=True):
     """(network on the CPU in eval mode, config.json as a dict) of a checkpoint folder. UserError.
 
     ema: the averaged weights. Adapters are merged into their language model, which is read from
@@ -83,43 +82,44 @@ def load_checkpoint(folder, ema=True, backend="sdpa"):
     folder = Path(folder)
     try:
         about = json_files.read_object(folder / "config.json")
-        settings, kind = dict(about["model"]), dit.DiT
-        if "hidden_size" not in settings or "kv_heads" in settings:
-            from diffusion import decoder
-            kind = decoder.Decoder
-            if "kv_heads" in settings:      # of before 26 November 2026: sizes, and no source
-                settings = {name: settings[name] for name in ("vocab_size", "mask_id", "dropout",
-                                                              "lora")} | {"source": about["source"]}
-            if settings["lora"]:
-                settings["lora"] = settings["lora"] | {"dtype": "float32"}
-            config = decoder.Config(**settings)
-        else:
+        settings = about["model"]
+        if "hidden_size" in settings:
             config = dit.Config(**settings)
-        model = kind(config, backend)
+        else:
+            from diffusion import decoder
+            config = decoder.Config(**settings)
+            if config.lora:
+                config.lora = config.lora | {"dtype": "float32"}
+        model = config.network(config)
     except (UserError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: no checkpoint of train_bd3lm.py (config.json: {error})")
-    resume.load_tensors(folder, "ema" if ema else "model", dit.trained(model))
+    tensor_io.load(dist.World(), folder, "ema" if ema else "model", dit.trained(model))
     if getattr(config, "lora", None):
         model = decoder.merge_adapters(model)
     return model.eval(), about
 
 
+def state_of(folder):
+    """trainer_state/state.json of a checkpoint."""
+    return json_files.read_object(folder / checkpoint.STATE / "state.json")
+
+
 def find_checkpoint(name, pick, flag="--checkpoint"):
     """The checkpoint folder that a flag's value and `pick`, "best" or "newest", mean. UserError."""
     folder = Path(name)
-    if not folder.is_dir():
-        raise UserError(f"{flag} {name}: no such folder")
-    if checkpoint.checkpoints(folder):
-        folder = resume.newest_whole(folder)
-        if folder is None:
-            raise UserError(f"{flag} {name}: every checkpoint in it is damaged")
-        number = checkpoint.load_meta(folder)["best_step"]
-        best = folder.with_name(f"checkpoint-{number}")
-        if pick == "best" and number is not None and not resume.damage(best):
-            folder = best
-    elif wrong := resume.damage(folder):
-        raise UserError(f"{flag} {name}: is not a checkpoint, and holds none ({wrong})")
-    return folder
+    require(folder.is_dir(), f"{flag} {name}: no such folder")
+    if not (found := checkpoint.list_checkpoints(folder)):
+        wrong = checkpoint.damage(folder)
+        require(not wrong, f"{flag} {name}: is not a checkpoint, and holds none ({wrong})")
+        return folder
+    for _, newest in reversed(found):
+        if not (wrong := checkpoint.damage(newest)):
+            break
+        print(f"checkpoint {newest} is damaged ({wrong}); trying the one before")
+    else:
+        raise UserError(f"{flag} {name}: every checkpoint in it is damaged")
+    best = newest.with_name(f"checkpoint-{state_of(newest)['best_step']}")
+    return best if pick == "best" and best.is_dir() and not checkpoint.damage(best) else newest
 
 
 # --------------------------------------------------------------------------------------------------
@@ -135,16 +135,39 @@ class Start(NamedTuple):
 
 
 def find(name):
-    """Folder of --init_from, found in an OUTPUT_DIR of ours, or downloaded. UserError."""
-    if Path(name).is_file():
-        raise UserError(f"--init_from {name}: is a file; give a folder with config.json and "
-                        "weights. bd3lms' push_to_hf.py makes one of a Lightning .ckpt")
-    path = tensor_files.find_folder(name, "--init_from", more=["*.bin"])
-    if checkpoint.checkpoints(path) or (path / checkpoint.MANIFEST).exists():
+    """Folder of --init_from, found in an OUTPUT_DIR of this trainer, or downloaded. UserError."""
+    require(not Path(name).is_file(),
+            f"--init_from {name}: is a file; give a folder with config.json and weights. bd3lms' "
+            "push_to_hf.py makes one of a Lightning .ckpt")
+    path = tensor_io.find_folder(name, "--init_from", more=["*.bin"])
+    if checkpoint.list_checkpoints(path) or (path / checkpoint.MANIFEST).exists():
         path = find_checkpoint(path, "best", "--init_from")
-    if (path / "adapter_config.json").is_file():
-        raise UserError(f"--init_from {path}: is an adapter; merge it into its base with PEFT")
+    require(not (path / "adapter_config.json").is_file(),
+            f"--init_from {path}: is an adapter; merge it into its base with PEFT")
     return path
+
+
+def open_start(world, args, layout, tokenizer):
+    """(Layout, folder of --init_from or None, tokenizer) of a run with --init_from or a chat
+    template; args.tokenizer becomes the folder by whose template chats are read. Collective.
+
+    tokenizer: without --init_from.
+    """
+    path = None
+    if args.init_from:      # one rank downloads for all
+        path = dist.rank0(world, find, args.init_from)
+        if not args.tokenizer and (is_causal(path) or (path / "tokenizer.json").is_file()):
+            tokenizer = path
+    if args.chat or args.system == "chat":
+        args.tokenizer = str(tokenizer)
+        layout = with_chat(layout, tokenizer)
+    else:
+        layout = with_form(layout, path)
+    size = path and trained_form(path).get("block_size")
+    if size and "block_size" not in cli.named(args):
+        layout = dataclasses.replace(layout, block_size=size)
+        layout.check()
+    return layout, path, tokenizer
 
 
 def config_json(path):
@@ -163,13 +186,9 @@ def is_causal(path):
 
 def config_for(path, model_size, tokens, dropout):
     """Config of a run's network. path: of find(); model_size: of a DiT. Raises UserError."""
-    source = None
-    if is_ours(path):
-        about = config_json(path)
-        source = about.get("source") or None
-    elif is_causal(path):
-        source = config_json(path)
-    if source is None:
+    about = config_json(path)
+    source = about.get("source") if is_ours(path) else about if is_causal(path) else None
+    if not source:
         return dit.config_of(model_size, tokens.vocab_size, tokens.mask, dropout)
     from diffusion import decoder
     size = max(tokens.vocab_size, about["model"]["vocab_size"] if is_ours(path) else 0)
@@ -188,8 +207,8 @@ def with_chat(layout, folder):
     except Exception as error:      # a dozen kinds: no files, no template, a template that fails
         raise UserError(f"--chat: {folder} has no chat template that can be used "
                         f"({str(error).splitlines()[0]:.120})")
-    if prompt.count("{question}") != 1:
-        raise UserError(f"--chat: the chat template of {folder} does not write the question once")
+    require(prompt.count("{question}") == 1,
+            f"--chat: the chat template of {folder} does not write the question once")
     return dataclasses.replace(layout, prompt=prompt,
                                end_token=layout.end_token or tokenizer.eos_token)
 
@@ -201,8 +220,8 @@ def trained_form(path):
     if is_causal(path):
         form = about | form
     size = form.get("block_size")
-    if size is not None and (type(size) is not int or size < 1):
-        raise UserError(f"--init_from {path}: its config.json has block_size {size}")
+    require(size is None or type(size) is int and size > 0,
+            f"--init_from {path}: its config.json has block_size {size}")
     return form
 
 
@@ -210,9 +229,9 @@ def with_form(layout, path):
     """A Layout, not hdp's, with the prompt form and the end token that a path of find() was trained
     on; layout.end_token, where it is given, stays.
     """
-    form = trained_form(path)
     if layout.system == "hdp":
         return layout
+    form = trained_form(path)
     return dataclasses.replace(layout, prompt=form.get("prompt", ""),
                                end_token=layout.end_token or form.get("end_token", ""))
 
@@ -223,65 +242,68 @@ def chat_files(folder):
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 
-def read(path, config, tokens, ema=True, seed=0):
+def read(path, config, tokens, seed=0):
     """Start of a path of find(). Raises UserError when it does not fit.
 
-    config: of config_for. tokens: problems.Tokens. ema: the averaged weights, of those that have
-    both. seed: of rows without a source.
+    config: of config_for. tokens: problems.Tokens. seed: of rows without a source.
     """
-    note, source = "", {}
+    which, note, source = "averaged", "", {}
     if is_ours(path):
-        model, about = load_checkpoint(path, ema)
+        model, about = load_checkpoint(path)
         layout = read_layout(about["layout"])
         its_tokens = load_tokenizer(path, layout.system, layout.end_token)
         own, markers, source = its_tokens.plain(), its_tokens.markers, about.get("source", {})
-        which, tensors = "averaged" if ema else "last", dict(model.named_parameters())
-    elif not ema:
-        raise UserError(f"--init_from {path}: holds one set of weights; drop --no-init_ema")
+        tensors = dict(model.named_parameters())
     elif is_causal(path):
         which, source = "causal", config_json(path)
         tensors, own, markers = read_causal(path, config, tokens)
         if size := trained_form(path).get("block_size"):
             note = f"trained in blocks of {size}"
-    else:
-        which, tensors = "averaged", read_official(path, config)
-        # behind GPT-2's own tokens
-        own, mask = {}, len(tensors["embed.weight"]) - 1
+    else:       # of GPT-2's tokens and a mask
+        tensors, own = read_official(path, config), {}
+        mask = len(tensors["embed.weight"]) - 1
         markers = {"<|mask|>": mask}
-        if mask != len(tokens.plain()):
-            raise UserError(f"--init_from {path}: has rows of {mask} tokens and a mask, --tokenizer"
-                            f" has {len(tokens.plain())} tokens; give the one it was trained with")
-    if own and own != tokens.plain():
-        raise UserError(f"--init_from {path}: its tokenizer is not that of --tokenizer, so ids "
-                        f"would mean other words; drop --tokenizer")
+        require(mask == len(tokens.plain()),
+                f"--init_from {path}: has rows of {mask} tokens and a mask, --tokenizer has "
+                f"{len(tokens.plain())} tokens; give the one it was trained with")
+    require(not own or own == tokens.plain(),
+            f"--init_from {path}: its tokenizer is not that of --tokenizer, so ids would mean "
+            "other words; drop --tokenizer")
     check_size(path, tensors, config)
-    tensor_files.check_finite(tensors, path)
+    bad = sorted(name for name, tensor in tensors.items() if not tensor_io.is_finite(tensor))
+    require(not bad, f"{path}: {len(bad)} of its tensors hold NaN or infinity, first "
+                     f"{', '.join(bad[:5])}")
     tensors, new = fit_vocabulary(tensors, markers, tokens, config.vocab_size, seed)
     files = [file for file in sorted(path.iterdir()) if file.suffix in (".safetensors", ".bin")]
     words = [f"{which} weights of {path}", note, new and f"new rows for {', '.join(new)}"]
-    return Start(tensors, tensor_files.fingerprint_files(files), "; ".join(filter(None, words)),
+    return Start(tensors, tensor_io.fingerprint_files(files), "; ".join(filter(None, words)),
                  source)
 
 
 def read_causal(path, config, tokens):
     """(tensors, {text: id} of its own tokens, {text: id} of its markers) of a language model."""
     from diffusion import decoder
-    tensors = decoder.read_folder(path, config)
+    tensors, own = decoder.read_folder(path, config), {}
     try:
         own = read_tokenizer(path).get_vocab()
     except UserError:       # --tokenizer names another folder
-        own = {}
+        pass
     rows, used = len(tensors.get("model.embed_tokens.weight", ())), own or tokens.plain()
-    if (most := max(used.values()) + 1) > rows:
-        raise UserError(f"--init_from {path}: tokenizer and model disagree: {most} tokens and "
-                        f"{rows} rows")
+    most = max(used.values()) + 1
+    require(most <= rows, f"--init_from {path}: tokenizer and model disagree: {most} tokens and "
+                          f"{rows} rows")
     markers = {name: own.pop(name) for name in (*MARKERS["hdp"], SDAR_MASK) if name in own}
     mask = trained_form(path).get("mask_token_id")
-    if mask is not None and mask != tokens.mask:
-        raise UserError(f"--init_from {path}: its config.json has mask_token_id {mask}, its "
-                        f"tokenizer has the mask at {tokens.mask}; name it {SDAR_MASK} in "
-                        "tokenizer.json, or correct config.json")
+    require(mask in (None, tokens.mask),
+            f"--init_from {path}: its config.json has mask_token_id {mask}, its tokenizer has the "
+            f"mask at {tokens.mask}; name it {SDAR_MASK} in tokenizer.json, or correct config.json")
     return tensors, own, markers
+
+
+def adapters_of(args):
+    """Arguments of decoder.add_adapters that the flags name."""
+    return {"rank": args.lora_rank, "alpha": args.lora_alpha, "dropout": args.lora_dropout,
+            "targets": args.lora_target_modules, "rslora": args.use_rslora, "dora": args.use_dora}
 
 
 def with_lora(config, path, bf16, name, lora):
@@ -289,12 +311,11 @@ def with_lora(config, path, bf16, name, lora):
 
     path: of find(), name: as the user gave it. lora: other arguments of decoder.add_adapters.
     """
-    if not is_causal(path):
-        raise UserError("--use_lora needs --init_from of a language model; other weights are "
-                        "trained whole")
-    files = tensor_files.model_files(path)
-    lora = lora | {"base": tensor_files.found_again(path if Path(name).is_dir() else name),
-                   "identity": tensor_files.fingerprint_files(files),
+    require(is_causal(path), "--use_lora needs --init_from of a language model; other weights are "
+                             "trained whole")
+    from diffusion import decoder
+    lora = lora | {"base": os.path.abspath(path) if Path(name).is_dir() else name,
+                   "identity": tensor_io.fingerprint_files(decoder.model_files(path)),
                    "dtype": "bfloat16" if bf16 else "float32"}
     return dataclasses.replace(config, lora=lora)
 
@@ -303,14 +324,13 @@ def fill(model, given, seed, resumed):
     """Put a Start's weights into a network and begin its adapters. resumed: a checkpoint follows,
     which has all that is trained; of adapters that is not the language model below them.
     """
-    lora = getattr(model.config, "lora", None)
-    weights = dict(model.named_parameters())
+    lora, weights = getattr(model.config, "lora", None), dict(model.named_parameters())
     if lora:
         from diffusion import decoder
         weights = decoder.base_weights(model)
     if lora or not resumed:
         for name, parameter in weights.items():
-            tensor_files.fill(parameter, given.tensors[name])
+            tensor_io.fill(parameter, given.tensors[name])
     if lora and not resumed:
         decoder.begin_adapters(model, given.tensors, seed)
 
@@ -320,13 +340,13 @@ def check_size(path, tensors, config):
     with torch.device("meta"):
         wanted = {name: parameter.shape for name, parameter
                   in config.network(config).named_parameters()}
-    if wrong := sorted(wanted.keys() ^ tensors.keys()):
-        raise UserError(f"--init_from {path}: {len(wrong)} names are missing or unknown, first "
-                        f"{', '.join(wrong[:5])}")
+    wrong = sorted(wanted.keys() ^ tensors.keys())
+    require(not wrong, f"--init_from {path}: {len(wrong)} names are missing or unknown, first "
+                       f"{', '.join(wrong[:5])}")
     for name, shape in wanted.items():
-        if tensors[name].shape[name in ROWS:] != shape[name in ROWS:]:
-            raise UserError(f"--init_from {path}: {name} is {tuple(tensors[name].shape)} instead "
-                            f"of {tuple(shape)}")
+        require(tensors[name].shape[name in ROWS:] == shape[name in ROWS:],
+                f"--init_from {path}: {name} is {tuple(tensors[name].shape)} instead of "
+                f"{tuple(shape)}")
 
 
 def fit_vocabulary(tensors, markers, tokens, size, seed):
@@ -340,16 +360,15 @@ def fit_vocabulary(tensors, markers, tokens, size, seed):
         for name, number in tokens.markers.items():
             if name in markers:
                 fitted[number] = rows[markers[name]]
-                continue
-            noise = 0       # a bias is one number a token
-            if rows.ndim > 1:
-                noise = 0.02 * own.std(0) * torch.randn(rows.shape[1:], generator=generator)
-            fitted[number] = own.mean(0) + noise
+            elif rows.ndim == 1:        # a bias is one number a token
+                fitted[number] = own.mean(0)
+            else:
+                noise = torch.randn(rows.shape[1:], generator=generator)
+                fitted[number] = own.mean(0) + 0.02 * own.std(0) * noise
         return fitted
 
-    new = [name for name in tokens.markers if name not in markers]
     return {name: fit(tensor.detach()) if name in ROWS else tensor.detach()
-            for name, tensor in tensors.items()}, new
+            for name, tensor in tensors.items()}, [n for n in tokens.markers if n not in markers]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -357,23 +376,14 @@ def fit_vocabulary(tensors, markers, tokens, size, seed):
 
 PREFIX = re.compile(r"^(?:module\.|backbone\.|_orig_mod\.)+|_orig_mod\.")      # DDP, compile
 BUFFERS = ("rotary_emb.inv_freq", "sampling_eps_min", "sampling_eps_max")
-# the same parameter there and here, in the order of its named_parameters()
-FIRST = (("vocab_embed.embedding", "embed.weight"),
-         ("sigma_map.mlp.0.weight", "condition_in.weight"),
-         ("sigma_map.mlp.0.bias", "condition_in.bias"),
-         ("sigma_map.mlp.2.weight", "condition_out.weight"),
-         ("sigma_map.mlp.2.bias", "condition_out.bias"))
-LAYER = (("norm1.weight", "norm_attention.weight"), ("attn_qkv.weight", "qkv.weight"),
-         ("attn_out.weight", "out.weight"), ("norm2.weight", "norm_mlp.weight"),
-         ("mlp.0.weight", "up.weight"), ("mlp.0.bias", "up.bias"),
-         ("mlp.2.weight", "down.weight"), ("mlp.2.bias", "down.bias"),
-         ("adaLN_modulation.weight", "modulation.weight"),
-         ("adaLN_modulation.bias", "modulation.bias"))
-LAST = (("output_layer.norm_final.weight", "norm.weight"),
-        ("output_layer.linear.weight", "head.weight"),
-        ("output_layer.linear.bias", "head.bias"),
-        ("output_layer.adaLN_modulation.weight", "modulation.weight"),
-        ("output_layer.adaLN_modulation.bias", "modulation.bias"))
+# {their module: ours}, in the order of their named_parameters()
+FIRST = {"vocab_embed.embedding": "embed.weight", "sigma_map.mlp.0.": "condition_in.",
+         "sigma_map.mlp.2.": "condition_out."}
+LAYER = {"norm1.weight": "norm_attention.weight", "attn_qkv.weight": "qkv.weight",
+         "attn_out.weight": "out.weight", "norm2.weight": "norm_mlp.weight", "mlp.0.": "up.",
+         "mlp.2.": "down.", "adaLN_modulation.": "modulation."}
+LAST = {"output_layer.norm_final.weight": "norm.weight", "output_layer.linear.": "head.",
+        "output_layer.adaLN_modulation.": "modulation."}
 
 
 def count_layers(names):
@@ -384,9 +394,10 @@ def count_layers(names):
 
 def official_names(layers):
     """[(their name without prefixes, ours)] of a DiT of so many layers, in the order of theirs."""
-    between = [(f"blocks.{i}.{theirs}", f"layers.{i}.{ours}")
-               for i in range(layers) for theirs, ours in LAYER]
-    return [*FIRST, *between, *LAST]
+    between = {f"blocks.{i}.{theirs}": f"layers.{i}.{ours}"
+               for i in range(layers) for theirs, ours in LAYER.items()}
+    return [(theirs + part, ours + part) for theirs, ours in (FIRST | between | LAST).items()
+            for part in (("weight", "bias") if ours.endswith(".") else ("",))]
 
 
 def from_official(state):
@@ -409,25 +420,20 @@ def from_official(state):
 
 
 def load_official_state_dict(model, state):
-    """Load a state dict with their names, with or without prefixes, into a DiT. KeyError names what
-    is missing, unknown, or of another shape.
+    """Load a state dict with their names, with or without prefixes, into a DiT. Raises KeyError for
+    names, RuntimeError for shapes that are not the model's.
     """
-    tensors, own = from_official(state)[0], model.state_dict()
-    if wrong := sorted(tensors.keys() ^ own.keys()) or [
-            name for name in own if tensors[name].shape != own[name].shape]:
-        raise KeyError(f"missing, unknown or of another shape: {wrong}")
-    model.load_state_dict(tensors)
+    model.load_state_dict(from_official(state)[0])
 
 
 def read_official(path, config):
     """{our name: CPU tensor} of a published folder, for a DiT of this Config. Raises UserError."""
     about = config_json(path)
     for key, right in (("time_conditioning", False), ("causal", False), ("adaln", True)):
-        if about.get(key, right) != right:
-            raise UserError(f"{path}: its config.json has {key} {about[key]}, which is not "
-                            "supported")
-    if files := tensor_files.files_in(path, "model"):
-        tensor_files.open_tensors(files)        # names what cannot be read
+        require(about.get(key, right) == right,
+                f"{path}: its config.json has {key} {about.get(key)}, which is not supported")
+    if files := tensor_io.files_of(path, "model"):
+        tensor_io.open_tensors(files)        # names what cannot be read
         state = {name: tensor for file in files for name, tensor in load_file(file).items()}
     else:
         state = read_pickle(path / "pytorch_model.bin")
@@ -440,11 +446,10 @@ def read_official(path, config):
     hidden, layers = tensors["embed.weight"].shape[1], count_layers(tensors)
     heads = hidden // head_size if head_size else config.heads
     size = hidden, layers, heads, len(tensors["condition_in.bias"])
-    if size != (config.hidden_size, config.layers, config.heads, config.cond_size):
-        fits = [name for name, known in dit.SIZES.items() if known == size]
-        raise UserError(f"--init_from {path}: has {layers} layers of {hidden}, {heads} heads, "
-                        f"{size[3]} of conditioning; "
-                        + (f"give --model_size {fits[0]}" if fits else "no --model_size is so"))
+    fits = [f"give --model_size {name}" for name, known in dit.SIZES.items() if known == size]
+    require(size == (config.hidden_size, config.layers, config.heads, config.cond_size),
+            f"--init_from {path}: has {layers} layers of {hidden}, {heads} heads, {size[3]} of "
+            f"conditioning; {fits[0] if fits else 'no --model_size is so'}")
     return tensors
 
 
@@ -461,8 +466,8 @@ def read_pickle(path):
     except Exception as error:      # whatever a damaged or hostile pickle brings about
         why = f"{type(error).__name__}: {str(error).splitlines()[0]:.120}"
         raise UserError(f"{path}: cannot be read ({why})")
-    if not isinstance(state, dict):
-        raise UserError(f"{path}: holds a {type(state).__name__}, not weights by name")
+    require(isinstance(state, dict),
+            f"{path}: holds a {type(state).__name__}, not weights by name")
     return state
 
 
@@ -541,13 +546,13 @@ def sdar_config(about, config, layout):
 
 def check_sdar(config):
     """Raise UserError when a network of this Config is no SDAR model."""
-    if getattr(config, "source", {}).get("model_type") not in ("qwen3", "sdar"):
-        raise UserError("--format sdar: SDAR is Qwen3; this model is of another kind: leave "
-                        "--format out, or start from a Qwen3 model (--init_from)")
-    if config.mask_id != SDAR_MASK_ID:
-        raise UserError(f"--format sdar: the mask has id {config.mask_id}, and servers look for "
-                        f"{SDAR_MASK_ID}: train with Qwen3's own tokenizer (151,669 tokens) and "
-                        "--system gsm8k, or leave --format out")
+    require(getattr(config, "source", {}).get("model_type") in ("qwen3", "sdar"),
+            "--format sdar: SDAR is Qwen3; this model is of another kind: leave --format out, or "
+            "start from a Qwen3 model (--init_from)")
+    require(config.mask_id == SDAR_MASK_ID,
+            f"--format sdar: the mask has id {config.mask_id}, and servers look for {SDAR_MASK_ID}:"
+            " train with Qwen3's own tokenizer (151,669 tokens) and --system gsm8k, or leave "
+            "--format out")
 
 
 def name_mask(folder, mask):
@@ -584,7 +589,7 @@ def export(folder, ema, output, layout_of="usual"):
             state |= {"lm_head.weight": model.lm_head.weight.clone()}
             written = sdar_config(written, config, layout)
     else:
-        t_range = checkpoint.load_meta(folder)["t_range"]
+        t_range = state_of(folder)["t_range"]
         state = official_state(model.state_dict(), config.heads, t_range)
         written = official_config(config, layout, t_range)
         if layout.system == "hdp":
@@ -593,7 +598,7 @@ def export(folder, ema, output, layout_of="usual"):
                   "sample_bd3lm.py", flush=True)
     state = {name: tensor.contiguous() for name, tensor in state.items()}
     with new_folder(output, sum(tensor.nbytes for tensor in state.values())) as output:
-        tensor_files.save(state, output / "model.safetensors")
+        tensor_io.save(state, output / "model.safetensors")
         tokens.save(output)
         for name, content in chat_files(folder).items():
             (output / name).write_bytes(content)
@@ -613,13 +618,13 @@ def export(folder, ema, output, layout_of="usual"):
 
 
 def main(argv=None):
-    args = ARGS or flags.parse(build_parser(), None, argv)
-    with distributed.one_clear_error():
-        folder = find_checkpoint(args.checkpoint, args.pick)
-        state = export(folder, args.ema, Path(args.output_dir), args.format)
-        which = "averaged" if args.ema else "last"
-        print(f"{args.output_dir}: {len(state)} tensors, {which} weights of {folder}")
+    args = ARGS or cli.parse(build_parser(), None, argv)
+    folder = find_checkpoint(args.checkpoint, args.pick)
+    state = export(folder, args.ema, Path(args.output_dir), args.format)
+    which = "averaged" if args.ema else "last"
+    print(f"{args.output_dir}: {len(state)} tensors, {which} weights of {folder}")
 
 
 if __name__ == "__main__":
+    dist.single_process()       # from here on an error is one line
     main()

@@ -1,5 +1,4 @@
-"""Answer GSM8K, HDP or chat problems with a block-diffusion model: texts, exact match, network
-passes, tokens per second.
+"""Answer problems with a block-diffusion model: texts, exact match, network passes, speed.
 
     python diffusion/sample_bd3lm.py --checkpoint out --test_file test.jsonl
     python diffusion/sample_bd3lm.py --checkpoint out/checkpoint-5000 --test_file test.jsonl \
@@ -7,129 +6,103 @@ passes, tokens per second.
     python diffusion/sample_bd3lm.py --checkpoint out --question "Ben has 3 boxes of 6 pens. ..."
     python diffusion/sample_bd3lm.py --checkpoint out --chat chats.jsonl      # {"messages": ...}
 
-Everything is conditioned on the question. gsm8k: the answer block by block until <|endoftext|>.
-hdp: first the plan until its end token, then the execution with <|answer|>. Strict exact match
-takes the number after #### (hdp: after <|answer|>) and compares texts as openai/grade-school-math
-does; flexible takes the last number in the text and compares values. NFE is the mean number of
-network passes a problem needed.
+gsm8k: the answer block by block until <|endoftext|>. hdp: first the plan until its end token, then
+the execution with <|answer|>. Strict exact match takes the number after #### (hdp: after
+<|answer|>) and compares texts as openai/grade-school-math does; flexible takes the last number in
+the text and compares values. NFE is the mean number of network passes a problem needed.
 """
 import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # of common/ and core/
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is next to this folder
 
-from common import flags
-from common.flags import need
+from core import cli
+from core.cli import require
 
 # --------------------------------------------------------------------------------------------------
 # Flags
 
 
 def build_parser():
-    p = flags.Parser("Answer problems with a block-diffusion model.")
-    add = p.add_argument
-    add("--checkpoint", required=True, help="checkpoint folder, or the trainer's OUTPUT_DIR")
-    add("--pick", choices=("best", "newest"), default="best",
-        help="of an OUTPUT_DIR: the best checkpoint by --best_by, or the newest one")
-    add("--ema", action=argparse.BooleanOptionalAction, default=True,
-        help="take the averaged weights")
-    add("--test_file", help="problems of the trained form: JSONL, JSON, dataset folder or hub name")
-    add("--question", nargs="+", metavar="TEXT", help="questions to answer")
-    add("--question_file", help='questions: a text file of lines, or JSON objects with "question"')
-    add("--chat", metavar="FILE",
-        help='answer chats, by the chat template: JSONL or JSON of {"messages": ...}')
-    add("--split", default="test", help="split of a dataset folder or hub name")
-    add("--limit", type=int, default=0, help="answer only the first so many problems, 0 = all")
-    flags.switch(p, "--drop_too_long", help="count problems whose question does not fit as wrong "
-        "instead of stopping")
-    add("--order", choices=("first_hitting", "top_k", "confidence"), default="first_hitting",
-        help="which masked tokens a pass fills: one at random, the surest ones, or all that are "
-             "sure enough")
-    add("--tokens_per_step", type=int, default=1, help="top_k: tokens a pass")
-    add("--threshold", type=float, default=0.9,
-        help="confidence: probability a token must have, 0 to 1")
-    add("--temperature", type=float, default=0.0,
-        help="0 = the likeliest token, 1 = as the model says")
-    add("--top_p", type=float, default=1.0,
-        help="nucleus: draw from the likeliest tokens up to this share")
-    add("--use_cache", action=argparse.BooleanOptionalAction, default=True, help="keep keys and "
-        "values of finished blocks; no-: compute them again in every pass")
-    add("--batch_size", type=int, default=64, help="problems answered side by side")
-    flags.switch(p, "--bf16", help="bfloat16 compute")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    add("--seed", type=int, default=0, help="of order and temperature")
-    add("--min_accuracy", type=float, default=0.0, metavar="SHARE", help="exit status 1 "
-        "unless this share of the problems is answered right, strictly; 0 to 1")
-    add("--show", type=int, default=3, help="answers to print")
-    add("--output", help="JSON file for all answers of a file (default: beside the checkpoint)")
+    p = cli.Parser("Answer problems with a block-diffusion model.")
+    flag = p.flag
+    flag("--checkpoint", None, "checkpoint folder, or the trainer's OUTPUT_DIR", required=True)
+    flag("--pick", "best", "of an OUTPUT_DIR: the best checkpoint by --best_by, or the newest",
+         choices=("best", "newest"))
+    flag("--ema", True, "take the averaged weights", action=argparse.BooleanOptionalAction)
+    flag("--test_file", None, "problems of the trained form: JSONL, JSON, dataset folder, hub name")
+    flag("--question", None, "questions to answer", nargs="+", metavar="TEXT")
+    flag("--chat", None, 'answer chats, by the chat template: JSONL or JSON of {"messages": ...}',
+         metavar="FILE")
+    flag("--split", "test", "split of a dataset folder or hub name")
+    flag("--limit", 0, "answer only the first problems, this many, 0 = all")
+    p.switch("--drop_too_long", "count problems whose question does not fit as wrong")
+    flag("--order", "first_hitting", "which masked tokens a pass fills: one at random, or all that "
+         "are sure enough, at least the surest", choices=("first_hitting", "confidence"))
+    flag("--threshold", 0.9, "confidence: probability a token must have, 0 to 1")
+    flag("--temperature", 0.0, "0 = the likeliest token, 1 = as the model says")
+    flag("--top_p", 1.0, "nucleus: draw from the likeliest tokens up to this share")
+    flag("--batch_size", 64, "problems answered side by side")
+    p.switch("--bf16", "bfloat16 compute")
+    flag("--device", None, "default: cuda where there is one", choices=("cpu", "cuda"))
+    flag("--seed", 0, "of order and temperature")
+    flag("--min_accuracy", 0.0, "exit status 1 unless this share of the problems is answered "
+         "right, strictly; 0 to 1", metavar="SHARE")
+    flag("--show", 3, "answers to print")
+    flag("--output", None, "JSON file for all answers (default: of a file beside the checkpoint)")
     return p
 
 
 def check_flags(args, world_size):
     """Raise UserError for values that make no sense, or would do nothing."""
-    flags.at_least_one(args, "batch_size", "tokens_per_step")
-    flags.zero_or_more(args, "limit", "show", "seed", "temperature")
-    flags.share(args, "min_accuracy")
-    need(not args.min_accuracy or args.test_file,
-         "--min_accuracy needs --test_file, problems with answers")
-    for flag in ("top_p", "threshold"):
-        need(0 < getattr(args, flag) <= 1,
-             f"--{flag} is {getattr(args, flag)}; it must be above 0, up to 1")
-    need(args.top_p == 1 or args.temperature > 0,
-         "--top_p does nothing at --temperature 0; set --temperature 1")
-    need(args.tokens_per_step == 1 or args.order == "top_k",
-         "--tokens_per_step needs --order top_k")
-    need(args.threshold == 0.9 or args.order == "confidence",
-         "--threshold needs --order confidence")
-    need(sum(map(bool, [args.test_file, args.question, args.question_file, args.chat])) == 1,
-         "give one of --test_file, --question, --question_file and --chat")
-    need(not args.output or not args.question,
-         "--output needs --test_file, --question_file or --chat")
-    need(not args.output or not Path(args.output).is_dir(),
-         f"--output {args.output} is a folder; give a file")
+    cli.at_least_one(args, "batch_size")
+    cli.zero_or_more(args, "limit show seed temperature")
+    cli.share(args, "min_accuracy")
+    require(not args.min_accuracy or args.test_file,
+            "--min_accuracy needs --test_file, problems with answers")
+    cli.check_values(args, "top_p threshold", lambda v: 0 < v <= 1, "be above 0, up to 1")
+    require(args.top_p == 1 or args.temperature > 0,
+            "--top_p does nothing at --temperature 0; set --temperature 1")
+    require(args.threshold == 0.9 or args.order == "confidence",
+            "--threshold needs --order confidence")
+    require(sum(map(bool, [args.test_file, args.question, args.chat])) == 1,
+            "give one of --test_file, --question and --chat")
+    require(not args.output or not Path(args.output).is_dir(),
+            f"--output {args.output} is a folder; give a file")
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
-ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import math
 import time
 
 import numpy as np
 
-from common import checkpoint, distributed
-from common.distributed import UserError
-from core.problems import problem as bad_problem
-from core.problems import settle
-from common.text import LINE, printable
-from core import json_files, metrics
-from diffusion.problems import Problem, read_chat_prompts, read_entries, read_problems
+from core import checkpoint, dist, metrics
+from core.cli import UserError, printable, problem_text
+from diffusion.problems import Problem, read_chat_prompts, read_problems
 from diffusion.sampler import Sampling, answer_batch, load_solver, question_state, score
 
 # --------------------------------------------------------------------------------------------------
+# Questions
+
+
+def read_all(args, folder, solver):
+    """Problems that the flags name."""
+    layout = solver.layout
+    if args.question:
+        return [Problem(f"question {n}", text, "", "") for n, text in enumerate(args.question, 1)]
+    if args.test_file:
+        return read_problems(args.test_file, args.split, layout.system, layout.strip_calculator)
+    require(layout.prompt,
+            f"--chat: {folder} was trained without a chat template (--system chat)")
+    return read_chat_prompts(args.chat, folder, solver.tokens)
+
+
+# --------------------------------------------------------------------------------------------------
 # Answers
-
-
-def read_questions(path):
-    """Problems without answers: JSONL or JSON objects with "question", or a text of lines."""
-    text, found, wrong = json_files.read_text(Path(path)), [], []
-    if text.lstrip()[:1] in ("{", "["):
-        entries = [(name, entry.get("question") if isinstance(entry, dict) else None)
-                   for name, entry in read_entries(path, "")]
-    else:
-        entries = [(f"{path} line {n}", line) for n, line in enumerate(text.split("\n"), 1)
-                   if line.strip()]
-    for name, question in entries:
-        good = isinstance(question, str) and question.strip()
-        if good and not json_files.HALF_CHARACTER.search(question):
-            found.append(Problem(name, question.strip(), "", ""))
-        else:
-            wrong.append(bad_problem(name, "invalid",
-                                     "has no 'question' (a text that is not empty)", path))
-    settle(wrong)
-    need(found, f"{path}: holds no questions")
-    return found
 
 
 def usable_states(problems, solver, drop_too_long):
@@ -141,9 +114,8 @@ def usable_states(problems, solver, drop_too_long):
         except UserError as error:
             states.append(None)
             wrong.append(str(error))
-    if wrong and not drop_too_long:
-        raise UserError(distributed.problem_text(wrong) +
-                        "\nfix: shorten them, or --drop_too_long counts them as wrong")
+    require(drop_too_long or not wrong, wrong and problem_text(wrong) +
+            "\n  fix: shorten them, or --drop_too_long counts them as wrong")
     return states
 
 
@@ -194,13 +166,13 @@ def print_answer(answer):
         word = "right by the last number" if answer["flexible"] else "wrong"
         word = "right" if answer["strict"] else word
         scored = f": {word}, the answer is {answer['answer']}"
-    print(f"-- {answer['name']}{scored}\n   question  {printable(answer['question'], LINE)}")
+    print(f"-- {answer['name']}{scored}\n   question  {printable(answer['question'], 2000)}")
     for part in ("plan", "text"):
         if part in answer:
             print(f"   {part:<9} {answer[part]!r}")
 
 
-def print_summary(total, output, least=0.0):
+def print_summary(total, output, least):
     """The last lines. total: of summarise; output: file of the answers; least: share of right."""
     if total["too_long"]:
         print(f"too long   {total['too_long']} questions do not fit and count as wrong")
@@ -220,56 +192,38 @@ def print_summary(total, output, least=0.0):
     print(metrics.verdict_line(found))
 
 
-# --------------------------------------------------------------------------------------------------
-# Main
-
-
 def main(argv=None):
-    args = ARGS or flags.parse(build_parser(), check_flags, argv)
-    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-    with distributed.one_clear_error():
-        sampling = Sampling(args.order, args.tokens_per_step, args.threshold, args.temperature,
-                            args.top_p, args.use_cache)
-        folder, solver = load_solver(args, sampling)
-        layout = solver.layout
-        how = {"first_hitting": "one random token a pass",
-               "top_k": f"the {args.tokens_per_step} surest tokens a pass",
-               "confidence": f"all tokens from probability {args.threshold:g} on"}[args.order]
-        print(f"model      {folder}, {'averaged' if args.ema else 'last'} weights, "
-              f"{layout.system}, on {solver.model.embed.weight.device}\n"
-              f"sampling   {how}; temperature {args.temperature:g}, top_p {args.top_p:g}")
-        source = args.test_file or args.question_file or args.chat or "the command line"
-        if args.chat:
-            need(layout.prompt, f"--chat: {folder} was trained without a chat template "
-                                "(--system chat)")
-            problems = read_chat_prompts(source, folder, solver.tokens)
-        elif args.test_file:
-            problems = read_problems(source, args.split, layout.system, layout.strip_calculator)
-        elif args.question_file:
-            problems = read_questions(source)
-        else:
-            problems = [Problem(f"question {n}", text, "", "")
-                        for n, text in enumerate(args.question, 1)]
-        problems = problems[:args.limit or len(problems)]
-        ending = f"-{Path(source).stem}" if args.question_file or args.chat else ""
-        output = Path(args.output or folder.parent / f"answers-{folder.name}{ending}.json")
-        if args.question:
-            output = "above"        # a few lines: no file
-        else:
-            checkpoint.prepare_output(output.parent, "--output")
-        print(f"problems   {len(problems)} from {source}")
-        answers, seconds = answer_all(solver, problems, args)
-        total = summarise(answers, seconds)
-        if not args.question:
-            checkpoint.write_json(output, {
-                "checkpoint": str(folder), "settings": flags.stored(args), "summary": total,
-                "answers": answers})
-        for answer in answers if args.question else answers[:args.show]:
-            print_answer(answer)
-        print_summary(total, output, args.min_accuracy)
+    args = ARGS or cli.parse(build_parser(), check_flags, argv)
+    folder, solver = load_solver(
+        args, Sampling(args.order, args.threshold, args.temperature, args.top_p))
+    how = "one random token a pass"
+    if args.order == "confidence":
+        how = f"all tokens from probability {args.threshold:g} on"
+    print(f"model      {folder}, {'averaged' if args.ema else 'last'} weights, "
+          f"{solver.layout.system}, on {solver.model.embed.weight.device}\n"
+          f"sampling   {how}; temperature {args.temperature:g}, top_p {args.top_p:g}")
+    source = args.test_file or args.chat
+    problems = read_all(args, folder, solver)
+    problems = problems[:args.limit or len(problems)]
+    output = args.output
+    if source and not output:
+        ending = "" if args.test_file else f"-{Path(source).stem}"
+        output = folder.parent / f"answers-{folder.name}{ending}.json"
+    if output:
+        checkpoint.prepare_folder(Path(output).parent, "--output")
+    print(f"problems   {len(problems)} from {source or 'the command line'}")
+    answers, seconds = answer_all(solver, problems, args)
+    total = summarise(answers, seconds)
+    if output:
+        checkpoint.write_json(output, {"checkpoint": str(folder), "settings": cli.stored(args),
+                                       "summary": total, "answers": answers})
+    for answer in answers[:args.show] if source else answers:
+        print_answer(answer)
+    print_summary(total, output or "above", args.min_accuracy)
     if args.min_accuracy and total["strict"] < args.min_accuracy:
         sys.exit(1)
 
 
 if __name__ == "__main__":
+    dist.single_process()       # from here on an error is one line
     main()

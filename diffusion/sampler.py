@@ -2,8 +2,8 @@
 clean tokens before it; questions in, answers and their scores out.
 
 Many problems at a time, each with its own context; those that reach their end token leave the
-batch. Orders of unmasking: one random token a pass (first hitting, as BD3-LM samples), the k
-surest, or all that are sure enough.
+batch. Orders of unmasking: one random token a pass (first hitting, as BD3-LM samples), or all that
+are sure enough, at least the surest.
 """
 import re
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from common.distributed import UserError
+from core.cli import UserError
 from diffusion.blocks import pieces, prompt_ids
 from diffusion.problems import EXECUTION, PLAN, Layout, load_tokenizer, read_layout
 
@@ -31,15 +31,10 @@ class Generated(NamedTuple):
 
 class Sampling(NamedTuple):
     """How blocks are filled."""
-    # a pass fills a random token; "top_k": the surest; "confidence": all sure ones
-    order: str = "first_hitting"
-    tokens_per_step: int = 1        # top_k: tokens a pass
-    # confidence: probability that a token must have; the surest is always taken
-    threshold: float = 0.9
+    order: str = "first_hitting"    # a pass fills a random token; "confidence": all sure ones
+    threshold: float = 0.9          # confidence: probability a token must have, but the surest
     temperature: float = 1.0        # 0: the likeliest token
-    # draw from the fewest likeliest tokens that together reach this probability
-    top_p: float = 1.0
-    use_cache: bool = True          # False: compute the context again for every pass
+    top_p: float = 1.0              # draw from the fewest likeliest tokens that reach this share
 
 
 def prefill(model, tokens, position, block, known):
@@ -93,11 +88,7 @@ def unmask(model, hidden, tokens, masked, how, generator):
         proposed, sure = tokens.clone(), torch.full_like(tokens, -1, dtype=torch.float64)
         proposed[masked], sure[masked] = pick(model.logits(hidden[masked]), how, generator)
         rank = sure.argsort(1, descending=True).argsort(1)
-        if how.order == "top_k":
-            chosen = rank < how.tokens_per_step
-        else:
-            chosen = (rank < 1) | (sure >= how.threshold)
-        chosen &= masked
+        chosen = masked & ((rank < 1) | (sure >= how.threshold))
         tokens[chosen] = proposed[chosen]
     masked &= ~chosen
 
@@ -148,8 +139,6 @@ def generate(model, states, rooms, block_size, end, how=Sampling(), generator=No
         while masked.any():
             for row, waits in enumerate(masked.any(1).tolist()):
                 forwards[active[row]] += waits
-            if not how.use_cache:
-                past = prefill(model, tokens, position, block, known)
             hidden, _ = model.extend(new, at, seen, past)
             unmask(model, hidden, new, masked, how, generator)
         done += 1
@@ -161,7 +150,7 @@ def generate(model, states, rooms, block_size, end, how=Sampling(), generator=No
             if not stop[row] and done < rooms[i]:
                 left.append(row)
         # the finished block once more, now clean, for its keys and values
-        if left and how.use_cache:
+        if left:
             own = model.extend(new, at, seen, past)[1]
             past = [(torch.cat([k, new_k], 2), torch.cat([v, new_v], 2))
                     for (k, v), (new_k, new_v) in zip(past, own)]

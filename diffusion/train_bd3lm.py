@@ -1,20 +1,21 @@
-"""Block diffusion: BD3-LM (question -> answer) and HDP (question -> plan -> execution).
+"""Train block diffusion: BD3-LM (question -> answer), HDP (question -> plan -> execution), chats.
 
     python diffusion/train_bd3lm.py --train_data_file train.jsonl --tokenizer gpt2 --output_dir out
     python diffusion/train_bd3lm.py --system hdp --train_data_file train_hdp.json ...
     python diffusion/train_bd3lm.py --demo --model_size nano --max_steps 300 ...    # offline
+    torchrun --nproc_per_node=8 diffusion/train_bd3lm.py ... --init_from Qwen/Qwen3-0.6B --bf16
 
-Loss: a bound on the negative log-likelihood (noise.py), averaged over every target of the whole
-optimizer step, all ranks and micro-steps. The counts come from the plan that all ranks share, and
-so does the noise, which is drawn for the whole step: any split of a step over ranks and
-micro-steps trains the same model (dropout aside).
+The script reads top to bottom: flags, ranks, data, resume, order of the data, model, validation and
+saving, then the loop. The loss is a bound on the negative log-likelihood (noise.py), averaged over
+every target of the whole optimizer step, all ranks and micro-steps. The noise is drawn for the
+whole step as well, so any split of a step over ranks and micro-steps trains the same model.
 
 Validation, early stopping and samples use the averaged weights. 50,000 steps of 512 problems are
-3,400 passes over GSM8K's 7,473, and of 512 packed rows, three problems each, 10,000: such a run
-memorises, so watch eval/nll and keep --early_stop_patience on.
+3,400 passes over GSM8K's 7,473: such a run memorises, so watch eval/nll and keep
+--early_stop_patience on.
 
-SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the
-launcher; exit status 0.
+SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop: the step is finished, a checkpoint saved, and
+OUTPUT_DIR/requeue left for the launcher; exit status 0. Rerun the same command to resume.
 """
 import argparse
 import dataclasses
@@ -22,147 +23,154 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # of common/ and core/
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is next to this folder
 
-from common import flags
-from common.flags import need
-from common.text import counted
-from core import run_lock
+from core import cli, run_lock
+from core.cli import require
 
-# --------------------------------------------------------------------------------------------------
-# Flags
-
-
-OFTEN = {"eval_steps": 500, "save_steps": 2000}     # steps between them, by default
 CHECKS = ("invalid", "control_token", "too_long")   # of problems, for --drop_bad
-# problems per micro-step, micro-steps (on one GPU), learning rate, warm-up, steps. Rates of 256,
+ON_OFF = argparse.BooleanOptionalAction
+# Problems per micro-step, micro-steps (on one GPU), learning rate, warm-up, steps. Rates of 256,
 # 512 and 1024 problems are from ngocbao220/hdp-diffusion's H200 guide, that of 768 follows the
-# square root; source is what its scripts run; finetune and convert are ours, for --init_from: for
-# DiT weights a third of the rate at which BD3-LM is fine-tuned, for a language model twice that of
-# SDAR and E2D2 and 10 passes over GSM8K; sdar, for SDAR's models, has the rate of SDAR.
+# square root; source is what its scripts run. For --init_from: finetune, of DiT weights, has a
+# third of BD3-LM's rate; convert, of a language model, twice that of SDAR and E2D2; sdar, SDAR's.
 PRESETS = {"conservative": (64, 4, 4e-4, 5000, 50_000),
            "recommended": (128, 4, 5e-4, 5000, 50_000),
            "aggressive": (192, 4, 6e-4, 5000, 50_000), "extreme": (256, 4, 7e-4, 10_000, 50_000),
            "source": (16, 16, 1e-3, 1000, 10_000), "finetune": (64, 2, 1e-4, 100, 3000),
            "convert": (64, 1, 2e-5, 35, 1170), "sdar": (64, 1, 1e-5, 35, 1170)}
+PRESET_FLAGS = ("problems_per_batch", "gradient_accumulation_steps", "learning_rate",
+                "warmup_steps", "max_steps")
 
+# --------------------------------------------------------------------------------------------------
+# Flags
 
-def build_parser():
-    p = flags.Parser("Train block diffusion on GSM8K.",
-                     usual="system tokenizer demo block_size model_size init_from batch_preset "
-                           "eval_accuracy warmup_steps")
-    flags.before_the_run(p)
-    g = p.add_argument_group("data")
-    add = g.add_argument
-    add("--system", choices=("gsm8k", "chat", "hdp"), default="gsm8k",
-        help="gsm8k: question, answer; chat: the answers of chats; hdp: question, plan, execution")
-    add("--train_data_file",
-        help="JSONL or JSON file, dataset folder (its train split) or hub name")
-    add("--eval_data_file",
-        help="the same (test split) for validation; else --validation_split is held out")
-    add("--validation_split", type=float, default=0.05,
-        help="share of problems held out, 0 = no validation")
-    add("--tokenizer",
-        help="tokenizer.json, folder with it or with GPT-2's files, hub name (default: that of "
-             "--init_from where it has one, the demo's own with --demo, else gpt2)")
-    flags.switch(g, "--chat",
-                 help="gsm8k: questions in the tokenizer's chat template, answers end as its turns")
-    add("--end_token", default="", metavar="TOKEN",
-        help="token that ends an answer; gsm8k: <|endoftext|>, chat: the tokenizer's end token")
-    add("--demo", nargs="?", type=int, const=2000, metavar="PROBLEMS",
-        help="make so many arithmetic problems and a small tokenizer in OUTPUT_DIR/demo "
-             "and train on them; the flag alone: 2000")
-    add("--block_size", type=int, default=16,
-        help="tokens of a block; 1 is autoregressive (default: that of --init_from, else 16)")
-    add("--plan_block_size", type=int, default=0,
-        help="hdp: tokens of a plan block, 0 = --block_size")
-    add("--execution_block_size", type=int, default=0,
-        help="hdp: of an execution block, 0 = --block_size")
-    add("--max_length", type=int, default=512, help="gsm8k: tokens a problem may have")
-    add("--question_budget", type=int, default=128, help="hdp: tokens a question may have")
-    add("--plan_budget", type=int, default=128,
-        help="hdp: tokens a plan may have, markers included")
-    add("--execution_budget", type=int, default=256,
-        help="hdp: tokens an execution may have, with answer")
-    flags.bad_samples(g, CHECKS)
-    flags.switch(g, "--strip_calculator", help="remove GSM8K's <<48/2=24>> marks")
-    flags.switch(g, "--loss_on_question", help="noise and train the question, too")
-    add("--pack", action=argparse.BooleanOptionalAction, default=True,
-        help="several problems in a row instead of padding; same loss")
-    add("--row_length", type=int, default=0,
-        help="clean tokens of a row, 0 = the longest problem allowed")
-    share = flags.usable_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))     # of this rank
-    flags.loading(g, num_workers=min(16, max(1, share)))
-
-    g = p.add_argument_group("model and noise")
-    add = g.add_argument
-    add("--model_size", choices=("nano", "tiny", "small", "medium"), default="small",
-        help="nano is for demos and tests")
-    add("--init_from", metavar="WEIGHTS",
-        help="start from published BD3-LM or MDLM weights (hub name "
-             "kuleshov-group/bd3lm-owt-block_size16, or a folder), a checkpoint or "
-             "export of ours, whatever its block size, whose prompt form is kept, or a causal "
-             "language model shaped like Llama or Qwen3 (folder, hub name Qwen/Qwen3-0.6B)")
-    add("--init_ema", action=argparse.BooleanOptionalAction, default=True,
-        help="of --init_from take the averaged weights; no-: the last ones")
-    add("--dropout", type=float, default=0.1, help="on the output of attention and MLP, 0 to 1")
-    add("--t_range", type=float, nargs=2, metavar=("LOW", "HIGH"),
-        help="noise levels trained on; a clipped range also clips the masked share of every block "
-             "(default: 0.001 to 1; 1 where all blocks are single tokens: "
-             "autoregressive)")
-    add("--clip_search_widths", type=float, nargs="*", default=(), metavar="WIDTH",
-        help="after each validation train on the range of such a width whose loss varies least")
-    add("--clip_search_batches", type=int, default=4, help="validation batches that search may use")
-    add("--loss_weighting", choices=("elbo", "ce"), default="elbo",
-        help="the bound's weights, or all 1")
-    add("--ema_decay", type=float, default=0.9999,
-        help="of the averaged weights, after its warm-up")
-    flags.lora(g, rank=32, alpha=32, dropout=0.0, targets="all-linear",
-               targets_help="all-linear or name endings; the mask's row is trained as well")
-
-    add = p.add_argument_group("batch and length of the run").add_argument
-    add("--batch_preset", choices=tuple(PRESETS),
-        help="defaults of the next two, and of rate, warm-up and steps (default: "
-             "recommended; finetune with --init_from): "
-        + "; ".join(f"{name} {problems} x {steps}, {lr:g}"
-                    for name, (problems, steps, lr, _, _) in PRESETS.items()))
-    add("--per_device_train_batch_size", type=int,
-        help="rows per micro-step and rank (default: as many as hold "
-             "--problems_per_batch on average)")
-    add("--problems_per_batch", type=int,
-        help="problems per micro-step and rank (default: preset's)")
-    add("--gradient_accumulation_steps", type=int,
-        help="micro-steps per optimizer step (default: preset's)")
-    add("--global_batch_size", type=int, default=0,
-        help="problems per optimizer step, of all ranks: what is not given of the two above "
-             "follows (default with --auto: the preset's)")
-    add("--per_device_eval_batch_size", type=int, default=32, help="rows per validation batch")
-    add("--max_steps", type=int, help="optimizer steps (default: preset's)")
-
-    add = flags.optimisation(
-        p, learning_rate=None, lr_scheduler="constant", min_lr_ratio=0.0, weight_decay=0.0,
-        learning_rate_help="peak learning rate (default: preset's; 10 times that with --use_lora)",
-        adam_beta2=0.999, decayed="matrices, not of the embedding").add_argument
-    add("--warmup_steps", type=int, help="optimizer steps of linear warm-up (default: preset's)")
-    add("--scale_lr_from_batch", type=int, default=0, metavar="N",
-        help="multiply the rate by sqrt(problems per optimizer step / N), 0 = off")
-
-    add = flags.speed(p, parallel="ddp", bf16_help="bfloat16 compute, float32 weights").add_argument
-    add("--attn_backend", choices=("flex", "sdpa"),
-        help="block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU); flex "
-             "is dense in rows of fewer than 128 noisy copies")
-
-    add = flags.logging(p, logging_steps=50, save_total_limit=3, **OFTEN).add_argument
-    add("--eval_repeats", type=int, default=4,
-        help="draws of the noise in a validation, for its error bar")
-    add("--eval_accuracy", type=int, default=0, metavar="PROBLEMS",
-        help="answer so many held-out problems in every validation, 0 = none")
-    add("--best_by", choices=("bound", "accuracy"), default="bound",
-        help="what makes a checkpoint the best one; accuracy: strict, of "
-             "--eval_accuracy, the better bound of equal ones")
-    add("--early_stop_patience", type=int, default=10,
-        help="stop after so many validations without a better bound or accuracy, 0 = never")
-    return flags.accept_old(p)
+p = cli.Parser("Train block diffusion on questions and answers, or on chats.")
+flag, switch = p.flag, p.switch
+# before the run
+flag("--config", None, "YAML file of lines `flag: value`, such as OUTPUT_DIR/run.yaml; the command "
+     "line overrides it", metavar="FILE")
+flag("--dry_run", None, "check everything, print the plan, stop; needs no GPU. GPUS: plan for this "
+     "number (default: this launch's)", nargs="?", type=int, const=0, metavar="GPUS")
+# data
+flag("--system", "gsm8k", "gsm8k: question, answer; chat: the answers of chats; hdp: question, "
+     "plan, execution", choices=("gsm8k", "chat", "hdp"))
+flag("--train_data_file", None, "JSONL or JSON file, dataset folder (its train split) or hub name")
+flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
+flag("--validation_split", 0.05, "share of problems held out, 0 = none")
+flag("--tokenizer", None, "tokenizer.json, its folder, or hub name (default: "
+     "that of --init_from where it has one, the demo's own with --demo, else gpt2)")
+switch("--chat", "gsm8k: ask in the tokenizer's chat template, answers end as its turns do")
+flag("--end_token", "", "token that ends an answer (default: gsm8k <|endoftext|>, chat the "
+     "tokenizer's end token)", metavar="TOKEN")
+flag("--demo", None, "make this many arithmetic problems and a small tokenizer in OUTPUT_DIR/demo "
+     "and train on them; the flag alone: 2000", nargs="?", type=int, const=2000, metavar="PROBLEMS")
+flag("--block_size", 16, "tokens of a block; 1 is autoregressive (default: that of --init_from, "
+     "else 16)")
+flag("--plan_block_size", 0, "hdp: tokens of a plan block, 0 = --block_size")
+flag("--execution_block_size", 0, "hdp: tokens of an execution block, 0 = --block_size")
+flag("--max_length", 512, "gsm8k, chat: tokens a problem may have")
+flag("--question_budget", 128, "hdp: tokens a question may have")
+flag("--plan_budget", 128, "hdp: tokens a plan may have, with its markers")
+flag("--execution_budget", 256, "hdp: tokens an execution may have, with its answer")
+flag("--drop_bad", None, "drop bad problems instead of stopping; all, or found by "
+     f"{', '.join(CHECKS)}; OUTPUT_DIR/problems.jsonl lists them", nargs="*", metavar="CHECK")
+switch("--drop_too_long", argparse.SUPPRESS)        # the same as --drop_bad too_long
+switch("--strip_calculator", "remove GSM8K's <<48/2=24>> marks")
+switch("--loss_on_question", "noise and train the question, too")
+flag("--pack", True, "several problems in a row instead of padding; same loss", action=ON_OFF)
+flag("--row_length", 0, "clean tokens of a row, 0 = the longest problem allowed")
+flag("--num_workers", min(16, cli.cpus_per_rank()), "loader processes per rank, 0 = in the trainer")
+# model and noise
+flag("--model_size", "small", "nano is for demos and tests",
+     choices=("nano", "tiny", "small", "medium"))
+flag("--init_from", None, "start from published BD3-LM or MDLM weights (folder or hub name such as "
+     "kuleshov-group/bd3lm-owt-block_size16), from a checkpoint or export of this trainer, or from "
+     "a causal language model such as Llama or Qwen3", metavar="WEIGHTS")
+flag("--dropout", 0.1, "on the output of attention and MLP, 0 to 1")
+flag("--t_range", None, "noise levels trained on; a clipped range also clips the masked share of "
+     "every block (default: 0.001 to 1; 1 where all blocks are single tokens: autoregressive)",
+     type=float, nargs=2, metavar=("LOW", "HIGH"))
+flag("--clip_search_widths", (), "after each validation train on the range of such a width whose "
+     "loss varies least", type=float, nargs="*", metavar="WIDTH")
+flag("--loss_weighting", "elbo", "the bound's weights, or all 1", choices=("elbo", "ce"))
+flag("--ema_decay", 0.9999, "of the averaged weights, after its warm-up")
+switch("--use_lora", "train adapters on a frozen base instead of all weights")
+flag("--lora_rank", 32, "adapter rank")
+flag("--lora_alpha", 32, "updates are multiplied by alpha / rank")
+flag("--lora_dropout", 0.0, "dropout on adapter inputs, 0 to 1")
+flag("--lora_target_modules", "all-linear", "all-linear, or name endings such as q_proj,v_proj; "
+     "the mask's row is trained as well", type=cli.alias(all="all-linear"))
+switch("--use_rslora", "PEFT's rsLoRA: multiply updates by alpha / sqrt(rank) instead")
+switch("--use_dora", "PEFT's DoRA: train the length of each weight row apart; slower")
+# batch and length of the run
+flag("--batch_preset", None, "defaults of the next two, and of rate, warm-up and steps (default: "
+     "recommended; finetune with --init_from): " + "; ".join(
+         f"{name} {n} x {steps}, {lr:g}" for name, (n, steps, lr, *_) in PRESETS.items()),
+     choices=tuple(PRESETS))
+flag("--problems_per_batch", None, "problems per micro-step and rank (default: preset's)", type=int)
+flag("--gradient_accumulation_steps", None, "micro-steps per optimizer step (default: preset's)",
+     type=int)
+flag("--per_device_train_batch_size", None, "rows per micro-step and rank (default: as many as "
+     "hold --problems_per_batch on average)", type=int)
+flag("--global_batch_size", 0, "problems per optimizer step, of all ranks: what is not given of "
+     "the first two follows (default with --auto: the preset's)")
+flag("--per_device_eval_batch_size", 32, "rows per validation batch")
+flag("--max_steps", None, "optimizer steps (default: preset's)", type=int)
+# optimization
+flag("--learning_rate", None, "peak learning rate (default: preset's; 10 times that with "
+     "--use_lora)", type=float)
+flag("--lr_scheduler", "constant", "after warm-up", choices=("cosine", "linear", "constant"),
+     type=cli.alias(constant_with_warmup="constant"))
+flag("--min_lr_ratio", 0.0, "final learning rate as a share of the peak")
+flag("--warmup_steps", None, "optimizer steps of linear warm-up (default: preset's)", type=int)
+flag("--scale_lr_from_batch", 0, "multiply the rate by sqrt(problems per optimizer step / N), 0 = "
+     "off", metavar="N")
+flag("--weight_decay", 0.0, "AdamW decay of matrices, not of the embedding")
+flag("--adam_beta2", 0.999, "AdamW decay of the variance")
+flag("--max_grad_norm", 1.0, "clip the global gradient norm, 0 = off")
+flag("--max_bad_steps", 5, "stop after this many non-finite steps in a row")
+flag("--seed", 42, "of weights, data order, hold-out, noise and dropout")
+# speed and memory
+switch("--auto", "choose what no flag names by the memory plan, and print why: batches, "
+       "--gradient_checkpointing, --parallel; a resumed run keeps its choice")
+flag("--gpu_memory", None, "--dry_run, --auto: of one GPU (default: of the GPU here, else 80)",
+     type=float, metavar="GIB")
+flag("--host_memory", None, "--dry_run: free memory of a node (default: what is free here)",
+     type=float, metavar="GIB")
+flag("--parallel", "ddp", "a model on every GPU; sharded over all GPUs (FSDP2), or over a node's, "
+     "with a copy a node (HSDP)", type=cli.sharding, choices=("ddp", "fsdp", "hsdp"))
+flag("--shard_size", 0, "hsdp: GPUs that weights are sharded over, 0 = a node's")
+flag("--reduce_dtype", "fp32", "in which FSDP sums gradients", choices=("fp32", "bf16"))
+switch("--bf16", "bfloat16 compute, float32 weights")
+switch("--tf32", "TF32 for float32 matrix products on CUDA")
+switch("--compile", "torch.compile each layer")
+flag("--gradient_checkpointing", None, "recompute layers in the backward pass: all of them, or all "
+     "but attention and matrix products; the flag alone means all", nargs="?", const="all",
+     type=cli.recomputation, metavar="all|selective")
+flag("--attn_backend", None, "block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU); "
+     "flex is dense in rows of fewer than 128 noisy copies", choices=("flex", "sdpa"))
+flag("--collective_timeout", 600, "abort after this many seconds without progress, naming the rank")
+flag("--wait_timeout", 21600, "the same for data preparation, validation, saving")
+# logging, validation, checkpoints
+flag("--output_dir", "./output", "everything written goes here; shared by all nodes")
+flag("--logging_dir", "./logs", "TensorBoard files go to a folder in here")
+flag("--logging_steps", 50, "optimizer steps between log lines")
+flag("--report_to", ["tensorboard"], "beside metrics.jsonl: one or more of "
+     f"{', '.join(cli.TRACKERS)}, or none", nargs="+", metavar="NAME")
+flag("--wandb_project", "flat-trainers", "project at W&B and trackio")
+flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 500)", type=int)
+flag("--eval_repeats", 4, "draws of the noise in a validation, for its error bar")
+flag("--eval_accuracy", 0, "answer this many held-out problems in every validation, 0 = none",
+     metavar="PROBLEMS")
+flag("--best_by", "bound", "what makes a checkpoint the best one; accuracy: strict, of "
+     "--eval_accuracy, ties go to the better bound", choices=("bound", "accuracy"))
+flag("--early_stop_patience", 10, "stop after this many validations without a better bound or "
+     "accuracy, 0 = never")
+flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 2000)", type=int)
+flag("--save_total_limit", 3, "newest checkpoints kept beside the best, 0 = all")
+flag("--resume", "auto", "auto (newest whole checkpoint in OUTPUT_DIR), none, or a folder",
+     type=cli.alias(true="auto", false="none"))
 
 
 def layout_of(args):
@@ -172,483 +180,455 @@ def layout_of(args):
                      if hasattr(args, field.name)})
 
 
-def share_step(args, ranks):
+def split_global_batch(args, ranks):
     """Split --global_batch_size: what is open of the other two flags follows the preset."""
     share, problems = args.global_batch_size // ranks, args.problems_per_batch
     steps = args.gradient_accumulation_steps
     if not problems:
         problems = share // steps if steps else min(share, PRESETS[args.batch_preset][0])
     steps = steps or share // max(1, problems)
-    need(problems * steps * ranks == args.global_batch_size,
-         f"--global_batch_size {args.global_batch_size}: cannot be shared out; {problems} problems "
-         f"x {steps} micro-steps x {ranks} ranks = {problems * steps * ranks}")
+    require(problems * steps * ranks == args.global_batch_size,
+            f"--global_batch_size {args.global_batch_size}: cannot be split; {problems} problems x "
+            f"{steps} micro-steps x {ranks} ranks = {problems * steps * ranks}")
     args.problems_per_batch, args.gradient_accumulation_steps = problems, steps
-    args.named = flags.named(args) | {"problems_per_batch", "gradient_accumulation_steps"}
+    args.named = cli.named(args) | {"problems_per_batch", "gradient_accumulation_steps"}
 
 
 def check_flags(args, world_size):
-    """Raise UserError for values that would fail, or do nothing, later; fill in what derives."""
-    need(not (args.per_device_train_batch_size and args.problems_per_batch),
-         "give one of --per_device_train_batch_size, rows, and --problems_per_batch")
-    names = ("problems_per_batch", "gradient_accumulation_steps", "learning_rate", "warmup_steps",
-             "max_steps")
-    need(not (args.per_device_train_batch_size and args.global_batch_size),
-         "give one of --global_batch_size and --per_device_train_batch_size")
+    """Raise UserError for flags that would fail, or do nothing, later; fill in what derives."""
+    for flag in ("problems_per_batch", "global_batch_size"):
+        require(not (args.per_device_train_batch_size and getattr(args, flag)),
+                f"give one of --per_device_train_batch_size, rows, and --{flag}")
     args.batch_preset = args.batch_preset or ("finetune" if args.init_from else "recommended")
     if args.global_batch_size and (not args.auto or args.problems_per_batch
                                    or args.gradient_accumulation_steps):
-        share_step(args, world_size)
-    # problems become rows when the data is known
-    for flag, value in zip(names, PRESETS[args.batch_preset]):
+        split_global_batch(args, world_size)
+    for flag, value in zip(PRESET_FLAGS, PRESETS[args.batch_preset]):
         if getattr(args, flag) is None:
-            setattr(args, flag, value * 10 if flag == "learning_rate" and args.use_lora else value)
+            lora = flag == "learning_rate" and args.use_lora
+            setattr(args, flag, value * 10 if lora else value)
     if not args.global_batch_size:
         args.global_batch_size = args.problems_per_batch * args.gradient_accumulation_steps
-    flags.check_shared(args)
-    flags.check_bad_samples(args, CHECKS)
-    flags.check_loading(args, build_parser())
-    flags.check_parallel(args, world_size)
+    cli.check_trainer(args, world_size, p)
+    cli.at_least_one(args, "problems_per_batch max_steps eval_repeats demo")
+    cli.zero_or_more(args, "row_length early_stop_patience eval_accuracy")
+    cli.below_one(args, "ema_decay")
+    cli.check_plan(args)
+    cli.check_drop_bad(args, CHECKS)
     if args.dry_run is None:        # long before the imports are done
         run_lock.check_free(args.output_dir)
-    need((args.demo is not None) != bool(args.train_data_file),
-         "give one of --train_data_file and --demo")
-    need(args.init_ema or args.init_from, "--no-init_ema needs --init_from")
-    flags.check_lora(args, build_parser())
-    need(not args.use_lora or (args.init_from and args.system != "hdp"),
-         "--use_lora needs --init_from of a language model, and no --system hdp")
-    need(not args.chat or args.system == "gsm8k",
-         "--chat needs --system gsm8k: plans have a form of their own, chats are in their template")
+    require((args.demo is not None) != bool(args.train_data_file),
+            "give one of --train_data_file and --demo")
+    require(args.demo is None or not args.eval_data_file,
+            "--demo makes its own validation problems: drop --eval_data_file")
+    require(not args.use_lora or (args.init_from and args.system != "hdp"),
+            "--use_lora needs --init_from of a language model, and no --system hdp")
+    require(not args.chat or args.system == "gsm8k",
+            "--chat needs --system gsm8k: plans have a form of their own, chats have a template")
     for flag in ("eval_accuracy", "strip_calculator", "loss_on_question"):
-        need(args.system != "chat" or not getattr(args, flag), f"--system chat has no --{flag}")
-    need(not args.end_token or not (args.system == "hdp" or args.chat),
-         "--end_token needs --system gsm8k, and no --chat, or --system chat")
-    need(args.demo is None or not args.eval_data_file,
-         "--demo makes its own validation problems: drop --eval_data_file")
-    flags.at_least_one(args, *names[:2], "max_steps", "eval_repeats", "clip_search_batches", "demo")
-    flags.zero_or_more(args, "row_length", "early_stop_patience", "eval_accuracy")
-    need(args.best_by == "bound" or args.eval_accuracy, "--best_by accuracy needs --eval_accuracy")
+        require(args.system != "chat" or not getattr(args, flag), f"--system chat has no --{flag}")
+    require(not args.end_token or not (args.system == "hdp" or args.chat),
+            "--end_token needs --system gsm8k, and no --chat, or --system chat")
+    require(args.best_by == "bound" or args.eval_accuracy,
+            "--best_by accuracy needs --eval_accuracy")
     for flag in ("eval_accuracy", "clip_search_widths"):
-        need(not getattr(args, flag) or args.eval_data_file or args.demo or args.validation_split,
-             f"--{flag} needs validation data")
-    flags.below_one(args, "ema_decay")
-    need(all(0 < width < 1 for width in args.clip_search_widths),
-         f"--clip_search_widths {args.clip_search_widths}: widths must lie between 0 and 1")
+        validated = args.eval_data_file or args.demo or args.validation_split
+        require(validated or not getattr(args, flag), f"--{flag} needs validation data")
+    require(all(0 < width < 1 for width in args.clip_search_widths),
+            f"--clip_search_widths {args.clip_search_widths}: widths must lie between 0 and 1")
     from diffusion import problems  # last: it imports torch
     layout = layout_of(args)
     layout.check()
-    args.t_range = tuple(args.t_range or problems.bound_range(layout))
-    problems.check_range(args.t_range, layout)
+    problems.check_range(args.t_range or problems.bound_range(layout), layout)
     args.row_length = args.row_length or layout.longest
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
-ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+args = cli.parse(p, check_flags)
+dry = args.dry_run is not None
+if dry and os.environ.get("RANK", "0") != "0":
+    sys.exit(0)     # one process plans for all
 
 import json
+import math
+import tempfile
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
-from common import checkpoint, distributed, run, tensor_files
-from common.distributed import UserError
-from core.problems import collect
-from common.text import size as gib
-from core import loading, metrics, optim
+from core import checkpoint, dist, loading, metrics, optim, tensor_io, watchdog
 from core.packing import PackOrder, rank_packs
 from diffusion import blocks, dit, elbo, noise, problems
 
 # --------------------------------------------------------------------------------------------------
-# Data, vocabulary, start
+# Ranks. A dry run joins no other process and writes nothing.
+
+output_dir, work_dir = Path(args.output_dir), args.output_dir
+if dry:
+    from common import plan as plans
+    world = dist.single_process()
+    plans.check_writable(args.output_dir, "--output_dir")
+    scratch = tempfile.TemporaryDirectory()
+    work_dir = scratch.name
+else:
+    world = dist.init(args.collective_timeout, args.wait_timeout,
+                      args.auto or args.parallel != "ddp")
+    dist.rank0(world, checkpoint.claim_output, args.output_dir)
+    dist.rank0(world, watchdog.clear_marker, args.output_dir)
+    if "tensorboard" in args.report_to:
+        dist.rank0(world, checkpoint.prepare_folder, args.logging_dir, "--logging_dir")
+watch = watchdog.Watchdog(world, args.collective_timeout)       # names a rank that hangs
+watch.report_progress("data preparation", args.wait_timeout)
+watchdog.exit_if_asked(world, args.output_dir)      # by a signal during the imports
+ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
+main_rank, device = world.is_main, world.device
+dist.check_bf16(device, args.bf16)
+args.compile = dist.choose_compile(world, args.compile)
+if args.tf32:
+    torch.set_float32_matmul_precision("high")
+backend = args.attn_backend or ("flex" if device.type == "cuda" else "sdpa")
+require(dry or backend == "sdpa" or device.type == "cuda", "--attn_backend flex trains on CUDA "
+        "only: torch has no backward for it on a CPU; drop the flag")
+dtype = torch.bfloat16 if args.bf16 else None
 
 
-def prepare(args, world):
-    """(Layout, Tokens, (training Rows, validation Rows or None), Config, published.Start or None,
-    {name: bytes} that a checkpoint keeps beside tokenizer.json, the network's name for people).
-
-    Raises UserError; a dry run's names all mistakes.
-    """
-    layout, path, dry = layout_of(args), None, args.dry_run is not None
-    files, tokenizer = {}, "gpt2"
-    if args.demo is not None:
-        from diffusion import make_problems
-        folder = Path(run.work_folder(args)) / "demo"
-        args.train_data_file, args.eval_data_file, tokenizer = distributed.rank0_first(
-            world, make_problems.prepare_demo, folder, args.system, args.demo)
-    templated = args.chat or args.system == "chat"
-    if args.init_from or templated:
-        from diffusion import published
-    if args.init_from:          # on rank 0 first: one download for all
-        path = distributed.rank0_first(world, published.find, args.init_from)
-        if published.is_causal(path) or (path / "tokenizer.json").is_file():
-            tokenizer = path
-    tokenizer = args.tokenizer or tokenizer
-    if templated:
-        args.tokenizer = str(tokenizer)     # whose template chats are read by
-        layout = published.with_chat(layout, tokenizer)
-    elif path:
-        layout = published.with_form(layout, path)
-    if path and "block_size" not in flags.named(args):
-        before, size = problems.bound_range(layout), published.trained_form(path).get("block_size")
-        layout = dataclasses.replace(layout, block_size=size or layout.block_size)
-        layout.check()
-        if args.t_range == before:
-            args.t_range = problems.bound_range(layout)
-        problems.check_range(args.t_range, layout)
-    if path or templated:
-        files = published.chat_files(tokenizer)
-    tokens = distributed.rank0_first(world, problems.load_tokenizer, tokenizer, args.system,
-                                     layout.end_token)
-    config, name = dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout), ""
-    if path:
-        config = published.config_for(path, args.model_size, tokens, args.dropout)
-        name = path.name if published.is_causal(path) else ""
-    *_, rows, given = collect(
-        dry, lambda: run.check_folders(args),
-        lambda: distributed.check_bf16(world.device, args.bf16),
-        lambda: blocks.prepare_rows(world, layout, tokens, args, None if dry else args.output_dir),
-        lambda: path and published.read(path, config, tokens, args.init_ema, args.seed))
-    if args.use_lora:
-        config = published.with_lora(config, path, args.bf16, args.init_from, adapters_of(args))
-    return layout, tokens, rows, config, given, files, name or args.model_size
-
-
-def adapters_of(args):
-    """Arguments of decoder.add_adapters that the flags name; {}: no adapters."""
-    if not args.use_lora:
-        return {}
-    return {"rank": args.lora_rank, "alpha": args.lora_alpha, "dropout": args.lora_dropout,
-            "targets": args.lora_target_modules, "rslora": args.use_rslora, "dora": args.use_dora}
-
-
-def build_network(args, world, ranks, config, given, resume):
-    """(network on this rank's device, what to call in training, elbo.Average). Raises UserError.
-
-    given: published.Start or None. resume: folder of a checkpoint, or None: new.
-    """
-    device = world.device
-    backend = args.attn_backend or ("flex" if device.type == "cuda" else "sdpa")
-    if backend == "flex" and device.type == "cpu":
-        raise UserError("--attn_backend flex trains on CUDA only: torch has no backward for it on "
-                        "a CPU; drop the flag")
-    distributed.seed_everything(args.seed)      # equal weights on all ranks
-    model = config.network(config, backend, args.gradient_checkpointing).to(device)
-    if args.compile:        # FlexAttention of unknown lengths is slow
-        distributed.compile_layers(model.layers, dynamic=False)
-    if sharding := run.sharding(args, ranks):
-        distributed.shard(model, model.layers, world, **sharding)
-    if given:
-        from diffusion import published
-        published.fill(model, given, args.seed, bool(resume))
-    if resume:
-        from common.resume import load_tensors
-        load_tensors(resume, "model", elbo.trained(model), world)
-    average = elbo.Average(model, args.ema_decay)
-    if resume:
-        load_tensors(resume, "ema", average.shadow, world)
-    model.train()
-    return model, model if sharding else distributed.wrap_ddp(model, world), average
+def print0(*lines):
+    if main_rank:
+        print(*lines, sep="\n", flush=True)
 
 
 # --------------------------------------------------------------------------------------------------
-# Words
+# Data: problems -> documents of numbered blocks -> rows. Every rank holds all, so ranks never have
+# to ask each other which rows a step has, or how many targets.
+
+layout, folder, tokenizer = layout_of(args), None, args.tokenizer or "gpt2"
+if args.demo is not None:
+    from diffusion import make_problems
+    args.train_data_file, args.eval_data_file, made = dist.rank0(
+        world, make_problems.prepare_demo, Path(work_dir) / "demo", args.system, args.demo)
+    tokenizer = args.tokenizer or made
+templated = args.chat or args.system == "chat"
+if args.init_from or templated:
+    from diffusion import published
+    layout, folder, tokenizer = published.open_start(world, args, layout, tokenizer)
+t_range = args.t_range = tuple(args.t_range or problems.bound_range(layout))
+problems.check_range(t_range, layout)
+tokens = dist.rank0(world, problems.load_tokenizer, tokenizer, args.system, layout.end_token)
+config = dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout)
+if folder:
+    config = published.config_for(folder, args.model_size, tokens, args.dropout)
+rows, eval_rows = blocks.prepare_rows(world, layout, tokens, args, None if dry else args.output_dir)
+start = published.read(folder, config, tokens, args.seed) if folder else None
+lora = published.adapters_of(args) if args.use_lora else {}
+if lora:
+    config = published.with_lora(config, folder, args.bf16, args.init_from, lora)
+table, regions = blocks.row_table(rows), elbo.REGIONS[args.system]
+chosen = []         # problems that a validation answers
+if args.eval_accuracy and eval_rows:
+    chosen = elbo.choose_problems(eval_rows, args.eval_accuracy, tokens, args.seed)
+how = elbo.Eval(eval_rows, tokens, args.per_device_eval_batch_size, args.eval_repeats, args.seed,
+                args.bf16, args.clip_search_widths, args.loss_weighting, chosen)
+per_row = table["samples"].mean()
+if not args.per_device_train_batch_size:        # problems become rows
+    args.per_device_train_batch_size = max(1, round(args.problems_per_batch / per_row))
+if args.auto or dry:
+    from diffusion import plan
+if args.auto:
+    plan.choose(args, world, ranks, config, rows, eval_rows, table)
+
+# --------------------------------------------------------------------------------------------------
+# Resume
+
+batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+# what a checkpoint must share with the run that resumes it, and what its validation losses must
+identity = {**dataclasses.asdict(layout), "seed": args.seed,
+            "model": [args.model_size, tokens.vocab_size], "adapters": lora,
+            "batch": [batch_rows, rows.length], "training data": rows.fingerprint(),
+            "start": start.identity if start else ""}
+validation = eval_rows and [eval_rows.fingerprint(), args.eval_repeats,
+                            args.per_device_eval_batch_size,
+                            *([len(chosen), args.best_by] if chosen else [])]
+checkpoints = checkpoint.CheckpointManager(world, output_dir, args.save_total_limit,
+                                           args.wait_timeout)
+resume, state = checkpoints.latest(args.resume)
+if resume:
+    dist.rank0(world, checkpoint.check_identity, resume, state, identity)
+    missing = {"t_range", "stale", "best", "averaged"} - state.keys()
+    require(not missing, f"--output_dir {output_dir}: the state.json of its checkpoint has no "
+                         f"{', '.join(sorted(missing))}; it is not of this trainer")
+step, epoch, first_pack = (state.get(key, 0) for key in ("step", "epoch", "first"))
+if resume and args.clip_search_widths:
+    t_range = tuple(state["t_range"])
+# bests: lowest bound and share of wrong answers; stale: validations since one of them fell
+bests, stale, best_loss, best_tie, best_step = {}, 0, math.inf, 0.0, None
+if resume and state["validation"] == validation:
+    bests, stale, best_step = state["best"], state["stale"], state["best_step"]
+    if best_step is not None:
+        best_loss, best_tie = state["best_loss"], state.get("best_tie", 0.0)
+# weights that were given are validated first; so is what a signal broke off
+eval_due = bool(validation) and bool(state.get("eval_due", start))
+
+# --------------------------------------------------------------------------------------------------
+# Order of the rows: a function of (seed, epoch) alone, so another number of ranks continues it
+
+order = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, seed=args.seed)
+per_step, total_steps = ranks * accumulation, args.max_steps
+step_rows = per_step * batch_rows
+step_problems = step_rows * per_row
+peak_lr = optim.sqrt_lr(args.learning_rate, step_problems,
+                        args.scale_lr_from_batch or step_problems)
+intervals = cli.set_intervals(args, total_steps, state.get("args", {}), bool(validation),
+                              eval_steps=500, save_steps=2000)
+name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+kind = folder.name if folder and published.is_causal(folder) else args.model_size
+print0(f"device     {ranks} x {name}, torch {torch.__version__}, {args.parallel}, "
+       f"{'bf16 autocast' if args.bf16 else 'fp32'}", elbo.model_line(config, kind),
+       *blocks.data_lines(rows, eval_rows, table),
+       f"steps      {total_steps} = {total_steps * per_step / order.packs_per_epoch:,.1f} epochs; "
+       f"a step is {step_rows} rows ({step_problems:,.0f} problems) = "
+       f"{cli.counted(ranks, 'rank')} x {cli.counted(accumulation, 'micro-step')} x {batch_rows}; "
+       f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}", intervals,
+       f"start      step {step}, "
+       + (f"resumed from {resume}" if resume else start.words if start else "new weights"))
+if dry:
+    plan.print_plan(args, ranks, config, rows, eval_rows, table, order, total_steps - step)
+    print("dry run ok")
+    sys.exit(0)
+
+# --------------------------------------------------------------------------------------------------
+# Model
+
+watch.report_progress("loading the model", args.wait_timeout)
+dist.seed_everything(args.seed)     # equal weights on all ranks
+model = config.network(config, backend, args.gradient_checkpointing).to(device)
+if args.compile:        # FlexAttention of unknown lengths is slow
+    dist.compile_layers(model.layers, dynamic=False)
+if args.parallel != "ddp":
+    dist.shard(model, model.layers, world, args.bf16, shard_size=args.shard_size,
+               reduce_dtype=args.reduce_dtype)
+if start:
+    published.fill(model, start, args.seed, bool(resume))
+if resume:
+    tensor_io.load(world, resume, "model", elbo.trained(model))
+average = elbo.Average(model, args.ema_decay)
+if resume:
+    tensor_io.load(world, resume, "ema", average.shadow)
+    average.updates.fill_(state["averaged"])
+model.train()
+wrapped = dist.wrap_ddp(model, world) if args.parallel == "ddp" else model
+parameters = list(model.parameters())
+optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
+                              (0.9, args.adam_beta2), model.decays)
+dist.seed_everything(args.seed, world.rank)     # other dropout on every rank
+if resume:
+    checkpoints.restore(resume, model, optimizer)
+
+# --------------------------------------------------------------------------------------------------
+# Validation and checkpoints
 
 
-def print_start(args, config, name, rows, eval_rows, table, device, ranks, shards):
-    """What is about to run. shards: GPUs that the state is sharded over."""
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    with torch.device("meta"):
-        model = config.network(config)
-    size = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in elbo.trained(model).values())
-    base = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
-    state = (20 * trained + base) / shards        # fp32 weights, gradients, two moments, average
-    held_out = sum(len(m) for m in eval_rows.members) if eval_rows else 0
-    dropped = f", {rows.documents.dropped} dropped" if rows.documents.dropped else ""
-    filled = table["clean"].sum() / (len(rows) * rows.length)
-    lengths = np.concatenate([rows.documents.tokens[m] for m in rows.members])
-    print(f"device     {ranks} x {where}, torch {torch.__version__}, "
-          f"{'bf16 autocast' if args.bf16 else 'fp32'}\n"
-          f"model      {name}, {size:,} parameters"
-          f"{f', {trained:,} of them trained' if base else ''}; weights, gradients, optimizer and "
-          f"average {gib(state)} a GPU\n"
-          f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; tokens "
-          f"mean {lengths.mean():.0f} max {lengths.max()}\n"
-          f"rows       {len(rows)} of {rows.length} clean and {rows.noisy_length} noisy tokens, "
-          f"{filled * 100:.1f}% of the clean ones filled, {table['samples'].mean():.2f} problems "
-          "each")
+def asked_to_stop():
+    """Whether any rank was asked to stop. Collective; raises the error of a failed checkpoint."""
+    checkpoints.check()
+    return bool(dist.all_max(world, bool(watchdog.stop_asked(args.output_dir))).item())
 
 
-def loss_report(sums, regions):
-    """Sums (10,) of all ranks since the last line -> {name: value}.
+def validate():
+    """Validate the averaged weights, log -> whether they are the best so far; None if stopped."""
+    global t_range, stale, best_loss, best_tie, best_step
+    watch.report_progress(f"validation at step {step}", args.wait_timeout)
+    found = elbo.validate(world, model, average, how, t_range, asked_to_stop)
+    if found is None:
+        return None
+    values, t_range, answers = found
+    stale = 0 if elbo.improved(bests, values) else stale + 1
+    print0(elbo.eval_line(step, values, regions))
+    if main_rank:
+        log.write(step, values)
+        if answers:
+            elbo.write_answers(args.output_dir, step, answers)
+    # of equally many right answers, none at first, the better bound decides
+    score = (values["eval/nll"], 0.0)
+    if args.best_by == "accuracy":
+        score = (1 - values["eval/accuracy"], values["eval/nll"])
+    # one that is not finite is never the best
+    if not math.isfinite(sum(score)) or score >= (best_loss, best_tie):
+        return False
+    (best_loss, best_tie), best_step = score, step
+    return True
 
-    Weighted losses and targets of each region, plain losses of masked tokens, how many these are.
-    """
-    losses, targets = sums[:4].tolist(), sums[4:8].tolist()
-    cross_entropy, masked = sums[8:].tolist()
-    if not sum(targets):        # every step was skipped: no loss to claim
-        return dict.fromkeys(("train/loss", "train/masked_loss", "train/masked"), float("nan"))
-    values = {"train/loss": sum(losses) / sum(targets),
-              "train/masked_loss": cross_entropy / max(1, masked),
-              "train/masked": masked / sum(targets)}
-    return values | {f"train/loss_{name}": loss / n
-                     for name, loss, n in zip(regions, losses, targets) if n}
 
+def save():
+    """Copy everything off the device; it is written while the next steps run. On every rank."""
+    watch.report_progress(f"saving at step {step}", args.wait_timeout)
+    unlogged = dist.all_reduce(world, sums.clone()).tolist()    # of steps since the last log line
+    checkpoints.wait()      # before the next copies take memory
+    dist.reshard(model)     # after a validation FSDP2's parameters are the gathered ones
 
-def console_line(step, total_steps, v):
-    """One aligned line of at most 160 characters; metrics.jsonl has all numbers."""
-    mfu = f" | mfu {v['train/mfu'] * 100:4.1f}%" if "train/mfu" in v else ""
-    return (f"step {step:>6}/{total_steps} | loss {v['train/loss']:7.4f} | masked "
-            f"{v['train/masked'] * 100:4.1f}% ce {v['train/masked_loss']:7.4f} | lr "
-            f"{v['train/learning_rate']:.2e} | grad_norm {v['train/grad_norm']:7.3f} | "
-            f"{v['train/throughput']:>9,.0f} tok/s | wait {v['train/data_wait_seconds']:4.1f} "
-            f"s{mfu} | eta {metrics.duration((total_steps - step) * v['train/step_seconds'])}")
+    def save_config(path):
+        about = {"model": dataclasses.asdict(config), "step": step,
+                 "layout": dataclasses.asdict(layout), "source": start.source if start else {}}
+        (path / "config.json").write_text(json.dumps(about, indent=1))
+        tokens.save(path)
+        if folder or templated:     # with these files a chat template stays usable
+            for file, content in published.chat_files(tokenizer).items():
+                (path / file).write_bytes(content)
 
-
-def eval_line(step, v, regions):
-    """The bound of a validation in one line."""
-    error = f" +- {v['eval/stderr']:.4f}" if "eval/stderr" in v else ""
-    parts = " ".join(f"{name} {v[f'eval/nll_{name}']:.4f}" for name in regions
-                     if f"eval/nll_{name}" in v)
-    if "eval/accuracy" in v:
-        parts += (f" | right {v['eval/accuracy']:.1%}, by the last number "
-                  f"{v['eval/accuracy_flexible']:.1%}")
-    return (f"eval   step {step:>6} | nll <= {v['eval/nll']:.4f}{error} nats/token | "
-            f"{v['eval/bits_per_token']:.4f} bits/token | perplexity <= "
-            f"{v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} | {parts}")
+    checkpoints.save(step, model, optimizer, "model", elbo.trained(model), save_config, {
+        "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
+        "validation": validation, "best_step": best_step, "best_tie": best_tie,
+        "best_loss": None if best_step is None else best_loss, "best": bests, "stale": stale,
+        "eval_due": eval_due, "t_range": t_range, "averaged": float(average.updates),
+        "skipped": monitor.skipped, "unlogged": unlogged, "args": cli.stored(args)}, best_step,
+        files=tensor_io.stage(world, "ema", average.shadow))
 
 
 # --------------------------------------------------------------------------------------------------
-# Main
+# Loop
+
+sums = torch.zeros(10, dtype=torch.float64, device=device)      # as elbo.loss_report reads them
+if main_rank and len(state.get("unlogged", ())) == len(sums):
+    sums += torch.tensor(state["unlogged"], dtype=torch.float64, device=device)
+monitor = optim.StepMonitor(world, rows.documents.name, args.max_bad_steps,
+                            state.get("skipped", 0), before_error=checkpoints.wait)
+packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, epoch, first_pack)
+batches = loading.ahead(blocks.make_loader(rows, packs, batch_rows, rows.noisy_length,
+                                           num_workers=args.num_workers, prefetch_factor=4))
+if main_rank:
+    checkpoint.write_text(output_dir / cli.CONFIG, cli.config_text(args, sys.argv[0]))
+    board = Path(args.logging_dir) / output_dir.resolve().name
+    log = metrics.MetricsLog(output_dir, board, args.report_to, cli.stored(args), step,
+                             args.wandb_project, eval_due)
+start_step, timer, stopping = step, metrics.StepTimer(device), False
+if eval_due:
+    with timer.paused():
+        eval_due = stopping = validate() is None
+        if not (stopping and resume):
+            save()      # again, so that it is not validated twice
 
 
-def main(argv=None):
-    args = ARGS or flags.parse(build_parser(), check_flags, argv)
-    run.main(args, train)
+def stale_enough():
+    """Whether validations have not improved for --early_stop_patience of them."""
+    return bool(args.early_stop_patience) and stale >= args.early_stop_patience
 
 
-def train(args):
-    # -- ranks, data -------------------------------------------------------------------------------
-    ranks, dry = run.ranks(args), args.dry_run is not None
-    world, watch = run.start(args)
-    layout, tokens, (rows, eval_rows), config, given, files, name = prepare(args, world)
-    table, regions = blocks.row_table(rows), elbo.REGIONS[args.system]
-    chosen = []         # problems that a validation answers
-    if args.eval_accuracy and eval_rows:
-        chosen = elbo.choose_problems(eval_rows, args.eval_accuracy, tokens, args.seed)
-    if not args.per_device_train_batch_size:        # problems become rows
-        per_row = table["samples"].mean()
-        args.per_device_train_batch_size = max(1, round(args.problems_per_batch / per_row))
-    if args.auto or dry:
-        from diffusion import plan
-    if args.auto:
-        plan.choose(args, world, ranks, config, rows, eval_rows, table)
-    batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    # what a checkpoint must share with the run that goes on from it, by name
-    identity = {**dataclasses.asdict(layout), "seed": args.seed,
-                "model": [args.model_size, tokens.vocab_size], "adapters": adapters_of(args),
-                "batch": [batch_rows, rows.length], "training data": rows.fingerprint(),
-                "start": given.identity if given else ""}
-    # what losses of validations must share to compare
-    validation = eval_rows and [
-        eval_rows.fingerprint(), args.eval_repeats, args.per_device_eval_batch_size,
-        *([len(chosen), args.best_by] if chosen else [])]
-    resume, meta = run.find_resume(args.output_dir, args.resume, identity, world)
+while step < total_steps and not stopping and not stale_enough():
+    # next batch: which rows the step has on all ranks each rank knows from the order; the loss
+    # divides by their targets
+    if first_pack >= order.packs_per_epoch:
+        epoch, first_pack = epoch + 1, 0
+    window = order.window(epoch, first_pack, per_step)
+    work = {name: int(values[window].sum()) for name, values in table.items()}
+    # noise is drawn for the whole step and then cut: it is the same on any number of ranks
+    draws = noise.draw(args.seed, "train", step, work["groups"], step_rows, rows.length)
+    first_groups = np.concatenate([[0], np.cumsum(table["groups"][window])])
+    step_sums = torch.zeros_like(sums)      # stays on the device; nothing here waits for it
+    for micro in range(accumulation):
+        watch.report_progress(f"loading data for step {step + 1}")
+        with timer.waiting():
+            batch = next(batches)
+        # compiling takes minutes, in the first step
+        limit = args.wait_timeout if args.compile and step == start_step else None
+        watch.report_progress(f"step {step + 1}", limit)
+        # rows of this rank in this micro-step; an epoch's last step may have fewer
+        first = (micro * world.size + world.rank) * batch_rows
+        mine = window[first:first + batch_rows]
+        # else this rank's loss would be divided by another count than the others'
+        assert batch.n_targets == table["targets"][mine].sum(), "loader and plan disagree"
+        part = draws.part(first, batch_rows, first_groups[min(first, len(window))], batch.n_groups)
+        inputs = noise.diffuse(batch, part, tokens.mask, t_range, args.loss_weighting)
+        region = noise.send(batch.region.flatten()[inputs.places], device)
+        inputs = inputs.to(device)
 
-    # -- order, number of steps: known to every rank without asking, so that collectives match -----
-    order = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, seed=args.seed)
-    at, per_step, total_steps = run.position(meta), ranks * accumulation, args.max_steps
-    step_rows = per_step * batch_rows
-    step_problems = step_rows * table["samples"].mean()
-    peak_lr = optim.sqrt_lr(args.learning_rate, step_problems,
-                            args.scale_lr_from_batch or step_problems)
-    schedule = run.intervals(args, total_steps, meta, bool(eval_rows), **OFTEN)
-    if world.is_main:
-        epochs = total_steps * per_step / order.packs_per_epoch
-        node = args.shard_size or flags.local_ranks(ranks)
-        shards = {"ddp": 1, "fsdp": ranks, "hsdp": node}[args.parallel]
-        print_start(args, config, name, rows, eval_rows, table, world.device, ranks, shards)
-        print(f"steps      {total_steps} = {epochs:,.1f} epochs; a step is {step_rows} rows "
-              f"({step_problems:,.0f} problems) = {counted(ranks, 'rank')} x {accumulation} "
-              f"micro-steps x {batch_rows}; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\n"
-              f"{schedule}")
-        print(run.start_text(at["step"], resume, given.words if given else "new weights"))
-    if dry:
-        plan.print_plan(args, ranks, config, rows, eval_rows, table, order,
-                        total_steps - at["step"])
-        return print("dry run ok")
+        # forward, loss, backward; ranks exchange gradients once a step, when they are complete
+        with dist.gradient_sync(wrapped, micro == accumulation - 1):
+            with dist.autocast(device, dtype):
+                losses = wrapped(inputs)        # cross-entropy of each masked token
+            weighted = losses * inputs.weights  # so that their sum bounds the likelihood
+            loss = weighted.sum() / work["targets"]
+            # DDP and FSDP2 average gradients over ranks, the loss is a mean over all of them
+            (loss * world.size).backward()
+        monitor.watch(loss, [document for row in mine for document in rows.members[row]])
+        step_sums[:4].index_add_(0, region, weighted.detach().double())
+        step_sums[8].add_(losses.detach().double().sum())
+        step_sums[9].add_(len(inputs.rows))
+    if main_rank:               # the plan knows those of all ranks
+        for i in range(4):      # one by one: a tensor made of them would wait for the GPU
+            step_sums[4 + i] += work[f"targets_{i}"]
 
-    # -- model, optimizer, resume ------------------------------------------------------------------
-    watch.moved("loading the model", args.wait_timeout)
-    if args.tf32:
-        torch.set_float32_matmul_precision("high")
-    model, wrapped, average = build_network(args, world, ranks, config, given, resume)
-    parameters = list(model.parameters())
-    optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
-                                  (0.9, args.adam_beta2), model.decays)
-    distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
-    state = run.TrainState(world, watch, args, order, total_steps, (resume, meta),
-                           run.Facts(10, validation, rows.documents.name))
-    # range of noise, validations since the best one, best values so far, whether one is due:
-    # weights that were given are validated first
-    t_range, stale, best = args.t_range, 0, {}
-    state.eval_due = bool(given and validation)     # then what was logged of it is dropped
-    if meta:
-        if missing := {"t_range", "stale", "best", "averaged"} - meta.keys():
-            raise UserError(f"--output_dir {args.output_dir}: the state.json of its checkpoint has "
-                            f"no {', '.join(sorted(missing))}; it is not of this trainer")
-        if args.clip_search_widths:
-            t_range = tuple(meta["t_range"])
-        if meta["validation"] == validation:
-            stale, best = meta["stale"], meta["best"]
-        state.eval_due = bool(validation) and meta["eval_due"]
-        average.updates.fill_(meta["averaged"])
-    state.restore(model, optimizer)
-    packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, at["epoch"],
-                       at["first"])
-    batches = loading.ahead(blocks.make_loader(
-        rows, packs, batch_rows, rows.noisy_length, num_workers=args.num_workers,
-        prefetch_factor=4))
+    # clip
+    norm = optim.clip_gradients(parameters, args.max_grad_norm)
 
-    def validate():
-        """(values, noise range to train on from here, answers to show); None: asked to stop."""
-        how = elbo.Eval(eval_rows, tokens.mask, args.per_device_eval_batch_size, args.eval_repeats,
-                        args.seed, args.bf16)
-        distributed.reshard(model)
-        average.swap()
-        model.eval()
-        searched, answers = t_range, []
-        values = elbo.bound(world, model, how, state.writer.check)
-        if values is not None and args.clip_search_widths:
-            searched = elbo.search_range(world, model, how, state.writer.check, args)
-        if values is not None and chosen:
-            counted, answers = elbo.accuracy(world, model, how, chosen, tokens)
-            values |= counted
-        model.train()
-        distributed.reshard(model)     # the forward passes left the averaged weights gathered
-        average.swap()
-        return None if values is None or searched is None else (values, searched, answers)
+    # step: skipped on all ranks alike where the gradient is not finite, which nobody waits for
+    lr = peak_lr * optim.lr_factor(step, total_steps, args.warmup_steps, args.lr_scheduler,
+                                   args.min_lr_ratio)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    bad = 1 - torch.isfinite(norm).float()
+    optim.guarded_step(optimizer, bad)
+    optimizer.zero_grad(set_to_none=True)
+    average.update(bad)
+    sums += torch.where(bad > 0, 0.0, step_sums)
+    step, first_pack = step + 1, first_pack + per_step
+    monitor.poll()      # of the step before: this one is still being computed
+    monitor.push(step, norm, bool(watchdog.stop_asked(args.output_dir)))
 
-    def save():
-        """Copy all of a checkpoint off the device and start writing it. On every rank."""
-        meta = state.to_save(identity, stale=stale, best=best, t_range=t_range,
-                             averaged=float(average.updates))
-        state.writer.begin(meta["step"])
-        distributed.reshard(model)
-        rng = distributed.gather_on_main(world, checkpoint.rng_state(world.device))
-        moments = optim.state_tensors(optimizer, model.named_parameters())
-        written = tensor_files.stage(world, "model", elbo.trained(model))
-        written |= tensor_files.stage(world, "ema", average.shadow)
-        written |= tensor_files.stage(world, f"{checkpoint.STATE_DIR}/optimizer", moments)
-        if world.is_main:
-            about = {"model": dataclasses.asdict(config), "step": meta["step"],
-                     "layout": dataclasses.asdict(layout), "source": given.source if given else {}}
-            written[f"{checkpoint.STATE_DIR}/rng.pt"] = checkpoint.pickled(rng)
-            written["config.json"] = lambda path: path.write_text(json.dumps(about, indent=1))
-            written["tokenizer.json"] = lambda path: tokens.tokenizer.save(str(path))
-            for file, content in files.items():
-                written[file] = lambda path, content=content: path.write_bytes(content)
-        state.writer.save(meta["step"], written, meta)
+    # log; here the host waits for the device
+    last = step == total_steps
+    masked = work["targets"] * sum(t_range) / 2     # on average
+    timer.count({"tokens": work["tokens"], "samples": work["samples"], "flops": model.flops(
+        work["noisy"] + work["clean"], masked, work["pairs"])}, step_rows * rows.length)
+    if last or step % args.logging_steps == 0:
+        values = elbo.loss_report(dist.all_reduce(world, sums).cpu(), regions)
+        sums.zero_()
+        values |= {"train/t_low": t_range[0], "train/t_high": t_range[1],
+                   "train/learning_rate": lr, "train/grad_norm": norm.item(),
+                   "train/epoch": epoch + min(1.0, first_pack / order.packs_per_epoch),
+                   "train/bad_steps": monitor.skipped, **timer.report(world)}
+        if main_rank:
+            log.write(step, values)
+        mfu = " | mfu {train/mfu:6.1%}" if "train/mfu" in values else ""
+        left = metrics.duration((total_steps - step) * values["train/step_seconds"])
+        print0(("step {:>6}/{} | loss {train/loss:7.4f} | masked {train/masked:5.1%} ce "
+                "{train/masked_loss:7.4f} | lr {train/learning_rate:.2e} | grad_norm "
+                "{train/grad_norm:7.3f} | {train/throughput:>9,.0f} tok/s | wait "
+                "{train/data_wait_seconds:4.1f} s" + mfu + " | eta {}").format(
+                    step, total_steps, left, **values))
 
-    # -- loop: validation and checkpoint of the steps so far, then the next step -------------------
-    stopping, saving = False, state.eval_due    # saved again, so that it is not validated twice
-    while True:
-        # validate: by the averaged weights, on every rank
-        better = False
-        with state.pause():
-            if state.eval_due and not stopping:
-                watch.moved(f"validation at step {state.step}", args.wait_timeout)
-                found = validate()
-                stopping = found is None    # asked to stop: the next start validates first
-            if state.eval_due and not stopping:
-                values, t_range, answers = found
-                state.eval_due, state.saved_step = False, None
-                nll, wrong = values["eval/nll"], 1 - values.get("eval/accuracy", 1)
-                # of equally many right answers, none at first, the better bound decides
-                better = state.better(nll) if args.best_by == "bound" else state.better(wrong, nll)
-                stale = 0 if elbo.improved(best, values) else stale + 1
-                if world.is_main:
-                    state.log.write(state.step, values)
-                    tqdm.write(eval_line(state.step, values, regions))
-                    if answers:
-                        elbo.write_answers(args.output_dir, state.step, answers)
-            enough = bool(args.early_stop_patience) and stale >= args.early_stop_patience
+    # validate; a request to stop counts one step late, so that no step waits for the device
+    eval_due = bool(validation) and (last or args.eval_steps > 0 and step % args.eval_steps == 0)
+    saving = last or args.save_steps > 0 and step % args.save_steps == 0
+    if eval_due or saving:      # the host waits anyway
+        monitor.poll()
+    stopping, improved = monitor.stop and (eval_due or not last), False
+    with timer.paused():
+        checkpoints.check()
+        if eval_due and not stopping:
+            improved = validate()
+            # asked to stop meanwhile: the next start validates first
+            eval_due = stopping = improved is None
 
-            # save: a better one, one that is due, or the last; not what is saved already
-            if (better or saving or stopping or enough) and state.saved_step != state.step:
-                save()
-        if state.step >= total_steps or stopping or enough:
-            break
+        # save: every so often, before the end, and whenever validation is best
+        if saving or stopping or improved or stale_enough():
+            save()
 
-        # rows of the step, of all ranks: the loss divides by their targets, however they are split
-        window = state.window()
-        work = {name: int(values[window].sum()) for name, values in table.items()}
-        masked_share = sum(t_range) / 2
-        work["flops"] = model.flops(work["noisy"] + work["clean"], work["targets"] * masked_share,
-                                    work["pairs"])
-        # noise is drawn for the whole step and then cut: it is the same on any number of ranks
-        draws = noise.draw(args.seed, "train", state.step, work["groups"], step_rows, rows.length)
-        first_groups = np.concatenate([[0], np.cumsum(table["groups"][window])])
-        sums = torch.zeros_like(state.sums)     # as loss_report reads them
-        for micro in range(accumulation):
-            batch = state.next(batches)
-            # rows that this rank has in this micro-step; an epoch's last step may have fewer
-            first = (micro * world.size + world.rank) * batch_rows
-            mine = window[first:first + batch_rows]
-            # else this rank's loss would be divided by another count than the others'
-            assert batch.n_targets == table["targets"][mine].sum(), "loader and plan disagree"
-            part = draws.part(first, batch_rows, first_groups[min(first, len(window))],
-                              batch.n_groups)
-            inputs = noise.diffuse(batch, part, tokens.mask, t_range, args.loss_weighting)
-            region = noise.send(batch.region.flatten()[inputs.places], world.device)
-            inputs = inputs.to(world.device)
-
-            # ranks exchange gradients once a step: in the last micro-step, when they are complete
-            with distributed.gradient_sync(wrapped, micro == accumulation - 1):
-                # forward: cross-entropy of each masked token
-                with torch.autocast(world.device.type, torch.bfloat16, enabled=args.bf16):
-                    losses = wrapped(inputs)
-                # loss: weighted so that it bounds the likelihood; a part of the step's mean
-                weighted = losses * inputs.weights
-                loss = weighted.sum() / work["targets"]
-                # backward: gradients are averaged over ranks, the loss is a mean over them all
-                (loss * world.size).backward()
-            documents = [document for row in mine for document in rows.members[row]]
-            state.note_loss(loss, documents)
-            # for the log, without waiting for the device
-            sums[:4].index_add_(0, region, weighted.detach().double())
-            sums[8].add_(losses.detach().double().sum())
-            sums[9].add_(len(inputs.rows))
-        if world.is_main:               # the plan knows those of all ranks
-            for i in range(4):          # one by one: a tensor made of them would wait for the GPU
-                sums[4 + i] += work[f"targets_{i}"]
-
-        # step: clip, AdamW, average; a step whose gradient is not finite changes nothing
-        factor = optim.lr_factor(state.step, total_steps, args.warmup_steps, args.lr_scheduler,
-                                 args.min_lr_ratio)
-        skipped = state.update(optimizer, parameters, peak_lr * factor, sums)
-        average.update(skipped)
-
-        # the same on every rank; a request to stop counts one step late, so no step waits for it
-        state.eval_due = bool(eval_rows) and state.due(args.eval_steps)
-        saving = state.save_due()
-        stopping = state.stop_asked(state.eval_due or saving) and (state.eval_due or not state.last)
-
-        # log: sums of all ranks and steps since the last line
-        state.count(step_rows * rows.length, work)
-        if state.due(args.logging_steps):
-            values = loss_report(distributed.all_sum(world, state.sums).cpu(), regions)
-            if world.is_main:
-                state.log_step(values | {"train/t_low": t_range[0], "train/t_high": t_range[1]},
-                               lambda v: console_line(state.step, total_steps, v))
-            state.sums.zero_()
-            state.begin_line()
-    early = ""
-    if enough and state.step < total_steps:
-        early = f" (no better bound{' or accuracy' if chosen else ''} in {stale} validations)"
-    best_words = {"bound": "bound {:.4f} nats/token", "accuracy": "{:.2%} wrong"}[args.best_by]
-    state.finish(stopping, early, best_words)
-
-
-if __name__ == "__main__":
-    main()
+watch.report_progress("waiting for the last checkpoint", args.wait_timeout)
+checkpoints.wait()
+watchdog.disarm()       # no rank waits for another any more
+if main_rank:
+    log.close()
+    if stopping:
+        why = watchdog.stop_asked(args.output_dir) or "asked to stop by a signal to another rank"
+        watchdog.leave_marker(args.output_dir, f"{why} at step {step}")
+        print(f"stopped    {why} at step {step} of {total_steps}; checkpoint saved; rerun the same "
+              "command to resume")
+    else:
+        early = ""
+        if step < total_steps:
+            early = (f" (no better bound{' or accuracy' if chosen else ''} in {stale} validations)")
+        best = {"bound": "bound {:.4f} nats/token", "accuracy": "{:.2%} wrong"}[args.best_by]
+        best = f"; best {best.format(best_loss)} at step {best_step}" * (best_step is not None)
+        print(f"done       step {step}{early}; {monitor.skipped} steps skipped; final checkpoint "
+              f"{output_dir / f'checkpoint-{step}'}{best}")
+        print(metrics.verdict_line(metrics.verdict(metrics.read_metrics(log.path))))
+dist.finish()

@@ -5,7 +5,7 @@
 # become its flags.
 #
 #   sbatch launch/train_gsm8k_bd3lm_h200.sh             one GPU, data and tokenizer from the hub
-#   TRAIN_DATA=train.jsonl TEST_DATA=test.jsonl TOKENIZER=gpt2_files bash launch/...    offline
+#   TRAIN_DATA=train.jsonl TEST_DATA=test.jsonl TOKENIZER=tokenizer.json bash launch/...    offline
 #   PRESET=aggressive sbatch launch/train_gsm8k_bd3lm_h200.sh --strip_calculator
 #   INIT_FROM=kuleshov-group/bd3lm-owt-block_size16 sbatch launch/...   published weights: better
 #   bash launch/train_gsm8k_bd3lm_h200.sh --demo        small, on problems it makes itself; no GPU

@@ -170,13 +170,13 @@ def parser_of(script):
     """The ArgumentParser of a script, whose main() runs up to the line that parses its flags."""
     def carry(parser, *_, **__):
         raise Parser(parser)
-    if script in ("train_v2_ddp.py", "distill/train_sft.py"):
+    if not script.startswith("bench/"):
         return script_flags(script)[0]
     with mock.patch.object(sys, "path", [str(ROOT), *sys.path]), mock.patch.object(sys, "argv", [script]):
-        main = runpy.run_path(str(ROOT / script), run_name=f"flags of {script}").get("main")
+        main = runpy.run_path(str(ROOT / script), run_name=f"flags of {script}")["main"]
         with mock.patch.object(argparse.ArgumentParser, "parse_args", carry):
             try:
-                main() if main else runpy.run_path(str(ROOT / script), run_name="__main__")
+                main()
             except Parser as carried:
                 return carried.args[0]
     raise LookupError(f"{script}: main() parses no flags")
@@ -223,7 +223,7 @@ def all_flags():
     """Every flag of every script, those of the measurements included; each prints its --help."""
     paths = [path for folder in (".", "speech", "diffusion", "distill", "common", "core", "bench")
              for path in (ROOT / folder).glob("*.py")
-             if '\nif __name__ == "__main__":' in path.read_text() or path.name in ("train_v2_ddp.py", "train_sft.py")]
+             if '\nif __name__ == "__main__":' in path.read_text() or path.name in ("train_v2_ddp.py", "train_sft.py", "train_bd3lm.py")]
     flags, parsers = set(), [parser_of(path.relative_to(ROOT).as_posix()) for path in paths]
     while parsers:
         parser = parsers.pop()

@@ -19,10 +19,10 @@ def files(folder, names):
     return {f"{folder}{name}.py" for name in (names if not folder else f"__init__ {names}").split()}
 
 
-ALL = files("common/", "checkpoint distributed flags problems run tensor_files text") | files(
-    "core/", "checkpoint cli dist fused json_files lifetime loading metrics optim packing run_lock tensor_io watchdog")
+ALL = files(
+    "core/", "problems checkpoint cli dist fused json_files lifetime loading metrics optim packing run_lock tensor_io watchdog")
 # LoRA on ChatML, codes in the cache: no other format, nothing that encodes, no TTS 3, no judge, no plan of memory
-SPEECH = files("common/", "indexing") | files("core/", "adapters low_rank precision") | files("", "train_v2_ddp data lora") | files(
+SPEECH = files("core/", "adapters indexing low_rank precision") | files("", "train_v2_ddp data lora") | files(
     "speech/", "choices builder code_cache conversations dataset rows text_normalization labels loss v2 versions "
     "weights")
 CHATS = files("core/", "chat checkpoint cli dist document_attention indexing precision problems tensor_io") | files(

@@ -122,7 +122,7 @@ def test_bd3lm(pool, run_minimal, tmp_path):
     mine, big = tmp_path / "mine", tmp_path / "big"
     shape = ["--hidden_size", 64, "--layers", 2, "--heads", 4, "--cond_size", 16]
     shown = run_minimal("train_bd3lm.py", [*flags, *shape], mine)
-    run_big(pool, "diffusion.train_bd3lm.main", [*flags, "--model_size", "nano", "--no-pack", "--eval_steps",
+    run_big(pool, "tests.helpers.block_runs.ranks_main", [*flags, "--model_size", "nano", "--no-pack", "--eval_steps",
                                                   STEPS // 2], big)
     assert_equal(mine, big)
     state = torch.load(mine / "checkpoint.pt", weights_only=True)

@@ -35,10 +35,10 @@ RUNS = {
     "chats, full, fsdp": ("tests.helpers.students.run_trainer", ("--validation_split", 0.2, "--warmup_ratio", 0)),
     "chats, lora, ddp": ("tests.helpers.students.run_trainer", ("--use_lora", "--lora_dropout", 0.1, "--parallel", "ddp",
                                                     "--warmup_ratio", 0)),
-    "blocks, ddp": ("diffusion.train_bd3lm.main", ("--eval_repeats", 1, "--warmup_steps", 2)),
-    "blocks, plans, fsdp": ("diffusion.train_bd3lm.main", ("--eval_repeats", 1, "--warmup_steps", 2, "--system", "hdp",
+    "blocks, ddp": ("tests.helpers.block_runs.ranks_main", ("--eval_repeats", 1, "--warmup_steps", 2)),
+    "blocks, plans, fsdp": ("tests.helpers.block_runs.ranks_main", ("--eval_repeats", 1, "--warmup_steps", 2, "--system", "hdp",
                                                            "--parallel", "fsdp", "--clip_search_widths", 0.5,
-                                                           "--clip_search_batches", 1, "--question_budget", 64,
+                                                           "--question_budget", 64,
                                                            "--plan_budget", 32, "--execution_budget", 64)),
 }
 # Of a number's size. A rounding differs by 6e-8 of a value; with AVX-512, AVX2 and SSE of one processor six steps ended
@@ -73,7 +73,7 @@ def inputs(tiny, tmp_path_factory):
                                   fill_cache(folder / "codes", tiny)),
             "tests.helpers.students.run_trainer": ("--model_path", student, "--train_data_file",
                                        chats.write(folder / "chats.jsonl", chats.conversations(60))),
-            "diffusion.train_bd3lm.main": ("--demo", 100, "--model_size", "nano")}
+            "tests.helpers.block_runs.ranks_main": ("--demo", 100, "--model_size", "nano")}
 
 
 def train(pool, inputs, name, folder, *flags):

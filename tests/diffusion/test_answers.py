@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from common.distributed import UserError
+from core.cli import UserError
 from diffusion import sampler
 from diffusion.problems import EXECUTION, FILL, PLAN, QUESTION, load_tokenizer
 from tests.helpers.block_problems import LAYOUTS, load

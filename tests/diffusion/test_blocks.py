@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from common.distributed import UserError
+from core.cli import UserError
 from core.packing import PackOrder, rank_packs
 from diffusion import blocks
 from diffusion.problems import EXECUTION, FILL, PLAN, QUESTION
 from tests.helpers.block_problems import LAYOUTS, load
+from tests.helpers.block_rows import noised, seen_by
 
 # -- Documents ---------------------------------------------------------------------------------------------------------
 
@@ -188,6 +189,16 @@ def test_batches_hold_every_document_once_and_whole(demo, name, pack):
         wanted.append(tuple(tuple(getattr(documents, f)[part].tolist()) for f in fields))
     assert sorted(seen) == sorted(wanted)
     assert counted.tolist() == [documents.n_targets[train].sum(), documents.tokens[train].sum(), len(train)]
+
+
+@pytest.mark.parametrize("name", ["gsm8k-question", "hdp-sizes"])
+def test_counted_pairs_are_those_that_the_mask_allows(demo, name):
+    _, _, documents = load(demo, LAYOUTS[name])
+    rows = blocks.make_rows(documents, np.arange(6), 256, True)
+    batch = blocks.collate([rows[r] for r in range(len(rows))], len(rows), 256, rows.noisy_length, 0)
+    inputs = noised(batch)
+    full = seen_by(inputs.doc, inputs.block, inputs.n_noisy)
+    assert blocks.row_table(rows)["pairs"].sum() == full[inputs.doc >= 0].sum()
 
 
 def test_loader_processes_change_nothing(demo):

@@ -8,10 +8,12 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from common.distributed import UserError, World
-from diffusion import blocks, dit, elbo, problems, published, sample_bd3lm, train_bd3lm
+from core.cli import UserError
+from core.dist import World
+from diffusion import blocks, dit, elbo, problems, published, sample_bd3lm
 from diffusion.problems import load_tokenizer
 from tests.diffusion.test_decoder import CHAT
+from tests.helpers.block_runs import train_bd3lm
 from tests.helpers.chats import ask, write
 
 TALK = [{"role": "system", "content": "Be short."}, *ask("How many pens has Ben?", "Ben has 3 pens."),
@@ -47,7 +49,7 @@ def test_a_chat_of_one_turn_has_the_losses_of_the_problem(folder, demo, tmp_path
         torch.manual_seed(0)
         model = dit.DiT(dit.config_of("nano", tokens.vocab_size, tokens.mask)).eval()
         model.head.weight.normal_(0, 0.3)
-        how = elbo.Eval(rows, tokens.mask, batch_rows=4, repeats=2, seed=1, bf16=False)
+        how = elbo.Eval(rows, tokens, batch_rows=4, repeats=2, seed=1, bf16=False)
         found[system] = elbo.bound(World(device=torch.device("cpu")), model, how, int)
     assert found["chat"] == pytest.approx(found["gsm8k"], rel=1e-6) and found["chat"]["eval/nll"] > 1
 
@@ -111,9 +113,9 @@ def test_train_and_answer(folder, tmp_path, capsys):
     assert [a["question"] for a in answers] == [f"And {i} more?" for i in range(3)]
     (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "user"}]}\n{"question": "1"}\n'
                                         '{"messages": [{"role": "user", "content": "And <|im_end|>?"}]}\n')
-    with pytest.raises(SystemExit):
+    with pytest.raises(UserError) as caught:
         sample_bd3lm.main([*common, "--chat", str(tmp_path / "bad.jsonl")])
-    said = capsys.readouterr().err
+    said = str(caught.value)
     assert "line 1: message 1 has no text" in said and "contains the control token <|im_end|>; remove it" in said and 'line 2: has no list "messages" with something asked' in said
 
 

@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from common.distributed import UserError
+from core.cli import UserError
 from diffusion import make_problems
 from diffusion.problems import read_problems
 

@@ -1,14 +1,13 @@
 """Validation: counts, shares of ranks, the error bar, the search for a noise range."""
-import types
 
 import numpy as np
 import pytest
 import torch
 
-from common import distributed
+from core import dist
 from diffusion import blocks, dit, elbo, noise, problems
 
-ALONE = distributed.World(device=torch.device("cpu"))
+ALONE = dist.World(device=torch.device("cpu"))
 
 
 def test_counts_and_report_add_up(demo):
@@ -40,7 +39,7 @@ def rows_of(demo, split, documents, pack=True):
 def bound_of_one_nat(demo, repeats, seed=42):
     """The bound by a model whose every cross-entropy is 1."""
     tokens, rows = rows_of(demo, "test", 8)
-    how = elbo.Eval(rows, tokens.mask, batch_rows=3, repeats=repeats, seed=seed, bf16=False)
+    how = elbo.Eval(rows, tokens, batch_rows=3, repeats=repeats, seed=seed, bf16=False)
     return elbo.bound(ALONE, lambda inputs: torch.ones(len(inputs.rows)), how, int)
 
 
@@ -56,7 +55,7 @@ def test_ranks_share_batches_without_a_rest(demo):
     _, rows = rows_of(demo, "train", 24, pack=False)
     for most, expected in ((None, 24), (2, 10), (5, 24), (9, 24)):
         for size in (1, 2, 3):
-            shares = [list(elbo.share_of_batches(distributed.World(rank=rank, size=size), rows, 5, most))
+            shares = [list(elbo.share_of_batches(dist.World(rank=rank, size=size), rows, 5, most))
                       for rank in range(size)]
             assert len({len(share) for share in shares}) == 1
             found = sorted((number, batch.documents) for share in shares for number, batch in share)
@@ -73,14 +72,12 @@ def test_search_takes_the_range_of_least_variance(demo):
     torch.manual_seed(0)
     model = dit.DiT(dit.config_of("nano", tokens.vocab_size, tokens.mask)).eval()
     model.head.weight.data.normal_(0, 0.3)
-    args = types.SimpleNamespace(clip_search_widths=[0.5, 0.3], clip_search_batches=2, noise_schedule="loglinear",
-                                 loss_weighting="elbo")
-    how = elbo.Eval(rows, tokens.mask, batch_rows=4, repeats=1, seed=42, bf16=False)
-    found = elbo.search_range(ALONE, model, how, int, args)
+    how = elbo.Eval(rows, tokens, batch_rows=4, repeats=1, seed=42, bf16=False, widths=(0.5, 0.3))
+    found = elbo.search_range(ALONE, model, how, int)
     scores = {}
     for t_range in elbo.candidates([0.5, 0.3], {8}):
         per_block = []
-        for number in range(2):
+        for number in range(elbo.SEARCH_BATCHES):
             batch = blocks.collate([rows[r] for r in range(4 * number, 4 * number + 4)], 4, 96, rows.noisy_length, 0)
             draws = noise.draw(42, "search", number, batch.n_groups, 4, 96)
             inputs = noise.diffuse(batch, draws, tokens.mask, t_range)

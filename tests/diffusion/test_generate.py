@@ -11,10 +11,11 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from diffusion import published, sampler, train_bd3lm
+from diffusion import published, sampler
 from diffusion.problems import Layout, Problem
 from diffusion.sampler import load_solver, question_state, room
 from tests.diffusion.test_decoder import CHAT, ROWS, SHAPE
+from tests.helpers.block_runs import train_bd3lm
 from tests.helpers.progress import PATIENCE_S
 
 ASK = ["Ben has 3 pens.", "How many apples has Anna, who had 5 and got 2 more?", "1", "Two shells and 12 stamps?"]

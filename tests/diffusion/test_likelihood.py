@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion import dit, evaluate, problems, train_bd3lm
+from diffusion import dit, evaluate, problems
 from diffusion.problems import load_tokenizer
 from diffusion.sampler import Sampling, Solver, prefill
+from tests.helpers.block_runs import train_bd3lm
 
 PAIRS = [("Question: Ben has 3 pens.\nAnswer:", " Ben has"), ("1", " 3*6 = 18"), ("Who?", " Anna")]
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from common.distributed import UserError
+from core.cli import UserError
 from diffusion import make_problems
 from diffusion.problems import read_problems
 
@@ -28,14 +28,6 @@ def test_plans_by_rule_are_hdp_problems_labelled_as_such(demo, tmp_path, capsys)
     for before, after in zip(source, plans, strict=True):
         assert (after.question, after.answer) == (before.question, before.answer)
         assert after.solution == " ".join(re.sub("<<.*?>>", "", before.solution.split("####")[0]).split())
-
-
-def test_faults_of_plans_are_counted():
-    plans = ["Add to find 12 pens. Then stop.", "Find the price.", "Find the amount. Work on and on and on.",
-             "Find what Ann owns. Then add."]
-    entries = [{"plan": plan, "execution": "Two words 1 2 3 4", "answer": "12"} for plan in plans]
-    assert make_problems.faults(entries) == {
-        "with figures": 0.25, "with the answer": 0.25, "of one sentence": 0.25, "longer than the solution": 0.5}
 
 
 def test_plans_need_steps(tmp_path):

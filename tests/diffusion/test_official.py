@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from common import checkpoint
-from common.distributed import UserError
+from core import checkpoint
+from core.cli import UserError
 from core import fused
 from diffusion import dit, noise, published
 from diffusion.problems import load_tokenizer
@@ -216,12 +216,11 @@ def test_what_does_not_fit_is_one_line(files, demo, damage, words):
 
 def test_other_wishes_are_answered(files, demo, tmp_path):
     tokens, nano = load_tokenizer(demo, "gsm8k"), dit.config_of("nano", V, V - 1)
-    for path, config, ema, words in [
-            ("hub", nano, False, "holds one set of weights; drop --no-init_ema"),
-            ("hub", dit.config_of("tiny", V, V - 1), True, "has 2 layers of 64, 4 heads, 16 of conditioning; give "
-             "--model_size nano"), ("nowhere/at/all", nano, True, "no such folder")]:
+    for path, config, words in [
+            ("hub", dit.config_of("tiny", V, V - 1), "has 2 layers of 64, 4 heads, 16 of conditioning; give "
+             "--model_size nano"), ("nowhere/at/all", nano, "no such folder")]:
         with pytest.raises(UserError, match=re.escape(words)):
-            published.read(published.find(str(files.get(path, path))), config, tokens, ema)
+            published.read(published.find(str(files.get(path, path))), config, tokens)
     (tmp_path / "13.ckpt").write_text("")
     with pytest.raises(UserError, match="is a file; .* push_to_hf.py makes one of a Lightning .ckpt"):
         published.find(str(tmp_path / "13.ckpt"))
@@ -231,7 +230,7 @@ def train(pool, demo, folder, *more, ranks=1, status=0):
     words = [str(part) for name, value in ARGUMENTS.items() for part in (f"--{name}", value)]
     words += ["--train_data_file", demo / "train.jsonl", "--eval_data_file", demo / "test.jsonl", "--tokenizer", demo,
               "--output_dir", folder, "--logging_dir", f"{folder}-logs", *more]
-    statuses, output = pool.run(ranks, "diffusion.train_bd3lm.main", [str(word) for word in words])
+    statuses, output = pool.run(ranks, "tests.helpers.block_runs.ranks_main", [str(word) for word in words])
     assert max(statuses) == status, output
     return Run(max(statuses), output, folder)
 
@@ -257,7 +256,7 @@ def test_a_run_starts_from_them_and_from_its_own(pool, demo, files, tmp_path):
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     tokens = load_tokenizer(demo, "gsm8k")
     given = published.read(tmp_path / "exported", dit.config_of("nano", V, V - 1), tokens)
-    kept = load_file(checkpoint.checkpoints(tmp_path / "wider")[-1][1] / "ema.safetensors")
+    kept = load_file(checkpoint.list_checkpoints(tmp_path / "wider")[-1][1] / "ema.safetensors")
     assert exported.keys() == draw(0).keys() and all(torch.equal(given.tensors[name], kept[name]) for name in kept)
     config = json.loads((tmp_path / "exported" / "config.json").read_text())
     assert (config["block_size"], config["model_length"], config["vocab_size"], config["cond_dim"]) == (16, 96, V, 16)

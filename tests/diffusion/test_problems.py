@@ -7,7 +7,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from common.distributed import UserError
+from core.cli import UserError
 from diffusion.problems import load_tokenizer, read_problems
 
 # -- Tokenizers --------------------------------------------------------------------------------------------------------
@@ -25,20 +25,6 @@ def test_special_tokens_come_behind_the_vocabulary_in_the_sources_order(demo):
     assert base.decode(base.encode(text)) == text
 
 
-@pytest.mark.parametrize("names", [("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")])
-def test_gpt2s_two_files_give_the_same_tokens_as_tokenizer_json(demo, tmp_path, names):
-    model = json.loads((demo / "tokenizer.json").read_text())
-    vocabulary = model["model"]["vocab"] | {t["content"]: t["id"] for t in model["added_tokens"]}
-    (tmp_path / names[0]).write_text(json.dumps(vocabulary))
-    merges = [" ".join(pair) for pair in model["model"]["merges"]]
-    (tmp_path / names[1]).write_text("\n".join(["#version: 0.2", *merges, ""]))
-    text = "Question: Ben has 4 boxes with 7 books each.\nAnswer: <<4*7=28>>28 bööks <|endoftext|>"
-    for system in ("gsm8k", "chat", "hdp"):
-        ours, whole = load_tokenizer(tmp_path, system), load_tokenizer(demo, system)
-        assert ours.encode(text) == whole.encode(text) and ours.vocab_size == whole.vocab_size
-        assert ours.encode(text)[-1] == ours.tokenizer.token_to_id("<|endoftext|>")
-
-
 def test_a_saved_tokenizer_is_read_back_the_same(demo, tmp_path):
     tokens = load_tokenizer(demo, "hdp")
     tokens.save(tmp_path)
@@ -51,7 +37,7 @@ def test_a_saved_tokenizer_is_read_back_the_same(demo, tmp_path):
     ("/no/such/folder", r"--tokenizer /no/such/folder: no such file or folder; give a folder with tokenizer.json"),
     ("no.json", r"--tokenizer no.json: no such file or folder; give"),
     ("no/such-model", r"--tokenizer no/such-model: no such file or folder, and nothing that could be .* \(\w+\)"),
-    ("{tmp}", r"has neither tokenizer.json nor encoder.json with vocab.bpe nor vocab.json with merges.txt"),
+    ("{tmp}", r"has no tokenizer.json"),
     ("{tmp}/bad.json", r"bad.json: is not a tokenizer \(.+\); give"),
     ("{tmp}/gaps.json", r"gaps.json: its \d+ tokens have ids up to 5000, with gaps; give"),
     ("{tmp}/other.json", r"other.json: has no token <\|endoftext\|> to end answers with; give one"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common.distributed import UserError
+from core.cli import UserError
 from diffusion import elbo, published
 from tests.helpers.block_rows import network
 

@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
 from tests.helpers.progress import PATIENCE_S  # noqa: E402
 
-LATE = ("speech.v2", "distill.packed_lm", "diffusion.train_bd3lm", "numpy.ma", "matplotlib.figure",
+LATE = ("speech.v2", "distill.packed_lm", "diffusion.elbo", "numpy.ma", "matplotlib.figure",
         "matplotlib.backends.backend_agg")      # many jobs import some of them
 
 

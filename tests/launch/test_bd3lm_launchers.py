@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from common import flags
-from diffusion import evaluate, sample_bd3lm, train_bd3lm
-from diffusion.train_bd3lm import PRESETS
+from core import cli
+from diffusion import evaluate, sample_bd3lm
+from tests.helpers.block_runs import train_bd3lm
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT
 from tests.launch.test_launchers import alive, environment
@@ -29,7 +29,7 @@ ODD = ["--output_dir", "a folder", "--wandb_project", "it's \"here\" $HOME *", "
 @pytest.fixture(autouse=True)
 def many_cpus(monkeypatch):
     """The trainer gives loaders no more CPUs than there are."""
-    monkeypatch.setattr(flags, "usable_cpus", lambda: 64)
+    monkeypatch.setattr(cli, "usable_cpus", lambda: 64)
 
 
 def launch(launcher, *args, cwd=None, **settings):
@@ -72,7 +72,7 @@ def test_presets_are_the_guides(system, preset, wanted, tmp_path):
     train_bd3lm.check_flags(args, 1)
     layout = train_bd3lm.layout_of(args)
     assert args.per_device_train_batch_size is None         # as many rows as hold the preset's problems
-    assert (PRESETS[args.batch_preset][0], args.gradient_accumulation_steps, args.learning_rate, args.warmup_steps,
+    assert (train_bd3lm.presets()[args.batch_preset][0], args.gradient_accumulation_steps, args.learning_rate, args.warmup_steps,
             args.max_steps) == wanted
     assert (layout.system, layout.block_size) == (system, 16)
     assert args.bf16 and args.tf32 and args.compile and args.pack and args.drop_too_long

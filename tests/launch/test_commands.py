@@ -9,8 +9,8 @@ import pytest
 
 from common import flags
 from core import cli
-from diffusion import train_bd3lm
 from distill import create_data
+from tests.helpers.block_runs import train_bd3lm
 from tests.helpers.students import train_sft
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT, script_flags
@@ -168,7 +168,7 @@ def bd3lm(*args, launcher=BD3LM, **settings):
     done = launch(launcher, *args, DRY_RUN="1", MIN_GPUS="0", TEST_DATA="", **settings)
     assert done.returncode == 0, done.stderr
     words = shlex.split(done.stdout)
-    return flags.parse(train_bd3lm.build_parser(),
+    return cli.parse(train_bd3lm.build_parser(),
                        lambda args, _: train_bd3lm.check_flags(args, int(settings.get("GPUS", 1))),
                        words[words.index(str(ROOT / "diffusion" / "train_bd3lm.py")) + 1:]), done.stderr
 
@@ -216,8 +216,8 @@ def test_auto_leaves_the_split_of_a_step_to_the_trainer(settings, problems):
 
 @pytest.mark.parametrize("settings, args, said", [
     ({"BATCH_SIZE": "64", "GRAD_ACCUM": "8", "GLOBAL_BATCH_SIZE": "768"}, [],
-     "--global_batch_size 768: cannot be shared out; 64 problems x 8 micro-steps x 1 ranks = 512"),
-    ({"GPUS": "3", "SWITCHES": ""}, [], "--global_batch_size 512: cannot be shared out; 128 problems"),
+     "--global_batch_size 768: cannot be split; 64 problems x 8 micro-steps x 1 ranks = 512"),
+    ({"GPUS": "3", "SWITCHES": ""}, [], "--global_batch_size 512: cannot be split; 128 problems"),
     ({"BATCH_SIZE": "x"}, [], "BATCH_SIZE=x: a number"), ({"EPOCHS": "3"}, [], "EPOCHS=3: not a setting"),
     ({"BATCH_SIZE": "64"}, ["--demo"], "the demo has a batch of its own"),
     ({"LR": "1"}, ["--learning_rate", "2"], "LR is set and --learning_rate is given"),

@@ -1,0 +1,70 @@
+"""train_bd3lm.py, a script of module-level code, in this process or in ranks of the pool."""
+import gc
+import json
+import runpy
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+from core import checkpoint, cli
+from tests.helpers.trainer import ROOT, run_script
+
+SCRIPT = "diffusion/train_bd3lm.py"
+MAIN = "tests.helpers.block_runs.ranks_main"     # of pool.run
+
+
+def ranks_main(argv):
+    """The trainer on a command line; an error is one line, as in a process of its own."""
+    run_script(SCRIPT, argv)
+
+
+def main(argv):
+    """The trainer in this process; UserError for what is wrong."""
+    hook = sys.excepthook
+    with mock.patch("faulthandler.enable"), mock.patch.object(sys, "argv", [
+            str(ROOT / SCRIPT), *map(str, argv)]):
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as ended:
+            if ended.code:
+                raise
+        finally:
+            gc.enable()
+            sys.excepthook = hook
+
+
+class Parsed(Exception):
+    """The names of the script when it parses its flags."""
+
+
+def names():
+    """p, check_flags, layout_of, PRESETS and so on of the script; nothing else of it runs."""
+    def found(parser, check=None):
+        cli.accept_old_names(parser)
+        raise Parsed(sys._getframe(1).f_globals)
+    with mock.patch.object(cli, "parse", found), mock.patch.object(sys, "argv", [SCRIPT]):
+        try:
+            runpy.run_path(str(ROOT / SCRIPT), run_name="__main__")
+        except Parsed as caught:
+            return SimpleNamespace(**caught.args[0])
+
+
+def newest(output_dir):
+    """Folder of a run's newest checkpoint."""
+    return checkpoint.list_checkpoints(output_dir)[-1][1]
+
+
+def as_checkpoint(folder, state):
+    """Make a folder of files a checkpoint with this state, as the trainer leaves them."""
+    (folder / "trainer_state").mkdir(exist_ok=True)
+    (folder / "trainer_state" / "state.json").write_text(json.dumps(state))
+    files = {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": checkpoint.sha256(path)}
+             for path in folder.rglob("*") if path.is_file() and path.name != checkpoint.MANIFEST}
+    (folder / checkpoint.MANIFEST).write_text(json.dumps({"step": state.get("step", 0), "files": files}))
+
+
+# what tests of flags ask of a trainer that has a main()
+train_bd3lm = SimpleNamespace(
+    __name__="diffusion.train_bd3lm", main=main, build_parser=lambda: names().p,
+    check_flags=lambda args, world_size: names().check_flags(args, world_size),
+    layout_of=lambda args: names().layout_of(args), presets=lambda: names().PRESETS)
