@@ -571,15 +571,17 @@ def check_learned(args, found, closed, goal):
     require(not args.min_gain or round(agreement - before, 9) >= args.min_gain,
             f"{agrees}, its base model on {before:.3f}: it gained less than --min_gain "
             f"{args.min_gain}")
-    ways = [("divergence", "kl"), ("following rate", "follows")][:1 + bool(args.follows)]
-    for words, measure in ways * bool(args.min_closed):
+    ways = [("divergence", "kl")] if args.min_closed else []
+    if args.min_closed and args.follows:
+        ways.append(("following rate", "follows"))
+    for words, measure in ways:
         theirs, before = found[goal][measure], found[BASE][measure]
         what = f"{args.checkpoint}: {words}"
         require(theirs or measure == "kl", f"{what}: there is no gap to close: the teacher itself "
                 f"follows the rule in 0 % of its answers, the base in {100 * before:.0f} %")
         require(theirs != before, f"{what}: there is no gap to close: {theirs:.3g} of the teacher, "
                                   f"{before:.3g} of the base")
-    for words, measure in ways * bool(args.min_closed):
+    for words, measure in ways:
         part = closed[STUDENT][measure]
         require(part >= args.min_closed, f"{args.checkpoint}: {words}: {part:.3f} of the gap is "
                                          f"closed, less than --min_closed {args.min_closed}")
@@ -666,7 +668,7 @@ def main(argv=None):
     closed = {}         # {student or control: {measure: share of the gap, None without a gap}}
     for name in [name for name in (STUDENT, CONTROL) if goal and name in found]:
         closed[name] = {}
-        for way in ("kl", "nll", "follows")[:2 + bool(rule)]:
+        for way in ("kl", "nll", "follows") if rule else ("kl", "nll"):
             before, reached, end = (found[each][way] for each in (BASE, name, goal))
             closed[name][way] = (reached - before) / (end - before) if end != before else None
     clauses = verdict_clauses(args, found, closed, len(rows))

@@ -685,7 +685,7 @@ def test_launcher_errors_are_one_line(words, settings, message, tmp_path):
 
 
 @pytest.mark.slow
-def test_plans_of_a_teacher_for_gsm8k(server, tmp_path, capsys):
+def test_plans_of_a_teacher_for_gsm8k(server, tmp_path):
     """The three steps that make_problems.py names, with the prompt that ships; then what must not pass for plans."""
     solutions = ["He sells <<48/2=24>>24 clips.\nThen 48+24 = 72.\n#### 72", "It is 3.\n#### 3", "5 is left.\n#### 5"]
     questions = ["How many clips\ndid Ann sell?", "What is 1+2?", "How much is left?"]
@@ -712,9 +712,8 @@ def test_plans_of_a_teacher_for_gsm8k(server, tmp_path, capsys):
                          ([records[1] | {"line": 0}, *records[1:]], "line 1: was not made from the lines of these"),
                          ([{"id": 0}], "line 1: is not a record of create_data.py")):
         (tmp_path / "plans.jsonl").write_text("".join(json.dumps(record) + "\n" for record in spoil))
-        with pytest.raises(SystemExit):
+        with pytest.raises(UserError, match=words):
             make("plans", "--teacher", tmp_path / "plans.jsonl", "--output", tmp_path / "hdp.json")
-        assert words in capsys.readouterr().err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")

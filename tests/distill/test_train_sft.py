@@ -19,8 +19,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import checkpoint
-from common import flags as common_flags
+from core import checkpoint, cli, json_files
 from core.cli import UserError
 from core.packing import PackOrder
 from distill import chat_data
@@ -280,7 +279,7 @@ def test_another_number_of_ranks_goes_on(pool, made, shared, tmp_path):
 def test_a_signal_saves_and_the_same_command_goes_on(pool, made, shared, tmp_path):
     name, more = "qwen full fsdp 2x4x1", ("--max_steps", 400, "--eval_steps", 0)
     stopped = complete(pool, made, tmp_path, name, *more, main=f"{__name__}.stop_after_two")
-    step = checkpoint.checkpoints(tmp_path)[-1][0]
+    step = checkpoint.list_checkpoints(tmp_path)[-1][0]
     assert 2 <= step < 400 and f"at step {step} of 400; checkpoint saved" in stopped.output
     assert "at step" in (tmp_path / "requeue").read_text()
     resumed = complete(pool, made, tmp_path, name, "--max_steps", step + 1, "--eval_steps", 0)
@@ -308,7 +307,7 @@ def test_a_validation_that_a_signal_breaks_off_is_made_up_for(pool, made, shared
         assert "at step 2 of 5; checkpoint saved" in stopped.output
     resumed = complete(pool, made, tmp_path, name)
     assert_same_bits(resumed, shared(name), after=0)
-    metas = [checkpoint.load_meta(newest(run)) for run in (resumed, shared(name))]
+    metas = [json_files.read_object(newest(run) / checkpoint.STATE / "state.json") for run in (resumed, shared(name))]
     assert [metas[0][key] for key in ("best_step", "best_loss", "eval_due")] == [
         metas[1][key] for key in ("best_step", "best_loss", "eval_due")]
 
@@ -500,9 +499,10 @@ def test_launcher_gives_a_line_that_the_trainer_takes(made, tmp_path, gpus, sett
     assert done.returncode == 0, done.stderr
     words = shlex.split(done.stdout)
     assert f"--nproc-per-node={gpus}" in words
-    args = common_flags.parse(train_sft.build_parser(), lambda args, _: train_sft.check_flags(args, gpus),
+    args = cli.parse(train_sft.build_parser(), lambda args, _: train_sft.check_flags(args, gpus),
                        words[words.index(str(ROOT / "distill/train_sft.py")) + 1:])
-    assert args.auto and args.bf16 and common_flags.counts_samples(args) == ("BATCH_SIZE" in settings)
+    assert args.auto and args.bf16 and not args.max_tokens_per_batch
+    assert ("per_device_train_batch_size" in cli.named(args)) == ("BATCH_SIZE" in settings)
     assert args.global_batch_size == int(settings.get("GLOBAL_BATCH_SIZE", 128))
     assert args.gradient_accumulation_steps == accumulation     # with packs, --auto derives it from the data
     assert (args.output_dir, args.seed, args.use_lora) == (str(tmp_path / "out"), 7, "LORA" in settings)
