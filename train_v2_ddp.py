@@ -164,7 +164,7 @@ from core import (
 from core.packing import PackOrder, rank_packs, run_length
 from data import SpeechSamples, collate, make_loader, prepare_table
 from speech import text_normalization
-from speech.code_cache import FRAME_RATE
+from speech.codes import FRAME_RATE
 from speech.dataset import data_facts, samples_line, split_samples, usable_samples
 from speech import versions, weights
 from speech.loss import Sums, decays, eval_line, step_work, total_loss, train_line

@@ -102,16 +102,16 @@ def speech_data(folder, pairs):
 
 def fill_cache(folder):
     """Random codes of the clips in a code cache, for machines that cannot decode audio."""
-    from speech import code_cache, encode
+    from speech import codes
     from speech.conversations import Clip
-    cache = folder / "codes" / code_cache.codec_fingerprint(folder / "codec")
+    cache = folder / "codes" / codes.codec_fingerprint(folder / "codec")
     cache.mkdir(parents=True, exist_ok=True)
-    batch, rng = encode.Batch(cache, 8), np.random.default_rng(0)
+    batch, rng = codes.Batch(cache, 8), np.random.default_rng(0)
     for path in sorted(folder.glob("clip-*.wav")):
-        frames = round(float(path.name.split("-")[1]) * code_cache.FRAME_RATE)
-        key = code_cache.content_key(path.name, Clip(str(path)))
-        batch.add_codes(key, rng.integers(0, code_cache.CODES, (frames, 8), np.int16))
-        batch.add_file(code_cache.file_keys([Clip(str(path))])[1].tobytes(), key)
+        frames = round(float(path.name.split("-")[1]) * codes.FRAME_RATE)
+        key = codes.content_key(path.name, Clip(str(path)))
+        batch.add_codes(key, rng.integers(0, codes.CODES, (frames, 8), np.int16))
+        batch.add_file(codes.file_keys([Clip(str(path))])[1].tobytes(), key)
     batch.write()
 
 

@@ -128,7 +128,10 @@ translate() {
         fi
         case $flag=$value in
         =*) arguments+=("$argument"); continue ;;
-        --bf16=bf* | --bf16=16*) value=true ;;
+        --bf16=bf*) value=true ;;
+        --bf16=16* | --bf16=fp16)
+            say "$argument: float16 would need its losses scaled; using bfloat16"
+            value=true ;;
         --bf16=fp32 | --bf16=float32 | --bf16=32*) value=false ;;
         --attn_backend=flash_attn)
             say "$argument: flash attention has no block masks; using flex"

@@ -1,4 +1,4 @@
-"""Values, defaults and flags that the speech scripts share. Imports no torch: flags are parsed first."""
+"""Values and flags that the speech scripts share. Imports no torch: flags are parsed first."""
 import os
 import re
 
@@ -7,75 +7,82 @@ from core.cli import counted, require
 
 TASK_TYPES = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker_smart_voice",
               "multi_speaker_voice_cloning")
-
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LORA_TARGETS = {        # endings of module names
     "attention": ATTENTION,
-    "attention+audio_mlp": [*ATTENTION, "audio_mlp.gate_proj", "audio_mlp.up_proj", "audio_mlp.down_proj"],
-    "all-linear": [*ATTENTION, "gate_proj", "up_proj", "down_proj"],        # both FFNs, no head, no embedding
-}
-
-AUDIO_WEIGHTS = ("embed_audio_tokens", "audio_lm_head", "audio_embedding")      # what --freeze_llm trains
-
+    "attention+audio_mlp": [*ATTENTION, "audio_mlp.gate_proj", "audio_mlp.up_proj",
+                            "audio_mlp.down_proj"],
+    # both FFNs, no head, no embedding
+    "all-linear": [*ATTENTION, "gate_proj", "up_proj", "down_proj"]}
+AUDIO_WEIGHTS = ("embed_audio_tokens", "audio_lm_head", "audio_embedding")  # of --freeze_llm
 ON_OFF = ("on", "off")
-
-CHECKS = ("invalid", "empty_text", "control_token", "audio", "too_long")       # of samples, for --drop_bad
-SOUND_ERRORS = ("too_short", "silence")                  # that prepare_tts.py finds beside them
-WARNINGS = ("clipping", "dc_offset", "no_words", "duplicate_audio", "duplicate_text", "in_validation", "text_rate",
-            "no_second_clip", "no_reference_text", "unused_reference", "own_reference",
-            "transcript")       # of samples that are used all the same
-MEANINGS = ("audio", "text", "id", "speaker", "language", "scene", "split", "duration", "offset", "end", "ref_audio",
-            "ref_text", "voice_prompts", "voices")       # of columns (speech/convert.py)
-REFERENCES = ("given", "same_speaker", "none")      # which clip stands before a text
-
-LONGEST_CLIP_S = 600        # seconds of one clip: the codec sees it whole, and positions are 25 a second
-
-CHATML = (".json", ".jsonl", ".lst")     # files whose prompts say themselves which voice is wanted; .lst: Seed-TTS-eval
+# of samples, for --drop_bad
+CHECKS = ("invalid", "empty_text", "control_token", "audio", "too_long")
+SOUND_ERRORS = ("too_short", "silence")     # that prepare_tts.py finds as well
+# of samples that are used all the same
+WARNINGS = ("clipping", "dc_offset", "no_words", "duplicate_audio", "duplicate_text",
+            "in_validation", "text_rate", "no_second_clip", "no_reference_text", "unused_reference",
+            "own_reference", "transcript")
+# of columns (speech/convert.py)
+MEANINGS = ("audio", "text", "id", "speaker", "language", "scene", "split", "duration", "offset",
+            "end", "ref_audio", "ref_text", "voice_prompts", "voices")
+REFERENCES = ("given", "same_speaker", "none")      # which clip comes before a text
+LONGEST_CLIP_S = 600    # of one clip: the codec sees it whole, and positions are 25 a second
+# files whose prompts name their voice themselves; .lst: Seed-TTS-eval
+CHATML = (".json", ".jsonl", ".lst")
 DEFAULT_SYSTEM = "Generate audio following instruction."
+
+# --------------------------------------------------------------------------------------------------
+# The trainer
 
 
 def check_trainer(args, world_size):
     """The trainer's own flags; fills in what derives. Raises UserError."""
     check_data(args)
-    check_bad_samples(args)
-    check_keep(args)
+    names = [name for value in args.drop_bad or () for name in value.split(",") if name]
+    for name in names:
+        require(name in CHECKS, f"--drop_bad {name}: no such check; there are {', '.join(CHECKS)}")
+    names = list(CHECKS) if args.drop_bad == [] else names + ["too_long"] * args.drop_too_long
+    args.drop_bad = tuple(name for name in CHECKS if name in names)
     for path, _ in sources(args)[0] if args.code_cache else ():
         require(not os.path.exists(os.path.join(path, "prepared.json")),
-             f"--code_cache: {path} has its codes already; drop the flag")
+                f"--code_cache: {path} has its codes already; drop the flag")
     cli.zero_or_more(args, "text_loss_weight")
-    cli.above_zero(args, "sample_seconds gpu_memory host_memory")
+    cli.above_zero(args, "sample_seconds gpu_memory host_memory keep_weight")
+    cli.at_least_one(args, "keep_every")
     dry = args.dry_run is not None
     require(dry or args.auto or not args.gpu_memory, "--gpu_memory needs --dry_run")
     require(dry or not args.host_memory, "--host_memory needs --dry_run")
     require(not (args.disable_eval and (args.eval_data_file or args.eval_data_dir)),
-         "--disable_eval and validation data exclude each other")
-    require(args.sample_prompts or args.sample_seconds == 10, "--sample_seconds needs --sample_prompts")
-    require(args.use_lora or not args.train_audio_table, "--train_audio_table needs --use_lora; without it all is trained")
-    require(not (args.use_lora and args.freeze_llm), "--use_lora freezes the whole base already: drop --freeze_llm")
+            "--disable_eval and validation data exclude each other")
+    require(args.sample_prompts or args.sample_seconds == 10,
+            "--sample_seconds needs --sample_prompts")
+    require(args.use_lora or not args.train_audio_table,
+            "--train_audio_table needs --use_lora; without it all is trained")
+    require(not (args.use_lora and args.freeze_llm),
+            "--use_lora freezes the whole base already: drop --freeze_llm")
+    require(args.keep or (args.keep_weight, args.keep_every) == (1, 10),
+            "--keep_weight and --keep_every need --keep")
+    require(not args.keep or args.use_lora, "--keep needs --use_lora: a full fine-tuning would "
+            "need a second model to keep near; mix old data in, --train_data_file new.json "
+            "old.json:0.25")
+    require(not (args.keep and args.train_audio_table),
+            "--keep does not go with --train_audio_table")
     require(not args.global_batch_size or args.gradient_accumulation_steps == 1,
-         "give one of --global_batch_size and --gradient_accumulation_steps")
+            "give one of --global_batch_size and --gradient_accumulation_steps")
     by_tokens = args.auto and "per_device_train_batch_size" not in cli.named(args)
     if args.max_tokens_per_batch or by_tokens:
-        for name in ("group_by_length", "scale_lr_from_batch", *["global_batch_size"][args.auto:]):
-            require(not getattr(args, name), f"--{name} counts samples: not with packs of tokens")
+        for name in ("group_by_length", "scale_lr_from_batch",
+                     *["global_batch_size"][args.auto:]):
+            require(not getattr(args, name),
+                    f"--{name} counts samples: not with packs of tokens")
     elif args.global_batch_size:
         samples = args.per_device_train_batch_size * world_size
         require(args.global_batch_size % samples == 0,
-             f"--global_batch_size {args.global_batch_size} is not a multiple of {samples} "
-             f"(--per_device_train_batch_size {args.per_device_train_batch_size} x {counted(world_size, 'rank')})")
+                f"--global_batch_size {args.global_batch_size} is not a multiple of {samples} "
+                f"(--per_device_train_batch_size {args.per_device_train_batch_size} x "
+                f"{counted(world_size, 'rank')})")
         args.gradient_accumulation_steps = args.global_batch_size // samples
-
-
-def check_bad_samples(args):
-    """Make args.drop_bad the tuple of CHECKS whose samples are dropped. Raises UserError."""
-    names = [name for value in args.drop_bad or () for name in value.split(",") if name]
-    for name in names:
-        require(name in CHECKS, f"--drop_bad {name}: no such check; there are {', '.join(CHECKS)}")
-    if args.drop_bad == []:
-        names = list(CHECKS)
-    if args.drop_too_long:
-        names.append("too_long")
-    args.drop_bad = tuple(name for name in CHECKS if name in names)
 
 
 def check_folders(args):
@@ -104,6 +111,10 @@ def pack_text(args):
     return f"{size} by length, in blocks" if args.group_by_length else size
 
 
+# --------------------------------------------------------------------------------------------------
+# Flags of several scripts
+
+
 def codec(group):
     """The flag of the audio codec."""
     group.add_argument("--audio_tokenizer_path", help="native audio tokenizer, folder or hub name "
@@ -111,8 +122,9 @@ def codec(group):
 
 
 def base_dtype(group, help):
-    """The flag of the base's dtype behind an adapter."""
-    group.add_argument("--base_dtype", choices=("bf16", "nf4"), help=f"{help} (default: as the adapter's run had it)")
+    """The flag of the dtype of an adapter's base."""
+    group.add_argument("--base_dtype", choices=("bf16", "nf4"),
+                       help=f"{help} (default: as the adapter's run had it)")
 
 
 def check_base_dtype(args):
@@ -125,113 +137,99 @@ def check_base_dtype(args):
 
 
 def recognisers(group):
-    """Flags of what understands speech (scores.py)."""
-    group.add_argument("--asr_model", help="recogniser that gives word errors: folder or hub name of a transformers "
-                                           "model, or pocketsphinx")
-    group.add_argument("--asr_command", help="the same by a command that gets paths of wav files behind its own words "
-                                             "and prints a line of text for each")
-    group.add_argument("--asr_time_limit", type=float, default=3600.0, help="seconds that one start of --asr_command "
-                                                                            "may take; then the run ends")
-    group.add_argument("--language", help="language code, for Whisper and for the rules by which texts are compared; "
-                                          "en unifies numbers and contractions (default: Whisper finds out, plain "
-                                          "rules)")
+    """Flags of what understands speech (judges.py)."""
+    add = group.add_argument
+    add("--asr_model", help="recogniser that gives word errors: folder or hub name of a "
+        "transformers model, or pocketsphinx")
+    add("--asr_command", help="the same by a command that gets paths of wav files after its own "
+        "words and prints a line of text for each")
+    add("--asr_time_limit", type=float, default=3600.0,
+        help="seconds that one start of --asr_command may take; then the run ends")
+    add("--language", help="language code, for Whisper and for the rules by which texts are "
+        "compared; en unifies numbers and contractions (default: Whisper finds out, plain rules)")
 
 
 def speakers(group):
-    """The flag of what tells voices apart (scores.py)."""
-    group.add_argument("--speaker_model", help="encoder that gives the likeness of voices: resemblyzer, "
-                       "wavlm_large_finetune.pth of UniSpeech, which Seed-TTS-eval takes, or folder or hub name of a "
-                       "transformers x-vector model, such as WavLM's")
-
-
-def judges(group):
-    """Flags of what judges generated speech (scores.py)."""
-    recognisers(group)
-    speakers(group)
-    cli.switch(group, "--mos", help="estimate naturalness by DNSMOS, of the package speechmos")
+    """The flag of what tells voices apart (judges.py)."""
+    group.add_argument("--speaker_model", help="encoder that gives speaker similarity: "
+                       "wavlm_large_finetune.pth of UniSpeech, which Seed-TTS-eval takes, or "
+                       "folder or hub name of a transformers x-vector model, such as WavLM's")
 
 
 def check_recognisers(args):
-    """The flags of recognisers()."""
+    """The flags of recognisers(). Raises UserError."""
+    limit, most = args.asr_time_limit, getattr(args, "wait_timeout", float("inf"))
     require(not (args.asr_model and args.asr_command), "give one of --asr_model and --asr_command")
-    require(args.asr_time_limit == 3600 or args.asr_command, "--asr_time_limit is for --asr_command")
+    require(limit == 3600 or args.asr_command, "--asr_time_limit is for --asr_command")
     cli.above_zero(args, "asr_time_limit")
-    limits = ["asr_time_limit"]
-    most = getattr(args, "wait_timeout", float("inf"))
-    require(not args.asr_command or sum(getattr(args, name) for name in limits) < most,
-         " + ".join(f"--{name} {getattr(args, name):g}" for name in limits)
-         + f" must be below --wait_timeout {most}, for which other processes wait; lower it")
+    require(not args.asr_command or limit < most, f"--asr_time_limit {limit:g} must be below "
+            f"--wait_timeout {most}, for which other processes wait; lower it")
     require(not args.language or args.asr_model or args.asr_command,
-         "--language: only --asr_model and --asr_command make use of it")
+            "--language: only --asr_model and --asr_command make use of it")
 
 
-def check_judges(args):
-    """The flags of judges()."""
-    check_recognisers(args)
-
-
-def check_keep(args):
-    """The trainer's flags of --keep (speech/keep.py)."""
-    cli.above_zero(args, "keep_weight")
-    cli.at_least_one(args, "keep_every")
-    require(args.keep or (args.keep_weight, args.keep_every) == (1, 10), "--keep_weight and --keep_every need --keep")
-    require(not args.keep or args.use_lora, "--keep needs --use_lora: a full fine-tuning would need a second model to keep "
-                                         "near; mix old data in, --train_data_file new.json old.json:0.25")
-    require(not (args.keep and args.train_audio_table), "--keep does not go with --train_audio_table")
+# --------------------------------------------------------------------------------------------------
+# Data
 
 
 def data(group):
     """Flags of data sources and of what becomes of their rows."""
-    g = group
-    g.add_argument("--train_data_file", nargs="+", metavar="PATH[:WEIGHT]",
-                   help="data of any format that docs/data.md lists; several are mixed: the weight is how often an "
-                        "epoch goes over one (1 without it)")
-    g.add_argument("--train_data_dir", nargs="+", metavar="PATH[:WEIGHT]",
-                   help="the same for folders: made by prepare_tts.py, with metadata.json, audio with texts beside it")
-    g.add_argument("--eval_data_file", help="validation data; without it --validation_split is held out")
-    g.add_argument("--eval_data_dir", help="validation folder, as --train_data_dir")
-    g.add_argument("--columns", default="", metavar="MEANING=NAME,...",
-                   help="columns of a table by their names, or by number where it has no header: audio=clip,"
-                        "text=caption; also speaker, language, ref_audio and the others that docs/data.md lists")
-    g.add_argument("--task_type", choices=TASK_TYPES, default="single_speaker_smart_voice",
-                   help="shape of the prompt, of samples that name none themselves; ChatML has its own")
-    cli.switch(g, "--ref_audio_in_system_message", help="put reference clips into the scene description; not ChatML")
-    g.add_argument("--normalize_text", choices=ON_OFF, help="texts to speak: punctuation and sound tags "
-                   "as boson-ai's inference gives them to the model; the checkpoint keeps the setting for speaking "
-                   "(default: on for Higgs-Audio V2, off for Higgs TTS 3)")
-    g.add_argument("--reference", choices=REFERENCES, default="given",
-                   help="clip before the text, to clone: the one that the data give, another clip of the same speaker, "
-                        "none; not ChatML")
-    g.add_argument("--reference_share", type=float, default=1.0,
-                   help="share of the samples that keep their reference, 0 to 1, drawn by --seed")
+    add = group.add_argument
+    add("--train_data_file", nargs="+", metavar="PATH[:WEIGHT]",
+        help="data of any format that docs/data.md lists; several are mixed: the weight is how "
+        "often an epoch goes over one (1 without it)")
+    add("--train_data_dir", nargs="+", metavar="PATH[:WEIGHT]", help="the same for folders: made "
+        "by prepare_tts.py, with metadata.json, audio with texts beside it")
+    add("--eval_data_file", help="validation data; without it --validation_split is held out")
+    add("--eval_data_dir", help="validation folder, as --train_data_dir")
+    add("--columns", default="", metavar="MEANING=NAME,...",
+        help="columns of a table by their names, or by number where it has no header: audio=clip,"
+        "text=caption; also speaker, language, ref_audio and the others that docs/data.md lists")
+    add("--task_type", choices=TASK_TYPES, default="single_speaker_smart_voice",
+        help="shape of the prompt, of samples that name none themselves; ChatML has its own")
+    cli.switch(group, "--ref_audio_in_system_message",
+               help="put reference clips into the scene description; not ChatML")
+    add("--normalize_text", choices=ON_OFF, help="texts to speak: punctuation and sound tags as "
+        "boson-ai's inference gives them to the model; the checkpoint keeps the setting for "
+        "speaking (default: on for Higgs-Audio V2, off for Higgs TTS 3)")
+    add("--reference", choices=REFERENCES, default="given", help="clip before the text, to clone: "
+        "the one that the data give, another clip of the same speaker, none; not ChatML")
+    add("--reference_share", type=float, default=1.0,
+        help="share of the samples that keep their reference, 0 to 1, drawn by --seed")
 
 
 def check_columns(columns):
     """UserError for a value of --columns."""
     for pair in filter(None, columns.split(",")):
         require(re.fullmatch(r"\w+=.+", pair) and pair.split("=")[0] in MEANINGS,
-             f"--columns {pair}: is not of the form MEANING=NAME; meanings are {', '.join(MEANINGS)}")
+                f"--columns {pair}: is not of the form MEANING=NAME; meanings are "
+                f"{', '.join(MEANINGS)}")
 
 
 def check_data(args):
     """Raise UserError for values and combinations of them that are wrong."""
     for name in ("train_data_file", "train_data_dir"):
         setattr(args, name, [word for word in getattr(args, name) or [] if word])
-    require(bool(args.train_data_file) != bool(args.train_data_dir), "give one of --train_data_file and --train_data_dir")
-    require(not (args.eval_data_file and args.eval_data_dir), "give one of --eval_data_file and --eval_data_dir, not both")
+    require(bool(args.train_data_file) != bool(args.train_data_dir),
+            "give one of --train_data_file and --train_data_dir")
+    require(not (args.eval_data_file and args.eval_data_dir),
+            "give one of --eval_data_file and --eval_data_dir, not both")
     check_columns(args.columns)
     cli.share(args, "reference_share")
-    require(args.reference != "none" or args.reference_share == 1, "--reference none: drop --reference_share")
+    require(args.reference != "none" or args.reference_share == 1,
+            "--reference none: drop --reference_share")
     for path, weight in sources(args)[0]:
-        require(0 < weight <= 1000, f"{path}:{weight:g}: a weight lies above 0 and is at most 1000")
+        require(0 < weight <= 1000,
+                f"{path}:{weight:g}: a weight lies above 0 and is at most 1000")
 
 
 def sources(args):
     """([(training file or folder, weight)], validation file or folder or None)."""
     found = []
     for word in args.train_data_file or args.train_data_dir:
-        weighted = re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", word)
-        found.append((weighted[1], float(weighted[2])) if weighted and not os.path.exists(word) else (word, 1.0))
+        match = re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", word)
+        weighted = match and not os.path.exists(word)
+        found.append((match[1], float(match[2])) if weighted else (word, 1.0))
     return found, args.eval_data_file or args.eval_data_dir
 
 
@@ -239,4 +237,5 @@ def reading(args):
     """What rows.Reading takes of the flags, by name."""
     return {"task_type": args.task_type, "ref_in_system": args.ref_audio_in_system_message,
             "columns": args.columns, "reference": args.reference,
-            "reference_share": args.reference_share, "seed": args.seed, "normalize": args.normalize_text == "on"}
+            "reference_share": args.reference_share, "seed": args.seed,
+            "normalize": args.normalize_text == "on"}

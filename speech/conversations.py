@@ -1,11 +1,11 @@
-"""A raw sample of any known shape -> one canonical conversation.
+"""A ChatML sample of any known shape -> one canonical conversation.
 
-Takes ChatML (the community's "reference + 'Please generate speech ...'" form, the canonical zero-shot form, samples
-without a reference, several speakers), into which speech/rows.py turns every other format. The canonical form is the
-one Higgs-Audio's own inference builds (boson-ai/higgs-audio examples/generation.py): a system turn, a user turn with
-each reference's transcript answered by an assistant turn with its clip, then the target text answered by the target
-clip. Text is never cut. The text to speak is normalised where the caller asks for it (speech/text_normalization.py), a reference's
-transcript never, as in that code.
+The shapes: the community's "reference + 'Please generate speech ...'" form, the canonical zero-shot
+form, samples without a reference, several speakers. The canonical form is the one Higgs-Audio's own
+inference builds (boson-ai/higgs-audio examples/generation.py): a system turn, a user turn with each
+reference's transcript answered by an assistant turn with its clip, then the target text answered by
+the target clip. Text is never cut. The text to speak is normalised where the caller asks for it, a
+reference's transcript never, as in that code. Imports nothing outside the standard library.
 """
 import os
 import re
@@ -13,29 +13,38 @@ import unicodedata
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from speech.choices import DEFAULT_SYSTEM
 from speech import text_normalization
+from speech.choices import DEFAULT_SYSTEM
 
-MULTISPEAKER_SYSTEM = (     # boson-ai/higgs-audio examples/generation.py, which uses it for texts of several speakers
+MULTISPEAKER_SYSTEM = (     # boson-ai/higgs-audio examples/generation.py, for texts of several
     "You are an AI assistant designed to convert text into speech.\n"
-    "If the user's message includes a [SPEAKER*] tag, do not read out the tag and generate speech for the following "
-    "text, using the specified voice.\n"
+    "If the user's message includes a [SPEAKER*] tag, do not read out the tag and generate speech "
+    "for the following text, using the specified voice.\n"
     "If no speaker tag is present, select a suitable voice on your own.")
 TAG = re.compile(r"\[(SPEAKER\d+)\]")
 OTHER_MARK = re.compile(r"\[S\d+\]|^[ \t]*([A-Z][A-Z]+|[A-Z][a-z]+):", re.MULTILINE)
-OTHER_MARKS = ("mark speakers by [S1] or NAME:, which is read aloud; what Higgs-Audio V2 takes as marks is [SPEAKER0], "
-               "[SPEAKER1], ...")
+OTHER_MARKS = ("mark speakers by [S1] or NAME:, which is read aloud; what Higgs-Audio V2 takes as "
+               "marks is [SPEAKER0], [SPEAKER1], ...")
 SCENE = "<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aiff", ".aif", ".au", ".caf",
+               ".w64", ".rf64")     # what libsndfile reads
 FILLED_S = 1.0          # of Higgs TTS 3's references, as its servers do
-KNOWN = 100_000         # audio files remembered by name: references come again, targets mostly do not
+KNOWN = 100_000         # audio files remembered by name: references come again
+
+
+class BadSample(Exception):
+    """Why one sample cannot be used. check: of choices.CHECKS."""
+
+    def __init__(self, why, check="invalid"):
+        super().__init__(why)
+        self.check = check
 
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """One stretch of one audio file. seconds is the dataset's own claim (0 = unknown), used only to share out work.
-
-    filled: zeros make a shorter one FILLED_S seconds long before it is encoded.
+    """One stretch of one audio file. seconds is the dataset's own claim (0 = unknown), used only to
+    share out work. filled: zeros make a shorter one FILLED_S seconds long before it is encoded.
     """
     path: str
     offset: float | None = None         # seconds from the start; None = the whole file
@@ -46,7 +55,7 @@ class Clip:
 
 @dataclass
 class Turn:
-    """One message: role and its parts (text or Clip) in order; source = index of the message it came from."""
+    """One message: role and its parts (text or Clip) in order; source = index of its message."""
     role: str
     parts: list
     source: int | None
@@ -54,19 +63,18 @@ class Turn:
 
     @property
     def clips(self):
-        return [p for p in self.parts if isinstance(p, Clip)]
+        return [part for part in self.parts if isinstance(part, Clip)]
 
     @property
     def text(self):
-        return "".join([p for p in self.parts if isinstance(p, str)])
+        return "".join([part for part in self.parts if isinstance(part, str)])
 
 
 @dataclass
 class Sample:
-    """A canonical conversation. name: where it stands in the user's files; speaker, language: the dataset's labels.
-
-    recognised: {a key of text_normalization.RECOGNISED: the words it is about}. notes: (check, text) of what is odd about it, and
-    does not stop a run.
+    """A canonical conversation. name: where it stands in the user's files; speaker, language: the
+    data's labels. recognised: {a key of text_normalization.RECOGNISED: the words it is about}.
+    notes: [(check, text)] of what is odd about it, and does not stop a run.
     """
     name: str
     turns: list
@@ -78,49 +86,106 @@ class Sample:
 
 @dataclass(frozen=True)
 class Reading:
-    """How rows become conversations: what the flags of these names say. normalize: the texts to speak."""
+    """How data become conversations: what the flags of these names say."""
     task_type: str = "single_speaker_smart_voice"
     ref_in_system: bool = False
     columns: str = ""
     reference: str = "given"
     reference_share: float = 1.0
     seed: int = 42
-    normalize: bool = False
+    normalize: bool = False         # the texts to speak
     lone_reference: bool = False    # whether the model takes a clip without its words
 
 
-@dataclass(frozen=True)
-class Source:
-    """A file or folder of speech data and how to read it."""
-    path: Path
-    format: str
-    about: str              # what was found out, for people
-    base: Path              # relative names of audio files begin here
-    read: object            # read(wanted) yields (number, row, raw sample, BadSample or SKIPPED), by rising number
-    unit: str = "sample"    # what is numbered: "line" of a file or "sample"; people count from 1
+# --------------------------------------------------------------------------------------------------
+# Audio files by name
 
 
-class BadSample(Exception):
-    """Why one sample cannot be used; the reader adds the file and the sample's name. check: of choices.CHECKS."""
-    place = ""      # what a reader knows of the sample's name
+@dataclass
+class Paths:
+    """Finds audio files relative to the data file's folder, its parent, its grandparent and the
+    current folder. inside: subfolders of the first, too; endings: that a name may lack.
+    """
+    base: Path
+    inside: tuple = ()
+    endings: tuple = ()
+    known: dict = field(default_factory=dict)
+    listed: dict = field(default_factory=dict)      # {folder: {name in lower case: name}}
 
-    def __init__(self, why, check="invalid"):
-        super().__init__(why)
-        self.check = check
+    def find(self, name):
+        """Absolute path of an audio file; BadSample with every place that was tried."""
+        if name not in self.known:
+            if len(self.known) >= KNOWN:
+                self.known.clear()
+            first = os.path.join(str(self.base), name)
+            there = os.path.isfile(first)
+            self.known[name] = os.path.abspath(first) if there else self._elsewhere(name)
+        found = self.known[name]
+        if isinstance(found, str):
+            return found
+        if "://" in name:
+            raise BadSample(f"audio file {name!r} is a URL, which is not read; copy it here first")
+        near, hint = self._elsewhere(os.path.basename(name.replace("\\", "/"))), ""
+        if isinstance(near, str):
+            hint = f"; {near} is there: write paths relative to {self.base}"
+        elif re.match(r"[A-Za-z]:\\", name):
+            hint = f"; this is a path of Windows: write paths relative to {self.base}"
+        raise BadSample(f"audio file {name!r} not found; tried {', '.join(found)}{hint}")
+
+    def has(self, name):
+        """Whether there is such a file."""
+        return isinstance(self.known.get(name) or self._elsewhere(name), str)
+
+    def places(self):
+        """Folders in which names are looked up."""
+        own = [self.base, *(self.base / name for name in self.inside)]
+        above = [self.base.parent, self.base.parent.parent, Path.cwd()]
+        return list(dict.fromkeys(map(str, own + above)))
+
+    def _elsewhere(self, name):
+        """Path of a file, also of one that Windows or macOS spells otherwise, or in another case;
+        the list of places that were tried if there is none.
+        """
+        def places(name):
+            folders = self.places()[:1] if os.path.isabs(name) else self.places()
+            return [os.path.join(folder, name) for folder in folders]
+
+        names = [name, name.replace("\\", "/"),
+                 *(unicodedata.normalize(form, name) for form in ("NFC", "NFD"))]
+        found = next((place + ending for spelling in dict.fromkeys(names)
+                      for place in places(spelling) for ending in ("", *self.endings)
+                      if os.path.isfile(place + ending)), None)
+        found = found or next((real for spelling in names[:2] for place in places(spelling)
+                               if (real := self._any_case(place))), None)
+        return os.path.abspath(found) if found else places(name)
+
+    def _any_case(self, path):
+        folder, name = os.path.split(path)
+        if folder not in self.listed:
+            names = os.listdir(folder) if os.path.isdir(folder) else ()
+            self.listed[folder] = {there.lower(): there for there in names}
+        real = self.listed[folder].get(name.lower())
+        return os.path.join(folder, real) if real else None
+
+
+# --------------------------------------------------------------------------------------------------
+# Raw samples
 
 
 def content_items(entry):
     """The items of the contents of a raw sample's messages, whatever they are."""
     messages = entry["messages"] if isinstance(entry.get("messages"), list) else []
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
-    return [item for content in contents for item in (content if isinstance(content, list) else [content])]
+    return [item for content in contents
+            for item in (content if isinstance(content, list) else [content])]
 
 
 def is_chatml(entry):
-    """Whether a JSON entry has messages, in which the audio is, or nothing else says where it is (ms-swift's do)."""
+    """Whether a JSON entry has messages in which the audio is, or nothing else says where it is."""
     if not isinstance(entry, dict) or not isinstance(entry.get("messages"), list):
         return False
-    spoken = any(isinstance(item, dict) and item.get("type") == "audio" for item in content_items(entry))
+    spoken = any(isinstance(item, dict) and item.get("type") == "audio"
+                 for item in content_items(entry))
     return spoken or "audios" not in entry and "audio" not in entry
 
 
@@ -135,80 +200,18 @@ def label_of(entry):
 
 
 def sample_text(sample):
-    """One line of what was understood of a sample: texts and clips in their order, and the speaker.
-    """
+    """One line of what was understood of a sample: texts and clips in order, and the labels."""
     parts = [f"text {part[:60]!r}" if isinstance(part, str) else f"audio {part.path}"
              for turn in sample.turns if turn.role != "system" for part in turn.parts]
     labels = {"speaker": sample.speaker, "language": sample.language}
-    labels = [f"{name} {value}" for name, value in labels.items() if value]
-    return ", ".join(parts + labels)
-
-
-@dataclass
-class Paths:
-    """Finds audio files relative to the data file's folder, its parent, its grandparent and the current folder.
-
-    inside: subfolders of the first that are looked into as well; endings: that a name may lack.
-    """
-    base: Path
-    inside: tuple = ()
-    endings: tuple = ()
-    known: dict = field(default_factory=dict)
-    listed: dict = field(default_factory=dict)      # {folder: {name in lower case: name}}
-
-    def find(self, name):
-        """Absolute path of an audio file; raises BadSample with every place that was tried."""
-        if name not in self.known:
-            if len(self.known) >= KNOWN:
-                self.known.clear()
-            first = os.path.join(str(self.base), name)
-            self.known[name] = os.path.abspath(first) if os.path.isfile(first) else self._elsewhere(name)
-        found = self.known[name]
-        if isinstance(found, list):
-            if "://" in name:
-                raise BadSample(f"audio file {name!r} is a URL, which is not read; copy it here first")
-            near = self._elsewhere(os.path.basename(name.replace("\\", "/")))
-            hint = f"; {near} is there: write paths relative to {self.base}" if isinstance(near, str) else ""
-            if re.match(r"[A-Za-z]:\\", name):
-                hint = hint or f"; this is a path of Windows: write paths relative to {self.base}"
-            raise BadSample(f"audio file {name!r} not found; tried {', '.join(found)}{hint}")
-        return found
-
-    def has(self, name):
-        """Whether there is such a file."""
-        return not isinstance(self.known.get(name) or self._elsewhere(name), list)
-
-    def places(self):
-        """Folders in which names are looked up."""
-        return list(dict.fromkeys(str(p) for p in (self.base, *(self.base / name for name in self.inside),
-                                                   self.base.parent, self.base.parent.parent, Path.cwd())))
-
-    def _elsewhere(self, name):
-        """Path of a file, also of one that Windows or macOS spells otherwise; the places that were tried if none is."""
-        def places(name):
-            return [name] if os.path.isabs(name) else [os.path.join(place, name) for place in self.places()]
-
-        names = [name, name.replace("\\", "/"), *(unicodedata.normalize(form, name) for form in ("NFC", "NFD"))]
-        found = next((place + ending for spelling in dict.fromkeys(names) for place in places(spelling)
-                      for ending in ("", *self.endings) if os.path.isfile(place + ending)), None)
-        found = found or next((real for spelling in names[:2] for place in places(spelling)
-                               if (real := self._any_case(place))), None)
-        return os.path.abspath(found) if found else places(name)
-
-    def _any_case(self, path):
-        """Path of a file whose name differs in case alone, None for none."""
-        folder, name = os.path.split(path)
-        if folder not in self.listed:
-            names = os.listdir(folder) if os.path.isdir(folder) else ()
-            self.listed[folder] = {there.lower(): there for there in names}
-        real = self.listed[folder].get(name.lower())
-        return os.path.join(folder, real) if real else None
+    return ", ".join(parts + [f"{name} {value}" for name, value in labels.items() if value])
 
 
 def message_parts(message, paths):
-    """(role, parts) of one raw message; parts are str or Clip. Raises BadSample on unknown roles and content types."""
+    """(role, parts) of one raw message; parts are str or Clip. Raises BadSample."""
     if not isinstance(message, dict):
-        raise BadSample(f"a message is a {type(message).__name__}, not an object with 'role' and 'content'")
+        raise BadSample(f"a message is a {type(message).__name__}, not an object with 'role' and "
+                        "'content'")
     role, content = message.get("role"), message.get("content")
     if role not in ("system", "scene", "user", "assistant"):
         raise BadSample(f"unknown role {role!r}; known: system, scene, user, assistant")
@@ -216,29 +219,32 @@ def message_parts(message, paths):
         raise BadSample("'recipient' is not supported: its turns are not speech")
     parts = []
     for item in content if isinstance(content, list) else [content]:
+        item = {"type": "text", "text": item} if isinstance(item, str) else item
         kind = item.get("type") if isinstance(item, dict) else None
-        if isinstance(item, str):
-            kind = "text"
-        if kind == "text":
-            text = item if isinstance(item, str) else item.get("text")
-            if not isinstance(text, str):
-                raise BadSample(f"a text item of role {role!r} has no string 'text'")
-            if not text.isascii() and HALF_CHARACTER.search(text):
-                raise BadSample(f"a text of role {role!r} holds half a character (\\ud800 to \\udfff): {text!r}")
-            if text.strip():
-                parts.append(text)
-        elif kind == "audio":
-            parts.append(_clip(item, paths))
-        else:
-            raise BadSample(f"unknown content type {kind!r} in a message of role {role!r}; known: text, audio")
+        if kind == "audio":
+            parts.append(clip_of(item, paths))
+            continue
+        if kind != "text":
+            raise BadSample(f"unknown content type {kind!r} in a message of role {role!r}; known: "
+                            "text, audio")
+        text = item.get("text")
+        if not isinstance(text, str):
+            raise BadSample(f"a text item of role {role!r} has no string 'text'")
+        if not text.isascii() and HALF_CHARACTER.search(text):
+            raise BadSample(f"a text of role {role!r} holds half a character (\\ud800 to \\udfff): "
+                            f"{text!r}")
+        if text.strip():
+            parts.append(text)
     return role, parts
 
 
-def _clip(item, paths):
+def clip_of(item, paths):
+    """Clip of an audio item. Raises BadSample."""
     name = item.get("audio_url") or item.get("url") or item.get("path")
     if not name:
         if item.get("raw_audio"):
-            raise BadSample("inline 'raw_audio' is not supported; write it to a file and set 'audio_url'")
+            raise BadSample("inline 'raw_audio' is not supported; write it to a file and set "
+                            "'audio_url'")
         raise BadSample("an audio item has no 'audio_url'")
     offset, duration = item.get("offset"), item.get("duration")
     for key, value in (("offset", offset), ("duration", duration)):
@@ -246,10 +252,11 @@ def _clip(item, paths):
         if value is not None and not (number and 0 <= value < 1e7):
             raise BadSample(f"'{key}' of {name!r} is {value!r}, not seconds")
     if offset is not None and duration == 0:
-        raise BadSample(f"{name!r} lasts 0 s from offset {offset} s on; without a duration the rest of the file is "
-                        "meant")
+        raise BadSample(f"{name!r} lasts 0 s from offset {offset} s on; without a duration the "
+                        "rest of the file is meant")
     # duration alone is the dataset's note on the clip's length; only an offset makes it a cut
-    return Clip(paths.find(str(name)), offset, duration if offset is not None else None, float(duration or 0))
+    cut = duration if offset is not None else None
+    return Clip(paths.find(str(name)), offset, cut, float(duration or 0))
 
 
 def marks_speakers_otherwise(text):
@@ -258,23 +265,27 @@ def marks_speakers_otherwise(text):
 
 
 def system_parts(text, scene="", voices=None, references=False):
-    """(what a system turn says, scene description or "") for a text to speak, as boson-ai's generation.py decides.
+    """(what a system turn says, scene description or "") for a text, as boson-ai's generation.py.
 
-    By the text's tags: of several [SPEAKER*] without reference clips, the scene says their voices. voices: {tag: words
+    Of several [SPEAKER*] without reference clips, the scene says their voices. voices: {tag: words
     about it}; unknown ones are feminine and masculine in turn.
     """
     tags = sorted(set(TAG.findall(text)))
     if references or len(tags) < 2:
         return DEFAULT_SYSTEM, scene
-    said = [f"{tag}: {(voices or {}).get(tag) or ('feminine', 'masculine')[i % 2]}" for i, tag in enumerate(tags)]
+    said = [f"{tag}: {(voices or {}).get(tag) or ('feminine', 'masculine')[i % 2]}"
+            for i, tag in enumerate(tags)]
     return MULTISPEAKER_SYSTEM, "\n\n".join([*([scene] if scene else []), "\n".join(said)])
 
 
-def canonical_sample(name, entry, paths, normalize=False):
-    """One raw sample (a dict with 'messages') -> Sample. Raises BadSample saying what is wrong with
-    it.
+# --------------------------------------------------------------------------------------------------
+# The canonical form
 
-    Trained are the assistant turns from message index start_index on, as in the official collator;
+
+def canonical_sample(name, entry, paths, normalize=False):
+    """One raw sample (a dict with 'messages') -> Sample. Raises BadSample.
+
+    Trained are the assistant turns from message start_index on, as in the official collator;
     without start_index, or with 0 in the community form, the last assistant turn with audio.
     normalize: the texts that those speak.
     """
@@ -286,8 +297,8 @@ def canonical_sample(name, entry, paths, normalize=False):
                             "assistant has none")
     if normalize:
         normalise_requests(turns)
-    return Sample(name, [trimmed(t) for t in turns], str(entry.get("speaker") or ""), recognised,
-                  str(entry.get("language") or ""))
+    return Sample(name, [trimmed(turn) for turn in turns], str(entry.get("speaker") or ""),
+                  recognised, str(entry.get("language") or ""))
 
 
 def normalise_requests(turns):
@@ -305,21 +316,21 @@ def canonical_turns(entry, paths):
     if not isinstance(messages, list) or not messages:
         raise BadSample("has no list 'messages'")
     misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
-    parsed = [message_parts(m, paths) for m in messages]
-    turns, scenes = [], []
-    rewritten, recognised = False, {}
+    told = {key: misc[key].strip() if isinstance(misc.get(key), str) else ""
+            for key in ("ref_transcript", "target_transcript")}
+    parsed = [message_parts(message, paths) for message in messages]
+    turns, scenes, rewritten, recognised = [], [], False, {}
     for index, (role, parts) in enumerate(parsed):
         if role == "scene":
             scenes.append(parts)
-        elif role == "user" and any(isinstance(p, Clip) for p in parts):
-            answers = (Turn(r, p, 0).text for r, p in parsed[index + 1:] if r == "assistant")
-            answer = next(answers, "").strip() or _text(misc, "target_transcript")
-            turns += _reference_turns(parts, index, answer, _text(misc, "ref_transcript"),
-                                      recognised)
+        elif role == "user" and any(isinstance(part, Clip) for part in parts):
+            answer = next((Turn(r, p, 0).text for r, p in parsed[index + 1:] if r == "assistant"), "")
+            answer = answer.strip() or told["target_transcript"]
+            turns += reference_turns(parts, index, answer, told["ref_transcript"], recognised)
             rewritten = True
         elif role == "assistant":
             before = turns[-1] if turns else None
-            parts = _without_repeated_text(parts, before, recognised)
+            parts = without_repeated_text(parts, before, recognised)
             turns.append(Turn("assistant", parts, index))
         elif parts:
             turns.append(Turn(role, parts, index))
@@ -333,68 +344,66 @@ def canonical_turns(entry, paths):
         system, voices = system_parts("\n".join(turns[i].text for i in asked), references=heard)
         turns.insert(0, Turn("system", [system], None))
         scenes += [[voices]] if voices else []
-    _add_scenes(turns[0], scenes)
+    if scenes and "<|scene_desc_start|>" not in turns[0].text:
+        # a line for each text, as the native chat template does
+        turns[0].parts.append("\n\n<|scene_desc_start|>")
+        for parts in scenes:
+            for number, part in enumerate(parts):
+                new = "\n" if number == 0 or isinstance(part, str) else ""
+                turns[0].parts += [new + part.strip()] if isinstance(part, str) else [new, part]
+        turns[0].parts.append("\n<|scene_desc_end|>")
     return turns, rewritten, recognised
 
 
-def _text(misc, key):
-    return misc[key].strip() if isinstance(misc.get(key), str) else ""
+def reference_turns(parts, index, answer, ref_transcript, recognised):
+    """A user message with reference audio -> [user transcript, assistant clip] for each clip, then
+    the user's target.
 
-
-def _add_scenes(system, scenes):
-    """Put scene descriptions into the system turn, a line for each text, as the native chat template does."""
-    if scenes and "<|scene_desc_start|>" not in system.text:
-        system.parts.append("\n\n<|scene_desc_start|>")
-        for parts in scenes:
-            for number, part in enumerate(parts):
-                new_line = "\n" if number == 0 or isinstance(part, str) else ""
-                system.parts += [new_line + part.strip()] if isinstance(part, str) else [new_line, part]
-        system.parts.append("\n<|scene_desc_end|>")
-
-
-def _reference_turns(parts, index, answer, ref_transcript, recognised):
-    """A user message with reference audio -> [user transcript, assistant clip] for each clip, then the user's target.
-
-    answer: the target text the assistant or the dataset repeats, "" if none. The text before a clip is its transcript;
-    with one clip and two texts the first is the transcript wherever the clip stands, as community trainers read it.
-    recognised: takes up what _recognise finds.
+    answer: the target text the assistant or the dataset repeats, "" if none. The text before a clip
+    is its transcript; with one clip and two texts the first is the transcript wherever the clip
+    stands, as community trainers read it.
     """
     def is_target(words):
         return text_normalization.target_text(words, answer)[1] is not None
 
-    clips = [p for p in parts if isinstance(p, Clip)]
-    texts = [p.strip() for p in parts if isinstance(p, str)]
+    clips = [part for part in parts if isinstance(part, Clip)]
+    texts = [part.strip() for part in parts if isinstance(part, str)]
+    pairs, target = [], None
     if len(clips) == 1 and len(texts) == 2:
         instructs = [bool(text_normalization.INSTRUCTION.match(words)) for words in texts]
         if (instructs == [True, False] or is_target(texts[0])) and not is_target(texts[1]):
-            texts.reverse()                                         # the instruction stands before the transcript
+            texts.reverse()                 # the instruction stands before the transcript
         pairs, target = [(texts[0], clips[0])], texts[1]
-    elif len(clips) == 1 and len(texts) == 1 and answer and text_normalization.same(texts[0], ref_transcript):
-        pairs, target = [(texts[0], clips[0])], answer
-    elif len(clips) == 1 and len(texts) == 1 and is_target(texts[0]):
-        pairs, target = [(ref_transcript, clips[0])], texts[0]      # the one text is the target
-    else:
-        pairs, waiting = [], []
+    elif len(clips) == 1 and len(texts) == 1:
+        if answer and text_normalization.same(texts[0], ref_transcript):
+            pairs, target = [(texts[0], clips[0])], answer
+        elif is_target(texts[0]):
+            pairs, target = [(ref_transcript, clips[0])], texts[0]
+    if target is None:
+        waiting = []
         for part in parts:
             if isinstance(part, Clip):
-                pairs.append(("".join(waiting).strip() or (ref_transcript if not pairs else ""), part))
+                transcript = "".join(waiting).strip() or (ref_transcript if not pairs else "")
+                pairs.append((transcript, part))
                 waiting = []
             else:
                 waiting.append(part)
         target = "".join(waiting).strip()
-    target = _recognise(target, answer, recognised)[0] or answer
+    target = recognise(target, answer, recognised)[0] or answer
     if not target:
-        raise BadSample("no target text: the user message has none after its reference audio, nor has the assistant")
+        raise BadSample("no target text: the user message has none after its reference audio, nor "
+                        "has the assistant")
     turns = []
     for transcript, clip in pairs:
         if not transcript:
-            raise BadSample(f"reference audio {clip.path!r} has no transcript before it (nor misc.ref_transcript)")
+            raise BadSample(f"reference audio {clip.path!r} has no transcript before it (nor "
+                            "misc.ref_transcript)")
         turns += [Turn("user", [transcript], index), Turn("assistant", [clip], None)]
     return turns + [Turn("user", [target], index)]
 
 
-def _recognise(asked, answer, recognised):
-    """text_normalization.target_text(asked, answer); recognised takes up what it found, with the words it is about."""
+def recognise(asked, answer, recognised):
+    """text_normalization.target_text; recognised takes what it found, and the words it is about."""
     target, how = text_normalization.target_text(asked, answer)
     if how == "punctuation":
         recognised[how] = target
@@ -403,14 +412,15 @@ def _recognise(asked, answer, recognised):
     return target, how
 
 
-def _without_repeated_text(parts, before, recognised):
+def without_repeated_text(parts, before, recognised):
     """Parts of an assistant message without the text that only repeats what the user asked to hear.
 
-    The user's turn `before` then loses what stood before that text. recognised: takes up what _recognise finds.
+    The user's turn `before` then loses what stood before that text.
     """
-    answer, clips = "".join(p for p in parts if isinstance(p, str)).strip(), [p for p in parts if isinstance(p, Clip)]
+    answer = "".join(part for part in parts if isinstance(part, str)).strip()
+    clips = [part for part in parts if isinstance(part, Clip)]
     if answer and clips and before is not None and before.role == "user":
-        target, how = _recognise(before.text, answer, recognised)
+        target, how = recognise(before.text, answer, recognised)
         if how:
             before.parts = [target]
             return clips
@@ -422,16 +432,16 @@ def mark_trained(turns, start_index, rewritten, n_messages):
     number = isinstance(start_index, int) and not isinstance(start_index, bool)
     if start_index is not None and not (number and start_index >= 0):
         raise BadSample(f"start_index is {start_index!r}, not a message number")
-    speaking = [t for t in turns if t.role == "assistant" and t.source is not None and t.clips]
+    given = [turn for turn in turns if turn.role == "assistant" and turn.source is not None]
+    speaking = [turn for turn in given if turn.clips]
     if not speaking:
         raise BadSample("has no target audio: no assistant message with an audio item")
     if start_index is None or (rewritten and start_index == 0):
         speaking[-1].trained = True
         return
-    for turn in turns:
-        given = turn.role == "assistant" and turn.source is not None
-        turn.trained = given and turn.source >= start_index
-    if not any(t.trained and t.clips for t in turns):
+    for turn in given:
+        turn.trained = turn.source >= start_index
+    if not any(turn.trained for turn in speaking):
         raise BadSample(f"start_index {start_index} of {n_messages} messages leaves no assistant "
                         "audio to train")
 
@@ -443,5 +453,5 @@ def trimmed(turn):
         parts[0] = parts[0].lstrip()
     if parts and isinstance(parts[-1], str):
         parts[-1] = parts[-1].rstrip()
-    turn.parts = [p for p in parts if isinstance(p, Clip) or p]
+    turn.parts = [part for part in parts if isinstance(part, Clip) or part]
     return turn

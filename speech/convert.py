@@ -4,11 +4,12 @@
     python speech/convert.py clips.csv --columns audio=clip,text=caption --output train.jsonl
     python speech/convert.py 'shards/*.parquet' --output train.jsonl     # audio is unpacked beside it
 
-Reads tables with a header (.csv .tsv .json .jsonl; columns are known by name), tables without one (audio|text,
-LJSpeech, Piper, the .list of GPT-SoVITS), Kaldi folders, metadata.json of the GUIs, ms-swift, VibeVoice, audio with
-texts or subtitles beside it, parquet and arrow files, WebDataset tars, and the corpora of CORPORA. What a column means
-is never guessed against what is in it: where that is undecided, name it with --columns. Rows that cannot be used are
-counted and listed with the reason; look at the first sample that is printed, and into the file.
+Reads tables with a header (.csv .tsv .json .jsonl; columns are known by name), tables without one
+(audio|text, LJSpeech, Piper, the .list of GPT-SoVITS), Kaldi folders, metadata.json of the GUIs,
+ms-swift, VibeVoice, audio with texts or subtitles beside it, parquet and arrow files, WebDataset
+tars, and the corpora of CORPORA. What a column means is never guessed against what is in it: where
+that is undecided, name it with --columns. Rows that cannot be used are counted and listed with the
+reason; look at the first sample that is printed, and into the file.
 """
 import contextlib
 import csv
@@ -29,10 +30,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ stands beside this folder
 
 from core import cli, json_files
-from core.cli import UserError, counted, error_text, printable
-from core.cli import require as need
+from core.cli import UserError, counted, error_text, printable, require
 from speech import choices, prompts
 from speech.conversations import (
+    AUDIO_FILES,
     BadSample,
     Paths,
     Reading,
@@ -42,34 +43,38 @@ from speech.conversations import (
     label_of,
     sample_text,
 )
-from speech.decode import AUDIO_FILES
 
 OTHER_AUDIO = (".m4a", ".aac", ".mp4", ".webm", ".wma", ".amr")     # libsndfile does not read them
 TEXTS = (".txt", ".normalized.txt", ".lab")                         # beside an audio file
 CUES = (".srt", ".vtt")                                             # with times: cuts of a recording
 LISTS = (".json", ".jsonl", ".csv", ".tsv", ".list", ".lst", ".txt")
-COLUMNS = {     # what a column means, by its name in lower case; the first name that is there counts
-    "audio": "audio audio_file audio_path audio_filepath audio_filename audio_url wav wav_path file_name filename path file",
+COLUMNS = {     # what a column means, by its name in lower case; the first that is there counts
+    "audio": "audio audio_file audio_path audio_filepath audio_filename audio_url wav wav_path "
+             "file_name filename path file",
     "text": "text transcript transcription sentence normalized_text text_normalized target_text",
-    "id": "id _id utt utt_id sentence_id sid key", "speaker": "speaker speaker_id speaker_name spk spk_id client_id",
-    "language": "language lang locale", "scene": "scene", "split": "split", "duration": "duration seconds",
-    "offset": "offset start start_time", "end": "end end_time",
+    "id": "id _id utt utt_id sentence_id sid key",
+    "speaker": "speaker speaker_id speaker_name spk spk_id client_id",
+    "language": "language lang locale", "scene": "scene", "split": "split",
+    "duration": "duration seconds", "offset": "offset start start_time", "end": "end end_time",
     "ref_audio": "ref_audio ref_audio_file ref_audio_path reference_audio prompt_audio",
     "ref_text": "ref_text ref_transcript reference_text prompt_text",
     "voice_prompts": "voice_prompts", "voices": "voices", "normalize_text": "normalize_text"}
 SEPARATORS = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars"}
 INSIDE = ("wavs", "wav", "clips", "audio")      # subfolders in which a list's audio is looked for
-LANGUAGES = {"zh", "ja", "jp", "en", "ko", "yue", "de", "fr", "es", "it", "pt", "ru", "ar", "vi", "th"}
+LANGUAGES = set("zh ja jp en ko yue de fr es it pt ru ar vi th".split())
 HELD_OUT = {"eval", "test", "dev", "val", "valid", "validation"}
-NO_SPEAKER = {*INSIDE, "mp3", "flac", "train", "dev", "test", "eval", "valid", "val"}       # folders called so
+NO_SPEAKER = {*INSIDE, "mp3", "flac", "train", "dev", "test", "eval", "valid", "val"}   # folders
 IPA = re.compile("[əɪʊɛɔæʌɑɹʃʒθðŋˈˌː]")
-NOTHING = {"nan", "none", "null", "<na>", "n/a", "na", ""}          # pandas' words for a field without a text
-SOUNDS = "laugh|sigh|cough|breath|gasp|chuckle|sniff|groan|yawn|music|applau|cheer|cry|whisper|pause|silence|noise|clears"
+NOTHING = {"nan", "none", "null", "<na>", "n/a", "na", ""}      # pandas' words for no text
+SOUNDS = ("laugh|sigh|cough|breath|gasp|chuckle|sniff|groan|yawn|music|applau|cheer|cry|whisper|"
+          "pause|silence|noise|clears")
 ODD = {         # of texts that are used all the same: {what is said of them: pattern}
     "hold marks of sounds or sound tags, which may be read aloud": re.compile(
         rf"\[[a-z][a-z _-]*\]|</?[a-z][^<>]*>|\*[a-z][a-z ]*\*|\((?:{SOUNDS})[a-z ]*\)", re.I),
-    "begin with a name and a colon, which is read aloud": re.compile(r"^\s*[^\W\d][\w.'-]{0,20}(?: \w{1,12})?:\s"),
-    "hold HTML entities, which are read aloud": re.compile(r"&(?:#\d+|#x[0-9a-f]+|[a-z]{2,8});", re.I),
+    "begin with a name and a colon, which is read aloud": re.compile(
+        r"^\s*[^\W\d][\w.'-]{0,20}(?: \w{1,12})?:\s"),
+    "hold HTML entities, which are read aloud": re.compile(
+        r"&(?:#\d+|#x[0-9a-f]+|[a-z]{2,8});", re.I),
     "look like text in a wrong encoding": re.compile("Ã[\x80-¿]|â€|Â[\x80-¿]|�"),
     "hold control characters": re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f]")}
 SHARD_S = 600           # of sound in a FLAC file that audio is unpacked into
@@ -81,8 +86,8 @@ class Undecided(UserError):
 
 
 # --------------------------------------------------------------------------------------------------
-# Tables, JSON. A reader yields (place, row): place is "line 7"; row a dict with the keys of COLUMNS, an entry that is
-# ChatML already, or the BadSample that says why it is none
+# Tables, JSON. A reader yields (place, row): place is "line 7"; row a dict with the keys of
+# COLUMNS, an entry that is ChatML already, or the BadSample that says why it is none
 
 
 def find_columns(names, given):
@@ -90,22 +95,26 @@ def find_columns(names, given):
     lower = {}
     for name in names:
         lower.setdefault(str(name).strip().lower(), name)
-    known = {meaning: [given[meaning].lower()] if meaning in given else spellings.split()
-             for meaning, spellings in COLUMNS.items()}
-    return {meaning: lower[found] for meaning, spellings in known.items()
-            if (found := next((name for name in spellings if name in lower), None)) is not None}
+    found = {}
+    for meaning, spellings in COLUMNS.items():
+        for spelling in [given[meaning].lower()] if meaning in given else spellings.split():
+            if spelling in lower:
+                found.setdefault(meaning, lower[spelling])
+    return found
 
 
 def check_columns(path, names, given):
-    """{meaning: column name} of a table; UserError without audio or text, or a column that --columns names."""
-    found, there = find_columns(names, given), ", ".join(str(name)[:40] for name in list(names)[:20])
+    """find_columns; UserError without audio or text, or a column that --columns names."""
+    found = find_columns(names, given)
+    there = ", ".join(str(name)[:40] for name in list(names)[:20])
     for meaning, name in given.items():
-        need(meaning in found, f"{path}: has no column as --columns {meaning}={name} says; its columns are {there}")
+        require(meaning in found, f"{path}: has no column as --columns {meaning}={name} says; its "
+                                  f"columns are {there}")
     lost = [meaning for meaning in ("audio", "text") if meaning not in found]
-    if lost:
-        known = "; ".join(f"of {meaning} are {COLUMNS[meaning].replace(' ', ', ')}" for meaning in lost)
-        raise UserError(f"{path}: has no column of {' and none of '.join(lost)}; its columns are {there}; known names "
-                        f"{known}; name yours: --columns {','.join(f'{meaning}=NAME' for meaning in lost)}")
+    known = "; ".join(f"of {meaning} are {COLUMNS[meaning].replace(' ', ', ')}" for meaning in lost)
+    require(not lost, f"{path}: has no column of {' and none of '.join(lost)}; its columns are "
+            f"{there}; known names {known}; name yours: --columns "
+            + ",".join(f"{meaning}=NAME" for meaning in lost))
     return found
 
 
@@ -114,17 +123,21 @@ def open_json(path, given):
     first = json_files.json_value(path) if path.suffix == ".json" else None
     if isinstance(first, dict) and "samples" in first:
         return "metadata.json", read_metadata(path, first["samples"])
-    need(not (isinstance(first, dict) and "segments" in first), f"{path}: is what a recogniser heard in one recording; "
-         "give the folder in which it stands beside that recording")
+    require(not (isinstance(first, dict) and "segments" in first), f"{path}: is what a recogniser "
+            "heard in one recording; give the folder in which it stands beside that recording")
     unit, read = json_files.read_entries(path)
-    entries = [entry for _, entry in itertools.islice(read(lambda number: True), None if given else LOOK)]
-    names = list(dict.fromkeys(key for entry in entries if isinstance(entry, dict) for key in entry))
-    need("audio_codes" not in names, f"{path}: holds audio_codes, another trainer's; give the list from which they were "
-         "made")
-    need(names or not entries, f"{path}: holds neither samples with 'messages' nor rows with columns of audio and text")
-    if "messages" not in names and names:
+    entries = [entry for _, entry in itertools.islice(read(lambda number: True),
+                                                      None if given else LOOK)]
+    names = list(dict.fromkeys(key for entry in entries if isinstance(entry, dict)
+                               for key in entry))
+    require(names or not entries, f"{path}: holds neither samples with 'messages' nor rows with "
+                                  "columns of audio and text")
+    require("audio_codes" not in names, f"{path}: holds audio_codes, another trainer's; give the "
+                                        "list from which they were made")
+    if names and "messages" not in names:
         check_columns(path, names, given)
-    return "JSON", ((f"{unit} {number + 1}", json_row(entry, given)) for number, entry in read(lambda number: True))
+    return "JSON", ((f"{unit} {number + 1}", json_row(entry, given))
+                    for number, entry in read(lambda number: True))
 
 
 def json_row(entry, given):
@@ -137,51 +150,58 @@ def json_row(entry, given):
 
 
 def swift_row(entry):
-    messages = entry["messages"]
+    """Row of ms-swift: texts with <audio> in them, and a list of the audio."""
+    messages, clips = entry["messages"], entry.get("audios") or entry.get("audio") or []
     if not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in messages):
         return BadSample("has no list 'messages' of texts")
-    clips = entry.get("audios") or entry.get("audio") or []
-    clips = [clips] if isinstance(clips, str) else clips
-    clips = [clip.get("path") if isinstance(clip, dict) else clip for clip in clips]
-    answers = [m["content"] for m in messages if m.get("role") == "assistant"]
-    asked = sum(m["content"].count("<audio>") for m in messages if m.get("role") != "assistant")
-    spoken = sum(answer.count("<audio>") for answer in answers)
+    clips = [clip.get("path") if isinstance(clip, dict) else clip
+             for clip in ([clips] if isinstance(clips, str) else clips)]
+    said = {role: [m["content"] for m in messages if (m.get("role") == "assistant") == role]
+            for role in (True, False)}
+    spoken, asked = (" ".join(said[role]).count("<audio>") for role in (True, False))
     if asked and not spoken:
-        return BadSample("its <audio> is in the user's message: that is speech to understand, not to speak")
-    if spoken > 1 or asked or len(clips) != 1 or not answers:
-        return BadSample(f"{asked + spoken} <audio> and {len(clips)} audios: one spoken clip a sample is read")
-    text = answers[-1].replace("<audio>", "").strip() or next(
-        (m["content"] for m in reversed(messages) if m.get("role") == "user"), "")
+        return BadSample("its <audio> is in the user's message: that is speech to understand, not "
+                         "to speak")
+    if spoken > 1 or asked or len(clips) != 1 or not said[True]:
+        return BadSample(f"{asked + spoken} <audio> and {len(clips)} audios: one spoken clip a "
+                         "sample is read")
+    requests = [m["content"] for m in messages if m.get("role") == "user"]
+    text = said[True][-1].replace("<audio>", "").strip() or (requests or [""])[-1]
     ref = entry.get("ref_audios")
-    ref = ref[0] if isinstance(ref, list) and ref else ref
-    return {"audio": clips[0], "text": text, "id": entry.get("id"), "speaker": entry.get("speaker"),
-            "ref_audio": ref or None, "ref_text": entry.get("ref_text")}
+    return {**{key: entry.get(key) for key in ("id", "speaker", "ref_text")}, "audio": clips[0],
+            "text": text, "ref_audio": (ref[0] if isinstance(ref, list) and ref else ref) or None}
 
 
 def read_metadata(path, samples):
     """A metadata.json of the GUIs, whose root may leave train/ and eval/ out of the paths."""
-    need(isinstance(samples, list), f"{path}: has no list 'samples'")
-    for number, raw in enumerate(samples, 1):
-        def inside(key, raw=raw):
+    require(isinstance(samples, list), f"{path}: has no list 'samples'")
+
+    def row_of(raw):
+        def inside(key):
             value = raw.get(key)
             if not isinstance(value, str) or not value:
                 raise BadSample(f"has no {key!r}")
             moved = path.parent / str(raw.get("split") or "") / value
             return str(moved) if not (path.parent / value).exists() and moved.exists() else value
+        return {**{key: raw.get(key) for key in ("id", "scene", "language", "split", "duration",
+                                                 "voices")},
+                "audio": inside("audio_file"), "text_name": "transcript_file",
+                "text_file": path.parent / inside("transcript_file"),
+                "ref_audio": inside("ref_audio_file") if raw.get("ref_audio_file") else None,
+                "ref_text": raw.get("ref_transcript"), "ref_speakers": raw.get("ref_speakers") or [],
+                "speaker": raw.get("speaker_id") or raw.get("speaker_name"),
+                "task_type": raw.get("training_task_type") or raw.get("task_type")}
+
+    for number, raw in enumerate(samples, 1):
+        place = f"sample {number}"
+        if not isinstance(raw, dict):
+            yield place, BadSample(f"is a {type(raw).__name__}, not an object")
+            continue
         try:
-            if not isinstance(raw, dict):
-                raise BadSample(f"is a {type(raw).__name__}, not an object")
-            row = {"audio": inside("audio_file"), "text_file": path.parent / inside("transcript_file"),
-                   "ref_audio": inside("ref_audio_file") if raw.get("ref_audio_file") else None,
-                   "id": raw.get("id"), "text_name": "transcript_file", "scene": raw.get("scene"),
-                   "speaker": raw.get("speaker_id") or raw.get("speaker_name"), "language": raw.get("language"),
-                   "split": raw.get("split"), "duration": raw.get("duration"), "task_type": raw.get("training_task_type") or raw.get("task_type"),
-                   "ref_text": raw.get("ref_transcript"), "ref_speakers": raw.get("ref_speakers") or [],
-                   "voices": raw.get("voices")}
+            yield place, row_of(raw)
         except BadSample as error:
-            row = error
-        known = isinstance(row, BadSample) and isinstance(raw, dict) and raw.get("id")
-        yield f"sample {number}" + (f" ({printable(known, 80)})" if known else ""), row
+            label = raw.get("id")
+            yield f"{place} ({printable(label, 80)})" if label else place, error
 
 
 def lines_of(path):
@@ -197,8 +217,8 @@ def lines_of(path):
 def fields_of(line, separator, as_written=False):
     """Fields of a line; one whose quotes do not fit is split at every separator.
 
-    as_written: quotes count only where Python's csv module would have written them, as in tables without a header:
-    Piper's are made by it, LJSpeech has quotes of its own.
+    as_written: quotes count only where Python's csv module would have written them, as in tables
+    without a header: Piper's are made by it, LJSpeech has quotes of its own.
     """
     if '"' not in line:
         return line.split(separator)
@@ -217,45 +237,39 @@ def fields_of(line, separator, as_written=False):
 def open_table(path, given):
     """(about, rows) of a text file that is not JSON."""
     head = [line for line in itertools.islice(lines_of(path), 10 * LOOK) if line.strip()][:LOOK]
-    need(head, f"{path}: is empty")
-    by_number = all(name.isdecimal() for name in given.values()) and given
-    best = {}
-    for separator, words in SEPARATORS.items() if not by_number else ():
-        names = [name.strip() for name in fields_of(head[0], separator)]
-        found = find_columns(names, given)
-        if {"audio", "text"} <= found.keys():
-            check_columns(path, names, given)
-            return f"a table with {words}, " + ", ".join(
-                meaning if meaning == name else f"{meaning} = {name!r}" for meaning, name in found.items()), \
-                read_table(path, separator, given)
-        best = max(best, found, key=len)
-        if found == best and found:
-            header = names
-    if best:
-        check_columns(path, header, given)
+    require(head, f"{path}: is empty")
+    if not given or not all(name.isdecimal() for name in given.values()):
+        headers = {separator: [name.strip() for name in fields_of(head[0], separator)]
+                   for separator in SEPARATORS}
+        separator, names = max(headers.items(), key=lambda item: len(find_columns(item[1], given)))
+        if find_columns(names, given):
+            found = check_columns(path, names, given)
+            columns = (meaning if meaning == name else f"{meaning} = {name!r}"
+                       for meaning, name in found.items())
+            return (f"a table with {SEPARATORS[separator]}, {', '.join(columns)}",
+                    read_table(path, separator, given))
     return open_headerless(path, head, given)
 
 
 def read_table(path, separator, given):
-    """Rows of a table with a header. In CSV a quoted field may go over several lines; elsewhere a line is a row."""
-    if separator == ",":
-        rows = csv_rows(path)
-    else:
-        rows = ((number, fields_of(line, separator)) for number, line in enumerate(lines_of(path), 1))
+    """Rows of a table with a header. In CSV a quoted field may go over several lines."""
+    rows = csv_rows(path) if separator == "," else (
+        (number, fields_of(line, separator)) for number, line in enumerate(lines_of(path), 1))
     rows = ((number, row) for number, row in rows if any(field.strip() for field in row))
     names = [name.strip() for name in next(rows)[1]]
     columns = {meaning: names.index(name) for meaning, name in find_columns(names, given).items()}
     for number, row in rows:
         if len(row) != len(names):
-            yield f"line {number}", BadSample(f"has {len(row)} fields, the header has {len(names)}: "
-                                              f"{separator.join(row)[:80]!r}")
+            yield f"line {number}", BadSample(f"has {len(row)} fields, the header has "
+                                              f"{len(names)}: {separator.join(row)[:80]!r}")
         else:
             yield f"line {number}", {meaning: row[at].strip() for meaning, at in columns.items()}
 
 
 def csv_rows(path):
-    """(number of the first line, row) of a CSV file; UserError names the line of a quote that nothing closes."""
-    reader = csv.reader((line + "\n" for line in lines_of(path)), strict=True, skipinitialspace=True)
+    """(number of the first line, row) of CSV; UserError names the line of an open quote."""
+    text = (line + "\n" for line in lines_of(path))
+    reader = csv.reader(text, strict=True, skipinitialspace=True)
     while True:
         line = reader.line_num + 1
         try:
@@ -263,8 +277,9 @@ def csv_rows(path):
         except StopIteration:
             return
         except csv.Error as error:
-            raise UserError(f"{path}: its quotes do not fit in the row that begins at line {line} ({error}); a quote "
-                            'inside a field is written twice, and the field stands in quotes: "so ""it"" is"')
+            raise UserError(f"{path}: its quotes do not fit in the row that begins at line {line} "
+                            f"({error}); a quote inside a field is written twice, and the field "
+                            'stands in quotes: "so ""it"" is"')
 
 
 def open_headerless(path, head, given):
@@ -273,103 +288,102 @@ def open_headerless(path, head, given):
     What the others are is judged over all rows; undecided: UserError that asks for --columns.
     """
     paths, why = audio_paths(path.parent), f"nor 2 to 4 fields as all others: {head[0][:80]!r}"
+    at = int(given.get("audio", 1)) - 1
     for separator in SEPARATORS:
         rows = [fields_of(line, separator, as_written=True) for line in head]
-        if len({len(row) for row in rows}) == 1 and 2 <= len(rows[0]) <= 4:
-            at = int(given.get("audio", 1)) - 1 if given else 0
-            if at < len(rows[0]) and sum(paths.has(row[at].strip()) for row in rows) >= 0.9 * len(rows):
+        if len({len(row) for row in rows}) == 1 and 2 <= len(rows[0]) <= 4 and at < len(rows[0]):
+            if sum(paths.has(row[at].strip()) for row in rows) >= 0.9 * len(rows):
                 break
-            why = (f"and its first field names no audio files: {rows[0][0].strip()[:80]!r} is not there; looked in "
-                   + ", ".join(paths.places()))
+            why = (f"and its first field names no audio files: {rows[0][0].strip()[:80]!r} is not "
+                   f"there; looked in {', '.join(paths.places())}")
     else:
-        raise UserError(f"{path}: is not a table that is known: its first line has neither a column of audio and one of "
-                        f"text, {why}; give it a first line: audio,text")
+        raise UserError(f"{path}: is not a table that is known: its first line has neither a "
+                        f"column of audio and one of text, {why}; give it a first line: audio,text")
     width = len(rows[0])
     rows = [(number, [field.strip() for field in fields_of(line, separator, as_written=True)])
             for number, line in enumerate(lines_of(path), 1) if line.strip()]
-    good = [row for _, row in rows if len(row) == width]
-    meanings = {int(at) - 1: meaning for meaning, at in given.items()} if given else meanings_of(path, good)
+    meanings = {int(at) - 1: meaning for meaning, at in given.items()} if given else \
+        meanings_of(path, [row for _, row in rows if len(row) == width])
 
-    def read():
-        for number, row in rows:
-            if len(row) != width and not (width == 3 and len(row) == 2 and meanings.get(2) == "normalised"):
-                yield f"line {number}", BadSample(f"has {len(row)} fields, not {width}: {separator.join(row)[:80]!r}")
-                continue
-            found = {meaning: row[at] for at, meaning in meanings.items() if at < len(row)}
-            text = found.pop("normalised", "") or found["text"]
-            yield f"line {number}", {"id": Path(found["audio"]).stem, **found, "text": text}
-    return f"no header, {', '.join(meanings.values())} between {SEPARATORS[separator]}", read()
+    def row_of(row):
+        if len(row) != width and not (width == 3 > len(row) == 2 and "normalised" in meanings.values()):
+            return BadSample(f"has {len(row)} fields, not {width}: {separator.join(row)[:80]!r}")
+        found = {meaning: row[at] for at, meaning in meanings.items() if at < len(row)}
+        text = found.pop("normalised", "") or found["text"]
+        return {"id": Path(found["audio"]).stem, **found, "text": text}
+    about = f"no header, {', '.join(meanings.values())} between {SEPARATORS[separator]}"
+    return about, ((f"line {number}", row_of(row)) for number, row in rows)
 
 
 def meanings_of(path, rows):
-    """{number of a field: its meaning} of a table without a header; UserError where its fields leave that open."""
+    """{number of a field: its meaning} of a table without a header; Undecided where it is open."""
     columns = [[value for value in column if value] for column in zip(*rows)]
     if any(map(phonemes, columns)):
-        raise Undecided(f"{path}: its texts are phonemes, such as {next(filter(phonemes, columns))[0][:40]!r}, which "
-                        "Higgs-Audio does not read; give the texts from which they were made")
-    prose = [is_prose(column) for column in columns]
+        raise Undecided(f"{path}: its texts are phonemes, such as "
+                        f"{next(filter(phonemes, columns))[0][:40]!r}, which Higgs-Audio does not "
+                        "read; give the texts from which they were made")
+    prose, found = [is_prose(column) for column in columns], None
     if prose[1] and not any(columns[2:]):
-        return {0: "audio", 1: "text"}
-    if len(columns) == 3 and prose[1] and prose[2]:
-        alike = [SequenceMatcher(None, row[1].lower(), row[2].lower()).ratio() for row in rows[:200] if row[2]]
-        if sum(alike) >= 0.6 * len(alike):
-            return {0: "audio", 1: "text", 2: "normalised"}
-    names = all(len(value) <= 40 and " " not in value for value in columns[1])
-    if len(columns) == 3 and prose[2] and names and not prose[1]:
-        return {0: "audio", 1: "speaker", 2: "text"}
-    if len(columns) == 4 and prose[3] and all(value.lower() in LANGUAGES for value in columns[2]):
-        return {0: "audio", 1: "speaker", 2: "language", 3: "text"}
+        found = "audio text"
+    elif len(columns) == 3 and prose[1] and prose[2]:
+        alike = [SequenceMatcher(None, row[1].lower(), row[2].lower()).ratio()
+                 for row in rows[:200] if row[2]]
+        found = "audio text normalised" if sum(alike) >= 0.6 * len(alike) else None
+    elif len(columns) == 3 and prose[2] and not prose[1]:
+        names = all(len(value) <= 40 and " " not in value for value in columns[1])
+        found = "audio speaker text" if names else None
+    elif len(columns) == 4 and prose[3] and all(v.lower() in LANGUAGES for v in columns[2]):
+        found = "audio speaker language text"
+    if found:
+        return dict(enumerate(found.split()))
     shown = ", ".join(f"{number} {column[0][:40]!r}" if column else f"{number} empty"
                       for number, column in enumerate(columns, 1))
-    raise Undecided(f"{path}: has no header, and what its fields mean is not certain: {shown}; name them by their "
-                    "numbers, for example --columns audio=1,text=2")
+    raise Undecided(f"{path}: has no header, and what its fields mean is not certain: {shown}; "
+                    "name them by their numbers, for example --columns audio=1,text=2")
 
 
 def is_prose(values):
-    """Whether texts may be what is spoken: not numbers, codes, names, one of a few words, nor phonemes."""
-    if not values or phonemes(values):
+    """Whether texts may be what is spoken: not numbers, codes, names, nor one of a few words."""
+    numbers = sum(bool(re.fullmatch(r"[\d.,:+-]*", value)) for value in values)
+    if not values or numbers > len(values) / 2:
         return False
-    if sum(bool(re.fullmatch(r"[\d.,:+-]*", value)) for value in values) > len(values) / 2:
-        return False
-    if any(" " in value or re.search("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0e00-\u0e7f]", value) for value in values):
+    unspaced = "[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0e00-\u0e7f]"
+    if any(" " in value or re.search(unspaced, value) for value in values):
         return len(values) < 4 or len(set(values)) > len(values) / 2
-    # single words: of a few, or with signs at their end
     return sum(bool(re.search(r"\w[.!?]$", value)) for value in values) > len(values) / 2
 
 
 def phonemes(values):
-    return sum(len(IPA.findall(value)) >= 0.1 * len(value) > 0 for value in values) > len(values) / 2
+    return sum(len(IPA.findall(v)) >= 0.1 * len(v) > 0 for v in values) > len(values) / 2
 
 
 def read_kaldi(folder):
     """wav.scp, text and maybe segments, utt2spk; a pipe in wav.scp is never run."""
     def pairs(name):
         found = {}
-        for number, line in enumerate(lines_of(folder / name) if (folder / name).exists() else (), 1):
+        there = (folder / name).exists()
+        for number, line in enumerate(lines_of(folder / name) if there else (), 1):
             key, value = (*line.split(None, 1), "", "")[:2]
-            need(key not in found, f"{folder / name}: line {number} has {key!r} again")
+            require(key not in found, f"{folder / name}: line {number} has {key!r} again")
             if key:
                 found[key] = value.strip()
         return found
     audio, texts, segments, speakers = map(pairs, ("wav.scp", "text", "segments", "utt2spk"))
     for key, where in audio.items():
-        need(not where.endswith("|"), f"{folder / 'wav.scp'}: {key} is a command, which is not run; write its output to "
-             "files (wav-copy) and name those")
+        require(not where.endswith("|"), f"{folder / 'wav.scp'}: {key} is a command, which is not "
+                "run; write its output to files (wav-copy) and name those")
     for key in dict.fromkeys([*texts, *(segments or audio)]):
-        row, recording = {"id": key, "text": texts.get(key), "speaker": speakers.get(key)}, key
-        try:
-            if key not in texts:
-                raise BadSample(f"{key} has no line in text", "empty_text")
-            if segments:
-                if key not in segments:
-                    raise BadSample(f"{key} is not in segments")
-                recording, start, end = (segments[key].split() + ["", "", ""])[:3]
-                row |= {"offset": start, "end": None if end == "-1" else end}
-            if recording not in audio:
-                raise BadSample(f"{recording!r} is not in wav.scp")
-            row["audio"] = audio[recording]
-        except BadSample as error:
-            row = error
+        recording, start, end = (segments.get(key, key).split() + ["", "", ""])[:3]
+        row = {"id": key, "audio": audio.get(recording), "text": texts.get(key),
+               "speaker": speakers.get(key)}
+        if segments:
+            row |= {"offset": start, "end": None if end == "-1" else end}
+        if key not in texts:
+            row = BadSample(f"{key} has no line in text", "empty_text")
+        elif segments and key not in segments:
+            row = BadSample(f"{key} is not in segments")
+        elif recording not in audio:
+            row = BadSample(f"{recording!r} is not in wav.scp")
         yield f"utterance {key}", row
 
 
@@ -378,12 +392,13 @@ def read_kaldi(folder):
 
 
 def walk(folder):
-    """(folder, names of its files) of a tree in order, hidden ones left out; linked folders once."""
+    """(folder, names of its files) of a tree in order, hidden ones left out; links once."""
     seen = set()
     for at, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(at)
-        folders[:] = sorted(name for name in folders if not name.startswith(".")) if real not in seen else []
-        if real not in seen:
+        new = real not in seen
+        folders[:] = sorted(name for name in folders if not name.startswith(".")) if new else []
+        if new:
             yield Path(at), sorted(name for name in names if not name.startswith("."))
         seen.add(real)
 
@@ -392,80 +407,90 @@ def read_sidecar(folder):
     """Rows of the clips of a tree; a subfolder is taken for a speaker."""
     for place, names in walk(folder):
         there, mirrors = {name.lower(): name for name in names}, text_folders(folder, place)
-        told = [name for name in names if name.endswith(".trans.txt")]      # LibriSpeech
-        known = dict((*line.split(None, 1), "")[:2] for name in told for line in lines_of(place / name))
+        known = dict((*line.split(None, 1), "")[:2] for name in names
+                     if name.endswith(".trans.txt") for line in lines_of(place / name))  # LibriSpeech
         for name in names:
             stem, ending = os.path.splitext(name)
             if ending.lower() not in AUDIO_FILES + OTHER_AUDIO:
                 continue
             at = str((place / name).relative_to(folder))
-            if ending.lower() in OTHER_AUDIO:
-                yield at, BadSample(f"{ending[1:]} is not read; convert it: ffmpeg -i {name} {stem}.flac", "unreadable")
-                continue
-            base = stem.lower()
-            wanted = [f"{one}{end}" for end in (*CUES, *TEXTS, ".json", ".tsv") for one in (base, f"{base}{ending.lower()}")]
-            wanted += sorted(one for one in there if re.fullmatch(re.escape(base) + r"\.[a-z]{2,3}(-[a-z]+)?\.(srt|vtt)", one))
-            text = next((place / there[one] for one in wanted if one in there), None)
-            text = text or next((other / f"{stem}{end}" for other in mirrors for end in (*CUES, *TEXTS)
-                                 if (other / f"{stem}{end}").is_file()), None)
+            base, sound = stem.lower(), ending.lower()
+            wanted = [f"{one}{end}" for end in (*CUES, *TEXTS, ".json", ".tsv")
+                      for one in (base, f"{base}{sound}")]
+            in_a_language = re.escape(base) + r"\.[a-z]{2,3}(-[a-z]+)?\.(srt|vtt)"
+            wanted += sorted(one for one in there if re.fullmatch(in_a_language, one))
+            text = next(itertools.chain(
+                (place / there[one] for one in wanted if one in there),
+                (path for other in mirrors for end in (*CUES, *TEXTS)
+                 if (path := other / f"{stem}{end}").is_file())), None)
+            plain = place == folder or place.name.lower() in NO_SPEAKER
             row = {"audio": at, "id": os.path.join(os.path.dirname(at), stem),
-                   "speaker": "" if place == folder or place.name.lower() in NO_SPEAKER else str(place.relative_to(folder))}
-            if stem in known:
+                   "speaker": "" if plain else str(place.relative_to(folder))}
+            if sound in OTHER_AUDIO:
+                yield at, BadSample(f"{ending[1:]} is not read; convert it: ffmpeg -i {name} "
+                                    f"{stem}.flac", "unreadable")
+            elif stem in known:
                 yield at, {**row, "text": known[stem], "speaker": stem.split("-")[0]}
             elif text is None:
-                grid = next((there[one] for one in (f"{base}.textgrid", f"{base}.eaf") if one in there), None)
+                grid = next((there[f"{base}{end}"] for end in (".textgrid", ".eaf")
+                             if f"{base}{end}" in there), None)
                 more = f"; {grid} is not read: save it as .srt or labels" if grid else ""
-                yield at, BadSample(f"has no text beside it ({', '.join(stem + end for end in TEXTS)}){more}", "empty_text")
+                beside = ", ".join(stem + end for end in TEXTS)
+                yield at, BadSample(f"has no text beside it ({beside}){more}", "empty_text")
             else:
+                if text.name.endswith(".normalized.txt"):       # LibriTTS: speaker_chapter_...
+                    row["speaker"] = stem.split("_")[0]
                 try:
-                    if text.name.endswith(".normalized.txt"):       # LibriTTS: speaker_chapter_...
-                        row["speaker"] = stem.split("_")[0]
                     yield from cuts_of(at, row, text)
-                except (BadSample, UserError) as error:
-                    yield at, error if isinstance(error, BadSample) else BadSample(error)
+                except BadSample as error:
+                    yield at, error
+                except UserError as error:
+                    yield at, BadSample(error)
 
 
 def text_folders(folder, place):
     """Folders that mirror one of audio: txt/anna for wav/anna."""
     parts = place.relative_to(folder).parts
-    found = [folder.joinpath(*parts[:i], name, *parts[i + 1:]) for i, part in enumerate(parts)
-             if part.lower() in NO_SPEAKER for name in ("txt", "txts", "text", "texts", "transcripts")]
+    found = (folder.joinpath(*parts[:i], name, *parts[i + 1:])
+             for i, part in enumerate(parts) if part.lower() in NO_SPEAKER
+             for name in ("txt", "txts", "text", "texts", "transcripts"))
     return [path for path in found if path.is_dir()]
 
 
 def cuts_of(at, row, path):
-    """(place, row) of a clip: one, or one for each entry of subtitles, Audacity's labels, a recogniser's segments."""
+    """(place, row) of a clip: one, or one for each entry of subtitles, Audacity's labels, or a
+    recogniser's segments.
+    """
     text, ending = json_files.read_text(path), path.suffix.lower()
     if ending == ".json":
         data = json_files.read_object(path)
         names = {key.lower(): key for key in data}
+        key = next((names[key] for key in ("text", "transcript", "reference_text")
+                    if key in names), None)
+        found = None
         if isinstance(data.get("segments"), list):      # whisper, whisperX
-            found = [(s.get("start"), s.get("end"), s.get("text")) for s in data["segments"] if isinstance(s, dict)]
+            found = [(s.get("start"), s.get("end"), s.get("text")) for s in data["segments"]
+                     if isinstance(s, dict)]
+        elif key is None:
+            raise BadSample(f"{path.name} has none of text, transcript, reference_text",
+                            "empty_text")
         else:
-            key = next((names[key] for key in ("text", "transcript", "reference_text") if key in names), None)
-            if key is None:
-                raise BadSample(f"{path.name} has none of text, transcript, reference_text", "empty_text")
-            yield at, {**row, "text": str(data[key]), "normalize_text": data.get("normalize_text")}
-            return
+            text, row = str(data[key]), {**row, "normalize_text": data.get("normalize_text")}
     elif ending == ".tsv":                              # whisper, in milliseconds
         rows = [line.split("\t") for line in text.splitlines() if line.strip()]
         if rows[:1] != [["start", "end", "text"]]:
             raise BadSample(f"{path.name} does not begin with start, end, text")
         found = [(float(cut[0]) / 1000, float(cut[1]) / 1000, cut[2]) for cut in rows[1:]]
-    elif ending in CUES:
-        found = subtitles(path.name, text)
     else:
-        found = labels(text)
+        found = subtitles(path.name, text) if ending in CUES else labels(text)
     if found is None:
         yield at, {**row, "text": text}
-        return
-    for number, cut in enumerate(found, 1):
-        place = f"{path.name} entry {number}"
-        if isinstance(cut, BadSample):
-            yield place, cut
-        else:
+    for number, cut in enumerate(found or (), 1):
+        if not isinstance(cut, BadSample):
             start, end, said = cut
-            yield place, {**row, "id": f"{row['id']} {start}-{end} s", "text": said, "offset": start, "end": end}
+            cut = {**row, "id": f"{row['id']} {start}-{end} s", "text": said, "offset": start,
+                   "end": end}
+        yield f"{path.name} entry {number}", cut
 
 
 def seconds_of(text):
@@ -474,50 +499,50 @@ def seconds_of(text):
 
 
 TIME = r"(?:\d+:)?\d+:\d+[.,]\d+"
-ARROW = re.compile(rf"\s*({TIME})\s*-->\s*({TIME})(?:\s.*)?")
-ALMOST = re.compile(rf"\s*{TIME}\W+{TIME}\s*")              # a damaged arrow
+ARROW = re.compile(rf"\s*({TIME})(\s*-->\s*|\W+)({TIME})(?:\s.*)?")      # the second one is damaged
+MARKUP = re.compile(r"</?[a-z][a-z0-9.]*(?: [^<>]*)?>|<[\d:.]+>|\{\\[^}]*\}")
+NO_WORDS = re.compile(r"[^\w♪♫]*|[♪♫].*[♪♫]|[♪♫\W]*|\[[^]]*\]|\([^)]*\)")
 
 
 def subtitles(name, text):
-    """[(start, end, words) or BadSample] of SRT or VTT; a cue lasts to the next line of times, whatever is between."""
+    """[(start, end, words) or BadSample] of SRT or VTT; a cue lasts to the next line of times."""
     cues, skipping = [], False
     for line in text.splitlines():
-        if skipping := (line.startswith(("NOTE", "STYLE", "REGION", "WEBVTT")) or skipping and bool(line.strip())):
+        if skipping := (line.startswith(("NOTE", "STYLE", "REGION", "WEBVTT"))
+                        or skipping and bool(line.strip())):
             continue
         if found := ARROW.fullmatch(line):
-            if cues and cues[-1][2] and (cues[-1][2][-1].strip().isdecimal() or len(cues[-1][2]) > 1 and not cues[-1][2][-2]):
-                cues[-1][2].pop()                           # the number, or name, of this cue
-            cues.append((seconds_of(found[1]), seconds_of(found[2]), []))
-        elif ALMOST.fullmatch(line):
-            if cues and cues[-1][2] and cues[-1][2][-1].strip().isdecimal():
-                cues[-1][2].pop()
-            cues.append((None, line.strip(), []))
+            said = cues[-1][1] if cues else []
+            if said and (said[-1].isdecimal() or len(said) > 1 and not said[-2]):
+                said.pop()                              # the number, or name, of this cue
+            cues.append((found, []))
         elif cues:
-            cues[-1][2].append(line.strip())
+            cues[-1][1].append(line.strip())
     if not cues:
         raise BadSample(f"{name} has no line 00:00:00.000 --> 00:00:01.000", "empty_text")
     found, before = [], ""
-    for start, end, said in cues:
-        said = [html.unescape(re.sub(r"</?[a-z][a-z0-9.]*(?: [^<>]*)?>|<[\d:.]+>|\{\\[^}]*\}", "", line)).strip() for line in said]
+    for times, said in cues:
+        said = [html.unescape(MARKUP.sub("", line)).strip() for line in said]
         said = [line for line in said if line]
         last = said[-1] if said else before
-        if len(said) > 1 and said[0] == before:             # rolling captions repeat the line before
+        if len(said) > 1 and said[0] == before:         # rolling captions repeat the line before
             said = said[1:]
         before, words = last, " ".join(" ".join(said).split())
-        if start is None:
-            found.append(BadSample(f"its line of times cannot be read: {end!r}"))
-        elif not re.search(r"\w", re.sub("[♪♫]", "", words)) or re.fullmatch(r"[♪♫].*[♪♫]|\[[^]]*\]|\([^)]*\)", words):
+        if "-->" not in times[2]:
+            found.append(BadSample(f"its line of times cannot be read: {times[0].strip()!r}"))
+        elif NO_WORDS.fullmatch(words):
             found.append(BadSample(f"says no words ({words!r})", "empty_text"))
         else:
-            found.append((start, end, words))
+            found.append((seconds_of(times[1]), seconds_of(times[3]), words))
     return found
 
 
 def labels(text):
     """[(start, end, words)] of Audacity's labels; None for a plain text."""
-    number = r"(\d+(?:[.,]\d+)?)(?:\t|(?<=[.,]\d{6}) +)"    # an editor may have made spaces of its tabs
+    number = r"(\d+(?:[.,]\d+)?)(?:\t|(?<=[.,]\d{6}) +)"    # an editor may have replaced its tabs
     # a line that begins with a backslash is a range of Hz of the one before
-    found = [re.fullmatch(number * 2 + "(.*)", line) for line in text.splitlines() if line.strip() and line[0] != "\\"]
+    found = [re.fullmatch(number * 2 + "(.*)", line)
+             for line in text.splitlines() if line.strip() and line[0] != "\\"]
     if not found or not all(found):
         return None
     return [(seconds_of(cut[1]), seconds_of(cut[2]), cut[3].strip()) for cut in found]
@@ -528,43 +553,63 @@ def labels(text):
 
 
 class Unpacked:
-    """FLAC files of about SHARD_S seconds into which the sound of other files is written, in `folder`."""
+    """FLAC files of about SHARD_S seconds, in `folder`, into which other files' sound is written."""
 
     def __init__(self, folder):
         self.folder, self.open, self.count = Path(folder), {}, 0
 
+    def new_path(self, ending):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.count += 1
+        return self.folder / f"{self.count - 1:07}{ending}"
+
     def add(self, value):
-        """{"audio", "offset", "duration"} of bytes of an audio file, or of an {array, sampling_rate}. BadSample."""
+        """{"audio", "offset", "duration"} of an audio file's bytes, or {array, sampling_rate}."""
         import numpy as np
         import soundfile
-        self.folder.mkdir(parents=True, exist_ok=True)
         if isinstance(value, dict):
             wave, rate = np.asarray(value["array"], np.float32), int(value["sampling_rate"])
         elif value[:6] == b"\x93NUMPY":                     # codes of --save_codes
-            path = self.folder / f"{self.count:07}.npy"
-            self.count += 1
+            path = self.new_path(".npy")
             path.write_bytes(value)
             return {"audio": str(path)}
         else:
+            from speech.codes import open_sound
             try:
-                wave, rate = soundfile.read(io.BytesIO(value), dtype="float32", always_2d=True)
+                with open_sound(io.BytesIO(value)) as file:
+                    wave, rate = file.read(dtype="float32"), file.samplerate
             except soundfile.SoundFileError as error:
                 raise BadSample(f"is not readable audio ({error})", "audio")
+            except ValueError as error:
+                raise BadSample(str(error), "audio")
         wave = wave.mean(axis=1) if wave.ndim == 2 else wave
         file, done = self.open.get(rate, (None, 0))
         if file is None or done > SHARD_S * rate:
             if file:
                 file.close()
-            path, done = self.folder / f"{self.count:07}.flac", 0
-            self.count += 1
-            file = soundfile.SoundFile(path, "w", rate, 1, "PCM_16", format="FLAC")
+            path = self.new_path(".flac")
+            file, done = soundfile.SoundFile(path, "w", rate, 1, "PCM_16", format="FLAC"), 0
         file.write(wave)
         self.open[rate] = file, done + len(wave)
-        return {"audio": str(Path(file.name)), "offset": done / rate, "duration": len(wave) / rate}
+        return {"audio": str(file.name), "offset": done / rate, "duration": len(wave) / rate}
 
     def close(self):
         for file, _ in self.open.values():
             file.close()
+
+    def row(self, row, value):
+        """A row with the place of its sound, or with the path that it names; BadSample."""
+        if not isinstance(value, (bytes, dict)):
+            return {**row, "audio": value}
+        if row.get("offset") not in (None, "") or row.get("end") not in (None, ""):
+            return BadSample("has an offset into audio that is inside the file: cut it first")
+        text = row.get("text")
+        if not isinstance(text, str) or text.strip().lower() in NOTHING:
+            return BadSample(f"its text is {text!r}", "empty_text")     # nothing unpacked in vain
+        try:
+            return {**row, "duration": None, **self.add(value)}
+        except BadSample as error:
+            return error
 
 
 def open_columns(paths, given, unpacked):
@@ -573,175 +618,168 @@ def open_columns(paths, given, unpacked):
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        raise UserError(f"{paths[0]}: reading parquet and arrow files needs pyarrow: pip install pyarrow")
+        raise UserError(f"{paths[0]}: reading parquet and arrow files needs pyarrow: pip install "
+                        "pyarrow")
 
     def batches(path):
-        if open(path, "rb").read(4) == b"PAR1":
-            yield from (batch.to_pylist() for batch in parquet.ParquetFile(path).iter_batches(64))
-            return
         with pyarrow.memory_map(str(path)) as source:
-            if source.read(6) == b"ARROW1":
-                opened = pyarrow.ipc.open_file(source)
-                yield from (opened.get_batch(i).to_pylist() for i in range(opened.num_record_batches))
+            start = source.read(6)
+            source.seek(0)
+            if start[:4] == b"PAR1":
+                yield from parquet.ParquetFile(source).iter_batches(64)
+            elif start == b"ARROW1":
+                file = pyarrow.ipc.open_file(source)
+                yield from map(file.get_batch, range(file.num_record_batches))
             else:
-                source.seek(0)
-                yield from (batch.to_pylist() for batch in pyarrow.ipc.open_stream(source))
+                yield from pyarrow.ipc.open_stream(source)
 
     def audio_column(path, row):
+        """{"audio": name of the column}: the one that holds sound, or that is called so."""
         named = find_columns(row, given).get("audio")
-        inside = [name for name, value in row.items() if isinstance(value, bytes) or isinstance(value, dict) and {
-            "bytes", "path", "array"} & value.keys()]
+        inside = [name for name, value in row.items() if isinstance(value, bytes)
+                  or isinstance(value, dict) and {"bytes", "path", "array"} & value.keys()]
         if named in inside or named and "audio" in given or not inside:
-            return named
-        need(len(inside) == 1, f"{path}: has several columns of audio, {', '.join(inside)}; name it: --columns audio=NAME")
-        return inside[0]
+            return {}
+        require(len(inside) == 1, f"{path}: has several columns of audio, {', '.join(inside)}; "
+                                  "name it: --columns audio=NAME")
+        return {"audio": inside[0]}
+
+    def row_of(path, row, number):
+        found = check_columns(path, row, given | audio_column(path, row))
+        row = {meaning: row[name] for meaning, name in found.items()}
+        value, name = row["audio"], row["audio"]
+        if isinstance(value, dict):
+            name = value.get("path")
+            value = value.get("bytes") or (value if value.get("array") is not None else name)
+        name = os.path.basename(name or "") if not isinstance(name, bytes) else ""
+        row["id"] = row.get("id") or name or f"row {number}"
+        return unpacked.row(row, value)
 
     def read():
         for path in paths:
-            number = 0
             try:
-                for row in itertools.chain.from_iterable(batches(path)):
-                    number += 1
-                    audio = audio_column(path, row)
-                    found = check_columns(path, row, given | ({"audio": audio} if audio else {}))
-                    row = {meaning: row[name] for meaning, name in found.items()}
-                    value = row["audio"]
-                    name = value.get("path") if isinstance(value, dict) else None if isinstance(value, bytes) else value
-                    row["id"] = row.get("id") or os.path.basename(name or "") or f"row {number}"
-                    value = value.get("bytes") or (value if value.get("array") is not None else name) if isinstance(
-                        value, dict) else value
-                    yield f"{Path(path).name} row {number}", with_sound(row, value, unpacked)
+                rows = (row for batch in batches(path) for row in batch.to_pylist())
+                for number, row in enumerate(rows, 1):
+                    yield f"{path.name} row {number}", row_of(path, row, number)
             except (pyarrow.ArrowException, OSError) as error:
                 raise UserError(f"{path}: cannot be read ({str(error).splitlines()[0]})")
     return f"{len(paths)} files of columns", read()
 
 
-def with_sound(row, value, unpacked):
-    """A row with the place of its unpacked sound, or with the path that it names; BadSample."""
-    if not isinstance(value, (bytes, dict)):
-        return {**row, "audio": value}
-    if row.get("offset") not in (None, "") or row.get("end") not in (None, ""):
-        return BadSample("has an offset into audio that is inside the file: cut it first")
-    text = row.get("text")
-    if not isinstance(text, str) or text.strip().lower() in NOTHING:     # nothing is unpacked in vain
-        return BadSample(f"its text is {text!r}", "empty_text")
-    try:
-        return {**row, "duration": None, **unpacked.add(value)}
-    except BadSample as error:
-        return error
-
-
 def open_tars(paths, given, unpacked):
-    """(about, rows) of WebDataset shards: neighbours whose names are equal up to the first dot are one sample, where
-    that joins two clips up to the last.
+    """(about, rows) of WebDataset shards: neighbours whose names are equal up to the first dot are
+    one sample, where that joins two clips up to the last.
     """
-    def samples(tar, size):
-        waiting, last = [], None
+    def members_of(tar, size):
+        """(key, name, size, bytes) of the files in a tar; EOFError where it is cut off."""
         for member in tar:
             if member.offset_data + member.size > size:     # tarfile takes it for the last one
                 raise EOFError(f"{member.name} is not all there")
-            base = os.path.basename(member.name)
-            if not member.isfile() or base.startswith("."):
-                continue
-            key = os.path.join(os.path.dirname(member.name), base.split(".")[0])
-            if waiting and key != last:
-                yield waiting
-                waiting = []
-            waiting.append((member.name, member.size, tar.extractfile(member).read(
-            ) if member.size <= json_files.LONGEST else b""))
-            last = key
+            folder, base = os.path.split(member.name)
+            if member.isfile() and not base.startswith("."):
+                fits = member.size <= json_files.LONGEST
+                yield (os.path.join(folder, base.split(".")[0]), member.name, member.size,
+                       tar.extractfile(member).read() if fits else b"")
         tar.fileobj.seek(tar.offset)
         if tar.fileobj.read(512).strip(b"\0") or size < tar.offset + 512:
             raise EOFError("its end is not there")
-        yield waiting
 
     def row_of(members):
         row, text, sound = {}, None, None
-        for name, size, data in members:
+        for _, name, size, data in members:
             if size > json_files.LONGEST:
                 return BadSample(f"{name} is longer than {json_files.LONGEST >> 20} MiB")
             if name.lower().endswith(AUDIO_FILES + OTHER_AUDIO):
                 sound = name, data
-            elif name.endswith(".json"):
-                found = json_files.loads(data)
-                if isinstance(found, dict):
-                    row |= {meaning: found[column] for meaning, column in find_columns(found, given).items()
-                            if meaning not in ("audio", "id")}
+            elif name.endswith(".json") and isinstance(found := json_files.loads(data), dict):
+                row |= {meaning: found[column] for meaning, column
+                        in find_columns(found, given).items() if meaning not in ("audio", "id")}
             elif name.endswith(TEXTS) and text is None:
                 text = data.decode("utf-8-sig")
         if sound is None:
-            return BadSample(f"has no audio file: {', '.join(name for name, *_ in members)}")
-        row = {**row, "text": row.get("text") if text is None else text, "id": sound[0], "duration": None}
+            return BadSample(f"has no audio file: {', '.join(name for _, name, *_ in members)}")
+        row |= {"text": row.get("text") if text is None else text, "id": sound[0]}
         if row["text"] is None:
             return BadSample("has no text beside its audio", "empty_text")
-        return with_sound(row, sound[1], unpacked)
+        return unpacked.row(row, sound[1])
 
     def read():
         for path in paths:
             try:
                 with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
-                    for members in filter(None, samples(tar, os.path.getsize(path))):
-                        groups = {}
-                        clips = sum(name.lower().endswith(AUDIO_FILES) for name, *_ in members)
-                        for member in members:
-                            groups.setdefault(member[0].rpartition(".")[0] if clips > 1 else "", []).append(member)
-                        for group in groups.values():
+                    members = members_of(tar, os.path.getsize(path))
+                    for _, run in itertools.groupby(members, key=lambda member: member[0]):
+                        group, parts = list(run), {}
+                        clips = sum(name.lower().endswith(AUDIO_FILES) for _, name, *_ in group)
+                        for member in group:
+                            key = member[1].rpartition(".")[0] if clips > 1 else ""
+                            parts.setdefault(key, []).append(member)
+                        for part in parts.values():
                             try:
-                                row = row_of(group)
-                            except (UnicodeDecodeError, ValueError) as error:
+                                row = row_of(part)
+                            except ValueError as error:     # of JSON, or no UTF-8
                                 row = BadSample(str(error))
-                            yield f"{Path(path).name} {group[0][0]}", row
+                            yield f"{path.name} {part[0][1]}", row
             except (tarfile.TarError, EOFError) as error:
-                raise UserError(f"{path}: cannot be read as a tar ({error}); the file may be cut off")
+                raise UserError(f"{path}: cannot be read as a tar ({error}); the file may be cut "
+                                "off")
     return f"{len(paths)} tar files", read()
 
 
 # --------------------------------------------------------------------------------------------------
-# Corpora as their publishers lay them out: {name: (names that its folder must hold, reader)}
+# Corpora as their publishers lay them out
 
 
 def tab_lines(path):
-    return ((*line.rstrip("\r").split("\t", 1), "")[:2] for line in json_files.read_text(path).split("\n") if line.strip())
+    """(name, text) of lines that only a line feed ends."""
+    return ((*line.rstrip("\r").split("\t", 1), "")[:2]
+            for line in json_files.read_text(path).split("\n") if line.strip())
 
 
 def vctk(folder):
     """Of its two microphones the second one, as its authors advise."""
-    wav48 = next(iter(sorted(folder.glob("wav48*"), reverse=True)))
+    wav48 = sorted(folder.glob("wav48*"))[-1]
     for text in sorted(folder.glob("txt/*/*.txt")):
-        clips = [wav48 / text.parent.name / f"{text.stem}{end}" for end in ("_mic2.flac", "_mic1.flac", ".flac", ".wav")]
-        yield {"id": text.stem, "audio": str(next((clip for clip in clips if clip.exists()), clips[0])),
-               "text_file": text, "speaker": text.parent.name, "language": "en"}
+        clips = [wav48 / text.parent.name / f"{text.stem}{end}"
+                 for end in ("_mic2.flac", "_mic1.flac", ".flac", ".wav")]
+        audio = next((clip for clip in clips if clip.exists()), clips[0])
+        yield {"id": text.stem, "audio": str(audio), "text_file": text,
+               "speaker": text.parent.name, "language": "en"}
 
 
 def aishell3(folder):
     """In a text every second word is the pinyin of the one before."""
     for name, text in tab_lines(folder / "content.txt"):
-        yield {"id": Path(name).stem, "audio": f"wav/{name[:7]}/{name}", "speaker": name[:7], "language": "zh",
-               "text": "".join(text.split()[::2])}
+        yield {"id": Path(name).stem, "audio": f"wav/{name[:7]}/{name}", "speaker": name[:7],
+               "language": "zh", "text": "".join(text.split()[::2])}
 
 
 def mls(folder):
     for name, text in tab_lines(folder / "transcripts.txt"):
         speaker, book = (*name.split("_"), "", "")[:2]
-        yield {"id": name, "audio": f"audio/{speaker}/{book}/{name}", "speaker": speaker, "text": text}
+        yield {"id": name, "audio": f"audio/{speaker}/{book}/{name}", "speaker": speaker,
+               "text": text}
 
 
 def wenetspeech4tts(folder):
     for path in sorted(folder.glob("txts/*.txt")):
-        yield {"id": path.stem, "audio": f"wavs/{path.stem}", "text": next(iter(tab_lines(path)), ("", ""))[1], "language": "zh"}
+        yield {"id": path.stem, "audio": f"wavs/{path.stem}", "language": "zh",
+               "text": next(iter(tab_lines(path)), ("", ""))[1]}
 
 
 def gigaspeech(folder):
     """Cuts of long recordings; its marks become punctuation, its noises are left out."""
     data = json_files.read_object(folder / "GigaSpeech.json")
+    marks = {"COMMA": ",", "PERIOD": ".", "QUESTIONMARK": "?", "EXCLAMATIONPOINT": "!"}
     for audio in data.get("audios") or []:
         for cut in audio.get("segments") or []:
             text, speaker = str(cut.get("text_tn") or ""), cut.get("speaker")
-            for mark, sign in (("COMMA", ","), ("PERIOD", "."), ("QUESTIONMARK", "?"), ("EXCLAMATIONPOINT", "!")):
+            for mark, sign in marks.items():
                 text = text.replace(f" <{mark}>", sign)
             if "<" not in text:
-                yield {"id": cut.get("sid"), "audio": audio.get("path"), "text": text, "offset": cut.get("begin_time"),
-                       "end": cut.get("end_time"), "speaker": None if speaker == "N/A" else speaker,
+                yield {"id": cut.get("sid"), "audio": audio.get("path"), "text": text,
+                       "offset": cut.get("begin_time"), "end": cut.get("end_time"),
+                       "speaker": None if speaker == "N/A" else speaker,
                        "language": data.get("language")}
 
 
@@ -750,7 +788,8 @@ def emilia_pipe(folder):
     for at, names in walk(folder):
         for name in (name for name in names if name.endswith(".json")):
             stem, cuts = name[:-5], json_files.json_value(at / name)
-            clips = {os.path.splitext(clip)[0]: clip for clip in names if re.fullmatch(re.escape(stem) + r"_\d+\.\w+", clip)}
+            clips = {os.path.splitext(clip)[0]: clip for clip in names
+                     if re.fullmatch(re.escape(stem) + r"_\d+\.\w+", clip)}
             for number, cut in enumerate(cuts if isinstance(cuts, list) else ()):
                 clip = clips.pop(f"{stem}_{number}", None)
                 if clip is None or not isinstance(cut, dict):
@@ -759,12 +798,15 @@ def emilia_pipe(folder):
                 speaker = cut.get("speaker")        # of this recording
                 yield {"id": f"{stem}_{number}", "audio": str(at / clip), "text": cut.get("text"),
                        "speaker": speaker and f"{stem}/{speaker}", "language": cut.get("language")}
-            yield from (BadSample(f"{clip}: {name} has no entry for it", "empty_text") for clip in clips.values())
+            yield from (BadSample(f"{clip}: {name} has no entry for it", "empty_text")
+                        for clip in clips.values())
 
 
-CORPORA = {"VCTK": (("txt", "wav48.*"), vctk), "AISHELL-3": (("content.txt", "wav"), aishell3),
-           "Multilingual LibriSpeech": (("transcripts.txt", "audio"), mls),
-           "WenetSpeech4TTS": (("txts", "wavs"), wenetspeech4tts), "GigaSpeech": (("GigaSpeech.json",), gigaspeech)}
+CORPORA = {     # {name: (patterns of names that its folder holds, reader)}
+    "VCTK": (("txt", "wav48.*"), vctk), "AISHELL-3": (("content.txt", "wav"), aishell3),
+    "Multilingual LibriSpeech": (("transcripts.txt", "audio"), mls),
+    "WenetSpeech4TTS": (("txts", "wavs"), wenetspeech4tts),
+    "GigaSpeech": (("GigaSpeech.json",), gigaspeech)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -777,7 +819,7 @@ def audio_paths(folder):
 
 
 def open_source(name, given, unpacked):
-    """(the list or folder that is read, about, rows) of a file, a folder, or a pattern. UserError."""
+    """(the list or folder that is read, about, rows) of a file, a folder, or a pattern."""
     path = Path(name)
     if path.is_dir():
         return open_folder(path, given, unpacked)
@@ -786,20 +828,21 @@ def open_source(name, given, unpacked):
     if shards := sorted(glob.glob(str(name))):
         return path, *open_shards(list(map(Path, shards)), given, unpacked)
     hub = re.fullmatch(r"(?:hf://datasets/)?([\w-][\w.-]*/[\w.-]+)(?:@.*)?", str(name))
-    need(hub or "://" not in str(name), f"{name}: URLs are not read; copy the data here first")
+    require(hub or "://" not in str(name), f"{name}: URLs are not read; copy the data here first")
     raise UserError(f"{name}: there is no such file or folder" + (
-        f"; of a data set on the hub: hf download {hub[1]} --repo-type dataset --local-dir FOLDER, then give FOLDER"
-        if hub and not path.suffix else ""))
+        f"; of a data set on the hub: hf download {hub[1]} --repo-type dataset --local-dir FOLDER, "
+        "then give FOLDER" if hub and not path.suffix else ""))
 
 
 def kind_of(path):
-    """What the first bytes of a file tell: parquet, arrow, tar, or "". UserError for what is not read."""
+    """By its first bytes: columns, tar, or "" for text. UserError for what is not read."""
     with json_files.open_file(path) as file:
         head = file.read(512)
-    need(head[:2] != b"\x1f\x8b", f"{path}: is compressed; unpack it first (gunzip, tar xzf)")
-    need(head[:4] != b"PK\x03\x04", f"{path}: is a zip file; unpack it first; save an Excel table as CSV UTF-8")
-    need(head[:4] not in (b"RIFF", b"fLaC", b"OggS") and head[:3] != b"ID3",
-         f"{path}: is an audio file; give the folder with the texts, or a list of audio and text")
+    require(head[:2] != b"\x1f\x8b", f"{path}: is compressed; unpack it first (gunzip, tar xzf)")
+    require(head[:4] != b"PK\x03\x04", f"{path}: is a zip file; unpack it first; save an Excel "
+                                       "table as CSV UTF-8")
+    require(head[:4] not in (b"RIFF", b"fLaC", b"OggS") and head[:3] != b"ID3", f"{path}: is an "
+            "audio file; give the folder with the texts, or a list of audio and text")
     if head[:4] in (b"PAR1", b"ARRO", b"\xff\xff\xff\xff"):
         return "columns"
     return "tar" if head[257:262] == b"ustar" else ""
@@ -807,9 +850,10 @@ def kind_of(path):
 
 def open_shards(paths, given, unpacked):
     """(about, rows) of files that hold audio and texts, all of one kind."""
-    kinds = [kind_of(path) for path in paths]
-    odd = next((path for path, kind in zip(paths, kinds) if kind != kinds[0] or not kind), None)
-    need(odd is None, f"{odd}: is no parquet, arrow or tar file as the others are; give files of one kind")
+    kinds = list(map(kind_of, paths))
+    for path, kind in zip(paths, kinds):
+        require(kind and kind == kinds[0], f"{path}: is no parquet, arrow or tar file as the "
+                                           "others are; give files of one kind")
     return (open_tars if kinds[0] == "tar" else open_columns)(paths, given, unpacked)
 
 
@@ -818,35 +862,35 @@ def open_file(path, given, unpacked):
     if kind_of(path):
         return open_shards([path], given, unpacked)
     start = next((line.strip() for line in lines_of(path) if line.strip()), "")
-    return (open_json if start[:1] in ("{", "[") or path.suffix in (".json", ".jsonl") else open_table)(path, given)
+    is_json = start[:1] in ("{", "[") or path.suffix in (".json", ".jsonl")
+    return (open_json if is_json else open_table)(path, given)
 
 
 def open_folder(folder, given, unpacked):
-    """open_source of a folder: the one list in it, or nearest below it; without a list, texts beside audio."""
+    """open_source of a folder: the one list in it, or nearest below it; else texts beside audio."""
     refused, level = [], [folder]
     for depth in range(DEPTH):
         found = {}
         for place in level:
             found |= lists_in(place, depth, given, unpacked, refused)
-        need(len(found) < 2, f"{folder}: holds {len(found)} lists; give one: {', '.join(map(str, list(found)[:12]))}")
+        require(len(found) < 2, f"{folder}: holds {len(found)} lists; give one: "
+                                + ", ".join(map(str, list(found)[:12])))
         if found:
             return next(iter(found.values()))
         level = [path for place in level for path in sorted(place.iterdir())
                  if path.is_dir() and not path.name.startswith(".")][:200]
-    rows = read_sidecar(folder)
-    first, text = None, None        # looks for one clip that has a text
+    first = None
     for place, row in read_sidecar(folder):
         first = first or (place, row)
-        if text := not isinstance(row, BadSample):
-            break
-    if not text and any(path.with_name(f"{path.stem[:-2]}.json").exists() for path in folder.glob("*/*_0.*")):
+        if not isinstance(row, BadSample):
+            return folder, "audio files with their texts beside them", read_sidecar(folder)
+    if any(path.with_name(f"{path.stem[:-2]}.json").exists() for path in folder.glob("*/*_0.*")):
         return folder, "Emilia-Pipe's lists of clips", numbered(emilia_pipe(folder))
-    if not text:
-        why = f"; of the files there: {refused[0]}" if refused else ""
-        need(first, str(refused[0]) if refused else
-             f"{folder}: has neither a list nor audio files ({', '.join(AUDIO_FILES)})")
-        raise UserError(f"{folder}: has audio, such as {printable(first[0], 80)}, but no list of texts; it {first[1]}{why}")
-    return folder, "audio files with their texts beside them", rows
+    why = f"; of the files there: {refused[0]}" if refused else ""
+    require(first, str(refused[0]) if refused else
+            f"{folder}: has neither a list nor audio files ({', '.join(AUDIO_FILES)})")
+    raise UserError(f"{folder}: has audio, such as {printable(first[0], 80)}, but no list of texts; "
+                    f"it {first[1]}{why}")
 
 
 def numbered(rows):
@@ -856,7 +900,8 @@ def numbered(rows):
 def lists_in(place, depth, given, unpacked, refused):
     """{path to give: open_source of it} of one folder; refused takes why others are not read."""
     names = sorted(path.name for path in place.iterdir())
-    need("raw.arrow" not in names, f"{place}: is F5-TTS's prepared folder; give the csv that it was made of")
+    require("raw.arrow" not in names, f"{place}: is F5-TTS's prepared folder; give the csv that it "
+                                      "was made of")
     for name, (needs, read) in CORPORA.items():
         if all(any(re.fullmatch(one, there) for there in names) for one in needs):
             return {place: (place, name, numbered(read(place)))}
@@ -864,18 +909,21 @@ def lists_in(place, depth, given, unpacked, refused):
         return {place: (place, "Kaldi", read_kaldi(place))}
     if "dataset_dict.json" in names:
         splits = json_files.read_object(place / "dataset_dict.json").get("splits") or ["?"]
-        raise UserError(f"{place}: holds the splits {', '.join(map(str, splits))}; give one: {place / str(splits[0])}")
+        raise UserError(f"{place}: holds the splits {', '.join(map(str, splits))}; give one: "
+                        f"{place / str(splits[0])}")
     found, shards = {}, {}
     saved = {"state.json", "dataset_info.json"} <= set(names)       # by datasets' save_to_disk
     for name in names:
-        if name.endswith((".parquet", ".tar", ".arrow") if saved else (".parquet", ".tar")) and not name.startswith("."):
+        if name.endswith((".parquet", ".tar") + (".arrow",) * saved) and name[0] != ".":
             split = "" if saved or name.endswith(".tar") else re.split("[-_]", name)[0] + "-"
             shards.setdefault(place / f"{split}*{Path(name).suffix}", []).append(place / name)
     for path, files in shards.items():
         found[path] = (path, *open_shards(files, given, unpacked))
-    spoken = {name.split(".")[0] for name in names if name.lower().endswith(AUDIO_FILES + OTHER_AUDIO)}
-    lists = [name for name in names if name.lower().endswith(LISTS) and name.split(".")[0] not in spoken
-             and not name.endswith(".trans.txt") and (place / name).is_file()]
+    spoken = {name.split(".")[0] for name in names
+              if name.lower().endswith(AUDIO_FILES + OTHER_AUDIO)}
+    lists = [name for name in names if name.lower().endswith(LISTS)
+             and name.split(".")[0] not in spoken and not name.endswith(".trans.txt")
+             and (place / name).is_file()]
     texts = any(name.split(".")[0] in spoken for name in names if name.endswith(TEXTS))
     if len(lists) > 100 or texts and depth or saved:        # a folder of texts
         lists = [name for name in lists if name.startswith("metadata.")]
@@ -893,19 +941,28 @@ def lists_in(place, depth, given, unpacked, refused):
 # Rows -> ChatML
 
 
-def checked(row, paths):
-    """A row whose audio is there, by its absolute path, and whose text is one. BadSample."""
+def checked(row, paths, plain):
+    """A row whose audio is there, by its absolute path, and whose text is one. BadSample.
+
+    paths: of a list's audio. plain: of ChatML's.
+    """
     if isinstance(row, BadSample):
         raise row
     if "messages" in row:
+        for item in content_items(row):
+            for key in ("audio_url", "url", "path"):
+                if isinstance(item, dict) and item.get("type") == "audio" and isinstance(
+                        item.get(key), str):
+                    item[key] = plain.find(item[key])
         return row
-    name = row.get("audio")
+    name, text = row.get("audio"), row.get("text")
     if not isinstance(name, str) or not name.strip():
         raise BadSample(f"has no audio, but {name!r}")
-    if isinstance(row.get("text"), str) and row["text"].strip().lower() in NOTHING:
-        raise BadSample(f"its text is {row['text']!r}" if row["text"].strip() else "its text is empty", "empty_text")
-    text, found = prompts.row_text(row), paths.find(name)
-    row = {**row, "text": text, "audio": found, "name": name, "text_file": None}
+    if isinstance(text, str) and text.strip().lower() in NOTHING:
+        raise BadSample(f"its text is {text!r}" if text.strip() else "its text is empty",
+                        "empty_text")
+    row = {**row, "text": prompts.row_text(row), "audio": paths.find(name), "name": name,
+           "text_file": None}
     for speaker in row.get("ref_speakers") if isinstance(row.get("ref_speakers"), list) else ():
         if isinstance(speaker, dict) and isinstance(speaker.get("ref_audio_file"), str):
             speaker["ref_audio_file"] = paths.find(speaker["ref_audio_file"])
@@ -915,87 +972,82 @@ def checked(row, paths):
     return row
 
 
-def whole(entry, paths):
-    """A ChatML entry whose audio is named by absolute paths. BadSample."""
-    for item in content_items(entry):
-        for key in ("audio_url", "url", "path"):
-            if isinstance(item, dict) and item.get("type") == "audio" and isinstance(item.get(key), str):
-                item[key] = paths.find(item[key])
-    return entry
-
-
 def stop_if_odd(source, texts):
     """UserError where texts can hardly be what is spoken. texts: Counter of them."""
-    total = sum(texts.values())
-    text, most = texts.most_common(1)[0]
-    need(total < 8 or most <= total / 2, f"{source}: {most} of {total} texts are equal, {text[:60]!r}: this column is hardly "
-         f"what is spoken; name the columns: --columns text=NAME")
-    need(not phonemes(list(itertools.islice(texts, 1000))), f"{source}: its texts are phonemes, such as {text[:60]!r}, which "
-         "Higgs-Audio does not read; give the texts from which they were made")
+    total, (text, most) = texts.total(), texts.most_common(1)[0]
+    require(total < 8 or most <= total / 2, f"{source}: {most} of {total} texts are equal, "
+            f"{text[:60]!r}: this column is hardly what is spoken; name the columns: --columns "
+            "text=NAME")
+    require(not phonemes(list(itertools.islice(texts, 1000))), f"{source}: its texts are phonemes, "
+            f"such as {text[:60]!r}, which Higgs-Audio does not read; give the texts from which "
+            "they were made")
 
 
-def unpacked_before(source, note, how):
-    """(what decides what is unpacked from a source, the rows refused then or None): None where it was not unpacked, or
-    has changed since. note: where to_chatml notes both.
-    """
+def made_of(source, how):
+    """What decides what is unpacked from a source: its files, their sizes and dates; [] if none."""
     path = Path(source)
-    files = path.rglob("*") if path.is_dir() else map(Path, glob.glob(str(source)))
-    stats = [(str(file), file.stat()) for file in sorted(files) if file.suffix in (".parquet", ".arrow", ".tar")]
-    made = [[[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats], *how]
-    if not stats or not note.exists() or not note.with_suffix(".jsonl").exists():
-        return made if stats else None, None
-    from core.problems import problem
-    saved = json_files.read_object(note)
-    return made, [problem(*row, source) for row in saved["refused"]] if saved["made"] == made else None
+    files = sorted(path.rglob("*") if path.is_dir() else map(Path, glob.glob(str(source))))
+    stats = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files
+             if file.suffix in (".parquet", ".arrow", ".tar")]
+    return [*stats, *how] if stats else []
+
+
+def is_held_out(row):
+    return str(row.get("split")).strip().lower() in HELD_OUT
 
 
 def to_chatml(source, out_path, *, held_out=False, problems=None, **how):
-    """Write a source of any format as ChatML .jsonl; returns its path. UserError where nothing can be read.
+    """Write a source of any format as ChatML .jsonl; returns its path. UserError where nothing can
+    be read.
 
-    held_out: whether validation data is asked for: rows whose `split` says so are read as that alone. problems: a list
-    that takes the rows that cannot be used, as core.problems.Problem; None: they are printed. how: of Reading, such as
-    columns="audio=clip,text=caption".
+    held_out: whether validation data is asked for: rows whose `split` says so are read as that
+    alone. problems: a list that takes the rows that cannot be used, as core.problems.Problem; None:
+    they are printed. how: of Reading, such as columns="audio=clip,text=caption".
     """
-    from core.checkpoint import write_atomically        # they import torch, which --help needs not
+    from core import checkpoint         # they import torch, which --help needs not
     from core.problems import problem
     out_path, reading = Path(out_path), Reading(**how)
     given = dict(pair.split("=", 1) for pair in reading.columns.split(",") if pair)
     out_path.parent.mkdir(parents=True, exist_ok=True)
-    note = out_path.with_suffix(".source")
-    made, before = unpacked_before(source, note, [held_out, vars(reading)])
-    if before is not None:
-        print(f"converted  {printable(source)}: as before, {out_path}", flush=True)
-        problems is None or problems.extend(before)
-        return out_path
+    note, made = out_path.with_suffix(".source"), made_of(source, [held_out, vars(reading)])
+    if made and note.exists() and out_path.exists():
+        saved = json_files.read_object(note)
+        if saved["made"] == made:
+            print(f"converted  {printable(source)}: as before, {out_path}", flush=True)
+            if problems is not None:
+                problems += [problem(*row, source) for row in saved["refused"]]
+            return out_path
     note.unlink(missing_ok=True)
     unpacked = Unpacked(out_path.with_suffix(".audio"))
     at, about, rows = open_source(source, given, unpacked)
-    base = at if at.is_dir() else at.parent
-    paths, plain = audio_paths(base), Paths(base.resolve())
-    refused, texts, odd, outside, other, pool = [], Counter(), {}, [], 0, {}
+    base = (at if at.is_dir() else at.parent).resolve()
+    paths, plain = audio_paths(base), Paths(base)
+    refused, texts, odd, pool = [], Counter(), {}, {}
+    number = other = 0
     marked = False
+    outside = "name audio that is not below the folder of the list"
     with tempfile.TemporaryFile("w+", encoding="utf-8", dir=out_path.parent) as scratch:
-        for place, row in rows:         # first all rows: what is in them decides whether they are what they seem
-            name, raw = f"{at} {place}", row.get("audio") if isinstance(row, dict) else None
+        # all rows first: what is in them decides whether they are what they seem
+        for place, row in rows:
+            name = f"{at} {place}"
             try:
-                label = label_of(row) if isinstance(row, dict) else ""
-                name += f" ({printable(label, 80)})" if label else ""
-                if isinstance(row, dict) and str(row.get("split")).strip().lower() in HELD_OUT:
-                    marked = True
-                    if not held_out:
+                if isinstance(row, dict):
+                    label, raw = label_of(row), row.get("audio")
+                    name += f" ({printable(label, 80)})" if label else ""
+                    marked = marked or is_held_out(row)
+                    if is_held_out(row) and not held_out:
                         other += 1
                         continue
-                row = checked(row, paths)
-                if "messages" in row:
-                    row = whole(row, plain)
-                else:
+                row = checked(row, paths, plain)
+                if "messages" not in row:
                     texts[row["text"]] += 1
                     for what, pattern in ODD.items():
                         if pattern.search(row["text"]):
                             odd.setdefault(what, []).append(row["text"])
-                    if not os.path.isabs(raw) and not Path(row["audio"]).is_relative_to(base.resolve()):
-                        outside.append(row["audio"])
-                    prompts.note_candidate(pool, row, reading, sum(texts.values()))
+                    if not os.path.isabs(raw) and not Path(row["audio"]).is_relative_to(base):
+                        odd.setdefault(outside, []).append(row["audio"])
+                    number += 1
+                    prompts.note_candidate(pool, row, reading, number)
                 scratch.write(json.dumps([name, row], default=str) + "\n")
             except BadSample as error:
                 refused.append(problem(name, error.check, error, source))
@@ -1008,9 +1060,8 @@ def to_chatml(source, out_path, *, held_out=False, problems=None, **how):
         def write(path):
             nonlocal first, kept, other
             with open(path, "w", encoding="utf-8") as out:
-                for line in scratch:
-                    name, row = json.loads(line)
-                    if held_out and marked and str(row.get("split")).strip().lower() not in HELD_OUT:
+                for name, row in map(json.loads, scratch):
+                    if held_out and marked and not is_held_out(row):
                         other += 1
                         continue
                     notes = []
@@ -1021,30 +1072,28 @@ def to_chatml(source, out_path, *, held_out=False, problems=None, **how):
                         refused.append(problem(name, error.check, error, source))
                         continue
                     misc = row.get("misc") if isinstance(row.get("misc"), dict) else {}
-                    row["misc"] = {**misc, "source": name, **({"notes": notes} if notes else {})}
+                    row["misc"] = {**misc, "source": name} | ({"notes": notes} if notes else {})
                     if not kept:
                         with contextlib.suppress(BadSample):
                             first = sample_text(canonical_sample(name, row, plain))
                     out.write(json.dumps(row) + "\n")
                     kept += 1
-        write_atomically(out_path, write)
+        checkpoint.write_atomically(out_path, write)
     if made:
         rows = [[p.name, p.check, p.what] for p in refused]
-        write_atomically(note, lambda path: path.write_text(json.dumps({"made": made, "refused": rows})))
-    counts = Counter(p.check for p in refused)
-    counts = ", ".join(f"{n} {check}" for check, n in sorted(counts.items()))
-    print(f"converted  {printable(source)} ({printable(about)}): {kept + len(refused)} rows = {kept} kept + {len(refused)} refused"
-          f"{f' ({counts})' * bool(counts)}; {out_path}" + (f"; {other} are of another split" if other else ""), flush=True)
-    if first:
-        print(f"           first: {printable(first)}", flush=True)
-    odd |= {"name audio that is not below the folder of the list": outside} if outside else {}
+        checkpoint.write_text(note, json.dumps({"made": made, "refused": rows}))
+    counts = sorted(Counter(p.check for p in refused).items())
+    counts = ", ".join(f"{n} {check}" for check, n in counts)
+    said = [f"converted  {printable(source)} ({printable(about)}): {kept + len(refused)} rows = "
+            f"{kept} kept + {len(refused)} refused{f' ({counts})' * bool(counts)}; {out_path}"
+            + (f"; {other} are of another split" if other else "")]
+    said += [f"           first: {printable(first)}"] if first else []
     for what, found in odd.items():
-        print(f"           {counted(len(found), 'text' if found is not outside else 'row')} {what}, such as {printable(found[0])[:60]!r}",
-              flush=True)
+        noun = counted(len(found), "row" if what == outside else "text")
+        said.append(f"           {noun} {what}, such as {printable(found[0])[:60]!r}")
     if problems is not None:
         problems.extend(refused)
-    else:
-        print("".join(f"{p}\n" for p in refused[:20]), end="", flush=True)
+    print("\n".join(said + ([] if problems is not None else refused[:20])), flush=True)
     return out_path
 
 
@@ -1052,8 +1101,9 @@ def main(argv=None):
     p = cli.Parser("Speech data of any format -> ChatML .jsonl.")
     p.add_argument("source", help="file, folder, or pattern of shards in quotes")
     p.add_argument("--output", required=True, help="the .jsonl to write")
-    p.add_argument("--columns", default="", metavar="MEANING=NAME,...", help="columns of other names, or by number "
-                   f"where there is no header: audio=clip,text=caption; meanings are {', '.join(COLUMNS)}")
+    p.add_argument("--columns", default="", metavar="MEANING=NAME,...", help="columns of other "
+                   "names, or by number where there is no header: audio=clip,text=caption; "
+                   f"meanings are {', '.join(COLUMNS)}")
     args = cli.parse(p, lambda args, _: choices.check_columns(args.columns), argv)
     try:
         to_chatml(args.source, args.output, columns=args.columns)

@@ -1,81 +1,44 @@
-"""The table of tokenised samples on disk: all ranks and loader workers map one, so memory does not
-grow with their number. And the codes of its clips, looked up in the cache, encoded where they lack.
+"""The table of tokenised samples on disk: rank 0 writes it, all ranks and loader workers map it.
 
-Which of its samples are trained, which held out, and which are short enough to be used. What makes
-it: speech/builder.py.
+    builder = TableBuilder(tokenizer, ids, folder)
+    builder.add(samples, problems)                  # speech/rows.py reads them
+    builder.write(folder, *codes.ensure_codes(world, builder.clips, how))
+    table = Table(folder)
+    train, held_out = usable_samples(table, *split_samples(table, None, seed), ...)
+
+Each sample is tokenised once, each distinct clip kept once. A clip is one placeholder token here;
+its rows come when it is loaded (data.py).
 """
 import hashlib
+import itertools
 import json
 import os
+import re
+import shutil
+import tempfile
 import uuid
-from dataclasses import dataclass
+import weakref
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
 from core.cli import UserError, counted, printable
-from core.dist import rank0
+from core.dist import error_names_file
+from core.indexing import Column, Lists, token_lists
 from core.problems import problem, settle
-from speech.code_cache import FRAME_RATE, CodeReader, codec_fingerprint, look_up
-from speech.rows import file_of
+from speech.codes import FRAME_RATE, CodeReader
+from speech.conversations import OTHER_MARKS, BadSample, Clip, marks_speakers_otherwise
 
+LIKE_A_TAG = re.compile(r"<\|[^<>|]*\|>")
 SHARE = 0.005           # of the samples, for validation, where --validation_split says nothing
-TABLE = r"table-[0-9a-f]{8}"      # new_table
-PREPARED = "prepared.json"      # of a folder of prepare_tts.py: written last, once it is finished
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """How clips become codes, and where these lie.
-
-    codec_dir: native codec folder. cache_dir: of encoded audio. processes: that decode, on this
-    node. wait_limit_s: seconds to wait for another run that fills the cache, and for a rank that
-    encodes.
-    """
-    codec_dir: Path
-    cache_dir: Path
-    num_codebooks: int
-    processes: int = 0
-    wait_limit_s: float = 6 * 3600
-
-    def folder(self):
-        """The part of the cache that is of this codec. Raises UserError."""
-        return Path(self.cache_dir) / codec_fingerprint(self.codec_dir)
-
-
-def ensure_codes(world, clips, how, bad=None):
-    """Encode what is missing, all ranks together. Called by every rank; `clips` (unique Clips)
-    matters on rank 0 only.
-
-    Returns on rank 0 (folder, shard names, (n, 4) int64 of CacheIndex.find_files in the order of
-    clips), else None. A cache that has all clips is only read. Damaged shards are set aside, and
-    their clips encoded again. how: Encoding. bad: a dict that on rank 0 takes {number of a clip
-    that cannot be decoded or encoded: file and reason}, whose row says 0 frames; None: UserError
-    with all.
-    """
-    known = None        # on rank 0
-
-    def is_complete():
-        nonlocal known
-        folder = how.folder()
-        index, found, unknown = look_up(folder, clips, how.processes)
-        known = folder, index, found, unknown
-        return not len(unknown) and not index.damaged
-
-    if not rank0(world, is_complete):
-        from speech.fill_cache import fill_cache
-        return fill_cache(world, clips, how, known, bad)
-    if not world.is_main:
-        return None
-    folder, index, found, _ = known
-    return folder, index.shards, found
+TABLE = r"table-[0-9a-f]{8}"    # new_table
+PREPARED = "prepared.json"      # of a folder of prepare_tts.py, written last
+ROWS = 2**18            # samples whose columns are in memory together
 
 
 def new_table(folder):
-    """Path in `folder` for the table of a data set, which is made anew at each start.
-
-    A running job keeps the one that it has mapped; earlier ones go by remove_named.
-    """
+    """Path for a table, which is made anew at each start; a running job keeps its own."""
     return Path(folder) / f"table-{uuid.uuid4().hex[:8]}"
 
 
@@ -85,12 +48,266 @@ def is_prepared(path):
 
 
 def keep_prepared(output_dir):
-    """Raise UserError where a run would take the table of a prepared folder for its own, of an
-    earlier start.
-    """
+    """UserError where a run would take a prepared folder's table for one of an earlier start."""
     if is_prepared(output_dir):
         raise UserError(f"--output_dir {output_dir}: is a folder of prepare_tts.py; give another "
                         "one to the trainer")
+
+
+def file_of(sources, i):
+    """Path of the source of sample i."""
+    return next((s["path"] for s in sources if s["first"] <= i < s["stop"]), "")
+
+
+# --------------------------------------------------------------------------------------------------
+# Writing
+
+
+class Clips:
+    """Sequence of distinct Clips by their number; a Clip is made when it is asked for."""
+
+    def __init__(self, folder):
+        self.texts = Lists(folder, "texts", "text_offsets", np.uint8)
+        self.number_of = {}     # {digest: number}: about 150 bytes of memory a clip
+
+    def numbers(self, clips):
+        """Numbers of clips, new or known: [(digest_of, clip_bytes)]."""
+        found, new = [], []
+        for digest, text in clips:
+            found.append(self.number_of.setdefault(digest, len(self.number_of)))
+            if found[-1] == len(self.texts) + len(new):
+                new.append(text)
+        self.texts.append(*joined(new))
+        return found
+
+    def __len__(self):
+        return len(self.texts)
+
+    def __getitem__(self, i):
+        """Clip i, or the list of Clips of a slice."""
+        if not isinstance(i, slice):
+            i = range(len(self))[i]
+            return self[i:i + 1][0]
+        ends, values = self.texts.offsets.array(), self.texts.values.array()
+        return [clip_of(values[ends[n]:ends[n + 1]].tobytes()) for n in range(*i.indices(len(self)))]
+
+
+def clip_bytes(clip):
+    """By JSON, since the keys of speech/codes.py tell 3 s from 3.0 s."""
+    cut = json.dumps([clip.offset, clip.duration, clip.seconds, clip.filled])
+    return os.fsencode(clip.path) + b"\0" + cut.encode()
+
+
+def clip_of(text):
+    """The Clip that clip_bytes made into bytes."""
+    path, _, cut = text.rpartition(b"\0")
+    return Clip(os.fsdecode(path), *json.loads(cut))
+
+
+def digest_of(clip):
+    """16 bytes of a clip's path and cut: the same for clips that are equal."""
+    cut = [value if value is None else float(value) for value in (clip.offset, clip.duration)]
+    about = f"\0{cut}{clip.filled}".encode()
+    return hashlib.blake2b(os.fsencode(clip.path) + about, digest_size=16).digest()
+
+
+def joined(texts):
+    """(all bytes of some texts, the length of each), for Lists."""
+    texts = list(texts)
+    return np.frombuffer(b"".join(texts), np.uint8), np.array(list(map(len, texts)), np.int64)
+
+
+class TableBuilder:
+    """Tokenised samples in columns on disk, and the distinct clips in order of first use."""
+
+    def __init__(self, tokenizer, ids, folder=None, about=None):
+        """folder: an empty one, which write() makes the table; None: a temporary one. about:
+        function of a Sample -> bytes to keep of it.
+        """
+        self.tokenizer, self.ids, self.lists = tokenizer, ids, token_lists(tokenizer)
+        self.control, self.tags = ids.forbidden(tokenizer), ids.known_tags(tokenizer)
+        self.known, self.spelled = {}, {}
+        self.about_of, self.left_out = about, Counter()
+        self.folder = Path(folder or tempfile.mkdtemp())
+        if folder is None:
+            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        scratch = self.folder / "scratch"
+        scratch.mkdir(parents=True)
+        self.tokens = Lists(self.folder, "tokens", "token_offsets", np.int32)
+        self.labelled = Column(self.folder / "labelled.npy", bool)
+        self.names = Lists(self.folder, "names", "name_offsets", np.uint8)
+        self.text_targets = Column(self.folder / "text_targets.npy", np.int64)
+        self.used = Lists(self.folder, "clips", "clip_offsets", np.int32)
+        self.trained = Column(scratch / "trained.npy", bool)
+        self.about = Lists(scratch, "about", "about_offsets", np.uint8)
+        self.clips = Clips(scratch)
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def add(self, samples, problems):
+        """Tokenise Samples; those that cannot be used go to the list `problems`."""
+        self.append(self.chunk(samples, problems))
+
+    def chunk(self, samples, problems):
+        """{name: array, or (array, lengths) of lists} of Samples for append(), which may be that of
+        another process's builder.
+        """
+        good, about, left_out = [], [], Counter()
+        for sample in samples:
+            if token := self.control_token(sample):
+                problems.append(problem(sample.name, "control_token", "text contains the control "
+                                        f"token {token}; remove it"))
+                continue
+            try:
+                found, without = self.ids.streams(sample)
+            except BadSample as error:
+                problems.append(problem(sample.name, "invalid", str(error)))
+                continue
+            good += found
+            if self.about_of:
+                about += [self.about_of(sample)] * len(found)
+            left_out.update(without)
+            left_out.update(self.read_aloud(sample))
+        streams = [stream for _, stream in good]
+        pieces, labels = zip(*itertools.chain.from_iterable(streams)) if good else ((), ())
+        starts = np.cumsum([0, *map(len, streams)])[:-1]
+        parts = self.tokens_of(pieces)
+        lengths = np.fromiter(map(len, parts), np.int64, len(parts))
+        spoken = np.array([type(piece) is Clip for piece in pieces], bool)
+        labels = np.array(labels, bool)
+        tokens = np.fromiter(itertools.chain.from_iterable(parts), np.int32, lengths.sum())
+        clips = list(itertools.compress(pieces, spoken))
+
+        def per_sample(values):
+            return np.add.reduceat(values, starts, dtype=np.int64) if good else np.empty(0, int)
+
+        return {"tokens": (tokens, per_sample(lengths)), "labelled": np.repeat(labels, lengths),
+                "names": joined(name.encode("utf-8", "backslashreplace") for name, _ in good),
+                "text_targets": per_sample(lengths * (labels & ~spoken)),
+                "clips": [(digest_of(clip), clip_bytes(clip)) for clip in clips],
+                "clip_counts": per_sample(spoken), "trained": labels[spoken],
+                "about": joined(about), "left_out": left_out}
+
+    def append(self, chunk):
+        """Add a chunk to the columns."""
+        self.used.append(self.clips.numbers(chunk["clips"]), chunk["clip_counts"])
+        for name in ("tokens", "names", "about"):
+            getattr(self, name).append(*chunk[name])
+        for name in ("labelled", "text_targets", "trained"):
+            getattr(self, name).append(chunk[name])
+        self.left_out.update(chunk["left_out"])
+
+    def tokens_of(self, pieces):
+        """[tokens] of pieces of streams: texts, and Clips, each of which one token stands for."""
+        new = {text for text in pieces if type(text) is str and text not in self.known}
+        known = {**self.known, **dict(zip(new, self.lists(list(new))))}
+        # template pieces repeat in every sample, the samples' own text does not
+        self.known.update((text, known[text]) for text in new
+                          if text.startswith("<|") and text.endswith(("|>", "\n\n")))
+        place = [self.ids.audio_placeholder_id]
+        return [known[piece] if type(piece) is str else place for piece in pieces]
+
+    def read_aloud(self, sample):
+        """What a sample's texts hold that looks like a mark and is none to this model."""
+        asked = [turn.text for turn in sample.turns if turn.role != "system"]
+        tags = {tag for text in asked if "<|" in text for tag in LIKE_A_TAG.findall(text)}
+        found = [f"hold {tag}, which is not a control tag of this model: it is read aloud"
+                 for tag in tags - self.tags]
+        return found + ([OTHER_MARKS] if any(map(marks_speakers_otherwise, asked)) else [])
+
+    def control_token(self, sample):
+        """The control token that a turn's own text spells, "" if none."""
+        for text in (turn.text for turn in sample.turns):
+            if "<|" in text and text not in self.spelled:
+                if len(self.spelled) >= 1000:
+                    self.spelled.clear()
+                tokens = (self.control.get(token) for token in self.lists([text])[0])
+                self.spelled[text] = next(filter(None, tokens), "")
+            if "<|" in text and self.spelled[text]:
+                return self.spelled[text]
+        return ""
+
+    def clips_of(self, i):
+        """Numbers of sample i's clips."""
+        return self.used[i]
+
+    def name(self, i):
+        """Where sample i stands in the user's files."""
+        return self.names[i].tobytes().decode()
+
+    def used_clips(self):
+        """((m,) numbers of the clips of all samples, (n + 1,) offsets of each sample's in it)."""
+        return self.used.values.array(), self.used.offsets.array()
+
+    def without_audio(self, bad, sources):
+        """Problems of the samples that use clips in bad, {clip number: file and reason}."""
+        used, offsets = self.used_clips()
+        at = np.flatnonzero(np.isin(used, list(bad)))
+        samples, first = np.unique(np.searchsorted(offsets, at, "right") - 1, return_index=True)
+        return [problem(self.name(i), "audio", f"its audio {bad[clip]}", file_of(sources, i), i)
+                for i, clip in zip(samples.tolist(), used[at[first]].tolist())]
+
+    def shorter_than(self, least, where):
+        """{clip: what is wrong} of trained clips with fewer codec frames, which where[:, 2] then
+        says have none.
+        """
+        trained = np.unique(self.used_clips()[0][self.trained.array()])
+        short = trained[(where[trained, 2] > 0) & (where[trained, 2] < least)]
+        found = {int(clip): f"{self.clips[int(clip)].path}: gives {where[clip, 2]} codec frames; "
+                            f"this model needs {least} ({least / FRAME_RATE:g} s) to end a clip"
+                 for clip in short}
+        where[short, 2] = 0
+        return found
+
+    def write(self, folder, cache_folder, shards, where, sources=(), left_out=None):
+        """Make the table in `folder`; ends the builder. sources: of rows.read_all. left_out: (n,)
+        bool, of samples not used.
+
+        cache_folder: absolute, or relative to `folder`. shards, where: of codes.ensure_codes; where
+        is (n_clips, 4) int64, in the order of `clips`. Samples with a clip of 0 frames, which has
+        no codes, are not `audible`, nor are those left out.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (used, offsets), trained = self.used_clips(), self.trained.array()
+        columns = {name: Column(self.folder / f"{name}.npy", kind) for name, kind in (
+            ("lengths", np.int64), ("frames", np.int64), ("audio_targets", np.int64),
+            ("audible", bool))}
+        for start in range(0, len(self), ROWS):
+            stop = min(start + ROWS, len(self))
+            bounds = offsets[start:stop + 1]
+            part = slice(bounds[0], bounds[-1])
+            frames, bounds = where[used[part], 2], bounds - bounds[0]
+
+            def per_sample(values, bounds=bounds):      # of its clips; it may have none
+                return np.diff(np.concatenate([[0], np.cumsum(values)])[bounds])
+
+            tokens = np.diff(self.tokens.offsets.array()[start:stop + 1])
+            rows = self.ids.rows(frames, trained[part]) - 1      # one token is there
+            targets = np.where(trained[part], self.ids.targets(frames), 0)
+            heard = per_sample(frames == 0) == 0
+            columns["lengths"].append(tokens + per_sample(rows))
+            columns["frames"].append(per_sample(frames))
+            columns["audible"].append(heard if left_out is None else heard & ~left_out[start:stop])
+            columns["audio_targets"].append(per_sample(targets))
+        for lists in (self.tokens, self.names, self.used):
+            lists.values.close()
+            lists.offsets.close()
+        for column in (*columns.values(), self.labelled, self.text_targets):
+            column.close()
+        codes = {"folder": str(cache_folder), "shards": shards, "sources": list(sources)}
+        with error_names_file(self.folder):
+            np.save(self.folder / "where.npy", where)
+            (self.folder / "codes.json").write_text(json.dumps(codes))
+        shutil.rmtree(self.folder / "scratch", ignore_errors=True)     # still mapped: NFS minds
+        if folder != self.folder:
+            for path in self.folder.iterdir():
+                shutil.move(path, folder / path.name)
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
 
 
 class Table:
@@ -101,18 +318,18 @@ class Table:
 
     def __init__(self, folder):
         for path in Path(folder).glob("*.npy"):
-            empty = path.stat().st_size <= 128      # a header alone; an empty array cannot be mapped
+            empty = path.stat().st_size <= 128      # a header alone cannot be mapped
             setattr(self, path.stem, np.load(path, mmap_mode=None if empty else "r"))
         codes = json.loads((Path(folder) / "codes.json").read_text())
-        self.reader = CodeReader(os.path.normpath(os.path.join(folder, codes["folder"])), codes["shards"])
-        self.sources = codes["sources"]
+        place = os.path.normpath(os.path.join(folder, codes["folder"]))
+        self.reader, self.sources = CodeReader(place, codes["shards"]), codes["sources"]
 
     def __len__(self):
         return len(self.lengths)
 
     def fingerprint(self, numbers):
-        """Short hash of tokens, labels, clip lengths, relative numbers of (sorted) samples; with
-        " audio " before it, one of the checksums of codes.
+        """Short hash of tokens, labels, clip lengths and relative numbers of (sorted) samples;
+        behind " audio " one of the checksums of codes.
         """
         if not len(numbers):
             return ""
@@ -136,10 +353,14 @@ class Table:
         return bytes(self.names[self.name_offsets[i]:self.name_offsets[i + 1]]).decode()
 
 
-def split_validation(n, share, seed):
-    """(train, validation) sample numbers: a seeded shuffle, never the file's tail. At least one each when n > 1.
+# --------------------------------------------------------------------------------------------------
+# Which samples are trained, and which validated
 
-    share: None for SHARE, but of few samples 5 %, up to 16 of them: the best checkpoint hangs on the loss of these.
+
+def split_validation(n, share, seed):
+    """(train, validation) numbers of n samples, drawn by the seed: at least one each when n > 1.
+
+    share: None for SHARE, but of few samples 5 %, up to 16: the best checkpoint hangs on these.
     """
     if share is None:
         share = max(SHARE, min(0.05, 16 / max(1, n)))
@@ -149,14 +370,13 @@ def split_validation(n, share, seed):
 
 
 def split_samples(table, share, seed):
-    """(train, validation) sample numbers, sorted. A training source of weight 2 has each of its numbers twice, one of
-    weight 0.3 a share of 0.3 of its numbers, drawn by the seed: so many times an epoch goes over it.
-
-    share, seed: of split_validation, when no samples came as validation data.
+    """(train, validation) sample numbers, sorted; share, seed: of split_validation, where no
+    samples came as validation data. A source of weight 2 has each of its numbers twice, one of
+    weight 0.3 a share of them, drawn by the seed.
     """
     def numbers(held_out):
-        found = np.concatenate([np.arange(0), *(np.arange(s["first"], s["stop"]) for s in table.sources
-                                                if s["held_out"] == held_out)])
+        found = np.concatenate([np.arange(0), *(np.arange(s["first"], s["stop"])
+                                for s in table.sources if s["held_out"] == held_out)])
         return found[table.audible[found]]
 
     train, held_out = numbers(False), numbers(True)
@@ -168,84 +388,78 @@ def split_samples(table, share, seed):
 
 
 def weighted(numbers, weight, seed):
-    """Each of the numbers int(weight) times, and once more a share of them, drawn by the seed, for what remains."""
+    """Each number int(weight) times, and once more a share of them for what remains."""
     more = round((weight - int(weight)) * len(numbers))
-    return np.concatenate([*[numbers] * int(weight), np.random.default_rng(seed).permutation(numbers)[:more]])
-
-
-def heard_in_validation(table, train, held_out):
-    """(len(train),) bool: whether a validation sample speaks the audio of a training sample too."""
-    def audio(numbers):
-        return places(table.where, table.clips[np.maximum(table.clip_offsets[numbers + 1], 1) - 1])
-
-    return np.isin(audio(train), audio(held_out))
+    drawn = np.random.default_rng(seed).permutation(numbers)[:more]
+    return np.concatenate([*[numbers] * int(weight), drawn])
 
 
 def places(where, clips):
-    """(n,) int64 for numbers of clips, equal for clips of the same audio. where: of speech.encode.ensure_codes."""
+    """(n,) int64 for numbers of clips, equal for clips of the same audio."""
     shard, row = where[clips, 0], where[clips, 1]
     return np.where(shard < 0, -2 - clips.astype(np.int64), shard * 2**40 + row)
 
 
 def own_references(place, offsets):
-    """Numbers of the samples that have the clip to speak, their last one, as a reference too.
+    """Numbers of the samples whose clip to speak, the last one, is a reference of theirs too.
 
-    place: of the clips of all samples (places). offsets: (n + 1,) of each sample's first one in it.
+    place: of the clips of all samples (places). offsets: (n + 1,) of each sample's first one.
     """
     last = np.repeat(place[np.maximum(offsets[1:], 1) - 1], np.diff(offsets))
     again = np.concatenate([[0], np.cumsum(place == last)])
     return np.flatnonzero(np.diff(again[offsets]) > 1)
 
 
-def too_long(table, numbers, flag, limit):
-    """Iterator over the Problems of samples that have more tokens than a limit that a flag sets."""
-    return (problem(table.name(i), "too_long", f"{table.lengths[i]} tokens ({table.frames[i] / FRAME_RATE:.1f} s of "
-                    f"audio), more than {flag} {limit}", table.file(i))
-            for i in np.unique(numbers[table.lengths[numbers] > limit]))
+def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=True,
+                   output_dir=None):
+    """(training, validation) numbers of the samples to use: short enough, no audio in both.
 
-
-def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=True, output_dir=None):
-    """(training, validation) sample numbers of those to use: short enough, and no audio is both trained and validated.
-
-    UserError when none is left to train.
-
-    max_length: tokens of --max_length or, without it, the model's positions. max_tokens: of --max_tokens_per_batch, 0 =
-    no limit. drop: leave out longer samples, and if `say` print how many, instead of raising UserError. output_dir:
-    where they are listed behind what read_all listed there, None: nowhere.
+    max_length: tokens of --max_length or, without it, the model's positions. max_tokens: of
+    --max_tokens_per_batch, 0 = no limit. drop: longer samples are left out and, if `say`, counted;
+    else they are a UserError. output_dir: where they are listed, None: nowhere.
     """
-    twice = heard_in_validation(table, train, held_out)
+    def audio(numbers):
+        return places(table.where, table.clips[np.maximum(table.clip_offsets[numbers + 1], 1) - 1])
+
+    twice = np.isin(audio(train), audio(held_out))
     if len(train) and twice.all():
-        raise UserError("no training samples are left: the audio of each is in the validation data too; give other "
-                        "validation data")
+        raise UserError("no training samples are left: the audio of each is in the validation data "
+                        "too; give other validation data")
     if say and twice.any():
-        print(f"data       dropped from training: {counted(twice.sum(), 'sample')} whose audio is in the "
-              "validation data")
+        print(f"data       dropped from training: {counted(twice.sum(), 'sample')} whose audio is "
+              "in the validation data")
     train = train[~twice]
     own = own_references(places(table.where, table.clips), table.clip_offsets) if say else []
     if len(own):
         print(f"data       {counted(len(own), 'sample')} with own_reference: the reference is the "
               f"clip to speak, which the model learns to copy, as of {printable(table.name(own[0]))}")
-    limits = {"--max_length": max_length} | ({"--max_tokens_per_batch": max_tokens} if max_tokens else {})
-    flag, limit = min(limits.items(), key=lambda item: item[1])
-    problems = (p for numbers in (train, held_out) for p in too_long(table, numbers, flag, limit))
-    settle(problems, ("too_long",) if drop else (), output_dir,
+    limit, flag = min((value, name) for value, name in (
+        (max_length, "--max_length"), (max_tokens or np.inf, "--max_tokens_per_batch")))
+    settle((problem(table.name(i), "too_long", f"{table.lengths[i]} tokens "
+                    f"({table.frames[i] / FRAME_RATE:.1f} s of audio), more than {flag} {limit}",
+                    table.file(i))
+            for numbers in (train, held_out)
+            for i in np.unique(numbers[table.lengths[numbers] > limit])),
+           ("too_long",) if drop else (), output_dir,
            "\nfix: shorten them, raise the limit, or pass --drop_too_long", more=True)
-    train_ids, eval_ids = (numbers[table.lengths[numbers] <= limit] for numbers in (train, held_out))
-    if say and len(train_ids) + len(eval_ids) < len(train) + len(held_out):
-        print(f"data       dropped as too long: {len(train) - len(train_ids)} of {len(train)} training and "
-              f"{len(held_out) - len(eval_ids)} of {len(held_out)} validation samples")
-    if not len(train_ids):
+    kept = [numbers[table.lengths[numbers] <= limit] for numbers in (train, held_out)]
+    lost = [len(train) - len(kept[0]), len(held_out) - len(kept[1])]
+    if say and any(lost):
+        print(f"data       dropped as too long: {lost[0]} of {len(train)} training and {lost[1]} "
+              f"of {len(held_out)} validation samples")
+    if not len(kept[0]):
         raise UserError("no training samples are left that can be used")
-    return train_ids, eval_ids
+    return kept
 
 
 def data_facts(table, train_ids):
     """{"samples": how many, "hours": of audio in them, references too} for a model card."""
-    return {"samples": len(train_ids), "hours": float(table.frames[train_ids].sum() / FRAME_RATE / 3600)}
+    hours = float(table.frames[train_ids].sum() / FRAME_RATE / 3600)
+    return {"samples": len(train_ids), "hours": hours}
 
 
 def samples_line(table, train_ids, eval_ids):
     """Line that says how many samples a run has and how long they are."""
-    lengths, hours = table.lengths[train_ids], table.frames[train_ids].sum() / FRAME_RATE / 3600
-    return (f"samples    {len(train_ids)} to train, {len(eval_ids)} to validate; tokens mean {lengths.mean():.0f} "
-            f"max {lengths.max()}; {hours:.2f} h of audio")
+    lengths, hours = table.lengths[train_ids], data_facts(table, train_ids)["hours"]
+    return (f"samples    {len(train_ids)} to train, {len(eval_ids)} to validate; tokens mean "
+            f"{lengths.mean():.0f} max {lengths.max()}; {hours:.2f} h of audio")

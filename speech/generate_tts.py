@@ -131,9 +131,8 @@ from tqdm import tqdm
 
 from core import checkpoint, dist
 from speech import speak, text_normalization, versions
-from speech.code_cache import FRAME_RATE
+from speech.codes import FRAME_RATE, load_codec
 from speech.conversations import system_parts
-from speech.encode import load_codec
 
 # --------------------------------------------------------------------------------------------------
 # Ranks, output folder, model, prompts

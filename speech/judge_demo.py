@@ -14,7 +14,7 @@ status 0 only if each holds, of AFTER:
                     interval of that gain lies above 0. It mistakes at most MAX_ORIGINAL_WER in the
                     recordings of the held-out sentences, and at least MIN_SHUFFLED_WER against
                     other clips' texts: the text decides what is said
-    pitch           MIN_PITCH of the clips are nearer to the new voice's pitch than to the old one's
+    voice           the voice's code is the new one in MIN_VOICE of the frames
     pace            seconds per word are nearer to the new voice's: no constant changes them
     endings         all clips end by end-of-stream
 """
@@ -31,9 +31,9 @@ ROOT = Path(__file__).resolve().parent.parent
 def build_parser():
     p = cli.Parser("Draw the demo's sentences, or judge what was spoken of them.")
     p.usage = "%(prog)s draw COUNT | judge BEFORE AFTER [--flag value ...]"
-    p.add_argument("command", choices=("draw", "judge"))
+    p.add_argument("command", choices=("draw", "judge"), help="what to do")
     p.add_argument("values", nargs="+", metavar="VALUE", help="COUNT, or BEFORE and AFTER")
-    p.flag("--seed", 42, "of draw")
+    p.flag("--seed", 42, "of the draws")
     p.flag("--voice_dir", str(ROOT / "launch" / "voice"), "both voices (default: launch/voice)")
     return p
 
@@ -56,16 +56,12 @@ DIGITS = "zero one two three four five six seven eight nine".split()
 GRAMMAR = f"#JSGF V1.0; grammar digits; public <sentence> = ({' | '.join(DIGITS)})+;"
 LENGTHS = 3, 4, 4, 5        # words of a sentence, as those held out when the voice was made
 RATE = 24000                # Hz
-HOP = RATE // 100           # samples between frames of pitch
 VOICE_BOOK, NEW_VOICE = 3, 1    # the codebook that is the voice, and its code for the new one
-LOW_HZ, HIGH_HZ = 60, 500   # where pitch is looked for
-VOICE_HZ = 2000     # pitch sees nothing above: hiss would look like the highest pitch
-HUM_HZ = 80         # no pitch below, but at 75 Hz the hum of the codec's first upsampling step
 SHIFT = 7       # how far texts are moved along the clips for the shuffled comparison
 DRAWS = 2000    # of the sentences with replacement, for intervals
 MAX_WER, MAX_ORIGINAL_WER = 0.2, 0.04       # of the adapter, in recordings
 MIN_SHUFFLED_WER = 0.7                      # against other texts
-MIN_PITCH = 0.9                             # share of clips nearer to the new voice's pitch
+MIN_VOICE = 0.9                             # share of frames with the new voice's code
 
 
 def draw(count, seed, known):
@@ -78,61 +74,9 @@ def draw(count, seed, known):
     return list(found)
 
 
-# --------------------------------------------------------------------------------------------------
-# Pitch
-
-
-def pitch(wave):
-    """(n,) at RATE -> (T,) fundamental frequency in Hz every 10 ms, 0 where unvoiced.
-
-    Peak of the autocorrelation divided by the window's own, with the thresholds of Boersma,
-    "Accurate short-term analysis of the fundamental frequency", 1993: voiced from 0.45 on, silent
-    below 0.03 of the loudest frame, 0.01 per octave in favour of higher pitch.
-    """
-    size = 3 * RATE // LOW_HZ
-    padded = np.pad(wave, (size // 2, size - size // 2))
-    cut = np.lib.stride_tricks.sliding_window_view(padded, size)[::HOP][:1 + len(wave) // HOP]
-    cut = cut - cut.mean(axis=1, keepdims=True)
-    lags = np.arange(RATE // HIGH_HZ, RATE // LOW_HZ + 1)
-    window = np.hanning(size)
-    own = autocorrelation(window[None])[0]
-    r = autocorrelation(cut * window)
-    loud = r[:, 0] > 0.03 ** 2 * r[:, 0].max()
-    r = r / np.maximum(r[:, :1], 1e-20) / (own / own[0])
-    near = r[:, lags[0] - 1:lags[-1] + 2]
-    left, middle, right = near[:, :-2], near[:, 1:-1], near[:, 2:]
-    peak = (middle >= left) & (middle > right)
-    bend = np.where(peak, left - 2 * middle + right, -1)
-    shift = np.where(peak, 0.5 * (left - right) / bend, 0)  # of the parabola through three points
-    height = np.where(peak, middle - 0.25 * (left - right) * shift, 0)
-    # above 1 is an error of the interpolation: turned back
-    height = np.minimum(height, 1 / np.maximum(height, 1))
-    best = np.argmax(height - 0.01 * np.log2(lags * LOW_HZ / RATE), axis=1)
-    rows = np.arange(len(cut))
-    voiced = loud & (height[rows, best] >= 0.45)
-    return np.where(voiced, RATE / (lags[best] + shift[rows, best]), 0.0)
-
-
-def autocorrelation(rows):
-    """(T, n) -> (T, n // 2) autocorrelations at lags 0.., by FFT, of what is below VOICE_HZ."""
-    size = 2 ** (2 * rows.shape[1] - 1).bit_length()
-    power = np.abs(np.fft.rfft(rows, size, axis=1)) ** 2
-    power[:, np.fft.rfftfreq(size, 1 / RATE) > VOICE_HZ] = 0
-    return np.fft.irfft(power, axis=1)[:, :rows.shape[1] // 2]
-
-
-def median_pitch(wave):
-    """Hz, of the voiced frames; HUM_HZ where there are none."""
-    found = pitch(wave) if len(wave) else np.zeros(0)
-    found = found[found > HUM_HZ]
-    return float(np.median(found)) if len(found) else float(HUM_HZ)
-
-
-def measure_voice(texts, waves):
-    """{"pitch": [Hz of each clip], "pace": seconds per word} of clips and their texts."""
-    words = sum(len(text.split()) for text in texts)
-    return {"pitch": [median_pitch(wave) for wave in waves],
-            "pace": sum(map(len, waves)) / RATE / words}
+def pace(texts, waves):
+    """Seconds per word."""
+    return sum(map(len, waves)) / RATE / sum(len(text.split()) for text in texts)
 
 
 def nearer(value, new, old):
@@ -179,18 +123,16 @@ def read_originals(path):
 # Judging
 
 
-def judge(texts, waves, ends, new, old):
-    """{measure: value} of what one model spoke; new, old: of measure_voice."""
+def judge(texts, waves, codes, ends):
+    """{measure: value} of what one model spoke."""
     from speech import judges
     heard = judges.recognise_pocketsphinx(waves, RATE, GRAMMAR)
     errors = [judges.word_errors([text], [said])[0] for text, said in zip(texts, heard)]
     shuffled, words = judges.word_errors(texts[SHIFT:] + texts[:SHIFT], heard)
-    own = measure_voice(texts, waves)
-    pitches = [nearer(hertz, np.median(new["pitch"]), np.median(old["pitch"]))
-               for hertz in own["pitch"]]
+    frames = np.concatenate(codes) if codes else np.full((1, VOICE_BOOK + 1), NEW_VOICE)
     return {"wer": sum(errors) / words, "shuffled_wer": shuffled / words, "errors": errors,
-            "pitch": float(np.median(own["pitch"])), "nearer_pitch": float(np.mean(pitches)),
-            "pace": own["pace"], "stop_rate": ends.count("eos") / len(ends),
+            "voice": float(np.mean(frames[:, VOICE_BOOK] == NEW_VOICE)),
+            "pace": pace(texts, waves), "stop_rate": ends.count("eos") / len(ends),
             "sentences": len(texts), "words": words}
 
 
@@ -210,8 +152,9 @@ def judge_all(voice_dir, spoken):
     import torch
 
     from speech import speak
-    from speech.encode import load_codec
-    (texts, waves, codes, ends), (texts_after, waves_after, _, ends_after) = spoken
+    from speech.codes import load_codec
+    texts, waves, codes, ends = spoken[0]
+    texts_after, waves_after, codes_after, ends_after = spoken[1]
     cli.require(texts == texts_after,
                 "BEFORE and AFTER do not say the same sentences; speak both from one list")
     known = {sample["messages"][1]["content"] for name in ("train", "held")
@@ -220,16 +163,15 @@ def judge_all(voice_dir, spoken):
     cli.require(not trained, f"{min(trained, default='')!r} is a sentence of {voice_dir}: judge by "
                 "those of judge_demo.py draw")
     originals = [read_originals(voice_dir / f"{name}.json") for name in ("held", "held_base")]
-    new, old = (measure_voice(list(of), list(of.values())) for of in originals)
     codec, _ = load_codec(voice_dir / "codec", torch.device("cpu"), codes[0].shape[1])
     changed = [clip.copy() for clip in codes]
     for clip in changed:        # the base with the new voice's code in every frame
         clip[:, VOICE_BOOK] = NEW_VOICE
     in_new_voice = [speak.decode(codec, clip) for clip in changed]
-    recordings = [judge(list(of), list(of.values()), ["eos"] * len(of), new, old)
-                  for of in originals]
-    speakers = ((waves, ends), (in_new_voice, ends), (waves_after, ends_after))
-    return recordings, [judge(texts, said, how, new, old) for said, how in speakers]
+    recordings = [judge(list(of), list(of.values()), None, ["eos"]) for of in originals]
+    return recordings, [judge(texts, waves, codes, ends),
+                        judge(texts, in_new_voice, changed, ends),
+                        judge(texts, waves_after, codes_after, ends_after)]
 
 
 def gates(recordings, found, gain):
@@ -252,9 +194,8 @@ def gates(recordings, found, gain):
          original <= MAX_ORIGINAL_WER, f"at most {MAX_ORIGINAL_WER:.0%}"),
         row("word errors against other texts", ".1%", "shuffled_wer",
             after["shuffled_wer"] >= MIN_SHUFFLED_WER, f"at least {MIN_SHUFFLED_WER:.0%}"),
-        row("pitch (Hz)", ".0f", "pitch", True, f"old voice {old['pitch']:.0f}"),
-        row("nearer to the new voice's pitch", ".1%", "nearer_pitch",
-            after["nearer_pitch"] >= MIN_PITCH, f"at least {MIN_PITCH:.0%}"),
+        row("frames with the new voice's code", ".1%", "voice", after["voice"] >= MIN_VOICE,
+            f"at least {MIN_VOICE:.0%}"),
         row("seconds a word", ".3f", "pace", nearer(after["pace"], new["pace"], old["pace"]),
             f"nearer to {new['pace']:.3f} than to {old['pace']:.3f}, the old voice's"),
         row("ended by end-of-stream", ".1%", "stop_rate", after["stop_rate"] == 1, "all")]
@@ -287,8 +228,8 @@ def main():
         failed += [what] * (not passed)
     clauses = [f"FAILED: {', '.join(failed)}"] if failed else []
     clauses += [f"{metrics.understood(after['wer'])}, 95 % between {low:.1%} and {high:.1%}",
-                f"{metrics.percent(after['nearer_pitch'])} of {after['sentences']} clips have the "
-                "new voice's pitch", f"{metrics.percent(after['stop_rate'])} ended by themselves"]
+                f"{metrics.percent(after['voice'])} of the frames have the new voice's code",
+                f"{metrics.percent(after['stop_rate'])} ended by themselves"]
     for folder, of in zip(args.values, (before, after)):
         about = {"name": Path(folder).name, "settings": {"recogniser": "pocketsphinx"},
                  "metrics": {name: value for name, value in of.items() if name != "errors"}}

@@ -2,14 +2,13 @@
 
     heard = judges.recognise_pocketsphinx(waves, 24000, "#JSGF V1.0; ... = (one | two)+;")
     errors, words = judges.word_errors(["one two", "two"], heard)
-    cosines = judges.likeness(waves, reference_waves, 24000, judges.load_voices())
+    cosines = judges.likeness(waves, reference_waves, 24000, judges.load_judges(...).embed)
 
 Waves are (n,) float32 mono in -1..1. No model named here is a requirement of training; each is
 imported, or said to be missing, where it is used.
 """
 import contextlib
 import functools
-import importlib.util
 import itertools
 import re
 import shlex
@@ -17,7 +16,6 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -286,51 +284,11 @@ def load_x_vectors(path):
     return embed, model
 
 
-def load_voices():
-    """embed(wave at RATE) -> unit (256,) float32: the encoder in the Resemblyzer package.
-
-    The d-vectors of Wan et al., "Generalized end-to-end loss for speaker verification", 2018. Only
-    the package's weights are read: its own code needs packages that no longer install. It trims
-    silence first; this does not. Raises UserError.
-    """
-    require_package("resemblyzer", "--speaker_model", "--no-deps Resemblyzer")
-    from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
-    folder = Path(importlib.util.find_spec("resemblyzer").submodule_search_locations[0])
-    state = torch.load(folder / "pretrained.pt", map_location="cpu",
-                       weights_only=True)["model_state"]
-    lstm, linear = torch.nn.LSTM(40, 256, 3, batch_first=True), torch.nn.Linear(256, 256)
-    for part, module in (("lstm.", lstm), ("linear.", linear)):
-        module.load_state_dict({key.removeprefix(part): value for key, value in state.items()
-                                if key.startswith(part)})
-        module.eval()
-    filters = mel_filter_bank(201, 40, 0.0, RATE / 2, RATE, "slaney", "slaney")
-    # frames of 10 ms: of a stretch, between two stretches
-    window, size, step = window_function(400, "hann"), 160, 77
-
-    @torch.inference_mode()
-    def embed(wave):
-        level = 10 * np.log10(max(1e-12, np.mean(np.square(wave))))
-        wave = wave * 10 ** (max(0, -30 - level) / 20)              # dBFS; louder ones stay
-        frames = -(-(len(wave) + 1) // 160)
-        starts = list(range(0, max(1, frames - size + step + 1), step))
-        if len(starts) > 1 and (len(wave) - 160 * starts[-1]) / (160 * size) < 0.75:
-            starts.pop()
-        wave = np.pad(wave, (0, max(0, 160 * (starts[-1] + size) - len(wave))))
-        mel = spectrogram(wave, window, 400, 160, power=2.0, mel_filters=filters,
-                          pad_mode="constant").T
-        stretches = np.stack([mel[i:i + size] for i in starts]).astype(np.float32)
-        found = torch.relu(linear(lstm(torch.from_numpy(stretches))[1][0][-1]))
-        mean = torch.nn.functional.normalize(found, dim=1).mean(0)
-        return (mean / mean.norm()).numpy()
-    return embed
-
-
 def likeness(waves, reference_waves, rate, embed):
     """[cosine or None] of each wave's voice and its reference's; None where one is shorter than
     SHORTEST_VOICE_S.
 
-    embed: of load_voices or load_x_vectors. By the former one voice gives about 0.87 to 0.92, two
-    give 0.46 to 0.69 (measured on synthetic voices: take your own recordings' as the yardstick).
+    embed: of load_x_vectors or verification.load. Take your own recordings' as the yardstick.
     """
     known = {}
 
@@ -370,7 +328,7 @@ def dnsmos(waves, rate):
 class Judges:
     """What judges speech; None, or False, where nothing does."""
     hear: Callable | None       # hear(waves, rate, names, notes) -> [text]
-    embed: Callable | None      # of load_voices or load_x_vectors
+    embed: Callable | None      # of load_x_vectors or verification.load
     mos: bool                   # DNSMOS
     language: str | None        # of normaliser
     models: list                # of transformers, on the host until they are needed
@@ -408,9 +366,7 @@ def load_judges(asr_model=None, asr_command=None, speaker_model=None, mos=False,
         def hear(waves, rate, names, notes):
             return recognise_transformers(waves, rate, recogniser, language, batch_size, names,
                                           notes)
-    if speaker_model == "resemblyzer":
-        embed = load_voices()
-    elif speaker_model:
+    if speaker_model:
         if speaker_model.endswith(".pth"):
             from speech.verification import load
         else:

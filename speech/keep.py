@@ -18,9 +18,8 @@ from core.cli import UserError, require
 from core.gathered import gathered
 from core.packing import PackOrder
 from core.watchdog import Stopped, stop_requested
-from speech.code_cache import FRAME_RATE
+from speech.codes import FRAME_RATE, load_codec
 from speech.conversations import Clip
-from speech.encode import load_codec
 from speech import speak, versions
 from speech.labels import IGNORE, TokenIds
 from speech.loss import total_loss

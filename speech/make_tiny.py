@@ -44,6 +44,7 @@ def check_flags(args, world_size):
 ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import json
+import math
 import re
 import stat
 
@@ -373,7 +374,9 @@ def main(argv=None):
     codec = make_codec(args.out_dir, args.seed)
     if args.higgs3:
         folder = make_model3(args.out_dir, codec, args.seed)
-        made = f"Higgs TTS 3 of {sum(p.numel() for p in v3.load(folder)[0].parameters()):,} parameters"
+        parts = v3.weight_parts(folder).values()
+        size = sum(math.prod(tensor_io.shape_of(part)) for part in parts)
+        made = f"Higgs TTS 3 of {size:,} parameters"
     else:
         tokenizer = make_tokenizer(args.out_dir)
         model = make_model(args.out_dir, tokenizer, args.seed)

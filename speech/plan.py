@@ -8,7 +8,7 @@ import torch
 from core import memory as plans
 from core.packing import PackOrder
 from speech import v2, versions
-from speech.code_cache import FRAME_RATE
+from speech.codes import FRAME_RATE
 from speech.dataset import samples_line
 from speech.labels import PackedBatch
 from speech.loss import step_work

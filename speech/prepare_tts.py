@@ -86,34 +86,29 @@ import time
 
 import numpy as np
 
-from core import checkpoint, dist
+from core import checkpoint, dist, lifetime, watchdog
 from core.problems import LIST, Problems
-from core import lifetime, watchdog
-from speech import checks, prepared
-from speech.builder import TableBuilder
-from speech.code_cache import FRAME_RATE
-from speech.dataset import TABLE, Encoding, ensure_codes, new_table
-from speech.encode import measures_of
+from speech import audit, transcripts, versions
+from speech.codes import FRAME_RATE, Encoding, ensure_codes, measures_of
+from speech.dataset import TABLE, TableBuilder, new_table
 from speech.rows import Reading, Sources, read_all
-from speech import transcripts, versions
 
 
 def prepare(world, tokenizer, ids, sources, encoding, output_dir, limits, recogniser=None):
     """Make the prepared folder, on every rank; returns its report on rank 0.
 
-    sources: rows.Sources. encoding: dataset.Encoding. limits: checks.Limits. recogniser: of
-    transcripts.hear, or None. Raises UserError with all errors in the data, unless they are
-    dropped.
+    sources: rows.Sources. encoding: codes.Encoding. limits: audit.Limits. recogniser: of
+    transcripts.hear, or None. UserError with all errors in the data, unless they are dropped.
     """
     out, start = Path(output_dir), time.monotonic()
-    bad, noted, drop = {}, [], sources.drop
+    bad, noted, drop, heard = {}, [], sources.drop, {}
     found = Problems((*drop, *WARNINGS), out)       # of rows, then of their sound: one list of all
     table = new_table(out)
     builder, parts = None, []
 
     def read():
         nonlocal builder, parts
-        builder = TableBuilder(tokenizer, ids, table, checks.about)
+        builder = TableBuilder(tokenizer, ids, table, audit.about)
         parts = read_all(builder, sources, found, noted, out / "data")
         print(f"data       {len(builder)} samples, {len(builder.clips)} distinct clips (read in "
               f"{time.monotonic() - start:.1f} s)", flush=True)
@@ -124,50 +119,47 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, limits, recogn
     def write():
         cache, shards, where = codes
         bad.update(builder.shorter_than(ids.min_frames, where))
-        problems = builder.without_audio(bad, parts) if bad else []
-        measures = measures_of(cache, shards, where)
-        problems += noted + checks.find_problems(builder, parts, where, measures, limits)
-        cer = compare(where) if recogniser else None
-        if limits.max_cer is not None:
-            problems += checks.wrong_texts(builder, parts, cer, limits.max_cer)
+        cer = compare() if recogniser else None
+        problems = builder.without_audio(bad, parts) + noted + audit.find_problems(
+            builder, parts, where, measures_of(cache, shards, where), limits, cer)
         refused = found.counts.total()
         found.add(problems)
         found.settle("\nfix: mend them, or drop them with --drop_bad")
         left_out = np.zeros(len(builder), bool)
         left_out[[p.sample for p in problems if p.sample is not None and p.check in drop]] = True
-        if left_out.all():
-            raise UserError(f"no samples are left: all {len(builder)} are dropped: {out / LIST}")
+        need(not left_out.all(),
+             f"no samples are left: all {len(builder)} are dropped: {out / LIST}")
         report = make_report(builder, parts, where, left_out, found.counts, drop)
         report["dropped"] += refused
         if recogniser:
             known = ~np.isnan(cer)
             report["transcripts"] = {
                 "recogniser": recogniser["asr_model"] or recogniser["asr_command"],
-                "samples": int(known.sum()), "mean_cer": _mean(cer[known]),
-                "mean_cer_kept": _mean(cer[known & ~left_out])}
+                "samples": int(known.sum()), "mean_cer": mean_of(cer[known]),
+                "mean_cer_kept": mean_of(cer[known & ~left_out])}
         inside = out in Path(cache).parents
         cache = os.path.relpath(cache, table) if inside else os.path.abspath(cache)
         builder.write(table, cache, shards, where, parts, left_out)
-        prepared.write(out, table, tokenizer, ids, encoding.codec_dir, sources.reading, report)
+        audit.write_prepared(out, table, tokenizer, ids, encoding.codec_dir, sources.reading,
+                             report)
         checkpoint.remove_named(out, rf"(?!{table.name}){TABLE}")
         return report
 
-    def compare(where):
-        targets = checks.targets(builder)
-        said = [checks.said_in(builder, i) for i in range(len(builder))]
-        names = [builder.name(i) for i in range(len(builder))]
+    def compare():
+        targets, numbers = audit.targets(builder), range(len(builder))
+        said = [audit.said_in(builder, i) for i in numbers]
         cer = transcripts.compare(said, heard, targets, recogniser["language"])
-        transcripts.write_list(out / "transcripts.jsonl", names, said, heard, targets, cer)
+        transcripts.write_list(out / "transcripts.jsonl", list(map(builder.name, numbers)), said,
+                               heard, targets, cer)
         return cer
 
-    heard = {}
     try:
         dist.rank0(world, read)
         codes = ensure_codes(world, builder.clips if builder else [], encoding, bad)
         if recogniser:
             clips, there = [], np.empty(0, np.int64)
             if builder:
-                clips, there = builder.clips, np.unique(checks.targets(builder))
+                clips, there = builder.clips, np.unique(audit.targets(builder))
                 there = there[codes[-1][there, 2] > 0]
             heard = transcripts.hear(world, clips, there, out / "heard", recogniser, encoding)
         return dist.rank0(world, write)
@@ -177,14 +169,14 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, limits, recogn
         raise
 
 
-def _mean(values):
+def mean_of(values):
     return round(float(values.mean()), 4) if len(values) else None
 
 
 def make_report(builder, sources, where, left_out, found, drop):
     """What the data hold, JSON-able. found: {check: samples}. left_out: (n,) bool of samples."""
-    seconds = where[checks.targets(builder), 2] / FRAME_RATE
-    speakers = checks.facts_of(builder)["speaker"]
+    seconds = where[audit.targets(builder), 2] / FRAME_RATE
+    speakers = audit.facts_of(builder)["speaker"]
 
     def part(source):
         kept = np.arange(source["first"], source["stop"])
@@ -205,12 +197,14 @@ def print_report(report, output_dir):
         print(f"source     {source['path']}: {source['kept']} samples, {source['hours']:.2f} h, "
               f"{source['speakers']} speaker labels{', validation' if source['held_out'] else ''}")
     for check, about in report["checks"].items():
-        print(f"check      {check}: {about['samples']} samples, {'dropped' if about['dropped'] else 'kept'}")
+        print(f"check      {check}: {about['samples']} samples, "
+              f"{'dropped' if about['dropped'] else 'kept'}")
     if heard := report.get("transcripts"):
-        print(f"heard      {heard['samples']} samples by {heard['recogniser']}: mean character error "
-              f"{heard['mean_cer']}, of those kept {heard['mean_cer_kept']}; each in {output_dir}/transcripts.jsonl")
-    print(f"done       {report['samples']} samples, {report['hours']:.2f} h of audio, {report['dropped']} dropped; "
-          f"train_v2_ddp.py --train_data_dir {output_dir}")
+        print(f"heard      {heard['samples']} samples by {heard['recogniser']}: mean character "
+              f"error {heard['mean_cer']}, of those kept {heard['mean_cer_kept']}; each in "
+              f"{output_dir}/transcripts.jsonl")
+    print(f"done       {report['samples']} samples, {report['hours']:.2f} h of audio, "
+          f"{report['dropped']} dropped; train_v2_ddp.py --train_data_dir {output_dir}")
 
 
 def main():
@@ -230,7 +224,7 @@ def main():
         args.preprocess_num_proc, args.drop_bad)
     encoding = Encoding(codec_dir, args.code_cache or Path(args.output_dir) / "codes",
                         ids.num_codebooks, args.preprocess_num_proc, args.wait_timeout)
-    limits = checks.Limits(args.min_clip_seconds, args.max_clip_seconds, args.max_cer)
+    limits = audit.Limits(args.min_clip_seconds, args.max_clip_seconds, args.max_cer)
     recogniser = None
     if args.asr_model or args.asr_command:
         recogniser = {name: getattr(args, name) for name in RECOGNISER}

@@ -16,8 +16,7 @@ from core.cli import UserError, require_package
 from core.gathered import gathered
 from core.watchdog import stop_requested
 from speech import speak, versions
-from speech.code_cache import FRAME_RATE
-from speech.encode import load_codec
+from speech.codes import FRAME_RATE, load_codec
 
 TIME_LIMIT = 120    # seconds that speaking may take at one validation
 BATCH = 8           # prompts generated together

@@ -30,8 +30,18 @@ from core.cli import UserError, problem_text, require
 from core.dist import error_names_file
 from core.json_files import read_text
 from speech import versions, weights    # weights explains a torchaudio that breaks transformers
-from speech.builder import TableBuilder
-from speech.code_cache import FRAME_RATE, SAMPLE_RATE
+from speech.codes import (
+    FRAME_RATE,
+    SAMPLE_RATE,
+    SAVED,
+    check_codes,
+    decode_audio,
+    encode_clip,
+    filled,
+    holds_codes,
+    read_codes,
+)
+from speech.dataset import TableBuilder
 from speech.conversations import (
     DEFAULT_SYSTEM,
     SCENE,
@@ -46,8 +56,6 @@ from speech.conversations import (
     system_parts,
     trimmed,
 )
-from speech.decode import SAVED, check_codes, decode_audio, filled, holds_codes, read_codes
-from speech.encode import encode_clip
 from speech.labels import TokenIds
 from speech.rows import read_samples
 from speech.text_normalization import heard

@@ -16,9 +16,16 @@ from core.checkpoint import write_text
 from core.cli import UserError
 from core.watchdog import Stopped, stop_requested
 from speech import judges, text_normalization
-from speech.code_cache import SAMPLE_RATE, file_key, file_keys
-from speech.decode import SAVED, holds_codes
-from speech.encode import Progress, decoded, share_work
+from speech.codes import (
+    SAMPLE_RATE,
+    SAVED,
+    Progress,
+    decoded,
+    file_key,
+    file_keys,
+    holds_codes,
+    share_work,
+)
 
 BATCH = 32              # clips heard together
 NO_SOUND = "{}: saved codes have no sound to hear: drop --asr_model and --asr_command"
@@ -51,7 +58,7 @@ def hear(world, clips, numbers, folder, settings, how):
 
     work = dist.rank0(world, plan)
     if any(work):
-        progress, problems = Progress(world, work, "hearing", how.wait_limit_s), []
+        progress, problems = Progress(world, work, "hearing"), []
         try:
             with by.on(world.device):
                 mine = decoded(world, work[world.rank], how.processes)
@@ -61,7 +68,7 @@ def hear(world, clips, numbers, folder, settings, how):
         except BaseException:
             progress.close()
             raise
-        progress.finish()
+        progress.close()
         dist.raise_problems(world, problems)
         if any(dist.all_gather(world, stop_requested())):
             raise Stopped("asked to stop while clips were being heard; what is done stays in "

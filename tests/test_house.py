@@ -49,7 +49,7 @@ def test_sizes_only_fall():
 
 
 # Lines of Python. Size is a cost: these numbers only fall; a change that needs more takes lines away elsewhere.
-CEILINGS = {".": 880, "core": 6_425, "common": 2_500, "speech": 9_915, "distill": 4_734, "diffusion": 4_650,
+CEILINGS = {".": 880, "core": 6_425, "common": 2_500, "speech": 9_661, "distill": 4_734, "diffusion": 4_650,
             "minimal": 950}
 
 

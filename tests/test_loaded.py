@@ -8,7 +8,7 @@ import torch
 
 from common.distributed import World
 from diffusion import make_problems
-from speech.dataset import Encoding, ensure_codes
+from speech.codes import Encoding, ensure_codes
 from speech.rows import read_samples
 from tests.helpers import chats
 from tests.helpers.progress import PATIENCE_S
@@ -21,9 +21,9 @@ def files(folder, names):
 
 ALL = files(
     "core/", "problems checkpoint cli dist fused json_files lifetime loading metrics optim packing run_lock tensor_io watchdog")
-# LoRA on ChatML, codes in the cache: no other format, nothing that encodes, no TTS 3, no judge, no plan of memory
+# LoRA on ChatML, codes in the cache: no other format, no TTS 3, no judge, no plan of memory
 SPEECH = files("core/", "adapters indexing low_rank precision") | files("", "train_v2_ddp data lora") | files(
-    "speech/", "choices builder code_cache conversations dataset rows text_normalization labels loss v2 versions "
+    "speech/", "choices codes conversations dataset rows text_normalization labels loss v2 versions "
     "weights")
 CHATS = files("core/", "chat checkpoint cli dist document_attention indexing precision problems tensor_io") | files(
     "distill/", "causal_lm chat_data labels losses packed_lm train_sft")

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from common import checkpoint
-from speech import code_cache, encode
+from speech import codes
 from speech.conversations import Clip
 from tests.helpers import chats
 from tests.helpers.trainer import ROOT, Run
@@ -51,14 +51,14 @@ def fill_cache(cache, tiny):
 
     A codec's own can differ between two processors where two codewords are near; that has moved a loss by 6e-5.
     """
-    folder, draw = cache / code_cache.codec_fingerprint(tiny.codec), np.random.default_rng(0)
+    folder, draw = cache / codes.codec_fingerprint(tiny.codec), np.random.default_rng(0)
     folder.mkdir(parents=True)
-    batch = encode.Batch(folder, 8)
+    batch = codes.Batch(folder, 8)
     for path in sorted((tiny.root / "speech").glob("*.wav")):
         clip, found = Clip(str(path)), path.stat()
-        batch.add_codes(key := code_cache.content_key(path.name, clip),
+        batch.add_codes(key := codes.content_key(path.name, clip),
                         draw.integers(0, 1024, (soundfile.info(path).frames // 960, 8), np.int16))
-        batch.add_file(code_cache.file_key(clip, found.st_size, found.st_mtime_ns), key)
+        batch.add_file(codes.file_key(clip, found.st_size, found.st_mtime_ns), key)
     batch.write()
     return cache
 

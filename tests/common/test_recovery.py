@@ -57,7 +57,7 @@ def forked(argv, env, log, cwd):
     if "SLOW_DISK_S" in env:
         runpy.run_path(str(SLOW_DISK / "sitecustomize.py"))
     if "SLOW_CODEC_S" in env:       # seconds that each clip takes longer
-        from speech import encode
+        from speech import codes as encode
         encode_clip = encode.encode_clip
         encode.encode_clip = lambda *args: time.sleep(float(env["SLOW_CODEC_S"])) or encode_clip(*args)
     speech_main(argv)

@@ -2,9 +2,8 @@
 import numpy as np
 from safetensors.numpy import save_file
 
-from speech.builder import TableBuilder
+from speech.dataset import Table, TableBuilder
 from speech.conversations import Clip, Sample, Turn
-from speech.dataset import Table
 
 BOS, EOS, BOOKS = 1024, 1025, 8
 

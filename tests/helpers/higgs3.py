@@ -1,5 +1,10 @@
 """Prompts of Higgs TTS 3 written out from the layout, beside what the product makes of conversations."""
+from pathlib import Path
+
 import torch
+
+from core import json_files
+from speech import speak, v3
 
 
 def prompt(ids, text_ids, ref_text_ids=None, ref_rows=None):
@@ -19,3 +24,26 @@ def prompt(ids, text_ids, ref_text_ids=None, ref_rows=None):
     tokens += [ids.text, *torch.as_tensor(text_ids).tolist(), ids.audio]
     place = torch.arange(len(tokens))
     return torch.tensor(tokens), (place >= start) & (place < stop)
+
+
+def load(folder, dtype=torch.float32, device="cpu"):
+    """(Higgs3 in eval mode on the device, Ids) of a checkpoint folder. Raises UserError unless it is exactly that."""
+    config = json_files.read_object(Path(folder) / "config.json")
+    model = speak.load_model(folder, config, None, dtype, torch.device(device))
+    return model, v3.token_ids(v3.load_tokenizer(folder), model.config)
+
+
+@torch.no_grad()
+def forced_logits(model, prompt, ref_rows, rows):
+    """float32 (T + 7, 8, 1026) logits of every row, each from the prompt and the true rows before it.
+
+    prompt: (input_ids, is_audio). ref_rows: (R, 8) or None. rows: (T + 7, 8) of delay().
+    """
+    device = model.audio_embedding.weight.device
+    rows = torch.as_tensor(rows).to(device)
+    embedded = torch.cat([v3.embed_prompt(model, *prompt, ref_rows), model.embed_rows(rows[:-1])])
+    length = len(embedded)
+    hidden = model.body(inputs_embeds=embedded[None], use_cache=False, position_ids=torch.arange(length, device=device)[None],
+                        cu_seq_lens_q=torch.tensor([0, length], dtype=torch.int32, device=device),
+                        max_length_q=length).last_hidden_state[0]
+    return model.logits(hidden[len(prompt[0]) - 1:])

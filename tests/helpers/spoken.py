@@ -10,10 +10,9 @@ from safetensors.numpy import save_file
 from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 
 from data import SpeechSamples
-from speech.builder import TableBuilder
-from speech.code_cache import FRAME_RATE
+from speech.codes import FRAME_RATE
+from speech.dataset import Table, TableBuilder
 from speech.conversations import Clip, Sample, Turn
-from speech.dataset import Table
 from speech import v2
 from speech.labels import IGNORE, token_ids
 

@@ -236,6 +236,9 @@ def test_overrides_of_block_diffusion(monkeypatch):
                        "--dropout", "0.2", SWITCHES="", SLURM_CPUS_PER_TASK="4")
     assert (args.attn_backend, args.bf16, args.gradient_checkpointing, args.compile) == ("flex", True, "all", True)
     assert args.num_workers == 16 and args.dropout == 0.2 and "flash attention has no block masks; using flex" in said
+    for given, says in (("16-mixed", True), ("bf16", False)):       # it became bfloat16 in silence
+        args, said = bd3lm(f"trainer.precision={given}", SWITCHES="")
+        assert args.bf16 and ("16-mixed: float16 would need its losses scaled; using bfloat16" in said) is says
 
 
 def test_student_on_what_the_teacher_wrote(tmp_path):

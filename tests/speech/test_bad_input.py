@@ -445,12 +445,6 @@ def test_resume_may_change_validation_data(run, tiny, data, used_copy):
     assert done.status == 0 and "resumed from" in done.output and done.metrics("eval/loss").keys() == {2}
 
 
-def test_going_back_beside_later_checkpoints_is_refused(run, used, used_copy):
-    """--resume OLD, then a kill and --resume auto, would go on from the abandoned later checkpoint."""
-    used_copy.rename(used_copy.with_name("checkpoint-7"))
-    complains(run(*LORA, "--resume", used), "later checkpoints stand in --output_dir", "step 7", "move them away")
-
-
 def test_resume_with_other_adapters_is_refused(run, used_copy):
     complains(run("--use_lora", "--lora_rank", 8, "--lora_alpha", 8), "checkpoint-1", "adapter has r 4, this run 8",
               "the same LoRA flags")
@@ -488,16 +482,13 @@ def test_resume_of_what_is_not_there_or_damaged(run, used_copy, tmp_path):
     (("--eval_data_file", "x", "--eval_data_dir", "y"), "give one of --eval_data_file and --eval_data_dir"),
     (("--per_device_train_batch_size", 0), "--per_device_train_batch_size is 0; it must be at least 1"),
     (("--gradient_accumulation_steps", -1), "--gradient_accumulation_steps is -1"),
-    (("--num_train_epochs", 0), "--num_train_epochs is 0"),
-    (("--logging_steps", 0), "--logging_steps is 0"),
+    (("--num_train_epochs", 0), "--num_train_epochs is 0"), (("--logging_steps", 0), "--logging_steps is 0"),
     (("--lora_rank", 0), "--lora_rank is 0"),
     (("--max_steps", -1), "--max_steps is -1; it must be 0 or more and finite"),
-    (("--learning_rate", "nan"), "--learning_rate is nan"),
-    (("--learning_rate=-1e-5",), "--learning_rate is -1e-05"),
+    (("--learning_rate", "nan"), "--learning_rate is nan"), (("--learning_rate=-1e-5",), "--learning_rate is -1e-05"),
     (("--max_grad_norm", -1), "--max_grad_norm is -1.0"),
     (("--lora_dropout", 1.5), "--lora_dropout is 1.5; it must be at least 0 and below 1"),
-    (("--validation_split", 2), "--validation_split is 2.0"),
-    (("--adam_beta2", "nan"), "--adam_beta2 is nan"),
+    (("--validation_split", 2), "--validation_split is 2.0"), (("--adam_beta2", "nan"), "--adam_beta2 is nan"),
     (("--learning_rate", "inf"), "--learning_rate is inf; it must be 0 or more and finite"),
     (("--lora_target_modules", "all-linear"), "--lora_target_modules needs --use_lora"),
     (("--use_lora", "--freeze_llm"), "drop --freeze_llm"),
@@ -506,13 +497,13 @@ def test_resume_of_what_is_not_there_or_damaged(run, used_copy, tmp_path):
     (("--max_tokens_per_batch", 999, "--scale_lr_from_batch", 8), "counts samples: not with packs of tokens"),
     (("--global_batch_size", 6), "--global_batch_size 6 is not a multiple of 4 (--per_device_train_batch_size 4 x 1"),
     (("--global_batch_size", 8, "--gradient_accumulation_steps", 2), "give one of --global_batch_size and"),
-    (("--keep", "x"), "--keep needs --use_lora"),
-    (("--keep_every", 2), "--keep_weight and --keep_every need --keep"),
+    (("--keep", "x"), "--keep needs --use_lora"), (("--keep_every", 2), "--keep_weight and --keep_every need --keep"),
     (("--cpu_offload",), "need --parallel fsdp"), (("--shard_size", 2), "needs --parallel hsdp"),
     (("--reduce_dtype", "bf16"), "needs --parallel fsdp"), (("--no-reshard_after_forward",), "need --parallel fsdp"),
     (("--parallel", "hsdp", "--shard_size", 3), "1 rank cannot be cut into groups"),
     (("--gpu_memory", 80), "--gpu_memory needs --dry_run"), (("--host_memory", 80), "--host_memory needs --dry_run"),
-    (("--dry_run", 2, "--gpu_memory", 0), "--gpu_memory is 0.0; it must be above 0"), (("--dry_run", -1), "--dry_run is -1"),
+    (("--dry_run", 2, "--gpu_memory", 0), "--gpu_memory is 0.0; it must be above 0"),
+    (("--dry_run", -1), "--dry_run is -1"),
     (("--dry_run", 2, "--host_memory", 0), "--host_memory is 0.0; it must be above 0"),
     (("--report_to", "wandb"), "--report_to wandb: pip install wandb, or --report_to none"),
 ])

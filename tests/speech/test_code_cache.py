@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader
 from core import indexing
 from common.distributed import UserError
 from core import loading
-from speech.code_cache import (
+from speech.codes import (
     KEY,
+    Batch,
     CacheIndex,
     CodeReader,
     codec_fingerprint,
@@ -25,7 +26,6 @@ from speech.code_cache import (
     look_up,
 )
 from speech.conversations import Clip
-from speech.encode import Batch
 from tests.helpers import second_user
 
 
@@ -65,8 +65,8 @@ def test_file_dates_are_asked_for_by_several_processes(tmp_path, monkeypatch):
         with open(asked, "a") as log:
             log.write(f"{os.getpid()}\n")
         return file_keys(clips)
-    monkeypatch.setattr("speech.code_cache.file_keys", noting)
-    monkeypatch.setattr("speech.code_cache.BLOCK", 2)
+    monkeypatch.setattr("speech.codes.file_keys", noting)
+    monkeypatch.setattr("speech.codes.BLOCK", 2)
     monkeypatch.setattr(indexing, "HERE", 1)
     clips = [Clip(str(tmp_path / f"{i}.wav"), *((i, 1.0) if i % 3 else ())) for i in range(23)]
     for i in range(23):

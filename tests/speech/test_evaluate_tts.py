@@ -6,7 +6,6 @@ import sys
 import numpy as np
 import pytest
 import soundfile
-import soxr
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -24,69 +23,24 @@ from transformers import (
 from core.cli import UserError
 from speech import evaluate_tts
 from speech.conversations import Clip
-from speech import judge_demo, judges, make_tiny, speak
+from speech import judges, make_tiny, speak
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import run_script, ROOT
 
-RATE = judge_demo.RATE
-
-
-def voice(hertz, seconds=1.0, noise=0.0, seed=0):
-    """A buzz of 12 harmonics; hertz: a number, or (start, end) of a glide. -> (wave, true pitch a sample)."""
-    n = round(seconds * RATE)
-    f = np.geomspace(*hertz, n) if isinstance(hertz, tuple) else np.full(n, float(hertz))
-    phase = 2 * np.pi * np.cumsum(f) / RATE
-    wave = sum(np.sin(k * phase) / k for k in range(1, 13)) * 0.2
-    return (wave + noise * np.random.default_rng(seed).standard_normal(n)).astype(np.float32), f
+RATE = 24000
 
 
 def speech(text, speaker=0, seed=0):
     return make_tiny.synthesise(text, speaker, RATE, np.random.default_rng(seed))
 
 
-# -- Pitch -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("hertz", [65, 100, 203.7, 333, 480])
-@pytest.mark.parametrize("kind", ["sine", "buzz", "noisy"])
-def test_pitch_of_a_tone(hertz, kind):
-    t = np.arange(RATE) / RATE
-    wave = np.sin(2 * np.pi * hertz * t) if kind == "sine" else voice(hertz, noise=0.02 * (kind == "noisy"))[0]
-    found = judge_demo.pitch(wave)[4:-4]
-    assert (found > 0).all() and np.abs(found / hertz - 1).max() < 0.01
-    assert abs(np.median(found) / hertz - 1) < 0.001
-
-
-@pytest.mark.parametrize("hertz", [(80, 160), (300, 150), (200, 450)])
-def test_pitch_follows_a_glide(hertz):
-    wave, true = voice(hertz, 2)
-    found = judge_demo.pitch(wave)
-    assert len(found) == 201
-    np.testing.assert_allclose(found[4:-4], true[::judge_demo.HOP][4:197], rtol=0.005)
-
-
-def test_noise_and_silence_have_no_pitch():
-    noise = np.random.default_rng(0).standard_normal(2 * RATE).astype(np.float32)
-    assert (judge_demo.pitch(noise) > 0).mean() < 0.02 and not judge_demo.pitch(np.zeros(RATE, np.float32)).any()
-    hiss = np.diff(noise, prepend=0)[:RATE]
-    found = judge_demo.pitch(np.concatenate([voice(140)[0], 0.2 * hiss, 0 * hiss])) > 0
-    assert found[4:96].all() and found[104:].mean() < 0.05
-    slow = soxr.resample(0.3 * noise[:RATE // 40], RATE // 40, RATE)
-    whistle = slow * np.sin(2 * np.pi * 4500 / RATE * np.arange(len(slow)))     # an s: nearly periodic, but no voice
-    found = judge_demo.pitch(np.concatenate([voice(140)[0], whistle])) > 0
-    assert found[4:96].all() and found[104:].mean() < 0.05
-
-
-# -- Audio files -------------------------------------------------------------------------------------------------------
-
-
 def test_audio_is_mono_at_24_khz(tmp_path):
-    wave = voice(200)[0]
+    wave = (0.3 * np.sin(2 * np.pi * 200 * np.arange(RATE) / RATE)).astype(np.float32)
     soundfile.write(tmp_path / "stereo.wav", np.stack([wave, 0 * wave], 1), RATE, subtype="FLOAT")
     np.testing.assert_allclose(judges.read_audio(tmp_path / "stereo.wav"), wave / 2, atol=1e-6)
     soundfile.write(tmp_path / "slow.flac", wave[::2], RATE // 2)
     read = judges.read_audio(tmp_path / "slow.flac")
-    assert len(read) == RATE and np.median(judge_demo.pitch(read)) == pytest.approx(200, rel=0.001)
+    assert len(read) == RATE and np.abs(np.fft.rfft(read)).argmax() == 200      # as high as it was
 
 
 # -- Whole runs --------------------------------------------------------------------------------------------------------
@@ -334,10 +288,6 @@ def test_what_is_better(key, a, b, expected):
     assert evaluate_tts.better(key, a, b) is expected
 
 
-def test_every_metric_is_in_the_docs():
-    assert all(name in evaluate_tts.__doc__ for name in evaluate_tts.METRICS)
-
-
 # -- Bad input ---------------------------------------------------------------------------------------------------------
 
 
@@ -384,12 +334,6 @@ def test_bad_samples_are_one_line(waves, targets, tmp_path, capsys, what, parts)
     error = said(capsys, folder)
     assert str(folder) in error and all(part in error for part in parts) and error.count("\n") == 1
     assert not (folder / "evaluation.json").exists()
-
-
-def test_all_bad_samples_are_listed_at_once(waves, tmp_path, capsys):
-    folder = write(tmp_path / "a", waves[:3], ended_by=["tired", "eos", "bored"])
-    error = said(capsys, folder)
-    assert "2 problems:" in error and "0000.json" in error and "0002.json" in error
 
 
 def test_bad_flags_and_folders(waves, targets, listener, speaker, tmp_path, capsys):

@@ -16,7 +16,7 @@ import soundfile
 
 from common.distributed import UserError
 from speech.conversations import MULTISPEAKER_SYSTEM, canonical_sample
-from speech.decode import decode_audio
+from speech.codes import decode_audio
 from speech import convert
 from speech.rows import read_samples
 from speech import labels_v3

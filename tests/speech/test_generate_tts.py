@@ -19,9 +19,8 @@ from core import dist
 from core.cli import UserError
 from speech import text_normalization
 from speech.conversations import Clip
+from speech.codes import decode_audio, load_codec
 from speech.dataset import Table
-from speech.decode import decode_audio
-from speech.encode import load_codec
 from speech.labels import delay_rows, token_ids
 from speech import sample_prompts, speak
 from tests.helpers import spoken as speech

@@ -17,7 +17,7 @@ from speech import loss, v2, v3
 from speech.labels import IGNORE, audio_targets
 from speech.weights import native_config
 from speech import keep, speak
-from tests.helpers import spoken
+from tests.helpers import higgs3, spoken
 from tests.helpers.checkpoints import config_of
 from tests.helpers.trainer import ROOT, Tiny, train_forked
 
@@ -92,7 +92,7 @@ def test_divergence_equals_a_plain_loop(model, data):
 
 
 def test_divergence_of_tts_3_equals_a_plain_loop(model3):
-    native = v3.load(model3)[0]
+    native = higgs3.load(model3)[0]
     model = v3.PackedHiggs3(filled(lora.add_lora(native, 4, 8, 0.0, "all-linear", "base"))).train()
     ids = v3.token_ids(v3.load_tokenizer(model3), native.config)
     codes = [np.random.default_rng(i).integers(0, 1024, (frames, 8)) for i, frames in enumerate((9, 20))]
@@ -102,7 +102,7 @@ def test_divergence_of_tts_3_equals_a_plain_loop(model3):
     def logits_of(sample):
         prompt = sample["input_ids"][:4], np.zeros(4, bool)
         rows = torch.cat([torch.as_tensor(sample["audio_ids"]), torch.zeros(1, 8, dtype=torch.long)])   # last: no input
-        return v3.forced_logits.__wrapped__(model.base_model, prompt, None, rows)
+        return higgs3.forced_logits.__wrapped__(model.base_model, prompt, None, rows)
     assert_plain_divergence(model, logits_of, samples, ids)
 
 

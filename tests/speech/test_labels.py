@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from speech.builder import TableBuilder
+from speech.dataset import TableBuilder
 from speech.conversations import OTHER_MARKS, Sample
 from speech.rows import read_samples
 from speech.labels import IGNORE, TokenIds, audio_targets, conversation_pieces, delay_labels, delay_rows

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from data import SpeechSamples, collate
-from speech.builder import TableBuilder
+from speech.dataset import TableBuilder
 from speech.conversations import BadSample, Clip, Sample, Turn
 from speech import labels_v3, v3
 from speech.labels import IGNORE
@@ -20,7 +20,7 @@ def tokenizer3(model3):
 
 @pytest.fixture(scope="module")
 def ids3(model3, tokenizer3):
-    return v3.load(model3)[1]
+    return higgs3.load(model3)[1]
 
 
 def spoken(*turns):
@@ -118,7 +118,7 @@ def test_table_counts_are_those_of_the_batches(table3, ids3):
 
 
 def test_a_batch_of_the_table_is_the_prompt_and_rows_of_the_layout(table3, ids3, model3):
-    model, _ = v3.load(model3)
+    model, _ = higgs3.load(model3)
     samples = [SpeechSamples(table3, ids3)[i] for i in range(len(table3))]
     batch, packed = collate(samples, ids3, 64 * 20), v3.PackedHiggs3(model)
     audio, _, _ = packed(batch)
@@ -131,7 +131,7 @@ def test_a_batch_of_the_table_is_the_prompt_and_rows_of_the_layout(table3, ids3,
         ref_text = tokens[2:tokens.index(ids3.ref_audio)] if ids3.ref_text in tokens else None
         ref_rows = v3.delay(reference[0]) if reference else None
         rows, mask = v3.delay(target), v3.label_mask(len(target))
-        logits = v3.forced_logits(model, higgs3.prompt(ids3, tokens[at + 1:-2], ref_text, ref_rows), ref_rows, rows)
+        logits = higgs3.forced_logits(model, higgs3.prompt(ids3, tokens[at + 1:-2], ref_text, ref_rows), ref_rows, rows)
         expected += torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows.masked_fill(~mask, IGNORE).flatten(),
                                                       ignore_index=IGNORE, reduction="sum")
     torch.testing.assert_close(audio.sum(), expected, rtol=1e-5, atol=0)

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from tests.helpers.trainer import ROOT
+from tests.helpers.progress import PATIENCE_S, wait_until
+from tests.helpers.trainer import ROOT, trainer_command
 
 # what is heard of "one two three four": of the base, and of each checkpoint; a silent clip is tried before each
 HEARD = ["one two x x", "x x x x", "one two three x", "one two three x", "one x x x"]
@@ -58,3 +59,20 @@ def test_the_best_understood_checkpoint_is_linked(forked, pick, tmp_path):
 def test_mistakes_are_one_line(pick, tmp_path, flags, said):
     done = pick(tmp_path, *flags)
     assert done.returncode == 1 and said in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.race
+def test_a_run_that_gets_no_better_is_ended(tiny, pick, tmp_path):
+    """--follow beside a run of far too many steps: its checkpoints are judged as they come, and OUT/stop ends it."""
+    (tmp_path / "prompts.txt").write_text("one two three four\n")
+    command = trainer_command(tiny, tmp_path / "out", "--use_lora", "--max_steps", 5000, "--save_steps", 40,
+                              "--save_total_limit", 0, "--num_workers", 0, "--disable_eval")
+    with open(tmp_path / "run.txt", "w") as log, subprocess.Popen(command, stdout=log, stderr=log) as run:
+        wait_until(lambda: (tmp_path / "out" / "checkpoint-40" / "manifest.json").exists() or run.poll() is not None,
+                   "first checkpoint")
+        done = pick(tmp_path / "out", "--prompts", tmp_path / "prompts.txt", "--max_seconds", 0.2, "--follow",
+                    "--patience", 1, "--asr_command", f"{sys.executable} -c \"print('one two three four')\"")
+        assert done.returncode == 0 and "stop       nothing better in 1 checkpoints" in done.stdout, done.stderr
+        assert run.wait(timeout=PATIENCE_S) == 0
+    assert "stopped    " in (tmp_path / "run.txt").read_text() and os.readlink(tmp_path / "out" / "best") == "checkpoint-40"

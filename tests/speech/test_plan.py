@@ -19,9 +19,16 @@ from core.memory import GIB, Setup, step_bytes
 from core.packing import PackOrder
 from data import collate
 from speech import plan as speech_plan
+from speech.codes import (
+    codec_config,
+    codec_frames,
+    decode_audio,
+    encode_clip,
+    header_frames,
+    load_codec,
+    wave_samples,
+)
 from speech.dataset import split_validation
-from speech.decode import codec_frames, decode_audio, header_frames, wave_samples
-from speech.encode import codec_config, encode_clip, load_codec
 from speech import labels_v3, v2, v3
 from speech.weights import empty_model
 from tests.helpers.live_bytes import by_lengths, real_peak

@@ -15,10 +15,10 @@ from common.distributed import UserError, World
 from data import make_loader, make_table
 from speech import prepare_tts
 from speech.choices import CHECKS, SOUND_ERRORS
-from speech import checks
-from speech.code_cache import file_key
+from speech import audit
+from speech.codes import Encoding, file_key
+from speech.dataset import Table, split_samples, usable_samples, weighted
 from speech.conversations import Clip
-from speech.dataset import Encoding, Table, split_samples, usable_samples, weighted
 from speech.rows import Reading, Sources
 from tests.helpers.trainer import speech_main
 
@@ -46,7 +46,7 @@ def prepared(tiny, tokenizer, ids, source, out, drop=(), held_out=None, weight=1
     out.mkdir(exist_ok=True)
     sources = Sources([(source, weight)], held_out, reading or Reading(), drop=drop)
     encoding = Encoding(tiny.codec, cache or out / "codes", ids.num_codebooks, wait_limit_s=60)
-    limits = checks.Limits(0.32, 60.0, max_cer)
+    limits = audit.Limits(0.32, 60.0, max_cer)
     return prepare_tts.prepare(WORLD, tokenizer, ids, sources, encoding, out, limits, recogniser)
 
 

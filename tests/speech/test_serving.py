@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import lora
-from speech.encode import load_codec
+from speech.codes import load_codec
 from speech import make_tiny, v3
 from tests.helpers.merging import merge
 from tests.helpers import higgs3
@@ -97,19 +97,19 @@ def merged3(tmp_path_factory):
     codec = HiggsAudioV2TokenizerModel(HiggsAudioV2TokenizerConfig(**v3.RELEASED_CODEC))
     codec.save_pretrained(root / "codec")
     make_tiny.make_model3(root, codec)
-    merge(str(root / "model"), str(adapter(v3.load(root / "model")[0], root / "adapter")), root / "merged")
+    merge(str(root / "model"), str(adapter(higgs3.load(root / "model")[0], root / "adapter")), root / "merged")
     return root / "merged"
 
 
 @pytest.mark.skipif(not VLLM_OMNI.is_file(), reason=f"no vLLM-Omni: {VLLM_OMNI} is not there")
 def test_vllm_omni_computes_the_same_from_a_merged_higgs_tts_3(merged3, tmp_path):
-    (model, ids), text = v3.load(merged3), "Say <|emotion:elation|>this."
+    (model, ids), text = higgs3.load(merged3), "Say <|emotion:elation|>this."
     spoken = v3.load_tokenizer(merged3).encode(text, add_special_tokens=False)
     prompt = higgs3.prompt(ids, spoken)
     found = asked(VLLM_OMNI, "vllm_omni_probe.py", tmp_path, folder=str(merged3), third=True, text=text,
                   prompt=prompt[0].tolist(), codec="", codes=CODES)
     assert found["prompt"].tolist() == prompt[0].tolist()
-    logits = v3.forced_logits(model, prompt, None, v3.delay(torch.zeros(9, 8, dtype=torch.long)))[0]
+    logits = higgs3.forced_logits(model, prompt, None, v3.delay(torch.zeros(9, 8, dtype=torch.long)))[0]
     table = model.audio_embedding.weight.detach()
     torch.testing.assert_close((found["hidden"][-1] @ table.T).view(8, -1), logits, rtol=1e-4, atol=2e-5)
     codec = HiggsAudioV2TokenizerModel.from_pretrained(merged3.parent / "codec").eval()

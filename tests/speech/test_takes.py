@@ -14,12 +14,17 @@ import torch
 
 from core.dist import World
 from core.cli import UserError
-from speech.builder import TableBuilder
-from speech.code_cache import CodeReader
+from speech.codes import (
+    CodeReader,
+    Encoding,
+    check_codes,
+    ensure_codes,
+    load_codec,
+    plan_codes,
+    read_codes,
+)
+from speech.dataset import Table, TableBuilder
 from speech.conversations import Clip
-from speech.dataset import Encoding, Table, ensure_codes
-from speech.decode import check_codes, read_codes
-from speech.encode import load_codec, plan_codes
 from speech.rows import read_samples
 from speech.speak import load_model
 from speech.labels import delay_rows

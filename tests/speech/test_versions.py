@@ -27,7 +27,7 @@ def tiny3(tmp_path_factory, tiny):
     for name in ("codec", "speech"):
         shutil.copytree(tiny.root / name, root / name)
     shutil.copy(tiny.train_json, root / "train.json")
-    from speech.encode import load_codec
+    from speech.codes import load_codec
     make_tiny.make_model3(root, load_codec(root / "codec", torch.device("cpu"), 8)[0])
     return Tiny(root)
 
@@ -98,14 +98,14 @@ def test_merged_and_exported_folders_are_those_of_servers(runs, tiny3, tmp_path)
     assert all(torch.equal(merged[head], merged[table]) for head, table in v3.HEADS.items())
     speaking = speak.load_model(tiny3.model, json.loads((tiny3.model / "config.json").read_text()), adapter,
                                           torch.float32, torch.device("cpu"))
-    prompt, rows = higgs3.prompt(v3.load(tiny3.model)[1], [5, 6]), v3.delay(torch.arange(80).view(10, 8))
-    torch.testing.assert_close(v3.forced_logits(v3.load(tmp_path / "merged")[0], prompt, None, rows),
-                               v3.forced_logits(speaking, prompt, None, rows), rtol=1e-4, atol=1e-4)
+    prompt, rows = higgs3.prompt(higgs3.load(tiny3.model)[1], [5, 6]), v3.delay(torch.arange(80).view(10, 8))
+    torch.testing.assert_close(higgs3.forced_logits(higgs3.load(tmp_path / "merged")[0], prompt, None, rows),
+                               higgs3.forced_logits(speaking, prompt, None, rows), rtol=1e-4, atol=1e-4)
     full = runs(1, "--per_device_train_batch_size", 4).output_dir / "checkpoint-4"
     merge(str(full), None, tmp_path / "served", None, shard_bytes=10**6, codec=str(tiny3.codec))
     index = json.loads((tmp_path / "served" / "model.safetensors.index.json").read_text())["weight_map"]
     assert index.keys() == released.keys()
-    served, _ = v3.load(tmp_path / "served")
+    served, _ = higgs3.load(tmp_path / "served")
     assert all(torch.equal(value, weights_of(runs(1, "--per_device_train_batch_size", 4))[name])
                for name, value in v3.weight_names(served).items())
 
@@ -123,7 +123,7 @@ def test_sglang_omnis_own_files_read_a_merged_folder(runs, tiny3, tmp_path):
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "merged" / "tokenizer.json"))
     said = theirs["HiggsTokenizerAdapter"](tokenizer).build_prompt(
         "Say <|emotion:elation|>this.", num_ref_tokens=16, reference_text="Heard.")
-    ids, rows = v3.load(tmp_path / "merged")[1], v3.delay(torch.zeros(9, 8))
+    ids, rows = higgs3.load(tmp_path / "merged")[1], v3.delay(torch.zeros(9, 8))
     ours, is_audio = higgs3.prompt(ids, *(tokenizer.encode(text, add_special_tokens=False) for text in (
         "Say <|emotion:elation|>this.", "Heard.")), rows)
     assert ours.masked_fill(is_audio, -100).tolist() == said
@@ -135,7 +135,7 @@ def test_sglang_omnis_own_files_read_a_merged_folder(runs, tiny3, tmp_path):
     spec.loader.exec_module(module)
     names = load_file(tmp_path / "merged" / "model.safetensors").keys()
     mapped = {module.DiscreteWeightMapper(prefixes).map(name) for name in names} - {None}
-    body = {f"backbone.model.{name}" for name in v3.load(tmp_path / "merged")[0].body.state_dict()}
+    body = {f"backbone.model.{name}" for name in higgs3.load(tmp_path / "merged")[0].body.state_dict()}
     assert mapped == body | {"backbone.lm_head.weight", "multimodal_embedding.modality_embedding_0.weight",
                              "tied.head.modality_heads.0.weight"}       # the last one it drops, being tied
 
@@ -166,9 +166,9 @@ def test_the_audio_table_is_trained_beside_adapters_as_one_parameter(pool, runs,
     assert all(torch.equal(merged[head], merged[table]) for head, table in v3.HEADS.items())
     speaking = speak.load_model(tiny3.model, json.loads((tiny3.model / "config.json").read_text()), adapter,
                                           torch.float32, torch.device("cpu"))
-    prompt, rows = higgs3.prompt(v3.load(tiny3.model)[1], [5, 6]), v3.delay(torch.arange(80).view(10, 8))
-    torch.testing.assert_close(v3.forced_logits(v3.load(tmp_path / "merged")[0], prompt, None, rows),
-                               v3.forced_logits(speaking, prompt, None, rows), rtol=1e-4, atol=1e-4)
+    prompt, rows = higgs3.prompt(higgs3.load(tiny3.model)[1], [5, 6]), v3.delay(torch.arange(80).view(10, 8))
+    torch.testing.assert_close(higgs3.forced_logits(higgs3.load(tmp_path / "merged")[0], prompt, None, rows),
+                               higgs3.forced_logits(speaking, prompt, None, rows), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -210,4 +210,4 @@ def test_what_belongs_to_the_other_model_is_refused(pool, tiny, tiny3, runs, tmp
     out = runs(1, "--per_device_train_batch_size", 4).output_dir
     assert "base model" in refusal(pool, tiny, out, "--normalize_text", "off")
     with pytest.raises(UserError, match="--ras_window and --ras_repeats: not of Higgs TTS 3"):
-        speak.sampling(v3.load(tiny3.model)[0].config, 1.0, ras_window=3)
+        speak.sampling(higgs3.load(tiny3.model)[0].config, 1.0, ras_window=3)
