@@ -7,8 +7,6 @@ from torch.distributed.tensor import DTensor
 from core.cli import require
 from core.dist import all_gather, all_max
 
-SAVE, STOP = 1, 2           # what a rank may ask of all; the larger one holds
-
 
 def build_adamw(named_parameters, lr, weight_decay, betas, decays):
     """Fused AdamW over the trainable parameters in two groups; fused, because guarded_step needs it.
@@ -81,45 +79,6 @@ def guarded_step(optimizer, bad):
         optimizer.step()
     finally:
         del optimizer.grad_scale, optimizer.found_inf
-
-
-class StepFlags:
-    """What the host has to know of each optimizer step, fetched one step late so that the device is never waited for:
-    was its gradient not finite or exactly 0, did any rank ask to save or to stop.
-    """
-
-    def __init__(self, device, bad_total=0):
-        cuda = device.type == "cuda"
-        self.host = torch.zeros(2, pin_memory=cuda)
-        self.event = torch.cuda.Event() if cuda else None
-        self.pending = None         # what the caller wants back about the step whose flags are on their way
-        self.bad_in_a_row, self.bad_total = 0, bad_total
-        self.zero, self.save, self.stop = False, False, False
-
-    def push(self, bad, asked, about):
-        """Start fetching the flags of the step just queued, 0-d tensors; pop returns `about` when it was bad.
-
-        bad: 1 not finite, 2 exactly 0. asked: 0, SAVE or STOP, which a save goes with.
-        """
-        self.host.copy_(torch.stack([bad, asked]), non_blocking=True)
-        if self.event:
-            self.event.record()
-        self.pending = (about,)
-
-    def pop(self):
-        """`about` of the step pushed last when it was bad, else None. Call before the next push."""
-        if self.pending is None:
-            return None
-        if self.event:
-            self.event.synchronize()
-        (about,), self.pending = self.pending, None
-        bad, asked = (int(flag) for flag in self.host.tolist())
-        self.zero = bad == 2
-        self.bad_in_a_row = self.bad_in_a_row + 1 if bad else 0
-        self.bad_total += bool(bad)
-        self.save |= asked >= SAVE
-        self.stop |= asked >= STOP
-        return about if bad else None
 
 
 class StepMonitor:

@@ -86,9 +86,6 @@ def disarm():
     _at_rest.set()
 
 
-rest = disarm       # common/'s name
-
-
 def exit_if_asked(world, output_dir):
     """Exit with status 0, all ranks alike, if one was asked to stop before there was anything to save. Collective."""
     asked = [name for name in all_gather(world, stop_requested()) if name]
@@ -153,8 +150,6 @@ class Watchdog:
         where: what it does now, for the message. limit_s: how long that may take, default as for a step.
         """
         self.state = (self.state[0] + 1, where, time.monotonic(), limit_s or self.limit_s)
-
-    moved = report_progress     # common/'s name
 
     def _watch(self):
         """Beat. When the main thread does not move for its limit, or the next rank is silent for a

@@ -23,17 +23,9 @@ from core.packing import best_fit
 from core.problems import problem as bad_problem
 from core.problems import settle
 from diffusion import dit
+from diffusion.choices import CHECKS, EXECUTION, FILL, PLAN, QUESTION, Layout
 from diffusion.noise import Blocks
-from diffusion.problems import (
-    CHECKS,
-    EXECUTION,
-    FILL,
-    PLAN,
-    QUESTION,
-    Layout,
-    read_chats,
-    read_problems,
-)
+from diffusion.problems import read_chats, read_problems
 
 # --------------------------------------------------------------------------------------------------
 # Problems -> documents of numbered blocks
@@ -404,4 +396,5 @@ def row_table(rows):
     return table | {"targets": rows.per_row(d.n_targets), "groups": rows.per_row(d.n_groups),
                     "tokens": rows.per_row(d.tokens), "noisy": rows.per_row(d.noisy_lengths),
                     "clean": rows.per_row(d.lengths),
-                    "samples": np.array([len(m) for m in rows.members]), "pairs": rows.per_row(d.pairs)}
+                    "samples": np.array([len(m) for m in rows.members]),
+                    "pairs": rows.per_row(d.pairs)}

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from core import checkpoint, dist, tensor_io
 from core.packing import PackOrder, rank_packs
 from diffusion import blocks, noise
+from diffusion.choices import FILL, FULL, bound_range, range_fits
 from diffusion.dit import trained
-from diffusion.problems import FILL, FULL, bound_range, range_fits
 
 ANSWERS = "question", "answer", "execution", "fill"
 REGIONS = {"gsm8k": ANSWERS, "chat": ANSWERS, "hdp": ("question", "plan", "execution", "fill")}
@@ -326,10 +326,9 @@ def accuracy(world, model, how):
             written = answer_batch(solver, [state for _, state in batch], how.seed)
         for (problem, _), answer in zip(batch, written):
             strict, flexible = score(answer["text"], problem.answer)
-            answers.append(answer | {
-                "name": problem.name, "question": problem.question, "answer": problem.answer,
-                "strict": strict, "flexible": flexible,
-                "growth": [[part, answer[part]] for part in ("plan", "text") if part in answer]})
+            answers.append(answer | {"name": problem.name, "question": problem.question,
+                                     "answer": problem.answer, "strict": strict,
+                                     "flexible": flexible})
     del whole, solver
     of_ranks = dist.all_gather(world, answers)
     answers = [of_ranks[i % world.size][i // world.size] for i in range(len(how.chosen))]

@@ -71,7 +71,8 @@ from core import checkpoint, dist
 from core.cli import UserError
 from core.problems import settle
 from diffusion import blocks, elbo, noise
-from diffusion.problems import FILL, QUESTION, Problem, bound_range, read_chats, read_problems
+from diffusion.choices import FILL, QUESTION, bound_range
+from diffusion.problems import Problem, read_chats, read_problems
 from diffusion.sampler import Sampling, answer_batch, ids_state, load_solver
 
 # --------------------------------------------------------------------------------------------------

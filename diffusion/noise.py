@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from core import loading
-from diffusion.problems import FULL, enforced
+from diffusion.choices import FULL, enforced
 
 NOISE = {"train": 1, "validation": 2, "search": 3}      # purposes of random numbers
 

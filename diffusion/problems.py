@@ -1,11 +1,10 @@
-"""GSM8K, HDP and chat files -> problems; tokenizers with special tokens; the layout of blocks.
+"""GSM8K, HDP and chat files -> problems; tokenizers with special tokens.
 
 Reads JSONL, JSON, dataset folders (JSONL, parquet, arrow) and hub names. Special tokens follow
 kuleshov-group/bd3lms (gsm8k: a mask behind GPT-2's vocabulary) and ngocbao220/hdp-diffusion (hdp:
 five tokens in that order), both Apache-2.0.
 """
 import functools
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +12,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from core import json_files
-from core.cli import UserError, at_least_one, printable, require, zero_or_more
+from core.cli import UserError, printable, require
 from core.problems import problem, settle
 
-CHECKS = ("invalid", "control_token", "too_long")        # of problems, for --drop_bad
-# regions of a document; gsm8k's answer is PLAN, FILL is what follows an end token
-QUESTION, PLAN, EXECUTION, FILL = 0, 1, 2, 3
-FULL = (1e-3, 1.0)          # the range of t of the bound itself; these ends are not enforced
 END = "<|endoftext|>"
 MARKERS = {"gsm8k": ("<|mask|>",),
            "hdp": ("<|pad|>", "<|plan|>", "<|execution|>", "<|answer|>", "<|mask|>")}
@@ -29,96 +24,6 @@ HUB_NAME = re.compile(r"(?!.*\.jsonl?$)\w[\w.-]*(/[\w.-]+)?")      # openai/gsm8
 CALCULATOR = re.compile(r"<<[^<>]*>>")
 # advice that names flags of the chat trainer
 CHAT_HINT = re.compile(r"; (so what|give) .*--chat_template.*")
-
-# --------------------------------------------------------------------------------------------------
-# Layout: how a problem becomes blocks
-
-
-@dataclass
-class Layout:
-    """How a problem becomes blocks; JSON-able by dataclasses.asdict. Lengths in tokens."""
-    system: str = "gsm8k"
-    block_size: int = 16
-    plan_block_size: int = 0            # hdp; 0: block_size
-    execution_block_size: int = 0
-    question_budget: int = 128          # hdp: room of a region, markers and end token included
-    plan_budget: int = 128
-    execution_budget: int = 256
-    max_length: int = 512               # gsm8k, chat: tokens of question and answer
-    strip_calculator: bool = False      # remove <<48/2=24>>
-    loss_on_question: bool = False      # noise and train the question as well
-    prompt: str = ""                    # gsm8k: text with {question}; "": Question: ...\\nAnswer:
-    end_token: str = ""                 # of an answer; "": <|endoftext|>
-
-    @property
-    def longest(self):
-        """Tokens of the longest possible document."""
-        budgets = self.question_budget + self.plan_budget + self.execution_budget
-        return budgets if self.system == "hdp" else self.max_length
-
-    def region_block(self, region):
-        """Block size of PLAN or EXECUTION."""
-        own = {PLAN: self.plan_block_size, EXECUTION: self.execution_block_size}[region]
-        return own if own and self.system == "hdp" else self.block_size
-
-    def block_sizes(self):
-        """The different block sizes of generated regions."""
-        return {self.region_block(PLAN), self.region_block(EXECUTION)}
-
-    def start(self, region):
-        """Position of a region's first token, the same for every problem (hdp)."""
-        return (0, self.question_budget, self.question_budget + self.plan_budget)[region]
-
-    def check(self):
-        """Raise UserError where blocks do not fit evenly, or a setting would do nothing."""
-        at_least_one(self, "block_size question_budget plan_budget execution_budget max_length")
-        for flag in ("plan_block_size", "execution_block_size"):
-            zero_or_more(self, flag)
-            require(not getattr(self, flag) or self.system == "hdp", f"--{flag} needs --system hdp")
-        even = [("block_size", self.block_size, "max_length", self.max_length)]
-        if self.system == "hdp":
-            even = [("plan_block_size", self.region_block(PLAN), "plan_budget", self.plan_budget),
-                    ("execution_block_size", self.region_block(EXECUTION), "execution_budget",
-                     self.execution_budget)]
-        for flag, size, name, total in even:
-            require(total % size == 0, f"--{name} {total} is not a multiple of --{flag} {size}: a "
-                                    "block would be cut")
-
-
-def read_layout(found):
-    """Layout of a checkpoint's config.json. Raises UserError for layouts that are gone."""
-    if found.get("hdp_layout", "hierarchical") != "hierarchical":
-        raise UserError("a model of --hdp_layout flat, which is gone: train it as --system hdp")
-    return Layout(**{name: value for name, value in found.items() if name != "hdp_layout"})
-
-
-def bound_range(layout):
-    """Range of t that makes the loss a bound: all; for single tokens t = 1, which is exact."""
-    return (1.0, 1.0) if layout.block_sizes() == {1} else FULL
-
-
-def enforced(t_range):
-    """(low, high) share of masked tokens that a block must have under a clipped range."""
-    low, high = t_range
-    clipped = tuple(t_range) != FULL
-    return (low if clipped and low > FULL[0] else 0.0), (high if clipped and high < 1 else 1.0)
-
-
-def range_fits(t_range, block_size):
-    """Whether some number of masked tokens of a full block, not none, lies in the range."""
-    low, high = enforced(t_range)
-    return max(1, math.ceil(low * block_size - 1e-9)) <= math.floor(high * block_size + 1e-9)
-
-
-def check_range(t_range, layout):
-    """Raise UserError for a range that is none, or that no share of some full block lies in."""
-    low, high = t_range
-    require(0 < low <= high <= 1, f"noise range {low:g} to {high:g}: it must lie above 0, up to 1, "
-                               "lower end first")
-    for size in layout.block_sizes():
-        require(range_fits(t_range, size), f"noise range {low:g} to {high:g}: no number of masked "
-                                        f"tokens out of {size} lies in it; widen it")
-
 
 # --------------------------------------------------------------------------------------------------
 # Files -> problems

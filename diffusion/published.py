@@ -50,13 +50,13 @@ from core import checkpoint, dist, json_files, tensor_io
 from core.cli import UserError, require
 from core.new_folder import new_folder
 from diffusion import dit
+from diffusion.choices import read_layout
 from diffusion.problems import (
     END,
     MARKERS,
     SDAR_MASK,
     auto_tokenizer,
     load_tokenizer,
-    read_layout,
     read_tokenizer,
 )
 

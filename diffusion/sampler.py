@@ -14,7 +14,8 @@ from torch import nn
 
 from core.cli import UserError
 from diffusion.blocks import pieces, prompt_ids
-from diffusion.problems import EXECUTION, PLAN, Layout, load_tokenizer, read_layout
+from diffusion.choices import EXECUTION, PLAN, Layout, read_layout
+from diffusion.problems import load_tokenizer
 
 # in a text; -$5 is one, the minus of 5-$3 no sign
 NUMBER = re.compile(r"(?:(?<![\d)$%])-\$?)?\d[\d,]*(?:\.\d+)?")

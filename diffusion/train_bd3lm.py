@@ -17,7 +17,6 @@ Validation, early stopping and samples use the averaged weights. 50,000 steps of
 SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop: the step is finished, a checkpoint saved, and
 OUTPUT_DIR/requeue left for the launcher; exit status 0. Rerun the same command to resume.
 """
-import argparse
 import dataclasses
 import os
 import sys
@@ -25,22 +24,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is next to this folder
 
-from core import cli, run_lock
+from core import cli
 from core.cli import require
-
-CHECKS = ("invalid", "control_token", "too_long")   # of problems, for --drop_bad
-ON_OFF = argparse.BooleanOptionalAction
-# Problems per micro-step, micro-steps (on one GPU), learning rate, warm-up, steps. Rates of 256,
-# 512 and 1024 problems are from ngocbao220/hdp-diffusion's H200 guide, that of 768 follows the
-# square root; source is what its scripts run. For --init_from: finetune, of DiT weights, has a
-# third of BD3-LM's rate; convert, of a language model, twice that of SDAR and E2D2; sdar, SDAR's.
-PRESETS = {"conservative": (64, 4, 4e-4, 5000, 50_000),
-           "recommended": (128, 4, 5e-4, 5000, 50_000),
-           "aggressive": (192, 4, 6e-4, 5000, 50_000), "extreme": (256, 4, 7e-4, 10_000, 50_000),
-           "source": (16, 16, 1e-3, 1000, 10_000), "finetune": (64, 2, 1e-4, 100, 3000),
-           "convert": (64, 1, 2e-5, 35, 1170), "sdar": (64, 1, 1e-5, 35, 1170)}
-PRESET_FLAGS = ("problems_per_batch", "gradient_accumulation_steps", "learning_rate",
-                "warmup_steps", "max_steps")
+from diffusion import choices
+from diffusion.choices import PRESETS
 
 # --------------------------------------------------------------------------------------------------
 # Flags
@@ -53,33 +40,7 @@ flag("--config", None, "YAML file of lines `flag: value`, such as OUTPUT_DIR/run
 flag("--dry_run", None, "check everything, print the plan, stop; needs no GPU. GPUS: plan for this "
      "number (default: this launch's)", nargs="?", type=int, const=0, metavar="GPUS")
 # data
-flag("--system", "gsm8k", "gsm8k: question, answer; chat: the answers of chats; hdp: question, "
-     "plan, execution", choices=("gsm8k", "chat", "hdp"))
-flag("--train_data_file", None, "JSONL or JSON file, dataset folder (its train split) or hub name")
-flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
-flag("--validation_split", 0.05, "share of problems held out, 0 = none")
-flag("--tokenizer", None, "tokenizer.json, its folder, or hub name (default: "
-     "that of --init_from where it has one, the demo's own with --demo, else gpt2)")
-switch("--chat", "gsm8k: ask in the tokenizer's chat template, answers end as its turns do")
-flag("--end_token", "", "token that ends an answer (default: gsm8k <|endoftext|>, chat the "
-     "tokenizer's end token)", metavar="TOKEN")
-flag("--demo", None, "make this many arithmetic problems and a small tokenizer in OUTPUT_DIR/demo "
-     "and train on them; the flag alone: 2000", nargs="?", type=int, const=2000, metavar="PROBLEMS")
-flag("--block_size", 16, "tokens of a block; 1 is autoregressive (default: that of --init_from, "
-     "else 16)")
-flag("--plan_block_size", 0, "hdp: tokens of a plan block, 0 = --block_size")
-flag("--execution_block_size", 0, "hdp: tokens of an execution block, 0 = --block_size")
-flag("--max_length", 512, "gsm8k, chat: tokens a problem may have")
-flag("--question_budget", 128, "hdp: tokens a question may have")
-flag("--plan_budget", 128, "hdp: tokens a plan may have, with its markers")
-flag("--execution_budget", 256, "hdp: tokens an execution may have, with its answer")
-flag("--drop_bad", None, "drop bad problems instead of stopping; all, or found by "
-     f"{', '.join(CHECKS)}; OUTPUT_DIR/problems.jsonl lists them", nargs="*", metavar="CHECK")
-switch("--drop_too_long", argparse.SUPPRESS)        # the same as --drop_bad too_long
-switch("--strip_calculator", "remove GSM8K's <<48/2=24>> marks")
-switch("--loss_on_question", "noise and train the question, too")
-flag("--pack", True, "several problems in a row instead of padding; same loss", action=ON_OFF)
-flag("--row_length", 0, "clean tokens of a row, 0 = the longest problem allowed")
+choices.data(p)
 flag("--num_workers", min(16, cli.cpus_per_rank()), "loader processes per rank, 0 = in the trainer")
 # model and noise
 flag("--model_size", "small", "nano is for demos and tests",
@@ -172,79 +133,8 @@ flag("--save_total_limit", 3, "newest checkpoints kept beside the best, 0 = all"
 flag("--resume", "auto", "auto (newest whole checkpoint in OUTPUT_DIR), none, or a folder",
      type=cli.alias(true="auto", false="none"))
 
-
-def layout_of(args):
-    """The problems.Layout that the flags name."""
-    from diffusion.problems import Layout
-    return Layout(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Layout)
-                     if hasattr(args, field.name)})
-
-
-def split_global_batch(args, ranks):
-    """Split --global_batch_size: what is open of the other two flags follows the preset."""
-    share, problems = args.global_batch_size // ranks, args.problems_per_batch
-    steps = args.gradient_accumulation_steps
-    if not problems:
-        problems = share // steps if steps else min(share, PRESETS[args.batch_preset][0])
-    steps = steps or share // max(1, problems)
-    require(problems * steps * ranks == args.global_batch_size,
-            f"--global_batch_size {args.global_batch_size}: cannot be split; {problems} problems x "
-            f"{steps} micro-steps x {ranks} ranks = {problems * steps * ranks}")
-    args.problems_per_batch, args.gradient_accumulation_steps = problems, steps
-    args.named = cli.named(args) | {"problems_per_batch", "gradient_accumulation_steps"}
-
-
-def check_flags(args, world_size):
-    """Raise UserError for flags that would fail, or do nothing, later; fill in what derives."""
-    for flag in ("problems_per_batch", "global_batch_size"):
-        require(not (args.per_device_train_batch_size and getattr(args, flag)),
-                f"give one of --per_device_train_batch_size, rows, and --{flag}")
-    args.batch_preset = args.batch_preset or ("finetune" if args.init_from else "recommended")
-    if args.global_batch_size and (not args.auto or args.problems_per_batch
-                                   or args.gradient_accumulation_steps):
-        split_global_batch(args, world_size)
-    for flag, value in zip(PRESET_FLAGS, PRESETS[args.batch_preset]):
-        if getattr(args, flag) is None:
-            lora = flag == "learning_rate" and args.use_lora
-            setattr(args, flag, value * 10 if lora else value)
-    if not args.global_batch_size:
-        args.global_batch_size = args.problems_per_batch * args.gradient_accumulation_steps
-    cli.check_trainer(args, world_size, p)
-    cli.at_least_one(args, "problems_per_batch max_steps eval_repeats demo")
-    cli.zero_or_more(args, "row_length early_stop_patience eval_accuracy")
-    cli.below_one(args, "ema_decay")
-    cli.check_plan(args)
-    cli.check_drop_bad(args, CHECKS)
-    if args.dry_run is None:        # long before the imports are done
-        run_lock.check_free(args.output_dir)
-    require((args.demo is not None) != bool(args.train_data_file),
-            "give one of --train_data_file and --demo")
-    require(args.demo is None or not args.eval_data_file,
-            "--demo makes its own validation problems: drop --eval_data_file")
-    require(not args.use_lora or (args.init_from and args.system != "hdp"),
-            "--use_lora needs --init_from of a language model, and no --system hdp")
-    require(not args.chat or args.system == "gsm8k",
-            "--chat needs --system gsm8k: plans have a form of their own, chats have a template")
-    for flag in ("eval_accuracy", "strip_calculator", "loss_on_question"):
-        require(args.system != "chat" or not getattr(args, flag), f"--system chat has no --{flag}")
-    require(not args.end_token or not (args.system == "hdp" or args.chat),
-            "--end_token needs --system gsm8k, and no --chat, or --system chat")
-    require(args.best_by == "bound" or args.eval_accuracy,
-            "--best_by accuracy needs --eval_accuracy")
-    for flag in ("eval_accuracy", "clip_search_widths"):
-        validated = args.eval_data_file or args.demo or args.validation_split
-        require(validated or not getattr(args, flag), f"--{flag} needs validation data")
-    require(all(0 < width < 1 for width in args.clip_search_widths),
-            f"--clip_search_widths {args.clip_search_widths}: widths must lie between 0 and 1")
-    from diffusion import problems  # last: it imports torch
-    layout = layout_of(args)
-    layout.check()
-    problems.check_range(args.t_range or problems.bound_range(layout), layout)
-    args.row_length = args.row_length or layout.longest
-
-
 # parsed before torch is imported: --help and a mistake in a flag answer at once
-args = cli.parse(p, check_flags)
+args = cli.parse(p, lambda args, ranks: choices.check_flags(args, ranks, p))
 dry = args.dry_run is not None
 if dry and os.environ.get("RANK", "0") != "0":
     sys.exit(0)     # one process plans for all
@@ -265,9 +155,9 @@ from diffusion import blocks, dit, elbo, noise, problems
 
 output_dir, work_dir = Path(args.output_dir), args.output_dir
 if dry:
-    from common import plan as plans
+    from core import memory
     world = dist.single_process()
-    plans.check_writable(args.output_dir, "--output_dir")
+    memory.check_writable(args.output_dir, "--output_dir")
     scratch = tempfile.TemporaryDirectory()
     work_dir = scratch.name
 else:
@@ -301,7 +191,7 @@ def print0(*lines):
 # Data: problems -> documents of numbered blocks -> rows. Every rank holds all, so ranks never have
 # to ask each other which rows a step has, or how many targets.
 
-layout, folder, tokenizer = layout_of(args), None, args.tokenizer or "gpt2"
+layout, folder, tokenizer = choices.layout_of(args), None, args.tokenizer or "gpt2"
 if args.demo is not None:
     from diffusion import make_problems
     args.train_data_file, args.eval_data_file, made = dist.rank0(
@@ -311,8 +201,8 @@ templated = args.chat or args.system == "chat"
 if args.init_from or templated:
     from diffusion import published
     layout, folder, tokenizer = published.open_start(world, args, layout, tokenizer)
-t_range = args.t_range = tuple(args.t_range or problems.bound_range(layout))
-problems.check_range(t_range, layout)
+t_range = args.t_range = tuple(args.t_range or choices.bound_range(layout))
+choices.check_range(t_range, layout)
 tokens = dist.rank0(world, problems.load_tokenizer, tokenizer, args.system, layout.end_token)
 config = dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout)
 if folder:
@@ -353,9 +243,6 @@ checkpoints = checkpoint.CheckpointManager(world, output_dir, args.save_total_li
 resume, state = checkpoints.latest(args.resume)
 if resume:
     dist.rank0(world, checkpoint.check_identity, resume, state, identity)
-    missing = {"t_range", "stale", "best", "averaged"} - state.keys()
-    require(not missing, f"--output_dir {output_dir}: the state.json of its checkpoint has no "
-                         f"{', '.join(sorted(missing))}; it is not of this trainer")
 step, epoch, first_pack = (state.get(key, 0) for key in ("step", "epoch", "first"))
 if resume and args.clip_search_widths:
     t_range = tuple(state["t_range"])
@@ -507,12 +394,8 @@ if eval_due:
             save()      # again, so that it is not validated twice
 
 
-def stale_enough():
-    """Whether validations have not improved for --early_stop_patience of them."""
-    return bool(args.early_stop_patience) and stale >= args.early_stop_patience
-
-
-while step < total_steps and not stopping and not stale_enough():
+patience = args.early_stop_patience or math.inf
+while step < total_steps and not stopping and stale < patience:
     # next batch: which rows the step has on all ranks each rank knows from the order; the loss
     # divides by their targets
     if first_pack >= order.packs_per_epoch:
@@ -609,7 +492,7 @@ while step < total_steps and not stopping and not stale_enough():
             eval_due = stopping = improved is None
 
         # save: every so often, before the end, and whenever validation is best
-        if saving or stopping or improved or stale_enough():
+        if saving or stopping or improved or stale >= patience:
             save()
 
 watch.report_progress("waiting for the last checkpoint", args.wait_timeout)
@@ -623,12 +506,10 @@ if main_rank:
         print(f"stopped    {why} at step {step} of {total_steps}; checkpoint saved; rerun the same "
               "command to resume")
     else:
-        early = ""
-        if step < total_steps:
-            early = (f" (no better bound{' or accuracy' if chosen else ''} in {stale} validations)")
+        early = f" (no better bound{' or accuracy' * bool(chosen)} in {stale} validations)"
         best = {"bound": "bound {:.4f} nats/token", "accuracy": "{:.2%} wrong"}[args.best_by]
         best = f"; best {best.format(best_loss)} at step {best_step}" * (best_step is not None)
-        print(f"done       step {step}{early}; {monitor.skipped} steps skipped; final checkpoint "
-              f"{output_dir / f'checkpoint-{step}'}{best}")
+        print(f"done       step {step}{early * (step < total_steps)}; {monitor.skipped} steps "
+              f"skipped; final checkpoint {output_dir / f'checkpoint-{step}'}{best}")
         print(metrics.verdict_line(metrics.verdict(metrics.read_metrics(log.path))))
 dist.finish()

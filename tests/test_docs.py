@@ -35,9 +35,9 @@ from tests.helpers.trainer import ROOT, script_flags, train_forked
 PAGES = [ROOT / "README.md", ROOT / ".github/CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
 COPY_OUT = """\
-mkdir -p ~/mine/higgs   && cp -r train_v2_ddp.py data.py lora.py speech core common  ~/mine/higgs/
-mkdir -p ~/mine/blocks  && cp -r diffusion core common                               ~/mine/blocks/
-mkdir -p ~/mine/distill && cp -r distill core common                                 ~/mine/distill/
+mkdir -p ~/mine/higgs   && cp -r train_v2_ddp.py data.py lora.py speech core  ~/mine/higgs/
+mkdir -p ~/mine/blocks  && cp -r diffusion core                               ~/mine/blocks/
+mkdir -p ~/mine/distill && cp -r distill core                                 ~/mine/distill/
 """
 
 # How each script's commands are tested: "dry" = run with --dry_run, "run" = run, "parse" = flags only, because a
@@ -221,7 +221,7 @@ def launcher_of(words):
 
 def all_flags():
     """Every flag of every script, those of the measurements included; each prints its --help."""
-    paths = [path for folder in (".", "speech", "diffusion", "distill", "common", "core", "bench")
+    paths = [path for folder in (".", "speech", "diffusion", "distill", "core", "bench")
              for path in (ROOT / folder).glob("*.py")
              if '\nif __name__ == "__main__":' in path.read_text() or path.name in ("train_v2_ddp.py", "train_sft.py", "train_bd3lm.py")]
     flags, parsers = set(), [parser_of(path.relative_to(ROOT).as_posix()) for path in paths]
@@ -313,7 +313,7 @@ def write_speech(path, pitch, seconds=1):
 @pytest.fixture
 def workshop(shelf, tmp_path):
     """A fresh folder where the repository's files and the shelf's lie under their own names; new files stay in it."""
-    for source in (*(ROOT / name for name in ("launch", "speech", "diffusion", "distill", "common", "core", "tests")),
+    for source in (*(ROOT / name for name in ("launch", "speech", "diffusion", "distill", "core", "tests")),
                    *shelf.iterdir(), *ROOT.glob("*.py"), ROOT / "README.md"):
         if source.is_dir() and source.parent == shelf:
             shutil.copytree(source, tmp_path / source.name, copy_function=os.symlink,
@@ -541,7 +541,7 @@ def test_links_to_lines(words):
 
 
 def test_files_that_are_named_exist():
-    folders = "speech|diffusion|distill|common|launch|tests|bench|docs"
+    folders = "speech|diffusion|distill|core|launch|tests|bench|docs"
     named = re.compile(rf"(?<![\w/.~:-])((?:{folders})/[\w/.*-]+\.(?:py|sh|txt|md|json|jinja|png|html))\b")
     for page, text in TEXTS.items():
         for path in named.findall(text):
@@ -555,7 +555,7 @@ def test_files_that_are_named_exist():
 def test_columns_and_errors_of_data_are_those_of_the_code():
     shown = set(re.findall(r"`(\w+)`", TEXTS["docs/data.md"].partition("## Columns")[2].partition("\n## ")[0]))
     assert shown >= {name for names in convert.COLUMNS.values() for name in names.split()}
-    code = "".join(path.read_text() for folder in ("speech", "common", "core", "distill", "diffusion")
+    code = "".join(path.read_text() for folder in ("speech", "core", "distill", "diffusion")
                    for path in (ROOT / folder).glob("*.py"))
     code = re.sub(r"\"\n\s+f?\"", "", code)     # a text over two lines
     tables = TEXTS["docs/troubleshooting.md"].partition("## Errors of speech data")[2].partition("\n## FAQ")[0]

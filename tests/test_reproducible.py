@@ -15,7 +15,7 @@ import soundfile
 import torch
 from safetensors.torch import load_file
 
-from common import checkpoint
+from core import checkpoint
 from speech import codes
 from speech.conversations import Clip
 from tests.helpers import chats
@@ -95,7 +95,7 @@ def fingerprint(words):
 
 def hashes(folder):
     """{file: SHA-256} of the weights and moments of every checkpoint."""
-    return {str(path.relative_to(folder)): checkpoint.sha256_file(path)
+    return {str(path.relative_to(folder)): checkpoint.sha256(path)
             for path in sorted(Path(folder).glob("checkpoint-*/**/*.safetensors"))}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.distributed import UserError
+from core.cli import UserError
 from core import chat
 from tests.helpers import chats
 from tests.helpers.chats import LLAMA, QWEN, QWEN_OPEN, QWEN_THINK, ask, encoder

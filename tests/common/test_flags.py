@@ -260,7 +260,7 @@ def test_intervals_that_never_come_are_named():
 
 
 TRAINERS = ("train_v2_ddp.py", "distill/train_sft.py", "diffusion/train_bd3lm.py")
-FOLDERS = ".", "common", "core", "speech", "diffusion", "distill"
+FOLDERS = ".", "core", "speech", "diffusion", "distill"
 
 
 def is_script(path):
@@ -303,7 +303,7 @@ def test_help_and_mistakes_come_before_torch(script):
 def test_every_flag_has_a_help_text_and_is_read(script):
     """As args.NAME, or by name, somewhere in its system or in core/. What is taken for old launch lines is not shown."""
     parser = script_flags(script)[0]
-    folders = {ROOT / "core", ROOT / "common", (ROOT / script).parent, *([ROOT / "speech"] if "/" not in script else [])}
+    folders = {ROOT / "core", (ROOT / script).parent, *([ROOT / "speech"] if "/" not in script else [])}
     code = "".join(path.read_text() for folder in folders for path in folder.glob("*.py") if path.name != "cli.py")
     for action in actions(parser):
         assert action.help and len(action.help) > 8, f"{action.option_strings} has no help text"

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from core import indexing
-from common.distributed import UserError
+from core.cli import UserError
 from core.indexing import Column, Lists, parallel_map_ordered, token_lists
 from core import chat, json_files
 from distill import chat_data as chat_table

@@ -5,8 +5,8 @@ import tracemalloc
 
 import pytest
 
-from common import flags
-from common.distributed import UserError
+from core import cli
+from core.cli import UserError
 from core.problems import LIST, Problems, problem, settle
 from tests.helpers.fork import in_a_fork
 
@@ -67,10 +67,11 @@ def test_a_problem_comes_from_another_process_whole():
     ("--drop_bad too_long,invalid", CHECKS), ("--drop_bad too_long invalid", CHECKS),
     ("--drop_bad invalid --drop_too_long", CHECKS)])
 def test_the_flag(words, dropped):
-    parser = flags.Parser("test")
-    flags.bad_samples(parser, CHECKS)
+    parser = cli.Parser("test")
+    parser.flag("--drop_bad", None, "", nargs="*")
+    parser.switch("--drop_too_long", "")
     args = parser.parse_args(words.split())
-    flags.check_bad_samples(args, CHECKS)
+    cli.check_drop_bad(args, CHECKS)
     assert args.drop_bad == dropped
     with pytest.raises(UserError, match="--drop_bad long: no such check; there are invalid, too_long"):
-        flags.check_bad_samples(parser.parse_args(["--drop_bad", "long"]), CHECKS)
+        cli.check_drop_bad(parser.parse_args(["--drop_bad", "long"]), CHECKS)

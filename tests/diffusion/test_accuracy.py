@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from core import checkpoint
-from diffusion import blocks, elbo, problems, published, sample_bd3lm, sampler
+from diffusion import blocks, choices, elbo, problems, published, sample_bd3lm, sampler
 from tests.helpers.block_runs import train_bd3lm
 from tests.helpers.trainer import Run
 
@@ -60,7 +60,7 @@ def test_either_a_better_bound_or_a_better_accuracy_goes_on():
 def test_known_answers_are_right(demo, monkeypatch):
     """Scores and shares, with a sampler that writes the truth to every other problem."""
     from core.dist import World
-    tokens, layout = problems.load_tokenizer(demo, "gsm8k"), problems.Layout("gsm8k", block_size=8, max_length=96)
+    tokens, layout = problems.load_tokenizer(demo, "gsm8k"), choices.Layout("gsm8k", block_size=8, max_length=96)
     documents = blocks.make_documents(problems.read_problems(demo / "test.jsonl", "", "gsm8k"), tokens, layout)
     rows = blocks.make_rows(documents, range(len(documents)), 96, pack=True)
     asked = elbo.choose_problems(rows, 8, tokens, seed=1)

@@ -6,7 +6,8 @@ import pytest
 
 from core.cli import UserError
 from diffusion import sampler
-from diffusion.problems import EXECUTION, FILL, PLAN, QUESTION, load_tokenizer
+from diffusion.choices import EXECUTION, FILL, PLAN, QUESTION
+from diffusion.problems import load_tokenizer
 from tests.helpers.block_problems import LAYOUTS, load
 
 

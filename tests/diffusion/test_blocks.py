@@ -9,7 +9,7 @@ import torch
 from core.cli import UserError
 from core.packing import PackOrder, rank_packs
 from diffusion import blocks
-from diffusion.problems import EXECUTION, FILL, PLAN, QUESTION
+from diffusion.choices import EXECUTION, FILL, PLAN, QUESTION
 from tests.helpers.block_problems import LAYOUTS, load
 from tests.helpers.block_rows import noised, seen_by
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from core.cli import UserError
 from core.dist import World
-from diffusion import blocks, dit, elbo, problems, published, sample_bd3lm
+from diffusion import blocks, choices, dit, elbo, problems, published, sample_bd3lm
 from diffusion.problems import load_tokenizer
 from tests.diffusion.test_decoder import CHAT
 from tests.helpers.block_runs import train_bd3lm
@@ -32,7 +32,7 @@ def folder(demo, tmp_path_factory):
 
 def parts(folder, system, block_size=8):
     """(Layout, Tokens) of a run with the chat template."""
-    layout = published.with_chat(problems.Layout(system, block_size=block_size, max_length=128), folder)
+    layout = published.with_chat(choices.Layout(system, block_size=block_size, max_length=128), folder)
     return layout, load_tokenizer(folder, system, layout.end_token)
 
 

@@ -25,6 +25,7 @@ from core import dist, fused, tensor_io
 from core.cli import UserError
 from diffusion import (
     blocks,
+    choices,
     decoder,
     dit,
     elbo,
@@ -223,7 +224,7 @@ def test_folders_of_slow_tokenizers_are_read_as_transformers_reads_them(models, 
 def test_questions_in_the_chat_template(models, demo):
     """The ids are the template's; the answer ends as a turn does; a question cannot end its turn."""
     folder = models["chat"]
-    layout = published.with_chat(problems.Layout("gsm8k", block_size=8, max_length=96), folder)
+    layout = published.with_chat(choices.Layout("gsm8k", block_size=8, max_length=96), folder)
     assert layout.end_token == "<|im_end|>" and "{question}" in layout.prompt
     tokens = load_tokenizer(folder, "gsm8k", layout.end_token)
     problem = read_problems(demo / "test.jsonl", "", "gsm8k")[0]
@@ -291,7 +292,7 @@ def test_base_models_end_answers_with_a_token_of_their_own(models, demo, tmp_pat
         load_tokenizer(tmp_path, "gsm8k", "<end>")
     tokens = load_tokenizer(tmp_path, "gsm8k", "</s>")
     assert (tokens.bos, tokens.end) == (backend.token_to_id("<s>"), backend.token_to_id("</s>"))
-    layout = problems.Layout("gsm8k", block_size=8, max_length=96, end_token="</s>")
+    layout = choices.Layout("gsm8k", block_size=8, max_length=96, end_token="</s>")
     ids = blocks.make_documents(read_problems(demo / "test.jsonl", "", "gsm8k")[:1], tokens, layout).ids
     assert ids[0] == tokens.bos and ids[-1] == tokens.end
     assert load_tokenizer(tmp_path, "hdp").mask == backend.get_vocab_size() + 4         # plans end with <|pad|>
@@ -337,11 +338,11 @@ def test_it_trains_resumes_and_answers(pool, demo, models, tmp_path, capsys, kin
 def check_going_on(start, layout, demo, output_dir, capsys):
     """A run from a checkpoint or an export takes over prompt form, end token, tokenizer and chat template."""
     path = published.find(str(start))
-    common = problems.Layout("gsm8k", block_size=4, max_length=96)
+    common = choices.Layout("gsm8k", block_size=4, max_length=96)
     kept = published.with_form(common, path)
     assert (kept.prompt, kept.end_token) == (layout["prompt"], layout["end_token"]) and "<|im_start|>" in kept.prompt
     assert kept == published.with_chat(common, path)
-    assert published.with_form(problems.Layout("hdp"), path) == problems.Layout("hdp")
+    assert published.with_form(choices.Layout("hdp"), path) == choices.Layout("hdp")
     capsys.readouterr()
     train_bd3lm.main(["--init_from", str(start), "--train_data_file", str(demo / "train.jsonl"), "--block_size", "4",
                       "--max_length", "96", "--output_dir", str(output_dir), "--dry_run", "--report_to", "none"])

@@ -53,22 +53,6 @@ def test_mask_of_the_baseline_is_the_papers(length, size):
         assert full[q, k] == expected, (q, k)
 
 
-@pytest.mark.parametrize("size", [16, 128])
-def test_the_flat_mask_is_the_sources(size):
-    """hdp-diffusion's: BD3-LM's doubled mask where the key's region is not a later one; 128, 128 and 256 tokens."""
-    at = torch.arange(1024)
-    clean, block, region = at >= 512, at % 512 // size, torch.bucketize(at % 512, torch.tensor([128, 256]), right=True)
-    q, k = at[:, None], at
-    plain = ((block[q] == block[k]) & (clean[q] == clean[k])) | ((block[q] > block[k]) & clean[k])
-    source = plain & (region[k] <= region[q])
-    full = seen_by(torch.zeros(1, 1024, dtype=torch.int64), block[None], 512)[0]
-    assert torch.equal(full, source)
-    doc, block = np.zeros((1, 1024), np.int64), block[None].numpy()
-    tiles = source.unfold(0, 128, 128).unfold(1, 128, 128).sum((2, 3))
-    wanted = torch.where(tiles == 128 * 128, dit.ALL, torch.where(tiles > 0, dit.SOME, dit.NOTHING))
-    assert torch.equal(dit.tile_states(doc, block, 512)[0].long(), wanted)
-
-
 @pytest.mark.parametrize("q,p,e,plan,execution", [(3, 4, 4, 2, 2), (5, 6, 4, 3, 1), (1, 4, 8, 4, 8), (4, 2, 3, 1, 3)])
 def test_mask_of_the_hierarchy_follows_its_table(q, p, e, plan, execution):
     noisy = [("P", i // plan) for i in range(p)] + [("E", i // execution) for i in range(e)]

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from diffusion import published, sampler
-from diffusion.problems import Layout, Problem
+from diffusion.choices import Layout
+from diffusion.problems import Problem
 from diffusion.sampler import load_solver, question_state, room
 from tests.diffusion.test_decoder import CHAT, ROWS, SHAPE
 from tests.helpers.block_runs import train_bd3lm

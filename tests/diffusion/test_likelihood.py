@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion import dit, evaluate, problems
+from diffusion import choices, dit, evaluate
 from diffusion.problems import load_tokenizer
 from diffusion.sampler import Sampling, Solver, prefill
 from tests.helpers.block_runs import train_bd3lm
@@ -25,7 +25,7 @@ def solver_of(demo, block_size):
     for layer in model.layers:
         for parameter in layer.parameters():
             parameter.data += 0.4 * torch.randn_like(parameter)
-    return Solver(model, tokens, problems.Layout(block_size=block_size, max_length=64), Sampling())
+    return Solver(model, tokens, choices.Layout(block_size=block_size, max_length=64), Sampling())
 
 
 def log_probabilities(solver, clean, shown):

@@ -7,7 +7,7 @@ import torch
 
 from core.cli import UserError
 from diffusion import noise
-from diffusion.problems import FULL, Layout, check_range
+from diffusion.choices import FULL, Layout, check_range
 from tests.helpers.block_rows import MASK, MIXED, chi_square, document, make_blocks, noised
 
 

@@ -15,17 +15,18 @@ from safetensors.torch import save_file
 from core.cli import UserError
 from diffusion import (
     blocks,
+    choices,
     dit,
     elbo,
     evaluate,
     make_problems,
     noise,
-    problems,
     published,
     sample_bd3lm,
     sampler,
 )
-from diffusion.problems import Layout, load_tokenizer, read_problems
+from diffusion.choices import Layout
+from diffusion.problems import load_tokenizer, read_problems
 from diffusion.sampler import Sampling
 from tests.helpers.block_runs import as_checkpoint
 
@@ -152,7 +153,7 @@ def test_problems_known_by_heart_are_answered_exactly(trained, capsys):
     assert all(a["strict"] and a["flexible"] and a["ended"] for a in result["answers"])
     # one token a pass: as many passes as tokens in the generated blocks, which the documents fill up to their end
     assert [a["forwards"] for a in result["answers"]] == documents.n_targets.tolist()
-    real = documents.per_document(documents.target & (documents.region != problems.FILL))
+    real = documents.per_document(documents.target & (documents.region != choices.FILL))
     assert [a["tokens"] for a in result["answers"]] == real.tolist()
     total = result["summary"]
     assert (total["strict"], total["flexible"], total["ended"], total["problems"]) == (1, 1, 1, 8)

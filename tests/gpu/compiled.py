@@ -32,7 +32,7 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from common import distributed
+from core import dist
 from core import fused
 
 SM90 = GPUTarget("cuda", 90, 32)
@@ -178,7 +178,7 @@ def count_mixed_orders(case, planted=False):
     """Print how many kernels reduce rows and columns at once (pytorch issue 193061)."""
     torch._dynamo.reset()
     SOURCES.clear()
-    distributed.compile_layers([])
+    dist.compile_layers([])
     if planted:
         torch._inductor.config.triton.mix_order_reduction = True
     with FAKE:

@@ -1,6 +1,7 @@
 """Layouts of all kinds, and the demo's problems in them, for the tests of block diffusion."""
 from diffusion import blocks
-from diffusion.problems import Layout, load_tokenizer, read_problems
+from diffusion.choices import Layout
+from diffusion.problems import load_tokenizer, read_problems
 
 SMALL = {"question_budget": 48, "plan_budget": 32, "execution_budget": 48, "max_length": 96}
 LAYOUTS = {

@@ -6,8 +6,9 @@ import sys
 from types import SimpleNamespace
 from unittest import mock
 
-from core import checkpoint, cli
-from tests.helpers.trainer import ROOT, run_script
+from core import checkpoint
+from diffusion import choices
+from tests.helpers.trainer import ROOT, run_script, script_flags
 
 SCRIPT = "diffusion/train_bd3lm.py"
 MAIN = "tests.helpers.block_runs.ranks_main"     # of pool.run
@@ -33,22 +34,6 @@ def main(argv):
             sys.excepthook = hook
 
 
-class Parsed(Exception):
-    """The names of the script when it parses its flags."""
-
-
-def names():
-    """p, check_flags, layout_of, PRESETS and so on of the script; nothing else of it runs."""
-    def found(parser, check=None):
-        cli.accept_old_names(parser)
-        raise Parsed(sys._getframe(1).f_globals)
-    with mock.patch.object(cli, "parse", found), mock.patch.object(sys, "argv", [SCRIPT]):
-        try:
-            runpy.run_path(str(ROOT / SCRIPT), run_name="__main__")
-        except Parsed as caught:
-            return SimpleNamespace(**caught.args[0])
-
-
 def newest(output_dir):
     """Folder of a run's newest checkpoint."""
     return checkpoint.list_checkpoints(output_dir)[-1][1]
@@ -63,8 +48,11 @@ def as_checkpoint(folder, state):
     (folder / checkpoint.MANIFEST).write_text(json.dumps({"step": state.get("step", 0), "files": files}))
 
 
+def build_parser():
+    return script_flags(SCRIPT)[0]
+
+
 # what tests of flags ask of a trainer that has a main()
 train_bd3lm = SimpleNamespace(
-    __name__="diffusion.train_bd3lm", main=main, build_parser=lambda: names().p,
-    check_flags=lambda args, world_size: names().check_flags(args, world_size),
-    layout_of=lambda args: names().layout_of(args), presets=lambda: names().PRESETS)
+    __name__="diffusion.train_bd3lm", main=main, build_parser=build_parser, layout_of=choices.layout_of,
+    check_flags=lambda args, world_size: choices.check_flags(args, world_size, build_parser()))

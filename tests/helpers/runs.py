@@ -3,7 +3,7 @@ import json
 
 from safetensors.torch import load_file
 
-from common import checkpoint
+from core import checkpoint
 
 CLOCK = {"train/throughput", "train/audio_seconds_per_second", "train/samples_per_second", "train/step_seconds",
          "train/data_wait_seconds", "train/memory_gib", "system/gpu_memory_allocated", "train/mfu"}
@@ -18,7 +18,7 @@ def rows(run, after=0, without=CLOCK):
 
 def newest(run):
     """Folder of the newest checkpoint."""
-    return checkpoint.checkpoints(run.output_dir)[-1][1]
+    return checkpoint.list_checkpoints(run.output_dir)[-1][1]
 
 
 def tensors(run, stem="model"):
@@ -29,4 +29,4 @@ def tensors(run, stem="model"):
 
 def moments(run):
     """{name: tensor} of AdamW's memory."""
-    return tensors(run, f"{checkpoint.STATE_DIR}/optimizer")
+    return tensors(run, f"{checkpoint.STATE}/optimizer")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from core import cli
-from diffusion import evaluate, sample_bd3lm
+from diffusion import choices, evaluate, sample_bd3lm
 from tests.helpers.block_runs import train_bd3lm
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT
@@ -72,7 +72,7 @@ def test_presets_are_the_guides(system, preset, wanted, tmp_path):
     train_bd3lm.check_flags(args, 1)
     layout = train_bd3lm.layout_of(args)
     assert args.per_device_train_batch_size is None         # as many rows as hold the preset's problems
-    assert (train_bd3lm.presets()[args.batch_preset][0], args.gradient_accumulation_steps, args.learning_rate, args.warmup_steps,
+    assert (choices.PRESETS[args.batch_preset][0], args.gradient_accumulation_steps, args.learning_rate, args.warmup_steps,
             args.max_steps) == wanted
     assert (layout.system, layout.block_size) == (system, 16)
     assert args.bf16 and args.tf32 and args.compile and args.pack and args.drop_too_long

@@ -7,7 +7,6 @@ import subprocess
 
 import pytest
 
-from common import flags
 from core import cli
 from distill import create_data
 from tests.helpers.block_runs import train_bd3lm
@@ -230,7 +229,7 @@ def test_what_a_block_diffusion_launcher_refuses(settings, args, said):
 
 def test_overrides_of_block_diffusion(monkeypatch):
     """Line 7."""
-    monkeypatch.setattr(flags, "usable_cpus", lambda: 64)
+    monkeypatch.setattr(cli, "usable_cpus", lambda: 64)
     args, said = bd3lm("model.attn_backend=flash_attn", "trainer.precision=bf16-mixed",
                        "+model.gradient_checkpointing=true", "+trainer.compile=true", "loader.num_workers=16",
                        "--dropout", "0.2", SWITCHES="", SLURM_CPUS_PER_TASK="4")
@@ -249,7 +248,7 @@ def test_student_on_what_the_teacher_wrote(tmp_path):
                   "model.fsdp_config.model_dtype=bf16", "+optim.lr=1e-5", cwd=tmp_path, DRY_RUN="1", NPROC_PER_NODE="8",
                   SWITCHES="")
     words = shlex.split(done.stdout)
-    args = flags.parse(train_sft.build_parser(), lambda args, _: train_sft.check_flags(args, 8),
+    args = cli.parse(train_sft.build_parser(), lambda args, _: train_sft.check_flags(args, 8),
                        words[words.index(str(ROOT / "distill" / "train_sft.py")) + 1:])
     assert args.train_data_file == "./data/prompt_distillation_lang.jsonl"
     assert (args.output_dir, args.bf16, args.learning_rate) == ("./models/prompt_distillation", True, 1e-5)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import soundfile
 
-from common import checkpoint
-from common.distributed import UserError
+from core import checkpoint
+from core.cli import UserError
 from speech.rows import read_samples
 from tests.helpers.trainer import Run, script_flags, train_forked, trainer_arguments
 
@@ -394,7 +394,7 @@ def test_resume_of_a_checkpoint_that_summed_up_fewer_numbers(run, used_copy):
     meta["unlogged"] = meta["unlogged"][:14]
     state.write_text(json.dumps(meta))
     listed["files"]["trainer_state/state.json"] = {"bytes": state.stat().st_size,
-                                                   "sha256": checkpoint.sha256_file(state)}
+                                                   "sha256": checkpoint.sha256(state)}
     manifest.write_text(json.dumps(listed))
     done = run(*LORA, "--max_steps", 2)
     assert done.status == 0 and "resumed from" in done.output and max(done.metrics("train/stop_recall")) == 2

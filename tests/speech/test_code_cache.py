@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from core import indexing
-from common.distributed import UserError
+from core.cli import UserError
 from core import loading
 from speech.codes import (
     KEY,

@@ -9,7 +9,8 @@ import soundfile
 import torch
 
 from core import indexing
-from common.distributed import UserError, World
+from core.cli import UserError
+from core.dist import World
 from core.problems import Problems
 from data import SpeechSamples, collate, make_table
 from speech import dataset as speech_table, rows

@@ -13,7 +13,8 @@ import soxr
 import torch
 from safetensors.numpy import load_file
 
-from common.distributed import UserError, World
+from core.cli import UserError
+from core.dist import World
 from speech import codes as encode
 from speech.codes import (
     CodeReader,

@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 import soundfile
 
-from common.distributed import UserError
+from core.cli import UserError
 from speech.conversations import MULTISPEAKER_SYSTEM, canonical_sample
 from speech.codes import decode_audio
 from speech import convert

@@ -17,9 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 
 import lora
-from common import distributed, tensor_files
-from common.run import autocast
-from core import adapters, dist
+from core import adapters, dist, tensor_io
 from data import collate
 from speech import make_tiny, v2, weights
 from speech.weights import empty_model, find_model, native_config
@@ -229,7 +227,7 @@ def test_gradients_are_reduced_once_a_step(pool, odd, tmp_path):
 
 @pytest.mark.slow
 def test_no_gather_has_a_name_that_gloo_frees_twice(pool, odd, tmp_path):
-    """Of start, training, validation and saves: see tensor_files.whole."""
+    """Of start, training, validation and saves: see tensor_io.full_tensor."""
     ranks, flags = flags_of(f"full {HSDP} {EVERY}")
     argv = trainer_arguments(odd, tmp_path / "out", *flags, "--max_steps", 2)
     output = in_ranks(pool, ranks, "count_collectives", argv, str(tmp_path / "counts.json"))
@@ -304,7 +302,7 @@ def step_on_odd_batches(argv, folder):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
-                tensor_files.fill(parameter, torch.ones(parameter.shape) / 100)
+                tensor_io.fill(parameter, torch.ones(parameter.shape) / 100)
     table = Path(folder) / f"table{args.parallel}{world.rank}of{world.size}"
     table.mkdir()
     ids, (words, speaking) = speech.samples_of(args.model_path, model.base_model.config,
@@ -319,8 +317,8 @@ def step_on_odd_batches(argv, folder):
     model.base_model.model.layers[1].self_attn.k_proj.register_forward_pre_hook(
         lambda module, _: computed_in.add(str(module.weight.dtype)))
     for number, pack in enumerate(mine):
-        with distributed.gradient_sync(wrapped, number == len(mine) - 1):
-            with autocast(args, world.device):
+        with dist.gradient_sync(wrapped, number == len(mine) - 1):
+            with dist.autocast(world.device, torch.bfloat16 if args.bf16 else None):
                 audio, text, _ = wrapped(pack)
             loss = v2.total_loss(audio, n_audio, text, n_text, "mean", 1.0)
             (loss * world.size).backward()
@@ -329,14 +327,14 @@ def step_on_odd_batches(argv, folder):
     if world.is_main:
         save_file(found, Path(folder) / "gradients.safetensors")
         (Path(folder) / "computed_in").write_text(" ".join(computed_in))
-    distributed.finish()
+    dist.finish()
 
 
 def start(argv):
     """What the trainer does before its first step: (World, flags, model, what it calls, native model)."""
     args = script_flags()[0].parse_args(argv)
     script_flags()[1](args, int(os.environ["WORLD_SIZE"]))
-    world = distributed.init(60, 60, alone_too=args.parallel != "ddp")
+    world = dist.init(60, 60, args.parallel != "ddp")
     folder, config = find_model(args.model_path)
     args.lora_target_modules = args.lora_target_modules or "attention"
     half = torch.bfloat16 if args.bf16 and args.use_lora else torch.float32
@@ -360,7 +358,7 @@ def start(argv):
 
 
 def whole(tensor):
-    return (tensor_files.whole(tensor) if isinstance(tensor, DTensor) else tensor).contiguous()
+    return (tensor_io.full_tensor(tensor) if isinstance(tensor, DTensor) else tensor).contiguous()
 
 
 # -- Start: empty, then straight into shards ---------------------------------------------------------------------------
@@ -374,7 +372,7 @@ def write_shards(argv, folder):
     torch.save({"shards": {name: shard.detach() for name, shard in shards.items()}, "buffers":
                 dict(native.named_buffers()), "sharded": all(issubclass(k, DTensor) for k in kinds)},
                Path(folder) / f"rank{world.rank}.pt")
-    distributed.finish()
+    dist.finish()
 
 
 def started(pool, odd, folder, ranks, *flags):
@@ -438,8 +436,8 @@ def test_the_first_copy_is_read_and_sent_to_the_others(pool, odd, tmp_path, rank
 
 
 def write_shards_and_reads(argv, folder):
-    reads, read_into = [], tensor_files.read_into
-    tensor_files.read_into = lambda *args: (reads.append(args), read_into(*args))
+    reads, read_rows = [], tensor_io.read_rows
+    tensor_io.read_rows = lambda *args: (reads.append(args), read_rows(*args))
     write_shards(argv, folder)
     (Path(folder) / f"reads{os.environ['RANK']}").write_text(str(len(reads)))
 
@@ -502,7 +500,7 @@ def measure_start(argv, folder):
     watcher.join()
     sizes.append(anonymous_bytes())
     (Path(folder) / f"memory{world.rank}.json").write_text(json.dumps([max(sizes) - sizes[0], len(sizes)]))
-    distributed.finish()
+    dist.finish()
 
 
 def anonymous_bytes():

@@ -11,7 +11,8 @@ import pytest
 import soundfile
 import torch
 
-from common.distributed import UserError, World
+from core.cli import UserError
+from core.dist import World
 from data import make_loader, make_table
 from speech import prepare_tts
 from speech.choices import CHECKS, SOUND_ERRORS

@@ -5,8 +5,10 @@ import stat
 from pathlib import Path
 
 import pytest
+import torch
 
-from common import resume, run
+from core import checkpoint
+from core.dist import World
 from tests.common.test_checkpoint import make
 from tests.helpers import second_user
 from tests.helpers.trainer import ROOT, Run, Tiny, trainer_arguments
@@ -20,6 +22,11 @@ def open_to_all():
         yield folder
 
 
+def latest(folder):
+    """The checkpoint that a run in this folder would resume from."""
+    return checkpoint.CheckpointManager(World(device=torch.device("cpu")), folder).latest()[0]
+
+
 def files(folder):
     return {path: (path.stat().st_mode, path.stat().st_size) for path in Path(folder).rglob("*")}
 
@@ -27,7 +34,7 @@ def files(folder):
 @pytest.mark.slow
 def test_a_run_on_a_colleagues_cache_model_and_checkpoint(open_to_all, tiny, pool):
     """It writes nothing there; all that it writes has the mode that its umask leaves."""
-    if isinstance(second_user.ask(os.listdir, ROOT / "common"), OSError):
+    if isinstance(second_user.ask(os.listdir, ROOT / "core"), OSError):
         pytest.skip("a second user may not read this repository")
     theirs, mine = open_to_all / "theirs", open_to_all / "mine"
     tiny = Tiny(shutil.copytree(tiny.root, open_to_all / "tiny"))
@@ -65,12 +72,12 @@ def test_checkpoints_that_may_not_be_read_are_not_called_damaged(open_to_all, ca
     for step in (2, 4):
         make(open_to_all / f"checkpoint-{step}")
     newest = open_to_all / "checkpoint-4"
-    assert second_user.ask(resume.newest_whole, open_to_all) == newest
+    assert second_user.ask(latest, open_to_all) == newest
     for closed, mode in ((newest / "manifest.json", 0o600), (newest / "trainer_state" / "state.json", 0o600),
                          (newest, 0o700), (open_to_all, 0o711)):
         before = stat.S_IMODE(closed.stat().st_mode)
         closed.chmod(mode)
-        answer = second_user.ask(run.find_resume, open_to_all, "auto", {})
+        answer = second_user.ask(latest, open_to_all)
         assert isinstance(answer, PermissionError) and str(closed) in answer.filename, answer
         closed.chmod(before)
     assert "damaged" not in capfd.readouterr().out

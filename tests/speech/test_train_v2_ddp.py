@@ -16,8 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common import checkpoint, resume
-from common.distributed import World
+from core import checkpoint
 from core import recomputation
 from core.optim import lr_factor
 from speech.dataset import Table
@@ -80,7 +79,7 @@ def shared(complete, tiny, tmp_path_factory):
 
 def steps_of(output_dir):
     """Steps of the checkpoints there."""
-    return [step for step, _ in checkpoint.checkpoints(output_dir)]
+    return [step for step, _ in checkpoint.list_checkpoints(output_dir)]
 
 
 def base_weights(tiny):
@@ -132,7 +131,7 @@ def stopped(complete, tmp_path_factory):
 def test_resumed_run_equals_uninterrupted(shared, stopped, complete, tmp_path):
     """Stopped in the middle of an epoch, exactly at its end, and in the second one."""
     output_dir = shutil.copytree(stopped, tmp_path / "out")
-    assert [checkpoint.load_meta(path)["epoch"] for _, path in checkpoint.checkpoints(output_dir)] == [0, 0, 1]
+    assert [json.loads((path / "trainer_state/state.json").read_text())["epoch"] for _, path in checkpoint.list_checkpoints(output_dir)] == [0, 0, 1]
     resumed = complete(output_dir, *DROPOUT)
     assert [row["step"] for row in rows(resumed)] == list(range(1, 13))     # no step twice, none left out
     assert_same_bits(shared("dropout"), resumed)
@@ -307,28 +306,8 @@ def test_rotation_keeps_the_newest_and_the_best(forked):
     assert sorted(losses) == [1, 2, 3, 4, 5, 6, 7] and best == 1
     assert steps_of(run.output_dir) == [best, 6, 7]             # 7 is no multiple of 2: the final one is always saved
     assert f"best validation loss {losses[best]:.4f} at step {best}" in run.output
-    meta = checkpoint.load_meta(run.output_dir / "checkpoint-7")
+    meta = json.loads((run.output_dir / "checkpoint-7" / "trainer_state/state.json").read_text())
     assert (meta["best_step"], meta["best_loss"]) == (best, losses[best])
-
-
-def test_rotation_spares_the_new_checkpoint_beside_a_damaged_newer_one(tmp_path):
-    """After a fall back to an older checkpoint the damaged one is still the newest by number."""
-    def save(step):
-        writer = checkpoint.Writer(World(), tmp_path, keep=1)
-        writer.begin(step)
-        writer.save(step, {"weights": lambda path: path.write_text(str(step))},
-                    {"step": step, "epoch": 0, "first": 0, "identity": {}, "skipped": 0, "unlogged": [], "args": {},
-                     "validation": None, "best_step": None, "best_loss": None})
-        writer.finish()
-    save(8)
-    (tmp_path / "checkpoint-8" / "weights").write_text("?")
-    save(4)
-    assert resume.newest_whole(tmp_path, report=lambda text: None) == tmp_path / "checkpoint-4"
-    save(6)
-    assert steps_of(tmp_path) == [6, 8]
-    save(8)
-    assert steps_of(tmp_path) == [8]
-    assert not resume.damage(tmp_path / "checkpoint-8")
 
 
 # -- What the optimizer may touch --------------------------------------------------------------------------------------
@@ -533,7 +512,7 @@ def test_too_many_bad_steps_end_the_run(poisoned, forked):
     errors = re.findall(r"^error: .*$", run.output, re.M)
     assert len(errors) == 1 and "1 steps in a row" in errors[0] and "train.json" in errors[0]
     assert "Traceback" not in run.output
-    assert not checkpoint.checkpoints(run.output_dir)
+    assert not checkpoint.list_checkpoints(run.output_dir)
 
 
 @pytest.mark.slow

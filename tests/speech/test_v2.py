@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
 
 import lora
-from common import distributed
+from core import dist
 from core import optim
 from data import collate
 from speech.speak import load_model
@@ -266,7 +266,7 @@ def test_compiled_layers_give_the_same_loss_and_gradients(tiny, data, packed):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = v2.PackedHiggs(spoken.native(tiny.model))
-    distributed.compile_layers(compiled.net.model.layers, backend="aot_eager")
+    dist.compile_layers(compiled.net.model.layers, backend="aot_eager")
     for batch in (collate(picked, ids), collate(picked[:1], ids, 128)):         # of unlike shapes and sample counts
         packed.zero_grad()
         compiled.zero_grad()

@@ -1,1 +1,0 @@
-"""What the trainers share; imports nothing from the other folders."""

@@ -1,0 +1,221 @@
+"""What a run of block diffusion can choose: data, presets, the layout of blocks, noise levels.
+
+Standard library only: a mistake in a flag is reported before torch is imported.
+"""
+import argparse
+import math
+from dataclasses import dataclass, fields
+
+from core import cli, run_lock
+from core.cli import UserError, at_least_one, require, zero_or_more
+
+# regions of a document; gsm8k's answer is PLAN, FILL is what follows an end token
+QUESTION, PLAN, EXECUTION, FILL = 0, 1, 2, 3
+FULL = (1e-3, 1.0)      # the range of t of the bound itself; these ends are not enforced
+CHECKS = ("invalid", "control_token", "too_long")   # of problems, for --drop_bad
+# Problems per micro-step, micro-steps (on one GPU), learning rate, warm-up, steps. Rates of 256,
+# 512 and 1024 problems are from ngocbao220/hdp-diffusion's H200 guide, that of 768 follows the
+# square root; source is what its scripts run. For --init_from: finetune, of DiT weights, has a
+# third of BD3-LM's rate; convert, of a language model, twice that of SDAR and E2D2; sdar, SDAR's.
+PRESETS = {"conservative": (64, 4, 4e-4, 5000, 50_000),
+           "recommended": (128, 4, 5e-4, 5000, 50_000),
+           "aggressive": (192, 4, 6e-4, 5000, 50_000), "extreme": (256, 4, 7e-4, 10_000, 50_000),
+           "source": (16, 16, 1e-3, 1000, 10_000), "finetune": (64, 2, 1e-4, 100, 3000),
+           "convert": (64, 1, 2e-5, 35, 1170), "sdar": (64, 1, 1e-5, 35, 1170)}
+PRESET_FLAGS = ("problems_per_batch", "gradient_accumulation_steps", "learning_rate",
+                "warmup_steps", "max_steps")
+
+# --------------------------------------------------------------------------------------------------
+# Layout: how a problem becomes blocks
+
+
+@dataclass
+class Layout:
+    """How a problem becomes blocks; JSON-able by dataclasses.asdict. Lengths in tokens."""
+    system: str = "gsm8k"
+    block_size: int = 16
+    plan_block_size: int = 0            # hdp; 0: block_size
+    execution_block_size: int = 0
+    question_budget: int = 128          # hdp: room of a region, markers and end token included
+    plan_budget: int = 128
+    execution_budget: int = 256
+    max_length: int = 512               # gsm8k, chat: tokens of question and answer
+    strip_calculator: bool = False      # remove <<48/2=24>>
+    loss_on_question: bool = False      # noise and train the question as well
+    prompt: str = ""                    # gsm8k: text with {question}; "": Question: ...\\nAnswer:
+    end_token: str = ""                 # of an answer; "": <|endoftext|>
+
+    @property
+    def longest(self):
+        """Tokens of the longest possible document."""
+        budgets = self.question_budget + self.plan_budget + self.execution_budget
+        return budgets if self.system == "hdp" else self.max_length
+
+    def region_block(self, region):
+        """Block size of PLAN or EXECUTION."""
+        own = {PLAN: self.plan_block_size, EXECUTION: self.execution_block_size}[region]
+        return own if own and self.system == "hdp" else self.block_size
+
+    def block_sizes(self):
+        """The different block sizes of generated regions."""
+        return {self.region_block(PLAN), self.region_block(EXECUTION)}
+
+    def start(self, region):
+        """Position of a region's first token, the same for every problem (hdp)."""
+        return (0, self.question_budget, self.question_budget + self.plan_budget)[region]
+
+    def check(self):
+        """Raise UserError where blocks do not fit evenly, or a setting would do nothing."""
+        at_least_one(self, "block_size question_budget plan_budget execution_budget max_length")
+        for flag in ("plan_block_size", "execution_block_size"):
+            zero_or_more(self, flag)
+            require(not getattr(self, flag) or self.system == "hdp", f"--{flag} needs --system hdp")
+        even = [("block_size", self.block_size, "max_length", self.max_length)]
+        if self.system == "hdp":
+            even = [("plan_block_size", self.region_block(PLAN), "plan_budget", self.plan_budget),
+                    ("execution_block_size", self.region_block(EXECUTION), "execution_budget",
+                     self.execution_budget)]
+        for flag, size, name, total in even:
+            require(total % size == 0, f"--{name} {total} is not a multiple of --{flag} {size}: a "
+                                    "block would be cut")
+
+
+def read_layout(found):
+    """Layout of a checkpoint's config.json. Raises UserError for layouts that are gone."""
+    if found.get("hdp_layout", "hierarchical") != "hierarchical":
+        raise UserError("a model of --hdp_layout flat, which is gone: train it as --system hdp")
+    return Layout(**{name: value for name, value in found.items() if name != "hdp_layout"})
+
+
+def bound_range(layout):
+    """Range of t that makes the loss a bound: all; for single tokens t = 1, which is exact."""
+    return (1.0, 1.0) if layout.block_sizes() == {1} else FULL
+
+
+def enforced(t_range):
+    """(low, high) share of masked tokens that a block must have under a clipped range."""
+    low, high = t_range
+    clipped = tuple(t_range) != FULL
+    return (low if clipped and low > FULL[0] else 0.0), (high if clipped and high < 1 else 1.0)
+
+
+def range_fits(t_range, block_size):
+    """Whether some number of masked tokens of a full block, not none, lies in the range."""
+    low, high = enforced(t_range)
+    return max(1, math.ceil(low * block_size - 1e-9)) <= math.floor(high * block_size + 1e-9)
+
+
+def check_range(t_range, layout):
+    """Raise UserError for a range that is none, or that no share of some full block lies in."""
+    low, high = t_range
+    require(0 < low <= high <= 1, f"noise range {low:g} to {high:g}: it must lie above 0, up to 1, "
+                               "lower end first")
+    for size in layout.block_sizes():
+        require(range_fits(t_range, size), f"noise range {low:g} to {high:g}: no number of masked "
+                                        f"tokens out of {size} lies in it; widen it")
+
+
+# --------------------------------------------------------------------------------------------------
+# Flags of the trainer
+
+
+def data(p):
+    """Add the flags of data and layout to a parser."""
+    flag, switch = p.flag, p.switch
+    flag("--system", "gsm8k", "gsm8k: question, answer; chat: the answers of chats; hdp: question, "
+         "plan, execution", choices=("gsm8k", "chat", "hdp"))
+    flag("--train_data_file", None, "JSONL, JSON, dataset folder (its train split) or hub name")
+    flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
+    flag("--validation_split", 0.05, "share of problems held out, 0 = none")
+    flag("--tokenizer", None, "tokenizer.json, its folder, or hub name (default: "
+         "that of --init_from where it has one, the demo's own with --demo, else gpt2)")
+    switch("--chat", "gsm8k: ask in the tokenizer's chat template, answers end as its turns do")
+    flag("--end_token", "", "token that ends an answer (default: gsm8k <|endoftext|>, chat the "
+         "tokenizer's end token)", metavar="TOKEN")
+    flag("--demo", None, "make this many arithmetic problems and a small tokenizer in "
+         "OUTPUT_DIR/demo and train on them; the flag alone: 2000", nargs="?", type=int, const=2000,
+         metavar="PROBLEMS")
+    flag("--block_size", 16, "tokens of a block; 1 is autoregressive (default: that of "
+         "--init_from, else 16)")
+    flag("--plan_block_size", 0, "hdp: tokens of a plan block, 0 = --block_size")
+    flag("--execution_block_size", 0, "hdp: tokens of an execution block, 0 = --block_size")
+    flag("--max_length", 512, "gsm8k, chat: tokens a problem may have")
+    flag("--question_budget", 128, "hdp: tokens a question may have")
+    flag("--plan_budget", 128, "hdp: tokens a plan may have, with its markers")
+    flag("--execution_budget", 256, "hdp: tokens an execution may have, with its answer")
+    flag("--drop_bad", None, "drop bad problems instead of stopping; all, or found by "
+         f"{', '.join(CHECKS)}; OUTPUT_DIR/problems.jsonl lists them", nargs="*", metavar="CHECK")
+    switch("--drop_too_long", argparse.SUPPRESS)        # the same as --drop_bad too_long
+    switch("--strip_calculator", "remove GSM8K's <<48/2=24>> marks")
+    switch("--loss_on_question", "noise and train the question, too")
+    flag("--pack", True, "several problems in a row instead of padding; same loss",
+         action=argparse.BooleanOptionalAction)
+    flag("--row_length", 0, "clean tokens of a row, 0 = the longest problem allowed")
+
+
+def layout_of(args):
+    """The problems.Layout that the flags name."""
+    return Layout(**{field.name: getattr(args, field.name) for field in fields(Layout)
+                     if hasattr(args, field.name)})
+
+
+def split_global_batch(args, ranks):
+    """Split --global_batch_size: what is open of the other two flags follows the preset."""
+    share, problems = args.global_batch_size // ranks, args.problems_per_batch
+    steps = args.gradient_accumulation_steps
+    if not problems:
+        problems = share // steps if steps else min(share, PRESETS[args.batch_preset][0])
+    steps = steps or share // max(1, problems)
+    require(problems * steps * ranks == args.global_batch_size,
+            f"--global_batch_size {args.global_batch_size}: cannot be split; {problems} problems x "
+            f"{steps} micro-steps x {ranks} ranks = {problems * steps * ranks}")
+    args.problems_per_batch, args.gradient_accumulation_steps = problems, steps
+    args.named = cli.named(args) | {"problems_per_batch", "gradient_accumulation_steps"}
+
+
+def check_flags(args, world_size, parser):
+    """Raise UserError for flags that would fail, or do nothing, later; fill in what derives."""
+    for flag in ("problems_per_batch", "global_batch_size"):
+        require(not (args.per_device_train_batch_size and getattr(args, flag)),
+                f"give one of --per_device_train_batch_size, rows, and --{flag}")
+    args.batch_preset = args.batch_preset or ("finetune" if args.init_from else "recommended")
+    if args.global_batch_size and (not args.auto or args.problems_per_batch
+                                   or args.gradient_accumulation_steps):
+        split_global_batch(args, world_size)
+    for flag, value in zip(PRESET_FLAGS, PRESETS[args.batch_preset]):
+        if getattr(args, flag) is None:
+            lora = flag == "learning_rate" and args.use_lora
+            setattr(args, flag, value * 10 if lora else value)
+    if not args.global_batch_size:
+        args.global_batch_size = args.problems_per_batch * args.gradient_accumulation_steps
+    cli.check_trainer(args, world_size, parser)
+    cli.at_least_one(args, "problems_per_batch max_steps eval_repeats demo")
+    cli.zero_or_more(args, "row_length early_stop_patience eval_accuracy")
+    cli.below_one(args, "ema_decay")
+    cli.check_plan(args)
+    cli.check_drop_bad(args, CHECKS)
+    if args.dry_run is None:        # long before the imports are done
+        run_lock.check_free(args.output_dir)
+    require((args.demo is not None) != bool(args.train_data_file),
+            "give one of --train_data_file and --demo")
+    require(args.demo is None or not args.eval_data_file,
+            "--demo makes its own validation problems: drop --eval_data_file")
+    require(not args.use_lora or (args.init_from and args.system != "hdp"),
+            "--use_lora needs --init_from of a language model, and no --system hdp")
+    require(not args.chat or args.system == "gsm8k",
+            "--chat needs --system gsm8k: plans have a form of their own, chats have a template")
+    for flag in ("eval_accuracy", "strip_calculator", "loss_on_question"):
+        require(args.system != "chat" or not getattr(args, flag), f"--system chat has no --{flag}")
+    require(not args.end_token or not (args.system == "hdp" or args.chat),
+            "--end_token needs --system gsm8k, and no --chat, or --system chat")
+    require(args.best_by == "bound" or args.eval_accuracy,
+            "--best_by accuracy needs --eval_accuracy")
+    for flag in ("eval_accuracy", "clip_search_widths"):
+        validated = args.eval_data_file or args.demo or args.validation_split
+        require(validated or not getattr(args, flag), f"--{flag} needs validation data")
+    require(all(0 < width < 1 for width in args.clip_search_widths),
+            f"--clip_search_widths {args.clip_search_widths}: widths must lie between 0 and 1")
+    layout = layout_of(args)
+    layout.check()
+    check_range(args.t_range or bound_range(layout), layout)
+    args.row_length = args.row_length or layout.longest
