@@ -195,8 +195,7 @@ def stripped(line):
 
 def is_json(line):
     try:
-        loads(line)
-        return True
+        return loads(line) is not None
     except ValueError:
         return False
 
