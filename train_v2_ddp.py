@@ -5,10 +5,10 @@
         --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --learning_rate 5e-5
     bash launch/demo.sh     # the same in small; needs no GPU and no model of yours
 
-The script reads top to bottom: flags, ranks, data, resume, order of the data, model, validation and
-saving, then the loop. Its loss is the cross-entropy of the next row of codes, averaged over every
-trained code of an optimizer step (all ranks, micro-steps and codebooks), plus --text_loss_weight
-times the same average over text targets. So 1 rank, N ranks, DDP and FSDP2 train alike.
+It reads top to bottom: flags, ranks, data, resume, order of the data, model, validation and saving,
+then the loop. The loss is the cross-entropy of the next row of codes, averaged over every trained
+code of an optimizer step (all ranks, micro-steps and codebooks), plus --text_loss_weight times the
+same average over text targets. So 1 rank, N ranks, DDP and FSDP2 train alike.
 
 SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop: the step is finished, a checkpoint saved, and
 OUTPUT_DIR/requeue left for the launcher; exit status 0. Rerun the same command to resume.
@@ -21,17 +21,14 @@ from core import cli, precision, run_lock
 from core.cli import require
 from speech import choices
 
-# --------------------------------------------------------------------------------------------------
-# --------------------------------------------------------------------------------------------------
-# Flags: name, default, help
-
-p = cli.Parser("Fine-tune Higgs-Audio V2 or Higgs TTS 3.")
+# ---- Flags: name, default, help
+p = cli.Parser("Fine-tune Higgs-Audio V2 or Higgs TTS 3. How rows that are not ChatML become "
+               "prompts is set by the flags of speech/prepare_tts.py, which work here as well.")
 flag, switch = p.flag, p.switch
 # before the run
-flag("--config", None, "YAML file of lines `flag: value`, such as OUTPUT_DIR/run.yaml; the "
-     "command line overrides it", metavar="FILE")
-flag("--dry_run", None, "check everything, print the plan, stop; needs no GPU. GPUS: plan for so "
-     "many (default: this launch's)", nargs="?", type=int, const=0, metavar="GPUS")
+flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
+flag("--dry_run", None, "check everything, print the plan for so many GPUs (default: this launch's)"
+     " and stop; needs no GPU", nargs="?", type=int, const=0, metavar="GPUS")
 # model
 flag("--model_path", None, "folder or hub name of Higgs-Audio V2 or Higgs TTS 3", required=True)
 flag("--audio_tokenizer_path", None, "audio codec, folder or hub name (default: inside TTS 3)")
@@ -48,83 +45,75 @@ switch("--freeze_llm", "full fine-tuning of the audio embedding and head only")
 flag("--base_dtype", None, "lora: nf4 keeps frozen layers in four bits", choices=("bf16", "nf4"))
 # data
 choices.data(p)
-flag("--validation_split", None, "share of samples held out, by seeded shuffle (default: 0.005, "
-     "but of few samples 5 %%, up to 16)", type=float)
-switch("--disable_eval", "no validation, no hold-out")
+flag("--validation_split", None, "share of samples held out, 0 = no validation (default: 0.005, but "
+     "of few samples 5 %%, up to 16)", type=float)
+switch("--disable_eval", argparse.SUPPRESS)         # the same as --validation_split 0
 flag("--code_cache", None, "folder of encoded audio, shared by runs (default: OUTPUT_DIR/codes)")
-flag("--preprocess_num_proc", min(8, cli.usable_cpus()), "processes per node that read, tokenise "
-     "and decode audio; 0 = in the trainer")
+flag("--preprocess_num_proc", min(8, cli.usable_cpus()), "processes per node that prepare data")
 flag("--max_length", 0, "tokens a sample may have, 0 = the model's positions")
-flag("--drop_bad", None, "drop bad samples instead of stopping; all, or found by "
-     f"{', '.join(choices.CHECKS)}; OUTPUT_DIR/problems.jsonl lists them", nargs="*",
-     metavar="CHECK")
+flag("--drop_bad", None, "list bad samples in OUTPUT_DIR/problems.jsonl instead of stopping; all, "
+     f"or found by {', '.join(choices.CHECKS)}", nargs="*", metavar="CHECK")
 switch("--drop_too_long", argparse.SUPPRESS)        # the same as --drop_bad too_long
 flag("--num_workers", 2, "loader processes per rank, 0 = in the trainer")
 # batch and length of the run
 flag("--per_device_train_batch_size", 4, "samples per micro-step and rank")
-flag("--max_tokens_per_batch", 0, "pack whole samples up to so many tokens instead; 0 = off")
+flag("--max_tokens_per_batch", 0, "pack whole samples up to this many tokens instead; 0 = off")
 flag("--per_device_eval_batch_size", 1, "samples per validation batch")
 flag("--gradient_accumulation_steps", 1, "micro-steps per optimizer step")
 flag("--global_batch_size", 0, "samples per step; derives the accumulation")
 switch("--group_by_length", "put samples of similar length into the same micro-step")
 flag("--num_train_epochs", 3, "passes over the training samples")
-flag("--max_steps", 0, "stop after so many optimizer steps, 0 = by epochs")
+flag("--max_steps", 0, "stop after this many optimizer steps, 0 = by epochs")
 # optimization
 flag("--learning_rate", 5e-5, "peak learning rate")
 flag("--lr_scheduler", "cosine", "after warm-up", choices=("cosine", "linear", "constant"),
      type=cli.alias(constant_with_warmup="constant"))
-flag("--min_lr_ratio", 0.0, "final learning rate as a share of the peak")
 flag("--warmup_steps", None, "linear warm-up (default: 5 %% of the run, at most 100)", type=int)
-flag("--scale_lr_from_batch", 0, "multiply the rate by sqrt(samples a step / N); 0 = off")
 flag("--weight_decay", 0.01, "AdamW decay of matrices, not embeddings")
 flag("--adam_beta2", 0.999, "AdamW decay of the variance")
 flag("--max_grad_norm", 1.0, "clip the global gradient norm, 0 = off")
-flag("--max_bad_steps", 5, "stop after so many non-finite steps in a row")
-flag("--audio_loss_reduction", "mean", "over codebooks; transformers takes the sum, 8 times larger",
-     choices=("mean", "sum"))
+flag("--max_bad_steps", 5, "stop after this many non-finite steps in a row")
 flag("--text_loss_weight", 1.0, "weight of the text loss, 0 = audio only")
 flag("--keep", None, "texts that the base speaks once; the adapter is held near it there")
-flag("--keep_weight", 1.0, "weight of that divergence beside the loss")
-flag("--keep_every", 10, "steps between those with packs of --keep")
-flag("--seed", 42, "of weights, data order, hold-out and dropout")
+flag("--keep_weight", 1.0, "weight of that divergence in the loss, every --keep_every 10 steps")
+flag("--keep_every", 10, argparse.SUPPRESS)
+flag("--seed", 42, "seed of weights, data order, hold-out and dropout")
 # speed and memory
-switch("--auto", "choose what no flag names by the memory plan, and print why: batches, "
-       "--gradient_checkpointing, --parallel; a resumed run keeps its choice")
-flag("--gpu_memory", None, "--dry_run, --auto: memory of one GPU (default: the one here, else 80)",
-     type=float, metavar="GIB")
-flag("--host_memory", None, "--dry_run: free memory of a node (default: what is free here)",
-     type=float, metavar="GIB")
-flag("--parallel", "ddp", "a model on every GPU; sharded over all GPUs (FSDP2), or over a node's, "
-     "with a copy a node (HSDP)", type=cli.sharding, choices=("ddp", "fsdp", "hsdp"))
-flag("--shard_size", 0, "hsdp: GPUs that weights are sharded over, 0 = a node's")
+switch("--auto", "choose batches, --gradient_checkpointing and --parallel by the memory plan")
+flag("--gpu_memory", None, "GiB of one GPU, for a plan (default: the one here, else 80)", type=float)
+flag("--host_memory", None, argparse.SUPPRESS, type=float)      # of a node, free, for a plan
+flag("--parallel", "ddp", "copies of the model, or one sharded over all GPUs (fsdp), over those of "
+     "each node (hsdp) or over N each (hsdp:N)", type=cli.sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
+flag("--shard_size", 0, argparse.SUPPRESS)          # the N of --parallel hsdp:N
 flag("--reshard_after_forward", True, "fsdp, hsdp: free gathered weights until the backward pass; "
      "no-: faster, more memory", action=argparse.BooleanOptionalAction)
-flag("--reduce_dtype", "fp32", "in which FSDP sums gradients", choices=("fp32", "bf16"))
 switch("--cpu_offload", "fsdp, hsdp: shards and optimizer in host memory (slow)")
 switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
 switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16")
-switch("--float8", "lora with --compile: products with frozen weights in float8")
+switch("--float8", "lora, compiled: products with frozen weights in float8")
 switch("--tf32", "TF32 for float32 matrix products on CUDA")
 cli.compile_flag(p)
-flag("--gradient_checkpointing", None, "recompute layers in the backward pass: all of them, or all "
-     "but attention and matrix products; the flag alone means all", nargs="?", const="all",
-     type=cli.recomputation, metavar="all|selective")
-flag("--collective_timeout", 600, "abort after so many seconds without progress, naming the rank")
-flag("--wait_timeout", 21600, "the same for data preparation, validation and saves")
+flag("--gradient_checkpointing", None, "recompute layers in the backward pass, all or selective: all "
+     "but attention and products", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
+flag("--collective_timeout", 600, "name the rank that hangs after this many seconds, and abort; in "
+     "data preparation, validation and saves after --wait_timeout 21600")
+flag("--wait_timeout", 21600, argparse.SUPPRESS)
 # logging, validation, checkpoints
 flag("--output_dir", "./output", "everything written goes here; shared by all nodes")
 flag("--logging_dir", "./logs", "TensorBoard files go to a folder in here")
 flag("--logging_steps", 10, "optimizer steps between log lines")
-flag("--report_to", ["tensorboard"], f"beside metrics.jsonl: {', '.join(cli.TRACKERS)} or none",
-     nargs="+", metavar="NAME")
-flag("--wandb_project", "flat-trainers", "project at W&B and trackio")
+flag("--report_to", ["tensorboard"], f"{', '.join(cli.TRACKERS)} or none", nargs="+", metavar="NAME")
+flag("--wandb_project", "flat-trainers", "project at W&B")
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
 flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 1/10)", type=int)
-flag("--save_total_limit", 3, "newest checkpoints kept beside the best, 0 = all")
-flag("--resume", "auto", "auto (newest whole checkpoint in OUTPUT_DIR), none, or a folder",
+flag("--save_total_limit", 3, "newest checkpoints kept besides the best, 0 = all")
+flag("--resume", "auto", "auto (newest whole checkpoint), none, or the folder of a checkpoint",
      type=cli.alias(true="auto", false="none"))
 flag("--sample_prompts", None, "texts, or ChatML, spoken at every validation", metavar="FILE")
 flag("--sample_seconds", 10.0, "seconds of speech a prompt may give")
+# those of prepare_tts.py, and older names
+p.hide("columns", "task_type", "ref_audio_in_system_message", "reference", "reference_share",
+       "train_data_dir", "eval_data_dir")
 
 
 def check_flags(args, world_size):
@@ -143,67 +132,36 @@ if dry and os.environ.get("RANK", "0") != "0":
     sys.exit(0)     # one process plans for all
 
 import math
-import tempfile
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
 
 import lora  # first: it explains a torchaudio that breaks every transformers import
-from core.problems import collect
-from core import (
-    adapters,
-    checkpoint,
-    dist,
-    json_files,
-    loading,
-    metrics,
-    optim,
-    tensor_io,
-    watchdog,
-)
+from core import adapters, checkpoint, dist, json_files, loading, metrics, optim, run, tensor_io
+from core import watchdog
 from core.packing import PackOrder, rank_packs, run_length
+from core.problems import collect
 from data import SpeechSamples, collate, make_loader, prepare_table
-from speech import text_normalization
-from speech.codes import FRAME_RATE
+from speech import text_normalization, versions, weights
 from speech.dataset import data_facts, samples_line, split_samples, usable_samples
-from speech import versions, weights
 from speech.loss import Sums, decays, eval_line, step_work, total_loss, train_line
 
-# --------------------------------------------------------------------------------------------------
-# Ranks. A dry run joins no other process and writes nothing.
-
-output_dir, work_dir = Path(args.output_dir), args.output_dir
-if dry:
-    world = dist.single_process()
-    scratch = tempfile.TemporaryDirectory()
-    work_dir = scratch.name
-else:
-    world = dist.init(args.collective_timeout, args.wait_timeout,
-                      args.auto or args.parallel != "ddp", args.auto or args.cpu_offload)
-    dist.rank0(world, checkpoint.claim_output, args.output_dir)
-    dist.rank0(world, watchdog.clear_marker, args.output_dir)
-watch = watchdog.Watchdog(world, args.collective_timeout)       # names a rank that hangs
-watch.report_progress("data preparation", args.wait_timeout)
-watchdog.exit_if_asked(world, args.output_dir)      # by a signal during the imports
-ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
-main_rank, device = world.is_main, world.device
+# ---- Ranks. A dry run joins no other process and writes nothing.
+world, watch, work_dir = run.start(args)
+output_dir, main_rank, device = Path(args.output_dir), world.is_main, world.device
+ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))       # a dry run is one process
+# in which the model computes; what is trained stays in fp32
 dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
 
 
-def autocast():
-    return dist.autocast(device, dtype)
+autocast = partial(dist.autocast, device, dtype)
+print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
 
-
-def print0(*lines):
-    if main_rank:
-        print(*lines, sep="\n", flush=True)
-
-
-# --------------------------------------------------------------------------------------------------
-# Model: on the meta device, where it takes no memory. Data: rank 0 tokenises, all ranks map the
+# ---- Model: on the meta device, where it takes no memory. Data: rank 0 tokenises, all ranks map the
 # same table and know the whole order. So ranks never have to ask each other which samples a step
 # has, or how many targets.
-
 folder, config_dict, codec_dir = versions.find_files(
     world, args.model_path, args.audio_tokenizer_path, work_dir)
 module = versions.module(config_dict)       # speech/v2.py or v3.py, chosen once
@@ -231,6 +189,7 @@ def empty_model(source, config_dict):
     elif args.freeze_llm:
         for name, parameter in native.named_parameters():
             parameter.requires_grad_(any(part in name for part in choices.AUDIO_WEIGHTS))
+    # DDP would wait for the gradient of a weight that no loss reaches
     module.freeze_unreachable(native, args.text_loss_weight)
     if args.base_dtype == "nf4":
         from core import nf4
@@ -241,33 +200,18 @@ def empty_model(source, config_dict):
     return model, parts
 
 
-def check_machine():
-    """Raise UserError where this machine cannot compute what the flags ask for."""
-    dist.check_bf16(device, args.bf16)
-    if args.float8:
-        from core import float8
-        float8.check_device(device, True)
+def load_option(name):
+    """What speech/NAME.py makes of the flag --NAME; None without it, and nothing is imported."""
+    if getattr(args, name):
+        return import_module(f"speech.{name}").load(args, tokenizer, ids, config, codec_dir, world)
 
 
-def load_prompts():
-    """The prompts of --sample_prompts, and what holds the model near its base, or None each."""
-    prompts = keep_loss = None
-    if args.sample_prompts:
-        from speech import sample_prompts
-        prompts = sample_prompts.load(args, tokenizer, ids, config, codec_dir, world)
-    if args.keep:
-        from speech import keep
-        keep_loss = keep.load(args, tokenizer, ids, config, codec_dir, world)
-    return prompts, keep_loss
-
-
-try:    # a run ends at the first mistake, a dry run names them all
-    _, _, (model, parts), table, (prompts, keep_loss) = collect(
-        dry, lambda: choices.check_folders(args), check_machine,
-        lambda: empty_model(folder, config_dict),
-        lambda: prepare_table(world, tokenizer, ids, args, codec_dir, work_dir), load_prompts)
-except watchdog.Stopped as why:
-    watchdog.exit_stopped(world, args.output_dir, why)
+# a run ends at the first mistake, a dry run names them all
+_, _, (model, parts), table, prompts, keep_loss = collect(
+    dry, lambda: choices.check_folders(args), lambda: dist.check_device(device, args),
+    lambda: empty_model(folder, config_dict),
+    lambda: prepare_table(world, tokenizer, ids, args, codec_dir, work_dir),
+    lambda: load_option("sample_prompts"), lambda: load_option("keep"))
 train_ids, eval_ids = usable_samples(
     table, *split_samples(table, 0 if args.disable_eval else args.validation_split, args.seed),
     max_length=args.max_length or config.max_position_embeddings, say=main_rank,
@@ -281,13 +225,9 @@ if args.auto or dry:
     data = plan.Data(table, ids, train_ids, eval_ids, speakers, keep_loss)
     if args.auto and plan.choose(args, world, ranks, model, data):
         model, parts = empty_model(folder, config_dict)
-args.compile = dist.choose_compile(
-    world, args.compile, "selective recomputation" if args.gradient_checkpointing == "selective"
-    else "a base in nf4" if args.base_dtype == "nf4" else "")
+args.compile = dist.choose_compile(world, args)         # after the plan, which it yields to
 
-# --------------------------------------------------------------------------------------------------
-# Resume
-
+# ---- Resume from the newest whole checkpoint, on any number of ranks
 identity = None     # what a checkpoint must share with the run that resumes it
 if main_rank:
     base = tensor_io.fingerprint(folder)
@@ -297,22 +237,21 @@ if main_rank:
                 "training data": table.fingerprint(train_ids), "pack": choices.pack_text(args),
                 "--keep": keep_loss.fingerprint_with(base) if keep_loss else None}
 # validation losses compare only where these are equal
-validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
+validation = [table.fingerprint(eval_ids), "mean", args.text_loss_weight]
 checkpoints = checkpoint.CheckpointManager(
     world, output_dir, args.save_total_limit, args.wait_timeout)
 resume, state = checkpoints.latest(args.resume)
 if resume:
     dist.rank0(world, checkpoint.check_identity, resume, state, identity)
+# where the run continues: optimizer steps taken, epoch, next pack of that epoch
 step, epoch, first_pack = (state.get(key, 0) for key in ("step", "epoch", "first"))
-best_loss, best_step = math.inf, None
+best_loss, best_step = math.inf, None       # of the validation so far
 if state.get("best_step") is not None and state["validation"] == validation:
     best_loss, best_step = state["best_loss"], state["best_step"]
 
-# --------------------------------------------------------------------------------------------------
-# Order of the packs: a function of (seed, epoch) alone, so another number of ranks continues it
-
+# ---- Order of the packs: a function of (seed, epoch) alone, so another number of ranks continues it
 accumulation = args.gradient_accumulation_steps
-per_step = ranks * accumulation
+per_step = ranks * accumulation     # packs; micro-step m of rank r takes pack first + m * ranks + r
 order = PackOrder(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
                   samples_per_pack=args.per_device_train_batch_size, seed=args.seed,
                   group_by_length=args.group_by_length)
@@ -321,37 +260,28 @@ steps_per_epoch, total_steps = run_length(
     {"step": step, "epoch": epoch, "first": first_pack})
 validates = bool(len(eval_ids) or prompts)
 intervals = cli.set_intervals(args, total_steps, state.get("args", {}), validates)
-peak_lr = args.learning_rate
-if args.scale_lr_from_batch:
-    samples_per_step = per_step * args.per_device_train_batch_size
-    peak_lr = optim.sqrt_lr(peak_lr, samples_per_step, args.scale_lr_from_batch)
-steps_line = (f"steps      {total_steps} ({steps_per_epoch} an epoch), "
-              f"{cli.counted(per_step, 'pack')} a step = {cli.counted(ranks, 'rank')} x "
-              f"{cli.counted(accumulation, 'micro-step')}; ")
-start_line = f"start      step {step}, {f'resumed from {resume}' if resume else 'base model'}"
+lines = run.schedule_lines(
+    args, ranks, total_steps, steps_per_epoch, step, resume, intervals)
 if dry:
     if resume and args.use_lora:
         adapters.load_adapters(model.net, resume)       # onto the meta device nothing is copied
     elif resume:
         empty_model(resume, json_files.read_object(resume / "config.json"))
-    plan.print_all(args, ranks, model, data, order, step, total_steps, steps_per_epoch,
-                   [steps_line, intervals, start_line])
+    plan.print_all(args, ranks, model, data, order, step, total_steps, steps_per_epoch, lines)
     print("dry run ok")
     sys.exit(0)
 
-# --------------------------------------------------------------------------------------------------
-# Model: sharded while it takes no memory, then filled; no process ever holds more than its part
-
+# ---- Model: sharded while it takes no memory, then filled; no process ever holds more than its part
 watch.report_progress("loading the model", args.wait_timeout)
 if resume and not args.use_lora:        # a full checkpoint replaces the base
     config_dict = json_files.read_object(resume / "config.json")
     model, parts = empty_model(resume, config_dict)
-native, net = model.base_model, model.net
-if args.compile:
+native, net, scaler = model.base_model, model.net, None
+if args.compile:        # before sharding, which hooks into each layer's call
     dist.compile_layers(module.layers(native))
 if args.parallel != "ddp":
     dist.shard(model, module.layers(native), world, args.bf16, args.reshard_after_forward,
-               args.cpu_offload, args.shard_size, args.reduce_dtype)
+               args.cpu_offload, args.shard_size)
 model.to_empty(device="cpu" if args.cpu_offload else device)
 module.reset_buffers(native, device)        # to_empty has left them unset
 named = adapters.base_weights(net) if args.use_lora else dict(native.named_parameters())
@@ -360,29 +290,25 @@ if args.base_dtype == "nf4":
     nf4.load_weights(native, weights.load_weights, named, parts, world)
 else:
     weights.load_weights(named, parts, world)
-if args.use_lora and resume:
-    adapters.load_adapters(net, resume)
-elif args.use_lora:
-    adapters.init_adapters(net, args.seed)
+if args.use_lora:
+    adapters.load_adapters(net, resume) if resume else adapters.init_adapters(net, args.seed)
 if args.float8:
     from core import float8
     float8.convert(module.layers(native))
 model.train()
+# FSDP2 has changed the model itself; DDP is a module around it
 wrapped = dist.wrap_ddp(model, world) if args.parallel == "ddp" else model
+# only now: sharding has replaced the parameters
 trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
+optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
                               (0.9, args.adam_beta2), decays)
-scaler = None
 if args.fp16:
     from core.fp16 import Scaler
     scaler = Scaler(device, state.get("scaler"))
 if keep_loss:
     watch.report_progress("the base speaks --keep", args.wait_timeout)
-    try:
-        intervals += "\n" + keep_loss.speak(world, model, autocast)
-    except watchdog.Stopped as why:
-        watchdog.exit_stopped(world, args.output_dir, why)
-n_sums = Sums.size(ids.num_codebooks)       # of what a step adds up for the log
+    lines.append(keep_loss.speak(world, model, autocast))
+n_sums = Sums.size(ids.num_codebooks)       # numbers that a step adds up for the log
 
 
 def forward_backward(batch, n_audio, n_text, sync):
@@ -393,33 +319,24 @@ def forward_backward(batch, n_audio, n_text, sync):
     """
     with dist.gradient_sync(wrapped, sync):     # exchanged once a step, when complete
         with autocast():
-            losses = audio, text, ends = wrapped(batch)
-        loss = total_loss(audio, n_audio, text, n_text, args.audio_loss_reduction,
-                          args.text_loss_weight)
+            audio, text, ends = wrapped(batch)
+        loss = total_loss(audio, n_audio, text, n_text, args.text_loss_weight)
         # DDP and FSDP2 average gradients over ranks, the loss is a mean over all of them
         (loss * (world.size * (scaler.scale if scaler else 1.0))).backward()
-    counts = batch.counts["audio_targets"], batch.counts["text_targets"]
-    return loss, Sums(*losses, *counts).flat()
+    return loss, Sums.of_batch(audio, text, ends, batch)
 
 
 if device.type == "cuda":       # the largest pack, once: it must not fail hours into the run
-    largest = max((order.epoch(0).pack(i) for i in range(order.packs_per_epoch)),
-                  key=lambda pack: table.lengths[train_ids[pack]].sum())
-    samples = SpeechSamples(table, ids)
+    largest, samples = order.largest(), SpeechSamples(table, ids)
     batch = collate([samples[int(train_ids[i])] for i in largest], ids, args.max_tokens_per_batch)
-    try:
+    with run.enough_memory(f"the largest pack, {len(batch.input_ids)} tokens,"):
         forward_backward(batch.to(device), 1, 1, True)
-    except torch.OutOfMemoryError:
-        raise cli.UserError(
-            f"the largest pack, {len(batch.input_ids)} tokens, does not fit into the GPU's memory; "
-            "what helps: --auto, --gradient_checkpointing, smaller batches, --parallel fsdp")
-    model.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)       # as if it had not run
 dist.seed_everything(args.seed, world.rank)     # other dropout on every rank
 if resume:
     checkpoints.restore(resume, model, optimizer)
 
-# --------------------------------------------------------------------------------------------------
-# Validation and checkpoints
+# ---- Validation and checkpoints
 
 
 @torch.no_grad()
@@ -428,32 +345,31 @@ def evaluate():
 
     None, on all ranks, when one was asked to stop meanwhile.
     """
+    # the same order at each validation, and packs of the size that memory was planned for
     held_out = PackOrder(table.lengths[eval_ids], shuffle=False,
                          samples_per_pack=args.per_device_eval_batch_size)
     packs = [[int(eval_ids[i]) for i in pack]
              for pack in rank_packs(held_out, world.rank, world.size, 1, epochs=1)]
     loader = make_loader(table, ids, packs, num_workers=min(1, args.num_workers), prefetch_factor=2)
     total = torch.zeros(n_sums, dtype=torch.float64, device=device)
-    model.eval()
     for i, batch in enumerate(loading.each(loader)):
-        if i % 16 == 0:     # often enough for a prompt stop, seldom enough to cost nothing
-            checkpoints.check()
-            if dist.all_max(world, bool(watchdog.stop_asked(args.output_dir))).item():
-                model.train()
-                return None
+        # often enough for a prompt stop, seldom enough to cost nothing
+        if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):
+            return None
         with autocast():
             losses = model(batch.to(device))
-        total += Sums(*losses, batch.counts["audio_targets"], batch.counts["text_targets"]).flat()
-    model.train()
-    return module.loss_report(dist.all_reduce(world, total).tolist(), args.audio_loss_reduction,
-                              args.text_loss_weight, "eval")
+        total += Sums.of_batch(*losses, batch)
+    return module.loss_report(dist.all_reduce(world, total).tolist(), args.text_loss_weight,
+                              "eval")
 
 
 def validate():
     """Validate, speak the prompts, log -> whether the loss is the best so far; None if stopped."""
     global best_loss, best_step
     watch.report_progress(f"validation at step {step}", args.wait_timeout)
+    model.eval()        # no dropout
     values = evaluate() if len(eval_ids) else {}
+    model.train()
     if values is None:
         return None
     if values:
@@ -472,11 +388,12 @@ def validate():
 def save():
     """Copy everything off the device; it is written while the next steps run. On every rank."""
     watch.report_progress(f"saving at step {step}", args.wait_timeout)
-    unlogged = dist.all_reduce(world, sums.clone()).tolist()    # of steps since the last log line
+    # no step's losses are missing in the log of a resumed run
+    unlogged = dist.all_reduce(world, sums.clone()).tolist()
     dist.reshard(model)     # after a validation FSDP2's parameters are the gathered ones
-    stem, named = "model", module.weight_names(native)
+    stem, named = "model", module.weight_names(native)      # under transformers' names
     if args.use_lora:
-        stem, named = "adapter_model", adapters.adapter_weights(net)
+        stem, named = "adapter_model", adapters.adapter_weights(net)    # under PEFT's
 
     def save_config(path):
         # whoever speaks with this checkpoint treats texts as training did
@@ -494,9 +411,8 @@ def save():
         "data": data_facts(table, train_ids), "args": cli.stored(args)}, best_step)
 
 
-# --------------------------------------------------------------------------------------------------
-# Loop
-
+# ---- Loop
+# losses since the last log line, on the device; the host fetches them at log lines only
 sums = torch.zeros(n_sums + 2 * bool(keep_loss), dtype=torch.float64, device=device)
 if main_rank and len(state.get("unlogged", ())) == len(sums):
     sums += torch.tensor(state["unlogged"], dtype=torch.float64, device=device)
@@ -507,24 +423,12 @@ packs = ([int(train_ids[i]) for i in pack] for pack in rank_packs(
     order, world.rank, world.size, accumulation, epochs, epoch, first_pack))
 loader = make_loader(table, ids, packs, num_workers=args.num_workers, prefetch_factor=4,
                      pad_to=args.max_tokens_per_batch)
-batches = loading.ahead(loader, device)
+batches = loading.ahead(loader, device)     # the next two come while one is used
 eval_due = bool(state.get("eval_due") and validates)     # a signal broke that validation off
-if main_rank:
-    checkpoint.write_text(output_dir / cli.CONFIG, cli.config_text(args, sys.argv[0]))
-    board = Path(args.logging_dir) / output_dir.resolve().name
-    log = metrics.MetricsLog(output_dir, board, args.report_to, cli.stored(args), step,
-                             args.wandb_project, eval_due)
-    if (output_dir / "samples").is_dir():       # speech of steps that come once more
-        from speech import sample_prompts
-        sample_prompts.forget_later(output_dir, step)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    precision = "bf16 autocast" if args.bf16 else "fp16 autocast" if args.fp16 else "fp32"
-    print0(f"device     {world.size} x {name}, torch {torch.__version__}, {precision}",
-           metrics.model_text(model, args.use_lora), samples_line(table, train_ids, eval_ids),
-           steps_line + f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}", intervals,
-           start_line)
-else:
-    log = None
+log = run.open_log(args, world, step, eval_due)
+lines[0] += f"peak lr {args.learning_rate:.2e}, warm-up {args.warmup_steps}"
+print0(run.device_line(args, world), metrics.model_text(model, args.use_lora),
+       samples_line(table, train_ids, eval_ids), *lines)
 start_step, timer, stopping = step, metrics.StepTimer(device), False
 if eval_due:
     with timer.paused():
@@ -534,8 +438,8 @@ while step < total_steps and not stopping:
     # next batch: of which samples the step consists on all ranks, each rank knows from the order
     if first_pack >= order.packs_per_epoch:
         epoch, first_pack = epoch + 1, 0
-    samples = train_ids[order.window(epoch, first_pack, per_step)]
-    work = step_work(config, table, samples, args.use_lora)
+    work = step_work(config, table, train_ids[order.window(epoch, first_pack, per_step)],
+                     args.use_lora)
     n_audio, n_text = work["audio_targets"], work["text_targets"]
     step_sums = torch.zeros_like(sums)      # stays on the device; nothing here waits for it
     for micro in range(accumulation):
@@ -544,11 +448,10 @@ while step < total_steps and not stopping:
             batch = next(batches)
         mine = list(batch.samples)
         # a batch that differs from the plan would divide by another count than the other ranks'
-        planned = table.audio_targets[mine].sum()
-        assert batch.counts["audio_targets"] == planned, "loader and plan disagree"
+        assert batch.counts["audio_targets"] == table.audio_targets[mine].sum()
         # compiling takes minutes, in the first step
-        limit = args.wait_timeout if args.compile and step == start_step else None
-        watch.report_progress(f"step {step + 1}", limit)
+        compiling = args.compile and step == start_step
+        watch.report_progress(f"step {step + 1}", args.wait_timeout if compiling else None)
 
         # forward, loss, backward
         if keep_loss:       # before that pass, which sums these gradients over the ranks as well
@@ -558,20 +461,15 @@ while step < total_steps and not stopping:
         monitor.watch(loss, mine)
         step_sums[:n_sums] += found
 
-    # clip
+    # clip: the norm is over all ranks, and stays on the device
     if scaler:
         scaler.unscale(trainable)
     norm = optim.clip_gradients(trainable, args.max_grad_norm)
 
     # step: skipped on all ranks alike where the gradient is not finite, which nobody waits for
-    lr = peak_lr * optim.lr_factor(step, total_steps, args.warmup_steps, args.lr_scheduler,
-                                   args.min_lr_ratio)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    bad = 1 - torch.isfinite(norm).float()
-    optim.guarded_step(optimizer, bad)
-    optimizer.zero_grad(set_to_none=True)
-    bad = bad.to(device)        # with --cpu_offload gradients are on the host
+    lr = args.learning_rate * optim.lr_factor(step, total_steps, args.warmup_steps,
+                                              args.lr_scheduler)
+    bad = optim.take_step(optimizer, lr, norm).to(device)
     if scaler:
         scaler.update(bad)
     sums += torch.where(bad > 0, 0.0, step_sums)
@@ -584,14 +482,11 @@ while step < total_steps and not stopping:
     last = step == total_steps
     # an epoch whose packs do not fill the last step ends with packs of one token of padding
     empty = max(0, first_pack - order.packs_per_epoch)
-    timer.count({"tokens": work["tokens"], "samples": work["samples"], "flops": work["flops"],
-                 "audio_seconds": work["frames"] / FRAME_RATE},
-                per_step * args.max_tokens_per_batch or work["tokens"] + empty)
+    timer.count(work, per_step * args.max_tokens_per_batch or work["tokens"] + empty)
     if last or step % args.logging_steps == 0:
         numbers = dist.all_reduce(world, sums).tolist()
         sums.zero_()
-        values = module.loss_report(numbers[:n_sums], args.audio_loss_reduction,
-                                    args.text_loss_weight, "train")
+        values = module.loss_report(numbers[:n_sums], args.text_loss_weight, "train")
         if keep_loss and numbers[-1]:
             values["train/keep_kl"] = numbers[-2] / numbers[-1]
         if scaler:
@@ -620,18 +515,6 @@ while step < total_steps and not stopping:
         if saving or stopping or improved:
             save()
 
-watch.report_progress("waiting for the last checkpoint", args.wait_timeout)
-checkpoints.wait()
-watchdog.disarm()       # no rank waits for another any more
-if main_rank:
-    log.close()
-    if stopping:
-        why = watchdog.stop_asked(args.output_dir) or "asked to stop by a signal to another rank"
-        watchdog.leave_marker(args.output_dir, f"{why} at step {step}")
-        print(f"stopped    {why} at step {step} of {total_steps}; saved; the same command goes on")
-    else:
-        best = f"; best validation loss {best_loss:.4f} at step {best_step}"
-        print(f"done       step {step}; {monitor.skipped} steps skipped; final checkpoint "
-              f"{output_dir / f'checkpoint-{step}'}{best if best_step is not None else ''}")
-        print(metrics.verdict_line(metrics.verdict(metrics.read_metrics(log.path))))
-dist.finish()
+best = f"; best validation loss {best_loss:.4f} at step {best_step}" * (best_step is not None)
+run.end(args, watch, checkpoints, log, step, total_steps, stopping,
+        f"{monitor.skipped} steps skipped{best}")

@@ -4,20 +4,11 @@ OUTPUT_DIR/checkpoint-STEP/ holds the files that people load (adapter or model),
 (optimizer, random states of every rank, position) and manifest.json, written last, with the size
 and SHA-256 of every file. The folder is built under a .tmp name, synced and renamed, so a kill at
 any instant leaves the newest whole one untouched.
-
-    checkpoints = CheckpointManager(world, args.output_dir, keep=3)
-    path, state = checkpoints.latest(args.resume)       # (None, {}) in a new run
-    ...
-    checkpoints.restore(path, model, optimizer)
-    ...
-    checkpoints.save(step, model, optimizer, "model", weights, save_config, state, best_step)
-    checkpoints.wait()
 """
 import hashlib
 import io
 import json
 import os
-import random
 import re
 import shutil
 import tempfile
@@ -26,7 +17,6 @@ import time
 import uuid
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from core import dist, json_files, optim, run_lock, tensor_io
@@ -40,8 +30,7 @@ STATE = "trainer_state"     # apart, so that from_pretrained and PEFT see only t
 TEMPORARY = r"\..+\.tmp-[0-9a-f]{32}"       # write_atomically's files
 UNFINISHED = r"checkpoint-\d+\.tmp-([0-9a-f]{8}|deleted-\d+)"
 
-# --------------------------------------------------------------------------------------------------
-# Files and folders
+# ---- Files and folders
 
 
 def fsync(path):
@@ -127,16 +116,12 @@ def claim_output(output_dir):
         raise UserError(f"--output_dir {output_dir}: cannot be written ({error.strerror})")
 
 
-# --------------------------------------------------------------------------------------------------
-# Random states
+# ---- Random states
 
 
 def rng_state(device):
-    """Random states of this process (python, numpy, torch, this GPU) as bytes."""
-    # numpy's keys as a tensor: torch.load with weights_only reads no arrays
-    kind, keys, *rest = np.random.get_state()
-    state = {"python": random.getstate(), "numpy": (kind, torch.from_numpy(keys.copy()), *rest),
-             "torch": torch.get_rng_state()}
+    """Random states of torch in this process as bytes; nothing else draws numbers in training."""
+    state = {"torch": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return pickled(state)
@@ -145,10 +130,6 @@ def rng_state(device):
 def set_rng_state(data, device):
     """Put back what rng_state returned."""
     state = torch.load(io.BytesIO(data), weights_only=True)
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy(), *rest))
     torch.set_rng_state(state["torch"])
     if "cuda" in state and device.type == "cuda":       # a run may resume without its GPU
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -161,8 +142,7 @@ def pickled(value):
     return buffer.getvalue()
 
 
-# --------------------------------------------------------------------------------------------------
-# The checkpoints of a run
+# ---- The checkpoints of a run
 
 
 class CheckpointManager:
@@ -177,8 +157,6 @@ class CheckpointManager:
         self.saves = 0      # in the keys by which ranks report in the store, alike on every rank
         # in the folder's name: ranks of an earlier run that still live never write into ours
         self.run = dist.rank0(world, lambda: uuid.uuid4().hex[:8])
-
-    # -- save ------------------------------------------------------------------------------------
 
     def save(self, step, model, optimizer, stem, weights, save_config, state, best_step=None,
              files=None, split=lambda name, tensor: {name: tensor}):
@@ -242,26 +220,30 @@ class CheckpointManager:
                          "earlier checkpoints are intact")
 
     def _write(self, step, share, best_step):
-        """The thread: this rank's share; then, on rank 0, the rest."""
+        """The thread: write this rank's share and tell rank 0; which then completes the whole."""
         rank, store = self.world.rank, self.world.store
         try:
-            written, why = write_files(self.building(step), share), None
-        except Exception as error:      # told to rank 0, which would wait for this share otherwise
-            written, why = {}, str(error)
-        try:
+            try:
+                report = write_files(self.building(step), share), None
+            except Exception as error:      # rank 0 would wait for this share otherwise
+                report = {}, str(error)
             try:    # through the store: a collective of this thread would mix with training's
                 if store is not None and rank in tensor_io.writers(self.world.size):
-                    store.set(f"checkpoint/{self.saves}/{rank}", json.dumps([written, why]))
+                    store.set(f"checkpoint/{self.saves}/{rank}", json.dumps(report))
             finally:
                 self.share_written.set()
             if self.world.is_main:
-                self._complete(step, self._reports() if store else [(written, why)], best_step)
+                reports = self._reports() if store else {0: report}
+                if errors := [f"rank {rank}: {why}" for rank, (_, why) in reports.items() if why]:
+                    shutil.rmtree(self.building(step), ignore_errors=True)      # the next needs room
+                    raise OSError("; ".join(errors))        # of all: disks of nodes differ
+                self._complete(step, [written for written, _ in reports.values()], best_step)
         except Exception as error:      # raised by the main thread, in check() or wait()
             self.error = self.failure(step, error)
 
     def _reports(self):
-        """[({file: facts}, error)] of the ranks that write, as they come in."""
-        reports, store, end = [], self.world.store, time.monotonic() + self.timeout_s
+        """{rank: ({file: facts}, error)} of the ranks that write, as they come in."""
+        reports, store, end = {}, self.world.store, time.monotonic() + self.timeout_s
         for rank in tensor_io.writers(self.world.size):
             key = f"checkpoint/{self.saves}/{rank}"
             # polled: a call that waits would hold the store for this process's other threads
@@ -270,33 +252,24 @@ class CheckpointManager:
                     raise TimeoutError(f"rank {rank} did not write its share within "
                                        f"{self.timeout_s} s")
                 time.sleep(0.02)
-            reports.append(json.loads(store.get(key)))
+            reports[rank] = json.loads(store.get(key))
         return reports
 
-    def _complete(self, step, reports, best_step):
-        """Every share is on disk: manifest, the real name, rotation."""
+    def _complete(self, step, shares, best_step):
+        """Every share ({file: facts}) is on disk: manifest, the real name, rotation."""
         building, final = self.building(step), self.output_dir / f"checkpoint-{step}"
-        try:
-            ranks = tensor_io.writers(self.world.size)
-            if errors := [f"rank {rank}: {why}" for rank, (_, why) in zip(ranks, reports) if why]:
-                raise OSError("; ".join(errors))        # of all: disks of nodes differ
-            files = {name: facts for written, _ in reports for name, facts in written.items()}
-            text = json.dumps({"step": step, "files": dict(sorted(files.items()))}, indent=1)
-            # last: it is the proof that all others are there
-            write_files(building, {MANIFEST: lambda path: path.write_text(text)})
-            for folder in [path for path in building.rglob("*") if path.is_dir()] + [building]:
-                fsync(folder)
-        except BaseException:       # half of it would take the room that the next one needs
-            shutil.rmtree(building, ignore_errors=True)
-            raise
+        files = {name: facts for share in shares for name, facts in sorted(share.items())}
+        text = json.dumps({"step": step, "files": files}, indent=1)
+        # last: it is the proof that all others are there
+        write_files(building, {MANIFEST: lambda path: path.write_text(text)})
+        for folder in [path for path in building.rglob("*") if path.is_dir()] + [building]:
+            fsync(folder)
         if final.exists():      # passed over when resuming; now this step is reached again
             move_aside(final, "was passed over when the run resumed", "passed-over")
         os.rename(building, final)
         fsync(final.parent)
         # only now: an old one goes when a newer whole one has its name
         rotate(self.output_dir, step, self.keep, best_step)
-
-    # -- resume ----------------------------------------------------------------------------------
 
     def latest(self, resume="auto"):
         """(path, state) of the newest whole checkpoint, or (None, {}). Collective.
@@ -418,10 +391,9 @@ def read_manifest(path):
         return f"no {MANIFEST}"     # a folder that somebody made, or copied in part
     try:
         files = json_files.loads((path / MANIFEST).read_bytes())["files"]
-        facts = [(type(entry["bytes"]), type(entry["sha256"])) for entry in files.values()]
+        if {(type(facts["bytes"]), type(facts["sha256"])) for facts in files.values()} - {(int, str)}:
+            raise ValueError
     except (ValueError, TypeError, KeyError, AttributeError):
-        return f"unreadable {MANIFEST}"
-    if {*facts} - {(int, str)}:
         return f"unreadable {MANIFEST}"
     if f"{STATE}/state.json" not in files:      # an empty list would prove any folder whole
         return f"{MANIFEST} does not list {STATE}/state.json"

@@ -1,12 +1,8 @@
 """Flags of a script, one line for a mistake in them, and what is printed of users' files.
 
 Standard library only: a script parses its flags before it imports torch, so --help and a mistake
-answer at once. A script reads:
-
-    p = cli.Parser("Fine-tune a model.")
-    p.add_argument("--output_dir", default="output", help="everything is written here")
-    cli.switch(p, "--bf16", help="bfloat16 compute")
-    args = cli.parse(p, check_flags)        # check_flags(args, world_size) may raise UserError
+answer at once: p = cli.Parser("..."); p.flag("--output_dir", "output", "everything is written here");
+args = cli.parse(p, check_flags), where check_flags(args, world_size) may raise UserError.
 """
 import argparse
 import contextlib
@@ -21,11 +17,12 @@ import os
 import re
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from core import lifetime
 
-TRACKERS = ("tensorboard", "wandb", "trackio")      # of --report_to
+TRACKERS = ("tensorboard", "wandb")      # of --report_to
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 CONFIG = "run.yaml"     # in OUTPUT_DIR: the flags that repeat a run
 GIVE_WAY_S = 5          # seconds other ranks leave rank 0 to report a mistake
@@ -50,6 +47,11 @@ WITHOUT_EFFECT = {
 # Removed: {flag: what to do instead}
 JUDGE = "speak with saved checkpoints (speech/generate_tts.py), then judge (speech/evaluate_tts.py)"
 GONE = {
+    "--audio_loss_reduction": "for the sum over 8 codebooks give --text_loss_weight 0.125: AdamW "
+                              "does not see the scale of a loss",
+    "--scale_lr_from_batch": "give the rate itself, --learning_rate",
+    "--reduce_dtype": "FSDP2 sums gradients in fp32",
+    "--min_lr_ratio": "the rate falls to 0; --lr_scheduler constant keeps it",
     "--best_by": JUDGE, "--asr_model": JUDGE, "--asr_command": JUDGE, "--speaker_model": JUDGE,
     "--early_stop_patience": "make the file OUTPUT_DIR/stop to end a run",
     "--replay_every": "nothing replaces it",
@@ -76,8 +78,7 @@ def require(condition, message):
         raise UserError(message)
 
 
-# --------------------------------------------------------------------------------------------------
-# Text: a name in a data file may hold line feeds and terminal escapes, and be megabytes long
+# ---- Text: a name in a data file may hold line feeds and terminal escapes, and be megabytes long
 
 
 def printable(text, limit=500):
@@ -115,10 +116,10 @@ def print_error(text, short=""):
 
 def fail(message, status=1):
     """End this process with one line, which rank 0 prints."""
-    if os.environ.get("RANK", "0") != "0":
+    if os.environ.get("RANK", "0") == "0":
+        print_error(error_text(f"error: {message}"))
+    else:
         time.sleep(GIVE_WAY_S)
-        sys.exit(status)
-    print_error(error_text(f"error: {message}"))
     sys.exit(status)
 
 
@@ -134,7 +135,7 @@ def counted(number, noun):
 
 
 def problem_text(lines, shown=20, total=None):
-    """Many problems as one message: the first `shown`, then how many more there are of `total` (default: all given)."""
+    """Problems as one message: the first `shown`, and how many there are of `total`, or of these."""
     total = total or len(lines)
     if total == 1:
         return lines[0]
@@ -157,8 +158,7 @@ def without_secrets(value):
     return SECRETS.sub("", value) if isinstance(value, str) and "://" in value else value
 
 
-# --------------------------------------------------------------------------------------------------
-# Parsing
+# ---- Parsing
 
 
 class Help(argparse.HelpFormatter):
@@ -192,6 +192,12 @@ class Parser(argparse.ArgumentParser):
         """A flag that is off by default: --bf16, --bf16 true, --bf16 false."""
         switch(self, name, help=help)
 
+    def hide(self, *names):
+        """These flags are accepted, but --help does not show them."""
+        for action in self._actions:
+            if action.dest in names:
+                action.help = argparse.SUPPRESS
+
     def error(self, message):
         raise UserError(message.removeprefix("argument "))
 
@@ -220,21 +226,12 @@ def parse(parser, check=None, argv=None):
     by rank 0: status 2 for a flag that does not exist, 1 for a value. From here on SIGTERM and
     SIGUSR1 are noted instead of killing (lifetime.stop_requested), and a rank dies with torchrun.
     """
-    words = sys.argv[1:] if argv is None else list(argv)
+    words, status = sys.argv[1:] if argv is None else list(argv), 2
     lifetime.end_with_torchrun()        # first: imports take seconds
     if argv is None:
-        if sys.stderr:
-            with contextlib.suppress(io.UnsupportedOperation):      # stderr may be no file
-                faulthandler.enable()   # a crash in native code prints where each thread was
-        sys.argv[1:] = map(without_secrets, words)      # W&B keeps the command line of a run
-        gc.disable()        # a quarter of the time of imports; dist.init() turns it on again
-        sys.excepthook = report_interrupt
-        if sys.stdout:      # a log file shows each line at once
-            sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+        prepare_process(words)
     accept_old_names(parser)
-    status = 2
     try:
-        fix_allocator_setting()
         check_names(parser, words)      # before argparse complains of what is missing
         # later words count, so flags of the command line override the file's
         words = read_config(parser, words) + words
@@ -246,13 +243,28 @@ def parse(parser, check=None, argv=None):
         if check:
             ranks = getattr(args, "dry_run", None) or int(os.environ.get("WORLD_SIZE", "1"))
             check(args, ranks)
-        if os.environ.get("CHECK_FLAGS"):       # set by launch/slurm.sh for DRY_RUN=1
-            sys.exit(0)
-        if getattr(args, "dry_run", 0) is None:
-            lifetime.catch_signals()
-        return args
     except UserError as error:
         fail(error, status)
+    if os.environ.get("CHECK_FLAGS"):       # set by launch/slurm.sh for DRY_RUN=1
+        sys.exit(0)
+    if getattr(args, "dry_run", 0) is None:
+        lifetime.catch_signals()
+    return args
+
+
+def prepare_process(words):
+    """What a script's process needs before its imports. words: its command line."""
+    with contextlib.suppress(AttributeError, io.UnsupportedOperation):      # stderr may be no file
+        faulthandler.enable()       # a crash in native code prints where each thread was
+    if sys.stdout:      # a log file shows each line at once
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+    sys.argv[1:] = map(without_secrets, words)      # W&B keeps the command line of a run
+    gc.disable()        # a quarter of the time of imports; dist.init() turns it on again
+    sys.excepthook = report_interrupt
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "=" in (value := os.environ.get(name, "")):      # notes have it where torch wants a colon
+            os.environ[name] = value.replace("=", ":")
+            notice(f"{name}={value} is read as {os.environ[name]}")
 
 
 def report_interrupt(kind, *error):
@@ -297,17 +309,7 @@ def check_names(parser, words):
                             "--help lists all")
 
 
-def fix_allocator_setting():
-    """Spell the allocator's setting as torch reads it: notes have = where torch wants a colon."""
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        value = os.environ.get(name, "")
-        if "=" in value:
-            os.environ[name] = value.replace("=", ":")
-            notice(f"{name}={value} is read as {os.environ[name]}")
-
-
-# --------------------------------------------------------------------------------------------------
-# --config FILE and OUTPUT_DIR/run.yaml
+# ---- --config FILE and OUTPUT_DIR/run.yaml
 
 
 def read_config(parser, words):
@@ -333,19 +335,21 @@ def read_config(parser, words):
     require(tree is None or isinstance(tree, yaml.MappingNode),
             f"--config {file}: must be lines of flag: value")
     for key, value in tree.value if tree else ():
-        where, name = f"--config {file} line {key.start_mark.line + 1}", str(key.value)
+        name = str(key.value)
+        where = f"--config {file} line {key.start_mark.line + 1}: {name}"
         action = parser._option_string_actions.get(f"--{name}")
         if action is None or action.dest in ("config", "help"):
-            raise UserError(f"{where}: {name}: no such flag; the nearest one is "
+            raise UserError(f"{where}: no such flag; the nearest one is "
                             f"{nearest(f'--{name}', parser).removeprefix('--')}")
-        require(action.dest not in found, f"{where}: {name} is there twice")
+        require(action.dest not in found, f"{where} is there twice")
         found.add(action.dest)
-        items = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        listed = isinstance(value, yaml.SequenceNode)
+        items = value.value if listed else [value]
         require(all(isinstance(item, yaml.ScalarNode) for item in items),
-                f"{where}: {name} takes a value or a list")
-        if isinstance(value, yaml.SequenceNode):
-            require(action.nargs not in (None, 0, "?"),
-                    f"{where}: {name} takes one value, not a list")
+                f"{where} takes a value or a list")
+        require(not listed or action.nargs not in (None, 0, "?"),
+                f"{where} takes one value, not a list")
+        if listed:
             made += [f"--{name}", *(item.value for item in items)]
         elif value.style is None and value.value in ("", "~", "null"):
             continue
@@ -365,8 +369,7 @@ def config_text(args, script):
     return "\n".join(lines) + "\n"
 
 
-# --------------------------------------------------------------------------------------------------
-# Values
+# ---- Values
 
 
 def boolean(text):
@@ -407,7 +410,7 @@ def sharding(text):
     """type= of --parallel, and of DeepSpeed's flag: its stage 3 shards what FSDP2 shards."""
     if "zero3" in text.lower():
         return "fsdp"
-    if text not in ("ddp", "fsdp", "hsdp"):
+    if not re.fullmatch(r"ddp|fsdp|hsdp(:\d+)?", text):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not ddp, fsdp or hsdp; of DeepSpeed's stages zero3 is fsdp, the nearest "
             "to zero2 fsdp --no-reshard_after_forward, to none of both ddp")
@@ -429,8 +432,7 @@ def local_ranks(ranks):
     return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", 8)))
 
 
-# --------------------------------------------------------------------------------------------------
-# Checks; all raise UserError
+# ---- Checks; all raise UserError
 
 
 def check_values(args, names, good, words):
@@ -440,24 +442,14 @@ def check_values(args, names, good, words):
         require(value is None or good(value), f"--{name} is {value}; it must {words}")
 
 
-def at_least_one(args, names):
-    check_values(args, names, lambda value: value >= 1, "be at least 1")
-
-
-def zero_or_more(args, names):
-    check_values(args, names, lambda value: 0 <= value < math.inf, "be 0 or more and finite")
-
-
-def below_one(args, names):
-    check_values(args, names, lambda value: 0 <= value < 1, "be at least 0 and below 1")
-
-
-def share(args, names):
-    check_values(args, names, lambda value: 0 <= value <= 1, "lie between 0 and 1")
-
-
-def above_zero(args, names):
-    check_values(args, names, lambda value: 0 < value < math.inf, "be above 0 and finite")
+at_least_one = partial(check_values, good=lambda value: value >= 1, words="be at least 1")
+zero_or_more = partial(check_values, good=lambda value: 0 <= value < math.inf,
+                       words="be 0 or more and finite")
+above_zero = partial(check_values, good=lambda value: 0 < value < math.inf,
+                     words="be above 0 and finite")
+below_one = partial(check_values, good=lambda value: 0 <= value < 1,
+                    words="be at least 0 and below 1")
+share = partial(check_values, good=lambda value: 0 <= value <= 1, words="lie between 0 and 1")
 
 
 def check_trainer(args, world_size, parser):
@@ -478,8 +470,7 @@ def check_trainer(args, world_size, parser):
     for name in args.report_to:
         require(name in TRACKERS, f"--report_to {name}: unknown tracker; choose from "
                                   f"{', '.join(TRACKERS)} and none")
-        require(importlib.util.find_spec(name),
-                f"--report_to {name}: pip install {name}, or --report_to none")
+        require_package(name, f"--report_to {name}")
     check_parallel(args, world_size)
     for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora",
                  "use_dora"):
@@ -495,8 +486,10 @@ def check_trainer(args, world_size, parser):
 
 def check_parallel(args, world_size):
     """--parallel and what goes with it; fills in --shard_size."""
+    args.parallel, _, size = args.parallel.partition(":")
+    args.shard_size = int(size or getattr(args, "shard_size", 0))
     ddp = args.parallel == "ddp"
-    require(args.parallel == "hsdp" or not getattr(args, "shard_size", 0),
+    require(args.parallel == "hsdp" or not args.shard_size,
             "--shard_size needs --parallel hsdp")
     require(not ddp or getattr(args, "reduce_dtype", "fp32") == "fp32",
             "--reduce_dtype bf16 needs --parallel fsdp or hsdp")

@@ -1,19 +1,14 @@
 """Ranks, device, collectives, DDP and FSDP2 wrapping, and how a run fails: together, with one line.
 
-    world = dist.init(timeout_s=600, wait_timeout_s=21600)
-    folder = dist.rank0(world, find_model, name)        # rank 0 works, every rank gets the result
-    ...
-    dist.finish()
-
 Global rank decides data, logs and saves; local rank picks the GPU and nothing else. One process
 without torchrun is rank 0 of 1. There are two groups: the default one (NCCL on GPUs) for gradients,
 and a gloo group with a long limit for waits that may honestly take hours (encoding audio, slow
 disks), where NCCL's watchdog would fire.
 
-How a run fails: init() sets sys.excepthook. The first rank that raises prints why, notes that in
-the run's store and exits; torchrun ends the other ranks of its node. A rank that only lost the
-failed one finds the note and prints nothing. Watchdogs (core/watchdog.py) end ranks that torchrun
-cannot: a main thread that waits in a collective takes no signal.
+The first rank that raises prints why (sys.excepthook), notes that in the run's store and exits;
+torchrun ends the other ranks of its node. A rank that only lost the failed one finds the note and
+prints nothing. core/watchdog.py ends ranks that torchrun cannot: a main thread that waits in a
+collective takes no signal.
 """
 import contextlib
 import errno
@@ -24,6 +19,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from dataclasses import dataclass
@@ -52,6 +48,15 @@ FAILED = "ranks that have failed"       # key in the store: a counter
 # Words of errors that say nothing but that another rank is gone
 COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset",
                      "Broken pipe", "TCPStore")
+
+# What errors without a file's name are about: {words in them: what to do}
+WORKERS = "or have no such processes (--num_workers 0, --preprocess_num_proc 0)"
+REMEDIES = {
+    "No space left on device": f"/dev/shm is full, where loader processes hand data over; make it "
+                               f"larger, as with docker run --shm-size=8g, {WORKERS}",
+    "Too many open files": f"too many open files in /proc/self/fd; raise the limit (ulimit -n), {WORKERS}",
+    "AF_UNIX path too long": "{}: too long a path for the sockets of processes; set TMPDIR to a "
+                             "shorter one"}
 
 _world = None   # this process's World, for the error message
 
@@ -141,15 +146,17 @@ def seed_everything(seed, rank=0):
     torch.manual_seed(seed + rank)
 
 
-def check_bf16(device, wanted):
-    """Raise UserError when bfloat16 is wanted and this GPU has none."""
-    if wanted and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+def check_device(device, args):
+    """Raise UserError where this device cannot compute in the precision that the flags ask for."""
+    if args.bf16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         raise UserError(f"--bf16: {torch.cuda.get_device_name(device)} has no bfloat16; give "
                         "--fp16, or drop the flag")
+    if getattr(args, "float8", False):
+        from core import float8
+        float8.check_device(device, True)
 
 
-# --------------------------------------------------------------------------------------------------
-# Failing
+# ---- Failing
 
 
 def report_error(kind, error, trace):
@@ -171,13 +178,9 @@ def report_error(kind, error, trace):
             wait_for_torchrun()
         if claim_error_report(store):
             print_error(error_text(f"error: {error}"))
-    elif isinstance(error, OSError) and error.filename and error.strerror:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+    elif words := what_the_machine_lacks(error):
         if claim_error_report(store):
-            mine = isinstance(error, PermissionError)
-            print_error(error_text(
-                f"error: {error.filename2 or error.filename} cannot be {'' if full else 'read or '}"
-                f"written ({error.strerror}{': this user may not' * mine})"))
+            print_error(error_text(f"error: {words}"))
     else:
         lost_peer = isinstance(error, dist.DistError) or any(
             word in str(error) for word in COLLECTIVE_ERRORS)
@@ -195,6 +198,20 @@ def report_error(kind, error, trace):
     kill_children()
     if dist.is_initialized() or status not in (1, 130):
         os._exit(status)
+
+
+def what_the_machine_lacks(error):
+    """An error of the operating system in words, with the name of the file; None for others."""
+    text = str(error).replace("unable to allocate shared memory", "No space left on device")
+    for words, remedy in REMEDIES.items():      # in the text: torch's own have no errno
+        if words in text and not getattr(error, "filename", None):
+            return remedy.format(tempfile.gettempdir())
+    if not isinstance(error, OSError) or not error.filename:
+        return None
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+    owner = ": this user may not" if isinstance(error, PermissionError) else ""
+    return (f"{error.filename2 or error.filename} cannot be {'' if full else 'read or '}written "
+            f"({error.strerror}{owner})")
 
 
 def kill_children():
@@ -251,8 +268,7 @@ def error_names_file(path):
         raise
 
 
-# --------------------------------------------------------------------------------------------------
-# Collectives. Every rank must call each of them, in the same order.
+# ---- Collectives. Every rank must call each of them, in the same order.
 
 
 def rank0(world, function, *args):
@@ -277,27 +293,13 @@ def rank0(world, function, *args):
     return result
 
 
-def tree(rank, size):
-    """(parent, children) of a rank in a binomial tree over all ranks; rank 0's parent is None."""
-    children = []
-    while not rank >> len(children) & 1 and rank + (1 << len(children)) < size:
-        children.append(rank + (1 << len(children)))
-    return (rank & rank - 1 if rank else None), children
-
-
 def gather(world, value):
-    """Every rank's (picklable) value as a list in rank order on rank 0, None elsewhere.
-
-    Up a tree: rank 0 does not take a message from each of a thousand ranks.
-    """
-    found, box = {world.rank: value}, [None]
-    parent, children = tree(world.rank, world.size)
-    for child in children:
-        dist.recv_object_list(box, child, group=world.slow_group)
-        found |= box[0]
-    if parent is not None:
-        return dist.send_object_list([found], parent, group=world.slow_group)
-    return [found[rank] for rank in range(world.size)]
+    """Every rank's (picklable) value as a list in rank order on rank 0, None elsewhere."""
+    found = [None] * world.size if world.is_main else None
+    if world.size == 1:
+        return [value]
+    dist.gather_object(value, found, dst=0, group=world.slow_group)
+    return found
 
 
 def all_gather(world, value):
@@ -337,8 +339,7 @@ def all_max(world, number):
     return found
 
 
-# --------------------------------------------------------------------------------------------------
-# Model
+# ---- Model
 
 
 def autocast(device, dtype):
@@ -346,18 +347,21 @@ def autocast(device, dtype):
     return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)
 
 
-def choose_compile(world, wanted, against=""):
-    """Whether to compile, the same on all ranks. wanted: --compile. against: what auto yields to.
+def choose_compile(world, args, against=""):
+    """--compile as True or False, the same on all ranks. against: what auto yields to, in words.
 
     A notice on rank 0 says what auto chose, or what compiling lacks here. Collective.
     """
     from core import cli, fused
-    cuda = world.device.type == "cuda"
-    if wanted == "auto" and (against or not cuda):
+    if getattr(args, "gradient_checkpointing", None) == "selective":
+        against = "selective recomputation cannot look into a compiled layer"
+    elif getattr(args, "base_dtype", None) == "nf4":
+        against = "products with four-bit weights cannot be compiled"
+    if args.compile == "auto" and (against or world.device.type != "cuda"):
         cli.notice(f"--compile auto: off, {against or 'no GPU here'}")
         return False
-    on = bool(wanted) and all(all_gather(world, fused.compiles(world.device.type)))
-    if wanted == "auto" and on:
+    on = bool(args.compile) and all(all_gather(world, fused.compiles(world.device.type)))
+    if args.compile == "auto" and on:
         cli.notice("--compile auto: on; the first step takes longer")
     return on
 

@@ -1,9 +1,4 @@
-"""Numbers of a run: written, read again, and what they say in words.
-
-metrics.jsonl always; TensorBoard, W&B and trackio when asked. In words, on the last line of a run:
-
-    verdict    validation loss was best at step 420 (4.8123) and 2.1 % higher at step 525 while the
-               training loss fell: overfitting, take checkpoint-420; 90 % of the sample prompts ...
+"""Numbers of a run: metrics.jsonl, TensorBoard and W&B; read again; and what they say in words.
 
 Importing this needs the standard library alone: report.py reads and judges where no torch is.
 """
@@ -30,8 +25,7 @@ SMALL = 0.005       # share of a loss that counts as no change: less than losses
 UNDERSTOOD, PARTLY = 0.15, 0.5      # word error rates: up to here speech is understood, or partly
 
 
-# --------------------------------------------------------------------------------------------------
-# Speed
+# ---- Speed
 
 
 def peak_flops(device):
@@ -133,37 +127,21 @@ class StepTimer:
         self.steps, self.slots = self.steps + 1, self.slots + slots
 
     def report(self, world):
-        """speed_report since reset(), which this calls; more names of work give rates train/NAME_per_second."""
+        """speed_report since reset(), which this calls; audio_seconds gives a rate as well."""
         found = self.work, self.slots, time.monotonic() - self.start, self.waited
         work, slots, seconds, waited = found if self.steps else self.first
         more = {f"train/{name}_per_second": amount / seconds for name, amount in work.items()
-                if name not in ("tokens", "samples", "flops")}
+                if name.endswith("_seconds")}
         values = {**more, **speed_report(work, seconds, max(1, self.steps), slots, waited,
                                          world.device, world.size)}
         self.reset()
         return values
 
 
-# --------------------------------------------------------------------------------------------------
-# Written
-
-# TensorBoard's custom scalars: {group: {chart: patterns of its curves}}, the first to look at first
-BOARD = {"Loss": {"loss": ["(train|eval)/(loss|nll)$"],
-                  "audio": ["(train|eval)/audio_loss$"], "text": ["(train|eval)/text_loss$"],
-                  "codebooks": ["train/audio_loss_codebook_\\d+$"]},
-         "Speech": {"ended by themselves": ["eval/stop_rate$"],
-                    "length": ["eval/length_ratio$"],
-                    "end of stream": ["(train|eval)/(eos_accuracy|stop_recall)$"]},
-         "Optimisation": {"learning rate": ["train/learning_rate$"],
-                          "gradient norm": ["train/grad_norm$"]},
-         "Speed and memory": {"throughput": ["train/throughput$"],
-                              "seconds a step": ["train/step_seconds$"],
-                              "waiting for data": ["train/data_wait_seconds$"],
-                              "memory": ["train/memory_gib$"]}}
-
+# ---- Written
 
 class MetricsLog:
-    """Rank 0's record of a run. Make it on rank 0 only. report_to: some of flags.TRACKERS.
+    """Rank 0's record of a run. Make it on rank 0 only. report_to: some of cli.TRACKERS.
 
     Lines of metrics.jsonl and TensorBoard points later than resumed_step (work lost in a crash) are
     dropped first, so no step stands there twice. A metrics.jsonl with other lines than ours is
@@ -183,34 +161,27 @@ class MetricsLog:
         if rows:
             kept = [row for row in rows if row["step"] <= resumed_step]
             if eval_due or not resumed_step:    # by a run killed before its next checkpoint
-                kept = [row for row in kept if row["step"] < resumed_step or not is_validation(row)]
+                kept = [row for row in kept if row["step"] < resumed_step
+                        or not any(name.startswith("eval/") for name in row)]
             text = "".join(json.dumps(row) + "\n" for row in kept)
             checkpoint.write_atomically(self.path, lambda path: path.write_text(text))
         elif self.path.exists():        # nothing but the beginning of a line
             self.path.write_bytes(b"")
         note_start(self.path.with_name("starts.jsonl"), resumed_step, config)
         self.file = open(self.path, "a", buffering=1)
-        self.board, self.runs = None, {}        # runs: {"wandb" or "trackio": (module, its run)}
+        self.board = self.wandb = None
         if "tensorboard" in report_to:
             with self.naming(logging_dir):
                 self.board = tensorboard(logging_dir, resumed_step, config)
-        # a resumed run goes on in the same run there, a new one does not
-        run_id = Path(output_dir) / "wandb_id"
-        online = {"wandb", "trackio"} & set(report_to)
-        if online and not (resumed_step and run_id.exists()):
-            name = uuid.uuid4().hex[:16]
-            checkpoint.write_atomically(run_id, lambda path: path.write_text(name))
-        name = Path(output_dir).resolve().name
-        if "wandb" in online:
+        if "wandb" in report_to:
+            # a resumed run goes on in the same run there, a new one does not
+            run_id = Path(output_dir) / "wandb_id"
+            if not (resumed_step and run_id.exists()):
+                checkpoint.write_text(run_id, uuid.uuid4().hex[:16])
             import wandb
-            self.runs["wandb"] = wandb, wandb.init(
-                project=project, dir=str(output_dir), config=config, resume="allow", name=name,
-                id=json_files.read_text(run_id))
-        if "trackio" in online:     # names are all it knows runs by
-            import trackio
-            self.runs["trackio"] = trackio, trackio.init(
-                project=project, name=f"{name}-{json_files.read_text(run_id)[:4]}", resume="allow",
-                config=json.loads(json.dumps(config, default=str)))
+            self.wandb = wandb.init(
+                project=project, dir=str(output_dir), config=config, resume="allow",
+                name=Path(output_dir).resolve().name, id=json_files.read_text(run_id))
 
     def write(self, step, values):
         """Record {name: number} at an optimizer step everywhere; in JSON nan and inf are null."""
@@ -222,8 +193,8 @@ class MetricsLog:
                 for name, value in values.items():
                     self.board.add_scalar(name, value, step)
                 self.board.flush()
-        for _, run in self.runs.values():
-            run.log(values, step=step)
+        if self.wandb:
+            self.wandb.log(values, step=step)
 
     def write_speech(self, step, name, wave, rate, picture):
         """A sound and its picture, to all but metrics.jsonl.
@@ -237,10 +208,11 @@ class MetricsLog:
                     self.board.add_audio(name, wave[None], step, rate)
                 self.board.add_image(f"{name}/mel", picture, step, dataformats="HWC")
                 self.board.flush()
-        for module, run in self.runs.values():
+        if self.wandb:
+            import wandb
             samples = (wave * 32767).astype("int16")    # floats would be made as loud as can be
-            sound = {name: module.Audio(samples, sample_rate=rate)} if len(wave) else {}
-            run.log({**sound, f"{name}/mel": module.Image(picture)}, step=step)
+            sound = {name: wandb.Audio(samples, sample_rate=rate)} if len(wave) else {}
+            self.wandb.log({**sound, f"{name}/mel": wandb.Image(picture)}, step=step)
 
     def close(self):
         """Flush and close every writer."""
@@ -248,8 +220,8 @@ class MetricsLog:
         self.file.close()
         if self.board:
             self.board.close()
-        for _, run in self.runs.values():
-            run.finish()
+        if self.wandb:
+            self.wandb.finish()
 
 
 def note_start(path, step, config):
@@ -259,39 +231,24 @@ def note_start(path, step, config):
              "host": socket.gethostname(), "config": config}
     if path.exists() and not path.is_file():
         checkpoint.move_aside(path, "is not a file")
-    with dist.error_names_file(path):
-        earlier = path.read_bytes() if path.exists() else b""
-    if earlier and not earlier.endswith(b"\n"):     # a kill cut its last line off
-        earlier += b"\n"
-    text = earlier + json.dumps(start, default=str).encode() + b"\n"
-    checkpoint.write_atomically(path, lambda path: path.write_bytes(text))
+    with dist.error_names_file(path), open(path, "ab+") as file:
+        file.seek(max(0, file.tell() - 1))
+        cut_off = file.read() not in (b"", b"\n")       # its last line, by a kill
+        file.write(b"\n" * cut_off + json.dumps(start, default=str).encode() + b"\n")
 
 
 def tensorboard(logging_dir, resumed_step, config):
-    """A SummaryWriter with the charts of BOARD, whose points later than resumed_step are gone."""
+    """A SummaryWriter whose points later than resumed_step are gone."""
     from torch.utils.tensorboard import SummaryWriter
     show = threading.excepthook
-
-    def but_for_files(found):       # of a full disk, which add_scalar raises too, once is enough
-        if not issubclass(found.exc_type, OSError):
-            show(found)
-
-    threading.excepthook = but_for_files
+    # add_scalar raises the error of a full disk as well
+    threading.excepthook = lambda found: issubclass(found.exc_type, OSError) or show(found)
     board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
-    board.add_custom_scalars({
-        group: {chart: ["Multiline", patterns] for chart, patterns in charts.items()}
-        for group, charts in BOARD.items()})
     board.add_text("config", "```\n" + json.dumps(config, indent=1) + "\n```", resumed_step)
     return board
 
 
-# --------------------------------------------------------------------------------------------------
-# Read
-
-
-def is_validation(row):
-    """Whether a row of metrics.jsonl is of a validation."""
-    return any(name.startswith("eval/") for name in row)
+# ---- Read
 
 
 def read_rows(path):
@@ -334,8 +291,7 @@ def curve(rows, name):
     return [(step, value) for step, value in found if math.isfinite(value)]
 
 
-# --------------------------------------------------------------------------------------------------
-# In words
+# ---- In words
 
 
 def percent(share):

@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from core import checkpoint, run_lock
-from core.cli import UserError
+from core.cli import UserError, require
 
 
 @contextlib.contextmanager
@@ -20,20 +20,22 @@ def new_folder(output_dir, size=0, flag="--output_dir"):
     or for a full disk.
     """
     final = Path(os.path.abspath(output_dir))
-    if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise UserError(f"{flag} {output_dir}: is there already and not empty; give another name "
-                        "or move it away")
-    # beside the final one, so that both are on one disk and a renaming is enough
+    require(not final.exists() or final.is_dir() and not any(final.iterdir()),
+            f"{flag} {output_dir}: is there already and not empty; give another name or move it away")
+    # in the same folder, so that both are on one disk and a renaming is enough
     building = final.with_name(f".{final.name}.new-{uuid.uuid4().hex}")
     try:
-        remove_unfinished(final, flag)
+        for left in final.parent.glob(".*.new-*"):      # by a killed process
+            if re.fullmatch(rf"\.{re.escape(final.name)}\.new-[0-9a-f]{{32}}", left.name):
+                # gone since it was listed: its process has ended well
+                with contextlib.suppress(FileNotFoundError), run_lock.acquire(left, flag):
+                    shutil.rmtree(left)
+                    print(f"removed {left}, which a killed process has left", flush=True)
         building.mkdir(parents=True)
         with run_lock.acquire(building, flag) as lock:
-            # before hours of work, not after
-            free = shutil.disk_usage(building).free
-            if free < size:
-                raise UserError(f"{flag} {output_dir}: {size / 1e9:.1f} GB are to be written, "
-                                f"{free / 1e9:.1f} GB are free there")
+            free = shutil.disk_usage(building).free     # before hours of work, not after
+            require(free >= size, f"{flag} {output_dir}: {size / 1e9:.1f} GB are to be written, "
+                                  f"{free / 1e9:.1f} GB are free there")
             yield building
             for path in [*building.iterdir(), building]:
                 checkpoint.fsync(path)
@@ -48,15 +50,3 @@ def new_folder(output_dir, size=0, flag="--output_dir"):
         raise UserError(f"{flag} {output_dir}: cannot be written ({error})")
     finally:
         shutil.rmtree(building, ignore_errors=True)
-
-
-def remove_unfinished(final, flag):
-    """Delete what killed processes have left of new_folder(final); UserError where one lives."""
-    # escaped: a folder may be called x[1] or *
-    name = rf"\.{re.escape(final.name)}\.new-[0-9a-f]{{32}}"
-    for earlier in final.parent.iterdir() if final.parent.exists() else ():
-        if re.fullmatch(name, earlier.name) and earlier.is_dir():
-            # gone since it was listed: its process has ended well
-            with contextlib.suppress(FileNotFoundError), run_lock.acquire(earlier, flag):
-                shutil.rmtree(earlier)
-                print(f"removed {earlier}, which a killed process has left", flush=True)

@@ -81,6 +81,18 @@ def guarded_step(optimizer, bad):
         del optimizer.grad_scale, optimizer.found_inf
 
 
+def take_step(optimizer, lr, norm):
+    """Step with this learning rate, unless the gradient norm (0-d) is not finite; then clear the
+    gradients. Returns 1.0 where the step was skipped, 0.0 where not, 0-d like norm. No host sync.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    bad = 1 - torch.isfinite(norm).float()
+    guarded_step(optimizer, bad)
+    optimizer.zero_grad(set_to_none=True)
+    return bad
+
+
 class StepMonitor:
     """What the host must know of each step, fetched one step late so that the device never waits:
     was its gradient not finite, or exactly 0; did any rank ask to stop.

@@ -150,6 +150,11 @@ class PackOrder:
             plan = _reordered(plan, np.concatenate(parts))
         return plan
 
+    def largest(self):
+        """Sample indices (n,) of the pack with the most tokens."""
+        plan = self.epoch(0)
+        return max(map(plan.pack, range(len(plan))), key=lambda pack: self.lengths[pack].sum())
+
     def window(self, epoch, first, count):
         """Sample indices (n,) of the `count` packs from `first` on: one optimizer step over all ranks."""
         plan = self.epoch(epoch)

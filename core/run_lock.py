@@ -1,7 +1,7 @@
 """One process at a time owns a folder: an output folder, a code cache in the making, a journal.
 
 The owner holds an exclusive flock on FOLDER/NAME.lock, which the kernel drops when the process
-ends, whatever ends it. The file says who that is, and stays. Standard library only.
+ends, whatever ends it. The file names the owner, and stays. Standard library only.
 """
 import contextlib
 import errno
@@ -14,7 +14,6 @@ from pathlib import Path
 
 from core.cli import UserError, notice, printable
 
-NAME = "run"            # of an output folder's lock
 WAIT_S = 3              # a run that is restarted at once waits for ranks that are about to end
 LEASE_S = 120           # a file server keeps the locks of a node that is gone for about 90 s
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -22,43 +21,29 @@ NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _held = {}              # {path of a lock: file descriptor} of this process
 
 
-class RunLock:
+class RunLock(contextlib.AbstractContextManager):
     """This process's hold on a folder. Ends with release(), a `with`, or the process."""
 
     def __init__(self, path):
         self.path = path
 
     def release(self):
-        """The folder is free from here on."""
         if self.path in _held:
             os.close(_held.pop(self.path))
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *error):
         self.release()
 
 
-def acquire(folder, flag="--output_dir", name=NAME, wait_s=None, waiting=None):
-    """Own a folder from now on -> RunLock. Raises UserError while another process owns it, after
-    wait_s seconds (default: patience()), and OSError when the folder cannot be written.
+def acquire(folder, flag="--output_dir", name="run", wait_s=None, waiting=None):
+    """Own a folder from now on -> RunLock. Raises UserError when another process still owns it
+    after wait_s seconds (default: patience()), and OSError when the folder cannot be written.
 
-    flag: that gave the folder, for the message. name: of the lock, where parts of a folder have
-    owners. waiting: called again and again meanwhile, and may raise.
+    flag: names the folder in the message. waiting: called again and again meanwhile; it may raise.
     """
-    path, told = Path(folder) / f"{name}.lock", False
+    path = Path(folder) / f"{name}.lock"
     RunLock(path).release()         # of an earlier run of this process
-    end = time.monotonic() + (patience() if wait_s is None else wait_s)
-    while (fd := try_lock(path)) is None:
-        if time.monotonic() >= end:
-            raise in_use(path, flag)
-        if not told and end - time.monotonic() > WAIT_S:
-            print(f"waiting    another run is using {folder} ({owner_of(path)})", flush=True)
-            told = True
-        if waiting:
-            waiting()
-        time.sleep(0.2)
+    fd = wait_for(lambda: try_lock(path), path, flag, wait_s, waiting)
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     words = f"host {socket.gethostname()}, process {os.getpid()}, started {now}\n".encode()
     with contextlib.suppress(OSError):      # another user's file: may be locked, but not written
@@ -68,42 +53,48 @@ def acquire(folder, flag="--output_dir", name=NAME, wait_s=None, waiting=None):
     return RunLock(path)
 
 
-def check_free(folder, flag="--output_dir", name=NAME):
+def check_free(folder, flag="--output_dir", name="run"):
     """Raise UserError while another process owns a folder, after patience(). Makes no file."""
-    path, end = Path(folder) / f"{name}.lock", time.monotonic() + patience()
-    while path not in _held:
-        try:
-            fd = try_lock(path, make=False)
-        except OSError:         # there is none, or acquire will say what is wrong
-            return
-        if fd is not None:
-            os.close(fd)
-            return
+    path = Path(folder) / f"{name}.lock"
+    if path not in _held:
+        with contextlib.suppress(OSError):      # no such file, or acquire will say what is wrong
+            os.close(wait_for(lambda: try_lock(path, make=False), path, flag))
+
+
+def wait_for(attempt, path, flag, wait_s=None, waiting=None):
+    """What attempt() returns once it is not None. UserError when that takes too long."""
+    told, end = False, time.monotonic() + (patience() if wait_s is None else wait_s)
+    while (fd := attempt()) is None:
         if time.monotonic() >= end:
-            raise in_use(path, flag)
+            raise UserError(f"{flag} {path.parent}: another run is using it ({owner_of(path)}); end "
+                            f"that one, or give another {flag}")
+        if not told and end - time.monotonic() > WAIT_S:
+            print(f"waiting    another run is using {path.parent} ({owner_of(path)})", flush=True)
+            told = True
+        if waiting:
+            waiting()
         time.sleep(0.2)
+    return fd
 
 
 def patience():
-    """Seconds to wait for an owner that is about to end.
-
-    A job that Slurm has queued again may have lost its node, whose locks the file server keeps.
+    """Seconds to wait for an owner that is about to end: long in a job that Slurm has queued again,
+    which may have lost its node.
     """
     return LEASE_S if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" else WAIT_S
 
 
 def try_lock(path, make=True):
-    """Descriptor of a locked file, or None while another process has the lock. See open_lock.
+    """Descriptor of the locked file, or None while another process has the lock.
 
-    make: make the file if need be, and lock it for this process alone; else it is only looked
-    whether that could be done.
+    make: make the file and lock it for this process alone; else only see whether that would work.
     """
     fd = open_lock(path, make)
     try:
         fcntl.flock(fd, (fcntl.LOCK_EX if make else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(fd), os.stat(path)):
             return fd
-    except (BlockingIOError, FileNotFoundError):        # removed since it was opened
+    except (BlockingIOError, FileNotFoundError):        # the latter: removed since it was opened
         pass
     except OSError as error:
         if error.errno in NO_LOCKS:
@@ -122,7 +113,7 @@ def open_lock(path, make=False):
     wrong = UserError(f"{path}: is not a file; move it away, a run locks a file of this name")
     try:
         fd = os.open(path, flags | (os.O_RDWR | os.O_CREAT if make else os.O_RDONLY), 0o666)
-    except PermissionError:     # another user's, who may own the folder now and then, too
+    except PermissionError:     # another user's file, which may be locked all the same
         if not os.path.lexists(path):
             raise
         fd = os.open(path, flags | os.O_RDONLY)
@@ -140,12 +131,6 @@ def owner_of(path):
         if words := file.read(500).strip():
             return printable(words.decode(errors="replace"))
     return f"a process that {path} does not name"
-
-
-def in_use(path, flag):
-    """The UserError of a folder that has an owner. path: of its lock."""
-    return UserError(f"{flag} {path.parent}: another run is using it ({owner_of(path)}); "
-                     f"end that one, or give another {flag}")
 
 
 def _forget():

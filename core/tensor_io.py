@@ -30,8 +30,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")      # integers and float8 would need sca
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-# --------------------------------------------------------------------------------------------------
-# Shards
+# ---- Shards
 
 
 def local_rows(tensor):
@@ -75,8 +74,7 @@ def full_tensor(tensor):
     return found[:tensor.shape[0]]
 
 
-# --------------------------------------------------------------------------------------------------
-# Reading
+# ---- Reading
 
 
 def find_folder(name, flag, more=()):
@@ -212,18 +210,18 @@ def read_once(world, tensor, read):
     """
     local, group, first = tensor, None, 0
     if isinstance(tensor, DTensor):
-        local, mesh, first = tensor.to_local(), tensor.device_mesh, None
-        if mesh.ndim > 1:
-            group = mesh.get_group(0)
-            first = int(mesh.mesh[0, mesh.get_coordinate()[1]])
-    alone = world.size == 1 or first is None or local.device.type != world.device.type
-    if alone or world.rank == first:
+        local, mesh = tensor.to_local(), tensor.device_mesh
+        first = world.rank if mesh.ndim == 1 else int(mesh.mesh[0, mesh.get_coordinate()[1]])
+        group = mesh.get_group(0) if mesh.ndim > 1 else None
+    copies = world.size > 1 and local.device.type == world.device.type and not (
+        isinstance(tensor, DTensor) and group is None)
+    if world.rank == first or not copies:
         read()
-    if not alone:
+    if copies:
         barrier(world)      # a slow disk may take longer than a broadcast's limit
-    if not alone and local.numel():
-        assert local.is_contiguous(), "a copy would be filled instead"
-        dist.broadcast(local.flatten().view(torch.uint8), first, group=group)
+        if local.numel():
+            assert local.is_contiguous(), "a copy would be filled instead"
+            dist.broadcast(local.flatten().view(torch.uint8), first, group=group)
 
 
 def load(world, folder, stem, tensors):
@@ -241,19 +239,12 @@ def load(world, folder, stem, tensors):
         read_once(world, tensor, partial(read_rows, tensor, found[name]))
 
 
-# --------------------------------------------------------------------------------------------------
-# Writing
+# ---- Writing
 
 
 def writers(ranks):
     """Which of so many ranks write sharded tensors: at most WRITERS, spread over the nodes."""
     return range(0, ranks, -(-ranks // WRITERS))
-
-
-def holders(tensor):
-    """Ranks that together hold a sharded tensor, this one among them; under HSDP a group."""
-    mesh = tensor.device_mesh
-    return (mesh.mesh if mesh.ndim == 1 else mesh.mesh[mesh.get_coordinate()[0]]).tolist()
 
 
 def to_host(tensors, stream):
@@ -283,8 +274,10 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
     it cannot change what write(path) writes.
     """
     share, owners, load = {}, {}, dict.fromkeys(writers(world.size), 0)
-    group = next((set(holders(tensor)) for tensor in named.values()
-                  if isinstance(tensor, DTensor)), ())
+    mesh = next((tensor.device_mesh for tensor in named.values() if isinstance(tensor, DTensor)), None)
+    # the ranks that together hold the sharded tensors, this one among them; under HSDP a group
+    group = () if mesh is None else mesh.mesh.flatten().tolist() if mesh.ndim == 1 else (
+        mesh.mesh[mesh.get_coordinate()[0]].tolist())
     stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
     waiting, gathered = {}, 0
     for name, tensor in named.items():

@@ -1,11 +1,11 @@
-"""Signals that ask a run to save and stop, and a rank that hangs: found, named, and shown where it hangs.
+"""Signals that ask a run to save and stop; and a rank that hangs is named, with where it hangs.
 
-SIGTERM and SIGUSR1 only set a flag; the training loop asks for it, saves, leaves the file OUTPUT_DIR/requeue for the
-launcher and exits with status 0. Every rank has a thread that tells the others through the run's store how far its
-main thread has come. When a main thread does not move for its time limit, the ranks that are furthest behind are named,
-each of them prints where it stands, and all end with status 1, before the process group's own time limit. A save or a
-validation may take longer than a step; a thread that tells nothing any more, since its process or node stands still, is
-missed after a step's limit in any of them.
+SIGTERM and SIGUSR1 only set a flag; the loop asks for it, saves, leaves the file OUTPUT_DIR/requeue
+for the launcher and exits with status 0. A thread of each rank tells the run's store how far its
+main thread has come. When one makes no progress for its time limit, the ranks that are furthest
+behind are named, each prints its stack, and all end with status 1, before the process group's own
+limit. A save may take longer than a step; a rank whose thread is silent, since its process or node
+is frozen, is missed after a step's limit in any phase.
 """
 import errno
 import itertools
@@ -25,7 +25,7 @@ from torch._utils import ExceptionWrapper
 from core import lifetime
 from core.checkpoint import write_atomically
 from core.cli import print_error
-from core.dist import FAILED, GRACE_S, all_gather, claim_error_report, finish
+from core.dist import FAILED, GRACE_S, all_gather, all_max, claim_error_report, finish
 from core.lifetime import SIGNALS, stop_requested
 
 MARKER = "requeue"      # in OUTPUT_DIR: the run was asked to stop, and wants to be started again
@@ -42,11 +42,11 @@ class Stopped(Exception):
 
 
 def init_loader(worker_id):
-    """worker_init_fn of every DataLoader: a signal sent to all processes must not take the trainer's data away.
+    """worker_init_fn of every DataLoader: loader processes end when the trainer tells them to, or
+    with it. A signal sent to all processes must not take the trainer's data away.
 
-    Loader processes end when the trainer tells them to, or with it. A trainer killed while it takes a batch breaks off
-    a connection with a thread of theirs, whose traceback would hide what the trainer's peers say; so would that of a
-    thread without a free file number, which the trainer names.
+    A connection to a killed trainer, and a lack of file numbers, print no traceback here: what the
+    trainer and its peers say of it must be seen.
     """
     lifetime.end_with_trainer()
     multiprocessing.queues.Queue._on_queue_feeder_error = report_unsent
@@ -54,15 +54,13 @@ def init_loader(worker_id):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
     show = sys.excepthook
-
-    def hook(kind, error, trace):
-        if not isinstance(error, (ConnectionError, EOFError)) and getattr(error, "errno", None) != errno.EMFILE:
-            show(kind, error, trace)
-    sys.excepthook = hook
+    sys.excepthook = lambda kind, error, trace: None if isinstance(
+        error, (ConnectionError, EOFError)) or getattr(error, "errno", None) == errno.EMFILE else (
+        show(kind, error, trace))
 
 
 def fork_loaders(loader):
-    """iter(loader). Signals wait until init_loader: before it, torch's handlers would end the worker."""
+    """iter(loader). Signals wait until init_loader: before it, torch's handlers end the worker."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
     try:
         return iter(loader)
@@ -71,17 +69,16 @@ def fork_loaders(loader):
 
 
 def report_unsent(queue, error, item):
-    """What a loader process cannot hand over, because /dev/shm is full or no file can be opened, is its error instead.
-
-    multiprocessing's own hook of that name, _on_queue_feeder_error, prints a traceback, and the trainer would wait.
+    """multiprocessing's _on_queue_feeder_error of loader processes: what cannot be handed over,
+    because /dev/shm is full or no file can be opened, is the trainer's error; it would wait.
     """
-    number, _ = item
-    queue.put((number, ExceptionWrapper((type(error), error, error.__traceback__), "in a loader process")))
+    queue.put((item[0], ExceptionWrapper((type(error), error, error.__traceback__),
+                                         "in a loader process")))
 
 
 def disarm():
-    """The run is over: ranks may end at their own pace from here on, and a signal repeated now is too late to kill."""
-    for number in SIGNALS:      # ignored: the interpreter's own end gives handlers back to the default, death
+    """The run is over: ranks may end at their own pace, and a signal comes too late to kill."""
+    for number in SIGNALS:      # ignored: the interpreter's end gives handlers back to the default
         signal.signal(number, signal.SIG_IGN)
     _at_rest.set()
 
@@ -116,38 +113,37 @@ def stop_asked(output_dir):
     return f"asked to stop by {STOP_FILE}" if os.path.exists(os.path.join(output_dir, STOP_FILE)) else None
 
 
+def any_stop(world, output_dir):
+    """Whether any rank was asked to stop; the same on all ranks. Collective, waits for the device."""
+    return bool(all_max(world, bool(stop_asked(output_dir))).item())
+
+
 def leave_marker(output_dir, text):
     """Tell the launcher that this run stopped because it was asked to and wants to be started again."""
     write_atomically(Path(output_dir) / MARKER, lambda path: path.write_text(text + "\n"))
 
 
-def beat_seconds(ranks, limit_s):
-    """Seconds between two beats of a rank: of more ranks the store hears each less often, but within GRACE_S, in which
-    a failure has to be seen.
-    """
-    return min(limit_s / 10, max(1.0, (ranks / 8) ** 0.5), 0.8 * GRACE_S)
-
-
 class Watchdog:
-    """Watches this rank's main thread; start it on every rank. In a single process nothing can wait for another."""
+    """Watches this rank's main thread; start it on every rank. A single process waits for nobody."""
 
     def __init__(self, world, limit_s):
-        """limit_s: seconds a step may take, or a rank be silent. world: distributed.World."""
-        self.world, self.limit_s = world, limit_s
-        self.heard = (None, time.monotonic())       # the next rank's last beat, and when it was new
-        self.main = threading.get_ident()
-        self.beat_s = beat_seconds(world.size, limit_s)
-        self.state = (0, "start", time.monotonic(), limit_s)
-        self.answered = self.woke = time.monotonic()        # the store; this process, from a pause
+        """limit_s: seconds a step may take, or a rank be silent."""
+        self.world, self.limit_s, self.main = world, limit_s, threading.get_ident()
+        # of more ranks the store hears each less often, but a failure is seen within GRACE_S
+        self.beat_s = min(limit_s / 10, max(1.0, (world.size / 8) ** 0.5), 0.8 * GRACE_S)
+        now = time.monotonic()
+        self.state = (0, "start", now, limit_s)     # progress made, where, since when, for how long
+        self.heard = (None, now)                    # the next rank's last beat, and when it was new
+        self.answered = self.woke = now             # the store; this process, from a pause
         if world.store is not None:
-            self.store = world.store.clone()    # beats wait for no call of the main thread
+            self.store = world.store.clone()        # beats wait for no call of the main thread
             threading.Thread(target=self._watch, daemon=True).start()
             threading.Thread(target=self._watch_store, daemon=True).start()
 
     def report_progress(self, where, limit_s=None):
         """Call on every rank, at the same places, whenever the main thread has come further.
 
-        where: what it does now, for the message. limit_s: how long that may take, default as for a step.
+        where: what it does now, for the message. limit_s: how long that may take; default: a step's.
         """
         self.state = (self.state[0] + 1, where, time.monotonic(), limit_s or self.limit_s)
 
@@ -157,13 +153,13 @@ class Watchdog:
         When a rank has failed, end this process GRACE_S later: the main thread may wait for that one.
         """
         before, decide, leave = None, None, None
+        me = f"{socket.gethostname()}, process {os.getpid()}"
         try:
             for beat in itertools.count():
                 if _at_rest.is_set():
                     return
                 count, where, since, limit_s = self.state
-                self.store.set(f"watch/{self.world.rank}", json.dumps(
-                    [beat, count, where, f"{socket.gethostname()}, process {os.getpid()}"]))
+                self.store.set(f"watch/{self.world.rank}", json.dumps([beat, count, where, me]))
                 stuck, silent = time.monotonic() - max(since, self.woke), self._silence()
                 failed = self.store.check([FAILED])
                 self.answered = time.monotonic()
@@ -171,9 +167,7 @@ class Watchdog:
                     if time.monotonic() > leave:
                         os._exit(1)
                 elif stuck <= limit_s and silent <= self.limit_s:
-                    before = None
-                    if failed:
-                        leave = time.monotonic() + GRACE_S
+                    before, leave = None, time.monotonic() + GRACE_S if failed else None
                 elif before is None:
                     before, decide = self._states(), beat + SILENT_BEATS
                 elif beat >= decide:
@@ -182,16 +176,13 @@ class Watchdog:
                 time.sleep(self.beat_s)
         except Exception as error:      # the store is gone: its host is, rank 0 or torchrun
             time.sleep(GRACE_S)         # torchrun, when it noticed, ends this process meanwhile
-            if _at_rest.is_set():
-                return
-            if self.world.local_rank == 0:      # on rank 0's node that one, or torchrun, says why
-                asked = f", after {stop_requested()}" if stop_requested() else ""
-                print_error(f"error: rank 0 or its node is gone{asked}: the store of the run does "
-                            f"not answer ({str(error).splitlines()[0]})")
-            os._exit(1)
+            asked = f", after {stop_requested()}" if stop_requested() else ""
+            self._end(self.world.local_rank == 0,       # torchrun says why on rank 0's node
+                      f"rank 0 or its node is gone{asked}: the store of the run does not answer "
+                      f"({str(error).splitlines()[0]})")
 
     def _watch_store(self):
-        """See, in a thread of its own, a store whose host stands still: no call to it ends."""
+        """See, in a thread of its own, a store whose host is frozen: no call to it ends."""
         while not _at_rest.is_set():
             before = time.monotonic()
             time.sleep(self.beat_s)
@@ -201,11 +192,17 @@ class Watchdog:
                 self.answered = self.woke = now
             silent = now - self.answered
             if silent > self.limit_s + GRACE_S:
-                if self.world.local_rank == 0 or self.world.rank == 1:      # rank 0 itself cannot
-                    print_error(f"error: no answer from rank 0 for {silent:.0f} s: its process, "
-                                "which hosts the run's store, or torchrun, or its node stands still")
-                    time.sleep(GRACE_S)         # the node's other ranks come here, too
-                os._exit(1)
+                speaks = self.world.local_rank == 0 or self.world.rank == 1     # rank 0 cannot
+                self._end(speaks, f"no answer from rank 0 for {silent:.0f} s: its process, which "
+                                  "hosts the run's store, or torchrun, or its node is frozen")
+
+    def _end(self, speaks, why):
+        """End this process, unless the run is over; `speaks`: say why."""
+        if not _at_rest.is_set():
+            if speaks:
+                print_error(f"error: {why}")
+                time.sleep(GRACE_S)         # the node's other ranks come here, too
+            os._exit(1)
 
     def _silence(self):
         """Seconds without a beat of the next rank, which this one watches; 0 before its first."""
@@ -217,11 +214,11 @@ class Watchdog:
 
     def _states(self):
         """{rank: [beat, count, where, host and process]} as last told."""
-        store, ranks = self.store, range(self.world.size)
-        keys = [f"watch/{rank}" for rank in ranks]
-        if store.check(keys):       # two requests, not two for each rank
-            return dict(enumerate(map(json.loads, store.multi_get(keys))))
-        return {rank: json.loads(store.get(f"watch/{rank}")) for rank in ranks if store.check([f"watch/{rank}"])}
+        keys = [f"watch/{rank}" for rank in range(self.world.size)]
+        if self.store.check(keys):      # two requests, not two for each rank
+            return dict(enumerate(map(json.loads, self.store.multi_get(keys))))
+        return {rank: json.loads(self.store.get(key)) for rank, key in enumerate(keys)
+                if self.store.check([key])}
 
     def _judge(self, before, now, stuck):
         """Name the ranks that hang: those that do not beat, else those furthest behind, else none."""
@@ -229,12 +226,11 @@ class Watchdog:
         slowest = min(state[1] for state in now.values())
         behind = silent or [rank for rank in now if now[rank][1] == slowest]
         names = "; ".join(f"rank {rank} ({now[rank][3]}) in: {now[rank][2]}" for rank in behind)
+        text = (f"{'no answer from' if silent else 'hangs:'} {names}; the other ranks have waited "
+                f"for {stuck:.0f} s")
         if len(behind) == len(now):
             text = (f"no rank moved for {stuck:.0f} s, all are in: {now[behind[0]][2]}; the network "
                     "or a GPU hangs")
-        else:
-            text = (f"{'no answer from' if silent else 'hangs:'} {names}; the other ranks have "
-                    f"waited for {stuck:.0f} s")
         if claim_error_report(self.store):
             print_error(f"error: {text}")
         if self.world.rank in behind:

@@ -172,8 +172,8 @@ watch.report_progress("data preparation", args.wait_timeout)
 watchdog.exit_if_asked(world, args.output_dir)      # by a signal during the imports
 ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
 main_rank, device = world.is_main, world.device
-dist.check_bf16(device, args.bf16)
-args.compile = dist.choose_compile(world, args.compile)
+dist.check_device(device, args)
+args.compile = dist.choose_compile(world, args)
 if args.tf32:
     torch.set_float32_matmul_precision("high")
 backend = args.attn_backend or ("flex" if device.type == "cuda" else "sdpa")

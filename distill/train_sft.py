@@ -149,7 +149,7 @@ flag("--logging_dir", "./logs", "TensorBoard files go to a folder in here")
 flag("--logging_steps", 10, "optimizer steps between log lines")
 flag("--report_to", ["tensorboard"], f"beside metrics.jsonl: {', '.join(cli.TRACKERS)} or none",
      nargs="+", metavar="NAME")
-flag("--wandb_project", "flat-trainers", "project at W&B and trackio")
+flag("--wandb_project", "flat-trainers", "project at W&B")
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
 flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 1/10)", type=int)
 flag("--save_total_limit", 2, "newest checkpoints kept beside the best, 0 = all")
@@ -260,10 +260,9 @@ watch.report_progress("data preparation", args.wait_timeout)
 watchdog.exit_if_asked(world, args.output_dir)      # by a signal during the imports
 ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
 main_rank, device = world.is_main, world.device
-dist.check_bf16(device, args.bf16)
+dist.check_device(device, args)
 if args.float8:
     from core import float8
-    float8.check_device(device, True)
 if args.tf32:
     torch.set_float32_matmul_precision("high")
 dtype = causal_lm.half_dtype(args)
@@ -338,14 +337,8 @@ if args.auto or dry:
     if args.auto and plan.choose(args, world, ranks, model, table.lengths[train_ids],
                                  table.targets[train_ids], kept):
         model, parts = empty_model(folder)
-against = ""        # why --compile auto is off
-if args.keep or args.teacher_path:
-    against = "shapes change with --keep and a teacher"
-elif args.gradient_checkpointing == "selective":
-    against = "selective recomputation"
-elif args.base_dtype == "nf4":
-    against = "a base in nf4"
-args.compile = dist.choose_compile(world, args.compile, against)
+against = "shapes change with --keep and a teacher" if args.keep or args.teacher_path else ""
+args.compile = dist.choose_compile(world, args, against)
 
 # --------------------------------------------------------------------------------------------------
 # Resume

@@ -7,8 +7,9 @@
     torchrun --nproc_per_node=8 minimal/train_higgs.py --model_path MODEL \
         --audio_tokenizer_path CODEC --train_data_file train.json --use_lora --bf16
 
-A test holds its losses and gradients equal to those of train_v2_ddp.py --normalize_text off, which
-is this script made fast (packed batches, fused layers, FSDP2) and hard to kill.
+With --parallel fsdp (FSDP2) each rank keeps a share of the weights, gradients and moments. A test
+holds its losses and gradients equal to those of train_v2_ddp.py --normalize_text off, which is this
+script made fast (packed batches, fused layers) and hard to kill.
 """
 import argparse
 import contextlib
@@ -28,6 +29,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, HiggsAudioV2TokenizerModel
@@ -47,6 +51,7 @@ p.add_argument("--warmup_steps", type=int, default=50)
 p.add_argument("--use_lora", action="store_true", help="adapters on a frozen base")
 p.add_argument("--lora_rank", type=int, default=16)
 p.add_argument("--bf16", action="store_true", help="autocast; a frozen base is stored in bfloat16")
+p.add_argument("--parallel", choices=("ddp", "fsdp"), default="ddp")
 p.add_argument("--compile", action="store_true", help="torch.compile each decoder layer")
 p.add_argument("--logging_steps", type=int, default=10)
 p.add_argument("--save_steps", type=int, default=200, help="between validations and checkpoints")
@@ -58,8 +63,9 @@ local_rank = int(os.environ.get("LOCAL_RANK", 0))
 device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 if device.type == "cuda":
     torch.cuda.set_device(device)
-if world_size > 1:
-    dist.init_process_group()       # gloo for tensors on CPUs, NCCL for those on GPUs
+if world_size > 1 or args.parallel == "fsdp":
+    alone = {} if world_size > 1 else {"rank": 0, "world_size": 1, "store": dist.HashStore()}
+    dist.init_process_group(**alone)       # gloo for tensors on CPUs, NCCL for those on GPUs
 IGNORE = -100       # label of what is not trained
 out = Path(args.output_dir)
 (out / "codes").mkdir(parents=True, exist_ok=True)
@@ -259,19 +265,27 @@ def load(numbers):
 
 for layer in native.model.layers if args.compile else ():
     layer.compile()
-model = Higgs(net, native).to(device).train()
+model = Higgs(net, native).train()
+if args.parallel == "fsdp":     # weights are gathered a layer at a time, and freed behind it
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if args.bf16 else None,
+                                  reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for layer in native.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+wrapped = model = model.to(device)
+if args.parallel == "ddp" and world_size > 1:
+    wrapped = DistributedDataParallel(model)
 decay = {True: [], False: []}           # of matrices; not of norms and embeddings
 for name, parameter in model.named_parameters():
     if parameter.requires_grad:
         decay[parameter.ndim > 1 and "embed" not in name].append(parameter)
 optimizer = torch.optim.AdamW([{"params": decay[True], "weight_decay": 0.01},
                                {"params": decay[False], "weight_decay": 0.0}], fused=True)
-wrapped = model if world_size == 1 else DistributedDataParallel(model)
-step = 0
+step, whole = 0, states.StateDictOptions(full_state_dict=True, cpu_offload=True)
 if resume:
     state = torch.load(resume / "trainer_state.pt", map_location="cpu", weights_only=True)
     step = state["step"]
-    optimizer.load_state_dict(state["optimizer"])
+    states.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=whole)
 
 
 @torch.no_grad()
@@ -279,8 +293,9 @@ def evaluate():
     """Loss over all held-out targets; every rank takes a share."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for i in eval_ids[rank::world_size]:
-        batch = {name: tensor.to(device) for name, tensor in load([i]).items()}
+    for i in range(rank, math.ceil(len(eval_ids) / world_size) * world_size, world_size):
+        # one without weight where none is left: FSDP2's ranks run every forward together
+        batch = {name: tensor.to(device) for name, tensor in load(list(eval_ids[i:i + 1])).items()}
         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
             audio, text = model(batch)
         sums += torch.stack([audio.sum(), text]).double()
@@ -290,12 +305,16 @@ def evaluate():
 
 
 def save():
-    """checkpoint-N, whole or not at all: written beside, synced, renamed."""
+    """checkpoint-N, whole or not at all: written beside, synced, renamed. On every rank."""
+    weights = states.get_model_state_dict(net, options=whole)       # whole on rank 0, of any ranks
+    moments = states.get_optimizer_state_dict(model, optimizer, options=whole)
+    if rank:
+        return
     building, final = out / f"checkpoint-{step}.building", out / f"checkpoint-{step}"
     shutil.rmtree(building, ignore_errors=True)
-    net.save_pretrained(building)           # PEFT's or transformers' own files
+    net.save_pretrained(building, state_dict=weights)       # PEFT's or transformers' own files
     tokenizer.save_pretrained(building)
-    torch.save({"step": step, "optimizer": optimizer.state_dict()}, building / "trainer_state.pt")
+    torch.save({"step": step, "optimizer": moments}, building / "trainer_state.pt")
     os.sync()                               # on the disk before it has its name
     os.rename(building, final)
     checkpoints.append(final)
@@ -319,13 +338,16 @@ while step < args.max_steps and not stopping:
     for micro in range(args.gradient_accumulation_steps):
         batch = {name: tensor.to(device) for name, tensor in next(loader).items()}
         last = micro == args.gradient_accumulation_steps - 1    # gradients are exchanged once
-        with wrapped.no_sync() if world_size > 1 and not last else contextlib.nullcontext():
+        if args.parallel == "fsdp":
+            model.set_requires_gradient_sync(last)
+        with wrapped.no_sync() if wrapped is not model and not last else contextlib.nullcontext():
             with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
                 audio, text = wrapped(batch)
             loss = audio.sum() / n_audio + text / max(1, n_text)    # a mean over all ranks' targets
-            (loss * world_size).backward()          # since DDP averages over ranks
+            (loss * world_size).backward()          # since DDP and FSDP2 average over ranks
         total += loss.detach()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm        # of all shards
     warm = min(1, (step + 1) / max(1, args.warmup_steps))       # linear, then half a cosine to 0
     done = max(0, step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
     for group in optimizer.param_groups:
@@ -345,7 +367,7 @@ while step < args.max_steps and not stopping:
         print(f"step {step:>6}/{args.max_steps}", *shown, flush=True)
         with open(out / "metrics.jsonl", "a") as log:
             log.write(json.dumps({"step": step, **values}) + "\n")
-    if rank == 0 and saving:
+    if saving:
         save()
-if world_size > 1:
+if dist.is_initialized():
     dist.destroy_process_group()

@@ -72,8 +72,7 @@ def check_trainer(args, world_size):
             "give one of --global_batch_size and --gradient_accumulation_steps")
     by_tokens = args.auto and "per_device_train_batch_size" not in cli.named(args)
     if args.max_tokens_per_batch or by_tokens:
-        for name in ("group_by_length", "scale_lr_from_batch",
-                     *["global_batch_size"][args.auto:]):
+        for name in ("group_by_length", *["global_batch_size"][args.auto:]):
             require(not getattr(args, name),
                     f"--{name} counts samples: not with packs of tokens")
     elif args.global_batch_size:

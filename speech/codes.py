@@ -14,7 +14,6 @@ read; the other columns have a SHA-256. The codec is imported only when a clip i
 import contextlib
 import errno
 import hashlib
-import heapq
 import os
 import re
 import stat
@@ -36,7 +35,7 @@ from torch.utils.data import DataLoader
 
 from core import checkpoint, json_files, loading, run_lock, tensor_io, watchdog
 from core.cli import UserError, problem_text
-from core.dist import all_gather, exit_quietly, rank0
+from core.dist import all_gather, raise_problems, rank0
 from core.indexing import parallel_map_ordered
 from speech.choices import LONGEST_CLIP_S
 from speech.conversations import AUDIO_FILES, FILLED_S
@@ -721,12 +720,8 @@ def ensure_codes(world, clips, how, bad=None):
         if work is None:
             raise watchdog.Stopped("asked to stop while another run was filling the code cache")
         if any(work):
-            failed, mine = encode_share(world, work, place, how)
-            failed = list(dict.fromkeys(line for line in all_gather(world, failed) if line))
-            if failed and not world.is_main:
-                exit_quietly()
-            if failed:
-                raise UserError(problem_text(failed))
+            problems, mine = encode_share(world, work, place, how)
+            raise_problems(world, problems)
             for part in all_gather(world, mine):
                 unusable.update(part)
             if any(all_gather(world, watchdog.stop_requested())):
@@ -766,7 +761,7 @@ def set_aside(folder, damaged):
 
 
 def share_work(clips, unknown, world_size):
-    """Per rank, the list of (path, (size, date), {number: clip}) to encode, by seconds alike.
+    """Per rank, the list of (path, (size, date), {number: clip}) to encode, longest first.
 
     unknown: of CacheIndex.find_clips.
     """
@@ -774,18 +769,14 @@ def share_work(clips, unknown, world_size):
     for i, *about in unknown.tolist():
         files.setdefault(clips[i].path, (tuple(about), {}))[1][i] = clips[i]
 
-    def seconds(path, about, cuts):
+    def seconds(path):
+        (size, _), cuts = files[path]
         rate = BYTES_PER_SECOND.get(os.path.splitext(path)[1].lower(), 64_000)
-        return sum(clip.seconds for clip in cuts.values()) or about[0] / rate
+        return sum(clip.seconds for clip in cuts.values()) or size / rate
 
-    jobs = sorted(((seconds(path, *job), path, *job) for path, job in files.items()),
-                  key=lambda job: (-job[0], job[1]))
-    loads, work = [(0.0, rank) for rank in range(world_size)], [[] for _ in range(world_size)]
-    for cost, *job in jobs:
-        load, rank = heapq.heappop(loads)
-        work[rank].append(tuple(job))
-        heapq.heappush(loads, (load + cost, rank))
-    return work
+    paths = sorted(files, key=lambda path: (-seconds(path), path))
+    return [[(path, *files[path]) for path in paths[rank::world_size]]
+            for rank in range(world_size)]
 
 
 class Jobs:
@@ -835,17 +826,19 @@ def decoded(world, work, processes):
 def encode_share(world, work, folder, how):
     """Decode and encode this rank's share of `work`, writing shards.
 
-    -> (what ends the run on all ranks, or "", {clip number: file and reason} of those not encoded).
+    -> (lines that end the run on all ranks, {clip number: file and reason} of those not encoded).
     """
-    progress, bad = Progress(world, work, "encoding audio"), {}
+    progress, problems, bad = Progress(world, work, "encoding audio", how.wait_limit_s), [], {}
     try:
         if work[world.rank]:
             encode_files(world, work[world.rank], folder, how, progress, bad)
     except UserError as error:
-        return str(error), bad
-    finally:
-        progress.close()        # an error's line begins behind the bar
-    return "", bad
+        problems.append(str(error))
+    except BaseException:
+        progress.close()        # its line begins behind the bar
+        raise
+    progress.finish()
+    return problems, bad
 
 
 def encode_files(world, mine, folder, how, progress, bad):
@@ -893,19 +886,20 @@ def encode_files(world, mine, folder, how, progress, bad):
 class Progress:
     """A bar on rank 0 of the work of all ranks, which count it in the run's store."""
 
-    def __init__(self, world, work, label):
-        """work: of share_work."""
+    def __init__(self, world, work, label, limit_s):
+        """work: of share_work. limit_s: seconds that rank 0 waits for another clip."""
         from tqdm import tqdm
-        self.store, self.label, self.counts = world.store, label, Counter()
+        self.world, self.label, self.limit_s = world, label, limit_s
+        self.counts = Counter()
         self.start = time.monotonic() - 1e-3
         total = sum(len(cuts) for share in work for *_, cuts in share)
         self.bar = tqdm(total=total, desc=label, unit="clip", disable=not world.is_main,
                         mininterval=0.1 if sys.stderr.isatty() else 30)
 
-    def count(self, name, n):
+    def count(self, name, n=0):
         """Add n to a counter of all ranks; returns the sum."""
-        if self.store:
-            return self.store.add(f"{self.label}/{name}", n)
+        if self.world.store:
+            return self.world.store.add(f"{self.label}/{name}", n)
         self.counts[name] += n
         return self.counts[name]
 
@@ -920,6 +914,20 @@ class Progress:
     def stopping(self):
         """Whether any rank was asked to stop."""
         return self.count("stop", int(bool(watchdog.stop_requested()))) > 0
+
+    def finish(self):
+        """Rank 0 stays, moving the bar, until every rank is here. UserError where one hangs."""
+        self.count("ranks", 1)
+        changed = time.monotonic()
+        while self.world.is_main and self.count("ranks") < self.world.size:
+            if new := self.count("clips") - self.bar.n:
+                changed = time.monotonic()
+                self.bar.update(new)
+            if time.monotonic() - changed > self.limit_s:
+                raise UserError(f"{self.label}: no clip came for {self.limit_s:.0f} s: a rank hangs")
+            time.sleep(0.1)
+        self.bar.update(self.count("clips") - self.bar.n)
+        self.close()
 
     def close(self):
         self.bar.close()

@@ -156,17 +156,17 @@ def swift_row(entry):
         return BadSample("has no list 'messages' of texts")
     clips = [clip.get("path") if isinstance(clip, dict) else clip
              for clip in ([clips] if isinstance(clips, str) else clips)]
-    said = {role: [m["content"] for m in messages if (m.get("role") == "assistant") == role]
-            for role in (True, False)}
-    spoken, asked = (" ".join(said[role]).count("<audio>") for role in (True, False))
+    answers = [m["content"] for m in messages if m.get("role") == "assistant"]
+    spoken = sum(answer.count("<audio>") for answer in answers)
+    asked = sum(m["content"].count("<audio>") for m in messages) - spoken
     if asked and not spoken:
         return BadSample("its <audio> is in the user's message: that is speech to understand, not "
                          "to speak")
-    if spoken > 1 or asked or len(clips) != 1 or not said[True]:
+    if spoken > 1 or asked or len(clips) != 1 or not answers:
         return BadSample(f"{asked + spoken} <audio> and {len(clips)} audios: one spoken clip a "
                          "sample is read")
     requests = [m["content"] for m in messages if m.get("role") == "user"]
-    text = said[True][-1].replace("<audio>", "").strip() or (requests or [""])[-1]
+    text = answers[-1].replace("<audio>", "").strip() or (requests or [""])[-1]
     ref = entry.get("ref_audios")
     return {**{key: entry.get(key) for key in ("id", "speaker", "ref_text")}, "audio": clips[0],
             "text": text, "ref_audio": (ref[0] if isinstance(ref, list) and ref else ref) or None}
@@ -499,9 +499,9 @@ def seconds_of(text):
 
 
 TIME = r"(?:\d+:)?\d+:\d+[.,]\d+"
-ARROW = re.compile(rf"\s*({TIME})(\s*-->\s*|\W+)({TIME})(?:\s.*)?")      # the second one is damaged
+ARROW = re.compile(rf"\s*({TIME})(?:\s*-->\s*({TIME})(?:\s.*)?|\W+{TIME}\s*)")    # or a damaged one
 MARKUP = re.compile(r"</?[a-z][a-z0-9.]*(?: [^<>]*)?>|<[\d:.]+>|\{\\[^}]*\}")
-NO_WORDS = re.compile(r"[^\w♪♫]*|[♪♫].*[♪♫]|[♪♫\W]*|\[[^]]*\]|\([^)]*\)")
+NO_WORDS = re.compile(r"\W*|[♪♫].*[♪♫]|\[[^]]*\]|\([^)]*\)")
 
 
 def subtitles(name, text):
@@ -528,12 +528,12 @@ def subtitles(name, text):
         if len(said) > 1 and said[0] == before:         # rolling captions repeat the line before
             said = said[1:]
         before, words = last, " ".join(" ".join(said).split())
-        if "-->" not in times[2]:
+        if times[2] is None:
             found.append(BadSample(f"its line of times cannot be read: {times[0].strip()!r}"))
         elif NO_WORDS.fullmatch(words):
             found.append(BadSample(f"says no words ({words!r})", "empty_text"))
         else:
-            found.append((seconds_of(times[1]), seconds_of(times[3]), words))
+            found.append((seconds_of(times[1]), seconds_of(times[2]), words))
     return found
 
 
@@ -1023,39 +1023,43 @@ def to_chatml(source, out_path, *, held_out=False, problems=None, **how):
     base = (at if at.is_dir() else at.parent).resolve()
     paths, plain = audio_paths(base), Paths(base)
     refused, texts, odd, pool = [], Counter(), {}, {}
-    number = other = 0
-    marked = False
+    number = other = kept = 0
+    marked, first = False, ""
     outside = "name audio that is not below the folder of the list"
+
+    def refuse(name, error):
+        refused.append(problem(name, error.check, error, source))
+
     with tempfile.TemporaryFile("w+", encoding="utf-8", dir=out_path.parent) as scratch:
         # all rows first: what is in them decides whether they are what they seem
         for place, row in rows:
             name = f"{at} {place}"
+            if isinstance(row, dict):
+                label, raw = label_of(row), row.get("audio")
+                name += f" ({printable(label, 80)})" if label else ""
+                marked = marked or is_held_out(row)
+                if is_held_out(row) and not held_out:
+                    other += 1
+                    continue
             try:
-                if isinstance(row, dict):
-                    label, raw = label_of(row), row.get("audio")
-                    name += f" ({printable(label, 80)})" if label else ""
-                    marked = marked or is_held_out(row)
-                    if is_held_out(row) and not held_out:
-                        other += 1
-                        continue
                 row = checked(row, paths, plain)
-                if "messages" not in row:
-                    texts[row["text"]] += 1
-                    for what, pattern in ODD.items():
-                        if pattern.search(row["text"]):
-                            odd.setdefault(what, []).append(row["text"])
-                    if not os.path.isabs(raw) and not Path(row["audio"]).is_relative_to(base):
-                        odd.setdefault(outside, []).append(row["audio"])
-                    number += 1
-                    prompts.note_candidate(pool, row, reading, number)
-                scratch.write(json.dumps([name, row], default=str) + "\n")
             except BadSample as error:
-                refused.append(problem(name, error.check, error, source))
+                refuse(name, error)
+                continue
+            if "messages" not in row:
+                number += 1
+                texts[row["text"]] += 1
+                for what, pattern in ODD.items():
+                    if pattern.search(row["text"]):
+                        odd.setdefault(what, [0, row["text"]])[0] += 1
+                if not os.path.isabs(raw) and not Path(row["audio"]).is_relative_to(base):
+                    odd.setdefault(outside, [0, row["audio"]])[0] += 1
+                prompts.note_candidate(pool, row, reading, number)
+            scratch.write(json.dumps([name, row], default=str) + "\n")
         unpacked.close()
         if texts:
             stop_if_odd(source, texts)
         scratch.seek(0)
-        first, kept = "", 0
 
         def write(path):
             nonlocal first, kept, other
@@ -1069,7 +1073,7 @@ def to_chatml(source, out_path, *, held_out=False, problems=None, **how):
                         if "messages" not in row:
                             row, notes = prompts.row_entry(row, reading, pool, paths)
                     except BadSample as error:
-                        refused.append(problem(name, error.check, error, source))
+                        refuse(name, error)
                         continue
                     misc = row.get("misc") if isinstance(row.get("misc"), dict) else {}
                     row["misc"] = {**misc, "source": name} | ({"notes": notes} if notes else {})
@@ -1088,9 +1092,9 @@ def to_chatml(source, out_path, *, held_out=False, problems=None, **how):
             f"{kept} kept + {len(refused)} refused{f' ({counts})' * bool(counts)}; {out_path}"
             + (f"; {other} are of another split" if other else "")]
     said += [f"           first: {printable(first)}"] if first else []
-    for what, found in odd.items():
-        noun = counted(len(found), "row" if what == outside else "text")
-        said.append(f"           {noun} {what}, such as {printable(found[0])[:60]!r}")
+    for what, (n, one) in odd.items():
+        noun = counted(n, "row" if what == outside else "text")
+        said.append(f"           {noun} {what}, such as {printable(one)[:60]!r}")
     if problems is not None:
         problems.extend(refused)
     print("\n".join(said + ([] if problems is not None else refused[:20])), flush=True)

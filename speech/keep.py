@@ -173,7 +173,7 @@ class Keeper:
         with dist.gradient_sync(wrapped, False):
             with autocast():
                 apart = wrapped(batch.to(world.device), keep=True)
-            loss = total_loss(apart, cells, 0.0, 1, self.args.audio_loss_reduction, 0.0)
+            loss = total_loss(apart, cells, 0.0, 1, 0.0)
             # as much as the weight says on an average step
             times = self.args.keep_weight * self.args.keep_every * world.size
             (loss * (times * scale)).backward()

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from core.metrics import duration
+from speech.codes import FRAME_RATE
 from speech.labels import IGNORE
 
 
@@ -31,34 +32,32 @@ class Sums(NamedTuple):
     audio_targets: int      # trained codes, of all codebooks
     text_targets: int
 
-    def flat(self):
-        """(K + 8,) float64 tensor. Waits for no device: torch.full writes a number there."""
-        losses = torch.cat([self.audio.detach(), self.text.detach()[None], self.ends]).double()
-        counts = [torch.full((1,), count, dtype=torch.float64, device=losses.device)
-                  for count in (self.audio_targets, self.text_targets)]
+    @staticmethod
+    def of_batch(audio, text, ends, batch):
+        """(K + 8,) float64 of what the model returns for a batch; waits for no device."""
+        losses = torch.cat([audio.detach(), text.detach()[None], ends]).double()
+        counts = [torch.full((1,), batch.counts[name], dtype=torch.float64, device=losses.device)
+                  for name in ("audio_targets", "text_targets")]
         return torch.cat([losses, *counts])
 
     @classmethod
     def size(cls, codebooks):
-        """How many numbers flat() has."""
+        """How many numbers of_batch() has."""
         return codebooks + 3 + len(Ends._fields)
 
     @classmethod
     def of(cls, numbers):
-        """The Sums, as floats, of the list of flat()'s numbers."""
+        """The Sums, as floats, of the list of of_batch()'s numbers."""
         books = len(numbers) - cls.size(0)
         text, *ends = numbers[books:-2]
         return cls(numbers[:books], text, Ends(*ends), *numbers[-2:])
 
 
-def total_loss(audio, n_audio, text, n_text, reduction, text_weight):
-    """The training loss from sums over targets and their global numbers.
-
-    audio: K sums, one per codebook; text: one sum (tensors or floats). reduction: "mean" over the
-    codebooks, or "sum" of their means, as transformers has it.
+def total_loss(audio, n_audio, text, n_text, text_weight):
+    """The training loss from sums over targets and their global numbers: K of audio, one a codebook,
+    and one of text (tensors or floats).
     """
-    scale = len(audio) if reduction == "sum" else 1
-    return sum(audio) * (scale / max(1, n_audio)) + text * (text_weight / max(1, n_text))
+    return sum(audio) * (1 / max(1, n_audio)) + text * (text_weight / max(1, n_text))
 
 
 def divergence(model, batch):
@@ -111,12 +110,12 @@ def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
 def step_work(config, table, samples, lora):
     """Totals over the samples of an optimizer step, all ranks, from the table; python numbers."""
     lengths = table.lengths[samples].astype(np.int64)
-    n_audio, n_text = (int(targets[samples].sum())
-                       for targets in (table.audio_targets, table.text_targets))
+    n_audio, n_text = (int(n[samples].sum()) for n in (table.audio_targets, table.text_targets))
     pairs = int((lengths * (lengths + 1) // 2).sum())       # of causal attention
     flops = flops_per_pack(config, int(lengths.sum()), n_audio, n_text, pairs, lora)
     return {"audio_targets": n_audio, "text_targets": n_text, "tokens": int(lengths.sum()),
-            "samples": len(samples), "frames": int(table.frames[samples].sum()), "flops": flops}
+            "samples": len(samples), "audio_seconds": int(table.frames[samples].sum()) / FRAME_RATE,
+            "flops": flops}
 
 
 def train_line(step, total_steps, values):

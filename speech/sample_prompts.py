@@ -80,6 +80,7 @@ class Speaker:
         out, and the printed line says so, as it does when the GPU's memory does not suffice. Speech
         that the time limit cut off counts in the stop rate, but not in the length ratio.
         """
+        forget_later(self.output_dir, step)     # steps that come once more
         start, spoken, batches = time.monotonic(), [], range(0, len(self.prompts), BATCH)
         end = start + TIME_LIMIT
         try:

@@ -58,7 +58,7 @@ def hear(world, clips, numbers, folder, settings, how):
 
     work = dist.rank0(world, plan)
     if any(work):
-        progress, problems = Progress(world, work, "hearing"), []
+        progress, problems = Progress(world, work, "hearing", how.wait_limit_s), []
         try:
             with by.on(world.device):
                 mine = decoded(world, work[world.rank], how.processes)
@@ -68,7 +68,7 @@ def hear(world, clips, numbers, folder, settings, how):
         except BaseException:
             progress.close()
             raise
-        progress.close()
+        progress.finish()
         dist.raise_problems(world, problems)
         if any(dist.all_gather(world, stop_requested())):
             raise Stopped("asked to stop while clips were being heard; what is done stays in "

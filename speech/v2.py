@@ -281,8 +281,8 @@ class PackedHiggs(weights.Wrapped):
 packed = PackedHiggs        # of module()
 
 
-def loss_report(sums, reduction, text_weight, prefix):
-    """Numbers of loss.Sums.flat, summed over all ranks -> {metric name: float}.
+def loss_report(sums, text_weight, prefix):
+    """Numbers of loss.Sums.of_batch, summed over all ranks -> {metric name: float}.
 
     Each codebook has one K-th of the audio and of the end-of-stream targets; there are as many ends
     of one as clips. stop_recall: right ends of codebook 0 per clip; false_stop_rate: its false ends
@@ -292,7 +292,7 @@ def loss_report(sums, reduction, text_weight, prefix):
     audio, ends = sums.audio, sums.ends
     n_audio, n_text = sums.audio_targets, sums.text_targets
     books = len(audio)
-    values = {"loss": total_loss(audio, n_audio, sums.text, n_text, reduction, text_weight),
+    values = {"loss": total_loss(audio, n_audio, sums.text, n_text, text_weight),
               "audio_loss": sum(audio) / max(1, n_audio), "text_loss": sums.text / max(1, n_text),
               "eos_loss": ends.loss / max(1, ends.targets),
               "eos_accuracy": ends.correct / max(1, ends.targets),

@@ -239,7 +239,7 @@ class PackedHiggs3(weights.Wrapped):
 packed = PackedHiggs3       # of module()
 
 
-def loss_report(sums, reduction, text_weight, prefix):
+def loss_report(sums, text_weight, prefix):
     """v2.loss_report with the counts of this layout; text is not trained.
 
     A clip of T frames has T codes in each codebook and K - 1 - k EOC in codebook k.
@@ -249,8 +249,8 @@ def loss_report(sums, reduction, text_weight, prefix):
     books = len(audio)
     clips, loss = 2 * ends.targets / (books * (books - 1)), sum(audio) / max(1, n_audio)
     codes = (n_audio - ends.targets) / books
-    values = {"loss": loss * (books if reduction == "sum" else 1), "audio_loss": loss,
-              "text_loss": 0.0, "eos_loss": ends.loss / max(1, ends.targets),
+    values = {"loss": loss, "audio_loss": loss, "text_loss": 0.0,
+              "eos_loss": ends.loss / max(1, ends.targets),
               "eos_accuracy": ends.correct / max(1, ends.targets),
               "stop_recall": ends.stops / max(1, clips),
               "false_stop_rate": ends.false_stops / max(1, codes)}

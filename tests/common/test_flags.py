@@ -146,7 +146,7 @@ def test_older_names_of_block_diffusion():
     (["--parallel", "hsdp", "--shard_size", "3"], "1 rank cannot be cut into groups of 3"),
     (["--disable_eval", "--eval_data_file", "x.json"], "exclude each other"),
     (["--report_to", "none", "tensorboard"], "--report_to none goes with no other"),
-    (["--report_to", "tensorboard,comet"], "--report_to comet: unknown tracker; choose from tensorboard, wandb, trackio and none"),
+    (["--report_to", "tensorboard,comet"], "--report_to comet: unknown tracker; choose from tensorboard, wandb and none"),
     (["--logging_steps", "0"], "--logging_steps is 0"),
     (["--learning_rate", "-1"], "--learning_rate is -1"),
     (["--lora_dropout", "1.5"], "at least 0 and below 1"),

@@ -96,6 +96,14 @@ def error_of(pool, function, *args, ranks=1):
     return line
 
 
+@pytest.mark.parametrize("size", [4, 256])
+def test_a_full_dev_shm(pool, tiny, tmp_path, size):
+    """Of so many KiB: there is no room for a semaphore, or none for a batch of about a MiB."""
+    line = error_of(pool, "with_a_disk", size, "/dev/shm", *trainer_arguments(
+        tiny, tmp_path / "out", "--use_lora", "--max_tokens_per_batch", 32768))
+    assert line.startswith("error: /dev/shm is full, ") and "--shm-size" in line and "--num_workers 0" in line
+
+
 @pytest.mark.slow
 def test_a_full_disk_of_tensorboard(pool, tiny, tmp_path):
     """Its own thread writes, and would print a traceback."""

@@ -2,7 +2,6 @@
 import json
 import math
 import re
-import sqlite3
 
 import numpy as np
 import pytest
@@ -65,19 +64,10 @@ def wandb_of(folder):
         "samples/0" for path in media if b"RIFF" in path.read_bytes()]
 
 
-def trackio_of(folder):
-    with sqlite3.connect(next(folder.glob("trackio/*.db"))) as base:
-        rows = [(step, json.loads(text)) for step, text in base.execute("select step, metrics from metrics")]
-    return ({step: row["train/loss"] for step, row in rows if "train/loss" in row},
-            [name for _, row in rows for name, value in row.items() if isinstance(value, dict) and
-             value["_type"] == "trackio.audio"])
-
-
-@pytest.mark.parametrize("names", [["tensorboard"], ["wandb", "tensorboard"], ["trackio", "tensorboard"]], ids=str)
+@pytest.mark.parametrize("names", [["tensorboard"], ["wandb", "tensorboard"]], ids=str)
 def test_every_tracker_gets_numbers_and_speech_offline(tmp_path, monkeypatch, names):
     """Real clients without a network; the second start goes on in the same run."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))        # which trackio reads when it is imported
     for name in names:
         pytest.importorskip(name, reason=f"{name} is not installed")
     for start in (0, 2):
@@ -88,7 +78,7 @@ def test_every_tracker_gets_numbers_and_speech_offline(tmp_path, monkeypatch, na
         record.write_speech(step, "samples/1", np.zeros(0, np.float32), 24000, np.zeros((4, 6, 3), np.uint8))
         record.close()
     for name in names:
-        losses, sounds = {"tensorboard": board_of, "wandb": wandb_of, "trackio": trackio_of}[name](tmp_path)
+        losses, sounds = {"tensorboard": board_of, "wandb": wandb_of}[name](tmp_path)
         assert losses == pytest.approx({1: 1.0, 2: 0.5, 3: 1 / 3}) and set(sounds) == {"samples/0"}, name
     assert ((tmp_path / "wandb_id").exists()) == (names != ["tensorboard"])
 

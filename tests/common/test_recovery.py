@@ -401,7 +401,7 @@ def test_signal_saves_within_a_step_and_asks_for_requeue(launch, whole, tmp_path
     # the step under way may be two further than the log, and one more is allowed
     assert steps_of(out) == [newest(out)] and seen < newest(out) <= seen + 3
     assert re.findall("^stopped .*", job.text(), re.M) == [
-        f"stopped    {marker(out).strip()} of {flags[flags.index('--max_steps') + 1]}; saved; the same command goes on"]
+        f"stopped    {marker(out).strip()} of {flags[flags.index('--max_steps') + 1]}; checkpoint saved; rerun the same command to resume"]
     who = number.name if to != "rank 1" else "a signal to another rank"
     assert marker(out) == f"asked to stop by {who} at step {newest(out)}\n"
     assert "Traceback" not in job.text() or torchrun

@@ -74,7 +74,7 @@ def test_signals_from_the_fork_of_a_loader_on_take_no_loader_away(start, tmp_pat
         while time.monotonic() < end:
             os.kill(loader, signal.SIGTERM)
     assert job.wait() == 0, job.log.read_text()
-    assert re.search(r"^stopped .*saved; the same command goes on$", job.log.read_text(), re.M)
+    assert re.search(r"^stopped .*checkpoint saved; rerun the same command to resume$", job.log.read_text(), re.M)
     assert (out / "requeue").exists() and list(out.glob("checkpoint-*"))
     assert "Traceback" not in job.log.read_text()
 

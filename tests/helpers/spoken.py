@@ -93,7 +93,8 @@ def native_batch(samples, ids, side="right"):
 def total(model, batch):
     """One pack's loss on transformers' scale: over the codebooks the sum of each one's mean, plus the text mean."""
     audio, text, _ = model(batch)
-    return v2.total_loss(audio, batch.counts["audio_targets"], text, batch.counts["text_targets"], "sum", 1.0)
+    books = len(audio)      # transformers adds up the codebooks' means
+    return books * v2.total_loss(audio, batch.counts["audio_targets"], text, batch.counts["text_targets"], 1 / books)
 
 
 def gradients(module):

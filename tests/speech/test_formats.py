@@ -1,5 +1,4 @@
 """Every format is told from its neighbours by its content, and its rows become the samples that they are."""
-import csv
 import io
 import json
 import subprocess
@@ -556,6 +555,10 @@ def test_the_script(folder):
     (entry,) = map(json.loads, (folder / "out.jsonl").read_text().splitlines())
     assert entry["messages"][-1]["content"]["audio_url"] == str(folder / "a.wav") and entry["split"] == "train"
     assert (entry["speaker"], entry["language"]) == ("anna", "en")
+    watch = ("import runpy, sys\nsys.argv = ['convert.py', '--help']\ntry:\n    runpy.run_path('speech/convert.py', run_name="
+             "'__main__')\nexcept SystemExit:\n    print({'torch', 'numpy'} & set(sys.modules))")
+    asked = subprocess.run([sys.executable, "-c", watch], capture_output=True, text=True, cwd=ROOT).stdout
+    assert "--columns" in asked and asked.endswith("\nset()\n")
     done = run(written(folder / "x.csv", UNDECIDED["seconds"]), "--output", folder / "no.jsonl")
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and not (folder / "no.jsonl").exists()
 
@@ -796,58 +799,12 @@ def test_folders_of_shards(tmp_path):
     written(saved / "state.json", json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
     samples, _ = read(saved)
     assert len(samples) == 4
+    written(tmp_path / "both" / "dataset_dict.json", '{"splits": ["train", "test"]}')
+    with pytest.raises(UserError, match="holds the splits train, test; give one: .*/both/train"):
+        read(tmp_path / "both")
     pyarrow.parquet.write_table(pyarrow.table({"audio": ["a"], "x": [1]}), tmp_path / "n.parquet")
     with pytest.raises(UserError, match="has no column of text; its columns are audio, x"):
         read(tmp_path / "n.parquet")
-
-
-# -- Files of the tools themselves, where they are installed -----------------------------------------------------------
-
-
-def saved_by_datasets(folder, clips):
-    """As parquet and as a saved folder. Undecoded: its decoding needs torchcodec, reading needs nothing of it."""
-    datasets = pytest.importorskip("datasets", reason="needs the package datasets")
-    datasets.disable_progress_bars()
-    rows = {"audio": [{"bytes": data, "path": name} for name, data in clips.items()],
-            "text": [f"This is {name}." for name in clips], "speaker_id": ["anna"] * len(clips)}
-    data = datasets.Dataset.from_dict(rows).cast_column("audio", datasets.Audio(decode=False))
-    data.to_parquet(str(folder / "a.parquet"))
-    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(str(folder / "saved"))
-    with pytest.raises(UserError, match="holds the splits train, test; give one: .*/saved/train"):
-        read(folder / "saved")
-    return folder / "a.parquet", folder / "saved" / "train"
-
-
-def written_by_webdataset(folder, clips):
-    webdataset = pytest.importorskip("webdataset", reason="needs the package webdataset")
-    for i, (name, data) in enumerate(clips.items()):
-        with webdataset.TarWriter(str(folder / f"s-{i}.tar")) as tar:
-            about = {"text": f"This is {name}.", "speaker": "anna"}
-            tar.write({"__key__": f"x/{name[:-4]}", "wav": data, "json": about})
-    return str(folder / "s-*.tar"),
-
-
-def written_by_pandas(folder, clips):
-    pandas = pytest.importorskip("pandas", reason="needs the package pandas")
-    for name, data in clips.items():
-        (folder / name).write_bytes(data)
-    table = pandas.DataFrame({"file_name": list(clips), "speaker": ["anna"] * len(clips),
-                              "text": [f"This is {name}." for name in clips]})
-    table.to_csv(folder / "m.csv"), table.to_csv(folder / "bars.csv", sep="|", index=False, quoting=csv.QUOTE_ALL)
-    table.to_csv(folder / "m.tsv", sep="\t", index=False), table.to_parquet(folder / "p.parquet")
-    table.to_json(folder / "m.jsonl", orient="records", lines=True)
-    return [folder / name for name in ("m.csv", "bars.csv", "m.tsv", "p.parquet", "m.jsonl")]
-
-
-@pytest.mark.parametrize("write", [saved_by_datasets, written_by_webdataset, written_by_pandas])
-def test_files_of_the_tools_themselves(tmp_path, write):
-    clips = waves(4)
-    for path in write(tmp_path, clips):
-        samples, problems = read(path)
-        assert not problems and [s.turns[-2].text for s in samples] == [f"This is {name}." for name in clips]
-        assert {s.speaker for s in samples} == {"anna"}
-        for sample, data in zip(samples, clips.values()):
-            assert_sounds(sample, data)
 
 
 def test_texts_that_are_too_long(tmp_path):

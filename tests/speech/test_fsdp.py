@@ -320,7 +320,7 @@ def step_on_odd_batches(argv, folder):
         with dist.gradient_sync(wrapped, number == len(mine) - 1):
             with dist.autocast(world.device, torch.bfloat16 if args.bf16 else None):
                 audio, text, _ = wrapped(pack)
-            loss = v2.total_loss(audio, n_audio, text, n_text, "mean", 1.0)
+            loss = v2.total_loss(audio, n_audio, text, n_text, 1.0)
             (loss * world.size).backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = {name: whole(gradient) for name, gradient in found.items()}
@@ -347,7 +347,7 @@ def start(argv):
     model = v2.packed(net, args.gradient_checkpointing)
     if args.parallel != "ddp":
         dist.shard(model, v2.layers(native), world, args.bf16, args.reshard_after_forward, args.cpu_offload,
-                   args.shard_size, args.reduce_dtype)
+                   args.shard_size)
     model.to_empty(device="cpu")
     v2.reset_buffers(native, world.device)
     weights.load_weights(adapters.base_weights(net) if args.use_lora else dict(native.named_parameters()), parts, world)

@@ -106,7 +106,7 @@ def test_stops_count_codebook_0_alone(data, packed, speaks):
     assert stops == (says & (first == ids.stream_eos)).sum() and false_stops == (says & (first < 1024)
                                                                                  & (first >= 0)).sum()
     assert (0 < false_stops < codes) == (0 in speaks) and len(audio) + 1 + len(sums[2]) == 14
-    values = v2.loss_report([*audio.tolist(), text.item(), *sums[2].tolist(), *map(int, targets)], "mean", 1.0, "x")
+    values = v2.loss_report([*audio.tolist(), text.item(), *sums[2].tolist(), *map(int, targets)], 1.0, "x")
     assert values["x/stop_recall"] == pytest.approx((stops / clips).item())
     assert values["x/false_stop_rate"] == pytest.approx((false_stops / codes).item())
 
@@ -114,12 +114,12 @@ def test_stops_count_codebook_0_alone(data, packed, speaks):
 def test_report_of_sums():
     """Two clips, 100 codes a codebook: 1 of 2 ends found by codebook 0, 14 of 16 by all, 5 false ends."""
     sums = [102.0 * (k + 1) for k in range(8)] + [20.0, 32.0, 14, 16, 1, 5, 8 * 102, 10]
-    values = v2.loss_report(sums, "mean", 1.0, "eval")
+    values = v2.loss_report(sums, 1.0, "eval")
     assert values["eval/stop_recall"] == 0.5 and values["eval/false_stop_rate"] == 5 / 100
     assert values["eval/eos_accuracy"] == 14 / 16 and values["eval/eos_loss"] == 2 and values["eval/text_loss"] == 2
     assert values["eval/audio_loss"] == 4.5 and values["eval/audio_loss_codebook_7"] == 8
     assert values["eval/loss"] == 6.5
-    nothing = v2.loss_report([0.0] * 16, "mean", 1.0, "eval")
+    nothing = v2.loss_report([0.0] * 16, 1.0, "eval")
     assert nothing.keys() == values.keys() and all(value != value for value in nothing.values())
 
 

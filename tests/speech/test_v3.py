@@ -146,7 +146,7 @@ def test_packed_loss_and_gradients_equal_the_reference(folder, loaded):
     assert ours.keys() == theirs.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
-    report = v3.loss_report([*audio.tolist(), 0.0, *eos.tolist(), cells, 0], "mean", 0.0, "eval")
+    report = v3.loss_report([*audio.tolist(), 0.0, *eos.tolist(), cells, 0], 0.0, "eval")
     assert report["eval/loss"] == pytest.approx(expected.item() / cells, rel=1e-5)
     assert report["eval/audio_loss_codebook_7"] == pytest.approx(audio[7].item() / sum(len(s[3]) for s in samples))
 
