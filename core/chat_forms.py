@@ -21,12 +21,9 @@ def find_files(name):
     """
     path = Path(name)
     if not path.is_dir():
-        hint = ""
-        if name.count("/") == 1:
-            hint = (f"; a data set of the hub is fetched first: hf download {name} --repo-type "
-                    "dataset --local-dir FOLDER")
         found = sorted(glob.glob(name))
-        require(found, f"{name}: cannot be read (No such file or directory){hint}")
+        require(found, f"{name}: cannot be read (No such file or directory); of the hub: hf download "
+                       "OWNER/NAME --repo-type dataset --local-dir FOLDER")
         return found
     if saved := saved_shards(path):
         return saved

@@ -30,7 +30,6 @@ def _whole(digits):
     return int(digits)
 
 
-# NaN: None
 DECODER = json.JSONDecoder(parse_int=_whole,
                            parse_constant={"Infinity": math.inf, "-Infinity": -math.inf}.get)
 
