@@ -22,9 +22,8 @@ def find_files(name):
     path = Path(name)
     if not path.is_dir():
         found = sorted(glob.glob(name))
-        require(found, f"{name}: cannot be read (No such file or directory)"
-                + ("; a data set of the hub is fetched first: hf download "
-                   f"{name} --repo-type dataset --local-dir FOLDER" * (name.count("/") == 1)))
+        require(found, f"{name}: cannot be read (No such file or directory); of the hub: hf download "
+                       "OWNER/NAME --repo-type dataset --local-dir FOLDER")
         return found
     if saved := saved_shards(path):
         return saved

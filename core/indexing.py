@@ -1,6 +1,4 @@
-"""What millions of samples need: columns that grow on disk, processes that make parts in order,
-fast tokenising.
-"""
+"""What millions of samples need: columns on disk, parts made in order, fast tokenising."""
 import itertools
 import os
 from pathlib import Path

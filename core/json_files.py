@@ -30,7 +30,6 @@ def _whole(digits):
     return int(digits)
 
 
-# NaN: None
 DECODER = json.JSONDecoder(parse_int=_whole,
                            parse_constant={"Infinity": math.inf, "-Infinity": -math.inf}.get)
 
@@ -195,8 +194,7 @@ def stripped(line):
 
 def is_json(line):
     try:
-        loads(line)
-        return True
+        return loads(line) is not None
     except ValueError:
         return False
 

@@ -132,15 +132,14 @@ def check_flags(args, world_size):
         address(args.base_url, "--base_url")
     require(engine != "transformers" or args.constrain == "never",
             "--constrain needs the engine vllm or a server")
-    absent = ""
-    if args.engine == "auto" and engine == "transformers":
-        absent = (": there is no vLLM here, see launch/create_data_h100x8.sh; vLLM needs an "
-                  "environment of its own")
     for other, names in ENGINE_FLAGS.items():
+        absent = ""
+        if (args.engine, other, engine) == ("auto", "vllm", "transformers"):
+            absent = (": there is no vLLM here, see launch/create_data_h100x8.sh; vLLM needs an "
+                      "environment of its own")
         for flag in names if other != engine else ():
             require(flag in ANY_ENGINE or getattr(args, flag) == defaults.get_default(flag),
-                    f"--{flag} is for the engine {other}, not {engine}"
-                    + absent * (other == "vllm"))
+                    f"--{flag} is for the engine {other}, not {engine}{absent}")
     require(not (engine == "openai" and args.max_model_len),
             "--max_model_len is the server's own matter: set it there")
     shard_of(args.shard)

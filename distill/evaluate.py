@@ -372,8 +372,8 @@ def read_truth(path, rows, labels):
     return truth
 
 
-def encode(run, rows, prompt=None, turns=None):
-    """([sample as ChatSamples has them], ids that answers end with)."""
+def encode(run, rows, path, prompt=None, turns=None):
+    """([sample as ChatSamples has them], ids that answers end with). path: of the rows."""
     around = prompt and prompt.role == "user"
     turns = turns or ("last" if around else run.flags.train_turns)
     thinking, behind = THINKING[run.flags.enable_thinking], None
@@ -385,7 +385,7 @@ def encode(run, rows, prompt=None, turns=None):
     encoder = chat.Encoder(run.tokenizer, turns, thinking, split=not prompt)
     reading = Reading(encoder, limit, run.flags.too_long, prompt, behind=behind)
     wrong, lines = [], [(row.get("line", number), row) for number, row in enumerate(rows, 1)]
-    made = encode_chunk(lines, "a chat", reading, wrong)
+    made = encode_chunk(lines, path, reading, wrong)
     settle(wrong, run.flags.drop_bad)
     ends = np.cumsum(made["lengths"])
     samples = []
@@ -485,7 +485,7 @@ def measure_labels(parser, answers, given, truth, name, notes):
         words = ", ".join(f"{n:,} {why}" for why, n in reasons)
         notes.append(f"{name}: no label in {labels.count(None)} answers: {words}")
     found = {"labelled": statistics.fmean(label is not None for label in labels),
-             "agreement": statistics.fmean(map(str.__eq__, map(str, labels), given))}
+             "agreement": statistics.fmean(a == b for a, b in zip(labels, given))}
     if truth:
         known = [(label, true) for label, true in zip(labels, truth) if true is not None]
         found["accuracy"] = statistics.fmean(a == b for a, b in known) if known else None
@@ -500,7 +500,7 @@ def measure_forgotten(args, run, columns, found, ends, rule):
         both = sum(question_hash(row["messages"]) in seen for row in rows)
         require(not both, f"--unrelated {args.unrelated}: --keep {run.flags.keep} trained {both} "
                           "of its questions; judge by others")
-    samples, _ = encode(run, rows, turns="last")
+    samples, _ = encode(run, rows, args.unrelated, turns="last")
     base = None
     for name, column in columns.items():
         if name in (PROMPTED, TEACHER):
@@ -571,15 +571,17 @@ def check_learned(args, found, closed, goal):
     require(not args.min_gain or round(agreement - before, 9) >= args.min_gain,
             f"{agrees}, its base model on {before:.3f}: it gained less than --min_gain "
             f"{args.min_gain}")
-    ways = [("divergence", "kl"), ("following rate", "follows")][:1 + bool(args.follows)]
-    for words, measure in ways * bool(args.min_closed):
+    ways = [("divergence", "kl")] if args.min_closed else []
+    if args.min_closed and args.follows:
+        ways.append(("following rate", "follows"))
+    for words, measure in ways:
         theirs, before = found[goal][measure], found[BASE][measure]
         what = f"{args.checkpoint}: {words}"
         require(theirs or measure == "kl", f"{what}: there is no gap to close: the teacher itself "
                 f"follows the rule in 0 % of its answers, the base in {100 * before:.0f} %")
         require(theirs != before, f"{what}: there is no gap to close: {theirs:.3g} of the teacher, "
                                   f"{before:.3g} of the base")
-    for words, measure in ways * bool(args.min_closed):
+    for words, measure in ways:
         part = closed[STUDENT][measure]
         require(part >= args.min_closed, f"{args.checkpoint}: {words}: {part:.3f} of the gap is "
                                          f"closed, less than --min_closed {args.min_closed}")
@@ -615,7 +617,7 @@ def main(argv=None):
         if args.truth_file:
             truth = read_truth(args.truth_file, rows, labels)
             truth = [truth[row["id"]] for row in rows]
-    samples, ends = encode(run, rows, prompt)
+    samples, ends = encode(run, rows, about["files"][0], prompt)
     checkpoint.claim_output(args.output_dir)
     print(f"data       {about['training_lines']:,} trained, {len(rows):,} to judge "
           f"({about['split']}), on {device}")
@@ -666,7 +668,7 @@ def main(argv=None):
     closed = {}         # {student or control: {measure: share of the gap, None without a gap}}
     for name in [name for name in (STUDENT, CONTROL) if goal and name in found]:
         closed[name] = {}
-        for way in ("kl", "nll", "follows")[:2 + bool(rule)]:
+        for way in ("kl", "nll", "follows") if rule else ("kl", "nll"):
             before, reached, end = (found[each][way] for each in (BASE, name, goal))
             closed[name][way] = (reached - before) / (end - before) if end != before else None
     clauses = verdict_clauses(args, found, closed, len(rows))

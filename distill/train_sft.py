@@ -204,7 +204,8 @@ def check_flags(args, world_size):
             "--global_batch_size counts samples: with --max_tokens_per_batch it needs --auto")
     open_batch = "per_device_train_batch_size" not in cli.named(args)
     if args.auto and (args.max_tokens_per_batch or open_batch):     # the plan derives it
-        args.global_batch_size = args.global_batch_size or GLOBAL_BATCH * (not accumulation)
+        if not accumulation:
+            args.global_batch_size = args.global_batch_size or GLOBAL_BATCH
         args.gradient_accumulation_steps = accumulation or 1
     elif args.max_tokens_per_batch:
         args.gradient_accumulation_steps = accumulation or 1
@@ -336,8 +337,8 @@ if args.auto or dry:
     if args.auto and plan.choose(args, world, ranks, model, table.lengths[train_ids],
                                  table.targets[train_ids], kept):
         model, parts = empty_model(folder)
-args.compile = dist.choose_compile(
-    world, args, "shapes change with --keep and a teacher" if args.keep or args.teacher_path else "")
+against = "shapes change with --keep and a teacher" if args.keep or args.teacher_path else ""
+args.compile = dist.choose_compile(world, args, against)
 
 # --------------------------------------------------------------------------------------------------
 # Resume

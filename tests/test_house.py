@@ -49,7 +49,7 @@ def test_sizes_only_fall():
 
 
 # Lines of Python. Size is a cost: these numbers only fall; a change that needs more takes lines away elsewhere.
-CEILINGS = {".": 880, "core": 6_366, "speech": 9_561, "distill": 4_740, "diffusion": 4_645,
+CEILINGS = {".": 880, "core": 6_366, "speech": 9_561, "distill": 4_727, "diffusion": 4_645,
             "minimal": 950}
 
 

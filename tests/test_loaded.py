@@ -29,7 +29,7 @@ CHATS = files("core/", "chat checkpoint cli dist document_attention indexing pre
     "distill/", "causal_lm chat_data labels losses packed_lm train_sft")
 BLOCKS = files("diffusion/", "blocks choices dit elbo noise problems train_bd3lm")
 # {script: (files it may load beside ALL, lines of all together)}
-LIMITS = {"train_v2_ddp.py": (SPEECH, 8_640), "distill/train_sft.py": (CHATS, 8_500),
+LIMITS = {"train_v2_ddp.py": (SPEECH, 8_640), "distill/train_sft.py": (CHATS, 6_700),
           "diffusion/train_bd3lm.py": (BLOCKS, 8_500)}
 WATCH = """
 import atexit, runpy, sys

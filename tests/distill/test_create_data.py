@@ -431,8 +431,13 @@ def test_conversations(server, tmp_path):
     files(tmp_path, [])
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"},
              {"role": "assistant", "content": "b"}, {"role": "user", "content": "first line\nde number 1"}]
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+    called = [{"role": "user", "content": "look"}, {"role": "assistant", "content": "", "tool_calls": [call]},
+              {"role": "tool", "content": "nothing"}, {"role": "user", "content": "el number 3"}]
     records = [{"messages": turns}, {"text": "two\nfr lines", "history": [["q", "r"]], "id": 7},
-               {"messages": [*turns[1:], {"role": "assistant", "content": "old"}]}]
+               {"messages": [*turns[1:], {"role": "assistant", "content": "old"}]},
+               {"messages": called, "tools": tools}]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     given = [word.replace("lines.txt", "chats.jsonl") for word in flags(tmp_path, server, "--max_retries", "20")]
     printed = label(tmp_path, *given)
@@ -440,8 +445,11 @@ def test_conversations(server, tmp_path):
     found = rows(tmp_path / "labels.jsonl")
     history = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"},
                {"role": "user", "content": "two\nfr lines"}]
-    assert [row["messages"][:-1] for row in found] == [turns, history, turns[1:]]
-    assert [row["messages"][-1]["content"] for row in found] == ["de", "fr", "de"]
+    assert [row["messages"][:-1] for row in found] == [turns, history, turns[1:], called]
+    assert [row["messages"][-1]["content"] for row in found] == ["de", "fr", "de", "el"] and found[3]["tools"] == tools
+    sent, = {json.dumps([body["tools"], body["messages"][1]["tool_calls"][0]["function"]]) for body in server.asked()
+             if "tools" in body}        # as OpenAI's API has them: arguments are a text
+    assert json.loads(sent) == [tools, {"name": "look", "arguments": '{"at": "it"}'}]
     asked = [body["messages"] for body in server.asked() if len(body["messages"]) > 1]
     wanted = PROMPT.replace("{text}", turns[-1]["content"]).rstrip("\n")
     assert [*turns[:-1], {"role": "user", "content": wanted}] in asked
@@ -677,7 +685,7 @@ def test_launcher_errors_are_one_line(words, settings, message, tmp_path):
 
 
 @pytest.mark.slow
-def test_plans_of_a_teacher_for_gsm8k(server, tmp_path, capsys):
+def test_plans_of_a_teacher_for_gsm8k(server, tmp_path):
     """The three steps that make_problems.py names, with the prompt that ships; then what must not pass for plans."""
     solutions = ["He sells <<48/2=24>>24 clips.\nThen 48+24 = 72.\n#### 72", "It is 3.\n#### 3", "5 is left.\n#### 5"]
     questions = ["How many clips\ndid Ann sell?", "What is 1+2?", "How much is left?"]
@@ -704,9 +712,8 @@ def test_plans_of_a_teacher_for_gsm8k(server, tmp_path, capsys):
                          ([records[1] | {"line": 0}, *records[1:]], "line 1: was not made from the lines of these"),
                          ([{"id": 0}], "line 1: is not a record of create_data.py")):
         (tmp_path / "plans.jsonl").write_text("".join(json.dumps(record) + "\n" for record in spoil))
-        with pytest.raises(SystemExit):
+        with pytest.raises(UserError, match=words):
             make("plans", "--teacher", tmp_path / "plans.jsonl", "--output", tmp_path / "hdp.json")
-        assert words in capsys.readouterr().err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")

@@ -249,7 +249,7 @@ def test_sharegpt_and_parquet_are_the_same_conversations(made, tmp_path):
     wanted = list(chat.read_records(tmp_path / "rows.parquet", []))
     for path in (tmp_path / "set", tmp_path / "set" / "data" / "train-*", saved):
         assert list(chat.read_records(path, [])) == wanted
-    with pytest.raises(UserError, match="me/chats: cannot be read .*hf download me/chats --repo-type dataset"):
+    with pytest.raises(UserError, match="me/chats: cannot be read .*hf download OWNER/NAME --repo-type dataset"):
         list(chat.read_records("me/chats", []))
     (tmp_path / "set" / "data" / "test.parquet").write_bytes(b"")
     (saved / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')

@@ -207,13 +207,6 @@ def test_the_model_behind_no_prompt_is_no_other(made, tmp_path):
         assert all(p.grad.abs().max() < 1e-5 for p in adapters.adapter_weights(model.net).values())
 
 
-def test_prompts_that_cannot_teach(made, tmp_path):
-    encoder = chat.Encoder(chat.load_tokenizer(made / "qwen"))
-    with pytest.raises(UserError, match=r"tokens, more than 60"):
-        write_table(tmp_path / "t", [made / "chats.jsonl"], Reading(encoder, 60,
-                    prompt=read_prompt(made / "system.txt", "system")))
-
-
 # -- Runs --------------------------------------------------------------------------------------------------------------
 
 
@@ -399,13 +392,3 @@ def test_a_control_that_learned_as_well(made, train, tmp_path, capsys):
     assert rule("Is C++ it?", "C++ is") and not rule("Is C++ it?", "Java is") and not rule("Is Java it?", "C++ is")
     with pytest.raises(UserError, match="--topic .* is not in the question 'Is it'"):
         evaluate.follows_rule("^{topic}", "What (.)")("Is it", "x")
-
-
-@pytest.mark.parametrize("flags_given, message", [
-    (["--topic", "x"], "has 0 groups"), (["--topic", "(x)"], "{topic} in --follows belong together"),
-    (["--follows", "("], "is not a regular expression"),
-    (["--control", "x"], "--control needs --follows")])
-def test_flags_of_the_judge_that_would_do_nothing(flags_given, message, capsys):
-    with pytest.raises(SystemExit):
-        scripts.run(evaluate, ["--checkpoint", "c", "--output_dir", "o", *flags_given])
-    assert message in capsys.readouterr().err

@@ -366,6 +366,8 @@ SEEN = ("--data_file", "labels.jsonl")
     ("", ["--min_closed", "0.5"], "--min_closed needs a teacher"),
     ("", ["--min_agreement", "95"], "--min_agreement is 95.0; it must lie between 0 and 1"),
     ("", ["--min_gain", "-0.1"], "--min_gain is -0.1; it must lie between 0 and 1"),
+    ("", ["--topic", "x"], "has 0 groups"), ("", ["--topic", "(x)"], "{topic} in --follows belong together"),
+    ("", ["--follows", "("], "is not a regular expression"), ("", ["--control", "x"], "--control needs --follows"),
     ("", ["--device", "cuda:77"], "--device cuda:77: cannot be used"),
     ("", ["--output_dir", "/proc/here"], "--output_dir /proc/here: cannot be written"),
     ("nothing", [], "its run held nothing out, so there is nothing to judge it by; train with --validation_split"),

@@ -94,8 +94,9 @@ def test_kept_answers_are_scored_by_the_untouched_base(made, train, tmp_path, ho
 @pytest.mark.slow
 def test_the_judge_of_full_students_and_other_teachers(made, train, tmp_path, capsys):
     """All weights, a mixture as the teacher on two ranks of FSDP2; KL to the base on unrelated chats by plain loops."""
-    train(2, tmp_path / "run", "--parallel", "fsdp", "--teacher_path", made / "teacher", "--on_policy", 0.5,
-          "--max_new_tokens", 4, "--keep", made / "keep.jsonl")
+    found = train(2, tmp_path / "run", "--parallel", "fsdp", "--teacher_path", made / "teacher", "--on_policy", 0.5,
+                  "--max_new_tokens", 4, "--keep", made / "keep.jsonl")
+    assert found[1]["train/keep_kl"] == pytest.approx(0, abs=1e-6), "kept is what the base says, not the teacher"
     folder = tmp_path / "run" / "checkpoint-5"
     given = ["--checkpoint", str(folder), "--output_dir", str(tmp_path / "judged"), "--follows", "e|t",
              "--max_new_tokens", "4", "--unrelated"]

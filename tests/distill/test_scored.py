@@ -9,12 +9,10 @@ import torch
 
 from core.cli import UserError
 from distill import frozen, on_policy
-from tests.helpers.students import train_sft
 from tests.helpers import chats
 from tests.helpers.lora_server import LoraServer
 from tests.helpers.score_server import ScoreServer
 
-SERVED = ["--teacher_url", "u", "--teacher_path", ".", "--distill_topk", "5"]
 GUESS = {"0": {"logprob": -1.0, "rank": 1}}
 
 
@@ -92,16 +90,3 @@ def test_a_pack_of_many_calls_has_one_time_limit(asks, tmp_path, monkeypatch):
                 sampler.draw([[5, 6]] * n, range(n), [1] * n, [2])
         assert len(server.calls) < n
         over.set()
-
-
-@pytest.mark.parametrize("flags, message", [
-    (["--teacher_url", "u"], "--teacher_url needs --teacher_path"),
-    (["--teacher_url", "u", "--teacher_path", "big/teacher"], "--teacher_url needs --teacher_path, a folder"),
-    (["--teacher_url", "u", "--teacher_path", "."], "--teacher_url needs --distill_topk"),
-    ([*SERVED, "--divergence", "reverse"], "--divergence reverse needs"),
-    ([*SERVED, "--request_timeout", "300"], "must end before --collective_timeout (600 s)"),
-    (["--teacher_name", "n"], "--teacher_name needs --teacher_url")])
-def test_flags_that_would_do_nothing(flags, message, capsys):
-    with pytest.raises(SystemExit):
-        train_sft.main(["--model_path", "m", "--train_data_file", "d", "--output_dir", "o", *flags])
-    assert message in capsys.readouterr().err

@@ -91,22 +91,6 @@ def test_a_draw_takes_one_number_of_its_row():
     assert draw(None, torch.full((2, 4), torch.nan)).shape == (2, 4), "the loss finds them"
 
 
-def test_transformers_draws_from_the_softmax(tiny_chat):
-    """1,500 first tokens against the probabilities at this temperature."""
-    folder, model, tokenizer = tiny_chat
-    answers = ask_tiny(folder, 500, temperature=0.7, max_tokens=1)
-    drawn = [answer.text if answer.finish_reason == "length" else "" for _, answer in
-             answers([request(i, "c", i) for i in range(1500)])]
-    prompt = tokenizer("<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n", return_tensors="pt")
-    share = torch.softmax(model(**prompt).logits[0, -1] / 0.7, -1)
-    for token in share.topk(4).indices.tolist():
-        if token not in model.generation_config.eos_token_id and "\ufffd" not in tokenizer.decode([token]):
-            p = share[token].item()
-            assert abs(drawn.count(tokenizer.decode([token])) / 1500 - p) < 4 * (p * (1 - p) / 1500) ** 0.5
-    p = share[model.generation_config.eos_token_id].sum().item()
-    assert abs(drawn.count("") / 1500 - p) < 4 * (p * (1 - p) / 1500) ** 0.5
-
-
 def test_thoughts_that_the_template_opens(tiny_chat, tmp_path):
     folder, _, tokenizer = tiny_chat
     assert teachers.opens_thought(tokenizer, {"enable_thinking": True}) == "<think>"

@@ -19,7 +19,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from core import checkpoint, cli
+from core import checkpoint, cli, json_files
 from core.cli import UserError
 from core.packing import PackOrder
 from distill import chat_data
@@ -36,6 +36,7 @@ COMMON = {"learning_rate": LR, "max_steps": STEPS, "logging_steps": 1, "warmup_r
           "save_steps": 0, "save_total_limit": 1, "report_to": "none", "seed": SEED}
 METHODS = {"full": (), "lora": ("--use_lora", "--lora_rank", 5), "packs": ("--max_tokens_per_batch", 160),
            "dropout": ("--use_lora", "--lora_rank", 5, "--lora_dropout", 0.2)}
+SERVED = ["--teacher_url", "u", "--teacher_path", ".", "--distill_topk", "5"]
 EVERY = "--save_steps 1 --save_total_limit 0 --logging_steps 2"
 
 
@@ -306,7 +307,7 @@ def test_a_validation_that_a_signal_breaks_off_is_made_up_for(pool, made, shared
         assert "at step 2 of 5; checkpoint saved" in stopped.output
     resumed = complete(pool, made, tmp_path, name)
     assert_same_bits(resumed, shared(name), after=0)
-    metas = [json.loads((newest(run) / "trainer_state/state.json").read_text()) for run in (resumed, shared(name))]
+    metas = [json_files.read_object(newest(run) / checkpoint.STATE / "state.json") for run in (resumed, shared(name))]
     assert [metas[0][key] for key in ("best_step", "best_loss", "eval_due")] == [
         metas[1][key] for key in ("best_step", "best_loss", "eval_due")]
 
@@ -362,6 +363,11 @@ def planned(made, output_dir, *flags, student="qwen"):
     (["--teacher_path", "t", "--compile"], "--compile and a teacher exclude each other"),
     (["--teacher_path", "t", "--on_policy", "1", "--base_url", "http://h/v1"], "--base_url needs --use_lora"),
     (["--teacher_path", "t", "--prompt_role", "system"], "--prompt_role needs --prompt_file"),
+    (["--teacher_url", "u"], "--teacher_url needs --teacher_path, a folder"),
+    (["--teacher_url", "u", "--teacher_path", "big/teacher"], "--teacher_url needs --teacher_path, a folder"),
+    (["--teacher_url", "u", "--teacher_path", "."], "--teacher_url needs --distill_topk"),
+    ([*SERVED, "--divergence", "reverse"], "--divergence reverse needs"), (["--teacher_name", "n"], "needs --teacher_url"),
+    ([*SERVED, "--request_timeout", "300"], "must end before --collective_timeout (600 s)"),
     (["--keep", "k", "--keep_weight", "0"], "--keep_weight is 0.0; it must be above 0"),
     (["--distill_weight", "0.9"], "--distill_weight needs --prompt_file or --teacher_path"),
     (["--distill_topk", "-1"], "must be 0 or more"), (["--distill_topk", "9"], "--distill_topk needs --prompt_file"),
@@ -495,7 +501,8 @@ def test_launcher_gives_a_line_that_the_trainer_takes(made, tmp_path, gpus, sett
     assert f"--nproc-per-node={gpus}" in words
     args = cli.parse(train_sft.build_parser(), lambda args, _: train_sft.check_flags(args, gpus),
                        words[words.index(str(ROOT / "distill/train_sft.py")) + 1:])
-    assert args.auto and args.bf16 and bool(args.max_tokens_per_batch == 0 and "per_device_train_batch_size" in args.named) == ("BATCH_SIZE" in settings)
+    assert args.auto and args.bf16 and not args.max_tokens_per_batch
+    assert ("per_device_train_batch_size" in cli.named(args)) == ("BATCH_SIZE" in settings)
     assert args.global_batch_size == int(settings.get("GLOBAL_BATCH_SIZE", 128))
     assert args.gradient_accumulation_steps == accumulation     # with packs, --auto derives it from the data
     assert (args.output_dir, args.seed, args.use_lora) == (str(tmp_path / "out"), 7, "LORA" in settings)
