@@ -16,7 +16,6 @@ import errno
 import hashlib
 import os
 import re
-import stat
 import sys
 import time
 import uuid
@@ -494,8 +493,6 @@ def read_shard(path, names):
     ValueError when it is damaged. UserError when it cannot be read, which says nothing about it.
     """
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):     # safe_open would wait at a pipe
-            raise ValueError("not a file")
         # open() says what is wrong: to safe_open every reason is the same
         with open(path, "rb"), safe_open(path, "np") as file:
             there = file.keys()
@@ -504,8 +501,7 @@ def read_shard(path, names):
     except OSError as error:
         if error.errno == errno.ENOENT:     # of open(): safe_open's have no number
             raise
-        help = "; its owner can allow it (chmod)" if isinstance(error, PermissionError) else ""
-        raise UserError(f"{path}: cannot be read ({error.strerror or error}){help}")
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})")
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"it is no shard: {error}")
 
@@ -707,7 +703,8 @@ def ensure_codes(world, clips, how, bad=None):
         # another run was filling it meanwhile
         if shard_names(folder) != sorted([*index.shards, *index.damaged]):
             index, found, unknown = look_up(folder, clips, how.processes)
-        set_aside(folder, index.damaged)
+        for name, why in index.damaged.items():     # so that nobody takes them for codes
+            checkpoint.move_aside(folder / name, f"is damaged ({why})")
         if index.damaged:
             print("data       damaged shards of the code cache, now set aside: "
                   f"{len(index.damaged)}; clips to encode: {len(unknown)}", flush=True)
@@ -748,16 +745,6 @@ def lock_cache(folder, wait_s):
     lock = run_lock.acquire(folder, "--code_cache", wait_s=wait_s, waiting=waiting)
     checkpoint.remove_named(folder, checkpoint.TEMPORARY)
     return lock
-
-
-def set_aside(folder, damaged):
-    """Rename shards, {name: what is wrong}, so that nobody takes them for codes."""
-    for name, why in damaged.items():
-        try:
-            checkpoint.move_aside(Path(folder) / name, f"is damaged ({why})")
-        except OSError as error:
-            raise UserError(f"{folder}/{name} is damaged ({why}) and cannot be set aside "
-                            f"({error.strerror}); give another --code_cache")
 
 
 def share_work(clips, unknown, world_size):
