@@ -100,9 +100,9 @@ def judge(folder, place):
                 "--overwrite", "--max_seconds", args.max_seconds, "--batch_size", args.batch_size,
                 "--seed", args.seed, "--device", args.device, "--normalize_text",
                 run.get("normalize_text") or "on")
-        given = {"asr_model", "asr_command", "language", "speaker_model"}
-        given |= {"asr_time_limit"} if args.asr_command else set()
-        judges = [word for flag in sorted(given) if getattr(args, flag)
+        given = ["asr_command", "asr_model", *["asr_time_limit"] * bool(args.asr_command), "language",
+                 "speaker_model"]
+        judges = [word for flag in given if getattr(args, flag)
                   for word in (f"--{flag}", getattr(args, flag))]
         device = [] if args.device == "auto" else ["--device", args.device]
         command("evaluate_tts.py", said, *judges, *device)
