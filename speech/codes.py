@@ -431,7 +431,6 @@ def file_keys(clips):
 
 
 class Batch:
-    """Codes and file keys of one shard to be."""
 
     def __init__(self, folder, num_codebooks):
         self.folder, self.num_codebooks = Path(folder), num_codebooks
@@ -482,7 +481,6 @@ def digest_columns(columns):
 
 
 def shard_names(folder):
-    """Names of the shards in a cache folder, which need not be there."""
     names = os.listdir(folder) if os.path.exists(folder) else []
     return sorted(name for name in names if re.fullmatch(r"codes-\w+\.safetensors", name))
 
@@ -884,7 +882,6 @@ class Progress:
                         mininterval=0.1 if sys.stderr.isatty() else 30)
 
     def count(self, name, n=0):
-        """Add n to a counter of all ranks; returns the sum."""
         if self.world.store:
             return self.world.store.add(f"{self.label}/{name}", n)
         self.counts[name] += n
@@ -899,7 +896,6 @@ class Progress:
         self.bar.update(done - self.bar.n)
 
     def stopping(self):
-        """Whether any rank was asked to stop."""
         return self.count("stop", int(bool(watchdog.stop_requested()))) > 0
 
     def finish(self):

@@ -119,7 +119,6 @@ def check_columns(path, names, given):
 
 
 def open_json(path, given):
-    """(about, rows) of JSON lines, a list, or one object."""
     first = json_files.json_value(path) if path.suffix == ".json" else None
     if isinstance(first, dict) and "samples" in first:
         return "metadata.json", read_metadata(path, first["samples"])
@@ -235,7 +234,6 @@ def fields_of(line, separator, as_written=False):
 
 
 def open_table(path, given):
-    """(about, rows) of a text file that is not JSON."""
     head = [line for line in itertools.islice(lines_of(path), 10 * LOOK) if line.strip()][:LOOK]
     require(head, f"{path}: is empty")
     if not given or not all(name.isdecimal() for name in given.values()):
@@ -839,7 +837,6 @@ def open_shards(paths, given, unpacked):
 
 
 def open_file(path, given, unpacked):
-    """(about, rows) of one file."""
     if kind_of(path):
         return open_shards([path], given, unpacked)
     start = next((line.strip() for line in lines_of(path) if line.strip()), "")

@@ -47,7 +47,6 @@ def build_parser():
 
 
 def check_flags(args, world_size):
-    """Raise UserError for flags that cannot work."""
     cli.at_least_one(args, "batch_size")
     choices.check_recognisers(args)
     require(not args.reference_dir or Path(args.reference_dir).is_dir(),
@@ -108,7 +107,6 @@ def read_samples(folder, reference_dir, needs_text):
 
 
 def read_sample(audio, reference_dir, needs_text):
-    """The Sample of one NAME.wav. Raises UserError."""
     path = audio.with_suffix(".json")
     try:
         facts = json_files.read_object(path)
@@ -212,7 +210,6 @@ def voice_of(embed, clip, notes):
 
 
 def mean(values):
-    """Mean of the numbers among values, None without any."""
     numbers = [value for value in values if value is not None]
     return math.fsum(numbers) / len(numbers) if numbers else None
 

@@ -81,7 +81,6 @@ BEST = "best.jsonl"     # of --max_cer
 
 
 def check_flags(args, world_size):
-    """Raise UserError for values and combinations that would fail, or do nothing, later."""
     require(bool(args.text) != bool(args.prompts), "give one of --text and --prompts")
     chatml = bool(args.prompts) and args.prompts.lower().endswith(choices.CHATML)
     for name in ("reference_audio", "reference_text", "scene"):
@@ -148,7 +147,6 @@ def earlier_results():
 
 
 def read_texts():
-    """The Samples to speak. Raises UserError."""
     if args.prompts and args.prompts.lower().endswith(choices.CHATML):
         return speak.read_prompts(args.prompts, normalize)
     lines = [(f"--text {text!r}", text) for text in args.text or ()]

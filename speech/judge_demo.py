@@ -95,7 +95,6 @@ def read_spoken(folder):
 
 
 def read_originals(path):
-    """{text: wave} of a ChatML file of launch/voice."""
     from speech.judges import read_audio
     found, files = {}, {}       # read whole: a seek in ogg decodes all before
     for sample in json.loads(Path(path).read_text()):

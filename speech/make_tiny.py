@@ -34,7 +34,6 @@ def build_parser():
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 def check_flags(args, world_size):
-    """Raise UserError for counts that make no data."""
     cli.at_least_one(args, "speakers")
     cli.zero_or_more(args, "seed")
     cli.require(args.clips >= 2 * args.speakers,
