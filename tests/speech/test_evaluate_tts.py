@@ -134,7 +134,7 @@ def test_copies_of_the_targets_are_perfect(waves, targets, speaker, tmp_path, ca
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["metric", "speaker_similarity", "length_ratio", "stop_rate",
                                                    "real_time_factor"]
-    assert lines[-2].split() == ["stop_rate", "share", "0.7500", "4", "0001", "0.0000"]
+    assert lines[-2].split() == ["stop_rate", "share", "0.7500"]
 
 
 @pytest.mark.slow
@@ -266,9 +266,8 @@ def test_two_folders_side_by_side(waves, targets, tmp_path, capsys):
     runs = [json.loads((folder / "evaluation.json").read_text()) for folder in (a, b)]
     assert [r["name"] for r in runs] == [str(a), str(b)]
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert rows["metric"].split()[1:] == ["unit", "base", "trained", "difference", "better", "in"]
-    assert rows["stop_rate"].split()[1:] == ["share", "0.2000", "1.0000", "0.8000", "4", "of", "5"]
-    assert rows["length_ratio"].split()[-3:] == ["2", "of", "5"]
+    assert rows["metric"].split()[1:] == ["unit", "base", "trained", "difference"]
+    assert rows["stop_rate"].split()[1:] == ["share", "0.2000", "1.0000", "0.8000"]
     assert len({len(line) for line in rows.values()}) == 1      # aligned
 
 
@@ -277,15 +276,6 @@ def test_folders_are_named_as_briefly_as_tells_them_apart():
         return evaluate_tts.labels([{"name": folder} for folder in folders])
     assert named("out/samples") == ["samples"] and named("base", "out/trained/") == ["base", "trained"]
     assert named("/x/a/step/samples", "/x/b/step/samples") == ["a/step/samples", "b/step/samples"]
-
-
-@pytest.mark.parametrize("key, a, b, expected", [
-    ("wer", 0.2, 0.1, True), ("wer", 0.1, 0.2, False), ("wer", 0.1, 0.1, False), ("real_time_factor", 5, 6, False),
-    ("speaker_similarity", 0.5, 0.6, True), ("stop_rate", 1, 0, False), ("length_ratio", 1.5, 1.2, True),
-    ("length_ratio", 1.2, 0.9, True), ("length_ratio", 0.5, 1.9, True), ("length_ratio", 1.9, 0.5, False),
-    ("length_ratio", 0.0, 3.0, True)])
-def test_what_is_better(key, a, b, expected):
-    assert evaluate_tts.better(key, a, b) is expected
 
 
 # -- Bad input ---------------------------------------------------------------------------------------------------------
@@ -324,9 +314,7 @@ def spoil(folder, what):
     ("broken json", ["0001.json: not valid JSON"]), ("list", ["0001.json: holds a JSON list, not an object"]),
     ("no audio", ["0001.wav: cannot be read as audio"]),
     ("not numbers", ["0001.wav: has samples that are not numbers"]),
-    ({"text": 7}, ['0001.json: "text" is 7']), ({"ended_by": "tired"}, ["0001.json", "'tired'", '"eos" or "length"']),
     ({"target_audio": "gone.wav"}, ['0001.json: "target_audio" gone.wav is not there']),
-    ({"target_audio": 3}, ["not a path"]), ({"target_offset": "1"}, ["not two numbers"]),
     ({"reference_audio": "gone.wav"}, ['"reference_audio" gone.wav'])], ids=str)
 def test_bad_samples_are_one_line(waves, targets, tmp_path, capsys, what, parts):
     folder = write(tmp_path / "a", waves[:2], target_audio=[str(targets / f"000{i}.wav") for i in range(2)])

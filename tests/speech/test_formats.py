@@ -110,7 +110,6 @@ GIGASPEECH = {"language": "EN", "audios": [{"aid": "A", "path": "audio/A.opus", 
     {"sid": "A1", "speaker": "N/A", "begin_time": 1.5, "end_time": 2, "text_tn": "YES <COMMA> NO <PERIOD>"},
     {"sid": "A2", "speaker": "P7", "begin_time": 2, "end_time": 3, "text_tn": "<MUSIC>"},
     {"sid": "A3", "speaker": "P7", "begin_time": 3, "end_time": 4, "text_tn": "WELL <QUESTIONMARK>"}]}]}
-EMILIA = [{"text": " One.", "speaker": "SPEAKER_00", "language": "en"}, {"text": " Two.", "speaker": "SPEAKER_01"}]
 CORPORA = {     # {corpus: ({file: text}, [(audio, text, speaker)], checks of what is refused)}
     "vctk": ({"txt/p225/p225_001.txt": "Hi.\n", "wav48_silence_trimmed/p225/p225_001_mic1.flac": "",
               "wav48_silence_trimmed/p225/p225_001_mic2.flac": "", "txt/p280/p280_001.txt": "Ho.",
@@ -123,10 +122,6 @@ CORPORA = {     # {corpus: ({file: text}, [(audio, text, speaker)], checks of wh
     "wenetspeech4tts": ({"txts/X1.txt": "X1\t你好。\n[[0, 0.2]]\n", "wavs/X1.wav": ""}, [("X1.wav", "你好。", "")], []),
     "gigaspeech": ({"GigaSpeech.json": json.dumps(GIGASPEECH), "audio/A.opus": ""},
                    [("A.opus", "YES, NO.", ""), ("A.opus", "WELL?", "P7")], []),
-    "emilia_pipe": ({"A/A.json": json.dumps(EMILIA), "A/A_0.mp3": "", "A/A_1.mp3": "", "A/A_7.mp3": "",
-                     "C/C.json": json.dumps(EMILIA[:1]), "about.json": "{}"},
-                    [("A_0.mp3", "One.", "A/SPEAKER_00"), ("A_1.mp3", "Two.", "A/SPEAKER_01")],
-                    ["empty_text", "invalid"]),         # audio without an entry, an entry without audio
     "sidecar": ({"19/198/19_198_000.wav": "", "19/198/19_198_000.normalized.txt": "Hi.", "19/198/._a.wav": "",
                  "19/198/19_198_000.original.txt": "hi", "19/198/19_198.trans.tsv": "x"},        # LibriTTS
                 [("19_198_000.wav", "Hi.", "19")], [])}
