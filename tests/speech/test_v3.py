@@ -15,7 +15,6 @@ from speech.labels import IGNORE, PackedBatch
 from tests.helpers import higgs3
 
 BOC, EOC = 1024, 1025
-IDS = v3.Ids(tts=1, text=2, audio=3, ref_audio=4, ref_text=5)
 
 
 @pytest.fixture(scope="module")
@@ -216,13 +215,10 @@ def test_draws_are_what_top_k_and_top_p_leave():
                                    atol=5 * math.sqrt(0.25 / 4000))
 
 
-def steps_of(model, ids, clips, steps, change=lambda rows, mask: (rows, mask)):
-    """Train on clips of plain prompts until their rows are known by heart. change: rows and labels -> broken ones."""
+def steps_of(model, ids, clips, steps):
+    """Train on clips of plain prompts until their rows are known by heart."""
     samples = [([], None, [ids.tts, ids.text, 60 + i, ids.audio], codes) for i, codes in enumerate(clips)]
     batch = pack(ids, samples)
-    rows, mask = zip(*(change(v3.delay(codes), v3.label_mask(len(codes))) for codes in clips))
-    batch.audio_ids = torch.cat([r[:-1] for r in rows])
-    batch.audio_targets = torch.cat([r.masked_fill(~m, IGNORE) for r, m in zip(rows, mask)])
     packed = v3.PackedHiggs3(model.train())
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=0)
     for _ in range(steps):
@@ -238,20 +234,13 @@ def steps_of(model, ids, clips, steps, change=lambda rows, mask: (rows, mask)):
     return [(*higgs3.prompt(ids, [60 + i]), None) for i in range(len(clips))]
 
 
-def shifted(rows, mask):
-    """The rows of another model: an all-BOC row first."""
-    return torch.cat([torch.full((1, 8), BOC), rows[:-1]]), mask
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [None, shifted])
-def test_what_is_learnt_is_spoken_and_stops_by_itself(loaded, change):
+def test_what_is_learnt_is_spoken_and_stops_by_itself(loaded):
     model, ids = loaded
     clips = [codes_of(9, 7), codes_of(11, 8)]
-    prompts = steps_of(model, ids, clips, 400, *[change] if change else [])
+    prompts = steps_of(model, ids, clips, 400)
     spoken = v3.generate(model, prompts, v3.Sampling(0, max_new_tokens=60), 0)
-    right = all(torch.equal(codes, clip) and how == "eos" for (codes, how), clip in zip(spoken, clips))
-    assert right == (change is None)
+    assert all(torch.equal(codes, clip) and how == "eos" for (codes, how), clip in zip(spoken, clips))
 
 
 def test_a_batch_speaks_what_each_prompt_speaks_alone(loaded):
@@ -266,14 +255,6 @@ def test_a_batch_speaks_what_each_prompt_speaks_alone(loaded):
 
 
 # -- Files -------------------------------------------------------------------------------------------------------------
-
-
-def test_codec_inside_is_whole(folder, loaded):
-    from speech.codes import load_codec
-    parts = v3.codec_parts(folder)
-    codec, _ = load_codec(folder.parent / "codec", torch.device("cpu"), 8)
-    state = codec.state_dict()
-    assert parts.keys() == state.keys() and all(torch.equal(parts[name][:], state[name]) for name in state)
 
 
 def test_an_unpacked_codec_is_the_one_inside_or_refused(folder, tmp_path, monkeypatch):
@@ -299,23 +280,9 @@ def test_an_unpacked_codec_is_the_one_inside_or_refused(folder, tmp_path, monkey
     assert all(torch.equal(found.pop(name), part[:]) for name, part in v3.codec_parts(folder).items()) and not found
 
 
-def test_the_codec_of_the_released_model_has_its_published_sizes():
-    from transformers import HiggsAudioV2TokenizerConfig, HiggsAudioV2TokenizerModel
-    config = HiggsAudioV2TokenizerConfig(**v3.RELEASED_CODEC)
-    assert (config.frame_rate, config.num_quantizers, config.hop_length) == (25, 8, 960)
-    with torch.device("meta"):
-        state = HiggsAudioV2TokenizerModel(config).state_dict()
-    assert len(state) == 527 and state["fc2.weight"].shape == (256, 1024)
-
-
 BROKEN = {
-    "model_type is 'higgs_audio_v2'": lambda c: c.update(model_type="higgs_audio_v2"),
     "encoder_type is 'whisper'": lambda c: c["audio_encoder_config"].update(encoder_type="whisper"),
-    "use_delay_pattern is not true": lambda c: c["audio_encoder_config"].update(use_delay_pattern=False),
-    "the audio table and its head are not tied": lambda c: c["audio_encoder_config"].update(tie_word_embeddings=False),
-    "the text table and its head are not tied": lambda c: c["text_config"].update(tie_word_embeddings=False),
-    "its rotary embedding is scaled": lambda c: c["text_config"].update(rope_scaling={"rope_type": "yarn"}),
-}
+    "the audio table and its head are not tied": lambda c: c["audio_encoder_config"].update(tie_word_embeddings=False)}
 
 
 @pytest.mark.parametrize("message", BROKEN)

@@ -1,22 +1,16 @@
 """Higgs TTS 3 through the scripts themselves: trained on any ranks the same, resumed, merged, spoken; V2 kept apart."""
-import ast
-import importlib.util
 import json
-import runpy
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 import soundfile
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedTokenizerFast
 
 from core.cli import UserError
 from speech import make_tiny, speak, v3
-from tests.helpers.merging import merge
 from tests.helpers import higgs3
+from tests.helpers.merging import merge
 from tests.helpers.trainer import Tiny, train_forked
 
 
@@ -108,36 +102,6 @@ def test_merged_and_exported_folders_are_those_of_servers(runs, tiny3, tmp_path)
     served, _ = higgs3.load(tmp_path / "served")
     assert all(torch.equal(value, weights_of(runs(1, "--per_device_train_batch_size", 4))[name])
                for name, value in v3.weight_names(served).items())
-
-
-def test_sglang_omnis_own_files_read_a_merged_folder(runs, tiny3, tmp_path):
-    """Its tokenizer and its map of weights; they need nothing of sglang, whose engine no CPU runs."""
-    package = importlib.util.find_spec("sglang_omni")
-    if package is None:
-        pytest.skip("needs the package sglang-omni (pip install --no-deps)")
-    place = Path(package.submodule_search_locations[0]) / "models" / "higgs_tts"
-    theirs = runpy.run_path(str(place / "text_tokenizer.py"))
-    adapter = runs(1, "--per_device_train_batch_size", 4, "--use_lora", "--lora_target_modules", "all-linear",
-                   "--lora_dropout", 0).output_dir / "checkpoint-4"
-    merge(str(tiny3.model), str(adapter), tmp_path / "merged", None)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "merged" / "tokenizer.json"))
-    said = theirs["HiggsTokenizerAdapter"](tokenizer).build_prompt(
-        "Say <|emotion:elation|>this.", num_ref_tokens=16, reference_text="Heard.")
-    ids, rows = higgs3.load(tmp_path / "merged")[1], v3.delay(torch.zeros(9, 8))
-    ours, is_audio = higgs3.prompt(ids, *(tokenizer.encode(text, add_special_tokens=False) for text in (
-        "Say <|emotion:elation|>this.", "Heard.")), rows)
-    assert ours.masked_fill(is_audio, -100).tolist() == said
-    tree = ast.parse((place / "model.py").read_text())
-    prefixes = next(ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.AnnAssign)
-                    and node.target.id == "_BACKBONE_PREFIX_MAP")
-    spec = importlib.util.spec_from_file_location("weight_loader", place / "weight_loader.py")
-    sys.modules["weight_loader"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    names = load_file(tmp_path / "merged" / "model.safetensors").keys()
-    mapped = {module.DiscreteWeightMapper(prefixes).map(name) for name in names} - {None}
-    body = {f"backbone.model.{name}" for name in higgs3.load(tmp_path / "merged")[0].body.state_dict()}
-    assert mapped == body | {"backbone.lm_head.weight", "multimodal_embedding.modality_embedding_0.weight",
-                             "tied.head.modality_heads.0.weight"}       # the last one it drops, being tied
 
 
 TABLE = ("--use_lora", "--train_audio_table", "--lora_dropout", 0)
