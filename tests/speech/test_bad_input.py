@@ -53,8 +53,6 @@ def complains(done, *parts, errors=1):
     return message
 
 
-# -- The data file -----------------------------------------------------------------------------------------------------
-
 FILES = {
     "not there": (None, "there is no such file or folder"),
     "a string": (b'"hello"', "holds a JSON str, not a list of samples"),
@@ -79,12 +77,8 @@ def test_data_folder(run, tmp_path):
     (tmp_path / "folder").mkdir()
     flags = ("--train_data_dir", tmp_path / "folder", "--train_data_file", "")
     assert complains(run(*flags), tmp_path / "folder", "has neither a list nor audio files")
-    (tmp_path / "folder" / "metadata.json").write_text('{"samples": 3}')
-    assert complains(run(*flags), "metadata.json: has no list 'samples'")
     (tmp_path / "folder" / "metadata.json").write_text('{"samples": [{"id": "s1", "audio_file": "a.wav"}]}')
     assert complains(run(*flags), "metadata.json sample 1 (s1): has no 'transcript_file'")
-    (tmp_path / "folder" / "metadata.json").write_text('{"samples": [')
-    assert complains(run(*flags), "metadata.json: not valid JSON", "truncated")
 
 
 def change(path, value):
@@ -155,9 +149,6 @@ def test_missing_audio_lists_the_places_tried(run, data, two_good, tmp_path):
     places = [data, data.parent, data.parent.parent, tmp_path]         # the last one: where the trainer was started
     complains(run("--train_data_file", path), "audio file 'clips/gone.wav' not found; tried ",
               *[place / "clips/gone.wav" for place in places])
-    target_item(bad)["audio_url"] = "/gone.wav"
-    message = complains(run("--train_data_file", written(data, [bad], "odd.json")), "not found; tried /gone.wav")
-    assert message[0].count("gone.wav") == 2
 
 
 def test_problems_of_training_and_validation_data_come_together(run, data, two_good):
@@ -167,12 +158,6 @@ def test_problems_of_training_and_validation_data_come_together(run, data, two_g
     done = run("--train_data_file", train, "--eval_data_file", held_out, evaluate=True)
     message = complains(done, "error: 2 problems:", f"{train} sample 1: has no", f"{held_out} sample 3: has no")
     assert len(message) == 3
-    (data / "eval.json").write_text("[]")
-    train = written(data, good, "train.json")
-    complains(run("--train_data_file", train, "--eval_data_file", held_out, evaluate=True), f"{held_out}: holds no")
-
-
-# -- Audio -------------------------------------------------------------------------------------------------------------
 
 
 def spoilt_audio(folder):
@@ -213,25 +198,14 @@ def test_bad_audio_is_listed_together(run, tiny, data):
         assert line.startswith(f"  {path} sample {number + 1} (")
 
 
-# -- Model, codec, output ----------------------------------------------------------------------------------------------
-
-
 def test_model_and_tokenizer_paths(run, tiny, tmp_path):
     complains(run("--model_path", tiny.codec, "--audio_tokenizer_path", tiny.model),
               "--model_path", tiny.codec, "--model_path and --audio_tokenizer_path are swapped")
-    complains(run("--audio_tokenizer_path", tiny.model), f"--audio_tokenizer_path {tiny.model}", "swapped")
-    complains(run("--model_path", tiny.codec), f"--model_path {tiny.codec}", "swapped")
-    for name in (tmp_path / "gone", "./gone", "gone"):
-        complains(run("--model_path", name), f"--model_path {name}: no such folder")
-        complains(run("--audio_tokenizer_path", name), f"--audio_tokenizer_path {name}: no such folder")
+    complains(run("--model_path", "./gone"), "--model_path ./gone: no such folder")
     complains(run("--model_path", "owner/gone"), "--model_path owner/gone: neither a folder here nor to be had")
-    complains(run("--model_path", tiny.root), f"--model_path {tiny.root}", "config.json")
-    complains(run("--model_path", tiny.train_json), "no such folder")
     (tmp_path / "bert").mkdir()
     (tmp_path / "bert" / "config.json").write_text('{"model_type": "bert"}')
     complains(run("--model_path", tmp_path / "bert"), "is a 'bert' checkpoint, not 'higgs_audio_v2'")
-    (tmp_path / "bert" / "config.json").write_text('{"model_type"')
-    complains(run("--model_path", tmp_path / "bert"), "has no readable config.json")
 
 
 def copy_of(folder, to, without):
@@ -252,12 +226,8 @@ def test_output_that_cannot_be_written(run, tiny, tmp_path):
     """A file stands where the folder should be; permissions would not stop a test that runs as root."""
     (tmp_path / "taken").write_text("a file")
     assert complains(run(name="taken"), f"--output_dir {tmp_path / 'taken'}: cannot be written")
-    assert complains(run(name="taken/below"), f"--output_dir {tmp_path / 'taken/below'}: cannot be written")
     assert complains(run("--code_cache", tmp_path / "taken"), f"--code_cache {tmp_path / 'taken'}: ",
                      "cannot be written (Not a directory)")
-
-
-# -- Length ------------------------------------------------------------------------------------------------------------
 
 
 def test_bad_samples_are_listed_and_dropped(run, tiny, data, tmp_path):
@@ -276,7 +246,8 @@ def test_bad_samples_are_listed_and_dropped(run, tiny, data, tmp_path):
 
     complains(run(*flags, name="one"), "2 problems:", "sample 2", "unknown role 'nobody'", "sample 4", "control token")
     assert listed("one") == [(1, "invalid"), (3, "control_token")]
-    complains(run(*flags, "--drop_bad", "invalid,too_long", name="one"), f"{path} sample 4 ", "control token")
+    complains(run(*flags, "--drop_bad", "invalid,control_token", name="one"), f"{path} sample 6 ",
+              "more than --max_length 600", "--drop_too_long")
     done = run(*flags, "--drop_bad", name="two")
     assert done.status == 0, done.output
     assert "data       dropped: 1 control_token, 1 invalid; see" in done.output
@@ -284,8 +255,6 @@ def test_bad_samples_are_listed_and_dropped(run, tiny, data, tmp_path):
     assert "dropped as too long: 1 of 6 training" in done.output
     assert listed("two") == [(1, "invalid"), (3, "control_token"), (5, "too_long")]
 
-
-# -- Resume ------------------------------------------------------------------------------------------------------------
 
 LORA = ("--use_lora", "--lora_rank", 4, "--lora_alpha", 8)
 
@@ -324,34 +293,20 @@ def other_model(tiny, tmp_path_factory):
     return folder / "model"
 
 
-@pytest.fixture(scope="module")
-def other_codec(tmp_path_factory):
-    from speech import make_tiny
-    folder = tmp_path_factory.mktemp("other-codec")
-    make_tiny.make_codec(folder, seed=1)
-    return folder / "codec"
-
-
 @pytest.mark.slow
-def test_resume_of_another_run_is_refused(run, tiny, data, used, used_copy, other_model, other_codec):
-    for resume in ((), ("--resume", used)):
-        complains(run(*LORA, "--model_path", other_model, *resume), "checkpoint-1", "made with another base model",
-                  "another --output_dir")
-        fewer = written(data, tiny.samples()[:5], "fewer.json")
-        complains(run(*LORA, "--train_data_file", fewer, *resume), "checkpoint-1", "another training data")
-        complains(run(*resume), "checkpoint-1", "another set of trained weights (lora, this run full)")
-        complains(run(*LORA, "--text_loss_weight", 0, *resume), "another set of trained weights")
-        complains(run(*LORA, "--audio_tokenizer_path", other_codec, *resume), "another codec")
-        complains(run(*LORA, "--per_device_train_batch_size", 2, *resume), "another pack", "4 samples", "2 samples")
-        # which makes other training data as well, where samples are held out
-        complains(run(*LORA, "--seed", 1, "--train_data_file", fewer, *resume), "another seed (42, this run 1)")
+def test_resume_of_another_run_is_refused(run, tiny, data, used, used_copy, other_model):
+    complains(run(*LORA, "--model_path", other_model), "checkpoint-1", "made with another base model",
+              "another --output_dir")
+    fewer = written(data, tiny.samples()[:5], "fewer.json")
+    complains(run(*LORA, "--train_data_file", fewer, "--resume", used), "checkpoint-1", "another training data")
+    complains(run(), "checkpoint-1", "another set of trained weights (lora, this run full)")
+    complains(run(*LORA, "--per_device_train_batch_size", 2), "another pack", "4 samples", "2 samples")
     assert sorted(p.name for p in used_copy.parent.glob("checkpoint-*")) == ["checkpoint-1"]
 
 
 def test_resume_with_other_adapters_is_refused(run, used_copy):
     complains(run("--use_lora", "--lora_rank", 8, "--lora_alpha", 8), "checkpoint-1", "adapter has r 4, this run 8",
               "the same LoRA flags")
-    complains(run("--use_lora", "--lora_rank", 4, "--lora_alpha", 16), "lora_alpha 8, this run 16")
     complains(run(*LORA, "--lora_target_modules", "all-linear"), "target_modules")
 
 
@@ -359,7 +314,6 @@ def test_resume_with_other_adapters_is_refused(run, used_copy):
 def test_resume_of_what_is_not_there_or_damaged(run, used_copy, tmp_path):
     out = used_copy.parent
     complains(run(*LORA, "--resume", "none"), f"--resume none, but {out} holds checkpoints", "--resume auto")
-    complains(run(*LORA, "--resume", tmp_path / "gone"), f"--resume {tmp_path / 'gone'}: no such folder")
     complains(run(*LORA, "--resume", out), f"--resume {out}: no manifest.json")
     weights = used_copy / "adapter_model.safetensors"
     data = weights.read_bytes()
@@ -369,13 +323,6 @@ def test_resume_of_what_is_not_there_or_damaged(run, used_copy, tmp_path):
         done = run(*LORA)
         complains(done, f"{out}: every checkpoint is damaged; to start anew, give another")
         assert f"{used_copy} is damaged (adapter_model.safetensors" in done.output
-    weights.unlink()
-    complains(run(*LORA, "--resume", used_copy), "adapter_model.safetensors is missing")
-    (used_copy / "manifest.json").write_text("{")
-    complains(run(*LORA, "--resume", used_copy), "unreadable manifest.json")
-
-
-# -- Flags -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flags, said", [
@@ -396,9 +343,6 @@ def test_flags(tiny, flags, said):
     words = trainer_arguments(tiny, "out", "--max_steps", 1, "--disable_eval", *flags)
     with pytest.raises(UserError, match=re.escape(said)):
         script_flags()[1](script_flags()[0].parse_args(words), 1)
-
-
-# -- Two ranks, and started as users start it --------------------------------------------------------------------------
 
 
 def test_fewer_samples_than_ranks_trains(forked, tiny, data):

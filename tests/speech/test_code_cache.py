@@ -55,9 +55,6 @@ def test_another_codec_has_a_cache_of_its_own(tiny, tmp_path):
     assert codec_fingerprint(other) != codec_fingerprint(tiny.codec)
 
 
-# -- Checksums ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def cache(tmp_path):
     """(folder, its one shard, clips, codes of each)."""

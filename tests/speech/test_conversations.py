@@ -1,6 +1,5 @@
 """Every shape a speech dataset comes in gives the same canonical conversation, and no text is lost on the way."""
 import json
-import re
 
 import pytest
 
@@ -72,8 +71,6 @@ def cloning(target=TARGET, system=DEFAULT_SYSTEM, reference=REFERENCE):
             ("user", target, False), ("assistant", "target.wav", True)]
 
 
-# -- Shapes ------------------------------------------------------------------------------------------------------------
-
 ASKED = text(INSTRUCTION + TARGET)
 SAME_SAMPLE = {
     "instruction last": wild(text(REFERENCE), audio("ref.wav"), ASKED),
@@ -144,9 +141,6 @@ def test_several_speakers(folder):
         assert shape(read(folder, [entry])[0]) == expected
 
 
-# -- Text --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("target", [
     "He said: stop: now.", "Time 10:45: go", "二つ：三つ: 四つ",
     "Please generate speech for me: he said: now"])
@@ -170,9 +164,6 @@ def test_the_scene_is_kept(folder, entry):
     joined = ["".join(p for p in t.parts if isinstance(p, str)) for t in sample.turns]
     assert joined == [CANONICAL_SYSTEM, REFERENCE, "", TARGET, ""]
     assert [t.role for t in sample.turns] == ["system", "user", "assistant", "user", "assistant"]
-
-
-# -- Which turns are trained -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("start_index, trained", [
@@ -199,9 +190,6 @@ def test_start_index_out_of_range(folder, start_index, said):
     assert said in problem and "data.json sample 1 (target.wav)" in problem
 
 
-# -- Clips -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("given, kept", [
     ({"offset": None, "duration": 2.5}, (None, None, 2.5)),
     ({"offset": 0, "duration": 1.5}, (0, 1.5, 1.5)), ({"offset": 2.0}, (2.0, None, 0.0))])
@@ -212,8 +200,6 @@ def test_only_an_offset_makes_a_cut(folder, given, kept):
     clip = sample.turns[-1].clips[0]
     assert (clip.offset, clip.duration, clip.seconds) == kept
 
-
-# -- The folder format -------------------------------------------------------------------------------------------------
 
 SCENE = "\n\n<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
 
@@ -247,16 +233,6 @@ def test_metadata_folder_smart_voice_and_scene(folder):
     assert (clip.offset, clip.duration, clip.seconds) == (None, None, 2.5)
 
 
-def test_metadata_folder_cloning(folder):
-    base = {**metadata(folder), "ref_audio_file": "ref.wav", "ref_transcript": REFERENCE}
-    metadata(folder, base)
-    (by_flag,), problems = folder_samples(folder, task_type="zero_shot_voice_cloning")
-    assert not problems and shape(by_flag) == cloning(SPOKEN)
-    metadata(folder, {**base, "task_type": "zero_shot_voice_cloning"})
-    (by_sample,), problems = folder_samples(folder)
-    assert not problems and shape(by_sample) == cloning(SPOKEN)
-
-
 def test_metadata_folder_several_speakers(folder):
     speakers = [{"speaker_tag": "[SPEAKER0]", "ref_audio_file": "ref.wav", "ref_transcript": "First voice."},
                 {"ref_audio_file": "ref2.wav", "ref_transcript": "Second voice."}]
@@ -266,37 +242,6 @@ def test_metadata_folder_several_speakers(folder):
         ("system", DEFAULT_SYSTEM, False), ("user", "[SPEAKER0] First voice.", False), ("assistant", "ref.wav", False),
         ("user", "[SPEAKER1] Second voice.", False), ("assistant", "ref2.wav", False), ("user", SPOKEN, False),
         ("assistant", "target.wav", True)]
-
-
-def test_metadata_folder_reference_in_the_scene(folder):
-    base = {**metadata(folder), "ref_audio_file": "ref.wav", "ref_transcript": REFERENCE, "scene": "a_hall"}
-    metadata(folder, base)
-    (sample,), problems = folder_samples(folder, task_type="zero_shot_voice_cloning", ref_in_system=True)
-    assert not problems
-    assert [t.role for t in sample.turns] == ["system", "user", "assistant"]
-    assert "".join("{}" if isinstance(p, Clip) else p for p in sample.turns[0].parts) == (
-        DEFAULT_SYSTEM + SCENE.format("Audio is recorded from a hall.\n\nSPEAKER0:{}"))
-
-
-def test_folder_problems_carry_the_numbers_of_the_metadata(folder):
-    base = metadata(folder)
-    metadata(folder, "text", {**base, "audio_file": ""}, {**base, "transcript_file": "gone.txt"},
-             {**base, "task_type": "singing"}, {**base, "task_type": ["singing"]}, base,
-             {**base, "task_type": "zero_shot_voice_cloning"},
-             {**base, "task_type": "multi_speaker_voice_cloning", "ref_speakers": ["anna"]},
-             {**base, "transcript_file": 7}, {**base, "audio_file": "gone.wav"})
-    samples, problems = folder_samples(folder)
-    assert [s.name for s in samples] == [f"{folder}/metadata.json sample 6 (s1)"]
-    said = [(0, "is a str"), (1, "'audio_file'"), (2, "gone.txt"), (3, "unknown task_type 'singing'"),
-            (4, "unknown task_type ['singing']"), (6, "'ref_audio_file'"),
-            (7, "ref_speakers"), (8, "'transcript_file'"), (9, "gone.wav")]
-    assert len(problems) == len(said)
-    for number, what in said:
-        assert any(re.search(rf" sample {number + 1}\b", problem) and what in problem
-                   for problem in problems), (number, what, problems)
-
-
-# -- Text to speak -----------------------------------------------------------------------------------------------------
 
 
 def test_folder_and_chatml_give_one_text_which_only_the_target_gets_normalised(folder):

@@ -7,8 +7,6 @@ from data import SpeechSamples, collate
 from speech.labels import IGNORE
 from tests.helpers.dialogues import BOOKS, BOS, CONVERSATIONS, EOS, codes_of
 
-# -- Slow reference: one cell at a time, written from the picture above and not from the code --------------------------
-
 
 def slow_sample(turns, tokenizer, ids):
     """[(token id, row of codes or None, text label or None, row of labels or None)] by position."""

@@ -87,9 +87,6 @@ def direct(codec, wave):
         return codec.encode(torch.from_numpy(wave)[None, None], bandwidth=2).audio_codes[0].T.numpy()
 
 
-# -- Decoding ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("channels", [1, 2])
@@ -195,9 +192,6 @@ def test_files_written_into_a_pipe_are_refused(tmp_path, tiny):
                 read(str(tmp_path / f"b.{kind}"))
 
 
-# -- Encoding ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_second_fill_opens_no_audio(filled, tiny):
     """File dates alone decide; a file's content is not even looked at."""
     cache, folder, codes = filled
@@ -293,8 +287,6 @@ def test_codes_that_the_codec_does_not_have_are_refused(codec, monkeypatch):
     with pytest.raises(ValueError, match=f"codes from [0-9]+ to {highest}, its codebooks have {highest}"):
         encode_clip(codec, wave, 2, 8)
 
-
-# -- Several processes -------------------------------------------------------------------------------------------------
 
 def fill_in_a_rank(codec, cache, paths, shard_clips, dies_after=None):
     """A run of its own that fills a cache; it is killed when it has written so many shards."""

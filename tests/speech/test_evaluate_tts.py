@@ -12,7 +12,6 @@ from transformers import (
     Wav2Vec2FeatureExtractor,
     WavLMConfig,
     WavLMForXVector,
-    WavLMModel,
     WhisperConfig,
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
@@ -28,9 +27,6 @@ RATE = 24000
 
 def speech(text, speaker=0, seed=0):
     return make_tiny.synthesise(text, speaker, RATE, np.random.default_rng(seed))
-
-
-# -- Whole runs --------------------------------------------------------------------------------------------------------
 
 
 WORDS = list(dict.fromkeys("the river is wider than it looks keep your gloves dry".split()))
@@ -212,9 +208,6 @@ def test_what_is_better(key, a, b, expected):
     assert evaluate_tts.better(key, a, b) is expected
 
 
-# -- Bad input ---------------------------------------------------------------------------------------------------------
-
-
 def said(capsys, *args):
     """The line that main(args) ends with."""
     with pytest.raises(SystemExit) as end:
@@ -225,34 +218,14 @@ def said(capsys, *args):
     return err
 
 
-def spoil(folder, what):
-    """Damage one sample."""
-    path = folder / "0001.json"
-    facts = json.loads(path.read_text())
-    if what == "no json":
-        path.unlink()
-    elif what == "broken json":
-        path.write_text("{")
-    elif what == "list":
-        path.write_text("[1]")
-    elif what == "no audio":
-        (folder / "0001.wav").write_text("not audio")
-    elif what == "not numbers":
-        soundfile.write(folder / "0001.wav", np.full(RATE, np.nan, np.float32), RATE, subtype="FLOAT")
-    else:
-        path.write_text(json.dumps(facts | what))
-
-
-@pytest.mark.parametrize("what, parts", [
-    ("broken json", ["0001.json: not valid JSON"]),
-    ("no audio", ["0001.wav: cannot be read as audio"]),
-    ("not numbers", ["0001.wav: has samples that are not numbers"]),
-    ({"target_audio": "gone.wav"}, ['0001.json: "target_audio" gone.wav is not there'])], ids=str)
-def test_bad_samples_are_one_line(waves, targets, tmp_path, capsys, what, parts):
-    folder = write(tmp_path / "a", waves[:2], target_audio=[str(targets / f"000{i}.wav") for i in range(2)])
-    spoil(folder, what)
+@pytest.mark.parametrize("name, content, said_of", [
+    ("0001.json", "{", "0001.json: not valid JSON"), ("0001.wav", "no audio", "0001.wav: cannot be read as audio"),
+    ("0001.json", '{"target_audio": "gone.wav"}', '0001.json: "target_audio" gone.wav is not there')])
+def test_bad_samples_are_one_line(waves, tmp_path, capsys, name, content, said_of):
+    folder = write(tmp_path / "a", waves[:2])
+    (folder / name).write_text(content)
     error = said(capsys, folder)
-    assert str(folder) in error and all(part in error for part in parts) and error.count("\n") == 1
+    assert str(folder) in error and said_of in error and error.count("\n") == 1
     assert not (folder / "evaluation.json").exists()
 
 
@@ -260,22 +233,14 @@ def test_bad_flags_and_folders(waves, targets, listener, speaker, tmp_path, caps
     good, other = write(tmp_path / "good", waves[:2]), write(tmp_path / "other", waves[:3])
     renamed = write(tmp_path / "renamed", waves[:2], text=["The river.", "Another text."])
     (tmp_path / "empty").mkdir()
-    (tmp_path / "few").mkdir()
-    WavLMModel(WavLMConfig.from_pretrained(speaker)).save_pretrained(tmp_path / "plain")
-    Wav2Vec2FeatureExtractor().save_pretrained(tmp_path / "plain")
     for args, parts in [
             ([tmp_path / "gone"], ["gone: no such folder"]), ([tmp_path / "empty"], ["empty: holds no .wav"]),
             ([good, other], [f"0002 is in {other}, but not in {good} (1 such", "same prompts"]),
-            ([other, good], [f"0002 is in {other}, but not in {good}"]), ([good, good], ["given twice"]),
             ([good, renamed], ["0001 has another text"]),
-            ([good, "--reference_dir", tmp_path / "few"], ["few: has no 0000.wav"]),
-            ([good, "--reference_dir", tmp_path / "gone"], ["--reference_dir", "no such folder"]),
-            ([good, "--batch_size", 0], ["--batch_size is 0"]), ([good, "--device", "nowhere"], ["--device nowhere"]),
+            ([good, "--reference_dir", tmp_path / "empty"], ["empty: has no 0000.wav"]),
             ([good, "--language", "en"], ["--language", "--asr_model"]),
-            ([good, "--speaker_model", tmp_path / "plain"], ["--speaker_model", "14 weights are missing"]),
-            ([good, "--asr_model", listener, "--language", "klingon"], ["--language klingon: Unsupported language"]),
             ([good, "--speaker_model", listener], ["--speaker_model", "cannot be loaded as AutoModelForAudioXVector"]),
-            ([good, "--asr_model", speaker], ["--asr_model"]), ([good, "--asr_model", tmp_path], ["--asr_model"])]:
+            ([good, "--asr_model", speaker], ["--asr_model"])]:
         error = said(capsys, *args)
         assert all(part in error for part in parts), (args, error)
     facts = json.loads((good / "0000.json").read_text())

@@ -157,9 +157,6 @@ def make_adapter(tiny, folder, **more):
     return folder, net
 
 
-# -- The 2025 layout ---------------------------------------------------------------------------------------------------
-
-
 def test_2025_layout_has_the_published_names_and_the_same_bits(tiny, served):
     native = load_file(tiny.model / "model.safetensors")
     assert len(NAMES) == len(native) == 33
@@ -177,9 +174,6 @@ def test_2025_config_is_the_published_one(tiny, served):
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     tokenizer.convert_tokens_to_ids = ids.__getitem__       # the real tokenizer is on the hub
     assert layout_2025.original_config(real, tokenizer, "bfloat16") == published_config()
-
-
-# -- There and back ----------------------------------------------------------------------------------------------------
 
 
 def test_native_to_2025_to_native_is_bit_equal(tiny, served, tmp_path):
@@ -224,9 +218,6 @@ def test_native_export_of_a_2025_base_can_generate(tiny, original, tmp_path):
         "<|begin_of_text|><|start_header_id|>assistant<|end_header_id|>\n\n<|audio_out_bos|>", return_tensors="pt")
     rows = model.generate(input_ids=prompt.input_ids.repeat(1, 2), max_new_tokens=12)
     assert rows.shape[2] == 8 and (rows[0, 0] == 1024).all()
-
-
-# -- Adapters ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["native", "2025"])
@@ -313,9 +304,6 @@ def test_what_is_no_finite_weight_is_refused(tiny, adapter, tmp_path, where, val
     assert not (tmp_path / "out").exists()
 
 
-# -- Dtypes and files --------------------------------------------------------------------------------------------------
-
-
 def test_an_adapter_on_a_bf16_base_is_folded_in_fp32_and_kept_so(tiny, adapter, original, tmp_path):
     """Added in bf16, an update of less than half a step of the weight is lost."""
     folder, net = adapter
@@ -328,9 +316,6 @@ def test_an_adapter_on_a_bf16_base_is_folded_in_fp32_and_kept_so(tiny, adapter, 
     update = 2.0 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
     torch.testing.assert_close(got[f"model.{name}.weight"], base + update, rtol=1e-6, atol=1e-7)
     assert not torch.equal(got[f"model.{name}.weight"].bfloat16().float(), got[f"model.{name}.weight"])
-
-
-# -- Whole or not at all -----------------------------------------------------------------------------------------------
 
 
 def refused(*args, **more):

@@ -16,9 +16,9 @@ import soundfile
 from core.cli import UserError
 from speech import labels_v3
 from speech.codes import decode_audio
-from speech.conversations import MULTISPEAKER_SYSTEM, canonical_sample
+from speech.conversations import MULTISPEAKER_SYSTEM
 from speech.rows import read_samples
-from speech.speak import canonical_prompt, text_prompts
+from speech.speak import text_prompts
 from tests.helpers.trainer import ROOT
 
 
@@ -51,9 +51,6 @@ def written(path, text, **how):
 
 def lines(path, *entries):
     return written(path, "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries))
-
-
-# -- One file or folder of each format ---------------------------------------------------------------------------------
 
 
 def jsonl(entry):
@@ -180,9 +177,6 @@ def test_sets_as_tools_write_them_are_read_or_refused_in_one_line(tmp_path, name
             raise UserError(read(tmp_path / given)[1][0])
 
 
-# -- Traps of single formats -------------------------------------------------------------------------------------------
-
-
 def test_speech_to_understand_is_not_trained_as_speech(folder):
     path = lines(folder / "s.jsonl", {"messages": [{"role": "user", "content": "<audio>What was said?"},
                                                    {"role": "assistant", "content": "This."}], "audios": ["a.wav"]},
@@ -211,17 +205,6 @@ def test_rows_in_are_rows_kept_and_rows_refused(folder):
     assert "gone.wav' not found; tried" in problems[1] and "has 1 fields, the header has 2" in problems[2]
 
 
-def test_segments_cut_recordings(folder):
-    made(folder, "kaldi")
-    written(folder / "segments", "u1 u1 1.5 2.25\nu2 u1 3.0 -1\n")
-    samples, problems = read(folder)
-    assert not problems
-    assert [(c.offset, c.duration) for s in samples for c in s.turns[-1].clips] == [(1.5, 0.75), (3.0, None)]
-    written(folder / "wav.scp", "u1 sph2pipe -f wav x.sph |\n")
-    with pytest.raises(UserError, match="u1 is a command, which is not run"):
-        read(folder)
-
-
 PHONEMES = "a.wav|əlˈoʊ|0\nb.wav|hˈaɪ|1\n".encode()
 NO_DATA = [
     ("m.csv", "audio,text\na.wav,Größe\n".encode("cp1252"), "line 2.; convert it: iconv -f CP1252"),
@@ -238,9 +221,6 @@ def test_what_is_no_data_is_refused(folder, name, data, said):
     (folder / name).write_bytes(data)
     with pytest.raises(UserError, match=said):
         read(folder / name)
-
-
-# -- What is not what it seems -------------------------------------------------------------------------------------
 
 
 SAID = ["The ship sails at noon.", "Nobody was at home.", "Bring me the red book.", "It rained all day."]
@@ -407,15 +387,8 @@ def test_the_script(folder):
     (entry,) = map(json.loads, (folder / "out.jsonl").read_text().splitlines())
     assert entry["messages"][-1]["content"]["audio_url"] == str(folder / "a.wav") and entry["split"] == "train"
     assert (entry["speaker"], entry["language"]) == ("anna", "en")
-    watch = ("import runpy, sys\nsys.argv = ['convert.py', '--help']\ntry:\n    runpy.run_path('speech/convert.py', run_name="
-             "'__main__')\nexcept SystemExit:\n    print({'torch', 'numpy'} & set(sys.modules))")
-    asked = subprocess.run([sys.executable, "-c", watch], capture_output=True, text=True, cwd=ROOT).stdout
-    assert "--columns" in asked and asked.endswith("\nset()\n")
     done = run(written(folder / "x.csv", UNDECIDED["seconds"]), "--output", folder / "no.jsonl")
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and not (folder / "no.jsonl").exists()
-
-
-# -- Several speakers --------------------------------------------------------------------------------------------------
 
 
 def test_dialogue_has_bosons_scene_and_speaker_lines(folder):
@@ -432,17 +405,6 @@ def test_dialogue_has_bosons_scene_and_speaker_lines(folder):
     spoken_later = text_prompts([("x", "[SPEAKER0] Hi.\n[SPEAKER1] Ho.")], False, scene="Audio is recorded from a room.")
     assert spoken_later[0].turns[0].text == two.turns[0].text
     assert read(chat)[0][0].turns[0].text.split() == two.turns[0].text.split()
-    turns = [{"role": "user", "content": "Said."}, {"role": "assistant", "content": {"type": "audio", "audio_url": "b.wav"}},
-             {"role": "user", "content": "[SPEAKER0] Hi.\n[SPEAKER1] Ho."},
-             {"role": "assistant", "content": {"type": "audio", "audio_url": "a.wav"}}]
-    trained, whole, bare = (list(read_samples(lines(folder / "c.jsonl", {"messages": messages}), [], make)) for
-                            messages, make in ((turns, canonical_sample), (turns, canonical_prompt), (turns[:3], canonical_prompt)))
-    assert {sample.turns[0].text for sample, in (trained, whole, bare)} == {"Generate audio following instruction."}
-    cloned, = text_prompts([("x", "[SPEAKER0] Hi.\n[SPEAKER1] Ho.")], False, str(folder / "a.wav"), "Said.")
-    assert cloned.turns[0].text == "Generate audio following instruction."      # boson's way, where a clip gives the voice
-
-
-# -- References --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -486,9 +448,6 @@ def test_tts_3_clones_a_clip_whose_words_are_not_known(folder):
         ((_, pieces),), _ = ids.streams(sample)
         assert [p if isinstance(p, str) else Path(p.path).stem for p, _ in pieces[:-1]] == [
             "<|tts|>", "<|ref_audio|>", "c", "<|text|>", "Ho.", "<|audio|>"]
-
-
-# -- Audio inside other files ------------------------------------------------------------------------------------------
 
 
 def waves(n):

@@ -12,26 +12,14 @@ import pytest
 import soundfile
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 
-import lora
-from core import adapters, dist, tensor_io
-from speech import make_tiny, v2, weights
-from speech.weights import find_model
+from speech import make_tiny
 from tests.helpers import spoken as speech
-from tests.helpers.checkpoints import (
-    config_of,
-    original_config,
-    original_state,
-    split_rows,
-    write_checkpoint,
-)
 from tests.helpers.runs import CLOCK, CUTS, moments, newest, rows, tensors
 from tests.helpers.trainer import (
     Run,
     Tiny,
-    script_flags,
     speech_main,
     train_forked,
     trainer_arguments,
@@ -57,9 +45,6 @@ def flags_of(name):
     ranks, samples, micro_steps = map(int, split.split("x"))
     return ranks, (*COMMON, *METHODS[method], "--parallel", mode, "--per_device_train_batch_size", samples,
                    "--gradient_accumulation_steps", micro_steps, *more)
-
-
-# -- Model, data, ranks ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +123,6 @@ def apart(ours, theirs, relative=False):
     scale = {name: theirs[name].abs().max().clamp_min(1e-12) if relative else 1 for name in ours}
     return {name: ((ours[name] - theirs[name]).abs().max() / scale[name]).item() for name in ours}
 
-
-# -- The same training, however it is shared out -----------------------------------------------------------------------
 
 # each kind of training, each way to share it out and each mode at least once
 SAME = [
@@ -232,120 +215,6 @@ def count_collectives(argv, path):
     Path(path).write_text(json.dumps(counts))
 
 
-# -- Batches that lack a modality --------------------------------------------------------------------------------------
-
-
-def start(argv):
-    """What the trainer does before its first step: (World, flags, model, what it calls, native model)."""
-    args = script_flags()[0].parse_args(argv)
-    script_flags()[1](args, int(os.environ["WORLD_SIZE"]))
-    world = dist.init(60, 60, args.parallel != "ddp")
-    folder, config = find_model(args.model_path)
-    args.lora_target_modules = args.lora_target_modules or "attention"
-    half = torch.bfloat16 if args.bf16 and args.use_lora else torch.float32
-    native = net = v2.empty_model(config, half, folder)
-    parts = v2.weight_parts(folder, config)
-    if args.use_lora:
-        net = lora.add_lora(native, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules,
-                            args.model_path, use_rslora=args.use_rslora, use_dora=args.use_dora)
-    v2.freeze_unreachable(native, args.text_loss_weight)
-    model = v2.packed(net, args.gradient_checkpointing)
-    if args.parallel != "ddp":
-        dist.shard(model, v2.layers(native), world, args.bf16, args.reshard_after_forward, args.cpu_offload,
-                   args.shard_size)
-    model.to_empty(device="cpu")
-    v2.reset_buffers(native, world.device)
-    weights.load_weights(adapters.base_weights(net) if args.use_lora else dict(native.named_parameters()), parts, world)
-    if args.use_lora:
-        adapters.init_adapters(net, args.seed)
-    model.train()
-    return world, args, model, model if args.parallel != "ddp" else dist.wrap_ddp(model, world), native
-
-
-# -- Start: empty, then straight into shards ---------------------------------------------------------------------------
-
-
-def write_shards(argv, folder):
-    """Each rank leaves its shards and buffers in rank<rank>.pt, as they are right after the start."""
-    world, _, model, _, native = start(argv)
-    shards = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
-    kinds = {type(p) for p in model.parameters()}
-    torch.save({"shards": {name: shard.detach() for name, shard in shards.items()}, "buffers":
-                dict(native.named_buffers()), "sharded": all(issubclass(k, DTensor) for k in kinds)},
-               Path(folder) / f"rank{world.rank}.pt")
-    dist.finish()
-
-
-def started(pool, odd, folder, ranks, *flags):
-    """What each rank wrote."""
-    folder.mkdir(exist_ok=True)
-    argv = trainer_arguments(odd, folder / "out", "--parallel", "fsdp", *flags)
-    in_ranks(pool, ranks, "write_shards", argv, str(folder))
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(ranks)]
-
-
-def assert_rows(parts, name, expected):
-    """The ranks' shards are the rows of a tensor, cut as torch.chunk does; ranks beyond have none."""
-    cut = [*expected.chunk(len(parts)), *[expected[:0]] * len(parts)]
-    for rank, part in enumerate(parts):
-        assert part["shards"][name].dtype == expected.dtype
-        assert torch.equal(part["shards"][name], cut[rank]), f"{name} of rank {rank}"
-
-
-def original_split(folder, odd):
-    """The odd model in the 2025 format in three files, three tensors of it split in two; the folder."""
-    state = original_state(odd.model)
-    split_rows(state, "embed_tokens", ("embedding_frozen", "embedding_trainable"), 571)
-    for head, at in (("audio_lm_head", 4103), ("text_lm_head", 1)):
-        split_rows(state, f"audio_decoder_proj.{head}", ("linear_frozen", "linear_trainable"), at)
-    return write_checkpoint(folder, original_config(config_of(odd.model)), state, 3)
-
-
-@pytest.mark.parametrize("form, ranks", [("native", 4), ("2025", 3)])
-def test_every_shard_is_rows_of_the_file(pool, odd, tmp_path, form, ranks):
-    source = odd.model if form == "native" else original_split(tmp_path / "model", odd)
-    parts = started(pool, odd, tmp_path, ranks, "--model_path", source)
-    base = load_file(odd.model / "model.safetensors")
-    assert all(part["sharded"] for part in parts)
-    assert {name.removeprefix("net.") for name in parts[0]["shards"]} == base.keys()
-    for name, expected in base.items():
-        assert_rows(parts, f"net.{name}", expected)
-    if ranks == 4:
-        assert not len(parts[3]["shards"]["net.model.layers.0.self_attn.k_proj.weight"])        # 6 rows: 2, 2, 2, 0
-    buffers = dict(HiggsAudioV2ForConditionalGeneration.from_pretrained(odd.model, use_text_head=True).named_buffers())
-    assert len(buffers) == 3
-    for part in parts:
-        assert part["buffers"].keys() == buffers.keys()
-        assert all(torch.equal(part["buffers"][name], value) for name, value in buffers.items())
-
-
-@pytest.mark.parametrize("ranks, flags, reading", [(2, ("--parallel", "ddp"), [0]), (4, (
-    "--parallel", "hsdp", "--shard_size", 2), [0, 1])])
-def test_the_first_copy_is_read_and_sent_to_the_others(pool, odd, tmp_path, ranks, flags, reading):
-    """Ranks that do not read have what the file holds, under HSDP the rows of their shard."""
-    argv = trainer_arguments(odd, tmp_path / "out", *flags)
-    in_ranks(pool, ranks, "write_shards_and_reads", argv, str(tmp_path))
-    parts = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(ranks)]
-    reads = [int((tmp_path / f"reads{rank}").read_text()) for rank in range(ranks)]
-    base = load_file(odd.model / "model.safetensors")
-    assert reads == [len(base) * (rank in reading) for rank in range(ranks)]
-    for name, expected in base.items():
-        assert_rows(parts[:2], f"net.{name}", expected) if ranks == 4 else None
-        for rank in range(2, 4) if ranks == 4 else range(ranks):
-            same = parts[rank - 2]["shards"][f"net.{name}"] if ranks == 4 else expected
-            assert torch.equal(parts[rank]["shards"][f"net.{name}"], same)
-
-
-def write_shards_and_reads(argv, folder):
-    reads, read_rows = [], tensor_io.read_rows
-    tensor_io.read_rows = lambda *args: (reads.append(args), read_rows(*args))
-    write_shards(argv, folder)
-    (Path(folder) / f"reads{os.environ['RANK']}").write_text(str(len(reads)))
-
-
-# -- Resume: other ranks, other mode, no difference --------------------------------------------------------------------
-
-
 def resumed(pool, odd, folder, source, step, name):
     """The run `name` from step `step` of the run `source`."""
     return complete(pool, odd, folder / "out", name, "--resume", source.output_dir / f"checkpoint-{step}")
@@ -368,9 +237,6 @@ def test_resume_on_the_same_ranks_is_exact(pool, odd, shared, tmp_path, name, st
     run = resumed(pool, odd, tmp_path, shared(name), step, name)
     assert rows(run)[0]["step"] == step + 1
     assert_same_bits(run, shared(name), after=step)
-
-
-# -- What is exported, what is refused ---------------------------------------------------------------------------------
 
 
 def logits_of(model, odd, folder):

@@ -57,9 +57,6 @@ def prompts_of(voice, path, room=2000):
     return speak.prepare(speak.read_prompts(path, False), tokenizer, ids, codec, bandwidth, room)
 
 
-# -- Prompts -----------------------------------------------------------------------------------------------------------
-
-
 def test_batch_is_what_the_processor_makes(tiny, voice, tmp_path):
     """Conversations with one voice and with two: transformers' processor gives the same padded tensors."""
     clip = tiny.root / "speech" / "0000_speaker0.wav"
@@ -120,9 +117,6 @@ def test_lines_and_reference_make_the_canonical_prompt(tiny, voice, tmp_path):
                     "<|end_header_id|>\n\nThe map: where?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
                     "<|audio_out_bos|>")
     assert said[0].references == [Clip(clip)] and said[1].source.endswith("line 3")
-
-
-# -- Generation --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("frames", [2, 40])
@@ -209,9 +203,6 @@ def test_repetition_aware_sampling_breaks_a_loop(voice, short):
     hook.remove()
     assert (told["without"] == 77).all()
     assert 0.2 < (told["with"] == 77).mean() < 0.8
-
-
-# -- The whole way, through the scripts --------------------------------------------------------------------------------
 
 
 def train(pool, tiny, data, output_dir, *flags, ranks=1, **options):
@@ -344,9 +335,6 @@ def test_a_list_of_seed_tts_eval_is_read(tmp_path):
     assert "2 problems" in str(told.value) and "line 1: 3 fields" in str(told.value) and "gone.wav" in str(told.value)
 
 
-# -- Mistakes ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def refuse(tiny, tmp_path, capsys):
     """refuse(*flags): run generate_tts.py's main, which must end with status 1 and one line; returns the line."""
@@ -405,14 +393,6 @@ def test_overwriting_spares_what_is_read(refuse, tmp_path):
     for flags, name in ((voice, "0000.wav"), (listed, "0000.wav"), (best, "0000.wav")):
         assert f"--overwrite would delete {out / name}, which is read" in refuse(*flags, "--overwrite")
         assert (out / "0000.wav").exists()
-
-
-def test_overwriting_waits_until_all_is_checked(refuse, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "0007.wav").write_bytes(b"good")
-    assert "--adapter nowhere" in refuse("--text", "a", "--overwrite", "--adapter", "nowhere")
-    assert "gone.pth" in refuse("--text", "a", "--overwrite", "--best_of", 2, "--speaker_model", "gone.pth")
-    assert (tmp_path / "out" / "0007.wav").read_bytes() == b"good"
 
 
 @pytest.mark.slow

@@ -119,9 +119,6 @@ def test_speech_behind_a_prompt_is_what_training_would_see(tiny, data):
         assert np.array_equal(made[name], whole[name][:stop]), name
 
 
-# -- Whole runs --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def voice(tmp_path_factory):
     """A Tiny of launch/voice's base, which speaks, with 8 clips to learn and 5 rows to keep, two of them references."""

@@ -12,7 +12,6 @@ from speech.rows import read_samples
 from speech.labels import IGNORE, TokenIds, audio_targets, conversation_pieces, delay_labels, delay_rows
 from tests.helpers.dialogues import BOOKS, BOS, EOS, SYSTEM, TARGET, speaker, user
 
-# -- Delay pattern -----------------------------------------------------------------------------------------------------
 
 B, E, _ = 900, 901, IGNORE
 A0, A1, A2, B0, B1, B2, C0, C1, C2, D0, D1, D2 = range(12)
@@ -70,9 +69,6 @@ def test_rows_equal_transformers_delay_pattern(frames, books):
     special = SimpleNamespace(audio_stream_bos_id=BOS, audio_stream_eos_id=EOS)
     native = HiggsAudioV2Processor.build_delay_pattern(special, framed)[0].T
     assert delay_rows(codes, BOS, EOS).tolist() == native.tolist()
-
-
-# -- Token stream and text labels --------------------------------------------------------------------------------------
 
 
 @pytest.fixture

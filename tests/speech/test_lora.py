@@ -64,9 +64,6 @@ def with_adapter(net):
     return {name for name, module in net.get_base_model().named_modules() if hasattr(module, "lora_A")}
 
 
-# -- Which layers ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("targets, expected", [
     ("attention+audio_mlp", ATTENTION | AUDIO), ("all-linear", ATTENTION | AUDIO | TEXT),
     ("mlp.up_proj", {"mlp.up_proj"})])
@@ -86,9 +83,6 @@ def test_target_that_matches_nothing_is_named(tiny, targets, named):
         lora.add_lora(base(tiny), 4, 8, 0.0, targets, "base")
     assert f"--lora_target_modules {named} matches no linear layer" in str(error.value)
     assert all(preset in str(error.value) for preset in ("attention", "attention+audio_mlp", "all-linear"))
-
-
-# -- Precision ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
@@ -144,9 +138,6 @@ def test_layers_of_one_input_equal_pefts_own_forward(shape, bf16, dropout):
         assert not low_rank.joins(layer)
         bare = layer(x.to(layer.base_layer.weight.dtype))
     assert torch.equal(bare, layer.base_layer(x.to(bare.dtype)))
-
-
-# -- Files -------------------------------------------------------------------------------------------------------------
 
 
 def save(net, folder):
@@ -222,17 +213,6 @@ def test_adapter_file_that_does_not_fit_is_refused(tiny, saved, tmp_path, what):
     with pytest.raises(UserError) as error:
         adapters.load_adapters(adapted(tiny), tmp_path)
     assert str(tmp_path) in str(error.value) and name in str(error.value)
-
-
-# -- Merging -----------------------------------------------------------------------------------------------------------
-
-
-def test_adapter_given_as_the_base_is_named(saved, tmp_path):
-    save(saved[1], tmp_path)
-    with pytest.raises(UserError) as error:
-        merge(str(tmp_path), str(tmp_path), str(tmp_path / "merged"))
-    assert str(error.value).startswith(f"--model_path {tmp_path}: is an adapter; give the base as --model_path and "
-                                       "this folder as --adapter")
 
 
 def test_the_folder_of_a_run_is_no_checkpoint(tiny, tmp_path):

@@ -34,8 +34,6 @@ from tests.helpers.trainer import trainer_command
 from tests.speech import test_bad_input
 from tests.speech.test_bad_input import complains, copy_of, written
 
-# -- Memory of a step: what is counted against what a real one has alive -----------------------------------------------
-
 
 def check_step(empty, model, batch, setup, text_rows):
     """The counted peak is the real one, within 3 %."""
@@ -94,9 +92,6 @@ def real():
     return empty_model(HiggsAudioV2Config(**REAL), torch.float32)
 
 
-# -- Lengths from headers ----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def codec(tiny):
     return load_codec(tiny.codec, torch.device("cpu"), 8)
@@ -134,9 +129,6 @@ def test_frames_of_every_length_around_the_codec_steps(tiny, codec):
         if samples >= 960:
             wave = 0.1 * rng.standard_normal(samples, np.float32)
             assert codec_frames(samples, config) == len(encode_clip(codec[0], wave, codec[1], 8))
-
-
-# -- A dry run and the run ---------------------------------------------------------------------------------------------
 
 
 def everything_in(folder):
@@ -247,16 +239,6 @@ def test_the_3b_model_is_planned_without_its_weights(tiny, huge, tmp_path):
     assert number(r"disk +([\d.]+) GiB", output) == pytest.approx(12 * 5.771e9 / GIB, abs=0.05)
     assert "90.30 GiB for the 8 ranks of a node, 90.30 GiB of it copied by a save" in line_of(output, "host")
     assert number(r"fixed +([\d.]+) GiB", output) == 2 and "of 80.0 GiB · " in line_of(output, "FITS")
-
-
-@pytest.mark.slow
-def test_full_fine_tuning_of_3b_in_ddp_is_refused(run, huge):
-    assert complains(run("--model_path", huge, "--bf16", "--dry_run", 8, "--host_memory", 91), "memory: about ",
-                     "80.00 GiB", "what helps: --auto, which looks for what fits, --use_lora, more GPUs")
-    lora = run("--model_path", huge, "--bf16", "--use_lora", "--dry_run", 8)
-    assert lora.status == 0 and "9.175 M trainable" in lora.output, lora.output
-    weights = number(r"weights +([\d.]+) GiB", lora.output)
-    assert weights == pytest.approx((2 * 5.771e9 + 4 * 9.175e6) / GIB, abs=0.01)
 
 
 # -- What a dry run finds: some tests of bad input once more, with their trainer started as a dry run ------------------

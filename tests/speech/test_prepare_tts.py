@@ -78,9 +78,6 @@ def folder(tiny, tokenizer, ids, speech, tmp_path_factory):
     return out
 
 
-# -- The folder --------------------------------------------------------------------------------------------------------
-
-
 def train_without_codec(argv):
     """In a fork, where torchaudio cannot be imported and so nothing be encoded."""
     sys.modules["torchaudio"] = None
@@ -185,9 +182,6 @@ def test_a_share_of_a_source_is_exact_and_the_same_again():
         assert len(found) == round(50 * weight) and counts.max() - counts.min() <= 1
         assert np.array_equal(found, weighted(numbers, weight, (42, 3, 0)))
     assert not np.array_equal(weighted(numbers, 0.3, (42, 3, 0)), weighted(numbers, 0.3, (43, 3, 0)))
-
-
-# -- Checks ------------------------------------------------------------------------------------------------------------
 
 
 def tone(seconds, rate=16000, level=0.3, hertz=200):

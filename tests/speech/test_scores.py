@@ -1,17 +1,9 @@
 """Words, voices and naturalness as others judge them: counted right, by the rules and models that are named."""
-import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import (
-    Wav2Vec2Config,
-    Wav2Vec2CTCTokenizer,
-    Wav2Vec2FeatureExtractor,
-    Wav2Vec2ForCTC,
-)
 
 from core.cli import UserError
 from speech import judges, make_tiny
@@ -22,9 +14,6 @@ RATE = 24000
 
 def spoken(text="The river was calm.", speaker=0):
     return make_tiny.synthesise(text, speaker, RATE, np.random.default_rng(0))
-
-
-# -- Words -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text, heard, words, characters", [
@@ -79,29 +68,6 @@ def test_a_command_hears_every_wave_in_order(tmp_path):
     assert judges.recognise_command(waves[:1], RATE, r"""sh -c 'printf "a\377b"'""") == ["a\ufffdb"]
 
 
-@torch.no_grad()
-def test_a_ctc_model_hears_clips_one_by_one(tmp_path):
-    """Random weights: what it hears means nothing, but it is what transformers alone makes of it."""
-    (tmp_path / "vocab.json").write_text(json.dumps({letter: i for i, letter in enumerate("_|abcdefghijklmn")}))
-    tokenizer = Wav2Vec2CTCTokenizer(tmp_path / "vocab.json", unk_token="_", pad_token="_")
-    tokenizer.save_pretrained(tmp_path)
-    extractor = Wav2Vec2FeatureExtractor()
-    extractor.save_pretrained(tmp_path)
-    torch.manual_seed(0)
-    model = Wav2Vec2ForCTC(Wav2Vec2Config(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=16,
-        conv_dim=(8, 8), conv_stride=(16, 20), conv_kernel=(20, 20), num_feat_extract_layers=2, pad_token_id=0,
-        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2)).eval()
-    model.save_pretrained(tmp_path)
-    waves = [spoken(), spoken("Hello.", 1), np.zeros(0, np.float32)]
-    hear = judges.load_judges(asr_model=str(tmp_path)).hear
-    heard = hear(iter(waves), RATE, ["a", "b", "c"], [])
-    for wave, text in zip(waves[:2], heard):
-        inputs = extractor(judges.resample(wave, RATE, 16000), sampling_rate=16000, return_tensors="pt")
-        assert tokenizer.batch_decode(model(**inputs).logits.argmax(-1)) == [text] and text
-    assert len(heard) == 3 and heard[0] != heard[1]
-
-
 def test_a_command_that_does_not_answer_is_ended_with_all_that_it_started(tmp_path):
     slow, started = tmp_path / "slow.sh", tmp_path / "started"
     slow.write_text(f"sleep 1000 & echo $! > {started}; wait")
@@ -118,9 +84,6 @@ def test_a_command_that_does_not_answer_is_ended_with_all_that_it_started(tmp_pa
         except OSError:         # and its parent has asked how
             return True
     wait_until(ended, "end of what it has started")
-
-
-# -- Voices ------------------------------------------------------------------------------------------------------------
 
 
 def test_likeness_is_the_cosine_of_pairs_and_short_clips_have_none():

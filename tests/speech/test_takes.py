@@ -113,27 +113,6 @@ def test_each_part_is_spoken_behind_the_codes_of_the_one_before(voice):
     assert seen[1][0].references == []
 
 
-def test_a_part_can_be_heard_before_the_next_one_is_spoken(voice, tmp_path):
-    """--stream: a WAV file that any reader takes at each part; at the end, sample by sample, what stands without it."""
-    native, ids, codec, settings, prepare = voice
-    path, before = str(tmp_path / "now.wav"), []
-
-    def behind(asked):
-        return prepare([speak.text_prompts([(part, part)], False)[0] for _, part, _ in asked], [0])
-
-    def say(prompts, turn):
-        before.append(soundfile.info(path).frames if turn else 0)
-        return speak.speak(native, codec, ids, settings, prompts, turn)
-    texts = [[("", "one."), ("", "two."), ("", "three.")]]
-    (codes, _, wave, _), = speak.speak_parts(texts, [None], behind, say, None, speak.stream(path))
-    heard = soundfile.read(path, dtype="int16")[0]
-    assert before[0] == 0 < before[1] < before[2] < len(heard) == len(wave)
-    (again, _, wave, _), = speak.speak_parts(texts, [None], behind, say)
-    speak.write_sample(tmp_path, "whole", wave, np.zeros((2, 2, 3), np.uint8), {})
-    whole = soundfile.read(tmp_path / "whole.wav", dtype="int16")[0]
-    assert np.array_equal(codes, again) and np.array_equal(heard, whole) and heard.any()
-
-
 @pytest.mark.parametrize("text, expected", [
     ("[SPEAKER0] One two. Three. [SPEAKER1] Four five.", [
         ("[SPEAKER0]", "[SPEAKER0] One two."), ("[SPEAKER0]", "[SPEAKER0] Three."), ("[SPEAKER1]", "[SPEAKER1] Four five.")]),
@@ -218,9 +197,6 @@ def test_other_arrays_are_no_codes(tmp_path, array, offset, why):
     plan_codes(clips, how, planned)         # a dry run says no more, and no less
     ensure_codes(WORLD, clips, how, bad)
     assert list(bad) == [0] and why in bad[0] and "a.npy" in bad[0] and planned == bad
-
-
-# -- Good takes as training data ---------------------------------------------------------------------------------------
 
 
 def asked(tmp_path):

@@ -94,9 +94,6 @@ def test_gradient_checkpointing_changes_nothing(shared, forked):
     assert tensors(recomputed).keys() == tensors(shared("dropout")).keys()
 
 
-# -- Resume ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def stopped(complete, tmp_path_factory):
     """Folder of the "dropout" run stopped at steps 3 (in an epoch), 6 (exactly after one: 24 samples) and 8."""
@@ -134,9 +131,6 @@ def test_resume_onto_fewer_packs_a_step_finishes_every_epoch(complete, tmp_path)
     assert resumed.metrics("train/epoch")[4] == 2
 
 
-# -- What the optimizer may touch --------------------------------------------------------------------------------------
-
-
 def test_frozen_llm_trains_audio_embedding_and_head_only(shared, forked, tiny):
     run = forked(*COMMON, "--freeze_llm", "--max_steps", 3, "--num_workers", 0,
                  "--enable_strategic_logging", "--strategic_logging_steps", 2, "--text_loss_weight", 0.5)      # accepted
@@ -147,9 +141,6 @@ def test_frozen_llm_trains_audio_embedding_and_head_only(shared, forked, tiny):
     # step 1 saw the same weights and samples as "full 1x4"
     mean = {name: shared("full 1x4").metrics(f"train/{name}")[1] for name in ("audio_loss", "text_loss")}
     assert run.metrics("train/loss")[1] == pytest.approx(mean["audio_loss"] + 0.5 * mean["text_loss"], rel=1e-6)
-
-
-# -- Numbers of the log ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["full 1x4", "packs 2"])
@@ -180,9 +171,6 @@ def test_batch_derived_flags_and_schedule(forked):
     assert rate == pytest.approx({step: 2e-4 * lr_factor(step - 1, 12, 2, "linear") for step in rate})
     assert rate[1] == pytest.approx(1e-4) and rate[2] == rate[3] == pytest.approx(2e-4)
     assert rate[12] == pytest.approx(2e-4 / 10)
-
-
-# -- Losses that are not numbers ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -39,9 +39,6 @@ def assert_same_gradients(ours, theirs, tolerance=1e-5):
                                    f"{n}: {m}")
 
 
-# -- Parity with transformers ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("pack", PACKS)
 def test_loss_and_every_gradient_equal_transformers(tiny, data, packed, pack, side):
@@ -147,9 +144,6 @@ def test_empty_pack_weighs_nothing_and_touches_every_trainable_weight(tiny, data
         assert parameter.grad is not None and not parameter.grad.any(), name
 
 
-# -- Recomputation, compilation, bf16 ----------------------------------------------------------------------------------
-
-
 def test_recomputation_gives_the_same_gradients_and_really_recomputes(tiny, data, packed):
     ids, samples = data
     batch = collate(list(samples.values()), ids)
@@ -223,9 +217,6 @@ def test_gpu_attention_kernel_equals_attention_sample_by_sample():
     (expected * weight).sum().backward()
     for a, b in zip(ours, exact):
         torch.testing.assert_close(a.grad.float(), b.grad, rtol=0.03, atol=0.06)
-
-
-# -- What trains, what decays, what it costs ---------------------------------------------------------------------------
 
 
 def fill_adapters(net):

@@ -31,9 +31,6 @@ def codes_of(frames, seed=0):
     return torch.randint(0, 1024, (frames, 8), generator=torch.Generator().manual_seed(seed))
 
 
-# -- Sequences ---------------------------------------------------------------------------------------------------------
-
-
 def test_delay_and_labels_are_the_golden_picture():
     b, e = BOC, EOC
     codes = torch.tensor([[10, 20, 30, 40], [11, 21, 31, 41], [12, 22, 32, 42]])
@@ -150,18 +147,6 @@ def test_packed_loss_and_gradients_equal_the_reference(folder, loaded):
     assert report["eval/audio_loss_codebook_7"] == pytest.approx(audio[7].item() / sum(len(s[3]) for s in samples))
 
 
-@pytest.mark.parametrize("recompute", ["all", "selective"])
-def test_recomputation_changes_no_gradient(folder, recompute):
-    grads, calls = [], []
-    for mode in (None, recompute):
-        model, ids = higgs3.load(folder)
-        model.body.layers[0].input_layernorm.register_forward_hook(lambda *_, mode=mode: calls.append(mode))
-        v3.PackedHiggs3(model.train(), mode)(pack(ids, samples_of(ids)))[0].sum().backward()
-        grads.append([p.grad for p in model.parameters()])
-    assert all(map(torch.equal, *grads))
-    assert calls == [None, recompute, recompute]        # forward, and again for the backward pass
-
-
 def test_forced_logits_equal_the_reference(folder, loaded):
     model, ids = loaded
     for sample in samples_of(ids):
@@ -170,9 +155,6 @@ def test_forced_logits_equal_the_reference(folder, loaded):
         ours = higgs3.forced_logits(model, (input_ids, is_audio), ref_rows, rows)
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours, logits, rtol=1e-4, atol=2e-5)
-
-
-# -- Speaking ----------------------------------------------------------------------------------------------------------
 
 
 def trace(first_eoc, books=8):
@@ -252,9 +234,6 @@ def test_a_batch_speaks_what_each_prompt_speaks_alone(loaded):
         assert torch.equal(alone[0], codes) and alone[1] == how == "length" and len(codes) == 18
     forced = higgs3.forced_logits(model, prompts[1][:2], prompts[1][2], v3.delay(together[1][0]))
     assert forced[8:].argmax(-1)[:10, 0].tolist() == together[1][0][8:, 0].tolist()
-
-
-# -- Files -------------------------------------------------------------------------------------------------------------
 
 
 def test_an_unpacked_codec_is_the_one_inside_or_refused(folder, tmp_path, monkeypatch):

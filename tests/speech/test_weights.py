@@ -1,15 +1,14 @@
 """Checkpoints, native and in the 2025 layout: every weight is loaded or the run stops; what is saved is complete."""
-import json
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoProcessor, HiggsAudioV2ForConditionalGeneration
+from transformers import HiggsAudioV2ForConditionalGeneration
 
 from core.cli import UserError
-from speech import layout_2025, v2
+from speech import layout_2025
 from speech.speak import load_model
-from speech.weights import find_model, load_tokenizer, native_config, save_config
+from speech.weights import find_model, native_config
 from tests.helpers import spoken
 from tests.helpers.checkpoints import (
     config_of,
@@ -23,9 +22,6 @@ from tests.helpers.checkpoints import (
 
 def load(folder):
     return load_model(folder, config_of(folder), None, torch.float32, "cpu")
-
-
-# -- The original 2025 format ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variant", ["plain", "split and sharded"])
@@ -90,9 +86,6 @@ def test_unsupported_original_variant_is_named(tiny, key, value):
     assert str(error.value).endswith(f"the native class lacks: {key}={value!r}")
 
 
-# -- Refusals and saving -----------------------------------------------------------------------------------------------
-
-
 def broken(state, what):
     if what == "missing":
         del state["model.layers.1.audio_mlp.up_proj.weight"], state["model.norm.weight"]
@@ -148,30 +141,3 @@ def test_missing_or_damaged_weight_file_is_one_clear_line(tiny, tmp_path, conten
     text = str(error.value)
     expected = f"{folder}/model.safetensors: cannot be read" if content else f"{folder}: holds no weights"
     assert text.startswith(expected) and "\n" not in text
-
-
-@pytest.fixture(scope="module")
-def saved(tiny, tmp_path_factory):
-    """(folder with the weights and what save_config writes beside them, the model that was saved)."""
-    folder = tmp_path_factory.mktemp("saved") / "model"
-    model = load(tiny.model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.01 * torch.randn_like(parameter)
-    packed = v2.PackedHiggs(model).base_model
-    packed.save_pretrained(folder)
-    save_config(packed, load_tokenizer(tiny.model), folder, tiny.model)
-    return folder, model
-
-
-def test_saved_model_brings_all_that_generation_needs(tiny, saved):
-    folder, _ = saved
-    generation = json.loads((folder / "generation_config.json").read_text())
-    original = json.loads((tiny.model / "generation_config.json").read_text())
-    assert generation | original == generation and original["ras_win_len"] == 7     # nothing lost, nothing changed
-    messages = [{"role": "system", "content": [{"type": "text", "text": "Speak."}]},
-                {"role": "user", "content": [{"type": "text", "text": "Good night."}]}]
-    pytest.importorskip("torchaudio", reason="the processor loads the codec, which needs it", exc_type=ImportError)
-    texts = [AutoProcessor.from_pretrained(f).apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-             for f in (folder, tiny.model)]
-    assert texts[0] == texts[1] and texts[0].endswith("<|audio_out_bos|>")
