@@ -20,7 +20,6 @@ from speech.codes import (
     look_up,
 )
 from speech.conversations import Clip
-from tests.helpers import second_user
 
 
 def test_codes_survive_the_way_through_a_shard(tmp_path):
@@ -129,16 +128,6 @@ def test_codes_that_change_after_the_start_are_refused_when_they_are_read(cache)
     shard.rename(f"{shard}.damaged-1")              # another run has set it aside
     with pytest.raises(UserError, match=f"{shard}: a clip in it cannot be read"):
         CodeReader(folder, index.shards).codes(*found[2].tolist())
-
-
-@second_user.needs_root
-def test_a_second_user_is_told_what_it_may_not_read(cache):
-    with second_user.open_folder() as folder:
-        shard = folder / shutil.copy(cache[1], folder)
-        shard.chmod(0o600)
-        answer = second_user.ask(CacheIndex, folder)
-    assert isinstance(answer, UserError) and str(answer) == \
-        f"{shard}: cannot be read (Permission denied); its owner can allow it (chmod)"
 
 
 def test_a_pipe_among_the_shards_is_set_aside(cache):

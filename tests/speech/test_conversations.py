@@ -233,17 +233,6 @@ def test_metadata_folder_smart_voice_and_scene(folder):
     assert (clip.offset, clip.duration, clip.seconds) == (None, None, 2.5)
 
 
-def test_metadata_folder_several_speakers(folder):
-    speakers = [{"speaker_tag": "[SPEAKER0]", "ref_audio_file": "ref.wav", "ref_transcript": "First voice."},
-                {"ref_audio_file": "ref2.wav", "ref_transcript": "Second voice."}]
-    metadata(folder, {**metadata(folder), "ref_speakers": speakers, "task_type": "multi_speaker_voice_cloning"})
-    (sample,), problems = folder_samples(folder)
-    assert not problems and shape(sample) == [
-        ("system", DEFAULT_SYSTEM, False), ("user", "[SPEAKER0] First voice.", False), ("assistant", "ref.wav", False),
-        ("user", "[SPEAKER1] Second voice.", False), ("assistant", "ref2.wav", False), ("user", SPOKEN, False),
-        ("assistant", "target.wav", True)]
-
-
 def test_folder_and_chatml_give_one_text_which_only_the_target_gets_normalised(folder):
     """As in boson-ai's generation.py: the transcript of the speech to come, not that of a reference."""
     rough = {"ref_audio_file": "ref.wav", "ref_transcript": " It is（me）"}

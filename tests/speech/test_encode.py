@@ -226,14 +226,13 @@ def test_cuts_of_one_file_are_clips_of_their_own(tiny, tmp_path, codec):
     assert all((c == direct(codec, w)).all() for c, w in zip(codes, waves))
 
 
-@pytest.mark.parametrize("changed", ["size", "date"])
-def test_new_content_under_an_old_name_is_encoded_again(tmp_path, tiny, codec, changed):
+def test_new_content_under_an_old_name_is_encoded_again(tmp_path, tiny, codec):
     path = tmp_path / "a.wav"
     soundfile.write(path, sine(300, 24000), 24000)
     date = os.stat(path).st_mtime_ns
     (old,), folder = fill([Clip(str(path))], tiny.codec, tmp_path / "codes")
-    soundfile.write(path, sine(900, 24000, 1.0 if changed == "date" else 1.5), 24000)
-    os.utime(path, ns=(date, date + (10 ** 9 if changed == "date" else 0)))
+    soundfile.write(path, sine(900, 24000), 24000)
+    os.utime(path, ns=(date, date + 10 ** 9))
     (new,), _ = fill([Clip(str(path))], tiny.codec, tmp_path / "codes")
     assert len(encoded(folder)) == 2
     _, (wave,) = decode_audio(str(path), [(None, None)])

@@ -277,7 +277,7 @@ def test_speech_from_an_adapter_is_pefts(tiny, data, tmp_path, kind):
 
 
 @pytest.mark.parametrize("where, value", [
-    ("base", math.nan), ("adapter", math.inf), ("update", 1e30), ("base", "int8")])
+    ("base", math.nan), ("adapter", math.inf), ("update", 1e30)])
 def test_what_is_no_finite_weight_is_refused(tiny, adapter, tmp_path, where, value):
     """By merge, export and generation, with the folder and the name of the tensor."""
     name = f"model.layers.1.self_attn.{'k' if where == 'base' else 'q'}_proj.weight"
@@ -286,12 +286,9 @@ def test_what_is_no_finite_weight_is_refused(tiny, adapter, tmp_path, where, val
     names = [name] if where == "base" else [f"base_model.model.{name[:-6]}lora_{half}.weight" for half in "AB"]
     state = load_file(path)
     for name in names[:1 if where == "adapter" else 2]:
-        if value == "int8":
-            state[name] = state[name].to(torch.int8)
-        else:
-            state[name][1, 1] = value
+        state[name][1, 1] = value
     save_file(state, path, {"format": "pt"})
-    said = f"{names[0]} I8" if value == "int8" else "NaN or infinity"
+    said = "NaN or infinity"
     with pytest.raises(UserError, match=said):
         merge(str(model), folder, tmp_path / "out")
     if where == "base":

@@ -2,9 +2,7 @@
 import copy
 import io
 import json
-import re
 
-import matplotlib.image
 import numpy as np
 import pytest
 import soundfile
@@ -87,20 +85,6 @@ def test_batch_is_what_the_processor_makes(tiny, voice, tmp_path):
     assert ours["attention_mask"].sum(1).unique().numel() == 2      # the batch is ragged
 
 
-def test_prompt_needs_no_target_and_never_looks_at_it(tiny, voice, short, tmp_path):
-    entries = json.loads(short.read_text())
-    bare = copy.deepcopy(entries)
-    for entry in bare:
-        entry["messages"].pop()
-    one, other = prompts_of(voice, short), prompts_of(voice, written(tmp_path / "bare.json", bare))
-    for a, b, entry in zip(one, other, entries):
-        assert np.array_equal(a.tokens, b.tokens) and np.array_equal(a.audio_ids, b.audio_ids)
-        assert a.text == b.text == entry["misc"]["target_transcript"]
-        assert b.target is None and a.target == Clip(*(entry["messages"][2]["content"][1][key] for key in (
-            "audio_url", "offset", "duration")), a.target.seconds)
-    assert [len(p.references) for p in one] == [1, 1, 0]
-
-
 def test_lines_and_reference_make_the_canonical_prompt(tiny, voice, tmp_path):
     clip = str(tiny.root / tiny.samples()[0]["messages"][1]["content"][1]["audio_url"])
     (tmp_path / "lines.txt").write_text("Good night.\n\n  The map: where? \n")
@@ -119,15 +103,14 @@ def test_lines_and_reference_make_the_canonical_prompt(tiny, voice, tmp_path):
     assert said[0].references == [Clip(clip)] and said[1].source.endswith("line 3")
 
 
-@pytest.mark.parametrize("frames", [2, 40])
-def test_undelay_is_the_inverse_of_the_delay(voice, frames):
-    ids, codes = voice[2], np.random.default_rng(frames).integers(0, 1024, (frames, 8))
+def test_undelay_is_the_inverse_of_the_delay(voice):
+    ids, codes = voice[2], np.random.default_rng(0).integers(0, 1024, (40, 8))
     rows = delay_rows(codes, ids.stream_bos, ids.stream_eos)
     for more in (rows, np.concatenate([rows, np.full((5, 8), ids.stream_eos)])):       # as a batch fills it up
         got, ended = speak.undelay(more, ids, "length")
         assert ended == "eos" and np.array_equal(got, codes)
     cut, ended = speak.undelay(rows[:-3], ids, "length")
-    assert ended == "length" and np.array_equal(cut, codes[:len(cut)]) and len(cut) == max(0, frames - 2)
+    assert ended == "length" and np.array_equal(cut, codes[:len(cut)]) and len(cut) == 38
 
 
 def test_undelay_when_the_end_comes_askew(voice):
@@ -274,9 +257,6 @@ def test_validation_hears_the_model_learn(learnt):
     assert [event.step for event in events] == [50, 100] and events[0].sample_rate == 24000
     wave = soundfile.read(folder / "samples" / "step-100" / "0001.wav")[0]
     assert np.allclose(soundfile.read(io.BytesIO(events[1].encoded_audio_string))[0], wave, atol=2e-4)
-    picture = board.Images("samples/0001/mel")[1]
-    shown = matplotlib.image.imread(folder / "samples" / "step-100" / "0001.png")
-    assert shown.shape[:2] == (picture.height, picture.width)
     about = json.loads((folder / "samples" / "step-100" / "0001.json").read_text())
     assert about["step"] == 100 and about["frames"] * 960 == len(wave)
 
@@ -287,19 +267,17 @@ SPOKEN = {"eval/stop_rate", "eval/length_ratio", "eval/real_time_factor"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [("--parallel", "ddp", "--use_lora")])
-def test_samples_of_a_run_on_two_ranks(pool, tiny, short, tmp_path, how):
+def test_samples_of_a_run_on_two_ranks(pool, tiny, short, tmp_path):
     """Training goes on exactly as without them, and they are what generate_tts.py says from that step's checkpoint."""
     data = ("--eval_data_file", short.with_name("unheard.json"))
     speaking = ("--sample_prompts", short, "--sample_seconds", 0.5)
-    mute = train(pool, tiny, short, tmp_path / "mute", *data, *SMALL, *how, ranks=2)
-    loud = train(pool, tiny, short, tmp_path / "loud", *data, *SMALL, *how, *speaking, ranks=2)
+    mute = train(pool, tiny, short, tmp_path / "mute", *data, *SMALL, "--use_lora", ranks=2)
+    loud = train(pool, tiny, short, tmp_path / "loud", *data, *SMALL, "--use_lora", *speaking, ranks=2)
     mute, loud = (rows(run, without=CLOCK | SPOKEN) for run in (mute, loud))
     assert mute == loud and len(mute) == 5
     checkpoint = tmp_path / "loud" / "checkpoint-2"
-    model = {"--adapter": checkpoint} if "--use_lora" in how else {"--model_path": checkpoint}
     records, _ = say(pool, tiny, tmp_path / "said", "--prompts", short, "--max_seconds", 0.5, "--batch_size", 8,
-                     *[word for pair in model.items() for word in pair])
+                     "--adapter", checkpoint)
     for record in records:
         name = f"{record['name']}.wav"
         heard = (tmp_path / "loud" / "samples" / "step-2" / name).read_bytes()
@@ -369,12 +347,8 @@ def test_mistakes_in_files(refuse, tiny, short, tmp_path):
     assert "2 problems" in error and "sample 1 (sample_00000000): audio file 'nope.wav' not found" in error
     assert "sample 2 (sample_00000001): has no text to speak" in error
     (tmp_path / "noise.wav").write_bytes(b"RIFF????")
-    error = refuse("--text", "a", "--reference_text", "b", "--reference_audio", tmp_path / "noise.wav")
-    assert re.search(r"noise.wav: is not readable audio", error)
-    (tmp_path / "empty.txt").write_text("\n \n")
-    assert "empty.txt: holds no text" in refuse("--prompts", tmp_path / "empty.txt")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    assert "is not UTF-8 text" in refuse("--prompts", tmp_path / "latin.txt")
+    assert "noise.wav: is not readable audio" in refuse(
+        "--text", "a", "--reference_text", "b", "--reference_audio", tmp_path / "noise.wav")
     entries = json.loads(short.read_text())
     entries[2]["messages"][2]["content"][1] |= {"offset": 99.0}
     assert "has nothing from 99.0 s on" in refuse("--prompts", written(tmp_path / "late.json", entries))
@@ -390,8 +364,8 @@ def test_overwriting_spares_what_is_read(refuse, tmp_path):
     voice = "--text", "a", "--reference_text", "b", "--reference_audio", out / "0000.wav"
     listed = "--prompts", written(tmp_path / "prompts.json", rows)
     best = "--prompts", written(out / "best.jsonl", rows[0])
-    for flags, name in ((voice, "0000.wav"), (listed, "0000.wav"), (best, "0000.wav")):
-        assert f"--overwrite would delete {out / name}, which is read" in refuse(*flags, "--overwrite")
+    for flags in (voice, listed, best):
+        assert f"--overwrite would delete {out / '0000.wav'}, which is read" in refuse(*flags, "--overwrite")
         assert (out / "0000.wav").exists()
 
 

@@ -261,10 +261,6 @@ def test_validation_audio_in_training_is_found(tiny, tokenizer, ids, faulty, tmp
     with pytest.raises(UserError, match="the audio of each is in the validation data too"):
         usable_samples(table, np.array([2]), np.array([4, 5]), **limits)
 
-    # a file given as both: its samples have one name, and stay in the validation data
-    report = prepared(tiny, tokenizer, ids, train, tmp_path / "b", held_out=train, drop=("in_validation",))
-    assert report["samples"] == report["dropped"] == 4 and [part["kept"] for part in report["sources"]] == [0, 4]
-
 
 HEARD = """import sys, soundfile, numpy as np
 open(sys.argv[1], "a").write(f"{len(sys.argv) - 2}\\n")
