@@ -89,7 +89,6 @@ SAME_SAMPLE = {
     "canonical, no system message": {**canonical(), "messages": canonical()["messages"][1:]}}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("entry", SAME_SAMPLE.values(), ids=SAME_SAMPLE)
 def test_every_shape_is_the_same_canonical_sample(folder, entry):
     sample, = read(folder, [entry])

@@ -85,34 +85,6 @@ def test_batch_is_what_the_processor_makes(tiny, voice, tmp_path):
     assert ours["attention_mask"].sum(1).unique().numel() == 2      # the batch is ragged
 
 
-def test_lines_and_reference_make_the_canonical_prompt(tiny, voice, tmp_path):
-    clip = str(tiny.root / tiny.samples()[0]["messages"][1]["content"][1]["audio_url"])
-    (tmp_path / "lines.txt").write_text("Good night.\n\n  The map: where? \n")
-    _, tokenizer, ids, codec, bandwidth = voice
-    lines = speak.read_lines(tmp_path / "lines.txt")
-    assert [text for _, text in lines] == ["Good night.", "The map: where?"]
-    said = speak.prepare(speak.text_prompts(lines, False, clip, "My voice.", scene="A quiet room."), tokenizer, ids,
-                         codec, bandwidth, 2000)
-    text = tokenizer.decode(said[1].tokens[~np.isin(said[1].tokens, (ids.audio, ids.delay))])
-    assert text == ("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nGenerate audio following "
-                    "instruction.\n\n<|scene_desc_start|>\nA quiet room.\n<|scene_desc_end|><|eot_id|>"
-                    "<|start_header_id|>user<|end_header_id|>\n\nMy voice.<|eot_id|><|start_header_id|>assistant"
-                    "<|end_header_id|>\n\n<|audio_out_bos|><|audio_eos|><|eot_id|><|start_header_id|>user"
-                    "<|end_header_id|>\n\nThe map: where?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
-                    "<|audio_out_bos|>")
-    assert said[0].references == [Clip(clip)] and said[1].source.endswith("line 3")
-
-
-def test_undelay_is_the_inverse_of_the_delay(voice):
-    ids, codes = voice[2], np.random.default_rng(0).integers(0, 1024, (40, 8))
-    rows = delay_rows(codes, ids.stream_bos, ids.stream_eos)
-    for more in (rows, np.concatenate([rows, np.full((5, 8), ids.stream_eos)])):       # as a batch fills it up
-        got, ended = speak.undelay(more, ids, "length")
-        assert ended == "eos" and np.array_equal(got, codes)
-    cut, ended = speak.undelay(rows[:-3], ids, "length")
-    assert ended == "length" and np.array_equal(cut, codes[:len(cut)]) and len(cut) == 38
-
-
 def test_undelay_when_the_end_comes_askew(voice):
     """Codebook 0 ends at frame 6; the others one row late, as transformers forces them when they miss their turn."""
     ids, codes = voice[2], np.random.default_rng(0).integers(0, 1024, (7, 8))

@@ -5,7 +5,6 @@ import re
 import numpy as np
 import pytest
 import soundfile
-import soxr
 import torch
 from transformers import HiggsAudioV2Config
 
@@ -22,7 +21,6 @@ from speech.codes import (
     encode_clip,
     header_frames,
     load_codec,
-    wave_samples,
 )
 from speech.dataset import split_validation
 from speech.weights import empty_model
@@ -108,14 +106,6 @@ def test_frames_from_the_header_are_those_of_the_codec(tiny, codec, tmp_path, ex
         _, waves = decode_audio(path, cuts)
         encoded = [len(encode_clip(codec[0], wave, codec[1], 8)) for wave in waves]
         assert header_frames(str(path), [(*cut, False) for cut in cuts], config, 8) == encoded
-
-
-def test_samples_after_resampling():
-    rng = np.random.default_rng(0)
-    for rate in (8000, 11025, 16000, 22050, 24000, 32000, 44100, 48000):
-        for frames in rng.integers(1, 5000, 40).tolist():
-            assert wave_samples(frames, rate) == \
-                len(soxr.resample(np.zeros(frames, np.float32), rate, 24000, quality="HQ"))
 
 
 def test_frames_of_every_length_around_the_codec_steps(tiny, codec):

@@ -100,33 +100,6 @@ def test_stops_count_codebook_0_alone(data, packed, speaks):
     assert values["x/false_stop_rate"] == pytest.approx((false_stops / codes).item())
 
 
-def test_report_of_sums():
-    """Two clips, 100 codes a codebook: 1 of 2 ends found by codebook 0, 14 of 16 by all, 5 false ends."""
-    sums = [102.0 * (k + 1) for k in range(8)] + [20.0, 32.0, 14, 16, 1, 5, 8 * 102, 10]
-    values = v2.loss_report(sums, 1.0, "eval")
-    assert values["eval/stop_recall"] == 0.5 and values["eval/false_stop_rate"] == 5 / 100
-    assert values["eval/eos_accuracy"] == 14 / 16 and values["eval/eos_loss"] == 2 and values["eval/text_loss"] == 2
-    assert values["eval/audio_loss"] == 4.5 and values["eval/audio_loss_codebook_7"] == 8
-    assert values["eval/loss"] == 6.5
-    nothing = v2.loss_report([0.0] * 16, 1.0, "eval")
-    assert nothing.keys() == values.keys() and all(value != value for value in nothing.values())
-
-
-def test_padding_to_a_budget_changes_nothing(data, packed):
-    ids, samples = data
-    picked = [samples["cloning"], samples["short"]]
-    results = []
-    for pad_to in (0, 333):
-        batch = collate(picked, ids, pad_to)
-        assert batch.counts["padding"] == (333 - batch.counts["tokens"] if pad_to else 0)
-        packed.zero_grad()
-        loss = spoken.total(packed, batch)
-        loss.backward()
-        results.append((loss, spoken.gradients(packed.net)))
-    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=1e-5)
-    assert_same_gradients(results[0][1], results[1][1])
-
-
 @pytest.mark.parametrize("pad_to", [0, 64])
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_empty_pack_weighs_nothing_and_touches_every_trainable_weight(tiny, data, method, pad_to):

@@ -126,18 +126,3 @@ def test_codebook_size_without_the_stream_tokens_is_refused(tiny, tmp_path):
     folder = write_checkpoint(tmp_path / "model", config, load_file(tiny.model / "model.safetensors"))
     with pytest.raises(UserError, match="codebook_size 1024.*must be 1026"):
         load(folder)
-
-
-@pytest.mark.parametrize("form", ["native", "original"])
-@pytest.mark.parametrize("content", [None, b"not weights"])
-def test_missing_or_damaged_weight_file_is_one_clear_line(tiny, tmp_path, content, form):
-    config = config_of(tiny.model)
-    folder = write_checkpoint(tmp_path / "model", config if form == "native" else original_config(config), {})
-    (folder / "model.safetensors").unlink()
-    if content:
-        (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(UserError) as error:
-        load(folder)
-    text = str(error.value)
-    expected = f"{folder}/model.safetensors: cannot be read" if content else f"{folder}: holds no weights"
-    assert text.startswith(expected) and "\n" not in text
