@@ -200,9 +200,6 @@ def test_only_an_offset_makes_a_cut(folder, given, kept):
     assert (clip.offset, clip.duration, clip.seconds) == kept
 
 
-SCENE = "\n\n<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
-
-
 def metadata(folder, *samples):
     (folder / "t1.txt").write_text("It is cold (today)，isn’t it [laugh]")
     (folder / "metadata.json").write_text(json.dumps({"dataset_info": {"total_samples": len(samples)},
@@ -217,19 +214,6 @@ def folder_samples(folder, normalize=True, **options):
 
 
 SPOKEN = "It is cold today , isn't it <SE>[Laughter]</SE>"
-
-
-def test_metadata_folder_smart_voice_and_scene(folder):
-    base = metadata(folder)
-    metadata(folder, base, {**base, "id": "s2", "scene": "quiet_room"})
-    (first, second), problems = folder_samples(folder)
-    assert not problems
-    assert shape(first) == [("system", DEFAULT_SYSTEM, False), ("user", SPOKEN, False),
-                            ("assistant", "target.wav", True)]
-    assert first.speaker == "anna" and "(s1)" in first.name
-    assert second.turns[0].text == DEFAULT_SYSTEM + SCENE.format("Audio is recorded from quiet room.")
-    clip = first.turns[-1].clips[0]
-    assert (clip.offset, clip.duration, clip.seconds) == (None, None, 2.5)
 
 
 def test_folder_and_chatml_give_one_text_which_only_the_target_gets_normalised(folder):

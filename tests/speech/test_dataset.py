@@ -18,7 +18,6 @@ from speech.codes import Encoding
 from speech.conversations import Clip, Sample, Turn
 from speech.dataset import TableBuilder
 from speech.rows import Reading, Sources, read_all
-from tests.helpers.dialogues import SYSTEM, TARGET, speaker, user
 from tests.helpers.fork import in_a_fork
 
 
@@ -125,21 +124,6 @@ def test_problems_are_the_same_in_the_same_order(tmp_path, tools, kind, small_pa
     assert f"{'line' if kind == 'lines' else 'sample'} 39" in texts[0] and "control token <|eot_id|>" in texts[0]
 
 
-@pytest.mark.parametrize("kind, damage, said", [
-    ("lines", lambda text: text.replace('"Number 25,', '"Number 25"', 1), "line 51 column"),
-    ("lines", lambda text: text.replace("Number 25,", "\udcff", 1), "is not UTF-8 text"),
-    ("list", lambda text: text[:text.index('"Number 25,')], "looks truncated"),
-    ("list", lambda text: "[]", "holds no samples")])
-def test_an_error_of_the_file_is_the_same(tmp_path, tools, kind, damage, said, small_parts):
-    path, texts = write_entries(tmp_path / "train", kind, 40), []
-    path.write_text(damage(path.read_text()), errors="surrogateescape")
-    for processes in (0, 1, 2):
-        with pytest.raises(UserError) as caught:
-            files_of((path, None), tools, tmp_path / f"table{processes}", processes)
-        texts.append(str(caught.value))
-    assert texts == texts[:1] * 3 and said in texts[0] and "\n" not in texts[0]
-
-
 def test_a_sample_takes_little_memory(tools, tmp_path):
     """A million samples with a clip each: what tells a clip from others, and no other Python object."""
     builder = TableBuilder(*tools, tmp_path / "table")
@@ -160,15 +144,6 @@ def test_a_sample_takes_little_memory(tools, tmp_path):
     reading, peak = in_a_fork(peaks)
     assert reading / n < 250 and peak / n < 300
     assert np.load(tmp_path / "table" / "lengths.npy", mmap_mode="r").shape == (n,)
-
-
-@pytest.mark.parametrize("token", ["<|eot_id|>", "<|AUDIO_OUT|>"])
-def test_control_tokens_in_text_are_refused(tokenizer, ids, token):
-    builder, problems = TableBuilder(tokenizer, ids), []
-    builder.add([Sample("bad one", [SYSTEM, user(f"Hello {token} there"), speaker(TARGET)]),
-                 Sample("good one", [SYSTEM, user("a <| b |> c <|eot"), speaker(TARGET)])], problems)
-    assert len(builder) == 1 and bytes(builder.names[0]) == b"good one"
-    assert problems == [f"bad one: text contains the control token {token}; remove it"]
 
 
 def test_a_take_that_is_spoken_anew_is_other_data(tiny, tools, tmp_path):

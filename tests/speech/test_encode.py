@@ -106,17 +106,6 @@ def test_decoding_equals_an_independent_reference(tmp_path, kind, rate, channels
     assert len(digest) == 64
 
 
-def test_cuts_are_taken_from_one_decoding(tmp_path):
-    rate = 48000
-    wave = np.concatenate([sine(300 + 200 * i, rate, 0.5) for i in range(4)])
-    path = write_audio(tmp_path / "a.wav", wave, rate, subtype="FLOAT")
-    cuts = [(None, None), (0.5, 0.5), (0, 1.0), (1.5, None), (1.75, 0.5), (0.1, 0)]
-    _, waves = decode_audio(str(path), cuts)
-    assert [len(w) for w in waves] == [48000, 12000, 24000, 12000, 6000, 45600]
-    assert np.abs(waves[1] - soxr.resample(wave[24000:48000], rate, 24000, quality="HQ")).max() < 1e-5
-    assert np.abs(waves[3] - sine(900, 24000, 0.5))[500:-500].max() < 1e-3
-
-
 @pytest.mark.parametrize("content, cut, said", [
     (b"\0\0\0 ftypM4A ", (None, None), "Format not recognised[)]; wav, flac, mp3 and ogg are read; convert others: ffmpeg -i a.wav a.flac"),
     (np.zeros(900), (None, None), "is too short: 0.037 s; a clip needs 0.04 s"),

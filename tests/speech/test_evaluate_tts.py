@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from core.cli import UserError
-from speech import evaluate_tts, judges, make_tiny, speak
+from speech import judges, make_tiny, speak
 from speech.conversations import Clip
 from tests.helpers.trainer import run_script
 
@@ -217,16 +217,3 @@ def test_bad_flags_and_folders(waves, targets, listener, speaker, tmp_path, caps
             ([good, "--asr_model", speaker], ["--asr_model"])]:
         error = said(capsys, *args)
         assert all(part in error for part in parts), (args, error)
-    facts = json.loads((good / "0000.json").read_text())
-    del facts["text"]
-    (good / "0000.json").write_text(json.dumps(facts))
-    assert '"text" is None; word errors need' in said(capsys, good, "--asr_model", listener)
-
-
-def test_texts_of_a_normalised_and_a_plain_folder_are_the_same_prompts(tmp_path):
-    """One checkpoint was spoken to in normalised text, the other was not: the same words were to be heard."""
-    def sample(words):
-        return evaluate_tts.Sample("0000", tmp_path / "0000.wav", words, "eos", None, (None, None), None)
-    evaluate_tts.check_same_prompts(["a", "b"], [[sample("多い，少ない")], [sample("多い, 少ない.")]])
-    with pytest.raises(UserError, match="another text"):
-        evaluate_tts.check_same_prompts(["a", "b"], [[sample("多い")], [sample("少ない")]])

@@ -1,5 +1,4 @@
 """Adapters: which layers get them, their precision, and that plain PEFT and transformers read what we write."""
-import json
 import re
 
 import pytest
@@ -165,19 +164,6 @@ def test_saved_adapter_loads_in_plain_peft(tiny, data, saved):
     assert_same_outputs(plain, net, data)
     differs = (outputs(base(tiny), data)[0] - outputs(net, data)[0]).abs().max()
     assert differs > 0.05       # else the adapter may as well not have been loaded
-
-
-def test_adapter_files_have_pefts_names(saved):
-    folder, net = saved
-    state = load_file(folder / "adapter_model.safetensors")
-    assert set(state) == {f"base_model.model.model.layers.{i}.{name}.lora_{half}.weight"
-                          for i in range(2) for name in ATTENTION | AUDIO for half in "AB"}
-    assert all(t.dtype == torch.float32 for t in state.values())
-    config = json.loads((folder / "adapter_config.json").read_text())
-    expected = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "task_type": None,
-                "modules_to_save": None, "base_model_name_or_path": "owner/base"}   # the hub name, not a local folder
-    assert {key: config[key] for key in expected} == expected
-    assert set(config["target_modules"]) == {f"{p}_proj" for p in "qkvo"} | AUDIO
 
 
 @pytest.mark.parametrize("content, said", [

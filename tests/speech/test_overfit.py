@@ -1,4 +1,4 @@
-"""One clip, learnt by heart, is spoken exactly and stops; with delay, shift or end labels broken it is not."""
+"""One clip, learnt by heart, is spoken exactly and stops."""
 
 import numpy as np
 import pytest

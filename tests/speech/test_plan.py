@@ -27,7 +27,7 @@ from speech.weights import empty_model
 from tests.helpers.live_bytes import by_lengths, real_peak
 from tests.helpers.small_speech import pack_of, small_model
 from tests.speech import test_bad_input
-from tests.speech.test_bad_input import complains, copy_of, written
+from tests.speech.test_bad_input import complains, copy_of
 
 
 def check_step(empty, model, batch, setup, text_rows):
@@ -171,20 +171,6 @@ globals().update({name: getattr(test_bad_input, name) for name in AGAIN}, real_r
 def run(real_run):
     """test_bad_input's run as a dry run."""
     return lambda *flags, **options: real_run("--dry_run", *flags, **options)
-
-
-def test_several_problems_are_one_list(run, tiny, data, tmp_path):
-    """A flag, a folder, bad weights and bad audio; what rests on something broken is left out."""
-    said = test_bad_input.spoilt_audio(data / "spoilt")
-    for name in ("nan.wav", "silent.wav", "loud.wav"):      # their headers are fine: only decoding finds them
-        del said[name]
-    path = written(data, test_bad_input.with_audio(tiny, [f"spoilt/{name}" for name in said]), "odd.json")
-    (tmp_path / "taken").write_text("a file")
-    flags = ("--train_data_file", path, "--code_cache", tmp_path / "taken" / "codes", "--use_lora",
-             "--lora_target_modules", "gone_proj")
-    message = complains(run(*flags), "error: 7 problems:", "taken/codes: cannot be written",
-                        "'gone_proj' matches no linear layer", *said.values())
-    assert len(message) == 8
 
 
 def test_codec_of_another_kind(run, tiny, tmp_path):

@@ -44,17 +44,6 @@ def test_rates_of_each_text_and_of_all():
     assert judges.word_rates([""], ["x"])[1] == {"wer": None, "cer": None}
 
 
-def test_edit_distance_equals_the_recursive_definition():
-    def slow(a, b):
-        if not a or not b:
-            return len(a) + len(b)
-        return min(slow(a[1:], b) + 1, slow(a, b[1:]) + 1, slow(a[1:], b[1:]) + (a[0] != b[0]))
-    rng = np.random.default_rng(0)
-    for _ in range(60):
-        a, b = (list(rng.integers(0, 3, rng.integers(0, 6))) for _ in range(2))
-        assert judges.edit_distance(a, b) == slow(a, b)
-
-
 def test_a_command_hears_every_wave_in_order(tmp_path):
     script = tmp_path / "asr.py"
     script.write_text("import sys, soundfile\n"

@@ -82,9 +82,9 @@ def test_of_takes_that_end_the_best_understood_is_kept(voice, monkeypatch):
 
 
 @pytest.mark.parametrize("text, most, expected", [
-    ("One. Two! Three?", 100, ["One. Two! Three?"]), ("One. Two! Three?", 9, ["One. Two!", "Three?"]),
-    ("One two, three four five.", 12, ["One two,", "three four", "five."]), ("Nodecimals 3.5 cut.", 15, ["Nodecimals 3.5", "cut."]),
-    ("unbreakable", 3, ["unbreakable"]), ("你好。再见。谢谢。", 7, ["你好。再见。", "谢谢。"])])
+    ("One. Two! Three?", 9, ["One. Two!", "Three?"]),
+    ("One two, three four five.", 12, ["One two,", "three four", "five."]),
+    ("Nodecimals 3.5 cut.", 15, ["Nodecimals 3.5", "cut."]), ("你好。再见。谢谢。", 7, ["你好。再见。", "谢谢。"])])
 def test_texts_are_cut_behind_sentences_else_between_words(text, most, expected):
     assert [part for _, part in speak.parts(text, most)] == expected
 
@@ -164,17 +164,16 @@ def test_a_pipe_is_written_while_somebody_reads_it(tmp_path, quick_python):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("free, flags, said", [
-    (48, ("--split_text", 9, "--stream", "OUT/now.wav"), "now.wav cannot be written (No space left on device)")])
-def test_a_full_disk_is_one_line(disk, quick_python, free, flags, said):
+def test_a_full_disk_is_one_line(disk, quick_python):
     """Red where libsndfile writes: it says "System error"."""
     out = disk(1)
-    (out / "fill").write_bytes(bytes(2**20 - 1024 * free))
+    (out / "fill").write_bytes(bytes(2**20 - 1024 * 48))
     command = [quick_python, ROOT / "speech" / "generate_tts.py", "--model_path", VOICE / "model", "--audio_tokenizer_path",
                VOICE / "codec", "--output_dir", out / "said", "--text", "one two three four five. six seven.", "--max_seconds", 4,
-               "--ras_window", 0, *flags]
-    done = subprocess.run([str(word).replace("OUT", str(out)) for word in command], capture_output=True, text=True)
-    assert done.returncode == 1 and re.fullmatch(r"error: .*", done.stderr.splitlines()[-1]) and said in done.stderr
+               "--ras_window", 0, "--split_text", 9, "--stream", out / "now.wav"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 1 and re.fullmatch(r"error: .*", done.stderr.splitlines()[-1]) and \
+        "now.wav cannot be written (No space left on device)" in done.stderr
     assert "Traceback" not in done.stderr and not list((out / "said").glob("*.tmp*")), done.stderr
 
 

@@ -261,15 +261,6 @@ def test_other_forms_are_refused(folder, message):
         v3.read_config(config)
 
 
-def test_a_weight_of_the_text_loss_is_refused(folder):
-    """All of this model's loss is that of its audio."""
-    native = v3.empty_model(json.loads((folder / "config.json").read_text()), torch.float32, folder)
-    for weight in (0.0, 0.5):
-        with pytest.raises(UserError, match="--text_loss_weight: Higgs TTS 3 learns no text; leave it out"):
-            v3.freeze_unreachable(native, weight)
-    v3.freeze_unreachable(native, 1.0)
-
-
 def test_untied_copies_and_wrong_weights_are_refused(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     stored = load_file(copy / "model.safetensors")

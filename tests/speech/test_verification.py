@@ -6,7 +6,6 @@ from torch import nn
 
 from core.cli import UserError
 from speech import judges, verification
-from tests.helpers.trainer import ROOT
 
 PREFIX = "feature_extract.model."
 LAYERS, HIDDEN, CHANNELS, POOLED = 2, 32, 32, 48
@@ -156,8 +155,3 @@ def test_an_embedding_is_the_references(parts, tmp_path):
 def test_a_checkpoint_that_lacks_something_or_has_more_is_refused(parts, tmp_path, change, why):
     with pytest.raises(UserError, match=rf"tiny.pth: is no checkpoint of UniSpeech's .*{why}"):
         verification.load(saved(tmp_path / "tiny.pth", parts, change))
-
-
-def test_a_file_that_is_none_is_refused():
-    with pytest.raises(UserError, match="is no checkpoint of UniSpeech's"):
-        verification.load(str(ROOT / "README.md"))
