@@ -1,5 +1,4 @@
 """One clip, learnt by heart, is spoken exactly and stops."""
-
 import numpy as np
 import pytest
 import torch
