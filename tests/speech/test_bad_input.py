@@ -330,8 +330,6 @@ def test_resume_of_what_is_not_there_or_damaged(run, used_copy, tmp_path):
     (("--max_tokens_per_batch", 999, "--global_batch_size", 8), "--global_batch_size counts samples: not with packs of tokens"),
     (("--keep", "x"), "--keep needs --use_lora"), (("--shard_size", 2), "needs --parallel hsdp")])
 def test_flags(tiny, flags, said):
-    if "wandb" in flags and shutil.which("wandb"):
-        pytest.skip("wandb is installed here")
     words = trainer_arguments(tiny, "out", "--max_steps", 1, "--disable_eval", *flags)
     with pytest.raises(UserError, match=re.escape(said)):
         script_flags()[1](script_flags()[0].parse_args(words), 1)
