@@ -27,8 +27,7 @@ from diffusion.choices import CHECKS, EXECUTION, FILL, PLAN, QUESTION, Layout
 from diffusion.noise import Blocks
 from diffusion.problems import read_chats, read_problems
 
-# --------------------------------------------------------------------------------------------------
-# Problems -> documents of numbered blocks
+# ---- Problems -> documents of numbered blocks
 
 
 @dataclass
@@ -83,7 +82,7 @@ class Documents:
     def pairs(self):
         """(n,) pairs of query and key that may attend."""
         found = []
-        for a, b in zip(self.offsets[:-1], self.offsets[1:]):
+        for a, b in zip(self.offsets, self.offsets[1:]):
             sizes = np.bincount(self.block[a:b])
             seen = sizes * sizes.cumsum()       # a block sees itself and the clean ones before
             noisy = np.unique(self.block[a:b][self.group[a:b] >= 0])
@@ -136,10 +135,9 @@ def too_long(regions, layout):
                EXECUTION: ("its execution has", "execution_budget")}
     if layout.system != "hdp":
         budgets = {PLAN: ("it has", "max_length")}
-    over = [f"{words} {len(ids)} tokens, markers and end token included, more than --{flag} "
-            f"{getattr(layout, flag)}" for region, ids, _ in regions
-            for words, flag in [budgets[region]] if len(ids) > getattr(layout, flag)]
-    return ", ".join(over)
+    return ", ".join(f"{words} {len(ids)} tokens, markers and end token included, more than --{flag} "
+                     f"{getattr(layout, flag)}" for region, ids, _ in regions
+                     for words, flag in [budgets[region]] if len(ids) > getattr(layout, flag))
 
 
 def make_document(regions, tokens, layout):
@@ -149,16 +147,12 @@ def make_document(regions, tokens, layout):
         fill = -len(ids) % layout.region_block(region) if region != QUESTION else 0
         filled = np.array([*ids, *[tokens.end] * fill])
         at = np.arange(len(filled))
-        block = np.zeros_like(at)
-        if region != QUESTION:
-            block = next_block + at // layout.region_block(region)
+        block = next_block + (0 * at if region == QUESTION else at // layout.region_block(region))
         next_block = block[-1] + 1
         target, what = at >= pinned, np.full(len(at), region)
         what[len(ids):] = FILL
-        position = at
-        if layout.system == "hdp":
-            position = at + layout.start(region)
-        else:
+        position = at + layout.start(region) if layout.system == "hdp" else at
+        if layout.system != "hdp":
             what[:pinned] = QUESTION
         if layout.loss_on_question:
             target |= (what == QUESTION) & (filled != tokens.bos)
@@ -168,9 +162,8 @@ def make_document(regions, tokens, layout):
 
 def length_hint(bad):
     """What helps against problems of too many tokens."""
-    if any(p.check == "too_long" for p in bad):
-        return "\nfix: shorten them, raise the limit, or pass --drop_too_long"
-    return ""
+    hint = "\nfix: shorten them, raise the limit, or pass --drop_too_long"
+    return hint * any(p.check == "too_long" for p in bad)
 
 
 def make_documents(problems, tokens, layout, bad=None, path=""):
@@ -213,7 +206,7 @@ def make_documents(problems, tokens, layout, bad=None, path=""):
 def number_groups(block, target, offsets):
     """(T,) number of each token's block among its document's blocks that hold a target, else -1."""
     group = np.full(len(block), -1)
-    for a, b in zip(offsets[:-1], offsets[1:]):
+    for a, b in zip(offsets, offsets[1:]):
         trained = np.unique(block[a:b][target[a:b] > 0])
         inside = np.isin(block[a:b], trained)
         group[a:b][inside] = np.searchsorted(trained, block[a:b][inside])
@@ -227,24 +220,23 @@ def split_validation(n, share, seed):
     return np.sort(order[held_out:]), np.sort(order[:held_out])
 
 
-# --------------------------------------------------------------------------------------------------
-# Documents -> rows -> batches
+# ---- Documents -> rows -> batches
 
 
 def empty_arrays(shape, pad):
     """{name: array of this shape} of a row or a batch without any token."""
-    fills = {"ids": pad, "position": 0, "doc": -1, "block": 0, "target": False, "region": 0,
-             "group": -1}
-    return {name: np.full(shape, value) for name, value in fills.items()}
+    return {name: np.full(shape, value) for name, value in {
+        "ids": pad, "position": 0, "doc": -1, "block": 0, "target": False, "region": 0,
+        "group": -1}.items()}
 
 
 class Rows(Dataset):
-    """Fixed-length rows of whole documents; item r is a dict of (L,) arrays of one row."""
+    """Fixed-length rows of whole documents; item r is a dict of (L,) arrays of one row.
+
+    members: a list of document numbers for each row, of `length` tokens and noisy_length copies.
+    """
 
     def __init__(self, documents, members, length, noisy_length):
-        """members: a list of document numbers for each row, of `length` tokens and noisy_length
-        noisy copies.
-        """
         self.documents, self.members = documents, [list(m) for m in members]
         self.length, self.noisy_length = length, noisy_length
 
@@ -300,6 +292,14 @@ def make_rows(documents, numbers, row_length, pack, seed=0):
     return Rows(documents, packings[best], row_length, best)
 
 
+def read_any(path, split, layout, tokenizer, tokens):
+    """(Problems of a file of the Layout's system, [what cannot be used]). tokenizer: of chats."""
+    bad = []
+    if layout.system == "chat":
+        return read_chats(path, tokenizer, tokens, bad), bad
+    return read_problems(path, split, layout.system, layout.strip_calculator, bad), bad
+
+
 def prepare_rows(world, layout, tokens, args, output_dir=None):
     """(training Rows, validation Rows or None) of the trainer's flags; rank 0 reads files first.
 
@@ -309,14 +309,8 @@ def prepare_rows(world, layout, tokens, args, output_dir=None):
     """
     bad, folder = [], output_dir if world.is_main else None
 
-    def read(path, split):
-        found = []
-        if layout.system == "chat":
-            return read_chats(path, args.tokenizer, tokens, found), found
-        return read_problems(path, split, layout.system, layout.strip_calculator, found), found
-
     def documents(path, split):
-        problems, found = dist.rank0(world, read, path, split)
+        problems, found = dist.rank0(world, read_any, path, split, layout, args.tokenizer, tokens)
         bad.extend(found)           # on every rank, so that all end alike
         try:
             return make_documents(problems, tokens, layout, bad, path)
@@ -378,9 +372,9 @@ def collate(rows, batch_rows, length, noisy_length, pad):
 
 def make_loader(rows, packs, batch_rows, noisy_length, *, num_workers, prefetch_factor):
     """DataLoader of Blocks over `packs`, lists of at most batch_rows row numbers; [] is padding."""
-    def batch(some):
-        return collate(some, batch_rows, rows.length, noisy_length, rows.documents.pad)
-    return loading.over_packs(rows, packs, batch, num_workers, prefetch_factor)
+    return loading.over_packs(
+        rows, packs, lambda some: collate(some, batch_rows, rows.length, noisy_length,
+                                          rows.documents.pad), num_workers, prefetch_factor)
 
 
 def row_table(rows):

@@ -25,8 +25,7 @@ PRESETS = {"conservative": (64, 4, 4e-4, 5000, 50_000),
 PRESET_FLAGS = ("problems_per_batch", "gradient_accumulation_steps", "learning_rate",
                 "warmup_steps", "max_steps")
 
-# --------------------------------------------------------------------------------------------------
-# Layout: how a problem becomes blocks
+# ---- Layout: how a problem becomes blocks
 
 
 @dataclass
@@ -115,8 +114,7 @@ def check_range(t_range, layout):
                                         f"tokens out of {size} lies in it; widen it")
 
 
-# --------------------------------------------------------------------------------------------------
-# Flags of the trainer
+# ---- Flags of the trainer
 
 
 def data(p):

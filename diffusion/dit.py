@@ -53,8 +53,7 @@ def config_of(size, vocab_size, mask_id, dropout=0.1):
     return Config(vocab_size, mask_id, *SIZES[size], dropout)
 
 
-# --------------------------------------------------------------------------------------------------
-# Who sees whom
+# ---- Who sees whom
 
 
 def attends(doc, block, n_noisy):
@@ -185,8 +184,7 @@ def masks_of(model, inputs):
     return inner, (inputs.n_noisy, noisy, None)
 
 
-# --------------------------------------------------------------------------------------------------
-# Losses
+# ---- Losses
 
 
 def _logits(head, x, mask_id):
@@ -230,8 +228,7 @@ def losses(model, inputs):
     return torch.cat(found)[:len(inputs.rows)]
 
 
-# --------------------------------------------------------------------------------------------------
-# Layers
+# ---- Layers
 
 
 class Norm(nn.Module):

@@ -25,8 +25,7 @@ PLACES = 32         # block numbers reported one by one; the last stands for all
 SEARCH_BATCHES = 4  # of a search of the noise range
 SHOWN = 4           # problems whose answers are kept for the report
 
-# --------------------------------------------------------------------------------------------------
-# Averaged weights
+# ---- Averaged weights
 
 
 def local(tensor):
@@ -68,8 +67,7 @@ class Average:
             shadow.copy_(kept)
 
 
-# --------------------------------------------------------------------------------------------------
-# Bound
+# ---- Bound
 
 
 class Eval(NamedTuple):
@@ -246,8 +244,7 @@ def improved(best, values):
     return bool(better)
 
 
-# --------------------------------------------------------------------------------------------------
-# --clip_search_widths: the noise range under which losses of blocks vary least (BD3-LM's var_min)
+# ---- --clip_search_widths: the noise range under which losses of blocks vary least (BD3-LM's var_min)
 
 
 def candidates(widths, block_sizes):
@@ -293,8 +290,7 @@ def search_range(world, model, how, asked_to_stop):
     return tried[int((squares / n - (total / n).square()).argmin())]
 
 
-# --------------------------------------------------------------------------------------------------
-# --eval_accuracy: each rank answers its share of some held-out problems on its own, so that ranks
+# ---- --eval_accuracy: each rank answers its share of some held-out problems on its own, so that ranks
 # which wait for nobody may take as many passes as they need. Sampling is certain (temperature 0,
 # all tokens of probability 0.9 and more in a pass), so that numbers of different steps compare.
 

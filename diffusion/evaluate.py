@@ -72,19 +72,15 @@ from core.cli import UserError
 from core.problems import settle
 from diffusion import blocks, elbo, noise
 from diffusion.choices import FILL, QUESTION, bound_range
-from diffusion.problems import Problem, read_chats, read_problems
+from diffusion.problems import Problem
 from diffusion.sampler import Sampling, answer_batch, ids_state, load_solver
 
-# --------------------------------------------------------------------------------------------------
-# Bounds
+# ---- Bounds
 
 
 @torch.no_grad()
 def draw_bounds(solver, documents, draws, batch_rows, seed):
-    """(n, draws) float64: nats of each document's targets in every draw of the noise.
-
-    solver: sampler.Solver.
-    """
+    """(n, draws) float64: nats of each document's targets in every draw of the noise."""
     device, t_range = solver.model.embed.weight.device, bound_range(solver.layout)
     draws = 1 if t_range[0] == t_range[1] else draws        # always all masked: draws are the same
     nats, order = np.zeros((len(documents), draws)), documents.lengths.argsort(kind="stable")
@@ -108,7 +104,7 @@ def draw_bounds(solver, documents, draws, batch_rows, seed):
 def standard_errors(nats):
     """(n,) standard errors of the means of draw_bounds; 0 where one draw is exact."""
     draws = nats.shape[1]
-    return nats.std(1, ddof=1) / math.sqrt(draws) if draws > 1 else np.zeros(len(nats))
+    return nats.std(1, ddof=min(1, draws - 1)) / math.sqrt(draws)
 
 
 def continuations(solver, pairs):
@@ -128,17 +124,12 @@ def continuations(solver, pairs):
 
 def bound_file(args, folder, solver):
     """Print the bound of a file in the form that the model was trained on, and write its texts'."""
-    layout, tokens, bad = solver.layout, solver.tokens, []
-    if layout.system == "chat":
-        problems = read_chats(args.bound, folder, tokens, bad)
-    else:
-        problems = read_problems(args.bound, args.split, layout.system, layout.strip_calculator,
-                                 bad)
+    layout = solver.layout
+    problems, bad = blocks.read_any(args.bound, args.split, layout, folder, solver.tokens)
     problems = problems[:args.limit or len(problems)]
-    documents = blocks.make_documents(problems, tokens, layout, bad, args.bound)
-    dropped = settle(bad, ("too_long",) if args.drop_too_long else (),
-                     hint=blocks.length_hint(bad))
-    if dropped:
+    documents = blocks.make_documents(problems, solver.tokens, layout, bad, args.bound)
+    allowed = ("too_long",) * args.drop_too_long
+    if dropped := settle(bad, allowed, hint=blocks.length_hint(bad)):
         print(f"data       dropped: {dropped}")
     nats = draw_bounds(solver, documents, args.draws, args.batch_size, args.seed)
     errors = standard_errors(nats)
@@ -162,15 +153,11 @@ def bound_file(args, folder, solver):
           f"texts      {output}")
 
 
-# --------------------------------------------------------------------------------------------------
-# lm-eval-harness
+# ---- lm-eval-harness
 
 
 def harness_model(base, solver, batch_size, draws):
-    """An object of a subclass of `base`, lm_eval's LM: texts, and bounds by so many draws.
-
-    solver: sampler.Solver.
-    """
+    """An object of a subclass of `base`, lm_eval's LM: texts, and bounds by so many draws."""
     tokens, layout = solver.tokens, solver.layout
 
     def context_ids(text):
@@ -194,9 +181,8 @@ def harness_model(base, solver, batch_size, draws):
                 numbers, batch = zip(*states[first:first + batch_size])
                 for number, answer in zip(numbers, answer_batch(solver, batch, first)):
                     until = requests[number].args[1].get("until") or []
-                    for stop in [until] if isinstance(until, str) else until:
-                        if stop:
-                            answer["text"] = answer["text"].partition(stop)[0]
+                    for stop in filter(None, [until] if isinstance(until, str) else until):
+                        answer["text"] = answer["text"].partition(stop)[0]
                     texts[number] = answer["text"]
             return texts
 

@@ -52,8 +52,7 @@ from core.cli import UserError
 from core import json_files
 from diffusion.problems import CALCULATOR, END, read_problems
 
-# --------------------------------------------------------------------------------------------------
-# Plans
+# ---- Plans
 
 # the first operator found names a step
 VERBS = (("/", "Divide"), ("*", "Multiply"), ("-", "Subtract"), ("+", "Add"))
@@ -124,8 +123,7 @@ def make_plans(path, split="train", teacher=None):
     return entries
 
 
-# --------------------------------------------------------------------------------------------------
-# The demo's problems, with plans and a small tokenizer of their own: training without a download
+# ---- The demo's problems, with plans and a small tokenizer of their own: training without a download
 
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Hugo")
 THINGS = ("apples", "books", "coins", "marbles", "pens", "shells", "stamps", "stickers")

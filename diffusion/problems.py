@@ -25,8 +25,7 @@ CALCULATOR = re.compile(r"<<[^<>]*>>")
 # advice that names flags of the chat trainer
 CHAT_HINT = re.compile(r"; (so what|give) .*--chat_template.*")
 
-# --------------------------------------------------------------------------------------------------
-# Files -> problems
+# ---- Files -> problems
 
 
 @dataclass
@@ -136,8 +135,7 @@ def download(name):
                                       allow_patterns=["*.json*", "*.parquet"]))
 
 
-# --------------------------------------------------------------------------------------------------
-# Tokenizer
+# ---- Tokenizer
 
 
 @dataclass
@@ -264,8 +262,7 @@ def auto_tokenizer(folder):
         transformers.logging.set_verbosity(before)
 
 
-# --------------------------------------------------------------------------------------------------
-# Chats: every trained answer is a problem of its own, whose question is all that comes before it in
+# ---- Chats: every trained answer is a problem of its own, whose question is all that comes before it in
 # the chat template. A document ends with its answer, since the sampler fills the last block with
 # end tokens, which no later turn may hold. The prompt's ids are proven to begin the whole, so what
 # is trained is what is asked for later. Thinking, where a template knows it, is off.

@@ -14,10 +14,10 @@ model's own class or, a Qwen3, as an SDAR model (github.com/JetAstra/SDAR), with
 samples it without this repository.
 """
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
-import pickle
 import re
 import shutil
 import sys
@@ -51,14 +51,8 @@ from core.cli import UserError, require
 from core.new_folder import new_folder
 from diffusion import dit
 from diffusion.choices import read_layout
-from diffusion.problems import (
-    END,
-    MARKERS,
-    SDAR_MASK,
-    auto_tokenizer,
-    load_tokenizer,
-    read_tokenizer,
-)
+from diffusion.problems import END, MARKERS, SDAR_MASK
+from diffusion.problems import auto_tokenizer, load_tokenizer, read_tokenizer
 
 # parameters with a row for each token
 ROWS = ("embed.weight", "head.weight", "head.bias", "model.embed_tokens.weight", "lm_head.weight")
@@ -69,8 +63,7 @@ SDAR_CODE = "JetLM/SDAR-1.7B-Chat"
 SDAR_MASK_ID = 151669       # the first after Qwen3's tokens, by which SGLang knows SDAR's mask
 
 
-# --------------------------------------------------------------------------------------------------
-# Checkpoints of this trainer
+# ---- Checkpoints of this trainer
 
 
 def load_checkpoint(folder, ema=True):
@@ -88,8 +81,7 @@ def load_checkpoint(folder, ema=True):
         else:
             from diffusion import decoder
             config = decoder.Config(**settings)
-            if config.lora:
-                config.lora = config.lora | {"dtype": "float32"}
+            config.lora = config.lora and config.lora | {"dtype": "float32"}
         model = config.network(config)
     except (UserError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: no checkpoint of train_bd3lm.py (config.json: {error})")
@@ -122,8 +114,7 @@ def find_checkpoint(name, pick, flag="--checkpoint"):
     return best if pick == "best" and best.is_dir() and not checkpoint.damage(best) else newest
 
 
-# --------------------------------------------------------------------------------------------------
-# In
+# ---- In
 
 
 class Start(NamedTuple):
@@ -217,12 +208,7 @@ def trained_form(path):
     """{prompt, end_token, block_size} that a path of find() was trained on, as far as it says."""
     about = config_json(path)
     form = about.get("layout") or about.get("block_diffusion") or {}
-    if is_causal(path):
-        form = about | form
-    size = form.get("block_size")
-    require(size is None or type(size) is int and size > 0,
-            f"--init_from {path}: its config.json has block_size {size}")
-    return form
+    return about | form if is_causal(path) else form
 
 
 def with_form(layout, path):
@@ -238,8 +224,8 @@ def with_form(layout, path):
 
 def chat_files(folder):
     """{name: bytes} of the CHAT_FILES that a tokenizer folder has."""
-    paths = [Path(folder) / name for name in CHAT_FILES]
-    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+    return {name: (Path(folder) / name).read_bytes() for name in CHAT_FILES
+            if (Path(folder) / name).is_file()}
 
 
 def read(path, config, tokens, seed=0):
@@ -276,20 +262,18 @@ def read(path, config, tokens, seed=0):
     tensors, new = fit_vocabulary(tensors, markers, tokens, config.vocab_size, seed)
     files = [file for file in sorted(path.iterdir()) if file.suffix in (".safetensors", ".bin")]
     words = [f"{which} weights of {path}", note, new and f"new rows for {', '.join(new)}"]
-    return Start(tensors, tensor_io.fingerprint_files(files), "; ".join(filter(None, words)),
-                 source)
+    words = "; ".join(filter(None, words))
+    return Start(tensors, tensor_io.fingerprint_files(files), words, source)
 
 
 def read_causal(path, config, tokens):
     """(tensors, {text: id} of its own tokens, {text: id} of its markers) of a language model."""
     from diffusion import decoder
     tensors, own = decoder.read_folder(path, config), {}
-    try:
+    with contextlib.suppress(UserError):        # --tokenizer names another folder
         own = read_tokenizer(path).get_vocab()
-    except UserError:       # --tokenizer names another folder
-        pass
-    rows, used = len(tensors.get("model.embed_tokens.weight", ())), own or tokens.plain()
-    most = max(used.values()) + 1
+    rows = len(tensors.get("model.embed_tokens.weight", ()))
+    most = max((own or tokens.plain()).values()) + 1
     require(most <= rows, f"--init_from {path}: tokenizer and model disagree: {most} tokens and "
                           f"{rows} rows")
     markers = {name: own.pop(name) for name in (*MARKERS["hdp"], SDAR_MASK) if name in own}
@@ -298,12 +282,6 @@ def read_causal(path, config, tokens):
             f"--init_from {path}: its config.json has mask_token_id {mask}, its tokenizer has the "
             f"mask at {tokens.mask}; name it {SDAR_MASK} in tokenizer.json, or correct config.json")
     return tensors, own, markers
-
-
-def adapters_of(args):
-    """Arguments of decoder.add_adapters that the flags name."""
-    return {"rank": args.lora_rank, "alpha": args.lora_alpha, "dropout": args.lora_dropout,
-            "targets": args.lora_target_modules, "rslora": args.use_rslora, "dora": args.use_dora}
 
 
 def with_lora(config, path, bf16, name, lora):
@@ -371,8 +349,7 @@ def fit_vocabulary(tensors, markers, tokens, size, seed):
             for name, tensor in tensors.items()}, [n for n in tokens.markers if n not in markers]
 
 
-# --------------------------------------------------------------------------------------------------
-# BD3-LM's and MDLM's own names (kuleshov-group/bd3lms 1c3e8f4: models/dit.py, models/hf)
+# ---- BD3-LM's and MDLM's own names (kuleshov-group/bd3lms 1c3e8f4: models/dit.py, models/hf)
 
 PREFIX = re.compile(r"^(?:module\.|backbone\.|_orig_mod\.)+|_orig_mod\.")      # DDP, compile
 BUFFERS = ("rotary_emb.inv_freq", "sampling_eps_min", "sampling_eps_max")
@@ -404,14 +381,12 @@ def from_official(state):
     """({our name: tensor}, size of an attention head or 0) of a state dict with their names.
 
     Prefixes are stripped; buffers, which some files have, are checked and left out. KeyError names
-    what is missing, unknown or no tensor.
+    what is missing or unknown.
     """
     plain = {PREFIX.sub("", name): tensor for name, tensor in state.items()}
     pairs = official_names(count_layers(plain))
     if wrong := sorted({theirs for theirs, _ in pairs} ^ (plain.keys() - set(BUFFERS))):
         raise KeyError(f"{len(wrong)} names are missing or unknown, first {', '.join(wrong[:5])}")
-    if odd := [name for name, tensor in plain.items() if not isinstance(tensor, torch.Tensor)]:
-        raise KeyError(f"{min(odd)} is not a tensor")
     frequency = plain.get("rotary_emb.inv_freq", torch.empty(0))
     at = torch.arange(len(frequency), dtype=torch.float64) / max(1, len(frequency))
     if not torch.allclose(frequency.double(), dit.THETA ** -at, rtol=1e-5):
@@ -420,8 +395,8 @@ def from_official(state):
 
 
 def load_official_state_dict(model, state):
-    """Load a state dict with their names, with or without prefixes, into a DiT. Raises KeyError for
-    names, RuntimeError for shapes that are not the model's.
+    """Load a state dict with their names into a DiT. Raises KeyError for names, RuntimeError for
+    shapes.
     """
     model.load_state_dict(from_official(state)[0])
 
@@ -441,8 +416,6 @@ def read_official(path, config):
         tensors, head_size = from_official(state)
     except KeyError as error:
         raise UserError(f"{path}: is not a DiT of BD3-LM or MDLM: {error.args[0]}")
-    if about.get("n_heads") and not head_size:
-        head_size = about["hidden_dim"] // about["n_heads"]
     hidden, layers = tensors["embed.weight"].shape[1], count_layers(tensors)
     heads = hidden // head_size if head_size else config.heads
     size = hidden, layers, heads, len(tensors["condition_in.bias"])
@@ -457,22 +430,13 @@ def read_pickle(path):
     """The state dict of a file that torch.save wrote. Runs no code of the file. UserError."""
     json_files.open_file(path, "--init_from ").close()
     try:
-        state = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})")
-    except pickle.UnpicklingError:
-        raise UserError(f"{path}: holds more than weights, which is not read; convert it to "
-                        "model.safetensors")
+        return torch.load(path, weights_only=True, map_location="cpu", mmap=True)
     except Exception as error:      # whatever a damaged or hostile pickle brings about
-        why = f"{type(error).__name__}: {str(error).splitlines()[0]:.120}"
-        raise UserError(f"{path}: cannot be read ({why})")
-    require(isinstance(state, dict),
-            f"{path}: holds a {type(state).__name__}, not weights by name")
-    return state
+        raise UserError(f"{path}: holds more than weights, which is not read, or is damaged "
+                        f"({type(error).__name__}); convert it to model.safetensors")
 
 
-# --------------------------------------------------------------------------------------------------
-# Out
+# ---- Out
 
 README = """# A language model converted to block diffusion
 
@@ -505,7 +469,7 @@ def official_state(tensors, heads, t_range):
 
 
 def official_config(config, layout, t_range):
-    """config.json of a folder with such a state_dict, as a dict. config: dit.Config."""
+    """config.json of a folder with such a state dict. config: dit.Config."""
     return {"architectures": ["BD3LM"], "model_type": "bd3lm", "torch_dtype": "float32",
             "return_dict": False,
             "auto_map": {"AutoConfig": f"{HUB_CODE}--configuration_bd3lm.BD3LMConfig",
@@ -557,16 +521,14 @@ def check_sdar(config):
 
 def name_mask(folder, mask):
     """Give the mask of a tokenizer folder SDAR's name. mask: its id."""
-    path = folder / "tokenizer.json"
-    found = json.loads(path.read_text(encoding="utf-8"))
+    path, about = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    found = json_files.read_object(path)
     for token in found["added_tokens"]:
         if token["id"] == mask:
             token["content"] = SDAR_MASK
     checkpoint.write_json(path, found)
-    path = folder / "tokenizer_config.json"
-    if path.exists():
-        about = json.loads(path.read_text(encoding="utf-8"))
-        checkpoint.write_json(path, about | {"mask_token": SDAR_MASK})
+    if about.exists():
+        checkpoint.write_json(about, json_files.read_object(about) | {"mask_token": SDAR_MASK})
 
 
 def export(folder, ema, output, layout_of="usual"):

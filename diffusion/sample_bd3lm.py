@@ -20,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is ne
 from core import cli
 from core.cli import require
 
-# --------------------------------------------------------------------------------------------------
-# Flags
+# ---- Flags
 
 
 def build_parser():
@@ -85,8 +84,7 @@ from core.cli import UserError, printable, problem_text
 from diffusion.problems import Problem, read_chat_prompts, read_problems
 from diffusion.sampler import Sampling, answer_batch, load_solver, question_state, score
 
-# --------------------------------------------------------------------------------------------------
-# Questions
+# ---- Questions
 
 
 def read_all(args, folder, solver):
@@ -101,8 +99,7 @@ def read_all(args, folder, solver):
     return read_chat_prompts(args.chat, folder, solver.tokens)
 
 
-# --------------------------------------------------------------------------------------------------
-# Answers
+# ---- Answers
 
 
 def usable_states(problems, solver, drop_too_long):

@@ -163,8 +163,7 @@ def generate(model, states, rooms, block_size, end, how=Sampling(), generator=No
     return [Generated(*parts) for parts in zip(written, forwards, ended)]
 
 
-# --------------------------------------------------------------------------------------------------
-# Questions in
+# ---- Questions in
 
 
 def question_state(problem, tokens, layout):
@@ -214,8 +213,7 @@ def execution_state(context, plan, tokens, layout):
             ([tokens.execution], layout.start(EXECUTION)))
 
 
-# --------------------------------------------------------------------------------------------------
-# Answers out
+# ---- Answers out
 
 
 def finish_region(ids, pinned, end):
