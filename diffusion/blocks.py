@@ -52,31 +52,14 @@ class Documents:
         """(n,) int64: how many tokens of each document `mask` (T,) holds for."""
         return np.diff(np.concatenate([[0], np.cumsum(mask)])[self.offsets])
 
-    @functools.cached_property
-    def lengths(self):
-        """(n,) slots of each document in a row."""
-        return np.diff(self.offsets)
-
-    @functools.cached_property
-    def n_targets(self):
-        """(n,) tokens in the loss."""
-        return self.per_document(self.target)
-
-    @functools.cached_property
-    def noisy_lengths(self):
-        """(n,) tokens that need a noisy copy: those of blocks with a target."""
-        return self.per_document(self.group >= 0)
-
-    @functools.cached_property
-    def tokens(self):
-        """(n,) tokens of text and markers, without what follows an end token."""
-        return self.per_document(self.region != FILL)
-
-    @functools.cached_property
-    def n_groups(self):
-        """(n,) blocks with targets."""
-        return np.array([self.group[a:b].max(initial=-1) + 1
-                         for a, b in zip(self.offsets[:-1], self.offsets[1:])])
+    # (n,) of each document: slots in a row; tokens in the loss; tokens that need a noisy copy, those
+    # of blocks with a target; tokens of text and markers, without the fill; blocks with targets
+    lengths = functools.cached_property(lambda self: np.diff(self.offsets))
+    n_targets = functools.cached_property(lambda self: self.per_document(self.target))
+    noisy_lengths = functools.cached_property(lambda self: self.per_document(self.group >= 0))
+    tokens = functools.cached_property(lambda self: self.per_document(self.region != FILL))
+    n_groups = functools.cached_property(lambda self: np.array(
+        [self.group[a:b].max(initial=-1) + 1 for a, b in zip(self.offsets, self.offsets[1:])]))
 
     @functools.cached_property
     def pairs(self):
@@ -223,15 +206,8 @@ def split_validation(n, share, seed):
 # ---- Documents -> rows -> batches
 
 
-def empty_arrays(shape, pad):
-    """{name: array of this shape} of a row or a batch without any token."""
-    return {name: np.full(shape, value) for name, value in {
-        "ids": pad, "position": 0, "doc": -1, "block": 0, "target": False, "region": 0,
-        "group": -1}.items()}
-
-
 class Rows(Dataset):
-    """Fixed-length rows of whole documents; item r is a dict of (L,) arrays of one row.
+    """Fixed-length rows of whole documents; item r is (Documents, numbers of those in row r).
 
     members: a list of document numbers for each row, of `length` tokens and noisy_length copies.
     """
@@ -252,18 +228,7 @@ class Rows(Dataset):
         return self.documents.fingerprint(d for members in self.members for d in members)
 
     def __getitem__(self, r):
-        d, row = self.documents, empty_arrays(self.length, self.documents.pad)
-        at = groups = 0
-        for number, document in enumerate(self.members[r]):
-            part = slice(*d.offsets[document:document + 2])
-            to = slice(at, at + part.stop - part.start)
-            for name in ("ids", "position", "block", "target", "region"):
-                row[name][to] = getattr(d, name)[part]
-            row["doc"][to] = number
-            row["group"][to] = np.where(d.group[part] >= 0, d.group[part] + groups, -1)
-            at, groups = to.stop, groups + int(d.n_groups[document])
-        row["n_groups"], row["documents"] = groups, len(self.members[r])
-        return row
+        return self.documents, self.members[r]
 
 
 def make_rows(documents, numbers, row_length, pack, seed=0):
@@ -349,15 +314,22 @@ def data_lines(rows, eval_rows, table):
 
 
 def collate(rows, batch_rows, length, noisy_length, pad):
-    """List of row dicts -> Blocks of batch_rows rows, topped up with empty ones."""
-    joined = empty_arrays((batch_rows, length), pad)
+    """List of items of Rows -> Blocks of batch_rows rows, topped up with empty ones."""
+    joined = {name: np.full((batch_rows, length), value) for name, value in {
+        "ids": pad, "position": 0, "doc": -1, "block": 0, "target": False, "region": 0,
+        "group": -1}.items()}
     noisy, groups = np.full((batch_rows, noisy_length), -1), 0
-    for r, row in enumerate(rows):
-        for key, array in joined.items():
-            array[r] = row[key]
-        joined["group"][r][row["group"] >= 0] += groups
-        groups += row["n_groups"]
-        places = np.flatnonzero(row["group"] >= 0)
+    for r, (d, members) in enumerate(rows):
+        at = 0
+        for number, document in enumerate(members):
+            part = slice(*d.offsets[document:document + 2])
+            to = r, slice(at, at + part.stop - part.start)
+            for name in ("ids", "position", "block", "target", "region"):
+                joined[name][to] = getattr(d, name)[part]
+            joined["doc"][to] = number
+            joined["group"][to] = np.where(d.group[part] >= 0, d.group[part] + groups, -1)
+            at, groups = to[1].stop, groups + int(d.n_groups[document])
+        places = np.flatnonzero(joined["group"][r] >= 0)
         noisy[r, :len(places)] = places
     copied, at = noisy >= 0, noisy.clip(min=0)
     doc, block = (np.take_along_axis(joined[key], at, 1) for key in ("doc", "block"))
@@ -367,7 +339,7 @@ def collate(rows, batch_rows, length, noisy_length, pad):
     tensors = {key: torch.from_numpy(array) for key, array in joined.items()}
     return Blocks(input_ids=tensors.pop("ids"), noisy=torch.from_numpy(noisy), n_groups=groups,
                   n_targets=int(joined["target"].sum()), tokens=tokens, tiles=tiles,
-                  documents=sum(row["documents"] for row in rows), **tensors)
+                  documents=sum(len(members) for _, members in rows), **tensors)
 
 
 def make_loader(rows, packs, batch_rows, noisy_length, *, num_workers, prefetch_factor):

@@ -34,13 +34,12 @@ def local(tensor):
 
 
 class Average:
-    """Exponential moving average of a model's trained weights.
+    """Exponential moving average of a model's trained weights, which are in place and sharded.
 
     Its decay is min(decay, (1 + n) / (10 + n)) at update n = 1, 2, ...
     """
 
     def __init__(self, model, decay):
-        """Make it when the weights are in place and sharded, if they will be."""
         self.decay, self.parameters = decay, trained(model)
         self.shadow = {name: p.detach().clone() for name, p in self.parameters.items()}
         self.updates = torch.zeros((), device=local(next(iter(self.shadow.values()))).device)
@@ -129,14 +128,11 @@ def weighted_losses(model, inputs, device, bf16):
 @torch.no_grad()
 def bound(world, model, how, asked_to_stop):
     """Bound on the negative log-likelihood of an Eval's rows -> {"eval/...": float}, or None when
-    asked to stop.
-
-    asked_to_stop(): collective, called before every batch; may raise.
+    asked to stop. asked_to_stop(): collective, called before every batch.
 
     eval/loss: nats per target. eval/nll: the same sum per token of text (targets without fill);
-    eval/stderr: its standard error. eval/nll_REGION, eval/nll_block_NN: nats per target of one
-    region or block number. The standard error is that of the noise alone, from how the draws of
-    each block differ; low levels are rare and weigh much (1/t), so with few blocks it is rough.
+    eval/stderr: its standard error, of the noise alone, from how the draws of each block differ;
+    with few blocks it is rough. eval/nll_REGION, eval/nll_block_NN: nats per target of one of them.
     """
     rows, repeats, device = how.rows, how.repeats, world.device
     layout = rows.documents.layout
@@ -198,8 +194,7 @@ def model_line(config, name):
         model = config.network(config)
     size = sum(p.numel() for p in model.parameters())
     part = sum(p.numel() for p in trained(model).values())
-    return (f"model      {name}, {size:,} parameters"
-            f"{f', {part:,} of them trained' if part < size else ''}")
+    return f"model      {name}, {size:,} parameters" + f", {part:,} of them trained" * (part < size)
 
 
 def loss_report(sums, regions):
@@ -211,11 +206,11 @@ def loss_report(sums, regions):
     cross_entropy, masked = sums[8:].tolist()
     if not sum(targets):        # every step was skipped: no loss to claim
         return dict.fromkeys(("train/loss", "train/masked_loss", "train/masked"), float("nan"))
-    values = {"train/loss": sum(losses) / sum(targets),
-              "train/masked_loss": cross_entropy / max(1, masked),
-              "train/masked": masked / sum(targets)}
-    return values | {f"train/loss_{name}": loss / n
-                     for name, loss, n in zip(regions, losses, targets) if n}
+    return {"train/loss": sum(losses) / sum(targets),
+            "train/masked_loss": cross_entropy / max(1, masked),
+            "train/masked": masked / sum(targets),
+            **{f"train/loss_{name}": loss / n
+               for name, loss, n in zip(regions, losses, targets) if n}}
 
 
 def eval_line(step, v, regions):
@@ -249,7 +244,7 @@ def improved(best, values):
 
 def candidates(widths, block_sizes):
     """Ranges to try, [(low, high)]: all of (0, 1], and for each width those that start at 0, 0.05,
-    0.10 and so on, without those that no number of masked tokens of a full block lies in.
+    0.10 and so on, if some number of masked tokens of a full block lies in them.
     """
     found = [FULL]
     for width in widths:
@@ -262,12 +257,11 @@ def candidates(widths, block_sizes):
 
 @torch.no_grad()
 def search_range(world, model, how, asked_to_stop):
-    """(low, high) of the candidate under which losses of blocks vary least, or None when asked to
-    stop.
+    """(low, high) of the candidate under which losses of blocks vary least, which means less noise
+    in gradients, or None when asked to stop.
 
-    Less variance between blocks means less noise in gradients. Costs one forward pass for each
-    candidate and each of the first SEARCH_BATCHES batches. All candidates get the same random
-    numbers. how: Eval; asked_to_stop: as in bound.
+    A forward pass for each candidate and each of the first SEARCH_BATCHES batches; all candidates
+    get the same random numbers. how: Eval; asked_to_stop: as in bound.
     """
     device = world.device
     tried = candidates(how.widths, how.rows.documents.layout.block_sizes())
@@ -298,11 +292,10 @@ def search_range(world, model, how, asked_to_stop):
 def choose_problems(rows, n, tokens, seed):
     """[(Problem, its sampler.question_state)] of n held-out problems of Rows, by the seed."""
     from diffusion.sampler import question_state
-    documents = rows.documents
     numbers = sorted(number for members in rows.members for number in members)
     chosen = np.random.default_rng((seed, 4)).permutation(numbers)[:n]
-    return [(problem, question_state(problem, tokens, documents.layout))
-            for problem in (documents.problems[number] for number in chosen)]
+    problems = [rows.documents.problems[number] for number in chosen]
+    return [(p, question_state(p, tokens, rows.documents.layout)) for p in problems]
 
 
 def accuracy(world, model, how):
@@ -322,9 +315,8 @@ def accuracy(world, model, how):
             written = answer_batch(solver, [state for _, state in batch], how.seed)
         for (problem, _), answer in zip(batch, written):
             strict, flexible = score(answer["text"], problem.answer)
-            answers.append(answer | {"name": problem.name, "question": problem.question,
-                                     "answer": problem.answer, "strict": strict,
-                                     "flexible": flexible})
+            answers.append(answer | {"name": problem.name, "question": problem.question, "answer":
+                                     problem.answer, "strict": strict, "flexible": flexible})
     del whole, solver
     of_ranks = dist.all_gather(world, answers)
     answers = [of_ranks[i % world.size][i // world.size] for i in range(len(how.chosen))]

@@ -13,7 +13,6 @@ the bound of each text. A task's text is the prompt as it is, and a model traine
 it as the user's turn. The stock gsm8k task without examples asks what a model of --system gsm8k was
 trained on; examples (--num_fewshot 5) it has never seen.
 """
-import argparse
 import sys
 from pathlib import Path
 
@@ -21,17 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is ne
 
 from core import cli
 from core.cli import require
+from diffusion import choices
 
 
 def build_parser():
     p = cli.Parser("Bound likelihoods, or run tasks of lm-eval-harness.")
     flag = p.flag
-    flag("--checkpoint", None, "checkpoint folder, or the trainer's OUTPUT_DIR", required=True)
-    flag("--pick", "best", "of an OUTPUT_DIR: the best checkpoint by --best_by, or the newest",
-         choices=("best", "newest"))
-    flag("--ema", True, "take the averaged weights", action=argparse.BooleanOptionalAction)
-    flag("--bound", None, "bound the likelihood of the answers in a file of the form the model was "
-         "trained on", metavar="FILE")
+    choices.checkpoint(p)
+    flag("--bound", None, "bound the likelihood of a file's answers", metavar="FILE")
     flag("--split", "test", "--bound: split of a dataset folder or hub name")
     p.switch("--drop_too_long", "--bound: leave out what is too long, and count it")
     flag("--tasks", None, "names of lm-eval's tasks", nargs="+")
@@ -71,7 +67,6 @@ from core import checkpoint, dist
 from core.cli import UserError
 from core.problems import settle
 from diffusion import blocks, elbo, noise
-from diffusion.choices import FILL, QUESTION, bound_range
 from diffusion.problems import Problem
 from diffusion.sampler import Sampling, answer_batch, ids_state, load_solver
 
@@ -81,7 +76,7 @@ from diffusion.sampler import Sampling, answer_batch, ids_state, load_solver
 @torch.no_grad()
 def draw_bounds(solver, documents, draws, batch_rows, seed):
     """(n, draws) float64: nats of each document's targets in every draw of the noise."""
-    device, t_range = solver.model.embed.weight.device, bound_range(solver.layout)
+    device, t_range = solver.model.embed.weight.device, choices.bound_range(solver.layout)
     draws = 1 if t_range[0] == t_range[1] else draws        # always all masked: draws are the same
     nats, order = np.zeros((len(documents), draws)), documents.lengths.argsort(kind="stable")
     for first in range(0, len(order), batch_rows):
@@ -115,10 +110,10 @@ def continuations(solver, pairs):
     problems = [Problem(name, "", "", "", ids=[*context, *ids], given=len(context))
                 for name, context, ids in pairs]
     documents = blocks.make_documents(problems, solver.tokens, solver.layout)
-    rest = documents.region == FILL
+    rest = documents.region == choices.FILL
     documents.ids[rest] = solver.tokens.mask
     # --loss_on_question trains the context, too; here it is given
-    documents.target[rest | (documents.region == QUESTION)] = False
+    documents.target[rest | (documents.region == choices.QUESTION)] = False
     return documents
 
 
@@ -133,10 +128,10 @@ def bound_file(args, folder, solver):
         print(f"data       dropped: {dropped}")
     nats = draw_bounds(solver, documents, args.draws, args.batch_size, args.seed)
     errors = standard_errors(nats)
-    counts = documents.per_document(documents.target & (documents.region != FILL))
+    counts = documents.per_document(documents.target & (documents.region != choices.FILL))
     mean = nats.mean(1).sum() / counts.sum()
     error = math.sqrt((errors ** 2).sum()) / counts.sum()
-    exact = nats.shape[1] == 1 and bound_range(layout)[0] == 1
+    exact = nats.shape[1] == 1 and choices.bound_range(layout)[0] == 1
     summary = {"texts": len(nats), "tokens": int(counts.sum()), "exact": exact,
                "nats_per_token": float(mean), "nats_stderr": float(error),
                "bits_per_token": float(mean) / math.log(2), "bits_stderr": error / math.log(2)}
@@ -187,11 +182,9 @@ def harness_model(base, solver, batch_size, draws):
             return texts
 
         def loglikelihood(self, requests, disable_tqdm=False):
-            """[(minus the bound of -log p(continuation | context), False)] of the requests.
-
-            False: whether greedy decoding would write it is not looked at. A context that is too
-            long loses its first tokens, as in the harness's own models; a continuation without
-            room by itself gets minus infinity.
+            """[(minus the bound of -log p(continuation | context), False)] of the requests; False:
+            whether greedy decoding would write it is not looked at. A context that is too long
+            loses its first tokens; a continuation without room by itself gets minus infinity.
             """
             pairs, numbers, found = [], [], [-math.inf] * len(requests)
             self.bounds += len(requests)

@@ -97,9 +97,8 @@ def draw(logits, temperature, generator):
 def generate(model, ids, form, threshold=0.9, temperature=0.0, max_length=None, seed=0):
     """Ids of the answer to a prompt's ids, without the end token, or as many as there is room for.
 
-    threshold: probability from which on a pass writes a token, 0 to 1. temperature: 0 = the
-    likeliest token, 1 = as the model says. max_length: tokens of prompt and answer; default: as in
-    training.
+    threshold, 0 to 1: probability of tokens that a pass writes. temperature: 0 = the likeliest
+    token. max_length: tokens of prompt and answer; default: as in training.
     """
     size, mask, end = form["block_size"], form["mask_token_id"], form["end_token_id"]
     device, room = model.device, max_length or form["max_length"]
@@ -143,28 +142,24 @@ def main():
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     folder = Path(__file__).resolve().parent
+    if not (args.questions or args.chat) or not args.temperature >= 0:
+        parser.error("give a question, or --chat; and a --temperature of 0 or more")
     model, tokenizer, form = load(folder, args.device)
-    if not args.questions and not args.chat:
-        parser.error("give a question, or --chat")
-    if not args.temperature >= 0:       # NaN, too
-        parser.error(f"--temperature is {args.temperature}; it must be 0 or more")
     try:
         prompts = [prompt(tokenizer, form, question) for question in args.questions]
         if args.chat:
+            chat = json.loads(Path(args.chat).read_text(encoding="utf-8"))
+            chat = chat if isinstance(chat, dict) else {"messages": chat}
             try:
-                chat = json.loads(Path(args.chat).read_text(encoding="utf-8"))
-                chat = chat if isinstance(chat, dict) else {"messages": chat}
                 prompts.append(chat_prompt(folder, tokenizer, chat["messages"], chat.get("tools")))
             except (KeyError, TypeError):
-                parser.error(f"--chat {args.chat}: is not a list of "
-                             '{"role": ..., "content": text}')
-            except ValueError as error:     # json's has the line
-                parser.error(f"--chat {args.chat}: {error}")
+                raise ValueError(f"--chat {args.chat}: is not a list of "
+                                 '{"role": ..., "content": text}')
         for ids in prompts:
             answer = generate(model, ids, form, args.threshold, args.temperature, args.max_length,
                               args.seed)
             print(tokenizer.decode(answer, skip_special_tokens=False).strip())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError) as error:      # json's has the line
         parser.error(str(error))
 
 

@@ -13,7 +13,6 @@ loads with trust_remote_code=True. What was converted from a language model is w
 model's own class or, a Qwen3, as an SDAR model (github.com/JetAstra/SDAR), with generate.py, which
 samples it without this repository.
 """
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -27,13 +26,12 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is next to this folder
 
 from core import cli
+from diffusion import choices
 
 
 def build_parser():
     p = cli.Parser("Write a checkpoint in the layout of BD3-LM's models, or as a language model.")
-    p.flag("--checkpoint", None, "checkpoint folder, or OUTPUT_DIR", required=True)
-    p.flag("--pick", "best", "of an OUTPUT_DIR", choices=("best", "newest"))
-    p.flag("--ema", True, "take the averaged weights", action=argparse.BooleanOptionalAction)
+    choices.checkpoint(p)
     p.flag("--output_dir", None, "folder to write, new or empty", required=True)
     p.flag("--format", "usual", "of a converted Qwen3: sdar, which servers of SDAR read",
            choices=("usual", "sdar"))
@@ -50,7 +48,6 @@ from core import checkpoint, dist, json_files, tensor_io
 from core.cli import UserError, require
 from core.new_folder import new_folder
 from diffusion import dit
-from diffusion.choices import read_layout
 from diffusion.problems import END, MARKERS, SDAR_MASK
 from diffusion.problems import auto_tokenizer, load_tokenizer, read_tokenizer
 
@@ -141,8 +138,6 @@ def find(name):
 def open_start(world, args, layout, tokenizer):
     """(Layout, folder of --init_from or None, tokenizer) of a run with --init_from or a chat
     template; args.tokenizer becomes the folder by whose template chats are read. Collective.
-
-    tokenizer: without --init_from.
     """
     path = None
     if args.init_from:      # one rank downloads for all
@@ -187,8 +182,8 @@ def config_for(path, model_size, tokens, dropout):
 
 
 def with_chat(layout, folder):
-    """A Layout with questions in the chat template of a tokenizer folder, and answers that end as
-    its turns do. Thinking, where a template knows it, is off. UserError without a template.
+    """A Layout with questions in a tokenizer folder's chat template, thinking off, and answers that
+    end as its turns do. UserError without a template.
     """
     try:
         tokenizer = auto_tokenizer(folder)
@@ -212,9 +207,7 @@ def trained_form(path):
 
 
 def with_form(layout, path):
-    """A Layout, not hdp's, with the prompt form and the end token that a path of find() was trained
-    on; layout.end_token, where it is given, stays.
-    """
+    """A Layout with the prompt form and the end token, if it has none, of a path of find()."""
     if layout.system == "hdp":
         return layout
     form = trained_form(path)
@@ -236,7 +229,7 @@ def read(path, config, tokens, seed=0):
     which, note, source = "averaged", "", {}
     if is_ours(path):
         model, about = load_checkpoint(path)
-        layout = read_layout(about["layout"])
+        layout = choices.read_layout(about["layout"])
         its_tokens = load_tokenizer(path, layout.system, layout.end_token)
         own, markers, source = its_tokens.plain(), its_tokens.markers, about.get("source", {})
         tensors = dict(model.named_parameters())
@@ -380,18 +373,14 @@ def official_names(layers):
 def from_official(state):
     """({our name: tensor}, size of an attention head or 0) of a state dict with their names.
 
-    Prefixes are stripped; buffers, which some files have, are checked and left out. KeyError names
-    what is missing or unknown.
+    Prefixes and buffers are left out. KeyError names what is missing or unknown.
     """
     plain = {PREFIX.sub("", name): tensor for name, tensor in state.items()}
     pairs = official_names(count_layers(plain))
     if wrong := sorted({theirs for theirs, _ in pairs} ^ (plain.keys() - set(BUFFERS))):
         raise KeyError(f"{len(wrong)} names are missing or unknown, first {', '.join(wrong[:5])}")
-    frequency = plain.get("rotary_emb.inv_freq", torch.empty(0))
-    at = torch.arange(len(frequency), dtype=torch.float64) / max(1, len(frequency))
-    if not torch.allclose(frequency.double(), dit.THETA ** -at, rtol=1e-5):
-        raise KeyError(f"rotary_emb.inv_freq is not that of base {dit.THETA:g}")
-    return {ours: plain[theirs] for theirs, ours in pairs}, 2 * len(frequency)
+    head_size = 2 * len(plain.get("rotary_emb.inv_freq", ()))
+    return {ours: plain[theirs] for theirs, ours in pairs}, head_size
 
 
 def load_official_state_dict(model, state):
@@ -440,16 +429,12 @@ def read_pickle(path):
 
 README = """# A language model converted to block diffusion
 
-Tensors have the names of a transformers language model, but this is no autoregressive model: its
-own `generate()` would write nonsense. `python generate.py "a question"` answers, with torch and
-transformers alone:
+Tensors have the names of a transformers language model, but its own `generate()` would write
+nonsense. `python generate.py "a question"` answers, with torch and transformers alone; that file
+has the rules.
 
-- Blocks of {block} tokens, counted from the first token of the prompt. A token sees its own block,
-  both ways, and all earlier blocks.
-- The next block begins as mask tokens (id {mask}), after the prompt's last tokens where the prompt
-  ends inside it. The head is not shifted: logits at a masked place are those of the token at that
-  place. The mask is never an answer. Passes replace masks, the surest first, until none is left;
-  then the next block follows.
+- Blocks of {block} tokens, counted from the first token of the prompt, begin as masks (id {mask}).
+- The head is not shifted: logits at a masked place are those of the token at that place.
 - Trained on the form {prompt!r}, answers end with {end!r}.
 
 `python diffusion/train_bd3lm.py --init_from THIS_FOLDER` trains on from here in that form.
@@ -484,14 +469,13 @@ def official_config(config, layout, t_range):
 
 def language_config(config, layout, tokens):
     """config.json of an exported language model: its source's, and how it was trained."""
-    about = config.source | {
+    about = {key: value for key, value in config.source.items() if key != "torch_dtype"}
+    return about | {
         "vocab_size": config.vocab_size, "dtype": "float32", "eos_token_id": tokens.end,
         "block_diffusion": {
             "block_size": layout.block_size, "mask_token_id": config.mask_id, "shift": False,
             "prompt": layout.prompt, "end_token": layout.end_token, "end_token_id": tokens.end,
             "begin_token_id": tokens.bos, "max_length": layout.max_length}}
-    about.pop("torch_dtype", None)
-    return about
 
 
 def sdar_config(about, config, layout):
@@ -537,7 +521,7 @@ def export(folder, ema, output, layout_of="usual"):
     layout_of: --format.
     """
     model, about = load_checkpoint(folder, ema)
-    config, layout = model.config, read_layout(about["layout"])
+    config, layout = model.config, choices.read_layout(about["layout"])
     tokens = load_tokenizer(folder, layout.system, layout.end_token)
     is_language_model = not isinstance(model, dit.DiT)
     # what began as SDAR stays it: its config.json names files that are not here

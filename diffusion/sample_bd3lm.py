@@ -11,7 +11,6 @@ the execution with <|answer|>. Strict exact match takes the number after #### (h
 <|answer|>) and compares texts as openai/grade-school-math does; flexible takes the last number in
 the text and compares values. NFE is the mean number of network passes a problem needed.
 """
-import argparse
 import sys
 from pathlib import Path
 
@@ -19,21 +18,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is ne
 
 from core import cli
 from core.cli import require
+from diffusion import choices
 
-# ---- Flags
 
 
 def build_parser():
     p = cli.Parser("Answer problems with a block-diffusion model.")
     flag = p.flag
-    flag("--checkpoint", None, "checkpoint folder, or the trainer's OUTPUT_DIR", required=True)
-    flag("--pick", "best", "of an OUTPUT_DIR: the best checkpoint by --best_by, or the newest",
-         choices=("best", "newest"))
-    flag("--ema", True, "take the averaged weights", action=argparse.BooleanOptionalAction)
+    choices.checkpoint(p)
     flag("--test_file", None, "problems of the trained form: JSONL, JSON, dataset folder, hub name")
     flag("--question", None, "questions to answer", nargs="+", metavar="TEXT")
-    flag("--chat", None, 'answer chats, by the chat template: JSONL or JSON of {"messages": ...}',
-         metavar="FILE")
+    flag("--chat", None, 'chats to answer: JSONL or JSON of {"messages": ...}', metavar="FILE")
     flag("--split", "test", "split of a dataset folder or hub name")
     flag("--limit", 0, "answer only the first problems, this many, 0 = all")
     p.switch("--drop_too_long", "count problems whose question does not fit as wrong")
@@ -46,8 +41,7 @@ def build_parser():
     p.switch("--bf16", "bfloat16 compute")
     flag("--device", None, "default: cuda where there is one", choices=("cpu", "cuda"))
     flag("--seed", 0, "of order and temperature")
-    flag("--min_accuracy", 0.0, "exit status 1 unless this share of the problems is answered "
-         "right, strictly; 0 to 1", metavar="SHARE")
+    flag("--min_accuracy", 0.0, "exit status 1 below this share of right answers", metavar="SHARE")
     flag("--show", 3, "answers to print")
     flag("--output", None, "JSON file for all answers (default: of a file beside the checkpoint)")
     return p
@@ -84,7 +78,6 @@ from core.cli import UserError, printable, problem_text
 from diffusion.problems import Problem, read_chat_prompts, read_problems
 from diffusion.sampler import Sampling, answer_batch, load_solver, question_state, score
 
-# ---- Questions
 
 
 def read_all(args, folder, solver):
@@ -99,17 +92,15 @@ def read_all(args, folder, solver):
     return read_chat_prompts(args.chat, folder, solver.tokens)
 
 
-# ---- Answers
 
 
 def usable_states(problems, solver, drop_too_long):
     """[question_state] of all problems, None where a question is too long and that is allowed."""
-    states, wrong = [], []
-    for problem in problems:
+    states, wrong = [None] * len(problems), []
+    for i, problem in enumerate(problems):
         try:
-            states.append(question_state(problem, solver.tokens, solver.layout))
+            states[i] = question_state(problem, solver.tokens, solver.layout)
         except UserError as error:
-            states.append(None)
             wrong.append(str(error))
     require(drop_too_long or not wrong, wrong and problem_text(wrong) +
             "\n  fix: shorten them, or --drop_too_long counts them as wrong")
@@ -152,17 +143,15 @@ def summarise(answers, seconds):
     for rule in scores:
         total[f"{rule}_stderr"] = math.sqrt(total[rule] * (1 - total[rule]) / n)
     passes = sum(a["forwards"] for a in answers)
-    return total | {"nfe": passes / n, "tokens": written, "seconds": seconds,
-                    "tokens_per_forward": written / max(1, passes),
-                    "tokens_per_second": written / max(seconds, 1e-9)}
+    return total | {"nfe": passes / n, "tokens": written, "seconds": seconds, "tokens_per_forward":
+                    written / max(1, passes), "tokens_per_second": written / max(seconds, 1e-9)}
 
 
 def print_answer(answer):
     scored = ""
     if "strict" in answer:
         word = "right by the last number" if answer["flexible"] else "wrong"
-        word = "right" if answer["strict"] else word
-        scored = f": {word}, the answer is {answer['answer']}"
+        scored = f": {'right' if answer['strict'] else word}, the answer is {answer['answer']}"
     print(f"-- {answer['name']}{scored}\n   question  {printable(answer['question'], 2000)}")
     for part in ("plan", "text"):
         if part in answer:

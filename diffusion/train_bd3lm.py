@@ -17,6 +17,7 @@ Validation, early stopping and samples use the averaged weights. 50,000 steps of
 SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop: the step is finished, a checkpoint saved, and
 OUTPUT_DIR/requeue left for the launcher; exit status 0. Rerun the same command to resume.
 """
+import argparse
 import dataclasses
 import os
 import sys
@@ -31,27 +32,24 @@ from diffusion import choices
 from diffusion.choices import PRESETS
 
 # ---- Flags
-
 p = cli.Parser("Train block diffusion on questions and answers, or on chats.")
 flag, switch = p.flag, p.switch
 # before the run
-flag("--config", None, "YAML file of lines `flag: value`, such as OUTPUT_DIR/run.yaml; the command "
-     "line overrides it", metavar="FILE")
-flag("--dry_run", None, "check everything, print the plan, stop; needs no GPU. GPUS: plan for this "
-     "number (default: this launch's)", nargs="?", type=int, const=0, metavar="GPUS")
+flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
+flag("--dry_run", None, "check everything, print the plan for so many GPUs (default: this launch's)"
+     " and stop; needs no GPU", nargs="?", type=int, const=0, metavar="GPUS")
 # data
 choices.data(p)
 flag("--num_workers", min(16, cli.cpus_per_rank()), "loader processes per rank, 0 = in the trainer")
 # model and noise
 flag("--model_size", "small", "nano is for demos and tests",
      choices=("nano", "tiny", "small", "medium"))
-flag("--init_from", None, "start from published BD3-LM or MDLM weights (folder or hub name such as "
-     "kuleshov-group/bd3lm-owt-block_size16), from a checkpoint or export of this trainer, or from "
-     "a causal language model such as Llama or Qwen3", metavar="WEIGHTS")
+flag("--init_from", None, "folder or hub name of BD3-LM or MDLM weights, a causal language model "
+     "such as Llama or Qwen3, or a checkpoint or export of this trainer", metavar="WEIGHTS")
 flag("--dropout", 0.1, "on the output of attention and MLP, 0 to 1")
 flag("--t_range", None, "noise levels trained on; a clipped range also clips the masked share of "
-     "every block (default: 0.001 to 1; 1 where all blocks are single tokens: autoregressive)",
-     type=float, nargs=2, metavar=("LOW", "HIGH"))
+     "every block (default: 0.001 to 1; 1 where all blocks are single tokens)", type=float, nargs=2,
+     metavar=("LOW", "HIGH"))
 flag("--clip_search_widths", (), "after each validation train on the range of such a width whose "
      "loss varies least", type=float, nargs="*", metavar="WIDTH")
 flag("--loss_weighting", "elbo", "the bound's weights, or all 1", choices=("elbo", "ce"))
@@ -92,31 +90,27 @@ flag("--max_grad_norm", 1.0, "clip the global gradient norm, 0 = off")
 flag("--max_bad_steps", 5, "stop after this many non-finite steps in a row")
 flag("--seed", 42, "of weights, data order, hold-out, noise and dropout")
 # speed and memory
-switch("--auto", "choose what no flag names by the memory plan, and print why: batches, "
-       "--gradient_checkpointing, --parallel; a resumed run keeps its choice")
-flag("--gpu_memory", None, "--dry_run, --auto: of one GPU (default: of the GPU here, else 80)",
-     type=float, metavar="GIB")
-flag("--host_memory", None, "--dry_run: free memory of a node (default: what is free here)",
-     type=float, metavar="GIB")
-flag("--parallel", "ddp", "a model on every GPU; sharded over all GPUs (FSDP2), or over a node's, "
-     "with a copy a node (HSDP)", type=cli.sharding, choices=("ddp", "fsdp", "hsdp"))
-flag("--shard_size", 0, "hsdp: GPUs that weights are sharded over, 0 = a node's")
+switch("--auto", "choose batches, --gradient_checkpointing and --parallel by the memory plan")
+flag("--gpu_memory", None, "GiB of one GPU, for a plan (default: the one here, else 80)", type=float)
+flag("--host_memory", None, argparse.SUPPRESS, type=float)      # of a node, free, for a plan
+flag("--parallel", "ddp", "copies of the model, or one sharded over all GPUs (fsdp), over those of "
+     "each node (hsdp) or over N each (hsdp:N)", type=cli.sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
+flag("--shard_size", 0, argparse.SUPPRESS)          # the N of --parallel hsdp:N
 switch("--bf16", "bfloat16 compute, float32 weights")
 switch("--tf32", "TF32 for float32 matrix products on CUDA")
 switch("--compile", "torch.compile each layer")
-flag("--gradient_checkpointing", None, "recompute layers in the backward pass: all of them, or all "
-     "but attention and matrix products; the flag alone means all", nargs="?", const="all",
-     type=cli.recomputation, metavar="all|selective")
+flag("--gradient_checkpointing", None, "recompute layers in the backward pass, all or selective: all "
+     "but attention and products", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
 flag("--attn_backend", None, "block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU); "
      "flex is dense in rows of fewer than 128 noisy copies", choices=("flex", "sdpa"))
-flag("--collective_timeout", 600, "abort after this many seconds without progress, naming the rank")
-flag("--wait_timeout", 21600, "the same for data preparation, validation, saving")
+flag("--collective_timeout", 600, "name the rank that hangs after this many seconds, and abort; in "
+     "data preparation, validation and saves after --wait_timeout 21600")
+flag("--wait_timeout", 21600, argparse.SUPPRESS)
 # logging, validation, checkpoints
 flag("--output_dir", "./output", "everything written goes here; shared by all nodes")
 flag("--logging_dir", "./logs", "TensorBoard files go to a folder in here")
 flag("--logging_steps", 50, "optimizer steps between log lines")
-flag("--report_to", ["tensorboard"], "beside metrics.jsonl: one or more of "
-     f"{', '.join(cli.TRACKERS)}, or none", nargs="+", metavar="NAME")
+flag("--report_to", ["tensorboard"], f"{', '.join(cli.TRACKERS)} or none", nargs="+", metavar="NAME")
 flag("--wandb_project", "flat-trainers", "project at W&B and trackio")
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 500)", type=int)
 flag("--eval_repeats", 4, "draws of the noise in a validation, for its error bar")
@@ -148,7 +142,6 @@ from core.packing import PackOrder, rank_packs
 from diffusion import blocks, dit, elbo, noise, problems
 
 # ---- Ranks. A dry run joins no other process and writes nothing.
-
 world, watch, work_dir = run.start(args)
 if dry:
     from core import memory
@@ -167,7 +160,6 @@ dtype = torch.bfloat16 if args.bf16 else None
 
 # ---- Data: problems -> documents of numbered blocks -> rows. Every rank holds all, so ranks never have
 # to ask each other which rows a step has, or how many targets.
-
 layout, folder, tokenizer = choices.layout_of(args), None, args.tokenizer or "gpt2"
 if args.demo is not None:
     from diffusion import make_problems
@@ -198,15 +190,14 @@ if args.eval_accuracy and eval_rows:
 how = elbo.Eval(eval_rows, tokens, args.per_device_eval_batch_size, args.eval_repeats, args.seed,
                 args.bf16, args.clip_search_widths, args.loss_weighting, chosen)
 per_row = table["samples"].mean()
-if not args.per_device_train_batch_size:        # problems become rows
-    args.per_device_train_batch_size = max(1, round(args.problems_per_batch / per_row))
+args.per_device_train_batch_size = args.per_device_train_batch_size or max(
+    1, round(args.problems_per_batch / per_row))        # problems become rows
 if args.auto or dry:
     from diffusion import plan
 if args.auto:
     plan.choose(args, world, ranks, config, rows, eval_rows, table)
 
 # ---- Resume
-
 batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
 # what a checkpoint must share with the run that resumes it, and what its validation losses must
 identity = {**dataclasses.asdict(layout), "seed": args.seed,
@@ -235,7 +226,6 @@ if resume and state["validation"] == validation:
 eval_due = bool(validation) and bool(state.get("eval_due", start))
 
 # ---- Order of the rows: a function of (seed, epoch) alone, so another number of ranks continues it
-
 order = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, seed=args.seed)
 per_step, total_steps = ranks * accumulation, args.max_steps
 step_rows = per_step * batch_rows
@@ -259,7 +249,6 @@ if dry:
     sys.exit(0)
 
 # ---- Model
-
 watch.report_progress("loading the model", args.wait_timeout)
 dist.seed_everything(args.seed)     # equal weights on all ranks
 model = config.network(config, backend, args.gradient_checkpointing).to(device)
@@ -339,7 +328,6 @@ def save():
 
 
 # ---- Loop
-
 sums = torch.zeros(10, dtype=torch.float64, device=device)      # as elbo.loss_report reads them
 if main_rank and len(state.get("unlogged", ())) == len(sums):
     sums += torch.tensor(state["unlogged"], dtype=torch.float64, device=device)

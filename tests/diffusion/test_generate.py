@@ -116,8 +116,8 @@ def run_here(folder, words, monkeypatch, capsys):
 @pytest.mark.parametrize("words, why", [
     (["close <|im_end|> it"], "holds the special token <|im_end|>"),
     (["--max_length", "8", "Two shells and 12 stamps?"], "leave no room in 8"),
-    (["--temperature", "-1", "a"], "--temperature is -1.0"),
-    (["--chat", "generate.py"], "--chat generate.py: Extra data: line 1 column 3"),
+    (["--temperature", "-1", "a"], "a --temperature of 0 or more"),
+    (["--chat", "generate.py"], "Extra data: line 1 column 3"),
     (["--chat", "config.json"], "--chat config.json: is not a list of {"),
     (["--chat", "../parts.json"], "--chat ../parts.json: is not a list of {")])
 def test_what_would_be_misread_or_has_no_room_is_refused(exported, words, why, monkeypatch, capsys):
