@@ -7,11 +7,10 @@
 -log p(text) is at most the mean of the bound's draws (noise.py), each with the standard error of
 its draws; in blocks of one token it is equal, and one draw is enough.
 
-Tasks that generate (output_type generate_until) run as the harness defines them, answers greedy; of
-its settings for generation only `until` counts. Tasks that compare likelihoods (loglikelihood) get
-the bound of each text. A task's text is the prompt as it is, and a model trained with --chat gets
-it as the user's turn. The stock gsm8k task without examples asks what a model of --system gsm8k was
-trained on; examples (--num_fewshot 5) it has never seen.
+Tasks that generate (generate_until) get greedy answers; of the harness's settings for generation
+only `until` counts. Tasks that compare likelihoods (loglikelihood) get the bound of each text. A
+model trained with --chat gets a task's text as the user's turn. The stock gsm8k task without
+examples asks what a model of --system gsm8k was trained on; examples it has never seen.
 """
 import sys
 from pathlib import Path

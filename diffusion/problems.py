@@ -173,7 +173,6 @@ class Tokens:
         return {text: number for text, number in vocabulary if text not in self.markers}
 
     def encode(self, text):
-        """Text -> list of ids."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids):
@@ -181,7 +180,6 @@ class Tokens:
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def save(self, folder):
-        """Write folder/tokenizer.json, which load_tokenizer reads back."""
         self.tokenizer.save(str(Path(folder) / "tokenizer.json"))
 
 

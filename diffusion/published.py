@@ -3,10 +3,10 @@
     python diffusion/published.py --checkpoint out --output_dir exported
     python diffusion/published.py --checkpoint out --output_dir served --format sdar
 
-In: a folder of BD3-LM or MDLM as published (kuleshov-group/bd3lm-owt-*, mdlm-owt), a causal
-language model of transformers, an SDAR model, a checkpoint or an export of this trainer. Rows of
-markers that the source knows are kept, new ones get the mean row and a little noise. A source that
-was trained on a prompt form, an end token and a block size passes them on.
+In: BD3-LM or MDLM as published (kuleshov-group/bd3lm-owt-*, mdlm-owt), a causal language model of
+transformers, SDAR, a checkpoint or an export of this trainer. Rows of markers that the source knows
+are kept, new ones get the mean row and a little noise. Prompt form, end token and block size that
+the source was trained on are passed on.
 
 Out: averaged weights. A DiT is written in the published layout, which transformers before version 5
 loads with trust_remote_code=True. What was converted from a language model is written as that
@@ -107,7 +107,7 @@ def find_checkpoint(name, pick, flag="--checkpoint"):
         print(f"checkpoint {newest} is damaged ({wrong}); trying the one before")
     else:
         raise UserError(f"{flag} {name}: every checkpoint in it is damaged")
-    best = newest.with_name(f"checkpoint-{state_of(newest)['best_step']}")
+    best = newest.with_name(f"checkpoint-{state_of(newest).get('best_step')}")
     return best if pick == "best" and best.is_dir() and not checkpoint.damage(best) else newest
 
 
@@ -172,12 +172,12 @@ def is_causal(path):
 
 def config_for(path, model_size, tokens, dropout):
     """Config of a run's network. path: of find(); model_size: of a DiT. Raises UserError."""
-    about = config_json(path)
-    source = about.get("source") if is_ours(path) else about if is_causal(path) else None
+    about, ours = config_json(path), is_ours(path)
+    source = about.get("source") if ours else about if is_causal(path) else None
     if not source:
         return dit.config_of(model_size, tokens.vocab_size, tokens.mask, dropout)
     from diffusion import decoder
-    size = max(tokens.vocab_size, about["model"]["vocab_size"] if is_ours(path) else 0)
+    size = max(tokens.vocab_size, ours and about["model"]["vocab_size"])
     return decoder.config_of(path, source, size, tokens.mask, dropout)
 
 
@@ -383,13 +383,6 @@ def from_official(state):
     return {ours: plain[theirs] for theirs, ours in pairs}, head_size
 
 
-def load_official_state_dict(model, state):
-    """Load a state dict with their names into a DiT. Raises KeyError for names, RuntimeError for
-    shapes.
-    """
-    model.load_state_dict(from_official(state)[0])
-
-
 def read_official(path, config):
     """{our name: CPU tensor} of a published folder, for a DiT of this Config. Raises UserError."""
     about = config_json(path)
@@ -516,10 +509,7 @@ def name_mask(folder, mask):
 
 
 def export(folder, ema, output, layout_of="usual"):
-    """Write the checkpoint `folder` to the folder `output` -> its tensors by name. UserError.
-
-    layout_of: --format.
-    """
+    """Write a checkpoint to a folder in a --format -> its tensors by name. UserError."""
     model, about = load_checkpoint(folder, ema)
     config, layout = model.config, choices.read_layout(about["layout"])
     tokens = load_tokenizer(folder, layout.system, layout.end_token)
@@ -535,12 +525,11 @@ def export(folder, ema, output, layout_of="usual"):
             state |= {"lm_head.weight": model.lm_head.weight.clone()}
             written = sdar_config(written, config, layout)
     else:
-        t_range = state_of(folder)["t_range"]
+        t_range = state_of(folder).get("t_range", choices.FULL)
         state = official_state(model.state_dict(), config.heads, t_range)
         written = official_config(config, layout, t_range)
         if layout.system == "hdp":
-            print("note       their code has blocks of one size from the first token on; this is "
-                  "an hdp model of other blocks, whose weights fit and whose texts need "
+            print("note       an hdp model: its weights fit their code, its texts need "
                   "sample_bd3lm.py", flush=True)
     state = {name: tensor.contiguous() for name, tensor in state.items()}
     with new_folder(output, sum(tensor.nbytes for tensor in state.values())) as output:

@@ -6,10 +6,9 @@
     python diffusion/sample_bd3lm.py --checkpoint out --question "Ben has 3 boxes of 6 pens. ..."
     python diffusion/sample_bd3lm.py --checkpoint out --chat chats.jsonl      # {"messages": ...}
 
-gsm8k: the answer block by block until <|endoftext|>. hdp: first the plan until its end token, then
-the execution with <|answer|>. Strict exact match takes the number after #### (hdp: after
-<|answer|>) and compares texts as openai/grade-school-math does; flexible takes the last number in
-the text and compares values. NFE is the mean number of network passes a problem needed.
+hdp writes first the plan, then the execution with <|answer|>. Strict exact match takes the number
+after #### (hdp: after <|answer|>) and compares texts as openai/grade-school-math does; flexible
+takes the last number in the text and compares values. NFE: network passes a problem needed.
 """
 import sys
 from pathlib import Path
@@ -87,8 +86,7 @@ def read_all(args, folder, solver):
         return [Problem(f"question {n}", text, "", "") for n, text in enumerate(args.question, 1)]
     if args.test_file:
         return read_problems(args.test_file, args.split, layout.system, layout.strip_calculator)
-    require(layout.prompt,
-            f"--chat: {folder} was trained without a chat template (--system chat)")
+    require(layout.prompt, f"--chat: {folder} was trained without a chat template (--system chat)")
     return read_chat_prompts(args.chat, folder, solver.tokens)
 
 
@@ -168,8 +166,8 @@ def print_summary(total, output, least):
                  for rule in ("strict", "flexible")]
         print(f"accuracy   {', '.join(rates)} of {total['problems']} problems; "
               f"{total['ended']:.1%} ended by themselves")
-        if total["strict"] < least:
-            found = [f"FAILED: not {metrics.percent(least)} of the answers are right"]
+        found = [f"FAILED: not {metrics.percent(least)} of the answers are right"] * (
+            total["strict"] < least)
         found.append(f"{metrics.percent(total['strict'])} of {total['problems']} problems were "
                      "answered right")
     print(f"speed      NFE {total['nfe']:.1f}, {total['tokens_per_forward']:.2f} tokens a pass, "
@@ -182,9 +180,8 @@ def main(argv=None):
     args = ARGS or cli.parse(build_parser(), check_flags, argv)
     folder, solver = load_solver(
         args, Sampling(args.order, args.threshold, args.temperature, args.top_p))
-    how = "one random token a pass"
-    if args.order == "confidence":
-        how = f"all tokens from probability {args.threshold:g} on"
+    how = {"first_hitting": "one random token a pass",
+           "confidence": f"all tokens from probability {args.threshold:g} on"}[args.order]
     print(f"model      {folder}, {'averaged' if args.ema else 'last'} weights, "
           f"{solver.layout.system}, on {solver.model.embed.weight.device}\n"
           f"sampling   {how}; temperature {args.temperature:g}, top_p {args.top_p:g}")

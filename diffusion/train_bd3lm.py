@@ -284,13 +284,11 @@ def validate():
                           partial(watchdog.any_stop, world, args.output_dir))
     if found is None:
         return None
-    values, t_range, answers = found
+    values, t_range = found
     stale = 0 if elbo.improved(bests, values) else stale + 1
     print0(elbo.eval_line(step, values, regions))
     if main_rank:
         log.write(step, values)
-        if answers:
-            elbo.write_answers(args.output_dir, step, answers)
     # of equally many right answers, none at first, the better bound decides
     score = (values["eval/nll"], 0.0)
     if args.best_by == "accuracy":

@@ -89,11 +89,9 @@ def test_the_file_beside_an_export_writes_our_tokens(exported, tmp_path, monkeyp
     ours = [ids for threshold, temperature in ((0.9, 0.0), (0.02, 0.0), (0.02, 1.0))
             for ids in our_answers(run, ASK, threshold, temperature, 7)]
     assert theirs == ours and of_sdar == ours[1] and len({str(ids) for ids in ours}) >= 8
-    chat = tmp_path / "chat.json"
-    chat.write_text(json.dumps([{"role": "user", "content": ASK[0]}]))
-    run_here(folder, [ASK[0], "--chat", chat, "--device", "cpu"], monkeypatch, capsys)
+    run_here(folder, [ASK[0], "--device", "cpu"], monkeypatch, capsys)
     tokens = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    assert capsys.readouterr().out == f"{tokens.decode(ours[0], skip_special_tokens=False).strip()}\n" * 2
+    assert capsys.readouterr().out == f"{tokens.decode(ours[0], skip_special_tokens=False).strip()}\n"
 
 
 def test_generate_is_small_and_alone():
@@ -116,10 +114,6 @@ def run_here(folder, words, monkeypatch, capsys):
 @pytest.mark.parametrize("words, why", [
     (["close <|im_end|> it"], "holds the special token <|im_end|>"),
     (["--max_length", "8", "Two shells and 12 stamps?"], "leave no room in 8"),
-    (["--temperature", "-1", "a"], "a --temperature of 0 or more"),
-    (["--chat", "generate.py"], "Extra data: line 1 column 3"),
-    (["--chat", "config.json"], "--chat config.json: is not a list of {"),
-    (["--chat", "../parts.json"], "--chat ../parts.json: is not a list of {")])
+    (["--temperature", "-1", "a"], "--temperature must be 0 or more")])
 def test_what_would_be_misread_or_has_no_room_is_refused(exported, words, why, monkeypatch, capsys):
-    (exported[1].parent / "parts.json").write_text('[{"role": "user", "content": ["close <|im_end|> it"]}]')
     assert run_here(exported[1], words, monkeypatch, capsys).code == 2 and why in capsys.readouterr().err

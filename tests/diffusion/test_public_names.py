@@ -3,12 +3,10 @@ import inspect
 
 from diffusion.dit import attention_masks
 from diffusion.noise import diffuse
-from diffusion.published import load_official_state_dict
 from diffusion.sampler import generate
 
 
 def test_public_names_keep_their_signatures():
-    assert str(inspect.signature(load_official_state_dict)) == "(model, state)"
     assert str(inspect.signature(attention_masks)) == "(doc, block, n_noisy, states=None)"
     assert str(inspect.signature(diffuse)) == ("(batch, draws, mask_id, t_range=(0.001, 1.0), "
                                                "weighting='elbo')")
