@@ -80,10 +80,8 @@ def draw_bounds(solver, documents, draws, batch_rows, seed):
     nats, order = np.zeros((len(documents), draws)), documents.lengths.argsort(kind="stable")
     for first in range(0, len(order), batch_rows):
         numbers = order[first:first + batch_rows]
-        longest = int(documents.lengths[numbers].max())
-        rows = blocks.make_rows(documents, numbers, longest, pack=False)
-        batch = blocks.collate([rows[r] for r in range(len(rows))], len(rows), rows.length,
-                               rows.noisy_length, documents.pad)
+        rows = blocks.make_rows(documents, numbers, int(documents.lengths[numbers].max()), False)
+        batch = blocks.collate(list(rows), len(rows), rows.length, rows.noisy_length, documents.pad)
         for number in range(draws):
             drawn = noise.draw(seed, "validation", (first, number), batch.n_groups,
                                *batch.doc.shape)
@@ -231,10 +229,8 @@ def run_tasks(args, folder, solver):
         for name, value in metrics.items():
             if isinstance(value, float):
                 print(f"{task:<20} {name:<40} {value:.4f}")
-    if ours.bounds:
-        print(f"bounds     the likelihoods of {ours.bounds} texts are Monte Carlo bounds of "
-              f"{args.draws} draws")
-    print(f"settings   lm_eval {lm_eval.__version__}, {args.num_fewshot} examples, {args.order}, "
+    print(f"bounds     of {ours.bounds} likelihoods, Monte Carlo of {args.draws} draws\n"
+          f"settings   lm_eval {lm_eval.__version__}, {args.num_fewshot} examples, {args.order}, "
           f"temperature 0, blocks of {layout.block_size}, at most {layout.max_length} tokens, "
           f"{'averaged' if args.ema else 'last'} weights; {ours.too_long} questions too long\n"
           f"results    {output}")

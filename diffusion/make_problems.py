@@ -164,11 +164,10 @@ def draw_problems(n, seed=0):
         question, answer = question.format(**values), str(values[result])
         repeats = repeats + 1 if question in found else 0
         require(repeats <= 1000, f"there are not {n} different demo problems; ask for fewer")
-        if not repeats:
-            found[question] = {"id": f"demo_{len(found)}", "question": question,
-                               "plan": " ".join(plan).format(**values),
-                               "execution": CALCULATOR.sub("", " ".join(steps)), "answer": answer,
-                               "solution": "\n".join(steps) + f"\n#### {answer}"}
+        found.setdefault(question, {
+            "id": f"demo_{len(found)}", "question": question, "plan": " ".join(plan).format(**values),
+            "execution": CALCULATOR.sub("", " ".join(steps)), "answer": answer,
+            "solution": "\n".join(steps) + f"\n#### {answer}"})
     return list(found.values())
 
 
