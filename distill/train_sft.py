@@ -36,9 +36,7 @@ GLOBAL_BATCH = 128      # samples an optimizer step, unless flags say otherwise
 CHECKS = ("unreadable", "invalid", "template", "teacher", "too_long")    # of --drop_bad
 TOO_LONG = ("stop", "drop", "cut_left", "cut_right")
 
-# --------------------------------------------------------------------------------------------------
-# Flags: name, default, help
-
+# ---- Flags: name, default, help
 p = cli.Parser("Fine-tune a causal language model on chats.")
 flag, switch = p.flag, p.switch
 # before the run
@@ -173,21 +171,12 @@ def check_flags(args, world_size):
     cli.check_trainer(args, world_size, p)
     args.gradient_accumulation_steps = accumulation     # 0 is derived below
     precision.check(args)
+    cli.check_plan(args)
+    cli.check_drop_bad(args, CHECKS)
     cli.at_least_one(args, "group_size")
     cli.zero_or_more(args, "gradient_accumulation_steps distill_topk")
-    cli.above_zero(args, "gpu_memory host_memory")
     if args.dry_run is None:        # long before the imports are done
         run_lock.check_free(args.output_dir)
-        require(args.auto or not args.gpu_memory, "--gpu_memory needs --dry_run")
-        require(not args.host_memory, "--host_memory needs --dry_run")
-
-    names = [name for value in args.drop_bad or () for name in value.split(",") if name]
-    for name in names:
-        require(name in CHECKS,
-                f"--drop_bad {name}: no such check; there are {', '.join(CHECKS)}")
-    dropped = {*(CHECKS if args.drop_bad == [] else names)}
-    dropped |= {"too_long"} if args.drop_too_long else set()
-    args.drop_bad = tuple(name for name in CHECKS if name in dropped)
     require(args.too_long in ("stop", "drop") or not args.drop_too_long,
             f"--drop_too_long and --too_long {args.too_long} exclude each other")
     if "too_long" in args.drop_bad and args.too_long == "stop":
@@ -226,11 +215,11 @@ if dry and os.environ.get("RANK", "0") != "0":
     sys.exit(0)     # one process plans for all
 
 import math
-import tempfile
+from functools import partial
 
 import torch
 
-from core import chat, checkpoint, dist, loading, metrics, optim, watchdog
+from core import chat, checkpoint, dist, loading, metrics, optim, run, watchdog
 from core.packing import PackOrder, rank_packs, run_length
 from distill import causal_lm, chat_data, packed_lm
 from distill.packed_lm import Sums
@@ -238,43 +227,22 @@ from distill.packed_lm import Sums
 if args.use_lora:
     from core import adapters
 
-# --------------------------------------------------------------------------------------------------
-# Ranks. A dry run joins no other process and writes nothing.
-
-output_dir, work_dir = Path(args.output_dir), args.output_dir
-if dry:
-    from core import memory
-    world = dist.single_process()
-    memory.check_writable(args.output_dir, "--output_dir")
-    scratch = tempfile.TemporaryDirectory()
-    work_dir = scratch.name
-else:
-    world = dist.init(args.collective_timeout, args.wait_timeout,
-                      args.auto or args.parallel != "ddp", args.auto or args.cpu_offload)
-    dist.rank0(world, checkpoint.claim_output, args.output_dir)
-    dist.rank0(world, watchdog.clear_marker, args.output_dir)
-    if "tensorboard" in args.report_to:
-        dist.rank0(world, checkpoint.prepare_folder, args.logging_dir, "--logging_dir")
-watch = watchdog.Watchdog(world, args.collective_timeout)       # names a rank that hangs
-watch.report_progress("data preparation", args.wait_timeout)
-watchdog.exit_if_asked(world, args.output_dir)      # by a signal during the imports
+# ---- Ranks. A dry run joins no other process and writes nothing.
+world, watch, work_dir = run.start(args)
 ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
 main_rank, device = world.is_main, world.device
+if dry:
+    from core import memory
+    memory.check_writable(args.output_dir, "--output_dir")
 dist.check_device(device, args)
 if args.float8:
     from core import float8
 if args.tf32:
     torch.set_float32_matmul_precision("high")
 dtype = causal_lm.half_dtype(args)
+print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
 
-
-def print0(*lines):
-    if main_rank:
-        print(*lines, sep="\n", flush=True)
-
-
-# --------------------------------------------------------------------------------------------------
-# Data: rank 0 tokenises, all ranks map the same table and know the whole order. So ranks never
+# ---- Data: rank 0 tokenises, all ranks map the same table and know the whole order. So ranks never
 # have to ask each other which samples a step has, or how many targets.
 
 paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
@@ -308,8 +276,7 @@ train_ids, eval_ids = chat_data.split_samples(table, n_train, args.group_size,
 if args.teacher_path:
     teaching.check_lesson(args, table, train_ids)
 
-# --------------------------------------------------------------------------------------------------
-# Model: on the meta device, where it takes no memory
+# ---- Model: on the meta device, where it takes no memory
 
 
 def empty_model(folder):
@@ -340,9 +307,7 @@ if args.auto or dry:
 against = "shapes change with --keep and a teacher" if args.keep or args.teacher_path else ""
 args.compile = dist.choose_compile(world, args, against)
 
-# --------------------------------------------------------------------------------------------------
-# Resume
-
+# ---- Resume
 identity = None     # what a checkpoint must share with the run that resumes it
 if main_rank:
     trained = ("full", "lora", "lora on nf4")[args.use_lora + (args.base_dtype == "nf4")]
@@ -354,7 +319,7 @@ if main_rank:
                 "pack": budget if args.max_tokens_per_batch else
                         f"{args.per_device_train_batch_size} samples"}
 validation = table.fingerprint(eval_ids)        # losses on other data do not compare
-checkpoints = checkpoint.CheckpointManager(world, output_dir, args.save_total_limit,
+checkpoints = checkpoint.CheckpointManager(world, args.output_dir, args.save_total_limit,
                                            args.wait_timeout)
 resume, state = checkpoints.latest(args.resume)
 if resume:
@@ -364,9 +329,7 @@ best_loss, best_step = math.inf, None
 if state.get("best_step") is not None and state["validation"] == validation:
     best_loss, best_step = state["best_loss"], state["best_step"]
 
-# --------------------------------------------------------------------------------------------------
-# Order of the packs: a function of (seed, epoch) alone, so another number of ranks continues it
-
+# ---- Order of the packs: a function of (seed, epoch) alone, so another number of ranks continues it
 accumulation = args.gradient_accumulation_steps
 per_step = ranks * accumulation
 order = PackOrder(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
@@ -378,10 +341,8 @@ steps_per_epoch, total_steps = run_length(
     {"step": step, "epoch": epoch, "first": first_pack})
 warmup_steps, validates = round(args.warmup_ratio * total_steps), bool(len(eval_ids))
 intervals = cli.set_intervals(args, total_steps, state.get("args", {}), validates)
-lines = [f"steps      {total_steps} ({steps_per_epoch} an epoch), {cli.counted(per_step, 'pack')} "
-         f"a step = {cli.counted(ranks, 'rank')} x {cli.counted(accumulation, 'micro-step')}; peak "
-         f"lr {args.learning_rate:.2e}, warm-up {warmup_steps}", intervals,
-         f"start      step {step}, {f'resumed from {resume}' if resume else 'base model'}"]
+lines = run.schedule_lines(args, ranks, total_steps, steps_per_epoch, step, resume, intervals)
+lines[0] += f"peak lr {args.learning_rate:.2e}, warm-up {warmup_steps}"
 if dry:
     if resume:
         packed_lm.check_resume(model, resume)
@@ -392,9 +353,7 @@ if dry:
 held_out = dist.rank0(world, chat_data.write_held_out, args.output_dir, table, train_ids, eval_ids,
                       prompt)
 
-# --------------------------------------------------------------------------------------------------
-# Model: sharded while it takes no memory, then filled; no process ever holds more than its part
-
+# ---- Model: sharded while it takes no memory, then filled; no process ever holds more than its part
 watch.report_progress("loading the model", args.wait_timeout)
 if resume and not args.use_lora:        # a full checkpoint replaces the base
     model, parts = empty_model(resume)
@@ -450,8 +409,7 @@ def step_work(samples):
             "flops": flops}
 
 
-# --------------------------------------------------------------------------------------------------
-# Validation and checkpoints
+# ---- Validation and checkpoints
 
 
 @torch.no_grad()
@@ -467,16 +425,12 @@ def evaluate():
     loader = chat_data.make_loader(table, packs, num_workers=min(1, args.num_workers),
                                    prefetch_factor=2)
     total = torch.zeros(model.sums, dtype=torch.float64, device=device)
-    model.eval()
     for i, batch in enumerate(loading.each(loader)):
-        if i % 16 == 0:     # often enough for a prompt stop, seldom enough to cost nothing
-            checkpoints.check()
-            if dist.all_max(world, bool(watchdog.stop_asked(args.output_dir))).item():
-                model.train()
-                return None
+        # often enough for a prompt stop, seldom enough to cost nothing
+        if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):
+            return None
         with dist.autocast(device, dtype):
             total += model(batch.to(device)).stacked().double()
-    model.train()
     return packed_lm.loss_report(Sums(*dist.all_reduce(world, total).tolist()), "eval")
 
 
@@ -484,7 +438,9 @@ def validate():
     """Validate, log -> whether the loss is the best so far; None if stopped."""
     global best_loss, best_step
     watch.report_progress(f"validation at step {step}", args.wait_timeout)
+    model.eval()        # no dropout
     values = evaluate()
+    model.train()
     if values is None:
         return None
     loss = values["eval/loss"]
@@ -521,9 +477,7 @@ def save():
         split=causal_lm.published)
 
 
-# --------------------------------------------------------------------------------------------------
-# Loop
-
+# ---- Loop
 sums = torch.zeros(model.sums, dtype=torch.float64, device=device)
 if main_rank and len(state.get("unlogged", ())) == len(sums):
     sums += torch.tensor(state["unlogged"], dtype=torch.float64, device=device)
@@ -536,21 +490,13 @@ loader = chat_data.make_loader(table, packs, num_workers=args.num_workers, pad_i
                                prefetch_factor=4, pad_to=pad_to)
 batches = loading.ahead(loader, device)
 eval_due = bool(state.get("eval_due") and validates)     # a signal broke that validation off
-if main_rank:
-    checkpoint.write_text(output_dir / cli.CONFIG, cli.config_text(args, sys.argv[0]))
-    board = Path(args.logging_dir) / output_dir.resolve().name
-    log = metrics.MetricsLog(output_dir, board, args.report_to, cli.stored(args), step,
-                             args.wandb_project, eval_due)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    computes = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
-    print0(f"device     {world.size} x {name}, torch {torch.__version__}, {args.parallel}, "
-           f"{computes}", metrics.model_text(model, model.lora), *packed_lm.mixture_text(model),
-           chat_data.samples_line(table, train_ids, eval_ids), *lines)
-    if new_ends:
-        how = "pass it to generate with this adapter" if args.use_lora else "the saved one will"
-        words = ", ".join(tokenizer.convert_ids_to_tokens(new_ends))
-        print0(f"note       answers end with {words}, at which the base model's generation_config "
-               f"does not stop; {how}")
+log = run.open_log(args, world, step, eval_due)
+print0(run.device_line(args, world), metrics.model_text(model, model.lora),
+       *packed_lm.mixture_text(model), chat_data.samples_line(table, train_ids, eval_ids), *lines)
+if new_ends:
+    how = "pass it to generate with this adapter" if args.use_lora else "the saved one will"
+    print0(f"note       answers end with {', '.join(tokenizer.convert_ids_to_tokens(new_ends))}, at "
+           f"which the base model's generation_config does not stop; {how}")
 start_step, stopping, timer = step, False, metrics.StepTimer(device)
 if eval_due:
     with timer.paused():
@@ -605,12 +551,7 @@ while step < total_steps and not stopping:
     # step: skipped on all ranks alike where the gradient is not finite, which nobody waits for
     lr = args.learning_rate * optim.lr_factor(step, total_steps, warmup_steps, args.lr_scheduler,
                                               args.min_lr_ratio)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    bad = 1 - torch.isfinite(norm).float()
-    optim.guarded_step(optimizer, bad)
-    optimizer.zero_grad(set_to_none=True)
-    bad = bad.to(device)        # with --cpu_offload gradients are on the host
+    bad = optim.take_step(optimizer, lr, norm).to(device)
     if scaler:
         scaler.update(bad)
     sums += torch.where(bad > 0, 0.0, step_sums)
@@ -662,21 +603,6 @@ while step < total_steps and not stopping:
         if saving or stopping or improved:
             save()
 
-watch.report_progress("waiting for the last checkpoint", args.wait_timeout)
-checkpoints.wait()
-watchdog.disarm()       # no rank waits for another any more
-if main_rank:
-    log.close()
-    if stopping:
-        why = watchdog.stop_asked(args.output_dir) or "asked to stop by a signal to another rank"
-        watchdog.leave_marker(args.output_dir, f"{why} at step {step}")
-        print(f"stopped    {why} at step {step} of {total_steps}; checkpoint saved; rerun the same "
-              "command to resume")
-    else:
-        best = ""
-        if best_step is not None:
-            best = f"; best validation loss {best_loss:.4f} at step {best_step}"
-        print(f"done       step {step}; {monitor.skipped} steps skipped; final checkpoint "
-              f"{output_dir / f'checkpoint-{step}'}{best}")
-        print(metrics.verdict_line(metrics.verdict(metrics.read_metrics(log.path))))
-dist.finish()
+best = f"; best validation loss {best_loss:.4f} at step {best_step}" * (best_step is not None)
+run.end(args, watch, checkpoints, log, step, total_steps, stopping,
+        f"{monitor.skipped} steps skipped{best}")
