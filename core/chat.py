@@ -35,8 +35,7 @@ KEYS = {"assistant": {"tool_calls", "weight"}, "tool": {"tool_call_id", "name"}}
 FORMS = ('has no list "messages"; a line is {"messages": [{"role": ..., "content": ...}, ...]}, or '
          'has "conversations", "prompt" and "completion", or "instruction" and "output"')
 
-# --------------------------------------------------------------------------------------------------
-# Files -> conversations
+# ---- Files -> conversations
 
 
 def group_key(record):
@@ -257,8 +256,7 @@ def message_problem(message):
     return ""
 
 
-# --------------------------------------------------------------------------------------------------
-# Conversations -> ids and mask
+# ---- Conversations -> ids and mask
 
 
 def load_tokenizer(folder, template=None, load=None):

@@ -33,8 +33,7 @@ def _whole(digits):
 DECODER = json.JSONDecoder(parse_int=_whole,
                            parse_constant={"Infinity": math.inf, "-Infinity": -math.inf}.get)
 
-# --------------------------------------------------------------------------------------------------
-# Files
+# ---- Files
 
 
 class _Named(io.FileIO):
@@ -104,8 +103,7 @@ def lines(file, path):
         yield line
 
 
-# --------------------------------------------------------------------------------------------------
-# Values
+# ---- Values
 
 
 def decode(text):

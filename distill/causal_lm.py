@@ -36,8 +36,7 @@ EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)
 # buffers that old files hold; now computed
 IGNORED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
-# --------------------------------------------------------------------------------------------------
-# Folders
+# ---- Folders
 
 
 def half_dtype(args):
@@ -112,8 +111,7 @@ def fingerprint_weights(folder):
     return digest.hexdigest()[:16]
 
 
-# --------------------------------------------------------------------------------------------------
-# Empty models
+# ---- Empty models
 
 
 @contextlib.contextmanager
@@ -189,8 +187,7 @@ def decoder_layers(model):
     return layers
 
 
-# --------------------------------------------------------------------------------------------------
-# Weights
+# ---- Weights
 
 
 def weight_parts(folder, model):
@@ -274,8 +271,7 @@ def load_whole(folder, dtype, device="cpu"):
     return model.eval()
 
 
-# --------------------------------------------------------------------------------------------------
-# Answers of a model: the one way in which teachers, students and rollouts write them here
+# ---- Answers of a model: the one way in which teachers, students and rollouts write them here
 
 
 def stop_at(model, ends):

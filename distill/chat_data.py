@@ -34,8 +34,7 @@ TABLE = r"table-[0-9a-f]{8}"
 COLUMNS = {"tokens": np.int32, "trained": bool, **dict.fromkeys((
     "lengths", "targets", "lines", "keys", "sources", "offsets", "asked", "own"), np.int64)}
 
-# --------------------------------------------------------------------------------------------------
-# Sample table
+# ---- Sample table
 
 
 class Reading(NamedTuple):
@@ -266,8 +265,7 @@ def samples_line(table, train_ids, eval_ids):
             f"{lengths.mean():.1f} max {lengths.max()}; {targets.mean():.1f} of them trained")
 
 
-# --------------------------------------------------------------------------------------------------
-# What is held out
+# ---- What is held out
 
 
 def group_numbers(keys, lines, group_size):
@@ -355,8 +353,7 @@ def write_held_out(output_dir, table, train, held_out, prompt=None):
     return about | {"hash": hashlib.sha256(text.encode()).hexdigest()}
 
 
-# --------------------------------------------------------------------------------------------------
-# Packed batches
+# ---- Packed batches
 
 
 @dataclass

@@ -160,8 +160,7 @@ from typing import NamedTuple
 from core import chat, checkpoint, dist, json_files, run_lock
 from core.cli import printable
 
-# --------------------------------------------------------------------------------------------------
-# What is asked
+# ---- What is asked
 
 
 class Line(NamedTuple):
@@ -231,8 +230,7 @@ def model_digest(name):
     return digest(*parts)
 
 
-# --------------------------------------------------------------------------------------------------
-# Journals of finished lines
+# ---- Journals of finished lines
 
 
 class Journal:
@@ -308,8 +306,7 @@ def read_journals(folder, header, allowed=None):
     return records
 
 
-# --------------------------------------------------------------------------------------------------
-# Results
+# ---- Results
 
 
 def write_results(output, lines, records, keep_reasoning=False):
@@ -372,8 +369,7 @@ def report(output_file, stats):
               f"{output_file.with_suffix('.rejected.jsonl')}")
 
 
-# --------------------------------------------------------------------------------------------------
-# Asking
+# ---- Asking
 
 
 def draw_seed(seed, number, attempt):

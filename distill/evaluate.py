@@ -138,8 +138,7 @@ HOLD_OUT = "--validation_split 0.1 --group_size 15"
 UNKNOWN = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform",
            "trainable_token_indices", "fan_in_fan_out")     # what train_sft.py never sets
 
-# --------------------------------------------------------------------------------------------------
-# Checkpoints and models
+# ---- Checkpoints and models
 
 
 @dataclass
@@ -280,8 +279,7 @@ def open_columns(args, run, prompt, device, dtype):
     return columns | {STUDENT: Column(student, run.tokenizer, True)}
 
 
-# --------------------------------------------------------------------------------------------------
-# Questions that were not trained
+# ---- Questions that were not trained
 
 
 def read_chats(path):
@@ -396,8 +394,7 @@ def encode(run, rows, path, prompt=None, turns=None):
     return samples, sorted(made["ends"])
 
 
-# --------------------------------------------------------------------------------------------------
-# Answers and measures
+# ---- Answers and measures
 
 
 @torch.no_grad()
@@ -518,8 +515,7 @@ def measure_forgotten(args, run, columns, found, ends, rule):
             found[name]["unrelated follows"] = statistics.fmean(rule(None, text) for text in texts)
 
 
-# --------------------------------------------------------------------------------------------------
-# Verdict
+# ---- Verdict
 
 
 def table_lines(found, n):

@@ -30,8 +30,7 @@ from distill.server import NOT_SET, Server
 ROUNDING = 1e-3         # by which rounded probabilities may be above 1
 
 
-# --------------------------------------------------------------------------------------------------
-# Models
+# ---- Models
 
 
 class Frozen(nn.Module):
@@ -108,8 +107,7 @@ def fingerprint(args, table):
     return ", ".join(found) or None
 
 
-# --------------------------------------------------------------------------------------------------
-# vLLM's server
+# ---- vLLM's server
 
 
 def known_tokens(found, k, token):
@@ -188,8 +186,7 @@ class Scorer:
         return (tokens.to(device), both.to(device)), None
 
 
-# --------------------------------------------------------------------------------------------------
-# --keep: chats whose answers are to stay as the untouched base makes them
+# ---- --keep: chats whose answers are to stay as the untouched base makes them
 
 
 class Keeper:

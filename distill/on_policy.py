@@ -98,8 +98,7 @@ def draw(model, prompts, seeds, tokens, ends, args):
     return [np.array(ids) for ids in answers]
 
 
-# --------------------------------------------------------------------------------------------------
-# vLLM's server
+# ---- vLLM's server
 
 
 def open_sampler(world, base_url, output_dir, every, timeout):

@@ -55,8 +55,7 @@ def check_model(model):
         raise UserError(f"{name} has no linear output head")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Model and loss
+# ---- Model and loss
 
 
 class Sums(NamedTuple):

@@ -98,8 +98,7 @@ def ask(answers, requests):
     return [found[number] for number in range(len(found))]
 
 
-# --------------------------------------------------------------------------------------------------
-# The teacher's prompt
+# ---- The teacher's prompt
 
 
 class Prompt(NamedTuple):
@@ -142,8 +141,7 @@ def with_prompt(prompt, messages):
     return [*messages[:-1], messages[-1] | {"content": text}]
 
 
-# --------------------------------------------------------------------------------------------------
-# In this process
+# ---- In this process
 
 
 def opens_thought(tokenizer, flags):
@@ -274,8 +272,7 @@ def answers_of(model, tokenizer, draw, ends, max_model_len=0, batch_size=16, chu
     return answers
 
 
-# --------------------------------------------------------------------------------------------------
-# Behind a server
+# ---- Behind a server
 
 
 def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0,

@@ -74,8 +74,7 @@ def check_flags(args, parser):
         args.train_turns = "last"
 
 
-# --------------------------------------------------------------------------------------------------
-# What the teacher reads
+# ---- What the teacher reads
 
 
 def check_same(ours, theirs, rows, name):
