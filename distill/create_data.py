@@ -37,7 +37,7 @@ REFUSED_IN_A_ROW = 50       # lines, asked in random order: it is not the lines 
 PROMPT = Path(__file__).resolve().parent / "prompts" / "language_id.txt"
 # flags that a label depends on, beside those that name the lines, the prompt and the teacher
 LABEL_FLAGS = ("prompt_role", "parser", "pattern", "labels", "thinking", "max_tokens",
-               "max_model_len", "temperature", "top_p", "top_k", "max_retries", "constrain", "seed")
+               "max_model_len", "temperature", "top_p", "top_k", "max_retries", "seed")
 ENGINE_FLAGS = {            # of teachers.open_...
     "vllm": ("max_model_len", "seed", "chunk_size", "tensor_parallel_size",
              "pipeline_parallel_size", "gpu_memory_utilization", "enforce_eager"),
@@ -82,8 +82,6 @@ def build_parser():
     p.flag("--top_p", 1.0, "draw from the likeliest tokens of this total probability")
     p.flag("--top_k", 0, "draw from this number of likeliest tokens; 0: all")
     p.flag("--max_retries", 3, "further attempts for a line, each with another seed")
-    p.flag("--constrain", "never", "let the engine force the wanted form: at the last attempt, or "
-           "at all (vllm, openai)", choices=("never", "last", "always"))
     p.flag("--seed", 0, "of the draws")
     p.flag("--chunk_size", 1024, "lines given to vllm or transformers together; a server gets the "
            "next line as soon as one is answered")
@@ -130,8 +128,6 @@ def check_flags(args, world_size):
     if args.base_url:
         from distill.server import address
         address(args.base_url, "--base_url")
-    require(engine != "transformers" or args.constrain == "never",
-            "--constrain needs the engine vllm or a server")
     for other, names in ENGINE_FLAGS.items():
         absent = ""
         if (args.engine, other, engine) == ("auto", "vllm", "transformers"):
@@ -297,7 +293,7 @@ def read_journals(folder, header, allowed=None):
                 elif allowed and entry["label"] not in (None, *allowed):
                     raise ValueError(f"{entry['label']!r} is not one of the labels")
                 else:
-                    entry["answers"][-1]["why"], entry["constrained"]
+                    entry["answers"][-1]["why"]
                     records.setdefault(entry["id"], entry)
             except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
                 raise UserError(f"{path}: line {number} cannot be read ({printable(error, 200)}); "
@@ -337,8 +333,7 @@ def write_results(output, lines, records, keep_reasoning=False):
 def statistics(records):
     """Counts per label, parse rate and retries of all records."""
     rows = list(records.values())
-    free = sum(len(row["answers"]) - row["constrained"] for row in rows)
-    parsed = sum(row["label"] is not None and not row["by_constraint"] for row in rows)
+    answers = sum(len(row["answers"]) for row in rows)
     told = [row for row in rows if row["cached_tokens"] is not None]
     read = max(1, sum(row["prompt_tokens"] for row in told))
     labels = Counter(row["label"] for row in rows if row["label"] is not None)
@@ -346,9 +341,8 @@ def statistics(records):
     return {"lines": len(rows), "labelled": labels.total(), "rejected": reasons.total(),
             "labels": dict(sorted(labels.items(), key=lambda pair: (-pair[1], pair[0]))),
             "reasons": dict(reasons.most_common()),
-            "parse_rate": parsed / free if free else None,      # of what nothing constrained
-            "retries": sum(len(row["answers"]) - 1 for row in rows),
-            "labelled_by_constraint": sum(row["by_constraint"] for row in rows),
+            "parse_rate": labels.total() / answers if answers else None,
+            "retries": answers - len(rows),
             "prompt_tokens": sum(row["prompt_tokens"] for row in rows),
             "completion_tokens": sum(row["completion_tokens"] for row in rows),
             "cached_share": sum(row["cached_tokens"] for row in told) / read if told else None}
@@ -359,9 +353,8 @@ def report(output_file, stats):
     words = [f"{printable(label, 40)} {n:,}" for label, n in stats["labels"].items()]
     words = ", ".join(words) if len(words) <= 20 else f"{len(words):,} different answers"
     print(f"labels     {stats['labelled']:,} of {stats['lines']:,} lines: {words}")
-    print(f"answers    {100 * (stats['parse_rate'] or 0):.1f}% of the free ones had a label; "
-          f"{stats['retries']:,} retries, {stats['labelled_by_constraint']:,} labels by "
-          f"constraint, {stats['rejected']:,} lines rejected")
+    print(f"answers    {100 * (stats['parse_rate'] or 0):.1f}% of them had a label; "
+          f"{stats['retries']:,} retries, {stats['rejected']:,} lines rejected")
     if stats["rejected"]:
         reasons = list(stats["reasons"].items())[:3]
         why = ", ".join(f"{n:,} {printable(why, 60)}" for why, n in reasons)
@@ -384,7 +377,7 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
     line's teacher gets. answered: whether the teacher has answered any line before. Raises
     UserError when it refuses, or leaves unanswered, one line after the other.
     """
-    tries = {number: [] for number in todo}         # line: [(Answer, Found, constrained)]
+    tries = {number: [] for number in todo}         # line: [(Answer, Found)]
     waiting, held = deque(todo), []
     random.Random(args.seed).shuffle(waiting)       # lines that a server refuses may stand together
     count, start = Counter(), time.monotonic()
@@ -395,11 +388,8 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
         for _ in range(min(n, len(waiting))):
             number = waiting.popleft()
             attempt, (messages, tools) = len(tries[number]), asked(number)
-            forced = args.constrain == "always" or (
-                args.constrain == "last" and attempt == args.max_retries)
             requests.append(teachers.Request(
-                number, messages, draw_seed(args.seed, number, attempt),
-                parser.constraint() if forced else None, tools))
+                number, messages, draw_seed(args.seed, number, attempt), tools))
         return requests
 
     def note(records):
@@ -415,7 +405,7 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
             found = Found(answer.text.strip()) if calls else read_label(
                 parser, answer.text, answer.finish_reason, must_think)
             mine = tries[request.id]
-            mine.append((answer, found, request.constraint is not None))
+            mine.append((answer, found))
             count.update({"answers": 1, "in": answer.prompt_tokens,
                           "out": answer.completion_tokens})
             unanswered = answer.finish_reason in UNANSWERED
@@ -446,17 +436,15 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
 
 
 def finished(number, tries):
-    """The journal's record of a line, from [(Answer, Found, constrained)] of its attempts."""
-    answer, found, forced = tries[-1]
-    cached = [a.cached_tokens for a, _, _ in tries]
+    """The journal's record of a line, from [(Answer, Found)] of its attempts."""
+    answer, found = tries[-1]
+    cached = [a.cached_tokens for a, _ in tries]
     record = {"id": number, "label": found.label,
-              "by_constraint": forced and found.label is not None,
-              "constrained": sum(f for _, _, f in tries),
-              "prompt_tokens": sum(a.prompt_tokens for a, _, _ in tries),
-              "completion_tokens": sum(a.completion_tokens for a, _, _ in tries),
+              "prompt_tokens": sum(a.prompt_tokens for a, _ in tries),
+              "completion_tokens": sum(a.completion_tokens for a, _ in tries),
               "cached_tokens": None if None in cached else sum(cached),
               "answers": [{"text": a.text, "finish_reason": a.finish_reason, "why": f.why}
-                          for a, f, _ in tries]}
+                          for a, f in tries]}
     if found.label is not None:
         reasoning = answer.reasoning or thoughts(answer.text, max(0, found.start))
         record |= {"tool_calls": answer.tool_calls} if answer.tool_calls else {}
@@ -495,8 +483,6 @@ def main(argv=None):
 
     # what is asked, and of whom
     parser = make_parser(args.parser, args.pattern, args.labels and tuple(args.labels.split(",")))
-    if args.constrain != "never":
-        parser.constraint()
     lines, notices = read_input(args.input_file)
     prompt = teachers.read_prompt(args.prompt_file, args.prompt_role)
     for number, line in enumerate(lines, 1):

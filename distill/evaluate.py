@@ -39,11 +39,9 @@ BASE, STUDENT, CONTROL = "base", "student", "control"
 PROMPTED, TEACHER = "base + prompt", "teacher"      # the base behind the prompt, or another model
 TOPIC = "{topic}"
 SHARES = ("agreement", "accuracy", "follows", "exact", "labelled", "ended")
-# flags of a run, by which it read its data; the values are for a checkpoint that does not say
-RUN_FLAGS = {"train_data_file": None, "too_long": "stop", "drop_bad": (),
-             "enable_thinking": "template", "train_turns": "last", "max_length": 0,
-             "max_tokens_per_batch": 0, "model_path": None, "prompt_file": None,
-             "teacher_path": None, "chat_template": None, "keep": None}
+# flags of a run, by which it read its data
+RUN_FLAGS = ("train_data_file too_long drop_bad enable_thinking train_turns max_length "
+             "max_tokens_per_batch model_path prompt_file teacher_path chat_template keep").split()
 
 
 def build_parser():
@@ -55,8 +53,6 @@ def build_parser():
     p.flag("--prompt_file", None, "the teacher's, for a run that learned answers alone")
     p.flag("--prompt_role", "user", "with --prompt_file: around the last user message, or in a "
            "system message", choices=("user", "system"))
-    p.flag("--enable_thinking", None, "as the student was trained, if its checkpoint does not say "
-           "it", choices=("template", "true", "false"))
     p.flag("--device", None, "where the models run (default: the GPU if there is one)")
     # data
     p.flag("--output_dir", None, "everything written goes here", required=True)
@@ -67,7 +63,6 @@ def build_parser():
     p.flag("--unrelated", None, "other chats, answered by the base: what was forgotten?")
     # answers
     p.flag("--max_new_tokens", 128, "tokens an answer may have")
-    p.flag("--prompt_max_new_tokens", 0, "of the base behind the prompt; 0: --max_new_tokens")
     p.flag("--batch_size", 16, "answers generated together")
     p.flag("--parser", "whole", "a label: the language line, --pattern, or the whole answer",
            choices=PARSERS)
@@ -88,7 +83,6 @@ def build_parser():
 def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later."""
     cli.at_least_one(args, "max_new_tokens batch_size")
-    cli.zero_or_more(args, "prompt_max_new_tokens")
     cli.share(args, "min_agreement min_gain min_closed")
     follows = (args.follows or "").replace(TOPIC, "x")
     for flag, pattern in (("follows", follows), ("topic", args.topic or "()")):
@@ -146,9 +140,9 @@ class Run:
     """A checkpoint and the run it is of."""
     folder: Path
     adapter: bool
-    meta: dict                  # its state, or None
-    flags: argparse.Namespace   # of RUN_FLAGS
-    base: Path                  # folder or None
+    meta: dict                  # its state
+    flags: argparse.Namespace   # RUN_FLAGS
+    base: Path                  # folder
     tokenizer: object
 
     @property
@@ -167,33 +161,19 @@ def open_run(args, name):
         others = [path.name for _, path in checkpoint.list_checkpoints(folder.parent)]
         raise UserError(f"{where}: no such folder"
                         + (f"; there are {', '.join(others)}" if others else ""))
-    adapter, meta = (folder / "adapter_config.json").is_file(), None
+    adapter = (folder / "adapter_config.json").is_file()
     require(adapter or (folder / "config.json").is_file(),
             f"{where}: holds neither a model nor an adapter{causal_lm.hint(folder)}")
-    path = folder / checkpoint.STATE / "state.json"
-    if path.is_file():
-        try:
-            meta = json_files.read_object(path)
-            known = meta["args"]
-            known["too_long"], meta["identity"]["base model"]
-        except (OSError, ValueError, KeyError, TypeError, UserError) as error:
-            raise UserError(f"{where}: its {checkpoint.STATE}/state.json is not what train_sft.py "
-                            f"writes ({type(error).__name__}: {error})")
-        require(not args.enable_thinking,
-                "--enable_thinking: the checkpoint says how it was trained; drop the flag")
-    else:
-        require(args.data_file and args.eval_data_file,
-                f"{where}: has no {checkpoint.STATE}/state.json that says what it was trained on; "
-                "give --eval_data_file, and --data_file with all that it has seen")
-        known = {"enable_thinking": args.enable_thinking or "template"}
-    flags = argparse.Namespace(**{flag: known.get(flag, value)
-                                  for flag, value in RUN_FLAGS.items()})
+    try:        # what a run was, and what it has seen
+        meta = json_files.read_object(folder / checkpoint.STATE / "state.json")
+        flags = argparse.Namespace(**{flag: meta["args"][flag] for flag in RUN_FLAGS})
+        trained_from = meta["identity"]["base model"]
+    except (KeyError, TypeError, UserError) as error:
+        raise UserError(f"{where}: its {checkpoint.STATE}/state.json is not what train_sft.py "
+                        f"writes ({type(error).__name__}: {error})")
     flags.train_data_file = args.data_file or flags.train_data_file
-    base = args.model_path or flags.model_path
-    require(base or not adapter,
-            f"{where}: does not say what it was trained from; give --model_path")
-    base = causal_lm.find_model(base) if base else None
-    require(not meta or causal_lm.fingerprint_weights(base) == meta["identity"]["base model"],
+    base = causal_lm.find_model(args.model_path or flags.model_path)
+    require(causal_lm.fingerprint_weights(base) == trained_from,
             f"{where}: was not trained from {base} but from other weights ({flags.model_path} "
             "then); give that model with --model_path")
     return Run(folder, adapter, meta, flags, base, chat.load_tokenizer(folder))
@@ -207,7 +187,6 @@ def find_prompt(args, run):
     if args.prompt_file:
         require(not learned, f"--prompt_file {args.prompt_file}: {run.folder} learned {learned}; "
                              "drop the flag")
-        require(run.base, "--prompt_file is for the base model: give --model_path")
         return teachers.read_prompt(args.prompt_file, args.prompt_role)
     # as the run read it, whatever has become of the file
     return teachers.Prompt(*run.meta["held_out"]["prompt"]) if learned else None
@@ -264,13 +243,11 @@ class Column:
 
 
 def open_columns(args, run, prompt, device, dtype):
-    """{name: Column} of base, teacher and student, of those that there are."""
+    """{name: Column} of base, teacher if there is one, and student."""
     student = load_model(run.base if run.adapter else run.folder,
                          run.folder if run.adapter else None, dtype, device)
-    columns = {}
-    if run.base:
-        model = student if run.adapter else load_model(run.base, None, dtype, device)
-        columns[BASE] = Column(model, run.tokenizer)
+    base = student if run.adapter else load_model(run.base, None, dtype, device)
+    columns = {BASE: Column(base, run.tokenizer)}
     if run.teacher:
         tokenizer = chat.load_tokenizer(run.teacher, run.flags.chat_template)
         columns[TEACHER] = Column(load_model(run.teacher, None, dtype, device), tokenizer)
@@ -378,7 +355,7 @@ def encode(run, rows, path, prompt=None, turns=None):
     if prompt and run.teacher:
         theirs = chat.load_tokenizer(run.teacher, run.flags.chat_template)
         behind = chat.Encoder(theirs, turns, thinking)
-    config = causal_lm.load_config(run.base or run.folder)
+    config = causal_lm.load_config(run.base)
     limit = causal_lm.length_limit(config, run.flags.max_length, run.flags.max_tokens_per_batch)
     encoder = chat.Encoder(run.tokenizer, turns, thinking, split=not prompt)
     reading = Reading(encoder, limit, run.flags.too_long, prompt, behind=behind)
@@ -599,8 +576,6 @@ def main(argv=None):
     prompt = find_prompt(args, run)
     require(prompt or not args.min_closed,
             "--min_closed needs a teacher: --prompt_file, or a run that learned from one")
-    require(run.base or not (args.min_gain or args.unrelated),
-            "--min_gain and --unrelated need --model_path")
     rows, about = read_rows(args, run)
     questions = [chat.question(row["messages"][:-1]) for row in rows]
     given, truth = [label_of(row["messages"]) for row in rows], None
@@ -634,10 +609,9 @@ def main(argv=None):
     for name, column in columns.items():
         print(f"asking     {name}: {len(rows):,} questions")
         taught = name == goal
-        tokens = taught and args.prompt_max_new_tokens or args.max_new_tokens
         answers[name] = ask_column(column, ends, run.flags.enable_thinking,
-                                   requests_of(rows, prompt if taught else None), tokens,
-                                   args.batch_size)
+                                   requests_of(rows, prompt if taught else None),
+                                   args.max_new_tokens, args.batch_size)
         kl, nll = likelihoods(column, samples, args.batch_size,
                               None if taught else columns.get(goal), behind=taught)
         found[name] = {"kl": 0.0 if taught else kl, "nll": nll}

@@ -32,14 +32,6 @@ class Parser:
     labels: tuple | None = None
     lower: bool = False
 
-    def constraint(self):
-        """{"choice": [str]} or {"regex": str} that lets a teacher only write what is read here."""
-        require(self.line, "--constrain: --parser whole takes any answer, there is nothing to "
-                           "constrain")
-        if self.lower:
-            return {"choice": [f"Final Answer: {label}" for label in self.labels]}
-        return {"regex": self.line.pattern}
-
 
 @dataclass(frozen=True)
 class Found:

@@ -37,7 +37,6 @@ class Request(NamedTuple):
     id: int                     # of the line
     messages: list              # as OpenAI's API has them, the teacher's prompt among them
     seed: int = 0               # of the draws
-    constraint: dict = None     # {"choice": [str]} or {"regex": str} that the answer must obey
     tools: list = None
 
 
@@ -184,7 +183,6 @@ def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options
     from transformers import AutoConfig
     try:
         from vllm import LLM, SamplingParams
-        from vllm.sampling_params import StructuredOutputsParams
     except ImportError as error:
         raise UserError(f"--engine vllm: vLLM cannot be imported ({error}); install it, or give "
                         "--base_url")
@@ -194,19 +192,15 @@ def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options
     tokenizer, flags = llm.get_tokenizer(), draw.template_flags
     begin, limit = opens_thought(tokenizer, flags), llm.llm_engine.model_config.max_model_len
 
-    def sampling(request):
-        form = StructuredOutputsParams(**request.constraint) if request.constraint else None
-        return SamplingParams(temperature=draw.temperature, top_p=draw.top_p, top_k=draw.top_k,
-                              seed=request.seed, max_tokens=draw.max_tokens,
-                              structured_outputs=form)
-
     def answers(take):
         while requests := take(chunk_size):
             # one that does not fit would end the whole call
             fits, rest = split_fitting(requests, tokenizer, flags, limit - 1)
             yield from rest
             prompts = [{"prompt_token_ids": ids} for _, ids in fits]
-            drawn = [sampling(request) for request, _ in fits]
+            drawn = [SamplingParams(temperature=draw.temperature, top_p=draw.top_p,
+                                    top_k=draw.top_k, seed=request.seed, max_tokens=draw.max_tokens)
+                     for request, _ in fits]
             outputs = llm.generate(prompts, drawn, use_tqdm=False) if fits else []
             for (request, ids), out in zip(fits, outputs):
                 best = out.outputs[0]
@@ -360,8 +354,7 @@ class Fields:
         body = {"model": name, "messages": [as_sent(message) for message in request.messages],
                 self.max_tokens: draw.max_tokens, "temperature": draw.temperature,
                 "top_p": draw.top_p, **NOT_SET, "seed": request.seed, "top_k": draw.top_k,
-                "chat_template_kwargs": draw.template_flags or None, "tools": request.tools,
-                "structured_outputs": request.constraint}
+                "chat_template_kwargs": draw.template_flags or None, "tools": request.tools}
         return {field: value for field, value in body.items()
                 if field not in self.dropped and value not in (None, [])}
 

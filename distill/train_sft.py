@@ -90,7 +90,6 @@ flag("--on_policy", 0.0, "share of the samples whose answer the student draws at
 flag("--max_new_tokens", 128, "tokens an answer drawn for --on_policy may have")
 flag("--base_url", None, "of vLLM's server, http://localhost:8000/v1 say, which then draws the "
      "answers of --on_policy (on_policy.py); key in OPENAI_API_KEY")
-flag("--refresh_steps", 1, "with --base_url, optimizer steps between refreshes of its adapters")
 flag("--request_timeout", 240.0, "seconds that one request may take in all")
 flag("--distill_topk", 0, "compare the teacher's K likeliest tokens and the sum of all others; 0 = "
      "the whole vocabulary", metavar="K")
@@ -129,7 +128,6 @@ flag("--parallel", None, "a model on every GPU; sharded over all (FSDP2), or ove
 flag("--shard_size", 0, "hsdp: GPUs that weights are sharded over, 0 = a node's")
 flag("--reshard_after_forward", True, "fsdp, hsdp: free gathered weights until the backward pass; "
      "no-: faster, more memory", action=argparse.BooleanOptionalAction)
-flag("--reduce_dtype", "fp32", "in which FSDP sums gradients", choices=("fp32", "bf16"))
 switch("--cpu_offload", "fsdp, hsdp: shards and optimizer in host memory (slow)")
 switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
 switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16")
@@ -155,8 +153,8 @@ flag("--resume", "auto", "auto (newest whole checkpoint in OUTPUT_DIR), none, or
      type=cli.alias(true="auto", false="none"))
 
 DISTILLING = ("teacher_path teacher_url teacher_name prompt_file prompt_role divergence js_beta "
-              "on_policy max_new_tokens base_url refresh_steps request_timeout distill_topk "
-              "distill_weight keep keep_weight keep_every").split()
+              "on_policy max_new_tokens base_url request_timeout distill_topk distill_weight keep "
+              "keep_weight keep_every").split()
 
 
 def check_flags(args, world_size):
@@ -360,8 +358,7 @@ if resume and not args.use_lora:        # a full checkpoint replaces the base
 sharding = None
 if args.parallel != "ddp":
     sharding = {"bf16": args.bf16, "reshard_after_forward": args.reshard_after_forward,
-                "cpu_offload": args.cpu_offload, "shard_size": args.shard_size,
-                "reduce_dtype": args.reduce_dtype}
+                "cpu_offload": args.cpu_offload, "shard_size": args.shard_size}
 packed_lm.load(model, parts, world, sharding=sharding, compiled=args.compile)
 if model.frozen:
     frozen.load_all(model, world, sharding)
@@ -389,8 +386,8 @@ sampler = None
 if args.on_policy:
     from distill import on_policy
     if args.base_url:       # draws the answers instead of this process
-        sampler = on_policy.open_sampler(world, args.base_url, args.output_dir,
-                                         args.refresh_steps, args.request_timeout)
+        sampler = on_policy.Sampler(world, args.base_url, args.output_dir,
+                                    args.request_timeout)
 nets = [model.native, getattr(model.frozen.get("teacher"), "native", model.native)]
 sizes = [(packed_lm.layer_weights(net), net.config) for net in nets]
 

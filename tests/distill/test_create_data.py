@@ -192,29 +192,10 @@ def test_every_line_is_in_one_of_the_files(server, tmp_path):
     counted = [(number, a) for number in range(40) if number != 20 for a in range(tries[number])]
     assert stats["prompt_tokens"] == sum(len(PROMPT.replace("{text}", lines[n])) - 1 for n, _ in counted)
     assert 0.4 < stats["cached_share"] <= 0.5
-    assert f"retries, 0 labels by constraint, {len(rejected)} lines rejected" in printed
+    assert f"retries, {len(rejected)} lines rejected" in printed
 
     again = label(tmp_path, *flags(tmp_path, server, "--max_retries", "6", "--seed", "5"))
     assert "40 of them finished, 0 to do" in again
-
-
-def test_constraint_only_where_asked_for(server, tmp_path):
-    files(tmp_path, make_lines(3, lambda i: " never"))
-    for when, expected in (("last", [False, False, True]), ("always", [True] * 3)):
-        seed = {"last": "21", "always": "22"}[when]
-        said = label(tmp_path, *flags(tmp_path, server, "--constrain", when, "--max_retries", "2", "--seed", seed,
-                                      output=f"{when}.jsonl"), ok=False)
-        assert re.search(r"no line has a label \(.+\); see ", said.splitlines()[-1])
-        sent = {body["seed"]: body.get("structured_outputs") for body in server.asked()}
-        found = [sent[create_data.draw_seed(int(seed), 0, attempt)] for attempt in range(3)]
-        assert [bool(c) for c in found] == expected
-        assert found[-1] == {"choice": [f"Final Answer: {x}" for x in LANGUAGES]}
-        stats = json.loads((tmp_path / f"{when}.stats.json").read_text())
-        assert stats["parse_rate"] == (0 if when == "last" else None)
-    files(tmp_path, make_lines(3))
-    label(tmp_path, *flags(tmp_path, server, "--constrain", "always", "--max_retries", "9"))
-    stats = json.loads((tmp_path / "labels.stats.json").read_text())
-    assert stats["labelled_by_constraint"] == 3
 
 
 @pytest.fixture(scope="module")
@@ -345,7 +326,6 @@ def test_other_settings_are_refused_not_mixed(change, name, server, tmp_path):
     (None, ["--parser", "regex", "--pattern", "("], "is not a regular expression"),
     (None, ["--parser", "regex", "--pattern", "a"], "has 0 groups"),
     (None, ["--pattern", "(a)"], "no other parser takes one"),
-    (None, ["--parser", "whole", "--constrain", "last"], "there is nothing to constrain"),
     (None, ["--temperature", "0"], "add --max_retries 0"),
     (None, ["--temperature", "nan"], "--temperature is nan"),
     (None, ["--top_p", "0"], "--top_p is 0.0"),

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from core import dist
 from core.cli import UserError
 from distill import frozen, on_policy
 from tests.helpers import chats
@@ -86,7 +87,7 @@ def test_a_pack_of_many_calls_has_one_time_limit(asks, tmp_path, monkeypatch):
                     prompted_ids=torch.zeros(3 * n, dtype=int), prompted_cu_seqlens=torch.arange(0, 3 * n + 1, 3),
                     prompted_rows=torch.arange(0, 3 * n, 3)))
             else:
-                sampler = on_policy.Sampler(None, server.url, tmp_path, 1, 1.0)
+                sampler = on_policy.Sampler(dist.World(), server.url, tmp_path, 1.0)
                 sampler.draw([[5, 6]] * n, range(n), [1] * n, [2])
         assert len(server.calls) < n
         over.set()

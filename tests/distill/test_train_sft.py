@@ -357,7 +357,7 @@ def planned(made, output_dir, *flags, student="qwen"):
     (["--parallel", "ddp", "--cpu_offload"], "need --parallel fsdp"), (["--learning_rate", "nan"], "must be 0 or more"),
     (["--teacher_path", "t", "--distill_weight", "1.5"], "--distill_weight is 1.5; it must lie between 0 and 1"),
     (["--teacher_path", "t", "--distill_weight", "0"], "--distill_weight is 0.0; it must be above 0"),
-    (["--base_url", "http://x"], "--base_url needs --prompt_file"), (["--refresh_steps", "2"], "needs --base_url"),
+    (["--base_url", "http://x"], "--base_url needs --prompt_file"),
     (["--on_policy", "1"], "--on_policy needs --prompt_file or --teacher_path"),
     (["--keep_every", "2"], "--keep_every needs --keep"),
     (["--teacher_path", "t", "--compile"], "--compile and a teacher exclude each other"),
