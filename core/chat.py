@@ -188,7 +188,7 @@ def files_of(path):
 def lines_of(path, size):
     """Yield a file's lines, or rows of a table as dicts; UserError. size: rows at a time."""
     with json_files.open_file(path) as file:
-        if Path(path).suffix not in (".parquet", ".arrow"):
+        if Path(path).suffix != ".parquet":
             yield from json_files.lines(file, path)
             return
     from core.hub import table_rows

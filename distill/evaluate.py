@@ -53,7 +53,6 @@ def build_parser():
     p.flag("--prompt_file", None, "the teacher's, for a run that learned answers alone")
     p.flag("--prompt_role", "user", "with --prompt_file: around the last user message, or in a "
            "system message", choices=("user", "system"))
-    p.flag("--device", None, "where the models run (default: the GPU if there is one)")
     # data
     p.flag("--output_dir", None, "everything written goes here", required=True)
     p.flag("--eval_data_file", None, "judge by these instead of those that the run held out")
@@ -190,17 +189,6 @@ def find_prompt(args, run):
         return teachers.read_prompt(args.prompt_file, args.prompt_role)
     # as the run read it, whatever has become of the file
     return teachers.Prompt(*run.meta["held_out"]["prompt"]) if learned else None
-
-
-def pick_device(name):
-    """(torch.device, dtype: bfloat16 on a GPU that has it, else float32). UserError."""
-    own = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.empty(1, device=name or own).device
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {name}: cannot be used ({str(error).splitlines()[0]})")
-    half = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    return device, torch.bfloat16 if half else torch.float32
 
 
 def load_model(folder, adapter, dtype, device):
@@ -570,7 +558,9 @@ def main(argv=None):
 
     # everything is read and checked before the first question
     rule = follows_rule(args.follows, args.topic)
-    device, dtype = pick_device(args.device)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    half = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    dtype = torch.bfloat16 if half else torch.float32
     parser = make_parser(args.parser, args.pattern, args.labels and tuple(args.labels.split(",")))
     run = open_run(args, args.checkpoint)
     prompt = find_prompt(args, run)

@@ -236,26 +236,20 @@ def test_sharegpt_and_parquet_are_the_same_conversations(made, tmp_path):
     for path in (tmp_path / "rows.parquet", tmp_path / "plain.jsonl"):
         parts = [[n for chunk, _ in chat.read_chunks(path, 2, first, 3) for n, _ in chunk] for first in range(3)]
         assert parts == [[1, 2, 7], [3, 4], [5, 6]]
-    # the same in several files: a pattern, a folder of shards, what save_to_disk writes, a data set on the hub
-    table, saved = pyarrow.Table.from_pylist(rows), tmp_path / "saved"
-    saved.mkdir()
+    # the same in several files: a pattern, a folder of shards, a data set on the hub
+    table = pyarrow.Table.from_pylist(rows)
     (tmp_path / "set" / "data").mkdir(parents=True)
     for i, part in enumerate((table[:4], table[4:])):
         pyarrow.parquet.write_table(part, tmp_path / "set" / "data" / f"train-{i}-of-2.parquet")
-        with pyarrow.ipc.new_stream(str(saved / f"data-{i}.arrow"), part.schema) as file:
-            file.write_table(part)
-    (saved / "dataset_info.json").write_text("{}")
-    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": f"data-{i}.arrow"} for i in (0, 1)]}))
     wanted = list(chat.read_records(tmp_path / "rows.parquet", []))
-    for path in (tmp_path / "set", tmp_path / "set" / "data" / "train-*", saved):
+    for path in (tmp_path / "set", tmp_path / "set" / "data" / "train-*"):
         assert list(chat.read_records(path, [])) == wanted
     with pytest.raises(UserError, match="me/chats: cannot be read .*hf download OWNER/NAME --repo-type dataset"):
         list(chat.read_records("me/chats", []))
     (tmp_path / "set" / "data" / "test.parquet").write_bytes(b"")
-    (saved / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     chat.files_of.cache_clear()
     for path, part in ((tmp_path / "set", r"holds the sets .*; give one: '.*/set/data/train\*.parquet'"),
-                       (saved, "holds the splits train, test"), (tmp_path / "table-plain.jsonl", "has no files ending in")):
+                       (tmp_path / "table-plain.jsonl", "has no files ending in")):
         with pytest.raises(UserError, match=part):
             list(chat.read_records(path, []))
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing")
