@@ -8,16 +8,15 @@
 
 The long prompt goes to the teacher only; a student trained on the result learns to do without it.
 An answer without a proper label (labels.py) is asked for again with another seed; a line that never
-gets one, or that a server refuses, is in labels.rejected.jsonl with all raw answers and the reason.
-Every input line is in one of the two files, known by its number; ids differ between input files.
+gets one is in labels.rejected.jsonl with all raw answers and the reason. Ids differ between input
+files, which can be joined.
 
-A line of a .jsonl file is a conversation in any form that train_sft.py reads, "tools" among them,
-whose last answer, if it ends with one, is asked for again; or {"text": "..."}, which may have
-several lines, with "history": [[question, answer], ...] where there is one.
+A line of a .jsonl file is a conversation in any form that train_sft.py reads, whose last answer, if
+it ends with one, is asked for again; or {"text": "...", "history": [[question, answer], ...]}.
 
-Rerun the same command to resume: finished lines are in labels.jsonl.work/, and another prompt,
-model or flag that matters is refused there. --shard I/N does every N-th line; the process that
-finds all lines finished writes the results (launch/create_data_h100x8.sh does that on 8 GPUs).
+Rerun the same command to resume: finished lines are in labels.jsonl.work/. --shard I/N does every
+N-th line; the process that finds all lines finished writes the results
+(launch/create_data_h100x8.sh does that on 8 GPUs).
 """
 import re
 import sys

@@ -4,7 +4,7 @@ r"""Judge a student of train_sft.py by questions it has not seen: what has it le
     python distill/evaluate.py ... --parser language --truth_file truth.jsonl \
         --prompt_file language_id.txt
     python distill/evaluate.py ... --follows '^Ahoy' --min_closed 0.5 --control other/checkpoint-48
-    python distill/evaluate.py ... --eval_data_file unseen.jsonl --data_file seen.jsonl
+    python distill/evaluate.py ... --eval_data_file unseen.jsonl
 
 Columns: "base" is the model before training, "student" the checkpoint, adapters or all weights;
 "base + prompt" or "teacher" is what the run learned from, or the base behind --prompt_file;
@@ -13,16 +13,13 @@ greedily, as the student was trained; the questions are those of OUTPUT_DIR/held
 hash the checkpoint holds, and none of them may have been trained.
 
     kl, nll         of the held-out answers, per token: KL(teacher, column), negative log-likelihood
-    agreement       with the label in the data (--parser language or regex, or --labels)
-    accuracy        against --truth_file, which no teacher made: a student can be better
+    agreement       with the label in the data; accuracy: with --truth_file, which no teacher made
     follows         answers in which --follows is found
     exact           same words as the teacher's answer (the data's, without a teacher)
-    unrelated ...   --unrelated: KL(base, column) on other chats, answers that are the base's,
-                    answers that follow the rule
+    unrelated ...   --unrelated: KL(base, column) on other chats, answers that are the base's
 
 "closed" is the part of the way from base to teacher that a student went. Written: evaluation.json
-with every answer, evaluation.txt with the table. Exit status 1 below --min_agreement, --min_gain or
---min_closed.
+with every answer, evaluation.txt with the table.
 """
 import re
 import sys
@@ -56,8 +53,6 @@ def build_parser():
     # data
     p.flag("--output_dir", None, "everything written goes here", required=True)
     p.flag("--eval_data_file", None, "judge by these instead of those that the run held out")
-    p.flag("--data_file", None, "with --eval_data_file: all that the student has seen (default: "
-           "what the run's flags say)")
     p.switch("--drop_leaked", "leave out questions that were trained as well, instead of stopping")
     p.flag("--unrelated", None, "other chats, answered by the base: what was forgotten?")
     # answers
@@ -170,7 +165,6 @@ def open_run(args, name):
     except (KeyError, TypeError, UserError) as error:
         raise UserError(f"{where}: its {checkpoint.STATE}/state.json is not what train_sft.py "
                         f"writes ({type(error).__name__}: {error})")
-    flags.train_data_file = args.data_file or flags.train_data_file
     base = causal_lm.find_model(args.model_path or flags.model_path)
     require(causal_lm.fingerprint_weights(base) == trained_from,
             f"{where}: was not trained from {base} but from other weights ({flags.model_path} "
@@ -287,8 +281,6 @@ def read_rows(args, run):
                 row["trained_as"] = seen[asked]
     else:
         path, rows, trained = held_out_rows(run)
-        if args.data_file:
-            print(f"notice     --data_file is not read: {path} has the lines that the run held out")
     leaked = [number for number, row in enumerate(rows, 1) if "trained_as" in row]
     if leaked and not args.drop_leaked:
         raise UserError(f"{path}:{leaked[0]}: its text was trained, as "

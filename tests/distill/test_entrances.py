@@ -80,29 +80,13 @@ def shifted(rows):
     return [None, *rows[2:], rows[-1]]
 
 
-def respelled(rows):
-    return [None, *({f" {token}" if i == 0 else token: value for i, (token, value) in enumerate(row.items())}
-                    for row in rows[1:])]
-
-
-def negative(rows):
-    return [None, *({**row, "-7": {"logprob": -9.0, "rank": 1}} for row in rows[1:])]
-
-
-def above_zero(rows):
-    return [None, *({token: value | {"logprob": value["logprob"] + 9} for token, value in row.items()}
-                    for row in rows[1:])]
-
-
 def without_own(rows):
     return [None, *({str(token): {"logprob": math.log(0.1), "rank": i + 1} for i, token in enumerate((0, 1, 2))}
                     for _ in rows[1:])]
 
 
 @pytest.mark.parametrize("wrong, words", [
-    (shifted, "which was sent: they are of another place"), (without_own, "which was sent"),
-    (respelled, "which is no id"), (negative, "names a token -7, which is no id"),
-    (above_zero, "gave log-probabilities that are none")])
+    (shifted, "which was sent: they are of another place"), (without_own, "which was sent")])
 def test_a_server_is_believed_where_it_gives_the_token_sent(made, refused, wrong, words):
     with ScoreServer(made / "teacher", "big") as server:
         score = server.score

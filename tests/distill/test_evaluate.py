@@ -269,8 +269,8 @@ def test_a_file_of_unseen_lines(made, train, full, tmp_path):
     """For a run that held nothing out, and one that did."""
     unseen = write(tmp_path / "unseen.jsonl", [record(i) for i in range(N, N + 9)])
     nothing = train("nothing", "--validation_split", 0)
-    for checkpoint, more in ((nothing, []), (full, ["--data_file", made / "labels.jsonl"])):
-        found = evaluate(made, tmp_path / "out", checkpoint, "--eval_data_file", unseen, *more)
+    for checkpoint in (nothing, full):
+        found = evaluate(made, tmp_path / "out", checkpoint, "--eval_data_file", unseen)
         assert [row["id"] for row in found["samples"]] == list(range(N, N + 9))
         assert found["data"]["training_lines"] == N - len(REJECTED), "held-out lines of the file have been seen as well"
 
@@ -336,21 +336,16 @@ def spoiled(made, full, tmp_path, kind):
     return folder
 
 
-SEEN = ("--data_file", "labels.jsonl")
-
-
 @pytest.mark.parametrize("kind, flags, part", [
     ("none", ["--checkpoint", "full/checkpoint-1"], "--checkpoint full/checkpoint-1: no such folder; there are "),
     ("none", ["--checkpoint", "full"], "holds neither a model nor an adapter; give one of those in it, such as full/"),
     ("state", [], "state.json is not what train_sft.py writes"),
     ("weights", [], "its files do not hold the weights under the names of Qwen3ForCausalLM"),
     ("bare", [], "state.json is not what train_sft.py writes"),
-    ("", [*SEEN, "--eval_data_file", "labels.jsonl"], "its text was trained"),
-    ("", [*SEEN, "--eval_data_file", "labels.jsonl", "--drop_leaked"], "none is left"),
+    ("", ["--eval_data_file", "labels.jsonl"], "its text was trained"),
+    ("", ["--eval_data_file", "labels.jsonl", "--drop_leaked"], "none is left"),
     ("", ["--model_path", "lora-base"], "was not trained from lora-base but from other weights"),
     ("", ["--model_path", "nowhere"], "--model_path nowhere: no such folder"),
-    ("", ["--data_file", "nowhere.jsonl", "--eval_data_file", "own.jsonl"],
-     "nowhere.jsonl: cannot be read"),
     ("", ["--truth_file", "nowhere.jsonl"], "--truth_file nowhere.jsonl: cannot be read"),
     ("", ["--truth_file", "short.jsonl"], "lacks id "),
     ("", ["--truth_file", "odd.jsonl"], "id 1 has the label 'es', which is not one of en, de, fr"),
