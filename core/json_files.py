@@ -15,7 +15,6 @@ from pathlib import Path
 from core.cli import UserError
 
 LONGEST = 2**26         # bytes of a line
-LONGEST_LIST = 2**31    # bytes of a JSON list
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # json joins pairs: what is left stands alone
 SKIPPED = object()      # stands for an entry that was asked to be left out
 DECODER = json.JSONDecoder(parse_constant={"Infinity": math.inf, "-Infinity": -math.inf}.get)
@@ -148,13 +147,8 @@ def read_entries(path):
     """
     with open_file(path) as file:
         start = next((text for line in lines(file, path) if (text := stripped(line))), b"")
-        size = os.fstat(file.fileno()).st_size
     if start[:1] == b"{" and (Path(path).suffix == ".jsonl" or is_json(start)):
         return "line", lambda wanted: _json_lines(path, wanted)
-    if size > LONGEST_LIST:
-        raise UserError(f"{path}: is a JSON list of {size / 2**30:.1f} GiB, of which "
-                        f"{LONGEST_LIST / 2**30:g} are read; write one sample a line: "
-                        "jq -c '.[]' LIST > LINES.jsonl")
     data = json_value(path)
     if isinstance(data, dict) and "messages" in data:
         data = [data]

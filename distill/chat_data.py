@@ -255,12 +255,9 @@ def group_numbers(keys, lines, group_size):
     Translations of one sentence stand side by side: with one in training, another held out would
     flatter the model.
     """
-    return key_groups(keys, group_size) if (keys >= 0).all() else (lines - 1) // group_size
-
-
-def key_groups(keys, group_size):
-    """Group of ids: group_size neighbours of the same input file; see labels.LINES."""
-    return keys // LINES * LINES + keys % LINES // group_size
+    if (keys >= 0).all():       # neighbours of the same input file: see labels.LINES
+        return keys // LINES * LINES + keys % LINES // group_size
+    return (lines - 1) // group_size
 
 
 def check_duplicates(keys, name):

@@ -20,7 +20,6 @@ ENDINGS = {"length": "cut off at --max_tokens",
 UNANSWERED = ("refused", "no_answer")       # endings of lines without an answer: the text says why
 # ids of records: a digest of the input file x LINES + the line's number; below JSON's 2**53
 LINES = 2**28
-GROUP = 15      # lines of one sentence in the language task: a sentence in so many languages
 
 
 @dataclass(frozen=True)

@@ -483,7 +483,7 @@ batches = loading.ahead(loader, device)
 eval_due = bool(state.get("eval_due") and validates)     # a signal broke that validation off
 log = run.open_log(args, world, step, eval_due)
 print0(run.device_line(args, world), metrics.model_text(model, model.lora),
-       *packed_lm.mixture_text(model), chat_data.samples_line(table, train_ids, eval_ids), *lines)
+       chat_data.samples_line(table, train_ids, eval_ids), *lines)
 if new_ends:
     how = "pass it to generate with this adapter" if args.use_lora else "the saved one will"
     print0(f"note       answers end with {', '.join(tokenizer.convert_ids_to_tokens(new_ends))}, at "

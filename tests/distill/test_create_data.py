@@ -459,7 +459,7 @@ def test_two_files_join_without_duplicates(server, tmp_path):
     assert chat_data.write_table(tmp_path / "table", [tmp_path / "both.jsonl"], reading)["samples"] == [9]
     with pytest.raises(UserError, match=f"twice.jsonl:5: has the same id {ids[0]} as .*twice.jsonl:1"):
         chat_data.write_table(tmp_path / "again", [tmp_path / "twice.jsonl"], reading)
-    groups = chat_data.key_groups(np.array(ids), 2)
+    groups = chat_data.group_numbers(np.array(ids), None, 2)
     assert [groups.tolist().count(g) for g in dict.fromkeys(groups.tolist())] == [2, 2, 2, 2, 1]
 
 

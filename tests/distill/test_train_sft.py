@@ -194,8 +194,6 @@ def test_experts_train_the_same(shared, made):
         name: tensor.shape for name, tensor in base.items()} and "model.layers.1.mlp.experts.4.up_proj.weight" in base
     ends = {name.split(".")[-3] for name in tensors(adapted, "adapter_model")}
     assert ends == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert re.search(r"experts    2 of 5 for a token, with 0.0 M of the parameters; they and the routers are frozen\n",
-                     adapted.output)
 
 
 def test_a_saved_adapter_loads_in_peft(shared, data, made):
