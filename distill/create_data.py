@@ -208,11 +208,6 @@ def digest(*parts):
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def first_id(lines):
-    """Id of line 0: a digest of the input x LINES, so that input files have different ids."""
-    return int(digest(*(line.text() for line in lines))[:6], 16) * LINES
-
-
 # ---- Journals of finished lines
 
 
@@ -293,7 +288,9 @@ def write_results(output, lines, records, keep_reasoning=False):
     A chat record is {"id", "line": from 0, "messages": [..., assistant]}, with "tools" where the
     line has them. keep_reasoning: thoughts are the answer's "reasoning_content".
     """
-    chats, rejected, first = [], [], first_id(lines)
+    chats, rejected = [], []
+    # of line 0: a digest of the input x LINES, so that input files have different ids
+    first = int(digest(*(line.text() for line in lines))[:6], 16) * LINES
     for number, line in enumerate(lines):
         record, tools = records[number], {"tools": line.tools} if line.tools else {}
         row = {"id": first + number, "line": number, "messages": line.messages, **tools}

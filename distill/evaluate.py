@@ -295,11 +295,6 @@ def read_rows(args, run):
     return [row for row in rows if "trained_as" not in row], about
 
 
-def label_of(messages):
-    """The last answer, without thoughts."""
-    return messages[-1]["content"].split("</think>")[-1].strip()
-
-
 def read_truth(path, rows, labels):
     """{id: label, None where it is not known} of the truth file; it must name all rows, by ids, or
     by lines from 0 where all ids are of one input file of create_data.py. Raises UserError.
@@ -560,7 +555,7 @@ def main(argv=None):
             "--min_closed needs a teacher: --prompt_file, or a run that learned from one")
     rows, about = read_rows(args, run)
     questions = [chat.question(row["messages"][:-1]) for row in rows]
-    given, truth = [label_of(row["messages"]) for row in rows], None
+    given, truth = [chat.plain(row["messages"][-1]) for row in rows], None
     if judges_labels(args):
         labels = parser.labels or tuple(sorted(set(given)))
         for row, label in zip(rows, given):
