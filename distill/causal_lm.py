@@ -91,11 +91,10 @@ def load_config(folder):
     return config
 
 
-def save_config(model, tokenizer, folder):
+def save_config(model, folder):
     """The files of a checkpoint beside its weights, for from_pretrained and servers."""
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def fingerprint_weights(folder):

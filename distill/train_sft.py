@@ -7,15 +7,13 @@
     torchrun ... --teacher_path Qwen/Qwen3-30B-A3B-Instruct-2507 --on_policy 1
     python distill/train_sft.py --model_path ./tiny --train_data_file chats.jsonl   # needs no GPU
 
-The script reads top to bottom: flags, ranks, data, model, resume, order of the data, validation and
-saving, then the loop. Its loss is the cross-entropy of the trained tokens, averaged over all of
-them in an optimizer step (all ranks and micro-steps). Which tokens are trained is proven against
-the tokenizer's chat template (core/chat.py).
+It reads top to bottom: flags, ranks, data, model, resume, order of the data, validation and saving,
+then the loop. The loss is the cross-entropy of the trained tokens, averaged over all of them in an
+optimizer step (all ranks and micro-steps). Which these are is proven in core/chat.py.
 
-With --teacher_path a second, frozen model scores each token of the answers, and the student learns
-its distribution (losses.py); with --prompt_file it reads them behind that prompt, which the student
-does not have. The teacher may be the student's own base. The answers are those of the data, or with
---on_policy the student's own.
+With --teacher_path a frozen model scores each token of the answers, behind --prompt_file if there
+is one, and the student learns its distribution (losses.py). The answers are those of the data, or
+with --on_policy the student's own.
 
 SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop: the step is finished, a checkpoint saved, and
 OUTPUT_DIR/requeue left for the launcher; exit status 0. Rerun the same command to resume.
@@ -30,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ stand
 from core import cli, precision, run_lock
 from core.cli import require
 
-# LoRA takes about ten times the rate of full fine-tuning (thinking-machines-lab/tinker-cookbook)
+# LoRA takes about ten times the rate of full fine-tuning (tinker-cookbook)
 LORA_RATE, FULL_RATE = 2e-4, 2e-5
 GLOBAL_BATCH = 128      # samples an optimizer step, unless flags say otherwise
 CHECKS = ("unreadable", "invalid", "template", "teacher", "too_long")    # of --drop_bad
@@ -380,8 +378,7 @@ sampler = None
 if args.on_policy:
     from distill import on_policy
     if args.base_url:       # draws the answers instead of this process
-        sampler = on_policy.Sampler(world, args.base_url, args.output_dir,
-                                    args.request_timeout)
+        sampler = on_policy.Sampler(world, args.base_url, args.output_dir, args.request_timeout)
 nets = [model.native, getattr(model.frozen.get("teacher"), "native", model.native)]
 sizes = [(packed_lm.layer_weights(net), net.config) for net in nets]
 
@@ -456,8 +453,9 @@ def save():
     def save_config(path):
         if args.use_lora:
             adapters.save_config(model.net, path)
-            return tokenizer.save_pretrained(path)      # which holds the chat template
-        return causal_lm.save_config(model.native, tokenizer, path)
+        else:
+            causal_lm.save_config(model.native, path)
+        tokenizer.save_pretrained(path)     # which holds the chat template
 
     checkpoints.save(step, model, optimizer, stem, named, save_config, {
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
