@@ -469,8 +469,12 @@ def main(argv=None):
                        f"{teachers.PLACE}: they cannot be cached")
     print(*(f"notice     {notice}\n" for notice in notices), sep="", end="")
     engine = teachers.pick_engine(args.engine, args.base_url)
+    weights = None
+    if engine != "openai" and Path(args.model_name).is_dir():
+        from distill.causal_lm import fingerprint_weights
+        weights = fingerprint_weights(args.model_name)
     header = {"input_file": f"{len(lines)} lines {digest(*(line.text() for line in lines))}",
-              "prompt_file": digest(prompt.before, prompt.after), "model_name": args.model_name,
+              "prompt_file": digest(prompt.before, prompt.after), "model_name": args.model_name, "model": weights,
               "engine": engine, **{name: getattr(args, name) for name in LABEL_FLAGS}}
 
     # what is finished

@@ -485,7 +485,7 @@ def test_transformers_run(tiny_chat, tmp_path):
     chats, rejected = rows(tmp_path / "labels.jsonl"), rows(tmp_path / "labels.rejected.jsonl")
     assert len(chats) >= 6 and sorted(row["line"] for row in chats + rejected) == list(range(10))
     assert "leaves no room" in rejected[-1]["why"] and rejected[-1]["line"] == 9
-    (folder / "generation_config.json").write_text((folder / "generation_config.json").read_text() + " ")
+    (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
     assert "model was " in label(tmp_path, *given, ok=False)        # other weights under the same name are not mixed in
 
 
