@@ -474,8 +474,8 @@ def main(argv=None):
         from distill.causal_lm import fingerprint_weights
         weights = fingerprint_weights(args.model_name)
     header = {"input_file": f"{len(lines)} lines {digest(*(line.text() for line in lines))}",
-              "prompt_file": digest(prompt.before, prompt.after), "model_name": args.model_name, "model": weights,
-              "engine": engine, **{name: getattr(args, name) for name in LABEL_FLAGS}}
+              "prompt_file": digest(prompt.before, prompt.after), "model_name": args.model_name,
+              "model": weights, "engine": engine, **{name: getattr(args, name) for name in LABEL_FLAGS}}
 
     # what is finished
     work, output = Path(args.output_file + ".work"), Path(args.output_file)
