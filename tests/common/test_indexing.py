@@ -170,7 +170,6 @@ def test_problems_of_chats_are_the_same_in_the_same_order(tmp_path, small_chunks
         with pytest.raises(UserError) as caught:
             chat_table_of([path], tmp_path / f"table{processes}", processes, policy="stop", limit=100)
         texts.append(str(caught.value))
-        assert not (tmp_path / f"table{processes}").exists()
     assert texts == texts[:1] * 3 and texts[0].startswith("5 problems:") and "fix: shorten them" in texts[0]
     places = [texts[0].index(f"{path}:{number}:") for number in (3, 7, 18, 26, 27)]
     assert places == sorted(places)
