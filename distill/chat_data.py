@@ -156,7 +156,9 @@ def write_table(folder, paths, reading, output_dir=None):
     for path, samples in zip(paths, found["samples"]):
         part = slice(first, first + samples)
         lines, keys = (columns[name].array()[part] for name in ("lines", "keys"))
-        once = np.flatnonzero(np.diff(lines, prepend=0))    # a line may be several samples
+        once = slice(None)
+        if found["split"]:      # a line of several samples has its id once
+            once = np.flatnonzero(np.diff(lines, prepend=0))
         check_duplicates(keys[once], lambda i, path=path, at=lines[once]: f"{path}:{at[i]}")
         first += samples
     for column in columns.values():
