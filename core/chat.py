@@ -1,18 +1,14 @@
 """Chats -> token ids and which of them are trained, proven against the chat template.
 
 One JSON object a line: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",
-...}]} or one of the forms of core/chat_forms.py; .parquet: such rows. A data set is one file, or
-those of a folder or a pattern. Only assistant turns are trained. Where one begins is not guessed
-from markers but proven with the tokenizer's own template: the ids of the prompt (all messages
-before it, with the generation prompt) must be the first ids of the whole conversation. Then the
-model is trained on exactly the answer that it has to write behind exactly the prompt that it will
-be given. Where the prompt's text begins the whole, but not its ids (an opened think block may share
-a token with what follows), the last answer is tokenised apart: generation sees the prompt's ids,
-and writes others behind them. A template that rewrites earlier turns, such as their thoughts, gives
-each answer a sample of its own, under the template as it stood at its turn (split); one for which
-nothing holds is refused. A turn ends with its special token; white space that a template writes
-behind it is not trained. A record's "tools" go to the template, as do tool calls; an answer of
-"weight" 0 is context.
+...}]} or one of the forms of core/chat_forms.py; .parquet: such rows. Only assistant turns are
+trained. Where one begins is proven with the tokenizer's own template: the ids of the prompt (all
+messages before it, with the generation prompt) must be the first ids of the whole conversation.
+Where its text begins the whole, but not its ids (an opened think block may share a token with what
+follows), the last answer is tokenised apart, as generation writes it. A template that rewrites
+earlier turns, such as their thoughts, gives each answer a sample of its own, under the template as
+it stood at its turn (split); one for which nothing holds is refused. White space behind a turn's
+special token is not trained, nor is an answer of "weight" 0.
 """
 import functools
 import itertools
@@ -35,8 +31,7 @@ KEYS = {"assistant": {"tool_calls", "weight"}, "tool": {"tool_call_id", "name"}}
 FORMS = ('has no list "messages"; a line is {"messages": [{"role": ..., "content": ...}, ...]}, or '
          'has "conversations", "prompt" and "completion", or "instruction" and "output"')
 
-# --------------------------------------------------------------------------------------------------
-# Files -> conversations
+# ---- Files -> conversations
 
 
 def group_key(record):
@@ -189,7 +184,7 @@ def files_of(path):
 def lines_of(path, size):
     """Yield a file's lines, or rows of a table as dicts; UserError. size: rows at a time."""
     with json_files.open_file(path) as file:
-        if Path(path).suffix not in (".parquet", ".arrow"):
+        if Path(path).suffix != ".parquet":
             yield from json_files.lines(file, path)
             return
     from core.hub import table_rows
@@ -257,8 +252,7 @@ def message_problem(message):
     return ""
 
 
-# --------------------------------------------------------------------------------------------------
-# Conversations -> ids and mask
+# ---- Conversations -> ids and mask
 
 
 def load_tokenizer(folder, template=None, load=None):

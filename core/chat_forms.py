@@ -16,8 +16,8 @@ SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant",
 
 
 def find_files(name):
-    """[paths] of the files of a pattern, or of a folder: as datasets' save_to_disk wrote it, or one
-    set of KINDS, in it or its data/. UserError.
+    """[paths] of the files of a pattern, or of a folder: one set of KINDS, in it or its data/.
+    UserError.
     """
     path = Path(name)
     if not path.is_dir():
@@ -25,8 +25,6 @@ def find_files(name):
         require(found, f"{name}: cannot be read (No such file or directory); of the hub: hf download "
                        "OWNER/NAME --repo-type dataset --local-dir FOLDER")
         return found
-    if saved := saved_shards(path):
-        return saved
     for place in (path, path / "data"):
         found = sorted(str(file) for file in place.glob("*") if file.suffix in KINDS)
         # shards of one set have one word before the numbers
@@ -38,21 +36,6 @@ def find_files(name):
         if found:
             return found
     raise UserError(f"{path}: has no files ending in {' or '.join(KINDS)}, nor has its data/")
-
-
-def saved_shards(folder):
-    """[paths], in order, of a folder that datasets' save_to_disk wrote, else []. UserError."""
-    if (folder / "dataset_dict.json").is_file():
-        splits = json_files.read_object(folder / "dataset_dict.json").get("splits") or ["?"]
-        raise UserError(f"{folder}: holds the splits {', '.join(map(str, splits))}; give one: "
-                        f"{folder / str(splits[0])}")
-    if not all((folder / name).is_file() for name in ("state.json", "dataset_info.json")):
-        return []
-    state = json_files.read_object(folder / "state.json")
-    require(not state.get("_indices_files"), f"{folder}: its rows are in another order than saved; "
-            "flatten_indices() before save_to_disk()")
-    return [str(folder / str(file.get("filename"))) for file in state.get("_data_files") or []
-            if isinstance(file, dict)]
 
 
 def messages_of(record):

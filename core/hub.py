@@ -10,19 +10,12 @@ def asking(path):
     """What the hub's client raises becomes one line of a UserError."""
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
         what, why = type(error).__name__, (str(error).strip().splitlines() or [""])[0]
-        if what == "GatedRepoError":
-            raise UserError(f"{path}: its owner gives it to those who ask for it on the hub: do, "
-                            "then `hf auth login`")
-        if what in ("RepositoryNotFoundError", "RevisionNotFoundError", "HFValidationError"):
-            raise UserError(f"{path}: no such file or folder here, and no such data set on the hub "
-                            "(or a private one: `hf auth login`)")
-        raise UserError(f"{path}: no such file or folder here, and the hub cannot be reached "
-                        f"({what}: {why[:120]}); where there is a network: `hf download OWNER/NAME "
-                        "--repo-type dataset --local-dir FOLDER`, then give that folder")
+        raise UserError(f"{path}: no such file or folder here, and the hub does not give it "
+                        f"({what}: {why[:120]}); private ones need `hf auth login`; where there is "
+                        "a network: `hf download OWNER/NAME --repo-type dataset --local-dir "
+                        "FOLDER`, then give that folder")
 
 
 def table_rows(path, size=1024):

@@ -36,8 +36,7 @@ EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)
 # buffers that old files hold; now computed
 IGNORED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
-# --------------------------------------------------------------------------------------------------
-# Folders
+# ---- Folders
 
 
 def half_dtype(args):
@@ -92,11 +91,10 @@ def load_config(folder):
     return config
 
 
-def save_config(model, tokenizer, folder):
+def save_config(model, folder):
     """The files of a checkpoint beside its weights, for from_pretrained and servers."""
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def fingerprint_weights(folder):
@@ -112,8 +110,7 @@ def fingerprint_weights(folder):
     return digest.hexdigest()[:16]
 
 
-# --------------------------------------------------------------------------------------------------
-# Empty models
+# ---- Empty models
 
 
 @contextlib.contextmanager
@@ -189,8 +186,7 @@ def decoder_layers(model):
     return layers
 
 
-# --------------------------------------------------------------------------------------------------
-# Weights
+# ---- Weights
 
 
 def weight_parts(folder, model):
@@ -274,8 +270,7 @@ def load_whole(folder, dtype, device="cpu"):
     return model.eval()
 
 
-# --------------------------------------------------------------------------------------------------
-# Answers of a model: the one way in which teachers, students and rollouts write them here
+# ---- Answers of a model: the one way in which teachers, students and rollouts write them here
 
 
 def stop_at(model, ends):

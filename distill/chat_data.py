@@ -6,7 +6,6 @@ ranks or workers. Nothing is padded per sample.
 import hashlib
 import itertools
 import json
-import shutil
 import time
 import uuid
 from collections import Counter
@@ -34,8 +33,7 @@ TABLE = r"table-[0-9a-f]{8}"
 COLUMNS = {"tokens": np.int32, "trained": bool, **dict.fromkeys((
     "lengths", "targets", "lines", "keys", "sources", "offsets", "asked", "own"), np.int64)}
 
-# --------------------------------------------------------------------------------------------------
-# Sample table
+# ---- Sample table
 
 
 class Reading(NamedTuple):
@@ -49,18 +47,6 @@ class Reading(NamedTuple):
     behind: object = None       # chat.Encoder of the teacher; None: the student's
 
 
-def far_too_long(record, reading):
-    """Characters of a text whose beginning has more tokens than the limit already, or 0.
-
-    A line may have megabytes, which would take a minute to tokenise.
-    """
-    text = max((message["content"] for message in record["messages"]), key=len)
-    if reading.policy not in ("stop", "drop") or len(text) <= 8 * reading.limit:
-        return 0
-    beginning = len(reading.encoder.lists([text[:8 * reading.limit]])[0])
-    return len(text) if beginning > reading.limit * 9 // 8 else 0
-
-
 def encode_chunk(records, path, reading, problems):
     """[(line, record)] -> {column of the table: array; "ends": Counter; "long", ...: counts}.
 
@@ -69,22 +55,15 @@ def encode_chunk(records, path, reading, problems):
     """
     encoder, limit, policy, prompt = reading[:4]
     ends, encoder.ends = encoder.ends, Counter()
-    count, short = Counter(), []
-    for line, record in records:
-        if size := far_too_long(record, reading):
-            count.update(("long", "dropped"))
-            problems.append(problem(f"{path}:{line}", "too_long", f"{size:,} characters, more than "
-                                    f"{limit} tokens", path))
-        else:
-            short.append((line, record))
-    results = encoder.encode([record["messages"] for _, record in short],
-                             [record.get("tools") for _, record in short])
+    count = Counter()
+    results = encoder.encode([record["messages"] for _, record in records],
+                             [record.get("tools") for _, record in records])
     if prompt:
         from distill.teaching import behind_prompt
         results = behind_prompt(prompt, reading.behind or encoder,
-                                [record for _, record in short], results)
+                                [record for _, record in records], results)
     ids, masks, numbers = [], [], []
-    for (line, record), result in zip(short, results):
+    for (line, record), result in zip(records, results):
         # several samples where the template rewrites earlier turns
         samples = result if isinstance(result, list) else [result]
         count["split"] += isinstance(result, list)
@@ -131,69 +110,61 @@ def question_hash(messages):
 
 
 def write_table(folder, paths, reading, output_dir=None):
-    """Tokenise files into a table in `folder` -> {"samples": [of each file], "long", "dropped",
-    "split": the same} and "bad": how many samples each check of reading.drop dropped, as text.
+    """Tokenise files into a table in `folder` -> {"samples": [of each file], "long": above the
+    limit, "dropped": left out of the table, "split": chats that are several samples} and "bad": how
+    many samples each check of reading.drop dropped, as text.
 
-    long: samples above the limit; dropped: left out of the table; split: chats that are several
-    samples. With a prompt a sample's tokens are those of both. Raises UserError with every sample
-    that cannot be used and that is not dropped, and leaves no new folder then. output_dir: where
-    all of them are listed.
+    With a prompt a sample's tokens are those of both. Raises UserError with every sample that
+    cannot be used and that is not dropped. output_dir: where all of them are listed.
     """
-    encoder, found = reading.encoder, dict(samples=[], long=[], dropped=[], split=[])
+    encoder, found = reading.encoder, dict(samples=[], long=0, dropped=0, split=0)
     drop = {*reading.drop, *(["too_long"] if reading.policy == "drop" else [])}
-    problems = Problems(drop, output_dir)
-    folder = Path(folder)
-    new = not folder.exists()
+    problems, folder = Problems(drop, output_dir), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        columns = {name: Column(folder / f"{name}.npy", kind) for name, kind in COLUMNS.items()
-                   if name != "own" or reading.prompt}
-        columns["offsets"].append([0])
-        for source, path in enumerate(paths):
-            before, count = len(columns["lengths"]), Counter()
+    columns = {name: Column(folder / f"{name}.npy", kind) for name, kind in COLUMNS.items()
+               if name != "own" or reading.prompt}
+    columns["offsets"].append([0])
+    for source, path in enumerate(paths):
+        first, dropped = len(columns["lengths"]), found["dropped"]
 
-            def chunks(first, step, path=path):
-                for records, wrong in read_chunks(path, CHUNK, first, step):
-                    yield encode_chunk(records, path, reading, wrong), wrong
+        def chunks(first, step, path=path):
+            for records, wrong in read_chunks(path, CHUNK, first, step):
+                yield encode_chunk(records, path, reading, wrong), wrong
 
-            def take(part, source=source, count=count):
-                chunk, wrong = part
-                problems.add(wrong)
-                encoder.ends.update(chunk["ends"])
-                count.update({name: chunk.get(name, 0) for name in ("long", "dropped", "split")})
-                chunk["offsets"] = len(columns["tokens"]) + np.cumsum(chunk["lengths"])
-                chunk["sources"] = np.full(len(chunk["lengths"]), source)
-                for name, column in columns.items():
-                    column.append(chunk[name])
+        def take(part, source=source):
+            chunk, wrong = part
+            problems.add(wrong)
+            encoder.ends.update(chunk["ends"])
+            for name in ("long", "dropped", "split"):
+                found[name] += chunk.get(name, 0)
+            chunk["offsets"] = len(columns["tokens"]) + np.cumsum(chunk["lengths"])
+            chunk["sources"] = np.full(len(chunk["lengths"]), source)
+            for name, column in columns.items():
+                column.append(chunk[name])
 
-            parallel_map_ordered(chunks, reading.processes, take)
-            samples = len(columns["lengths"]) - before
-            if not samples and not problems.stopping:
-                problems.settle()
-                why = " that can be used" if problems.counts else ""
-                if count["dropped"]:
-                    why = f" of at most {reading.limit} tokens"
-                raise UserError(f"{path}: holds no conversations{why}")
-            for name, value in (("samples", samples), *count.items()):
-                found[name].append(value)
-        hint = "\nfix: shorten them, raise --max_length, or choose another --too_long"
-        found["bad"] = problems.settle(hint if problems.counts["too_long"] else "")
-        first, lines = 0, columns["lines"].array()
-        for path, samples, split in zip(paths, found["samples"], found["split"]):
-            part, once = slice(first, first + samples), slice(None)
-            if split:       # a line of several samples has its id once
-                once = np.flatnonzero(np.diff(lines[part], prepend=0))
-            check_duplicates(columns["keys"].array()[part][once],
-                             lambda i, path=path, at=lines[part][once]: f"{path}:{at[i]}")
-            first += samples
-        for column in columns.values():
-            column.close()
-        with error_names_file(folder):
-            (folder / "sources.json").write_text(json.dumps([str(path) for path in paths]))
-    except BaseException:
-        if new:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+        parallel_map_ordered(chunks, reading.processes, take)
+        found["samples"].append(len(columns["lengths"]) - first)
+        if not found["samples"][-1] and not problems.stopping:
+            problems.settle()
+            why = " that can be used" if problems.counts else ""
+            if found["dropped"] > dropped:
+                why = f" of at most {reading.limit} tokens"
+            raise UserError(f"{path}: holds no conversations{why}")
+    hint = "\nfix: shorten them, raise --max_length, or choose another --too_long"
+    found["bad"] = problems.settle(hint if problems.counts["too_long"] else "")
+    first = 0
+    for path, samples in zip(paths, found["samples"]):
+        part = slice(first, first + samples)
+        lines, keys = (columns[name].array()[part] for name in ("lines", "keys"))
+        once = slice(None)
+        if found["split"]:      # a line of several samples has its id once
+            once = np.flatnonzero(np.diff(lines, prepend=0))
+        check_duplicates(keys[once], lambda i, path=path, at=lines[once]: f"{path}:{at[i]}")
+        first += samples
+    for column in columns.values():
+        column.close()
+    with error_names_file(folder):
+        (folder / "sources.json").write_text(json.dumps([str(path) for path in paths]))
     return found
 
 
@@ -242,12 +213,12 @@ def prepare_table(world, output_dir, paths, reading, list_in=None):
         folder, start = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}", time.monotonic()
         found = write_table(folder, paths, reading, list_in)
         about = f"data       read in {time.monotonic() - start:.1f} s"
-        if (long := sum(found["long"])) and reading.policy in ("cut_left", "cut_right"):
+        if (long := found["long"]) and reading.policy in ("cut_left", "cut_right"):
             about += (f"; {long} samples are longer than {reading.limit} tokens: "
                       f"{reading.policy.replace('_', ' on the ')}")
-        if gone := sum(found["dropped"]) - long * (reading.policy == "drop"):
+        if gone := found["dropped"] - long * (reading.policy == "drop"):
             about += f"; {gone} left out, as the cut left nothing to train"
-        if split := sum(found["split"]):
+        if split := found["split"]:
             about += (f"; {cli.counted(split, 'chat')} with a sample for each answer: the template "
                       "rewrites earlier turns")
         if found["bad"]:
@@ -266,8 +237,7 @@ def samples_line(table, train_ids, eval_ids):
             f"{lengths.mean():.1f} max {lengths.max()}; {targets.mean():.1f} of them trained")
 
 
-# --------------------------------------------------------------------------------------------------
-# What is held out
+# ---- What is held out
 
 
 def group_numbers(keys, lines, group_size):
@@ -276,12 +246,9 @@ def group_numbers(keys, lines, group_size):
     Translations of one sentence stand side by side: with one in training, another held out would
     flatter the model.
     """
-    return key_groups(keys, group_size) if (keys >= 0).all() else (lines - 1) // group_size
-
-
-def key_groups(keys, group_size):
-    """Group of ids: group_size neighbours of the same input file; see labels.LINES."""
-    return keys // LINES * LINES + keys % LINES // group_size
+    if (keys >= 0).all():       # neighbours of the same input file: see labels.LINES
+        return keys // LINES * LINES + keys % LINES // group_size
+    return (lines - 1) // group_size
 
 
 def check_duplicates(keys, name):
@@ -355,8 +322,7 @@ def write_held_out(output_dir, table, train, held_out, prompt=None):
     return about | {"hash": hashlib.sha256(text.encode()).hexdigest()}
 
 
-# --------------------------------------------------------------------------------------------------
-# Packed batches
+# ---- Packed batches
 
 
 @dataclass

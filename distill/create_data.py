@@ -1,4 +1,4 @@
-r"""A teacher's answers: lines or conversations in, chat JSONL out, in input order.
+"""A teacher's answers: lines or conversations in, chat JSONL out, in input order.
 
     python distill/create_data.py --input_file lines.txt --output_file labels.jsonl \
         --model_name Qwen/Qwen3-30B-A3B-Instruct-2507
@@ -8,16 +8,15 @@ r"""A teacher's answers: lines or conversations in, chat JSONL out, in input ord
 
 The long prompt goes to the teacher only; a student trained on the result learns to do without it.
 An answer without a proper label (labels.py) is asked for again with another seed; a line that never
-gets one, or that a server refuses, is in labels.rejected.jsonl with all raw answers and the reason.
-Every input line is in one of the two files, known by its number; ids differ between input files.
+gets one is in labels.rejected.jsonl with all raw answers and the reason. Ids differ between input
+files, which can be joined.
 
-A line of a .jsonl file is a conversation in any form that train_sft.py reads, "tools" among them,
-whose last answer, if it ends with one, is asked for again; or {"text": "..."}, which may have
-several lines, with "history": [[question, answer], ...] where there is one.
+A line of a .jsonl file is a conversation in any form that train_sft.py reads, whose last answer, if
+it ends with one, is asked for again; or {"text": "...", "history": [[question, answer], ...]}.
 
-Rerun the same command to resume: finished lines are in labels.jsonl.work/, and another prompt,
-model or flag that matters is refused there. --shard I/N does every N-th line; the process that
-finds all lines finished writes the results (launch/create_data_h100x8.sh does that on 8 GPUs).
+Rerun the same command to resume: finished lines are in labels.jsonl.work/. --shard I/N does every
+N-th line; the process that finds all lines finished writes the results
+(launch/create_data_h100x8.sh does that on 8 GPUs).
 """
 import re
 import sys
@@ -37,7 +36,7 @@ REFUSED_IN_A_ROW = 50       # lines, asked in random order: it is not the lines 
 PROMPT = Path(__file__).resolve().parent / "prompts" / "language_id.txt"
 # flags that a label depends on, beside those that name the lines, the prompt and the teacher
 LABEL_FLAGS = ("prompt_role", "parser", "pattern", "labels", "thinking", "max_tokens",
-               "max_model_len", "temperature", "top_p", "top_k", "max_retries", "constrain", "seed")
+               "max_model_len", "temperature", "top_p", "top_k", "max_retries", "seed")
 ENGINE_FLAGS = {            # of teachers.open_...
     "vllm": ("max_model_len", "seed", "chunk_size", "tensor_parallel_size",
              "pipeline_parallel_size", "gpu_memory_utilization", "enforce_eager"),
@@ -82,8 +81,6 @@ def build_parser():
     p.flag("--top_p", 1.0, "draw from the likeliest tokens of this total probability")
     p.flag("--top_k", 0, "draw from this number of likeliest tokens; 0: all")
     p.flag("--max_retries", 3, "further attempts for a line, each with another seed")
-    p.flag("--constrain", "never", "let the engine force the wanted form: at the last attempt, or "
-           "at all (vllm, openai)", choices=("never", "last", "always"))
     p.flag("--seed", 0, "of the draws")
     p.flag("--chunk_size", 1024, "lines given to vllm or transformers together; a server gets the "
            "next line as soon as one is answered")
@@ -130,8 +127,6 @@ def check_flags(args, world_size):
     if args.base_url:
         from distill.server import address
         address(args.base_url, "--base_url")
-    require(engine != "transformers" or args.constrain == "never",
-            "--constrain needs the engine vllm or a server")
     for other, names in ENGINE_FLAGS.items():
         absent = ""
         if (args.engine, other, engine) == ("auto", "vllm", "transformers"):
@@ -160,8 +155,7 @@ from typing import NamedTuple
 from core import chat, checkpoint, dist, json_files, run_lock
 from core.cli import printable
 
-# --------------------------------------------------------------------------------------------------
-# What is asked
+# ---- What is asked
 
 
 class Line(NamedTuple):
@@ -214,25 +208,7 @@ def digest(*parts):
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def first_id(lines):
-    """Id of line 0: a digest of the input x LINES, so that input files have different ids."""
-    return int(digest(*(line.text() for line in lines))[:6], 16) * LINES
-
-
-def model_digest(name):
-    """Digest of a model folder: names and sizes of all files, text of the small ones; or None."""
-    folder, parts = Path(name), []
-    if not folder.is_dir():
-        return None
-    for path in sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")):
-        small = path.suffix in (".json", ".jinja") and path.stat().st_size < 1 << 20
-        parts += [path.name, str(path.stat().st_size),
-                  path.read_text(errors="replace") if small else ""]
-    return digest(*parts)
-
-
-# --------------------------------------------------------------------------------------------------
-# Journals of finished lines
+# ---- Journals of finished lines
 
 
 class Journal:
@@ -276,11 +252,8 @@ class Journal:
         self.synced = time.monotonic()
 
 
-def read_journals(folder, header, allowed=None):
-    """{line number: record} of all journals, whatever their number; UserError for other headers.
-
-    allowed: labels, None: any.
-    """
+def read_journals(folder, header):
+    """{line number: record} of all journals, whatever their number; UserError for other headers."""
     records = {}
     for path in sorted(Path(folder).glob("shard-*.jsonl")):
         with json_files.open_file(path) as file:
@@ -296,10 +269,8 @@ def read_journals(folder, header, allowed=None):
                     require(not other, f"{folder}: holds labels made otherwise "
                             f"({'; '.join(other)}); give the same flags and files, another "
                             "--output_file, or move the folder away to start again")
-                elif allowed and entry["label"] not in (None, *allowed):
-                    raise ValueError(f"{entry['label']!r} is not one of the labels")
                 else:
-                    entry["answers"][-1]["why"], entry["constrained"]
+                    entry["answers"][-1]["why"], entry["label"]
                     records.setdefault(entry["id"], entry)
             except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
                 raise UserError(f"{path}: line {number} cannot be read ({printable(error, 200)}); "
@@ -308,8 +279,7 @@ def read_journals(folder, header, allowed=None):
     return records
 
 
-# --------------------------------------------------------------------------------------------------
-# Results
+# ---- Results
 
 
 def write_results(output, lines, records, keep_reasoning=False):
@@ -318,7 +288,9 @@ def write_results(output, lines, records, keep_reasoning=False):
     A chat record is {"id", "line": from 0, "messages": [..., assistant]}, with "tools" where the
     line has them. keep_reasoning: thoughts are the answer's "reasoning_content".
     """
-    chats, rejected, first = [], [], first_id(lines)
+    chats, rejected = [], []
+    # of line 0: a digest of the input x LINES, so that input files have different ids
+    first = int(digest(*(line.text() for line in lines))[:6], 16) * LINES
     for number, line in enumerate(lines):
         record, tools = records[number], {"tools": line.tools} if line.tools else {}
         row = {"id": first + number, "line": number, "messages": line.messages, **tools}
@@ -340,21 +312,16 @@ def write_results(output, lines, records, keep_reasoning=False):
 def statistics(records):
     """Counts per label, parse rate and retries of all records."""
     rows = list(records.values())
-    free = sum(len(row["answers"]) - row["constrained"] for row in rows)
-    parsed = sum(row["label"] is not None and not row["by_constraint"] for row in rows)
-    told = [row for row in rows if row["cached_tokens"] is not None]
-    read = max(1, sum(row["prompt_tokens"] for row in told))
+    answers = sum(len(row["answers"]) for row in rows)
     labels = Counter(row["label"] for row in rows if row["label"] is not None)
     reasons = Counter(row["answers"][-1]["why"] for row in rows if row["label"] is None)
     return {"lines": len(rows), "labelled": labels.total(), "rejected": reasons.total(),
             "labels": dict(sorted(labels.items(), key=lambda pair: (-pair[1], pair[0]))),
             "reasons": dict(reasons.most_common()),
-            "parse_rate": parsed / free if free else None,      # of what nothing constrained
-            "retries": sum(len(row["answers"]) - 1 for row in rows),
-            "labelled_by_constraint": sum(row["by_constraint"] for row in rows),
+            "parse_rate": labels.total() / answers if answers else None,
+            "retries": answers - len(rows),
             "prompt_tokens": sum(row["prompt_tokens"] for row in rows),
-            "completion_tokens": sum(row["completion_tokens"] for row in rows),
-            "cached_share": sum(row["cached_tokens"] for row in told) / read if told else None}
+            "completion_tokens": sum(row["completion_tokens"] for row in rows)}
 
 
 def report(output_file, stats):
@@ -362,9 +329,8 @@ def report(output_file, stats):
     words = [f"{printable(label, 40)} {n:,}" for label, n in stats["labels"].items()]
     words = ", ".join(words) if len(words) <= 20 else f"{len(words):,} different answers"
     print(f"labels     {stats['labelled']:,} of {stats['lines']:,} lines: {words}")
-    print(f"answers    {100 * (stats['parse_rate'] or 0):.1f}% of the free ones had a label; "
-          f"{stats['retries']:,} retries, {stats['labelled_by_constraint']:,} labels by "
-          f"constraint, {stats['rejected']:,} lines rejected")
+    print(f"answers    {100 * (stats['parse_rate'] or 0):.1f}% of them had a label; "
+          f"{stats['retries']:,} retries, {stats['rejected']:,} lines rejected")
     if stats["rejected"]:
         reasons = list(stats["reasons"].items())[:3]
         why = ", ".join(f"{n:,} {printable(why, 60)}" for why, n in reasons)
@@ -372,8 +338,7 @@ def report(output_file, stats):
               f"{output_file.with_suffix('.rejected.jsonl')}")
 
 
-# --------------------------------------------------------------------------------------------------
-# Asking
+# ---- Asking
 
 
 def draw_seed(seed, number, attempt):
@@ -388,7 +353,7 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
     line's teacher gets. answered: whether the teacher has answered any line before. Raises
     UserError when it refuses, or leaves unanswered, one line after the other.
     """
-    tries = {number: [] for number in todo}         # line: [(Answer, Found, constrained)]
+    tries = {number: [] for number in todo}         # line: [(Answer, Found)]
     waiting, held = deque(todo), []
     random.Random(args.seed).shuffle(waiting)       # lines that a server refuses may stand together
     count, start = Counter(), time.monotonic()
@@ -399,11 +364,8 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
         for _ in range(min(n, len(waiting))):
             number = waiting.popleft()
             attempt, (messages, tools) = len(tries[number]), asked(number)
-            forced = args.constrain == "always" or (
-                args.constrain == "last" and attempt == args.max_retries)
             requests.append(teachers.Request(
-                number, messages, draw_seed(args.seed, number, attempt),
-                parser.constraint() if forced else None, tools))
+                number, messages, draw_seed(args.seed, number, attempt), tools))
         return requests
 
     def note(records):
@@ -419,7 +381,7 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
             found = Found(answer.text.strip()) if calls else read_label(
                 parser, answer.text, answer.finish_reason, must_think)
             mine = tries[request.id]
-            mine.append((answer, found, request.constraint is not None))
+            mine.append((answer, found))
             count.update({"answers": 1, "in": answer.prompt_tokens,
                           "out": answer.completion_tokens})
             unanswered = answer.finish_reason in UNANSWERED
@@ -450,17 +412,13 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
 
 
 def finished(number, tries):
-    """The journal's record of a line, from [(Answer, Found, constrained)] of its attempts."""
-    answer, found, forced = tries[-1]
-    cached = [a.cached_tokens for a, _, _ in tries]
+    """The journal's record of a line, from [(Answer, Found)] of its attempts."""
+    answer, found = tries[-1]
     record = {"id": number, "label": found.label,
-              "by_constraint": forced and found.label is not None,
-              "constrained": sum(f for _, _, f in tries),
-              "prompt_tokens": sum(a.prompt_tokens for a, _, _ in tries),
-              "completion_tokens": sum(a.completion_tokens for a, _, _ in tries),
-              "cached_tokens": None if None in cached else sum(cached),
+              "prompt_tokens": sum(a.prompt_tokens for a, _ in tries),
+              "completion_tokens": sum(a.completion_tokens for a, _ in tries),
               "answers": [{"text": a.text, "finish_reason": a.finish_reason, "why": f.why}
-                          for a, f, _ in tries]}
+                          for a, f in tries]}
     if found.label is not None:
         reasoning = answer.reasoning or thoughts(answer.text, max(0, found.start))
         record |= {"tool_calls": answer.tool_calls} if answer.tool_calls else {}
@@ -499,8 +457,6 @@ def main(argv=None):
 
     # what is asked, and of whom
     parser = make_parser(args.parser, args.pattern, args.labels and tuple(args.labels.split(",")))
-    if args.constrain != "never":
-        parser.constraint()
     lines, notices = read_input(args.input_file)
     prompt = teachers.read_prompt(args.prompt_file, args.prompt_role)
     for number, line in enumerate(lines, 1):
@@ -513,10 +469,13 @@ def main(argv=None):
                        f"{teachers.PLACE}: they cannot be cached")
     print(*(f"notice     {notice}\n" for notice in notices), sep="", end="")
     engine = teachers.pick_engine(args.engine, args.base_url)
+    weights = None
+    if engine != "openai" and Path(args.model_name).is_dir():
+        from distill.causal_lm import fingerprint_weights
+        weights = fingerprint_weights(args.model_name)
     header = {"input_file": f"{len(lines)} lines {digest(*(line.text() for line in lines))}",
               "prompt_file": digest(prompt.before, prompt.after), "model_name": args.model_name,
-              "model": model_digest(args.model_name) if engine != "openai" else None,
-              "engine": engine, **{name: getattr(args, name) for name in LABEL_FLAGS}}
+              "model": weights, "engine": engine, **{name: getattr(args, name) for name in LABEL_FLAGS}}
 
     # what is finished
     work, output = Path(args.output_file + ".work"), Path(args.output_file)
@@ -525,7 +484,7 @@ def main(argv=None):
             "another name, or move it away")
     checkpoint.prepare_folder(output.resolve().parent if args.dry_run else work, "--output_file")
     shard, shards = shard_of(args.shard)
-    records = read_journals(work, header, parser.labels)
+    records = read_journals(work, header)
     todo = [number for number in range(shard, len(lines), shards) if number not in records]
     print(f"teacher    {args.model_name} ({engine})\n"
           f"lines      {len(lines):,}, {len(records):,} of them finished, {len(todo):,} to do"
@@ -544,7 +503,7 @@ def main(argv=None):
         label_lines(args, answers, draw, parser, lambda number: (
             teachers.with_prompt(prompt, lines[number].messages), lines[number].tools),
             todo, journal, answered)
-    records = read_journals(work, header, parser.labels)
+    records = read_journals(work, header)
     if left := len(lines) - len(records):
         print(f"done       {len(todo):,} lines; {left:,} of other shards are not finished yet")
         return

@@ -4,7 +4,7 @@ r"""Judge a student of train_sft.py by questions it has not seen: what has it le
     python distill/evaluate.py ... --parser language --truth_file truth.jsonl \
         --prompt_file language_id.txt
     python distill/evaluate.py ... --follows '^Ahoy' --min_closed 0.5 --control other/checkpoint-48
-    python distill/evaluate.py ... --eval_data_file unseen.jsonl --data_file seen.jsonl
+    python distill/evaluate.py ... --eval_data_file unseen.jsonl
 
 Columns: "base" is the model before training, "student" the checkpoint, adapters or all weights;
 "base + prompt" or "teacher" is what the run learned from, or the base behind --prompt_file;
@@ -13,16 +13,13 @@ greedily, as the student was trained; the questions are those of OUTPUT_DIR/held
 hash the checkpoint holds, and none of them may have been trained.
 
     kl, nll         of the held-out answers, per token: KL(teacher, column), negative log-likelihood
-    agreement       with the label in the data (--parser language or regex, or --labels)
-    accuracy        against --truth_file, which no teacher made: a student can be better
+    agreement       with the label in the data; accuracy: with --truth_file, which no teacher made
     follows         answers in which --follows is found
     exact           same words as the teacher's answer (the data's, without a teacher)
-    unrelated ...   --unrelated: KL(base, column) on other chats, answers that are the base's,
-                    answers that follow the rule
+    unrelated ...   --unrelated: KL(base, column) on other chats, answers that are the base's
 
 "closed" is the part of the way from base to teacher that a student went. Written: evaluation.json
-with every answer, evaluation.txt with the table. Exit status 1 below --min_agreement, --min_gain or
---min_closed.
+with every answer, evaluation.txt with the table.
 """
 import re
 import sys
@@ -39,11 +36,9 @@ BASE, STUDENT, CONTROL = "base", "student", "control"
 PROMPTED, TEACHER = "base + prompt", "teacher"      # the base behind the prompt, or another model
 TOPIC = "{topic}"
 SHARES = ("agreement", "accuracy", "follows", "exact", "labelled", "ended")
-# flags of a run, by which it read its data; the values are for a checkpoint that does not say
-RUN_FLAGS = {"train_data_file": None, "too_long": "stop", "drop_bad": (),
-             "enable_thinking": "template", "train_turns": "last", "max_length": 0,
-             "max_tokens_per_batch": 0, "model_path": None, "prompt_file": None,
-             "teacher_path": None, "chat_template": None, "keep": None}
+# flags of a run, by which it read its data
+RUN_FLAGS = ("train_data_file too_long drop_bad enable_thinking train_turns max_length "
+             "max_tokens_per_batch model_path prompt_file teacher_path chat_template keep").split()
 
 
 def build_parser():
@@ -55,19 +50,13 @@ def build_parser():
     p.flag("--prompt_file", None, "the teacher's, for a run that learned answers alone")
     p.flag("--prompt_role", "user", "with --prompt_file: around the last user message, or in a "
            "system message", choices=("user", "system"))
-    p.flag("--enable_thinking", None, "as the student was trained, if its checkpoint does not say "
-           "it", choices=("template", "true", "false"))
-    p.flag("--device", None, "where the models run (default: the GPU if there is one)")
     # data
     p.flag("--output_dir", None, "everything written goes here", required=True)
     p.flag("--eval_data_file", None, "judge by these instead of those that the run held out")
-    p.flag("--data_file", None, "with --eval_data_file: all that the student has seen (default: "
-           "what the run's flags say)")
     p.switch("--drop_leaked", "leave out questions that were trained as well, instead of stopping")
     p.flag("--unrelated", None, "other chats, answered by the base: what was forgotten?")
     # answers
     p.flag("--max_new_tokens", 128, "tokens an answer may have")
-    p.flag("--prompt_max_new_tokens", 0, "of the base behind the prompt; 0: --max_new_tokens")
     p.flag("--batch_size", 16, "answers generated together")
     p.flag("--parser", "whole", "a label: the language line, --pattern, or the whole answer",
            choices=PARSERS)
@@ -88,7 +77,6 @@ def build_parser():
 def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later."""
     cli.at_least_one(args, "max_new_tokens batch_size")
-    cli.zero_or_more(args, "prompt_max_new_tokens")
     cli.share(args, "min_agreement min_gain min_closed")
     follows = (args.follows or "").replace(TOPIC, "x")
     for flag, pattern in (("follows", follows), ("topic", args.topic or "()")):
@@ -138,8 +126,7 @@ HOLD_OUT = "--validation_split 0.1 --group_size 15"
 UNKNOWN = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform",
            "trainable_token_indices", "fan_in_fan_out")     # what train_sft.py never sets
 
-# --------------------------------------------------------------------------------------------------
-# Checkpoints and models
+# ---- Checkpoints and models
 
 
 @dataclass
@@ -147,9 +134,9 @@ class Run:
     """A checkpoint and the run it is of."""
     folder: Path
     adapter: bool
-    meta: dict                  # its state, or None
-    flags: argparse.Namespace   # of RUN_FLAGS
-    base: Path                  # folder or None
+    meta: dict                  # its state
+    flags: argparse.Namespace   # RUN_FLAGS
+    base: Path                  # folder
     tokenizer: object
 
     @property
@@ -168,33 +155,18 @@ def open_run(args, name):
         others = [path.name for _, path in checkpoint.list_checkpoints(folder.parent)]
         raise UserError(f"{where}: no such folder"
                         + (f"; there are {', '.join(others)}" if others else ""))
-    adapter, meta = (folder / "adapter_config.json").is_file(), None
+    adapter = (folder / "adapter_config.json").is_file()
     require(adapter or (folder / "config.json").is_file(),
             f"{where}: holds neither a model nor an adapter{causal_lm.hint(folder)}")
-    path = folder / checkpoint.STATE / "state.json"
-    if path.is_file():
-        try:
-            meta = json_files.read_object(path)
-            known = meta["args"]
-            known["too_long"], meta["identity"]["base model"]
-        except (OSError, ValueError, KeyError, TypeError, UserError) as error:
-            raise UserError(f"{where}: its {checkpoint.STATE}/state.json is not what train_sft.py "
-                            f"writes ({type(error).__name__}: {error})")
-        require(not args.enable_thinking,
-                "--enable_thinking: the checkpoint says how it was trained; drop the flag")
-    else:
-        require(args.data_file and args.eval_data_file,
-                f"{where}: has no {checkpoint.STATE}/state.json that says what it was trained on; "
-                "give --eval_data_file, and --data_file with all that it has seen")
-        known = {"enable_thinking": args.enable_thinking or "template"}
-    flags = argparse.Namespace(**{flag: known.get(flag, value)
-                                  for flag, value in RUN_FLAGS.items()})
-    flags.train_data_file = args.data_file or flags.train_data_file
-    base = args.model_path or flags.model_path
-    require(base or not adapter,
-            f"{where}: does not say what it was trained from; give --model_path")
-    base = causal_lm.find_model(base) if base else None
-    require(not meta or causal_lm.fingerprint_weights(base) == meta["identity"]["base model"],
+    try:        # what a run was, and what it has seen
+        meta = json_files.read_object(folder / checkpoint.STATE / "state.json")
+        flags = argparse.Namespace(**{flag: meta["args"][flag] for flag in RUN_FLAGS})
+        trained_from = meta["identity"]["base model"]
+    except (KeyError, TypeError, UserError) as error:
+        raise UserError(f"{where}: its {checkpoint.STATE}/state.json is not what train_sft.py "
+                        f"writes ({type(error).__name__}: {error})")
+    base = causal_lm.find_model(args.model_path or flags.model_path)
+    require(causal_lm.fingerprint_weights(base) == trained_from,
             f"{where}: was not trained from {base} but from other weights ({flags.model_path} "
             "then); give that model with --model_path")
     return Run(folder, adapter, meta, flags, base, chat.load_tokenizer(folder))
@@ -208,21 +180,9 @@ def find_prompt(args, run):
     if args.prompt_file:
         require(not learned, f"--prompt_file {args.prompt_file}: {run.folder} learned {learned}; "
                              "drop the flag")
-        require(run.base, "--prompt_file is for the base model: give --model_path")
         return teachers.read_prompt(args.prompt_file, args.prompt_role)
     # as the run read it, whatever has become of the file
     return teachers.Prompt(*run.meta["held_out"]["prompt"]) if learned else None
-
-
-def pick_device(name):
-    """(torch.device, dtype: bfloat16 on a GPU that has it, else float32). UserError."""
-    own = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.empty(1, device=name or own).device
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {name}: cannot be used ({str(error).splitlines()[0]})")
-    half = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    return device, torch.bfloat16 if half else torch.float32
 
 
 def load_model(folder, adapter, dtype, device):
@@ -265,13 +225,11 @@ class Column:
 
 
 def open_columns(args, run, prompt, device, dtype):
-    """{name: Column} of base, teacher and student, of those that there are."""
+    """{name: Column} of base, teacher if there is one, and student."""
     student = load_model(run.base if run.adapter else run.folder,
                          run.folder if run.adapter else None, dtype, device)
-    columns = {}
-    if run.base:
-        model = student if run.adapter else load_model(run.base, None, dtype, device)
-        columns[BASE] = Column(model, run.tokenizer)
+    base = student if run.adapter else load_model(run.base, None, dtype, device)
+    columns = {BASE: Column(base, run.tokenizer)}
     if run.teacher:
         tokenizer = chat.load_tokenizer(run.teacher, run.flags.chat_template)
         columns[TEACHER] = Column(load_model(run.teacher, None, dtype, device), tokenizer)
@@ -280,8 +238,7 @@ def open_columns(args, run, prompt, device, dtype):
     return columns | {STUDENT: Column(student, run.tokenizer, True)}
 
 
-# --------------------------------------------------------------------------------------------------
-# Questions that were not trained
+# ---- Questions that were not trained
 
 
 def read_chats(path):
@@ -324,8 +281,6 @@ def read_rows(args, run):
                 row["trained_as"] = seen[asked]
     else:
         path, rows, trained = held_out_rows(run)
-        if args.data_file:
-            print(f"notice     --data_file is not read: {path} has the lines that the run held out")
     leaked = [number for number, row in enumerate(rows, 1) if "trained_as" in row]
     if leaked and not args.drop_leaked:
         raise UserError(f"{path}:{leaked[0]}: its text was trained, as "
@@ -338,11 +293,6 @@ def read_rows(args, run):
              "enable_thinking": run.flags.enable_thinking,
              "split": "--eval_data_file" if args.eval_data_file else "held out by the run"}
     return [row for row in rows if "trained_as" not in row], about
-
-
-def label_of(messages):
-    """The last answer, without thoughts."""
-    return messages[-1]["content"].split("</think>")[-1].strip()
 
 
 def read_truth(path, rows, labels):
@@ -380,7 +330,7 @@ def encode(run, rows, path, prompt=None, turns=None):
     if prompt and run.teacher:
         theirs = chat.load_tokenizer(run.teacher, run.flags.chat_template)
         behind = chat.Encoder(theirs, turns, thinking)
-    config = causal_lm.load_config(run.base or run.folder)
+    config = causal_lm.load_config(run.base)
     limit = causal_lm.length_limit(config, run.flags.max_length, run.flags.max_tokens_per_batch)
     encoder = chat.Encoder(run.tokenizer, turns, thinking, split=not prompt)
     reading = Reading(encoder, limit, run.flags.too_long, prompt, behind=behind)
@@ -396,8 +346,7 @@ def encode(run, rows, path, prompt=None, turns=None):
     return samples, sorted(made["ends"])
 
 
-# --------------------------------------------------------------------------------------------------
-# Answers and measures
+# ---- Answers and measures
 
 
 @torch.no_grad()
@@ -518,8 +467,7 @@ def measure_forgotten(args, run, columns, found, ends, rule):
             found[name]["unrelated follows"] = statistics.fmean(rule(None, text) for text in texts)
 
 
-# --------------------------------------------------------------------------------------------------
-# Verdict
+# ---- Verdict
 
 
 def table_lines(found, n):
@@ -597,17 +545,17 @@ def main(argv=None):
 
     # everything is read and checked before the first question
     rule = follows_rule(args.follows, args.topic)
-    device, dtype = pick_device(args.device)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    half = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    dtype = torch.bfloat16 if half else torch.float32
     parser = make_parser(args.parser, args.pattern, args.labels and tuple(args.labels.split(",")))
     run = open_run(args, args.checkpoint)
     prompt = find_prompt(args, run)
     require(prompt or not args.min_closed,
             "--min_closed needs a teacher: --prompt_file, or a run that learned from one")
-    require(run.base or not (args.min_gain or args.unrelated),
-            "--min_gain and --unrelated need --model_path")
     rows, about = read_rows(args, run)
     questions = [chat.question(row["messages"][:-1]) for row in rows]
-    given, truth = [label_of(row["messages"]) for row in rows], None
+    given, truth = [chat.plain(row["messages"][-1]) for row in rows], None
     if judges_labels(args):
         labels = parser.labels or tuple(sorted(set(given)))
         for row, label in zip(rows, given):
@@ -638,10 +586,9 @@ def main(argv=None):
     for name, column in columns.items():
         print(f"asking     {name}: {len(rows):,} questions")
         taught = name == goal
-        tokens = taught and args.prompt_max_new_tokens or args.max_new_tokens
         answers[name] = ask_column(column, ends, run.flags.enable_thinking,
-                                   requests_of(rows, prompt if taught else None), tokens,
-                                   args.batch_size)
+                                   requests_of(rows, prompt if taught else None),
+                                   args.max_new_tokens, args.batch_size)
         kl, nll = likelihoods(column, samples, args.batch_size,
                               None if taught else columns.get(goal), behind=taught)
         found[name] = {"kl": 0.0 if taught else kl, "nll": nll}

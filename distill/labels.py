@@ -20,7 +20,6 @@ ENDINGS = {"length": "cut off at --max_tokens",
 UNANSWERED = ("refused", "no_answer")       # endings of lines without an answer: the text says why
 # ids of records: a digest of the input file x LINES + the line's number; below JSON's 2**53
 LINES = 2**28
-GROUP = 15      # lines of one sentence in the language task: a sentence in so many languages
 
 
 @dataclass(frozen=True)
@@ -31,14 +30,6 @@ class Parser:
     line: re.Pattern | None
     labels: tuple | None = None
     lower: bool = False
-
-    def constraint(self):
-        """{"choice": [str]} or {"regex": str} that lets a teacher only write what is read here."""
-        require(self.line, "--constrain: --parser whole takes any answer, there is nothing to "
-                           "constrain")
-        if self.lower:
-            return {"choice": [f"Final Answer: {label}" for label in self.labels]}
-        return {"regex": self.line.pattern}
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ import torch.nn.functional as F
 FLOOR = -1e4        # least log-probability, whose exponential is 0: logits of -inf would give nan
 
 
-# --------------------------------------------------------------------------------------------------
-# Divergence from a teacher
+# ---- Divergence from a teacher
 
 
 def log_probs(logits, ids=None):
@@ -78,8 +77,7 @@ def loss_sums(teaching, logits, targets, *teacher):
     return ((1 - share) * ce + share * apart).sum(), right, ce.detach().sum(), apart.detach().sum()
 
 
-# --------------------------------------------------------------------------------------------------
-# Without the logits of a whole batch
+# ---- Without the logits of a whole batch
 
 
 def chunked_loss(hidden, head, targets, chunk, teacher=(), prompted=None, teacher_head=None):

@@ -98,15 +98,7 @@ def draw(model, prompts, seeds, tokens, ends, args):
     return [np.array(ids) for ids in answers]
 
 
-# --------------------------------------------------------------------------------------------------
-# vLLM's server
-
-
-def open_sampler(world, base_url, output_dir, every, timeout):
-    """Sampler of the server at base_url, of all ranks. every, timeout: of Sampler."""
-    sampler = Sampler(world, base_url, Path(os.path.abspath(output_dir)) / "served", every, timeout)
-    sampler.run = dist.rank0(world, sampler.begin)
-    return sampler
+# ---- vLLM's server
 
 
 class Sampler:
@@ -114,13 +106,13 @@ class Sampler:
     loaded, and in their folder.
     """
 
-    def __init__(self, world, base_url, folder, every, timeout):
-        """folder: for adapters, on a disk that the server sees. every: steps between refreshes.
-        timeout: seconds that a call may take, and its repetitions again.
+    def __init__(self, world, base_url, output_dir, timeout):
+        """Collective. output_dir: on a disk that the server sees. timeout: seconds that a call may
+        take, and its repetitions again.
         """
         self.world, self.server = world, Server(base_url, timeout)
-        self.folder, self.every = folder, every
-        self.run, self.name = "", None
+        self.folder, self.name = Path(os.path.abspath(output_dir)) / "served", None
+        self.run = dist.rank0(world, self.begin)
 
     def begin(self):
         """Name of this run on the server, which answers; what an earlier run has left goes."""
@@ -138,9 +130,7 @@ class Sampler:
         return self.server.wait(self.server.insist(path, body, hint=hint, **more))
 
     def refresh(self, model, step):
-        """Have the server answer by a PackedLM's adapters of now, if it is time. Collective."""
-        if self.name and step % self.every:
-            return
+        """Have the server answer by a PackedLM's adapters of now. Collective."""
         from core import adapters
         dist.reshard(model)
         weights = adapters.adapter_weights(model.net)

@@ -55,8 +55,7 @@ def check_model(model):
         raise UserError(f"{name} has no linear output head")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Model and loss
+# ---- Model and loss
 
 
 class Sums(NamedTuple):
@@ -223,18 +222,6 @@ def layer_weights(model):
         parameter.numel() * (model.config.num_experts_per_tok if parameter.ndim == 3 else 1)
         // (parameter.shape[0] if parameter.ndim == 3 else 1) for layer in causal_lm.decoder_layers(model)
         for name, parameter in layer.named_parameters() if parameter.ndim > 1 and ".lora_" not in name)
-
-
-def mixture_text(model):
-    """[line about a PackedLM's experts]; [] for a dense model."""
-    found = [p for name, p in model.native.named_parameters() if p.ndim == 3 and causal_lm.expert_names(name, p.shape)]
-    if not found:
-        return []
-    each, idle = model.native.config.num_experts_per_tok, found[0].shape[0]
-    active = sum(p.numel() for p in model.native.parameters()) - sum(
-        p.numel() * (idle - each) // idle for p in found)
-    return [f"experts    {each} of {idle} for a token, with {active / 1e6:,.1f} M of the parameters"
-            + ("; they and the routers are frozen" if model.lora else "")]
 
 
 def flops(values, config, tokens, targets, pairs, lora, forward_only=False):

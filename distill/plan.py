@@ -9,7 +9,6 @@ from core import memory as plans
 from core.packing import PackOrder
 from distill import causal_lm
 from distill.chat_data import PackedChats, samples_line
-from distill.packed_lm import mixture_text
 
 
 def loss(model, tokens, targets, kept=False):
@@ -97,13 +96,9 @@ def print_plan(args, ranks, model, table, split, order, lines, left, kept=None):
     lengths, targets = table.lengths[split[0]], table.targets[split[0]]
     found, tokens = memory(model, setup, lengths, targets, order,
                            range(min(20, args.num_train_epochs)), kept)
-    frozen_lines = []
-    if model.frozen:
-        from distill import frozen
-        frozen_lines = frozen.text(model)
     average = (f"{len(lengths) / order.packs_per_epoch:.1f} samples and "
                f"{lengths.sum() / order.packs_per_epoch:,.0f} tokens")
     plans.print_plan(args, setup, found, f"{tokens:,} tokens", model.native, [
-        plans.head_text(args, setup, model.native), *mixture_text(model), *frozen_lines,
-        samples_line(table, *split), plans.packs_text(setup, order, lengths, average), *lines],
+        plans.head_text(args, setup, model.native), samples_line(table, *split),
+        plans.packs_text(setup, order, lengths, average), *lines],
         left, len(split[1]) > 0)

@@ -37,7 +37,6 @@ class Request(NamedTuple):
     id: int                     # of the line
     messages: list              # as OpenAI's API has them, the teacher's prompt among them
     seed: int = 0               # of the draws
-    constraint: dict = None     # {"choice": [str]} or {"regex": str} that the answer must obey
     tools: list = None
 
 
@@ -50,7 +49,6 @@ class Answer:
     finish_reason: str
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    cached_tokens: int | None = None        # of the prompt, None: the engine does not say
     reasoning: str = ""         # closed thoughts that the engine has taken out of the text
     tool_calls: list = None     # that a server has taken out of the text
 
@@ -98,8 +96,7 @@ def ask(answers, requests):
     return [found[number] for number in range(len(found))]
 
 
-# --------------------------------------------------------------------------------------------------
-# The teacher's prompt
+# ---- The teacher's prompt
 
 
 class Prompt(NamedTuple):
@@ -142,8 +139,7 @@ def with_prompt(prompt, messages):
     return [*messages[:-1], messages[-1] | {"content": text}]
 
 
-# --------------------------------------------------------------------------------------------------
-# In this process
+# ---- In this process
 
 
 def opens_thought(tokenizer, flags):
@@ -186,7 +182,6 @@ def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options
     from transformers import AutoConfig
     try:
         from vllm import LLM, SamplingParams
-        from vllm.sampling_params import StructuredOutputsParams
     except ImportError as error:
         raise UserError(f"--engine vllm: vLLM cannot be imported ({error}); install it, or give "
                         "--base_url")
@@ -196,24 +191,20 @@ def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options
     tokenizer, flags = llm.get_tokenizer(), draw.template_flags
     begin, limit = opens_thought(tokenizer, flags), llm.llm_engine.model_config.max_model_len
 
-    def sampling(request):
-        form = StructuredOutputsParams(**request.constraint) if request.constraint else None
-        return SamplingParams(temperature=draw.temperature, top_p=draw.top_p, top_k=draw.top_k,
-                              seed=request.seed, max_tokens=draw.max_tokens,
-                              structured_outputs=form)
-
     def answers(take):
         while requests := take(chunk_size):
             # one that does not fit would end the whole call
             fits, rest = split_fitting(requests, tokenizer, flags, limit - 1)
             yield from rest
             prompts = [{"prompt_token_ids": ids} for _, ids in fits]
-            drawn = [sampling(request) for request, _ in fits]
+            drawn = [SamplingParams(temperature=draw.temperature, top_p=draw.top_p,
+                                    top_k=draw.top_k, seed=request.seed, max_tokens=draw.max_tokens)
+                     for request, _ in fits]
             outputs = llm.generate(prompts, drawn, use_tqdm=False) if fits else []
             for (request, ids), out in zip(fits, outputs):
                 best = out.outputs[0]
                 yield request, Answer(begin + best.text, best.finish_reason, len(ids),
-                                      len(best.token_ids), out.num_cached_tokens)
+                                      len(best.token_ids))
     return answers
 
 
@@ -274,8 +265,7 @@ def answers_of(model, tokenizer, draw, ends, max_model_len=0, batch_size=16, chu
     return answers
 
 
-# --------------------------------------------------------------------------------------------------
-# Behind a server
+# ---- Behind a server
 
 
 def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0,
@@ -363,8 +353,7 @@ class Fields:
         body = {"model": name, "messages": [as_sent(message) for message in request.messages],
                 self.max_tokens: draw.max_tokens, "temperature": draw.temperature,
                 "top_p": draw.top_p, **NOT_SET, "seed": request.seed, "top_k": draw.top_k,
-                "chat_template_kwargs": draw.template_flags or None, "tools": request.tools,
-                "structured_outputs": request.constraint}
+                "chat_template_kwargs": draw.template_flags or None, "tools": request.tools}
         return {field: value for field, value in body.items()
                 if field not in self.dropped and value not in (None, [])}
 
@@ -404,7 +393,7 @@ def read_answer(data):
     """Answer from the bytes of /chat/completions; MALFORMED where it has another form."""
     found = json_files.loads(data)
     choice, usage = found["choices"][0], found.get("usage") or {}
-    message, details = choice["message"], usage.get("prompt_tokens_details") or {}
+    message = choice["message"]
     calls = [{"type": "function", "function": {
         "name": call["function"]["name"],
         "arguments": json_files.loads(call["function"]["arguments"] or "{}")}}
@@ -413,8 +402,7 @@ def read_answer(data):
     reason = "stop" if choice["finish_reason"] == "tool_calls" else choice["finish_reason"]
     reasoning = plain_text(message.get("reasoning_content") or message.get("reasoning"))
     return Answer(plain_text(message["content"]), reason, usage.get("prompt_tokens") or 0,
-                  usage.get("completion_tokens") or 0, details.get("cached_tokens"),
-                  reasoning.strip(), calls or None)
+                  usage.get("completion_tokens") or 0, reasoning.strip(), calls or None)
 
 
 def plain_text(content):

@@ -14,7 +14,7 @@ from core.cli import UserError, require
 OF_TEACHER = ("divergence", "js_beta", "distill_topk", "distill_weight", "on_policy",
               "max_new_tokens", "base_url")
 NEEDED = {"prompt_role": "prompt_file", "teacher_name": "teacher_url", "keep_weight": "keep",
-          "keep_every": "keep", "refresh_steps": "base_url"}
+          "keep_every": "keep"}
 
 
 def check_flags(args, parser):
@@ -56,7 +56,7 @@ def check_flags(args, parser):
     args.distill_weight = 1.0 if args.distill_weight is None else args.distill_weight
     cli.above_zero(args, "distill_weight")
     cli.share(args, "distill_weight on_policy")
-    cli.at_least_one(args, "max_new_tokens refresh_steps")
+    cli.at_least_one(args, "max_new_tokens")
     cli.below_one(args, "js_beta")
     cli.above_zero(args, "js_beta")
     require(args.on_policy or not args.base_url, "--base_url needs --on_policy")
@@ -74,8 +74,7 @@ def check_flags(args, parser):
         args.train_turns = "last"
 
 
-# --------------------------------------------------------------------------------------------------
-# What the teacher reads
+# ---- What the teacher reads
 
 
 def check_same(ours, theirs, rows, name):

@@ -7,15 +7,13 @@
     torchrun ... --teacher_path Qwen/Qwen3-30B-A3B-Instruct-2507 --on_policy 1
     python distill/train_sft.py --model_path ./tiny --train_data_file chats.jsonl   # needs no GPU
 
-The script reads top to bottom: flags, ranks, data, model, resume, order of the data, validation and
-saving, then the loop. Its loss is the cross-entropy of the trained tokens, averaged over all of
-them in an optimizer step (all ranks and micro-steps). Which tokens are trained is proven against
-the tokenizer's chat template (core/chat.py).
+It reads top to bottom: flags, ranks, data, model, resume, order of the data, validation and saving,
+then the loop. The loss is the cross-entropy of the trained tokens, averaged over all of them in an
+optimizer step (all ranks and micro-steps). Which these are is proven in core/chat.py.
 
-With --teacher_path a second, frozen model scores each token of the answers, and the student learns
-its distribution (losses.py); with --prompt_file it reads them behind that prompt, which the student
-does not have. The teacher may be the student's own base. The answers are those of the data, or with
---on_policy the student's own.
+With --teacher_path a frozen model scores each token of the answers, behind --prompt_file if there
+is one, and the student learns its distribution (losses.py). The answers are those of the data, or
+with --on_policy the student's own.
 
 SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop: the step is finished, a checkpoint saved, and
 OUTPUT_DIR/requeue left for the launcher; exit status 0. Rerun the same command to resume.
@@ -30,21 +28,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ stand
 from core import cli, precision, run_lock
 from core.cli import require
 
-# LoRA takes about ten times the rate of full fine-tuning (thinking-machines-lab/tinker-cookbook)
+# LoRA takes about ten times the rate of full fine-tuning (tinker-cookbook)
 LORA_RATE, FULL_RATE = 2e-4, 2e-5
 GLOBAL_BATCH = 128      # samples an optimizer step, unless flags say otherwise
 CHECKS = ("unreadable", "invalid", "template", "teacher", "too_long")    # of --drop_bad
 TOO_LONG = ("stop", "drop", "cut_left", "cut_right")
 
-# --------------------------------------------------------------------------------------------------
-# Flags: name, default, help
-
+# ---- Flags: name, default, help
 p = cli.Parser("Fine-tune a causal language model on chats.")
 flag, switch = p.flag, p.switch
 # before the run
 flag("--config", None, "YAML of lines `flag: value`; the command line counts more", metavar="FILE")
-flag("--dry_run", None, "check everything, print the plan for so many GPUs (default: this "
-     "launch's), stop; needs none", nargs="?", type=int, const=0, metavar="GPUS")
+flag("--dry_run", None, "check everything, print the plan for so many GPUs (default: this launch's) "
+     "and stop; needs no GPU", nargs="?", type=int, const=0, metavar="GPUS")
 # model
 flag("--model_path", None, "folder or hub name of a transformers causal LM", required=True)
 switch("--use_lora", "train adapters on a frozen base instead of all weights")
@@ -65,21 +61,20 @@ flag("--group_size", 1, 'neighbours by "id" or line that are held out together, 
 flag("--chat_template", None, "Jinja file to use and save instead of the model's template")
 flag("--enable_thinking", "template", "what the template gets under this name; template: nothing",
      choices=("template", "true", "false"))
-flag("--train_turns", "all", "answers that are trained; with a prompt around the user's text "
-     "always the last; each as the template writes it at its turn", choices=("all", "last"))
+flag("--train_turns", "all", "answers that are trained, each as the template writes it at its turn; "
+     "with a prompt around the user's text always the last", choices=("all", "last"))
 flag("--preprocess_num_proc", min(8, cli.usable_cpus()), "processes that read large files")
-flag("--max_length", 0, "tokens a sample may have, those of a teacher's side included; 0 = the "
-     "model's positions")
+flag("--max_length", 0, "tokens a sample may have, with a teacher's side; 0 = the model's positions")
 flag("--too_long", "stop", "what becomes of longer samples; cut: of their left or right end",
      choices=TOO_LONG)
-flag("--drop_bad", None, "drop bad samples instead of stopping; all, or found by "
-     f"{', '.join(CHECKS)}; OUTPUT_DIR/problems.jsonl lists them", nargs="*", metavar="CHECK")
+flag("--drop_bad", None, "list bad samples in OUTPUT_DIR/problems.jsonl instead of stopping; all, "
+     f"or found by {', '.join(CHECKS)}", nargs="*", metavar="CHECK")
 switch("--drop_too_long", argparse.SUPPRESS)        # the same as --drop_bad too_long
 flag("--num_workers", 2, "loader processes per rank, 0 = in the trainer")
 # distillation
-flag("--teacher_path", None, "folder or hub name of a model with the same vocabulary that scores "
-     "all answers (default with --prompt_file: --model_path, without adapters)")
-flag("--teacher_url", None, "of vLLM's server of that model, which then scores; --teacher_path: a "
+flag("--teacher_path", None, "model of the same vocabulary that scores all answers (default with "
+     "--prompt_file: --model_path, without adapters)")
+flag("--teacher_url", None, "of vLLM's server of that model, which then scores; --teacher_path is a "
      "folder with its config and tokenizer; key in OPENAI_API_KEY")
 flag("--teacher_name", None, "the server's name for it (default: --teacher_path)")
 flag("--prompt_file", None, "text that the teacher reads and the student does not")
@@ -90,9 +85,7 @@ flag("--divergence", "forward", "KL(teacher, student), KL(student, teacher), or 
 flag("--js_beta", 0.5, "the teacher's share in js's mixture, between 0 and 1")
 flag("--on_policy", 0.0, "share of the samples whose answer the student draws at each step")
 flag("--max_new_tokens", 128, "tokens an answer drawn for --on_policy may have")
-flag("--base_url", None, "of vLLM's server, http://localhost:8000/v1 say, which then draws the "
-     "answers of --on_policy (on_policy.py); key in OPENAI_API_KEY")
-flag("--refresh_steps", 1, "with --base_url, optimizer steps between refreshes of its adapters")
+flag("--base_url", None, "of vLLM's server, which then draws them, by adapters (on_policy.py)")
 flag("--request_timeout", 240.0, "seconds that one request may take in all")
 flag("--distill_topk", 0, "compare the teacher's K likeliest tokens and the sum of all others; 0 = "
      "the whole vocabulary", metavar="K")
@@ -104,9 +97,9 @@ flag("--keep_every", 4, "steps from one batch of them to the next")
 flag("--per_device_train_batch_size", 16, "samples per micro-step and rank")
 flag("--max_tokens_per_batch", 0, "pack whole samples up to so many tokens instead; 0 = off")
 flag("--per_device_eval_batch_size", 16, "samples per validation batch")
-flag("--gradient_accumulation_steps", 0, "micro-steps per step; 0 = by --global_batch_size, or 1 "
-     "with a token budget")
-flag("--global_batch_size", 0, f"samples per step; derives accumulation; 0 = {GLOBAL_BATCH}")
+flag("--gradient_accumulation_steps", 0, "micro-steps per step (default: by --global_batch_size, 1 "
+     "with a token budget)")
+flag("--global_batch_size", 0, f"samples per step; derives accumulation (default: {GLOBAL_BATCH})")
 flag("--num_train_epochs", 4, "passes over the training samples")
 flag("--max_steps", 0, "stop after so many optimizer steps, 0 = by epochs")
 # optimization
@@ -121,26 +114,22 @@ flag("--max_grad_norm", 1.0, "clip the global gradient norm, 0 = off")
 flag("--max_bad_steps", 5, "stop after so many non-finite steps in a row")
 flag("--seed", 42, "of weights, data order, hold-out and dropout")
 # speed and memory
-switch("--auto", "choose by the memory plan what no flag names, and print why: batches, "
-       "--gradient_checkpointing, --parallel; a resumed run keeps its choice")
-flag("--gpu_memory", None, "GiB of one GPU, for --dry_run, --auto (default: the one here, else 80)",
-     type=float)
+switch("--auto", "choose batches, --gradient_checkpointing and --parallel by the memory plan")
+flag("--gpu_memory", None, "GiB of one GPU, for a plan (default: the one here, else 80)", type=float)
 flag("--host_memory", None, "GiB free on a node, for --dry_run (default: here)", type=float)
 flag("--parallel", None, "a model on every GPU; sharded over all (FSDP2), or over a node's (HSDP) "
      "(default: ddp on one GPU, else fsdp)", type=cli.sharding, choices=("ddp", "fsdp", "hsdp"))
 flag("--shard_size", 0, "hsdp: GPUs that weights are sharded over, 0 = a node's")
 flag("--reshard_after_forward", True, "fsdp, hsdp: free gathered weights until the backward pass; "
      "no-: faster, more memory", action=argparse.BooleanOptionalAction)
-flag("--reduce_dtype", "fp32", "in which FSDP sums gradients", choices=("fp32", "bf16"))
 switch("--cpu_offload", "fsdp, hsdp: shards and optimizer in host memory (slow)")
 switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
 switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16")
 switch("--float8", "lora with --compile: products with frozen weights in float8")
 switch("--tf32", "TF32 for float32 matrix products on CUDA")
 cli.compile_flag(p)
-flag("--gradient_checkpointing", None, "recompute layers in the backward pass: all of them, or all "
-     "but attention and matrix products; the flag alone means all", nargs="?", const="all",
-     type=cli.recomputation, metavar="all|selective")
+flag("--gradient_checkpointing", None, "recompute layers in the backward pass, all or selective: all "
+     "but attention and products", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
 flag("--collective_timeout", 600, "abort after so many seconds without progress, naming the rank")
 flag("--wait_timeout", 21600, "the same for data preparation, validation and saves")
 # logging, validation, checkpoints
@@ -157,8 +146,8 @@ flag("--resume", "auto", "auto (newest whole checkpoint in OUTPUT_DIR), none, or
      type=cli.alias(true="auto", false="none"))
 
 DISTILLING = ("teacher_path teacher_url teacher_name prompt_file prompt_role divergence js_beta "
-              "on_policy max_new_tokens base_url refresh_steps request_timeout distill_topk "
-              "distill_weight keep keep_weight keep_every").split()
+              "on_policy max_new_tokens base_url request_timeout distill_topk distill_weight keep "
+              "keep_weight keep_every").split()
 
 
 def check_flags(args, world_size):
@@ -173,21 +162,12 @@ def check_flags(args, world_size):
     cli.check_trainer(args, world_size, p)
     args.gradient_accumulation_steps = accumulation     # 0 is derived below
     precision.check(args)
+    cli.check_plan(args)
+    cli.check_drop_bad(args, CHECKS)
     cli.at_least_one(args, "group_size")
     cli.zero_or_more(args, "gradient_accumulation_steps distill_topk")
-    cli.above_zero(args, "gpu_memory host_memory")
     if args.dry_run is None:        # long before the imports are done
         run_lock.check_free(args.output_dir)
-        require(args.auto or not args.gpu_memory, "--gpu_memory needs --dry_run")
-        require(not args.host_memory, "--host_memory needs --dry_run")
-
-    names = [name for value in args.drop_bad or () for name in value.split(",") if name]
-    for name in names:
-        require(name in CHECKS,
-                f"--drop_bad {name}: no such check; there are {', '.join(CHECKS)}")
-    dropped = {*(CHECKS if args.drop_bad == [] else names)}
-    dropped |= {"too_long"} if args.drop_too_long else set()
-    args.drop_bad = tuple(name for name in CHECKS if name in dropped)
     require(args.too_long in ("stop", "drop") or not args.drop_too_long,
             f"--drop_too_long and --too_long {args.too_long} exclude each other")
     if "too_long" in args.drop_bad and args.too_long == "stop":
@@ -202,15 +182,14 @@ def check_flags(args, world_size):
             "give one of --global_batch_size and --gradient_accumulation_steps")
     require(args.auto or not (args.global_batch_size and args.max_tokens_per_batch),
             "--global_batch_size counts samples: with --max_tokens_per_batch it needs --auto")
-    open_batch = "per_device_train_batch_size" not in cli.named(args)
-    if args.auto and (args.max_tokens_per_batch or open_batch):     # the plan derives it
-        if not accumulation:
-            args.global_batch_size = args.global_batch_size or GLOBAL_BATCH
-        args.gradient_accumulation_steps = accumulation or 1
-    elif args.max_tokens_per_batch:
+    samples = args.global_batch_size or GLOBAL_BATCH
+    planned = args.auto and (
+        args.max_tokens_per_batch or "per_device_train_batch_size" not in cli.named(args))
+    if planned and not accumulation:        # the plan derives it
+        args.global_batch_size = samples
+    if planned or args.max_tokens_per_batch:
         args.gradient_accumulation_steps = accumulation or 1
     elif not accumulation:
-        samples = args.global_batch_size or GLOBAL_BATCH
         per_micro_step = args.per_device_train_batch_size * world_size
         require(samples % per_micro_step == 0,
                 f"--global_batch_size {samples} is not a multiple of {per_micro_step} "
@@ -226,11 +205,11 @@ if dry and os.environ.get("RANK", "0") != "0":
     sys.exit(0)     # one process plans for all
 
 import math
-import tempfile
+from functools import partial
 
 import torch
 
-from core import chat, checkpoint, dist, loading, metrics, optim, watchdog
+from core import chat, checkpoint, dist, loading, metrics, optim, run, watchdog
 from core.packing import PackOrder, rank_packs, run_length
 from distill import causal_lm, chat_data, packed_lm
 from distill.packed_lm import Sums
@@ -238,43 +217,22 @@ from distill.packed_lm import Sums
 if args.use_lora:
     from core import adapters
 
-# --------------------------------------------------------------------------------------------------
-# Ranks. A dry run joins no other process and writes nothing.
-
-output_dir, work_dir = Path(args.output_dir), args.output_dir
-if dry:
-    from core import memory
-    world = dist.single_process()
-    memory.check_writable(args.output_dir, "--output_dir")
-    scratch = tempfile.TemporaryDirectory()
-    work_dir = scratch.name
-else:
-    world = dist.init(args.collective_timeout, args.wait_timeout,
-                      args.auto or args.parallel != "ddp", args.auto or args.cpu_offload)
-    dist.rank0(world, checkpoint.claim_output, args.output_dir)
-    dist.rank0(world, watchdog.clear_marker, args.output_dir)
-    if "tensorboard" in args.report_to:
-        dist.rank0(world, checkpoint.prepare_folder, args.logging_dir, "--logging_dir")
-watch = watchdog.Watchdog(world, args.collective_timeout)       # names a rank that hangs
-watch.report_progress("data preparation", args.wait_timeout)
-watchdog.exit_if_asked(world, args.output_dir)      # by a signal during the imports
+# ---- Ranks. A dry run joins no other process and writes nothing.
+world, watch, work_dir = run.start(args)
 ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
 main_rank, device = world.is_main, world.device
+if dry:
+    from core import memory
+    memory.check_writable(args.output_dir, "--output_dir")
 dist.check_device(device, args)
 if args.float8:
     from core import float8
 if args.tf32:
     torch.set_float32_matmul_precision("high")
 dtype = causal_lm.half_dtype(args)
+print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
 
-
-def print0(*lines):
-    if main_rank:
-        print(*lines, sep="\n", flush=True)
-
-
-# --------------------------------------------------------------------------------------------------
-# Data: rank 0 tokenises, all ranks map the same table and know the whole order. So ranks never
+# ---- Data: rank 0 tokenises, all ranks map the same table and know the whole order. So ranks never
 # have to ask each other which samples a step has, or how many targets.
 
 paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
@@ -308,8 +266,7 @@ train_ids, eval_ids = chat_data.split_samples(table, n_train, args.group_size,
 if args.teacher_path:
     teaching.check_lesson(args, table, train_ids)
 
-# --------------------------------------------------------------------------------------------------
-# Model: on the meta device, where it takes no memory
+# ---- Model: on the meta device, where it takes no memory
 
 
 def empty_model(folder):
@@ -340,9 +297,7 @@ if args.auto or dry:
 against = "shapes change with --keep and a teacher" if args.keep or args.teacher_path else ""
 args.compile = dist.choose_compile(world, args, against)
 
-# --------------------------------------------------------------------------------------------------
-# Resume
-
+# ---- Resume
 identity = None     # what a checkpoint must share with the run that resumes it
 if main_rank:
     trained = ("full", "lora", "lora on nf4")[args.use_lora + (args.base_dtype == "nf4")]
@@ -354,7 +309,7 @@ if main_rank:
                 "pack": budget if args.max_tokens_per_batch else
                         f"{args.per_device_train_batch_size} samples"}
 validation = table.fingerprint(eval_ids)        # losses on other data do not compare
-checkpoints = checkpoint.CheckpointManager(world, output_dir, args.save_total_limit,
+checkpoints = checkpoint.CheckpointManager(world, args.output_dir, args.save_total_limit,
                                            args.wait_timeout)
 resume, state = checkpoints.latest(args.resume)
 if resume:
@@ -364,9 +319,7 @@ best_loss, best_step = math.inf, None
 if state.get("best_step") is not None and state["validation"] == validation:
     best_loss, best_step = state["best_loss"], state["best_step"]
 
-# --------------------------------------------------------------------------------------------------
-# Order of the packs: a function of (seed, epoch) alone, so another number of ranks continues it
-
+# ---- Order of the packs: a function of (seed, epoch) alone, so another number of ranks continues it
 accumulation = args.gradient_accumulation_steps
 per_step = ranks * accumulation
 order = PackOrder(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
@@ -378,10 +331,8 @@ steps_per_epoch, total_steps = run_length(
     {"step": step, "epoch": epoch, "first": first_pack})
 warmup_steps, validates = round(args.warmup_ratio * total_steps), bool(len(eval_ids))
 intervals = cli.set_intervals(args, total_steps, state.get("args", {}), validates)
-lines = [f"steps      {total_steps} ({steps_per_epoch} an epoch), {cli.counted(per_step, 'pack')} "
-         f"a step = {cli.counted(ranks, 'rank')} x {cli.counted(accumulation, 'micro-step')}; peak "
-         f"lr {args.learning_rate:.2e}, warm-up {warmup_steps}", intervals,
-         f"start      step {step}, {f'resumed from {resume}' if resume else 'base model'}"]
+lines = run.schedule_lines(args, ranks, total_steps, steps_per_epoch, step, resume, intervals)
+lines[0] += f"peak lr {args.learning_rate:.2e}, warm-up {warmup_steps}"
 if dry:
     if resume:
         packed_lm.check_resume(model, resume)
@@ -392,17 +343,14 @@ if dry:
 held_out = dist.rank0(world, chat_data.write_held_out, args.output_dir, table, train_ids, eval_ids,
                       prompt)
 
-# --------------------------------------------------------------------------------------------------
-# Model: sharded while it takes no memory, then filled; no process ever holds more than its part
-
+# ---- Model: sharded while it takes no memory, then filled; no process ever holds more than its part
 watch.report_progress("loading the model", args.wait_timeout)
 if resume and not args.use_lora:        # a full checkpoint replaces the base
     model, parts = empty_model(resume)
 sharding = None
 if args.parallel != "ddp":
     sharding = {"bf16": args.bf16, "reshard_after_forward": args.reshard_after_forward,
-                "cpu_offload": args.cpu_offload, "shard_size": args.shard_size,
-                "reduce_dtype": args.reduce_dtype}
+                "cpu_offload": args.cpu_offload, "shard_size": args.shard_size}
 packed_lm.load(model, parts, world, sharding=sharding, compiled=args.compile)
 if model.frozen:
     frozen.load_all(model, world, sharding)
@@ -430,8 +378,7 @@ sampler = None
 if args.on_policy:
     from distill import on_policy
     if args.base_url:       # draws the answers instead of this process
-        sampler = on_policy.open_sampler(world, args.base_url, args.output_dir,
-                                         args.refresh_steps, args.request_timeout)
+        sampler = on_policy.Sampler(world, args.base_url, args.output_dir, args.request_timeout)
 nets = [model.native, getattr(model.frozen.get("teacher"), "native", model.native)]
 sizes = [(packed_lm.layer_weights(net), net.config) for net in nets]
 
@@ -450,8 +397,7 @@ def step_work(samples):
             "flops": flops}
 
 
-# --------------------------------------------------------------------------------------------------
-# Validation and checkpoints
+# ---- Validation and checkpoints
 
 
 @torch.no_grad()
@@ -467,16 +413,12 @@ def evaluate():
     loader = chat_data.make_loader(table, packs, num_workers=min(1, args.num_workers),
                                    prefetch_factor=2)
     total = torch.zeros(model.sums, dtype=torch.float64, device=device)
-    model.eval()
     for i, batch in enumerate(loading.each(loader)):
-        if i % 16 == 0:     # often enough for a prompt stop, seldom enough to cost nothing
-            checkpoints.check()
-            if dist.all_max(world, bool(watchdog.stop_asked(args.output_dir))).item():
-                model.train()
-                return None
+        # often enough for a prompt stop, seldom enough to cost nothing
+        if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):
+            return None
         with dist.autocast(device, dtype):
             total += model(batch.to(device)).stacked().double()
-    model.train()
     return packed_lm.loss_report(Sums(*dist.all_reduce(world, total).tolist()), "eval")
 
 
@@ -484,7 +426,9 @@ def validate():
     """Validate, log -> whether the loss is the best so far; None if stopped."""
     global best_loss, best_step
     watch.report_progress(f"validation at step {step}", args.wait_timeout)
+    model.eval()        # no dropout
     values = evaluate()
+    model.train()
     if values is None:
         return None
     loss = values["eval/loss"]
@@ -509,8 +453,9 @@ def save():
     def save_config(path):
         if args.use_lora:
             adapters.save_config(model.net, path)
-            return tokenizer.save_pretrained(path)      # which holds the chat template
-        return causal_lm.save_config(model.native, tokenizer, path)
+        else:
+            causal_lm.save_config(model.native, path)
+        tokenizer.save_pretrained(path)     # which holds the chat template
 
     checkpoints.save(step, model, optimizer, stem, named, save_config, {
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
@@ -521,9 +466,7 @@ def save():
         split=causal_lm.published)
 
 
-# --------------------------------------------------------------------------------------------------
-# Loop
-
+# ---- Loop
 sums = torch.zeros(model.sums, dtype=torch.float64, device=device)
 if main_rank and len(state.get("unlogged", ())) == len(sums):
     sums += torch.tensor(state["unlogged"], dtype=torch.float64, device=device)
@@ -536,21 +479,13 @@ loader = chat_data.make_loader(table, packs, num_workers=args.num_workers, pad_i
                                prefetch_factor=4, pad_to=pad_to)
 batches = loading.ahead(loader, device)
 eval_due = bool(state.get("eval_due") and validates)     # a signal broke that validation off
-if main_rank:
-    checkpoint.write_text(output_dir / cli.CONFIG, cli.config_text(args, sys.argv[0]))
-    board = Path(args.logging_dir) / output_dir.resolve().name
-    log = metrics.MetricsLog(output_dir, board, args.report_to, cli.stored(args), step,
-                             args.wandb_project, eval_due)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    computes = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
-    print0(f"device     {world.size} x {name}, torch {torch.__version__}, {args.parallel}, "
-           f"{computes}", metrics.model_text(model, model.lora), *packed_lm.mixture_text(model),
-           chat_data.samples_line(table, train_ids, eval_ids), *lines)
-    if new_ends:
-        how = "pass it to generate with this adapter" if args.use_lora else "the saved one will"
-        words = ", ".join(tokenizer.convert_ids_to_tokens(new_ends))
-        print0(f"note       answers end with {words}, at which the base model's generation_config "
-               f"does not stop; {how}")
+log = run.open_log(args, world, step, eval_due)
+print0(run.device_line(args, world), metrics.model_text(model, model.lora),
+       chat_data.samples_line(table, train_ids, eval_ids), *lines)
+if new_ends:
+    how = "pass it to generate with this adapter" if args.use_lora else "the saved one will"
+    print0(f"note       answers end with {', '.join(tokenizer.convert_ids_to_tokens(new_ends))}, at "
+           f"which the base model's generation_config does not stop; {how}")
 start_step, stopping, timer = step, False, metrics.StepTimer(device)
 if eval_due:
     with timer.paused():
@@ -562,8 +497,9 @@ def next_batch():
     watch.report_progress(f"loading data for step {step + 1}")
     with timer.waiting():
         batch = next(batches)
-    compiles = args.compile and step == start_step      # that takes minutes
-    watch.report_progress(f"step {step + 1}", args.wait_timeout if compiles else None)
+    # compiling takes minutes, in the first step
+    compiling = args.compile and step == start_step
+    watch.report_progress(f"step {step + 1}", args.wait_timeout if compiling else None)
     return batch
 
 
@@ -605,12 +541,7 @@ while step < total_steps and not stopping:
     # step: skipped on all ranks alike where the gradient is not finite, which nobody waits for
     lr = args.learning_rate * optim.lr_factor(step, total_steps, warmup_steps, args.lr_scheduler,
                                               args.min_lr_ratio)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    bad = 1 - torch.isfinite(norm).float()
-    optim.guarded_step(optimizer, bad)
-    optimizer.zero_grad(set_to_none=True)
-    bad = bad.to(device)        # with --cpu_offload gradients are on the host
+    bad = optim.take_step(optimizer, lr, norm).to(device)
     if scaler:
         scaler.update(bad)
     sums += torch.where(bad > 0, 0.0, step_sums)
@@ -662,21 +593,6 @@ while step < total_steps and not stopping:
         if saving or stopping or improved:
             save()
 
-watch.report_progress("waiting for the last checkpoint", args.wait_timeout)
-checkpoints.wait()
-watchdog.disarm()       # no rank waits for another any more
-if main_rank:
-    log.close()
-    if stopping:
-        why = watchdog.stop_asked(args.output_dir) or "asked to stop by a signal to another rank"
-        watchdog.leave_marker(args.output_dir, f"{why} at step {step}")
-        print(f"stopped    {why} at step {step} of {total_steps}; checkpoint saved; rerun the same "
-              "command to resume")
-    else:
-        best = ""
-        if best_step is not None:
-            best = f"; best validation loss {best_loss:.4f} at step {best_step}"
-        print(f"done       step {step}; {monitor.skipped} steps skipped; final checkpoint "
-              f"{output_dir / f'checkpoint-{step}'}{best}")
-        print(metrics.verdict_line(metrics.verdict(metrics.read_metrics(log.path))))
-dist.finish()
+best = f"; best validation loss {best_loss:.4f} at step {best_step}" * (best_step is not None)
+run.end(args, watch, checkpoints, log, step, total_steps, stopping,
+        f"{monitor.skipped} steps skipped{best}")

@@ -25,7 +25,7 @@ ALL = files(
 SPEECH = files("core/", "adapters indexing low_rank precision run") | files("", "train_v2_ddp data lora") | files(
     "speech/", "choices codes conversations dataset rows text_normalization labels loss v2 versions "
     "weights")
-CHATS = files("core/", "chat checkpoint cli dist document_attention indexing precision problems tensor_io") | files(
+CHATS = files("core/", "chat checkpoint cli dist document_attention indexing precision problems run tensor_io") | files(
     "distill/", "causal_lm chat_data labels losses packed_lm train_sft")
 BLOCKS = files("diffusion/", "blocks choices dit elbo noise problems train_bd3lm")
 # {script: (files it may load beside ALL, lines of all together)}

@@ -140,7 +140,7 @@ def test_several_processes_make_the_chats_of_one(tmp_path, policy, small_chunks)
     for path, n in zip(paths, (50, 21)):
         path.write_text(chat_lines(n))
     one, found, ends = chat_table_of(paths, tmp_path / "table", 0, policy=policy)
-    assert sum(found["long"]) and sum(found["samples"]) + sum(found["dropped"]) == 71 and len(one) == 10
+    assert found["long"] and sum(found["samples"]) + found["dropped"] == 71 and len(one) == 10
     assert ends == {chats.tokenizer().convert_tokens_to_ids("<|im_end|>"): 71 + 13 + 6}     # all answers
     for processes in (1, 2):
         many, again, its_ends = chat_table_of(paths, tmp_path / f"table{processes}", processes, policy=policy)
@@ -170,7 +170,6 @@ def test_problems_of_chats_are_the_same_in_the_same_order(tmp_path, small_chunks
         with pytest.raises(UserError) as caught:
             chat_table_of([path], tmp_path / f"table{processes}", processes, policy="stop", limit=100)
         texts.append(str(caught.value))
-        assert not (tmp_path / f"table{processes}").exists()
     assert texts == texts[:1] * 3 and texts[0].startswith("5 problems:") and "fix: shorten them" in texts[0]
     places = [texts[0].index(f"{path}:{number}:") for number in (3, 7, 18, 26, 27)]
     assert places == sorted(places)
@@ -222,7 +221,7 @@ LISTS = ['[]', ' [ ] \n', '[{"a": [1, 2, "]"]}]', '[1, 23.5e3, "x,y]", null, tru
 
 
 @pytest.mark.parametrize("text", LISTS)
-def test_a_list_is_read_and_its_errors_stand_where_they_are(text, tmp_path, monkeypatch):
+def test_a_list_is_read_and_its_errors_stand_where_they_are(text, tmp_path):
     path = tmp_path / "data.json"
     path.write_text(text, encoding="utf-8")
     try:
@@ -231,9 +230,6 @@ def test_a_list_is_read_and_its_errors_stand_where_they_are(text, tmp_path, monk
     except json.JSONDecodeError as error:
         with pytest.raises(UserError, match=f"line {error.lineno} column {error.colno}:"):
             json_files.read_entries(path)
-    monkeypatch.setattr(json_files, "LONGEST_LIST", 0)
-    with pytest.raises(UserError, match="of which 0 are read; write one sample a line"):
-        json_files.read_entries(path)
 
 
 def test_lines_are_never_whole_in_memory(tmp_path):

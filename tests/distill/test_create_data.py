@@ -191,30 +191,10 @@ def test_every_line_is_in_one_of_the_files(server, tmp_path):
     assert stats["labels"] == Counter(row["messages"][1]["content"] for row in chats)
     counted = [(number, a) for number in range(40) if number != 20 for a in range(tries[number])]
     assert stats["prompt_tokens"] == sum(len(PROMPT.replace("{text}", lines[n])) - 1 for n, _ in counted)
-    assert 0.4 < stats["cached_share"] <= 0.5
-    assert f"retries, 0 labels by constraint, {len(rejected)} lines rejected" in printed
+    assert f"retries, {len(rejected)} lines rejected" in printed
 
     again = label(tmp_path, *flags(tmp_path, server, "--max_retries", "6", "--seed", "5"))
     assert "40 of them finished, 0 to do" in again
-
-
-def test_constraint_only_where_asked_for(server, tmp_path):
-    files(tmp_path, make_lines(3, lambda i: " never"))
-    for when, expected in (("last", [False, False, True]), ("always", [True] * 3)):
-        seed = {"last": "21", "always": "22"}[when]
-        said = label(tmp_path, *flags(tmp_path, server, "--constrain", when, "--max_retries", "2", "--seed", seed,
-                                      output=f"{when}.jsonl"), ok=False)
-        assert re.search(r"no line has a label \(.+\); see ", said.splitlines()[-1])
-        sent = {body["seed"]: body.get("structured_outputs") for body in server.asked()}
-        found = [sent[create_data.draw_seed(int(seed), 0, attempt)] for attempt in range(3)]
-        assert [bool(c) for c in found] == expected
-        assert found[-1] == {"choice": [f"Final Answer: {x}" for x in LANGUAGES]}
-        stats = json.loads((tmp_path / f"{when}.stats.json").read_text())
-        assert stats["parse_rate"] == (0 if when == "last" else None)
-    files(tmp_path, make_lines(3))
-    label(tmp_path, *flags(tmp_path, server, "--constrain", "always", "--max_retries", "9"))
-    stats = json.loads((tmp_path / "labels.stats.json").read_text())
-    assert stats["labelled_by_constraint"] == 3
 
 
 @pytest.fixture(scope="module")
@@ -345,7 +325,6 @@ def test_other_settings_are_refused_not_mixed(change, name, server, tmp_path):
     (None, ["--parser", "regex", "--pattern", "("], "is not a regular expression"),
     (None, ["--parser", "regex", "--pattern", "a"], "has 0 groups"),
     (None, ["--pattern", "(a)"], "no other parser takes one"),
-    (None, ["--parser", "whole", "--constrain", "last"], "there is nothing to constrain"),
     (None, ["--temperature", "0"], "add --max_retries 0"),
     (None, ["--temperature", "nan"], "--temperature is nan"),
     (None, ["--top_p", "0"], "--top_p is 0.0"),
@@ -405,15 +384,14 @@ def test_a_line_that_is_refused_stops_nothing(server, tmp_path):
 
 @pytest.mark.slow
 def test_servers_of_other_kinds(server, tmp_path):
-    """Fields they refuse, answers in parts, null usage, a password in the address, a byte now and then."""
+    """Fields they refuse, answers in parts, null usage, a byte now and then."""
     files(tmp_path, ["de seedless", "en limitless", "fr parts", "el drip", "zh plain 1"])
     before = len(server.asked())
-    given = flags(tmp_path, server, "--max_retries", "20", "--request_timeout", "0.5", "--keep_reasoning", "--base_url",
-                  server.url.replace("://", "://anna:se%40cret@"))
+    given = flags(tmp_path, server, "--max_retries", "20", "--request_timeout", "0.5", "--keep_reasoning")
     printed = label(tmp_path, *given)
     found = rows(tmp_path / "labels.jsonl")
     assert [row["messages"][1]["content"] for row in found] == ["de", "en", "fr", "el", "zh"], printed
-    assert "the server takes no seed" in printed and "cret" not in printed
+    assert "the server takes no seed" in printed
     assert "no whole answer in 0.5 s" in printed
     asked = server.asked()[before:]
     assert {"max_tokens", "max_completion_tokens"} <= {name for body in asked for name in body}
@@ -481,7 +459,7 @@ def test_two_files_join_without_duplicates(server, tmp_path):
     assert chat_data.write_table(tmp_path / "table", [tmp_path / "both.jsonl"], reading)["samples"] == [9]
     with pytest.raises(UserError, match=f"twice.jsonl:5: has the same id {ids[0]} as .*twice.jsonl:1"):
         chat_data.write_table(tmp_path / "again", [tmp_path / "twice.jsonl"], reading)
-    groups = chat_data.key_groups(np.array(ids), 2)
+    groups = chat_data.group_numbers(np.array(ids), None, 2)
     assert [groups.tolist().count(g) for g in dict.fromkeys(groups.tolist())] == [2, 2, 2, 2, 1]
 
 
@@ -490,13 +468,9 @@ def test_damaged_journal_is_named(server, tmp_path):
     label(tmp_path, *flags(tmp_path, server, "--shard", "0/2"))
     journal = tmp_path / "labels.jsonl.work" / "shard-0-of-2.jsonl"
     text = journal.read_text().split("\n")
-    ours = json.loads(text[2])["label"]
-    flipped = chr(ord(ours[0]) ^ 1) + ours[1:]
-    for spoiled, why in ((text[2][:9], "(Expecting"), (text[2].replace(f'"{ours}"', f'"{flipped}"', 1),
-                                                       f"'{flipped}' is not one of the labels")):
-        journal.write_text("\n".join([*text[:2], spoiled, *text[3:]]))
-        said = label(tmp_path, *flags(tmp_path, server), ok=False)
-        assert "shard-0-of-2.jsonl: line 3 cannot be read" in said and why in said
+    journal.write_text("\n".join([*text[:2], text[2][:9], *text[3:]]))
+    said = label(tmp_path, *flags(tmp_path, server), ok=False)
+    assert "shard-0-of-2.jsonl: line 3 cannot be read (" in said
 
 
 # -- transformers -----------------------------------------------------------------------------------------------------
@@ -511,7 +485,7 @@ def test_transformers_run(tiny_chat, tmp_path):
     chats, rejected = rows(tmp_path / "labels.jsonl"), rows(tmp_path / "labels.rejected.jsonl")
     assert len(chats) >= 6 and sorted(row["line"] for row in chats + rejected) == list(range(10))
     assert "leaves no room" in rejected[-1]["why"] and rejected[-1]["line"] == 9
-    (folder / "generation_config.json").write_text((folder / "generation_config.json").read_text() + " ")
+    (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
     assert "model was " in label(tmp_path, *given, ok=False)        # other weights under the same name are not mixed in
 
 
@@ -729,4 +703,3 @@ def test_vllm_labels(tiny_chat, tmp_path):
     chats, rejected = rows(tmp_path / "labels.jsonl"), rows(tmp_path / "labels.rejected.jsonl")
     assert len(chats) >= 6 and sorted(row["line"] for row in chats + rejected) == list(range(10))
     assert "leaves no room" in rejected[-1]["why"] and rejected[-1]["line"] == 9
-    assert json.loads((tmp_path / "labels.stats.json").read_text())["cached_share"] is not None

@@ -63,7 +63,7 @@ def test_bad_lines_are_named(made, tmp_path, line, part):
     with pytest.raises(UserError) as wrong:
         write_table(tmp_path / "table", [path], Reading(encoder(made, QWEN), 100, "stop"))
     assert str(wrong.value).startswith(f"{path}:4: ") and part in str(wrong.value)
-    assert "\n" not in str(wrong.value) and not (tmp_path / "table").exists()
+    assert "\n" not in str(wrong.value)
 
 
 def test_all_bad_lines_at_once_and_empty_files(made, tmp_path):
@@ -92,7 +92,7 @@ def samples_of(table):
 def test_table_holds_what_was_encoded(made, tmp_path):
     table, found = make_table(made, tmp_path, chats.conversations(7))
     whole = encoder(made, QWEN).encode(chats.conversations(7))
-    assert samples_of(table) == whole and found == {"samples": [7], "long": [0], "dropped": [0], "split": [0], "bad": ""}
+    assert samples_of(table) == whole and found == {"samples": [7], "long": 0, "dropped": 0, "split": 0, "bad": ""}
     assert table.lengths.tolist() == [len(ids) for ids, _ in whole]
     assert table.targets.tolist() == [sum(mask) for _, mask in whole]
     assert table.name(6) == f"{tmp_path}/chats.jsonl:7"
@@ -119,11 +119,11 @@ def test_too_long_samples(made, tmp_path):
         wanted = {"drop": [], "cut_left": [(ids[3:], mask[3:])], "cut_right": [(ids[:-3], mask[:-3])]}[policy]
         assert samples_of(table)[1:-1] == wanted
         assert table.lines.tolist() == ([1, 3] if policy == "drop" else [1, 2, 3])
-        assert found == {"samples": [3 - (policy == "drop")], "long": [1], "dropped": [int(policy == "drop")],
-                         "split": [0], "bad": "1 too_long" * (policy == "drop")}
+        assert found == {"samples": [3 - (policy == "drop")], "long": 1, "dropped": int(policy == "drop"),
+                         "split": 0, "bad": "1 too_long" * (policy == "drop")}
     (tmp_path / "all").mkdir()      # of a long prompt cut on the right no answer is left
     table, found = make_table(made, tmp_path / "all", [short, long], 30, "cut_right")
-    assert len(table) == 1 and found == {"samples": [1], "long": [1], "dropped": [1], "split": [0], "bad": ""}
+    assert len(table) == 1 and found == {"samples": [1], "long": 1, "dropped": 1, "split": 0, "bad": ""}
 
 
 def test_dropped_as_too_long_is_said_once(made, tmp_path, capsys):
@@ -236,26 +236,20 @@ def test_sharegpt_and_parquet_are_the_same_conversations(made, tmp_path):
     for path in (tmp_path / "rows.parquet", tmp_path / "plain.jsonl"):
         parts = [[n for chunk, _ in chat.read_chunks(path, 2, first, 3) for n, _ in chunk] for first in range(3)]
         assert parts == [[1, 2, 7], [3, 4], [5, 6]]
-    # the same in several files: a pattern, a folder of shards, what save_to_disk writes, a data set on the hub
-    table, saved = pyarrow.Table.from_pylist(rows), tmp_path / "saved"
-    saved.mkdir()
+    # the same in several files: a pattern, a folder of shards, a data set on the hub
+    table = pyarrow.Table.from_pylist(rows)
     (tmp_path / "set" / "data").mkdir(parents=True)
     for i, part in enumerate((table[:4], table[4:])):
         pyarrow.parquet.write_table(part, tmp_path / "set" / "data" / f"train-{i}-of-2.parquet")
-        with pyarrow.ipc.new_stream(str(saved / f"data-{i}.arrow"), part.schema) as file:
-            file.write_table(part)
-    (saved / "dataset_info.json").write_text("{}")
-    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": f"data-{i}.arrow"} for i in (0, 1)]}))
     wanted = list(chat.read_records(tmp_path / "rows.parquet", []))
-    for path in (tmp_path / "set", tmp_path / "set" / "data" / "train-*", saved):
+    for path in (tmp_path / "set", tmp_path / "set" / "data" / "train-*"):
         assert list(chat.read_records(path, [])) == wanted
     with pytest.raises(UserError, match="me/chats: cannot be read .*hf download OWNER/NAME --repo-type dataset"):
         list(chat.read_records("me/chats", []))
     (tmp_path / "set" / "data" / "test.parquet").write_bytes(b"")
-    (saved / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     chat.files_of.cache_clear()
     for path, part in ((tmp_path / "set", r"holds the sets .*; give one: '.*/set/data/train\*.parquet'"),
-                       (saved, "holds the splits train, test"), (tmp_path / "table-plain.jsonl", "has no files ending in")):
+                       (tmp_path / "table-plain.jsonl", "has no files ending in")):
         with pytest.raises(UserError, match=part):
             list(chat.read_records(path, []))
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing")

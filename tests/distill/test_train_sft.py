@@ -194,8 +194,6 @@ def test_experts_train_the_same(shared, made):
         name: tensor.shape for name, tensor in base.items()} and "model.layers.1.mlp.experts.4.up_proj.weight" in base
     ends = {name.split(".")[-3] for name in tensors(adapted, "adapter_model")}
     assert ends == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert re.search(r"experts    2 of 5 for a token, with 0.0 M of the parameters; they and the routers are frozen\n",
-                     adapted.output)
 
 
 def test_a_saved_adapter_loads_in_peft(shared, data, made):
@@ -357,7 +355,7 @@ def planned(made, output_dir, *flags, student="qwen"):
     (["--parallel", "ddp", "--cpu_offload"], "need --parallel fsdp"), (["--learning_rate", "nan"], "must be 0 or more"),
     (["--teacher_path", "t", "--distill_weight", "1.5"], "--distill_weight is 1.5; it must lie between 0 and 1"),
     (["--teacher_path", "t", "--distill_weight", "0"], "--distill_weight is 0.0; it must be above 0"),
-    (["--base_url", "http://x"], "--base_url needs --prompt_file"), (["--refresh_steps", "2"], "needs --base_url"),
+    (["--base_url", "http://x"], "--base_url needs --prompt_file"),
     (["--on_policy", "1"], "--on_policy needs --prompt_file or --teacher_path"),
     (["--keep_every", "2"], "--keep_every needs --keep"),
     (["--teacher_path", "t", "--compile"], "--compile and a teacher exclude each other"),

@@ -120,29 +120,6 @@ def test_labels_of_the_server(server, reference, tmp_path):
     assert stats["labelled"] == len(LINES) and stats["without_logprobs"] == 0 and stats["parse_rate"] == 1
 
 
-def test_the_server_obeys_a_constraint(server, tmp_path):
-    """Lines that it has never seen, at a temperature that makes nonsense: the form is forced, the label still one."""
-    lines = [f"{word} ~~ {word[::-1]}" for word in ("zebra", "quartz", "Mond", "été")] * 3
-    flags = ("--base_url", server, "--model_name", "teacher", "--temperature", 2, "--max_tokens", 24)
-    found = label(tmp_path, "forced", *flags, "--constrain", "always", "--logprobs", 2, lines=lines)
-    assert len(found) == len(lines) and not any("logprobs" in record for record in found)
-    assert len({record["messages"][1]["content"] for record in found}) > 2
-    stats = json.loads((tmp_path / "forced.stats.json").read_text())
-    assert stats["labelled_by_constraint"] == len(lines) and stats["retries"] == 0
-    found = label(tmp_path, "regex", *flags, "--constrain", "always", "--parser", "regex", "--pattern",
-                  "Final Answer: (x|yz)", lines=lines)
-    assert {record["messages"][1]["content"] for record in found} == {"x", "yz"}
-    assert "leaves no room" in run_too_long(tmp_path, flags)
-
-
-def run_too_long(folder, flags):
-    """Why a line that is longer than the server's limit has no label."""
-    label(folder, "long", *flags, "--constrain", "always", lines=[LINES[0], "word " * 300])
-    rejected, = map(json.loads, (folder / "long.rejected.jsonl").read_text().splitlines())
-    assert rejected["line"] == 1
-    return rejected["why"]
-
-
 def test_answers_token_by_token(server, checkpoint):
     """What the server says greedily, known lines or not, is what transformers' generate says, up to its length."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
@@ -177,4 +154,3 @@ def test_labels_of_the_engine(checkpoint, reference, tmp_path):
     found = label(tmp_path, "labels", "--model_name", checkpoint, "--engine", "vllm", "--enforce_eager",
                   "--max_model_len", 128, *GREEDY, python=PYTHON)
     assert_same_labels(found, reference)
-    assert json.loads((tmp_path / "labels.stats.json").read_text())["cached_share"] is not None

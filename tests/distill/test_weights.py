@@ -38,7 +38,7 @@ def test_a_saved_config_tells_what_was_trained(made, tmp_path):
     model, tokenizer = causal_lm.empty_model(config, torch.float32, made / "qwen"), chats.tokenizer()
     known, other = model.generation_config.eos_token_id, tokenizer.convert_tokens_to_ids("<|eot_id|>")
     assert causal_lm.stop_at(model, [known]) == [] and causal_lm.stop_at(model, [known, other]) == [other]
-    causal_lm.save_config(model, tokenizer, tmp_path)
+    causal_lm.save_config(model, tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["dtype"] == "float32" and saved["architectures"] == ["Qwen3ForCausalLM"]
     assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [known, other]
