@@ -11,18 +11,21 @@ server has a say. For each token come the K likeliest (--distill_topk) and the t
 others are one bucket, as with --teacher_path and the same K.
 """
 import math
+import re
 
 import numpy as np
 import torch
 from torch import nn
 
 from core import dist
-from core.cli import UserError
+from core.cli import UserError, printable
 from core.packing import PackOrder
 from distill import causal_lm, packed_lm
 from distill.chat_data import ChatSamples, kept
 from distill.losses import FLOOR
 from distill.server import NOT_SET, Server
+
+ROUNDING = 1e-3         # by which rounded probabilities may be above 1
 
 # ---- Models
 
@@ -116,6 +119,8 @@ def known_tokens(found, k, token):
     except (KeyError, TypeError, AttributeError, ValueError):
         raise ValueError(f"gave no prompt_logprobs of the {k} likeliest for each token; vLLM's "
                          "server does")
+    if odd := [name for _, name, _ in ranked if not re.fullmatch(r"0|[1-9]\d{0,9}", name)]:
+        raise ValueError(f"names a token {printable(odd[0], 20)}, which is no id")
     if str(token) not in found:
         raise ValueError(f"gave log-probabilities without that of token {token}, which was sent: "
                          "they are of another place")
@@ -123,6 +128,10 @@ def known_tokens(found, k, token):
     if len(best) != k:
         raise ValueError(f"gave {len(best)} tokens of the {k} likeliest; it needs --max-logprobs "
                          f"{k}")
+    total = sum(math.exp(min(value, 1)) for _, value in best)
+    if not all(value <= ROUNDING for _, _, value in ranked) or total > 1 + ROUNDING:
+        raise ValueError("gave log-probabilities that are none: above 0, nan, or of more than 1 "
+                         "together")
     return tuple(zip(*best))
 
 

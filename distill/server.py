@@ -1,5 +1,6 @@
 """A server with OpenAI's API, such as vLLM's or SGLang's: calls by httpx, one loop that repeats."""
 import asyncio
+import base64
 import json
 import math
 import os
@@ -32,7 +33,7 @@ class Refused(OSError):
 
 
 class Server:
-    """An address, and the key of the environment.
+    """An address; url is without the user's name and password.
 
     The calls run in an event loop of a daemon thread: a time limit there holds for a whole call,
     and waiting for the server does not delay the end of the process.
@@ -44,11 +45,10 @@ class Server:
         import httpx
         self.flag, self.timeout, self.noticed = flag, timeout, -math.inf
         self.failures = (httpx.HTTPError, httpx.InvalidURL)
-        self.url, headers = address(base_url, flag), {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY", "").strip():
-            require(re.fullmatch(r"[\x21-\x7e]+", key), "OPENAI_API_KEY: holds characters that no "
-                    "key has, such as a space or a line feed")
-            headers["Authorization"] = f"Bearer {key}"
+        self.url, user = address(base_url, flag)
+        # uncompressed: a few bytes of gzip in gzip would become gigabytes before they are counted
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity",
+                   **authorization(user)}
         try:
             self.client = httpx.AsyncClient(     # vLLM closes idle connections after 5 s
                 headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
@@ -89,14 +89,12 @@ class Server:
     async def fetch(self, path, body=None, within=None):
         """GET, or POST of a JSON body -> bytes, within so many seconds, or the timeout.
 
-        Raises OSError; Refused for an error status, and a redirection, which could lead to another
-        host that the key is not for.
+        Raises OSError; Refused for an error status, an answer that is too long or compressed, and
+        a redirection, which could lead to another host that the key is not for.
         """
         within = within or self.timeout
         try:
-            response = await asyncio.wait_for(self.client.request(
-                "GET" if body is None else "POST", self.url + path,
-                content=None if body is None else json.dumps(body).encode()), within)
+            response, found = await asyncio.wait_for(self.stream(path, body), within)
         except TimeoutError:
             raise TimeoutError(f"no whole answer in {round(within, 2):g} s")
         except self.failures as error:
@@ -106,10 +104,25 @@ class Server:
             raise Refused(response.status_code, f"redirects to {place.rpartition('@')[2]}, which "
                                                 "is not followed; give the address itself")
         if not response.is_success:
-            raise Refused(response.status_code,
-                          error_message(response.content, response.reason_phrase),
+            raise Refused(response.status_code, error_message(found, response.reason_phrase),
                           response.headers.get("Retry-After", ""))
-        return response.content
+        return found
+
+    async def stream(self, path, body):
+        """(response, its body)."""
+        found, most = bytearray(), json_files.LONGEST
+        data = None if body is None else json.dumps(body).encode()
+        method = "GET" if body is None else "POST"
+        async with self.client.stream(method, self.url + path, content=data) as response:
+            packed = response.headers.get("Content-Encoding", "identity")
+            if packed != "identity":
+                raise Refused(415, f"its answer is {printable(packed, 40)}, and was asked for as "
+                                   "it is")
+            async for part in response.aiter_raw():
+                found += part
+                if len(found) > most:
+                    raise Refused(413, f"its answer is longer than {most >> 20} MiB")
+        return response, bytes(found)
 
     async def call(self, path, body=None, read=json_files.loads, until=0.0, end=math.inf,
                    notify=None):
@@ -160,15 +173,31 @@ class Server:
 
 
 def address(base_url, flag):
-    """An address that holds no secret. Raises UserError, which shows no part that may be one."""
+    """(address without the user's name and password, those or ""). Raises UserError, which shows
+    no part that may be secret.
+    """
     try:
         parts = urllib.parse.urlsplit(base_url.rstrip("/"))
     except ValueError as error:
         raise UserError(f"{flag}: is not an address ({error})")
-    require("@" not in base_url and not parts.query and not parts.fragment,
-            f"{flag}: holds @, ?... or #..., which no call would carry; give the key in "
+    # a part of a password may stand there
+    require("@" not in parts.path + parts.query + parts.fragment,
+            f"{flag}: a name or password in it holds / ? or #; write them as %2F, %3F, %23")
+    require(not parts.query and not parts.fragment,
+            f"{flag}: ends in ?... or #..., which no call would carry; give the key in "
             "OPENAI_API_KEY, and an address that ends in its path, mostly /v1")
-    return parts.geturl()
+    user, _, host = parts.netloc.rpartition("@")
+    return parts._replace(netloc=host).geturl(), urllib.parse.unquote(user)
+
+
+def authorization(user):
+    """Headers with the key of the environment, or with the address's own name and password."""
+    if key := os.environ.get("OPENAI_API_KEY", "").strip():
+        require(re.fullmatch(r"[\x21-\x7e]+", key), "OPENAI_API_KEY: holds characters that no key "
+                                                    "has, such as a space or a line feed")
+        return {"Authorization": f"Bearer {key}"}
+    words = base64.b64encode(user.encode()).decode()
+    return {"Authorization": f"Basic {words}"} if user else {}
 
 
 def error_message(body, reason):
