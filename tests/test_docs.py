@@ -6,7 +6,6 @@ rule covers is a failure.
 """
 import argparse
 import functools
-import importlib
 import json
 import os
 import re
@@ -21,7 +20,6 @@ import numpy as np
 import pytest
 import soundfile
 
-from speech import convert
 from tests.helpers import chats
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT, script_flags
@@ -51,7 +49,6 @@ FOREIGN = {"--container-image", "--container-mounts", "--nproc_per_node", "--max
            "--no-deps", "--omni", "--dllm-algorithm-config", "--model-path", "--trust-remote-code", "--enable-lora",
            "--max-lora-rank", "--max-logprobs", "--extra", "--word_timestamps", "--output_format", "--model",
            "--partition", "--account", "--repo-type", "--local-dir"}
-NOTES = "## Commands from older notes\n"        # of other places and programs; tests/launch/test_commands.py runs them
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -115,24 +112,6 @@ def block_commands():
                 else:
                     variables |= settings
                 number += command.count("\n") + 1
-    return found
-
-
-def sentence_commands():
-    """Commands inside sentences and under tables: `python ...`, `bash ...`, with settings before them or without."""
-    found = []
-    for page, text in TEXTS.items():
-        bare = without_blocks(text)
-        notes = bare.find(NOTES)
-        for span in re.finditer(r"`([^`]+)`", bare):
-            if 0 <= notes < span.start() < bare.find("\n## ", notes + 1):
-                continue
-            try:
-                settings, words = split_command(span[1].replace("\n", " "))
-            except ValueError:
-                continue        # half a quotation
-            if len(words) > 1 and words[0] in ("python", "bash", "torchrun", "sbatch"):
-                found.append(Command(page, bare[:span.start()].count("\n") + 1, settings, words, span[1]))
     return found
 
 
@@ -293,7 +272,7 @@ def check_launcher(command, workshop):
 # ---------------------------------------------------------------------------------------------------------------------
 # Tests
 
-BLOCKS, SENTENCES = block_commands(), sentence_commands()
+BLOCKS = block_commands()
 KINDS = {}      # one for each script, flags and settings: the same with other values is not run again
 for command in BLOCKS:
     names = {word.partition("=")[0] for word in command.words if word.startswith("--")}
@@ -322,15 +301,9 @@ def test_command_of_a_block(command, request, tmp_path):
 # Example of docs/data.md: (heading, number of its block): the file it becomes, the audio it names, {file: text} beside it
 EXAMPLES = {
     ("ChatML", 0): ("train.json", ["clips/reference.wav", "clips/target.wav"], {}),
-    ("A table with a header", 0): ("train.csv", ["clips/0001.wav", "clips/0002.wav"], {}),
-    ("A table with a header", 1): ("train.csv", ["talk.flac"], {}),
     ("Long recordings with subtitles", 0): ("NAME.srt", ["NAME.wav"], {}),
     ("LJSpeech and other tables without a header", 0): ("metadata.csv", ["wavs/LJ001-0001.wav"], {}),
-    ("GPT-SoVITS and Bert-VITS2", 0): ("train.list", ["wavs/0001.wav"], {}),
-    ("Kaldi", 0): ("", ["wavs/0001.wav"], {}),
-    ("ms-swift", 0): ("train.jsonl", ["0001.wav"], {}),
-    ("VibeVoice", 0): ("train.jsonl", ["1.wav", "a.wav", "b.wav"], {}),
-    ("metadata.json of Higgs trainers", 0): ("metadata.json", ["0001.wav"], {"0001.txt": "Good morning."})}
+    ("Kaldi", 0): ("", ["wavs/0001.wav"], {})}
 
 
 @pytest.mark.slow
@@ -352,41 +325,6 @@ def test_example_of_data_is_read(heading, number, pool, workshop):
         "--model_path", "BASE", "--audio_tokenizer_path", "CODEC", "--output_dir", "fresh", "--disable_eval",
         *source, "--dry_run"], cwd=workshop)
     assert statuses == [0] and "dry run ok" in output, output[-2000:]
-
-
-@pytest.mark.parametrize("command", SENTENCES, ids=str)
-def test_command_of_a_sentence(command):
-    if found := script_of(command.words):
-        script, flags, _ = found
-        parse(script, [flag for flag in flags if flag not in ("...", "--help")], partial=True)
-    elif found := launcher_of(command.words):
-        assert (ROOT / found[0]).is_file()
-    else:
-        assert command.words[0] == "torchrun" and set(word.partition("=")[0] for word in command.words[1:]) <= FOREIGN
-
-
-def started_by(path, found=()):
-    """A launcher, and the scripts of launch/ that it sources or starts: their paths."""
-    found = [*found, path]
-    for name in re.findall(r'^[^#\n]*\b(?:source|bash) .*?/(\w+\.sh)"', (ROOT / path).read_text(), re.M):
-        if f"launch/{name}" not in found:
-            found = started_by(f"launch/{name}", found)
-    return found
-
-
-def test_settings_before_commands_are_read_by_what_they_start():
-    """As $NAME or ${NAME...}, or as a setting of env.sh's; TEST_DEVICE by the tests."""
-    given = [(command, name) for command in [*BLOCKS, *SENTENCES] for name in command.settings if name != "TEST_DEVICE"]
-    for command, name in given:
-        read = "".join((ROOT / path).read_text() for path in started_by(launcher_of(command.words)[0]))
-        assert re.search(rf"\$\{{?!?{name}\b|^setting {name}\b", read, re.M), f"{command}: nothing reads {name}"
-    assert len(given) > 20
-
-
-def test_there_are_commands_at_all():
-    assert len(BLOCKS) > 40 and len(SENTENCES) > 10
-    assert {command.page for command in BLOCKS} >= {"README.md", "docs/speech.md", "docs/diffusion.md", "docs/slurm.md",
-                                                    "docs/distillation.md", "docs/reliability.md"}
 
 
 def test_every_flag_that_is_named_exists():
@@ -448,26 +386,6 @@ def test_files_that_are_named_exist():
             assert (ROOT / path).is_file() or list(ROOT.glob(f"*/{path}")), f"{page}: there is no {path}"
 
 
-def test_columns_and_errors_of_data_are_those_of_the_code():
-    shown = set(re.findall(r"`(\w+)`", TEXTS["docs/data.md"].partition("## Columns")[2].partition("\n## ")[0]))
-    assert shown >= {name for names in convert.COLUMNS.values() for name in names.split()}
-    code = "".join(path.read_text() for folder in ("speech", "core", "distill", "diffusion")
-                   for path in (ROOT / folder).glob("*.py"))
-    code = re.sub(r"\"\n\s+f?\"", "", code)     # a text over two lines
-    tables = TEXTS["docs/troubleshooting.md"].partition("## Errors of speech data")[2].partition("\n## FAQ")[0]
-    said = [text for row in re.findall(r"^\| (`.*?) \|", tables, re.MULTILINE) for text in re.findall(r"`([^`]+)`", row)]
-    assert len(said) > 30
-    for text in said:
-        assert text in code, f"docs/troubleshooting.md: no message says {text!r}"
-
-
-def test_public_functions_of_block_diffusion():
-    names = re.findall(r"^\| `(diffusion\.\w+)\.(\w+)` \|", TEXTS["docs/diffusion.md"], re.MULTILINE)
-    assert len(names) >= 3
-    for module, function in names:
-        assert callable(getattr(importlib.import_module(module), function))
-
-
 GUIDES = {f"docs/{name}.md" for name in (
     "first_voice", "speech", "data", "speaking", "distillation", "diffusion", "slurm", "reliability", "speed",
     "troubleshooting", "architecture", "adapting", "dropped")}
@@ -482,31 +400,6 @@ def test_readme_is_short_and_has_what_it_must():
         assert f"]({page}" in readme, f"README does not lead to {page}"
     assert (ROOT / "LICENSE").read_text().startswith("MIT License") and "the flat-trainers authors" in (
         ROOT / "LICENSE").read_text()
-
-
-def test_guides_are_short_and_plain():
-    """Their words in all, lines of at most 100 columns, and no dates, seeds or commits."""
-    assert sum(len(TEXTS[page].split()) for page in GUIDES) <= 14_000
-    assert len(TEXTS["docs/dropped.md"].splitlines()) <= 100
-    for page, text in TEXTS.items():
-        text = re.sub(r"<!-- table .*?<!-- end table -->", "", text, flags=re.DOTALL)   # of bench/table.py
-        long = [line for line in text.splitlines() if len(line) > 100]
-        assert not long, f"{page}: more than 100 columns: {long}"
-        if page != "docs/dropped.md":
-            found = re.findall(r"\b20\d\d-\d\d-\d\d\b|\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7}\b|\bseed \d+", text)
-            assert not found, f"{page}: {found}"
-
-
-# What must not come back, and how often it is there; these numbers only fall.
-RIDDLES = {r"\bwhat is\b": 5, r"\bstands?\b": 1, r"\bbeside\b": 1, r"\bbehind\b": 9, r"\bits own\b|\bof ours\b": 0,
-           r"\bso many\b|\bso often\b": 0, r"\banew\b|\bmends?\b|\blacks?\b": 1, r"\btold\b|\btells?\b": 1}
-
-
-@pytest.mark.parametrize("pattern", RIDDLES)
-def test_patterns_that_fall(pattern):
-    found = [f"{page}: {line}" for page, text in TEXTS.items() for line in without_blocks(text).splitlines()
-             if re.search(pattern, line, re.IGNORECASE)]
-    assert len(found) <= RIDDLES[pattern], "\n".join(found)
 
 
 def test_speed_on_a_gpu_is_what_was_measured():

@@ -17,10 +17,9 @@ if os.environ.get("BITSANDBYTES"):
     sys.path.append(os.environ["BITSANDBYTES"])
 
 from core.cli import UserError
-from speech.speak import load_model
+from tests.common.test_float8 import speech, student
 from tests.helpers.merging import merge
 from tests.helpers.students import train_sft
-from tests.common.test_float8 import speech, student
 from tests.helpers.trainer import ROOT, speech_main, speech_trainer, train_forked
 from tests.speech.test_train_v2_ddp import assert_same_bits, rows
 
@@ -84,15 +83,6 @@ def test_an_adapter_says_that_its_base_was_in_four_bits(tmp_path):
             tmp_path / "said", "--audio_tokenizer_path", voice / "codec", "--text", "one.", "--max_seconds", 0.4,
             "--overwrite", *more))], check=True, env={**os.environ, "PYTHONPATH": os.environ.get("BITSANDBYTES", "")})
         assert json.loads((tmp_path / "said" / "0000.json").read_text())["base_dtype"] == said
-
-
-def test_dora_does_not_speak_on_four_bits(tmp_path):
-    voice = ROOT / "launch" / "voice"
-    about = json.loads((voice / "adapter" / "adapter_config.json").read_text()) | {"use_dora": True}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(about))
-    with pytest.raises(UserError, match="--base_dtype nf4: .* is DoRA"):
-        load_model(voice / "model", json.loads((voice / "model" / "config.json").read_text()), tmp_path, torch.float32,
-                      torch.device("cpu"), True)
 
 
 @needs_it
@@ -176,11 +166,7 @@ def test_resume_is_exact_and_two_ranks_learn_the_same(pool, tiny, tmp_path):
 
 
 @pytest.mark.parametrize("flags, reason", [
-    ("--bf16", "needs --use_lora"), ("--use_lora", "needs --bf16"),
-    ("--use_lora --bf16 --parallel fsdp", "needs --parallel ddp"),
-    ("--use_lora --bf16 --use_dora", "does not go with --use_dora"),
-    ("--use_lora --bf16 --compile", "does not go with --compile"),
-    ("--use_lora --bf16", "the package bitsandbytes is missing: pip install bitsandbytes")])
+    ("--bf16", "needs --use_lora"), ("--use_lora --bf16 --parallel fsdp", "needs --parallel ddp")])
 def test_what_nf4_needs(flags, reason, monkeypatch):
     if "missing" in reason:
         find = importlib.util.find_spec

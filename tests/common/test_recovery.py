@@ -535,44 +535,8 @@ def test_rank_whose_loader_hangs_is_named(launch, tmp_path):
     assert "batch = next(batches)" in job.text() and "Traceback" not in job.text()
 
 
-def test_slow_encoding_and_validation_are_no_hang(launch, tiny, speech, tmp_path):
-    """Each takes longer than a step may, because its loader process stands still."""
-    out, (data, _) = tmp_path / "out", speech
-    job = launch(out, *COMMON, "--use_lora", "--max_steps", 3, "--eval_steps", 2, "--eval_data_file", tiny.train_json,
-                 "--train_data_file", data, "--code_cache", tmp_path / "codes", *LIMIT, ranks=2)
-
-    def stand_still(ready):
-        loaders = job.wait_for(ready)
-        job.signal(signal.SIGSTOP, loaders)
-        time.sleep(1.3 * LIMIT_S)
-        job.signal(signal.SIGCONT, loaders)
-    stand_still(lambda: children(job.rank(1)))          # first loader: reads audio
-    before = job.wait_for(lambda: job.seen(1) and children(job.rank(0)))
-    stand_still(lambda: job.seen(2) and sorted(set(children(job.rank(0))) - set(before)))
-    assert job.wait() == [0, 0], job.text()
-    assert "error" not in job.text()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Writing beside training
-
-
-def test_training_goes_on_while_a_checkpoint_is_written(launch, whole, tmp_path):
-    out = tmp_path / "out"
-    job = launch(out, *KINDS["lora"][1], "--save_steps", 15, env={"SLOW_DISK_S": "1"})
-    job.wait_for(lambda: growing(out) == 15)
-    most = 15
-    while growing(out) == 15:
-        most = max(most, last_step(out))
-        assert len(list(out.glob("*.tmp-*"))) <= 1        # none: renamed since the line before
-        time.sleep(0.005)
-    assert 15 < most <= 30          # not held up by the write, but the next save waits for it
-    job.wait_for(lambda: growing(out) == 30)
-    assert 15 in steps_of(out)
-    job.kill_all()
-    assert steps_of(out) == [15]
-    finish(launch, out, "lora")     # what stands in it is step 15, although training went on meanwhile
-    assert_same_end(out, whole("lora"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import torch
 
 from core import checkpoint
 from diffusion import blocks, choices, elbo, problems, published, sample_bd3lm, sampler
-from tests.helpers.block_runs import train_bd3lm
 from tests.helpers.trainer import Run
 
 ARGUMENTS = {"report_to": "none", "model_size": "nano", "block_size": 8, "max_length": 96, "row_length": 96,
@@ -86,14 +85,3 @@ def test_known_answers_are_right(demo, monkeypatch):
     assert [a["name"] for a in shown] == [p.name for p, _ in asked[:4]]
     values |= {"eval/nll": 1, "eval/bits_per_token": 1, "eval/perplexity": 1, "eval/loss": 1}
     assert f"right {right:.1%}" in elbo.eval_line(3, values, ())
-
-
-@pytest.mark.parametrize("flags, words", [
-    (["--best_by", "accuracy"], "--best_by accuracy needs --eval_accuracy"),
-    (["--eval_accuracy", "4", "--validation_split", "0"], "--eval_accuracy needs validation data"),
-    (["--eval_accuracy", "-1"], "--eval_accuracy is -1; it must be 0 or more")])
-def test_wishes_that_would_do_nothing(demo, tmp_path, flags, words):
-    from core.cli import UserError
-    args = train_bd3lm.build_parser().parse_args(["--train_data_file", "x", "--output_dir", str(tmp_path), *flags])
-    with pytest.raises(UserError, match=words):
-        train_bd3lm.check_flags(args, 1)

@@ -96,11 +96,6 @@ def test_the_file_beside_an_export_writes_our_tokens(exported, tmp_path, monkeyp
     assert capsys.readouterr().out == f"{tokens.decode(ours[0], skip_special_tokens=False).strip()}\n" * 2
 
 
-def test_generate_is_small_and_alone():
-    text = (published.Path(published.__file__).with_name("generate.py")).read_text()
-    assert len(text.splitlines()) <= 200 and "from diffusion" not in text and "from common" not in text
-
-
 def run_here(folder, words, monkeypatch, capsys):
     """How generate.py of a folder ends in this process, as SystemExit; None: by itself."""
     monkeypatch.chdir(folder)
@@ -110,16 +105,3 @@ def run_here(folder, words, monkeypatch, capsys):
         runpy.run_path(str(folder / "generate.py"), run_name="__main__")
     except SystemExit as end:
         return end
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words, why", [
-    (["close <|im_end|> it"], "holds the special token <|im_end|>"),
-    (["--max_length", "8", "Two shells and 12 stamps?"], "leave no room in 8"),
-    (["--temperature", "-1", "a"], "--temperature is -1.0"),
-    (["--chat", "generate.py"], "--chat generate.py: Extra data: line 1 column 3"),
-    (["--chat", "config.json"], "--chat config.json: is not a list of {"),
-    (["--chat", "../parts.json"], "--chat ../parts.json: is not a list of {")])
-def test_what_would_be_misread_or_has_no_room_is_refused(exported, words, why, monkeypatch, capsys):
-    (exported[1].parent / "parts.json").write_text('[{"role": "user", "content": ["close <|im_end|> it"]}]')
-    assert run_here(exported[1], words, monkeypatch, capsys).code == 2 and why in capsys.readouterr().err

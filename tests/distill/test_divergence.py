@@ -2,8 +2,6 @@
 import json
 import math
 import shutil
-import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,10 +17,8 @@ from distill import causal_lm, evaluate, on_policy, packed_lm
 from distill.chat_data import ChatSamples, ChatTable, Reading, collate, write_table
 from distill.losses import chunked_loss, divergence
 from distill.teachers import read_prompt, with_prompt
-from tests.helpers import chats, students
-from tests.helpers import scripts
+from tests.helpers import chats, scripts, students
 from tests.helpers.lora_server import LoraServer
-from tests.helpers.progress import PATIENCE_S
 
 PROMPT = "Name the language. the quick brown fox jumps over the lazy dog and again\n"
 SMOLLM2 = {"vocab_size": 401, "hidden_size": 36, "intermediate_size": 96, "num_hidden_layers": 3,       # 135M's shape,
@@ -189,24 +185,6 @@ def test_packed_self_distillation_is_the_dense_one(made, tmp_path, student, role
         torch.testing.assert_close(ours[name].grad, grad, rtol=1e-4, atol=1e-4 * float(grad.abs().max() + 1))
 
 
-def test_the_model_behind_no_prompt_is_no_other(made, tmp_path):
-    """Teacher and student with the same words and adapters that do nothing: no divergence, no gradient."""
-    (tmp_path / "user.txt").write_text("{text}")
-    encoder = chat.Encoder(chat.load_tokenizer(made / "qwen"), "last")
-    write_table(tmp_path / "table", [made / "chats.jsonl"], Reading(encoder, 512, prompt=read_prompt(
-        tmp_path / "user.txt")))
-    table = ChatTable(tmp_path / "table")
-    for kind in (("forward", 0.5, 0), ("reverse", 0.5, 3), ("js", 0.5, 0)):
-        model, parts = packed_lm.build_empty(made / "qwen", torch.float32, (4, 4, 0.0, "all-linear", "x"), None,
-                                             prompted=(1.0, *kind))
-        packed_lm.load(model, parts, dist.World(device=torch.device("cpu")))
-        adapters.init_adapters(model.net, 0)
-        loss, *_ = model.train()(collate([ChatSamples(table)[n] for n in (1, 2, 5)], prompted=True))
-        loss.backward()
-        assert abs(loss.item()) < 1e-5
-        assert all(p.grad.abs().max() < 1e-5 for p in adapters.adapter_weights(model.net).values())
-
-
 # -- Runs --------------------------------------------------------------------------------------------------------------
 
 
@@ -274,30 +252,6 @@ def test_answers_of_a_server_are_the_same(train, made, tmp_path):
             train(2, tmp_path / "refused", *share, "--base_url", server.url)
 
 
-def test_both_calls_of_a_refresh_have_one_time_limit(made, tmp_path):
-    """The first takes longer than one request may: the second gets what is left of twice that."""
-    world, over = dist.World(device=torch.device("cpu")), threading.Event()
-    model, parts = packed_lm.build_empty(made / "smollm2", torch.float32, (4, 4, 0.0, "all-linear", "x"), None)
-    packed_lm.load(model, parts, world)
-    adapters.init_adapters(model.net, 0)
-
-    def answer(path, body):
-        server.calls.append(path)
-        loads = server.calls.count("/v1/load_lora_adapter")
-        if "unload" in path:
-            over.wait(PATIENCE_S)
-        elif loads == 4:
-            time.sleep(2)       # behind the 1.5 seconds before a call is repeated twice
-        return 503 if loads in (2, 3) else 200, "{}"
-    with LoraServer(made / "smollm2") as server:
-        server.answer, sampler = answer, on_policy.Sampler(world, server.url, tmp_path / "served", 1, 3.2)
-        sampler.begin()
-        sampler.refresh(model, 0)
-        with pytest.raises(UserError, match=r"/unload_lora_adapter: no whole answer in ([0-2](\.\d+)?|3|3\.0\d?|3\.1) s"):
-            sampler.refresh(model, 1)
-        over.set()
-
-
 def test_drawn_answers_are_draws(made, tmp_path):
     """Behind the student's own prompt, from its softmax with its adapters; the teacher reads the same tokens."""
     table = prompted_table(made, tmp_path / "table", "smollm2", "system")
@@ -335,39 +289,6 @@ def test_drawn_answers_are_draws(made, tmp_path):
     for token in share.topk(4).indices.tolist():
         p = share[token].item()
         assert abs(np.mean([answer[0] == token for answer in drawn]) - p) < 4 * (p * (1 - p) / 1500) ** 0.5
-
-
-@pytest.mark.slow
-def test_the_judge_of_a_prompt(made, train, tmp_path, capsys):
-    """Its divergence and likelihood are those of the run's own validation; the base's are those of plain forwards."""
-    found = train(1, tmp_path / "run", "--parallel", "ddp", "--per_device_train_batch_size", 4,
-                  "--gradient_accumulation_steps", 2, "--max_steps", 6, "--save_steps", 0)
-    given = ["--checkpoint", str(tmp_path / "run" / "checkpoint-6"), "--output_dir", str(tmp_path / "judged"),
-             "--follows", "e", "--max_new_tokens", "4", "--batch_size", "3"]
-    scripts.run(evaluate, given)
-    report = json.loads((tmp_path / "judged" / "evaluation.json").read_text())
-    metrics, shown = report["metrics"], capsys.readouterr().out
-    assert metrics["student: kl"] == pytest.approx(found[6]["eval/kl_loss"], rel=1e-4)
-    assert metrics["student: nll"] == pytest.approx(found[6]["eval/ce_loss"], rel=1e-4)
-    assert 0 < metrics["student: kl"] < metrics["base: kl"] and metrics["base + prompt: kl"] == 0
-    assert metrics["closed: kl"] == pytest.approx(1 - metrics["student: kl"] / metrics["base: kl"])
-
-    tokenizer = AutoTokenizer.from_pretrained(made / "smollm2")
-    base = AutoModelForCausalLM.from_pretrained(made / "smollm2")
-    talks = [json.loads(line)["messages"] for line in open(made / "chats.jsonl")]
-    rows = [row for sample in report["samples"] for row in alone(base, base, tokenizer, talks[sample["id"]], "system",
-                                                                 made)]
-    kl = sum(dense(s.double(), t.double(), "forward", 0.5, 0) for s, t, _ in rows).item() / len(rows)
-    assert metrics["base: kl"] == pytest.approx(kl, rel=1e-4)
-    teacher = sum(-t.log_softmax(-1)[target] for _, t, target in rows).item() / len(rows)
-    assert metrics["base + prompt: nll"] == pytest.approx(teacher, rel=1e-4)
-    assert metrics["base + prompt: exact"] == 1 and "; the student went " in shown
-    prompt_tokens = len(tokenizer(tokenizer.apply_chat_template([{"role": "system", "content": PROMPT.strip()}],
-                                                                tokenize=False), add_special_tokens=False)["input_ids"])
-    assert metrics["tokens saved"] == pytest.approx(prompt_tokens - 1, abs=1)
-    with pytest.raises(SystemExit):
-        scripts.run(evaluate, [*given[:3], str(tmp_path / "again"), *given[6:], "--min_closed", "1"])
-    assert "closed, less than --min_closed 1.0" in capsys.readouterr().err
 
 
 @pytest.mark.slow

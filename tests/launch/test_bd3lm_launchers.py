@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from core import cli
-from diffusion import choices, evaluate, sample_bd3lm
+from diffusion import evaluate, sample_bd3lm
 from tests.helpers.block_runs import train_bd3lm
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT
@@ -57,39 +57,6 @@ def printed(done):
 # -- what would run ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("system, preset, wanted", [
-    ("gsm8k", None, (128, 4, 5e-4, 5000, 50_000)),
-    ("gsm8k", "conservative", (64, 4, 4e-4, 5000, 50_000)),
-    ("hdp", "aggressive", (192, 4, 6e-4, 5000, 50_000)),
-    ("hdp", "extreme", (256, 4, 7e-4, 10_000, 50_000)),
-])
-def test_presets_are_the_guides(system, preset, wanted, tmp_path):
-    settings, data = {"PRESET": preset} if preset else {}, tmp_path / "t.json"
-    data.touch()
-    done = launch(LAUNCHERS[system], DRY_RUN="1", MIN_GPUS="0", TRAIN_DATA=str(data), TEST_DATA="e.json",
-                  SLURM_CPUS_PER_TASK="18", OMP_NUM_THREADS="", **settings)
-    words, args, sample = printed(done)
-    train_bd3lm.check_flags(args, 1)
-    layout = train_bd3lm.layout_of(args)
-    assert args.per_device_train_batch_size is None         # as many rows as hold the preset's problems
-    assert (choices.PRESETS[args.batch_preset][0], args.gradient_accumulation_steps, args.learning_rate, args.warmup_steps,
-            args.max_steps) == wanted
-    assert (layout.system, layout.block_size) == (system, 16)
-    assert args.bf16 and args.tf32 and args.compile and args.pack and args.drop_too_long
-    assert (args.num_workers, args.ema_decay, args.max_grad_norm) == (16, 0.9999, 1.0)
-    assert (args.train_data_file, args.model_size) == (str(data), "small")
-    assert words[0] == "OMP_NUM_THREADS=18" and "--nproc-per-node=1" in words and "--rdzv-endpoint=127.0.0.1:0" in words
-    assert args.output_dir == sample.checkpoint == f"outputs/{system}_h200" and sample.test_file == "e.json"
-    assert sample.bf16 and sample.drop_too_long
-
-
-def test_gsm8k_and_its_tokenizer_come_from_the_hub_by_default():
-    _, args, sample = printed(launch(LAUNCHERS["gsm8k"], DRY_RUN="1", MIN_GPUS="0"))
-    assert (args.train_data_file, args.eval_data_file, args.tokenizer) == ("openai/gsm8k", None, None)
-    assert sample.test_file == "openai/gsm8k"       # the test split is for the accuracy, not for early stopping
-    assert printed(launch(LAUNCHERS["gsm8k"], DRY_RUN="1", MIN_GPUS="0", TEST_DATA=""))[2] is None
-
-
 def test_settings_and_arguments_reach_the_trainer_and_the_last_word_is_the_users(tmp_path):
     data = tmp_path / "my data.json"
     data.touch()
@@ -107,21 +74,6 @@ def test_settings_and_arguments_reach_the_trainer_and_the_last_word_is_the_users
     assert (sample.checkpoint, sample.limit, sample.bf16) == ("a folder", 5, False)
 
 
-@pytest.mark.parametrize("system", LAUNCHERS)
-@pytest.mark.parametrize("demo", [["--demo"], ["--demo=300"], ["--demo", "300"]])
-def test_the_demo_is_small_and_needs_neither_gpu_nor_files(system, demo):
-    words, args, sample = printed(launch(LAUNCHERS[system], *demo, DRY_RUN="1", OMP_NUM_THREADS=""))
-    assert words[0] == "OMP_NUM_THREADS=1"
-    train_bd3lm.check_flags(args, 1)
-    layout = train_bd3lm.layout_of(args)
-    assert layout.system == system and args.model_size == "nano" and not args.bf16 and args.train_data_file is None
-    assert args.attn_backend == "sdpa"      # flex has no backward pass for rows of under 128 noisy copies
-    assert args.demo == (300 if len("".join(demo)) > 6 else 2000) and args.max_steps == {"gsm8k": 3200, "hdp": 4000}[system]
-    ending = "test.jsonl" if system == "gsm8k" else "test_hdp.json"
-    assert sample.test_file == f"outputs/{system}_demo/demo/{ending}"
-    assert args.output_dir == sample.checkpoint == f"outputs/{system}_demo"
-
-
 def test_chats_take_the_same_launcher(tmp_path):
     """No data of the hub; the test chats' likelihood is bounded; the demo answers its problems."""
     there = {"DRY_RUN": "1", "MIN_GPUS": "0", "SYSTEM": "chat"}
@@ -137,8 +89,7 @@ def test_chats_take_the_same_launcher(tmp_path):
 
 
 @pytest.mark.parametrize("words, wanted", [
-    (["--init_from", "JetLM/SDAR-1.7B-Chat"], ("sdar", 64, 4)), (["--init_from=gpt2"], ("finetune", 128, 16)),
-    (["--batch_preset", "conservative"], ("conservative", 256, 16)),
+    (["--init_from", "JetLM/SDAR-1.7B-Chat"], ("sdar", 64, 4)),
     (["--init_from", "SDAR", "--batch_preset=source"], ("source", 256, 16))])
 def test_arguments_choose_the_preset_as_settings_do(words, wanted):
     args = printed(launch(LAUNCHERS["gsm8k"], *words, DRY_RUN="1", MIN_GPUS="0"))[1]
@@ -146,18 +97,6 @@ def test_arguments_choose_the_preset_as_settings_do(words, wanted):
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("system, settings, message", [
-    ("gsm8k", {"PRESET": "huge"}, r"PRESET=huge: one of .*recommended"),
-    ("gsm8k", {"SYSTEM": "both"}, r"SYSTEM=both: gsm8k, chat or hdp"),
-    ("hdp", {"MIN_GPUS": "0"}, r"TRAIN_DATA is not set"),
-])
-def test_errors_are_one_clear_line(system, settings, message):
-    done = launch(LAUNCHERS[system], DRY_RUN="1", **settings)
-    lines = [line for line in done.stderr.splitlines() if "error" in line]
-    assert done.returncode == 1 and len(lines) == 1 and done.stdout == "", done.stderr
-    assert re.search(f"^{LAUNCHERS[system][:-3]}: error: .*{message}", lines[0]), lines
 
 
 # -- signals, status, requeueing --------------------------------------------------------------------------------------
@@ -231,24 +170,8 @@ def started(tmp_path, script, stand_ins):
 
 
 @pytest.mark.race
-def test_a_signal_lets_the_trainer_save_and_skips_the_answers(started, tmp_path):
-    process = started()
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=PATIENCE_S) == 0, process.log.read_text()
-    text = process.log.read_text()
-    assert (tmp_path / "out" / "requeue").exists() and text.count("asking what runs to save") == 2    # node.sh, too
-    assert "none.jsonl" not in text and "requeue" not in text
-    (log,) = (tmp_path / "out" / "node_logs").glob("local-*.log")
-    assert log.read_text().count("trainer said") == 1
-    process = started()         # logs go on
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=PATIENCE_S) == 0 and log.read_text().count("trainer said") == 2
-
-
-@pytest.mark.race
 @pytest.mark.parametrize("state, restarts, queued, said", [
     ("RUNNING", 0, True, "at step 3; requeueing the job"),
-    ("COMPLETING", 0, False, "at step 3; the job is COMPLETING"),
     ("RUNNING", 2, False, r"at step 3; not requeued, this was start 3 (MAX_REQUEUES)"),
 ])
 def test_a_job_asked_to_stop_is_queued_again(started, tmp_path, state, restarts, queued, said):
@@ -258,15 +181,6 @@ def test_a_job_asked_to_stop_is_queued_again(started, tmp_path, state, restarts,
     assert (tmp_path / "queued-7").exists() == queued
     assert said in process.log.read_text()
     assert list((tmp_path / "out" / "node_logs").glob("7-*.log"))
-
-
-def test_an_old_marker_neither_stops_nor_requeues(tmp_path, script, stand_ins):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "requeue").write_text("of an earlier start")
-    done = launch(LAUNCHERS["gsm8k"], cwd=tmp_path, TRAINER=script("pass"), MIN_GPUS="0", OUTPUT_DIR="out",
-                  TEST_DATA="", AFTER="touch after", **JOB, PATH=stand_ins)
-    assert done.returncode == 0 and "no TEST_DATA, so no accuracy" in done.stderr, done.stderr
-    assert (tmp_path / "after").exists() and not (tmp_path / "queued-7").exists()
 
 
 # -- the whole thing --------------------------------------------------------------------------------------------------

