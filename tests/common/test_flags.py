@@ -68,18 +68,6 @@ def test_refused_flags_in_one_line(words, said, capsys):
     assert printed.err.startswith(f"error: {said}") and printed.err.count("\n") == 1
 
 
-def test_values_that_look_like_flags():
-    """A text that begins with dashes; "--" behind the last value of a list."""
-    generate = script_flags("speech/generate_tts.py")[0]
-    text = "-- well, no"
-    words = ["--model_path", "a", "--audio_tokenizer_path", "b", "--text", text]
-    assert cli.parse(generate, None, words).text == [text]
-    parser = cli.Parser("x")
-    parser.add_argument("folder")
-    parser.add_argument("--samples", nargs="+")
-    assert cli.parse(parser, None, ["--samples", "a", "b", "--", "out"]).folder == "out"
-
-
 @pytest.mark.parametrize("theirs, ours", [
     ("--model_name_or_path other", {"model_path": "other"}), ("--lora_r 8", {"lora_rank": 8}),
     ("--lr_scheduler_type constant_with_warmup", {"lr_scheduler": "constant"}),
@@ -110,18 +98,6 @@ def test_combinations_that_make_no_sense(words, part):
         script_flags()[1](parse(*words), world_size=1)
 
 
-def test_loader_processes_of_a_node_are_its_cpus_at_most(monkeypatch, capsys):
-    """--dataloader_num_workers counts for each rank, as in Hugging Face; what is too much is capped, and said."""
-    monkeypatch.setattr(cli, "usable_cpus", lambda: 128)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    for given, taken in ((32, 16), (16, 16), (3, 3)):
-        args = parse("--dataloader_num_workers", str(given))
-        script_flags()[1](args, world_size=8)
-        assert args.num_workers == taken
-        assert ("8 ranks on 128 CPUs, so 16 each" in capsys.readouterr().out) == (given == 32)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # --config
 
 

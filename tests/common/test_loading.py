@@ -73,7 +73,6 @@ def loader(batches, make, workers=2, **options):
                       worker_init_fn=init_loader, **options)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # One piece of memory
 
 
@@ -88,7 +87,6 @@ def test_a_batch_arrives_as_it_was_in_one_buffer(batch):
         assert not any(tensor.is_shared() for tensor in tensors)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Reading ahead
 
 
@@ -121,24 +119,3 @@ def test_a_killed_loader_process_is_named(way, handler, monkeypatch):
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) is killed by signal: Killed"):
         list(way(loader(range(9), killed_at_3, 1)))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A GPU
-
-
-@pytest.mark.skipif(os.environ.get("TEST_DEVICE") != "cuda", reason="set TEST_DEVICE=cuda to use a GPU")
-@pytest.mark.parametrize("workers", [0, 2])
-def test_gpu_batches_are_whole_while_it_computes(workers):
-    """Long kernels on what has arrived, while the next ones are copied: none may be used too early or overwritten."""
-    device, side = torch.device("cuda", 0), 1_000_003
-    torch.cuda.set_device(device)
-    batches = loading.ahead(loader(range(40), lambda i: Named(torch.full((side,), i), i, torch.full((3, 5), i + 0.5)),
-                                    workers), device)
-    busy, sums = torch.rand(4096, 4096, device=device), []
-    for batch in batches:
-        for _ in range(10):
-            busy = (busy @ busy).tanh()
-        sums.append(torch.stack([batch.first.sum().double(), batch.second.sum().double()]))
-        assert batch.first.is_cuda and not isinstance(batch.count, torch.Tensor)
-    assert torch.stack(sums).tolist() == [[i * side, 15 * (i + 0.5)] for i in range(40)]

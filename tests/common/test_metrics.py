@@ -69,15 +69,6 @@ def test_every_tracker_gets_numbers_and_speech_offline(tmp_path, monkeypatch, na
     assert ((tmp_path / "wandb_id").exists()) == (names != ["tensorboard"])
 
 
-def test_a_validation_that_is_due_again_stands_there_once(tmp_path):
-    """Its run was killed before the next checkpoint said that it is done."""
-    rows = [{"step": 1, "eval/loss": 3.0}, {"step": 2, "train/loss": 2.0}, {"step": 2, "eval/loss": 2.5}]
-    for eval_due, kept in ((False, 3), (True, 2)):
-        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        MetricsLog(tmp_path, tmp_path / "logs", "none", {}, 2, eval_due=eval_due).close()
-        assert read_metrics(tmp_path / "metrics.jsonl") == rows[:kept]
-
-
 @pytest.mark.parametrize("bad", [b"\xff\xfe", b'[1, 2]', b'{"train/loss": 1.0}', b'{"step": "3"}', b"[" * 100_000])
 @pytest.mark.parametrize("place", ["first", "middle"])
 def test_a_damaged_log_is_moved_aside_whole(tmp_path, capsys, bad, place):

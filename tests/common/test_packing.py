@@ -37,7 +37,6 @@ def global_sequence(order, world_size, accumulation, epochs, epoch=0, first=0):
     return [pack for together in zip(*ranks) for pack in together]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Order
 
 
@@ -82,7 +81,6 @@ def test_no_pack_size():
         PackOrder(speech_lengths(5), samples_per_pack=0, tokens_per_pack=0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Ranks
 
 
@@ -157,7 +155,6 @@ def test_window_is_what_the_ranks_take_in_one_step(kind):
     assert len(order.window(0, order.packs_per_epoch, 8)) == len(order.window(0, order.packs_per_epoch + 99, 8)) == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Token budgets and length grouping
 
 

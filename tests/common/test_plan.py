@@ -1,19 +1,15 @@
 """core/memory.py: packs, memory, what is refused; --auto, and that a resumed run keeps its choice."""
 import json
 import re
-from argparse import Namespace
-from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import transformers
 
 from core import adapters, document_attention, memory
-from core.cli import Parser, UserError, parse
+from core.cli import UserError, parse
 from core.dist import World
 from core.memory import GIB, Memory, Setup
-from diffusion import plan as block_plan
 from distill import causal_lm, packed_lm
 from distill import plan as chat_plan
 from tests.helpers import chats
@@ -21,7 +17,8 @@ from tests.helpers.students import train_sft
 
 SIZES = {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
          "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}     # Qwen3-4B
-LENGTHS = np.random.default_rng(0).integers(200, 2000, 20_000)
+
+
 ALONE = World(device=torch.device("cpu"))
 
 
@@ -66,42 +63,11 @@ def test_parts_of_the_memory(students):
     assert in_buckets.peak > alone.peak + GIB
 
 
-@pytest.mark.parametrize("words, installed, open_to", [
-    ("--bf16 --use_lora", True, ("nf4", "fsdp")), ("--bf16 --use_lora --compile", True, ("fsdp",)),
-    ("--fp16 --parallel ddp", True, ())], ids=str)
-def test_auto_tries_nothing_that_is_refused(words, installed, open_to, monkeypatch):
-    """On one GPU and two; the plan says fp16 where it is."""
-    find = memory.importlib.util.find_spec
-    monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: (
-        installed or None) if name == "bitsandbytes" else find(name))
-    args = flags(2, *words.split())
-    for ranks in (1, 2):
-        tried = list(memory.by_tokens(args, replace(memory.setup_of(args, ranks), parallel="ddp"), LENGTHS,
-                                      lambda _: Namespace(packs_per_epoch=9)))
-        assert ({"nf4"} if any(way.base_dtype for way in tried) else set()) == {"nf4"} & set(open_to)
-        assert any(way.fsdp for way in tried) == ("fsdp" in open_to)
-        assert not any(way.fsdp and way.base_dtype for way in tried)
-    wide = "fp16" if "--fp16" in words else "bf16"
-    assert f", {wide}\n" in memory.head_text(args, memory.setup_of(args, 2), torch.nn.Linear(2, 2))
-
-
 def test_a_run_that_fits_nowhere_is_refused_before_it_starts(tmp_path, monkeypatch):
     args = flags(1, "--auto", "--gpu_memory", 24, "--output_dir", tmp_path)
     args.dry_run = None
     with pytest.raises(UserError, match="memory: about 30.00 GiB needed on each GPU, which has 24.00 GiB"):
         memory.choose(args, ALONE, 1, [Setup(1)], lambda setup: Memory({}, {"": 30 * GIB}, 0))
-
-
-def test_rows_of_block_diffusion_are_split_over_any_number_of_ranks():
-    """As few micro-steps as fit, none of fewer than 4,096 tokens; never less than a row."""
-    args = parse(Parser(""), None, [])
-    args.compile = True
-
-    def split(ranks, tokens=1024):
-        found = block_plan.by_rows(args, Setup(ranks, accumulation=4, batch_size=43), 171, tokens)
-        return list(dict.fromkeys((one.batch_size, one.accumulation) for one in found))
-    assert split(1) == [(171, 1), (86, 2), (43, 4), (21, 8), (11, 16), (5, 32), (3, 64)]
-    assert split(8) == [(21, 1), (11, 2), (5, 4), (3, 8)] and split(64) == [(3, 1)] and split(512) == [(1, 1)]
 
 
 @pytest.mark.slow

@@ -42,7 +42,6 @@ KINDS = {       # ranks, flags
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Jobs
 
 
@@ -262,7 +261,6 @@ def whole(server, tiny, tmp_path_factory):
     return get
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What a run leaves
 
 
@@ -338,7 +336,6 @@ def finish(launch, output_dir, kind, *flags):
     return job
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # SIGKILL
 
 
@@ -380,7 +377,6 @@ def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path
     assert not list(out.glob("*.tmp*")), "what the kills left is not cleaned up"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # SIGTERM, SIGUSR1
 
 
@@ -473,7 +469,6 @@ def test_signal_breaks_validation_off(launch, speech, tmp_path, kind, rank):
     assert [row["step"] for row in metrics.read_metrics(out / "metrics.jsonl") if "eval/loss" in row] == [3, 4]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # One rank fails or hangs
 
 
@@ -535,15 +530,6 @@ def test_rank_whose_loader_hangs_is_named(launch, tmp_path):
     assert "batch = next(batches)" in job.text() and "Traceback" not in job.text()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Writing beside training
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Two runs in one folder
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Damaged checkpoints, rotation
 
 
@@ -580,7 +566,6 @@ def test_damaged_checkpoints_are_reported_and_passed_over(launch, whole, tmp_pat
     assert steps_of(out) == [24]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Disks
 
 

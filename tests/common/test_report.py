@@ -1,18 +1,14 @@
 """core/report.py: its page in a real headless Chromium, against the files it was made from."""
 import base64
 import json
-import math
 import os
-import re
 import shutil
 import subprocess
 import sys
 
 import numpy as np
-import pytest
 import soundfile
 
-from core.metrics import MetricsLog
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 
@@ -20,29 +16,6 @@ RATE, STEPS, EVALS, BAD = 24_000, 40, (10, 20, 30, 40), 13
 PROMPTS = ("prompt-1", "prompt-2", "prompt-10")
 TEXTS = ['</script><script>window.broken = 1</script><img src=x onerror="window.broken = 2">',
          "\"It's\" {body} & <b>bold</b>", "héllo, 你好 \ud800"]
-FLAGS = {"model_path": "voices/" + "big-model" * 9, "max_steps": STEPS, "note": TEXTS[0], "learning_rate": 5e-5,
-         "base_url": "http://anna:hush@host/v1?api_key=hush2"}
-
-
-def make_run(folder, scale=1.0):
-    """A run's files, resumed at step 20, best at 20, its last line cut off."""
-    folder.mkdir()
-    for start, end in ((0, 20), (20, STEPS)):
-        log = MetricsLog(folder, folder / "logs", "none", FLAGS, start)
-        for step in range(start + 1, end + 1):
-            log.write(step, {"train/loss": math.nan if step == BAD else scale * (3 + 7 / step),
-                             "train/audio_loss_codebook_0": 2 / step, "train/audio_loss_codebook_1": 3 / step,
-                             "train/memory_gib": 1.5, "train/spread<b>": 1e-5 * step})
-            if step in EVALS:
-                log.write(step, {"eval/loss": scale * (4 + abs(step - 20) / 100)})
-        log.close()
-        (folder / f"checkpoint-{end}").mkdir()
-        (folder / f"checkpoint-{end}" / "manifest.json").write_text("{}")
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write('{"step": 41, "train/lo')
-    for step in EVALS:
-        make_samples(folder / "samples" / f"step-{step}", step)
-    return folder
 
 
 def make_samples(folder, step):
@@ -53,25 +26,6 @@ def make_samples(folder, step):
         soundfile.write(folder / f"{name}.wav", wave, RATE, subtype=("PCM_16", "PCM_16", "FLOAT")[i])
         about = {"text": text, "seed": 7 + i, "seconds": len(wave) / RATE, "ended_by": "eos" if step > 20 else "length"}
         (folder / f"{name}.json").write_text(json.dumps(about))
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A run with samples, evaluations and its report.html."""
-    folder = make_run(tmp_path_factory.mktemp("report") / "voice & <run>")
-    (folder / "judged").mkdir()
-    (folder / "judged" / "evaluation.json").write_text(json.dumps(
-        {"name": "<i>step 40<i>", "metrics": {"wer": 0.125, "f0_correlation": None},
-         "samples": [{"name": TEXTS[0], "wer": 0.25}]}))
-    other = folder.parent / "base.json"
-    other.write_text(json.dumps({"name": "base", "verdict": "fair", "metrics": {"wer": 0.5, "similarity": 0.75}}))
-    for name in ("after", "before"):
-        make_samples(folder.parent / name, 99)
-    done = make_report(folder, "--samples", folder.parent / "after", folder.parent / "before", "--evaluations", other)
-    assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"report     .*/report.html \(\d+\.\d MiB\): 44 lines of metrics, 18 samples, "
-                        r"2 evaluations\n", done.stdout)
-    return folder
 
 
 def make_report(*args, cwd=ROOT, python=()):

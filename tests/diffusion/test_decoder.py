@@ -9,7 +9,6 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -198,24 +197,6 @@ def test_questions_in_the_chat_template(models, demo):
                 lambda: question_state(problem, tokens, layout)):
         with pytest.raises(UserError, match=re.escape("its text holds the special token <|im_end|>")):
             ask()
-
-
-def test_base_models_end_answers_with_a_token_of_their_own(models, demo, tmp_path):
-    """As Llama's do, which has no <|endoftext|> and begins every text with a token that its tokenizer adds."""
-    backend = Tokenizer.from_str((demo / "tokenizer.json").read_text().replace("<|endoftext|>", "</s>"))
-    backend.add_special_tokens(["<s>"])
-    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))])
-    backend.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match=r"has no token <\|endoftext\|> to end answers with; give one .*--end_token"):
-        load_tokenizer(tmp_path, "gsm8k")
-    with pytest.raises(UserError, match="has no token <end> to end"):
-        load_tokenizer(tmp_path, "gsm8k", "<end>")
-    tokens = load_tokenizer(tmp_path, "gsm8k", "</s>")
-    assert (tokens.bos, tokens.end) == (backend.token_to_id("<s>"), backend.token_to_id("</s>"))
-    layout = choices.Layout("gsm8k", block_size=8, max_length=96, end_token="</s>")
-    ids = blocks.make_documents(read_problems(demo / "test.jsonl", "", "gsm8k")[:1], tokens, layout).ids
-    assert ids[0] == tokens.bos and ids[-1] == tokens.end
-    assert load_tokenizer(tmp_path, "hdp").mask == backend.get_vocab_size() + 4         # plans end with <|pad|>
 
 
 @pytest.mark.slow

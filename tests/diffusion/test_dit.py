@@ -213,19 +213,3 @@ def test_added_rows_change_nothing(monkeypatch, pieces):
         results.append([loss, *gradients(model, loss)])
     assert len(inputs.rows) % 16 and all(size % 8 == 0 for size in sizes) and results[0][0].isfinite(), sizes
     assert_close(*results, rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_compiled_layers_train_the_same():
-    """inductor is what --compile uses, half a minute of g++; aot_eager shows whether tracing alone is at fault."""
-    batch, results = make_blocks(MIXED, 26, 24), []
-    for compiled in (False, True):
-        model = network()
-        if compiled:
-            for layer in model.layers:
-                layer.compile(backend="aot_eager", dynamic=False)
-        for inputs in (noised(batch), noised(make_blocks(MIXED[::-1], 26, 24))):
-            loss = loss_of(model, inputs, batch.n_targets)
-            results.append([loss, *gradients(model, loss)])
-    assert_close(results[0], results[2])
-    assert_close(results[1], results[3])

@@ -1,6 +1,5 @@
 """generate.py of an exported folder: without this repository, the tokens of our sampler."""
 import json
-import runpy
 import shutil
 import subprocess
 import sys
@@ -94,14 +93,3 @@ def test_the_file_beside_an_export_writes_our_tokens(exported, tmp_path, monkeyp
     run_here(folder, [ASK[0], "--chat", chat, "--device", "cpu"], monkeypatch, capsys)
     tokens = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert capsys.readouterr().out == f"{tokens.decode(ours[0], skip_special_tokens=False).strip()}\n" * 2
-
-
-def run_here(folder, words, monkeypatch, capsys):
-    """How generate.py of a folder ends in this process, as SystemExit; None: by itself."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, words)])
-    capsys.readouterr()
-    try:
-        runpy.run_path(str(folder / "generate.py"), run_name="__main__")
-    except SystemExit as end:
-        return end

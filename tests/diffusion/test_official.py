@@ -7,9 +7,9 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from core import checkpoint, fused
+from core import fused
 from core.cli import UserError
 from diffusion import dit, noise, published
 from diffusion.problems import load_tokenizer
@@ -194,30 +194,3 @@ def train(pool, demo, folder, *more, ranks=1, status=0):
     statuses, output = pool.run(ranks, "tests.helpers.block_runs.ranks_main", [str(word) for word in words])
     assert max(statuses) == status, output
     return Run(max(statuses), output, folder)
-
-
-@pytest.mark.slow
-def test_a_run_starts_from_them_and_from_its_own(pool, demo, files, tmp_path):
-    """Published -> FSDP on 2 ranks -> another block size -> published again; the first checkpoint is what was given."""
-    run = train(pool, demo, tmp_path / "fsdp", "--init_from", files["hub"], "--max_steps", 1, "--parallel",
-                "fsdp", "--per_device_train_batch_size", 2, ranks=2)
-    assert sorted(run.metrics("eval/nll")) == [0, 1]
-    saved = load_file(tmp_path / "fsdp" / "checkpoint-0" / "ema-00001-of-00002.safetensors")
-    saved |= load_file(tmp_path / "fsdp" / "checkpoint-0" / "ema-00002-of-00002.safetensors")
-    given = draw(1)
-    assert all(torch.equal(published.official_state(saved, HEADS, (1e-3, 1.0))[name], given[name]) for name in
-               TABLE["parameters"] if name in given)
-    run = train(pool, demo, tmp_path / "wider", "--init_from", tmp_path / "fsdp", "--block_size", 16, "--max_steps", 1)
-    assert f"averaged weights of {tmp_path / 'fsdp'}/checkpoint-" in run.output
-    other = train(pool, demo, tmp_path / "wider", "--init_from", files["hub"], "--block_size", 16, "--max_steps", 4,
-                  status=1)
-    assert "was made with another start" in other.output
-    published.main(["--checkpoint", str(tmp_path / "wider"), "--pick", "newest", "--output_dir",
-                       str(tmp_path / "exported")])
-    exported = load_file(tmp_path / "exported" / "model.safetensors")
-    tokens = load_tokenizer(demo, "gsm8k")
-    given = published.read(tmp_path / "exported", dit.config_of("nano", V, V - 1), tokens)
-    kept = load_file(checkpoint.list_checkpoints(tmp_path / "wider")[-1][1] / "ema.safetensors")
-    assert exported.keys() == draw(0).keys() and all(torch.equal(given.tensors[name], kept[name]) for name in kept)
-    config = json.loads((tmp_path / "exported" / "config.json").read_text())
-    assert (config["block_size"], config["model_length"], config["vocab_size"], config["cond_dim"]) == (16, 96, V, 16)

@@ -2,9 +2,7 @@
 import json
 from dataclasses import replace
 
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 from core.cli import UserError
 from diffusion.problems import load_tokenizer, read_problems
@@ -61,20 +59,6 @@ def test_files_folders_and_forms_give_the_same_problems(demo, tmp_path):
     assert hdp[3].name.endswith("train_hdp.json sample 3 (demo_3)")
     assert [(p.question, p.answer) for p in hdp] == [(p.question, p.answer) for p in ours]
     assert all(p.plan and "<<" not in p.solution for p in hdp)
-
-
-def test_parquet_and_arrow_folders(demo, tmp_path):
-    entries = [json.loads(line) for line in (demo / "test.jsonl").read_text().splitlines()]
-    table = pyarrow.Table.from_pylist(entries)
-    (tmp_path / "hub" / "main").mkdir(parents=True)
-    parquet.write_table(table, tmp_path / "hub" / "main" / "test-00000-of-00001.parquet")
-    (tmp_path / "disk" / "test").mkdir(parents=True)
-    with pyarrow.OSFile(str(tmp_path / "disk" / "test" / "data-00000-of-00001.arrow"), "wb") as sink, \
-            pyarrow.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    for kind in ("hub", "disk"):
-        found = read_problems(tmp_path / kind, "test", "gsm8k")
-        assert [(p.question, p.solution) for p in found] == [(e["question"], e["answer"]) for e in entries]
 
 
 GOOD = {"question": "q", "answer": "a #### 3"}

@@ -1,9 +1,6 @@
 """sample_bd3lm.py on models that know eight problems by heart: exact answers, counted passes, refusals."""
-import importlib.util
 import json
 import math
-import re
-import shutil
 import types
 from dataclasses import asdict
 
@@ -166,23 +163,8 @@ def test_problems_known_by_heart_are_answered_exactly(trained, capsys):
     assert f"answers    {folder}/answers.json" in out
 
 
-TASK = """task: by_heart
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: "{file}"}}}}
-test_split: test
-output_type: generate_until
-doc_to_text: "Question: {{{{question}}}}\\nAnswer:"
-doc_to_target: "{{{{answer.split('####')[-1].strip()}}}}"
-generation_kwargs: {{until: ["Question:"], do_sample: false}}
-filter_list:
-  - name: strict-match
-    filter: [{{function: regex, regex_pattern: "#### (\\\\-?[0-9\\\\.\\\\,]+)"}}, {{function: take_first}}]
-metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
-"""
-
-
-def test_prompts_of_lm_eval(trained, tmp_path, capsys):
-    """Requests as the harness sends them; where it is installed, the harness itself with a task file."""
+def test_prompts_of_lm_eval(trained):
+    """Requests as the harness sends them."""
     folder, file, documents, tokens = trained
     if documents.layout.system == "hdp":
         return
@@ -200,17 +182,6 @@ def test_prompts_of_lm_eval(trained, tmp_path, capsys):
         for stop in [stops[i % 4]] if isinstance(stops[i % 4], str) else stops[i % 4]:
             text = text.split(stop)[0]
         assert texts[i] == text
-    command = ["--checkpoint", str(folder), "--tasks", "by_heart", "--include_path", str(tmp_path), "--device", "cpu",
-               "--output", str(tmp_path / "results.json")]
-    capsys.readouterr()
-    if not importlib.util.find_spec("lm_eval"):
-        with pytest.raises(UserError, match="lm_eval is not installed: pip install lm_eval"):
-            evaluate.main(command)
-        return
-    (tmp_path / "by_heart.yaml").write_text(TASK.format(file=file))
-    evaluate.main(command)
-    results = json.loads((tmp_path / "results.json").read_text())["results"]["by_heart"]
-    assert results["exact_match,strict-match"] == 1.0
 
 
 def test_the_execution_depends_on_the_generated_plan(trained, monkeypatch):
@@ -238,22 +209,6 @@ def test_the_execution_depends_on_the_generated_plan(trained, monkeypatch):
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_too_long_questions_are_refused_or_counted_as_wrong(trained, tmp_path, capsys):
-    folder, file, documents, _ = trained
-    entries = [json.loads(line) for line in file.read_text().splitlines()] if file.suffix == ".jsonl" else \
-        json.loads(file.read_text())
-    entries = entries[:3]
-    entries[1]["question"] = "word " * 200
-    (tmp_path / "long.json").write_text(json.dumps(entries))
-    assert re.search(r"long.json sample 1.*: its question has \d+ tokens.*\n  fix: shorten them, or",
-                     refusal(capsys, folder, tmp_path / "long.json"))
-    result = run(folder, tmp_path / "long.json", "--drop_too_long")
-    assert [a["strict"] for a in result["answers"]] == [True, False, True]
-    assert result["summary"]["strict"] == pytest.approx(2 / 3) and result["summary"]["too_long"] == 1
-    assert result["summary"]["strict_stderr"] == pytest.approx(math.sqrt(2 / 27))
-    assert "too long   1 questions do not fit and count as wrong" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("flags, message", [
     (["--top_p", 0.5], "--top_p does nothing at --temperature 0"),
     (["--threshold", 0.5], "--threshold needs --order confidence"),
@@ -265,23 +220,3 @@ def test_bad_flags_are_one_clear_line(trained, flags, message, capsys):
         assert "--device cuda: torch sees no GPU here" in refusal(capsys, *trained[:2], "--device", "cuda")
     error = refusal(capsys, *trained[:2], *flags)
     assert message in error and "\n" not in error
-
-
-def test_the_best_or_the_newest_whole_checkpoint_is_found(trained, tmp_path, capsys):
-    folder, file, *_ = trained
-    for step in (5, 12):
-        shutil.copytree(folder / "checkpoint-5", tmp_path / f"checkpoint-{step}")
-
-    def found(*flags):
-        return run(tmp_path, file, "--limit", 1, *flags)["checkpoint"].rpartition("/")[2]
-    assert found() == found("--pick", "newest") == "checkpoint-12"      # nothing was validated
-    seal(tmp_path / "checkpoint-12", 12, best_step=5)
-    assert (found(), found("--pick", "newest")) == ("checkpoint-5", "checkpoint-12")
-    (tmp_path / "checkpoint-12" / "ema.safetensors").write_bytes(b"half")
-    assert found("--pick", "newest") == "checkpoint-5"
-    assert "checkpoint-12 is damaged (ema.safetensors has 4 bytes" in capsys.readouterr().out
-    assert "is not a checkpoint, and holds none (ema.safetensors has 4 bytes" in refusal(
-        capsys, tmp_path / "checkpoint-12", file)
-    shutil.rmtree(tmp_path / "checkpoint-5")
-    assert "every checkpoint in it is damaged" in refusal(capsys, tmp_path, file)
-    assert "is not a checkpoint, and holds none (no manifest.json" in refusal(capsys, file.parent, file)

@@ -3,7 +3,6 @@ import json
 import os
 import random
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -130,9 +129,6 @@ def labelled(folder, output="labels.jsonl"):
                path.read_bytes().split(b"\n"))
 
 
-# -- the prompt -------------------------------------------------------------------------------------------------------
-
-
 # -- whole runs against a server --------------------------------------------------------------------------------------
 
 
@@ -245,21 +241,6 @@ def test_one_shard_twice_at_once_is_refused(server, tmp_path):
     assert "another run is using it (host" in label(tmp_path, *flags(tmp_path, server), ok=False)
     os.kill(first.pid, signal.SIGTERM)
     assert first.wait() == 143
-
-
-@pytest.mark.slow
-@pytest.mark.race
-def test_a_signal_keeps_what_is_finished(server, whole, tmp_path):
-    files(tmp_path, whole[0])
-    child = Child(flags(tmp_path, server), tmp_path / "log.txt")
-    before = len(server.asked())
-    wait_until(lambda: len(server.asked()) > before + 20, "20 requests")
-    os.kill(child.pid, signal.SIGTERM)
-    assert child.wait() == 128 + signal.SIGTERM
-    done = [row for row in rows(tmp_path / "labels.jsonl.work" / "shard-0-of-1.jsonl") if "id" in row]
-    assert 5 <= len(done) < 60          # although one chunk holds all lines
-    label(tmp_path, *flags(tmp_path, server))
-    assert results(tmp_path) == whole[1]
 
 
 @pytest.mark.parametrize("change, name", [
@@ -400,20 +381,6 @@ def test_two_files_join_without_duplicates(server, tmp_path):
     assert [groups.tolist().count(g) for g in dict.fromkeys(groups.tolist())] == [2, 2, 2, 2, 1]
 
 
-def test_damaged_journal_is_named(server, tmp_path):
-    files(tmp_path, make_lines(4))
-    label(tmp_path, *flags(tmp_path, server, "--shard", "0/2"))
-    journal = tmp_path / "labels.jsonl.work" / "shard-0-of-2.jsonl"
-    text = journal.read_text().split("\n")
-    ours = json.loads(text[2])["label"]
-    flipped = chr(ord(ours[0]) ^ 1) + ours[1:]
-    for spoiled, why in ((text[2][:9], "(Expecting"), (text[2].replace(f'"{ours}"', f'"{flipped}"', 1),
-                                                       f"'{flipped}' is not one of the labels")):
-        journal.write_text("\n".join([*text[:2], spoiled, *text[3:]]))
-        said = label(tmp_path, *flags(tmp_path, server), ok=False)
-        assert "shard-0-of-2.jsonl: line 3 cannot be read" in said and why in said
-
-
 # -- transformers -----------------------------------------------------------------------------------------------------
 
 
@@ -521,29 +488,6 @@ def test_launcher_leaves_no_process(name, server, whole, launch, tmp_path):
         assert labelled(tmp_path) < 60 and not (tmp_path / "labels.jsonl").exists()
     label(tmp_path, *flags(tmp_path, server))
     assert results(tmp_path) == whole[1]
-
-
-@pytest.mark.parametrize("gpus, tp, pp, visible, slices", [
-    ("8", "4", "1", "", ["0,1,2,3", "4,5,6,7"]), ("2", "2", "1", "5,7", ["5,7"]),
-])
-def test_launcher_dry_run(gpus, tp, pp, visible, slices, server, tmp_path):
-    files(tmp_path, make_lines(3))
-    path = stand_in(tmp_path, "exit 9", checked='echo "$@" >checked; exit')
-    done = subprocess.run(["bash", str(LAUNCHER), "lines.txt", "my labels.jsonl", tp, "--seed", "3"], cwd=tmp_path,
-                          capture_output=True, text=True, env={
-                              **os.environ, "GPUS": gpus, "PP": pp, "CUDA_VISIBLE_DEVICES": visible, "DRY_RUN": "1",
-                              "VENV": "none", "PATH": path})
-    assert done.returncode == 0, done.stderr
-    printed = done.stdout.splitlines()
-    assert len(printed) == len(slices)
-    for i, (line, gpu) in enumerate(zip(printed, slices)):
-        words = shlex.split(line)
-        assert words[0] == f"CUDA_VISIBLE_DEVICES={gpu}" and words[1] == "python"
-        args = create_data.build_parser().parse_args(words[3:])
-        assert (args.shard, args.tensor_parallel_size, args.pipeline_parallel_size) == (f"{i}/{len(slices)}", int(tp),
-                                                                                        int(pp))
-        assert (args.output_file, args.seed, args.engine) == ("my labels.jsonl", 3, "vllm")
-    assert (tmp_path / "checked").read_text().endswith("--seed 3 --dry_run\n")
 
 
 @pytest.mark.parametrize("words, settings, message", [

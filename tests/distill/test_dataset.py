@@ -147,20 +147,6 @@ def test_batches_hold_each_sample_once(made, tmp_path, budget):
     assert sorted(seen) == list(range(23)) and len(steps) == 1
 
 
-def test_prepared_table(made, tmp_path, capsys):
-    train = chats.write(tmp_path / "train.jsonl", chats.conversations(8))
-    held = chats.write(tmp_path / "held.jsonl", chats.conversations(3))
-    found, n_train, ends = prepare_table(World(), tmp_path, [train], Reading(encoder(made, QWEN), 200, "stop", processes=2))
-    ours, theirs = split_samples(found, n_train, 2, 0.25, 1)
-    assert len(ours) == 6 and len(theirs) == 2 and theirs[0] // 2 == theirs[1] // 2
-    assert ends == [made.convert_tokens_to_ids("<|im_end|>")]
-    found, n_train, _ = prepare_table(World(), tmp_path, [train, held], Reading(encoder(made, QWEN), 200, "stop"))
-    ours, theirs = split_samples(found, n_train, 2, 0.25, 1)
-    assert (len(ours), len(theirs), found.name(theirs[0])) == (8, 3, f"{held}:1")
-    assert len(list(tmp_path.glob("table-*"))) == 1, "an old table is not left behind"
-    assert "data       read in" in capsys.readouterr().out
-
-
 def test_sharegpt_and_parquet_are_the_same_conversations(made, tmp_path):
     """Names of roles, a system text apart, columns of null; chunks of their own for each of several readers."""
     import pyarrow
@@ -194,31 +180,6 @@ def test_sharegpt_and_parquet_are_the_same_conversations(made, tmp_path):
     for path in (tmp_path / "rows.parquet", tmp_path / "plain.jsonl"):
         parts = [[n for chunk, _ in chat.read_chunks(path, 2, first, 3) for n, _ in chunk] for first in range(3)]
         assert parts == [[1, 2, 7], [3, 4], [5, 6]]
-    # the same in several files: a pattern, a folder of shards, what save_to_disk writes, a data set on the hub
-    table, saved = pyarrow.Table.from_pylist(rows), tmp_path / "saved"
-    saved.mkdir()
-    (tmp_path / "set" / "data").mkdir(parents=True)
-    for i, part in enumerate((table[:4], table[4:])):
-        pyarrow.parquet.write_table(part, tmp_path / "set" / "data" / f"train-{i}-of-2.parquet")
-        with pyarrow.ipc.new_stream(str(saved / f"data-{i}.arrow"), part.schema) as file:
-            file.write_table(part)
-    (saved / "dataset_info.json").write_text("{}")
-    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": f"data-{i}.arrow"} for i in (0, 1)]}))
-    wanted = list(chat.read_records(tmp_path / "rows.parquet", []))
-    for path in (tmp_path / "set", tmp_path / "set" / "data" / "train-*", saved):
-        assert list(chat.read_records(path, [])) == wanted
-    with pytest.raises(UserError, match="me/chats: cannot be read .*hf download OWNER/NAME --repo-type dataset"):
-        list(chat.read_records("me/chats", []))
-    (tmp_path / "set" / "data" / "test.parquet").write_bytes(b"")
-    (saved / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    chat.files_of.cache_clear()
-    for path, part in ((tmp_path / "set", r"holds the sets .*; give one: '.*/set/data/train\*.parquet'"),
-                       (saved, "holds the splits train, test"), (tmp_path / "table-plain.jsonl", "has no files ending in")):
-        with pytest.raises(UserError, match=part):
-            list(chat.read_records(path, []))
-    (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing")
-    with pytest.raises(UserError, match="bad.parquet: cannot be read as parquet"):
-        write_table(tmp_path / "bad", [tmp_path / "bad.parquet"], Reading(chat.Encoder(made), 256, "stop"))
 
 
 def test_answers_of_a_hybrid_template_are_samples_of_their_own(made, tmp_path, capsys):

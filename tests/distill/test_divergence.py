@@ -1,24 +1,19 @@
 """The model as its own teacher: divergences, packed student and teacher, whole runs, runs on their own answers."""
 import json
 import math
-import shutil
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core import adapters, chat, dist
-from core.cli import UserError
-from distill import causal_lm, evaluate, on_policy, packed_lm
+from distill import causal_lm, packed_lm
 from distill.chat_data import ChatSamples, ChatTable, Reading, collate, write_table
 from distill.losses import chunked_loss, divergence
 from distill.teachers import read_prompt, with_prompt
-from tests.helpers import chats, scripts, students
-from tests.helpers.lora_server import LoraServer
+from tests.helpers import chats, students
 
 PROMPT = "Name the language. the quick brown fox jumps over the lazy dog and again\n"
 SMOLLM2 = {"vocab_size": 401, "hidden_size": 36, "intermediate_size": 96, "num_hidden_layers": 3,       # 135M's shape,
@@ -202,114 +197,3 @@ def train(pool, made):
 
 def losses(found, start=0):
     return [found[step]["train/loss"] for step in sorted(found) if step > start and "train/loss" in found[step]]
-
-
-def weights_of(output_dir, step):
-    return load_file(output_dir / f"checkpoint-{step}" / "adapter_model.safetensors")
-
-
-@pytest.mark.slow
-def test_runs_are_the_same_on_any_ranks_and_resumed(train, tmp_path):
-    """DDP on one rank, FSDP2 on two, and one that was stopped at step 2; on answers of which some are drawn."""
-    own = ("--on_policy", 0.6, "--max_new_tokens", 6)
-    steps = ("--max_steps", 5, "--save_steps", 2, "--save_total_limit", 0)
-    one = train(1, tmp_path / "one", "--parallel", "ddp", "--per_device_train_batch_size", 4,
-                "--gradient_accumulation_steps", 2, *steps, *own)
-    two = train(2, tmp_path / "two", "--parallel", "fsdp", "--per_device_train_batch_size", 4,
-                "--gradient_accumulation_steps", 1, *steps, *own)
-    assert losses(two) == pytest.approx(losses(one), rel=1e-4)
-    for name, tensor in weights_of(tmp_path / "one", 5).items():    # Adam makes parts of a step of 5e-3 of rounding
-        torch.testing.assert_close(tensor, weights_of(tmp_path / "two", 5)[name], rtol=1e-3, atol=5e-4)
-    assert one[1]["train/loss"] == pytest.approx(one[1]["train/kl_loss"]), "nothing but the divergence is learned"
-    shutil.copytree(tmp_path / "one", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-[45]"))
-    again = train(1, tmp_path / "again", "--parallel", "ddp", "--per_device_train_batch_size", 4,
-                  "--gradient_accumulation_steps", 2, *steps, *own)
-    assert again[2] == one[2], "with its clock: steps 1 and 2 were not done again"
-    assert losses(again, 2) == losses(one, 2)
-    for name, tensor in weights_of(tmp_path / "one", 5).items():
-        assert torch.equal(tensor, weights_of(tmp_path / "again", 5)[name])
-
-
-@pytest.mark.slow
-def test_answers_of_a_server_are_the_same(train, made, tmp_path):
-    """A run whose answers a server draws by the adapters that it is given at each step is the run that draws them; with
-    --refresh_steps 2 it is given them half as often. A server that fails for a moment, or for good."""
-    own = ("--on_policy", 0.6, "--max_new_tokens", 6, "--max_steps", 4, "--save_steps", 0, "--eval_steps", 0)
-    one = train(1, tmp_path / "one", "--parallel", "ddp", "--per_device_train_batch_size", 4,
-                "--gradient_accumulation_steps", 2, *own)
-    share = ("--parallel", "fsdp", "--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 1, *own)
-    with LoraServer(made / "smollm2") as server:
-        server.fails = {"/v1/completions": 503}
-        served = train(2, tmp_path / "served", *share, "--base_url", server.url)
-        assert losses(served) == pytest.approx(losses(one), rel=1e-4)
-        loads = [path for path, _ in server.calls if "lora" in path]
-        assert loads == ["/v1/load_lora_adapter", *["/v1/load_lora_adapter", "/v1/unload_lora_adapter"] * 3]
-        server.calls.clear()
-        train(2, tmp_path / "seldom", *share, "--base_url", server.url, "--refresh_steps", 2)
-        assert len([path for path, _ in server.calls if path == "/v1/load_lora_adapter"]) == 2
-        server.fails = {"/v1/load_lora_adapter": 400}
-        with pytest.raises(AssertionError, match="/load_lora_adapter: HTTP 400 no; it needs --enable-lora"):
-            train(2, tmp_path / "refused", *share, "--base_url", server.url)
-
-
-def test_drawn_answers_are_draws(made, tmp_path):
-    """Behind the student's own prompt, from its softmax with its adapters; the teacher reads the same tokens."""
-    table = prompted_table(made, tmp_path / "table", "smollm2", "system")
-    lora = (4, 4, 0.0, "all-linear", "x")
-    model, parts = packed_lm.build_empty(made / "smollm2", torch.float32, lora, None,
-                                         prompted=(1.0, "forward", 0.5, 0))
-    packed_lm.load(model, parts, dist.World(device=torch.device("cpu")))
-    random_adapter(tmp_path, model)
-    world, ends = dist.World(device=torch.device("cpu")), [2]
-    batches = [collate([ChatSamples(table)[n] for n in part], prompted=True) for part in ((0, 1, 2, 3), (4, 5))]
-
-    def own_answers(batches, share, step):
-        args = SimpleNamespace(on_policy=share, max_new_tokens=5, seed=1, bf16=False)
-        return on_policy.own_answers(args, world, model, table, batches, ends, step)
-    (first, second), targets = own_answers(batches, 1.0, 7)
-    assert targets == first.counts["targets"] + second.counts["targets"] and first.samples == (0, 1, 2, 3)
-    same, _ = own_answers(batches[1:], 1.0, 7)
-    assert torch.equal(same[0].input_ids, second.input_ids), "a draw depends on run, step and sample alone"
-    other, _ = own_answers(batches[1:], 1.0, 8)
-    assert not torch.equal(other[0].input_ids, second.input_ids)
-    kept, n = own_answers(batches, 0.0, 7)
-    assert torch.equal(kept[0].input_ids, batches[0].input_ids) and n == table.targets[:6].sum()
-    assert model.native.config._attn_implementation != "sdpa"
-
-    reference = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made / "smollm2"), tmp_path)
-    ids = ChatSamples(table)[0]
-    prompt = ids[1][:on_policy.last_answer(ids[2][:ids[3]])]
-    share = torch.softmax(reference(torch.from_numpy(prompt)[None]).logits[0, -1], -1)
-    end = share.argmax().item()
-    drawn = on_policy.draw(model.native, [prompt] * 40, list(range(40)), 3, [end], SimpleNamespace(bf16=False))
-    assert {len(answer) for answer in drawn if end not in answer} == {3}, "what is cut off gets no end"
-    ended = [answer.tolist() for answer in drawn if end in answer]
-    assert ended and all(answer.index(end) == len(answer) - 1 for answer in ended), "an end belongs to its answer"
-    drawn = on_policy.draw(model.native, [prompt] * 1500, list(range(1500)), 1, [end], SimpleNamespace(bf16=False))
-    for token in share.topk(4).indices.tolist():
-        p = share[token].item()
-        assert abs(np.mean([answer[0] == token for answer in drawn]) - p) < 4 * (p * (1 - p) / 1500) ** 0.5
-
-
-@pytest.mark.slow
-def test_a_control_that_learned_as_well(made, train, tmp_path, capsys):
-    """Answers alone were learned; the run as its own control; the rule names the question's first word."""
-    train(1, tmp_path / "run", "--parallel", "ddp", "--per_device_train_batch_size", 4, "--max_steps", 2,
-          "--save_steps", 0, prompted=False)
-    run = str(tmp_path / "run" / "checkpoint-2")
-    given = ["--checkpoint", run, "--control", run, "--max_new_tokens", "4", "--batch_size", "3",
-             "--topic", r"(\w+)", "--follows", "{topic}|e"]
-    given += ["--prompt_file", str(made / "system.txt"), "--prompt_role", "system"]
-    scripts.run(evaluate, [*given, "--output_dir", str(tmp_path / "judged")])
-    report = json.loads((tmp_path / "judged" / "evaluation.json").read_text())
-    metrics, rows = report["metrics"], report["samples"]
-    for measure in ("kl", "nll", "follows", "exact", "tokens in", "tokens out"):
-        assert metrics[f"control: {measure}"] == pytest.approx(metrics[f"student: {measure}"], rel=1e-6)
-    assert "following of " in report["verdict"] and "; the control went " in report["verdict"]
-    follow = [row["question"].split()[0] in row["student"] or "e" in row["student"] for row in rows]
-    assert metrics["student: follows"] == pytest.approx(np.mean(follow))
-
-    rule = evaluate.follows_rule("^{topic}", r"Is (\S+)")
-    assert rule("Is C++ it?", "C++ is") and not rule("Is C++ it?", "Java is") and not rule("Is Java it?", "C++ is")
-    with pytest.raises(UserError, match="--topic .* is not in the question 'Is it'"):
-        evaluate.follows_rule("^{topic}", "What (.)")("Is it", "x")

@@ -13,8 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core import report
 from distill import evaluate as judge
-from distill import teachers
-from distill.labels import make_parser
 from tests.helpers import chats, scripts
 
 WORDS = {"de": "das ist ein satz der etwas und nicht", "en": "the quick dog is over and lazy fox jumps",
@@ -109,19 +107,6 @@ def refusal(capsys, made, out, checkpoint, *flags):
 
 
 # -- What an answer counts as ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text, ended, label, why", [
-    ("de", "stop", "de", ""), ("So it is\nFinal Answer: fr", "stop", "fr", ""),
-    ("<think>en?</think>de", "stop", "de", ""), ("de", "length", None, "cut off at"),
-    ("<think>de", "stop", None, "its thoughts have no end"),
-    ("<think>de</think>\n", "stop", None, "has no line"),
-    ("de fr", "stop", None, "has no line of the wanted form"),
-    ("Final Answer: es", "stop", None, "is not one of the labels")])
-def test_what_an_answer_counts_as(text, ended, label, why):
-    parser = make_parser("language", labels=("en", "de", "fr"))
-    found = judge.answer_label(parser, teachers.Answer(text, ended))
-    assert found.label == label and (label or why in found.why)
 
 
 # -- Whole evaluations -------------------------------------------------------------------------------------------------
@@ -241,17 +226,6 @@ def test_asked_as_trained(made, template, thinking):
 
 
 # -- Other lines than those that the run held out ----------------------------------------------------------------------
-
-
-def test_a_file_of_unseen_lines(made, train, full, tmp_path):
-    """For a run that held nothing out, one that did, and a model that does not say what it was trained on."""
-    unseen = write(tmp_path / "unseen.jsonl", [record(i) for i in range(N, N + 9)])
-    nothing = train("nothing", "--validation_split", 0)
-    bare = shutil.copytree(full, tmp_path / "bare", ignore=shutil.ignore_patterns("trainer_state"))
-    for checkpoint, more in ((nothing, []), (full, []), (bare, ["--data_file", made / "labels.jsonl"])):
-        found = evaluate(made, tmp_path / "out", checkpoint, "--eval_data_file", unseen, *more)
-        assert [row["id"] for row in found["samples"]] == list(range(N, N + 9))
-        assert found["data"]["training_lines"] == N - len(REJECTED), "held-out lines of the file have been seen as well"
 
 
 def test_a_text_that_was_trained_is_no_test(made, train, tmp_path, capsys):

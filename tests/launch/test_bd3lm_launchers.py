@@ -1,14 +1,8 @@
 """The block-diffusion launchers without Slurm: what they would run, what they refuse, signals, requeueing, the demo."""
-import contextlib
-import itertools
 import json
-import os
 import re
 import shlex
-import signal
 import subprocess
-import sys
-import uuid
 from pathlib import Path
 
 import pytest
@@ -16,14 +10,14 @@ import pytest
 from core import cli
 from diffusion import evaluate, sample_bd3lm
 from tests.helpers.block_runs import train_bd3lm
-from tests.helpers.progress import PATIENCE_S, wait_until
+from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
-from tests.launch.test_launchers import alive, environment
+from tests.launch.test_launchers import environment
 
 LAUNCHERS = {"gsm8k": "train_gsm8k_bd3lm_h200.sh", "hdp": "train_hdp_diffusion_h200.sh"}
-JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1"}
-ODD = ["--output_dir", "a folder", "--wandb_project", "it's \"here\" $HOME *", "--resume", ""]
 
+
+ODD = ["--output_dir", "a folder", "--wandb_project", "it's \"here\" $HOME *", "--resume", ""]
 
 
 @pytest.fixture(autouse=True)
@@ -86,101 +80,6 @@ def test_chats_take_the_same_launcher(tmp_path):
     _, args, sample = printed(launch(LAUNCHERS["gsm8k"], "--demo", **there))
     train_bd3lm.check_flags(args, 1)
     assert sample.test_file == "outputs/chat_demo/demo/test.jsonl" and not args.strip_calculator
-
-
-@pytest.mark.parametrize("words, wanted", [
-    (["--init_from", "JetLM/SDAR-1.7B-Chat"], ("sdar", 64, 4)),
-    (["--init_from", "SDAR", "--batch_preset=source"], ("source", 256, 16))])
-def test_arguments_choose_the_preset_as_settings_do(words, wanted):
-    args = printed(launch(LAUNCHERS["gsm8k"], *words, DRY_RUN="1", MIN_GPUS="0"))[1]
-    assert (args.batch_preset, args.global_batch_size, args.block_size) == wanted
-
-
-# -- what is refused --------------------------------------------------------------------------------------------------
-
-
-# -- signals, status, requeueing --------------------------------------------------------------------------------------
-
-TRAINER = """
-import os, pathlib, signal, sys, time
-out = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
-def save(*_):
-    (out / "requeue").write_text("asked to stop by SIGUSR1 at step 3\\n")
-    sys.exit(0)
-signal.signal(signal.SIGUSR1, save)
-print("trainer said", flush=True)
-(out / "listens").touch()
-time.sleep(1000)
-"""
-
-
-SRUN = f"""#!{sys.executable}
-import signal, subprocess, sys
-words = sys.argv[1:]
-while words[0].startswith("--"):
-    del words[0]
-task = None
-for number in (signal.SIGUSR1, signal.SIGTERM):
-    signal.signal(number, lambda number, _: task and task.send_signal(number))
-task = subprocess.Popen(words)
-sys.exit(task.wait() % 256)
-"""
-
-
-@pytest.fixture
-def stand_ins(tmp_path, light):
-    """A PATH whose torchrun is light, and which has Slurm's commands, of which scontrol says RUNNING and leaves the
-    file queued-JOB; real ones are in test_slurm.py."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    for name, text in {
-            "scontrol": f'#!/bin/bash\n[ "$1" != requeue ] || touch "{tmp_path}/queued-$2"\n'
-                        'echo "   JobState=${STATE:-RUNNING} Reason=None"\n',
-            "squeue": "#!/bin/bash\n", "srun": SRUN}.items():
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    return f"{folder}:{light}"
-
-
-@pytest.fixture
-def started(tmp_path, script, stand_ins):
-    """started(**settings): the gsm8k launcher, when its trainer, which waits for SIGUSR1, listens."""
-    running, numbers = [], itertools.count()
-
-    def run(**settings):
-        log, mark = tmp_path / f"log-{next(numbers)}", uuid.uuid4().hex
-        process = subprocess.Popen(["bash", str(ROOT / "launch" / LAUNCHERS["gsm8k"])], cwd=tmp_path, process_group=0,
-                                   stdout=log.open("w"), stderr=subprocess.STDOUT,
-                                   env=environment(TRAINER=script(TRAINER), MIN_GPUS="0", OUTPUT_DIR="out",
-                                                   MARK=mark, PATH=stand_ins,
-                                                   TEST_DATA="none.jsonl", **settings))
-        process.log, process.mark = log, mark
-        running.append(process)
-        listens = tmp_path / "out" / "listens"
-        wait_until(lambda: listens.exists() or process.poll() is not None, "trainer")
-        assert process.poll() is None, log.read_text()
-        listens.unlink()
-        return process
-    yield run
-    for process in running:
-        for pid in {*alive(process.mark), process.pid} if process.poll() is None else alive(process.mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
-
-
-@pytest.mark.race
-@pytest.mark.parametrize("state, restarts, queued, said", [
-    ("RUNNING", 0, True, "at step 3; requeueing the job"),
-    ("RUNNING", 2, False, r"at step 3; not requeued, this was start 3 (MAX_REQUEUES)"),
-])
-def test_a_job_asked_to_stop_is_queued_again(started, tmp_path, state, restarts, queued, said):
-    process = started(**JOB, STATE=state, SLURM_RESTART_COUNT=str(restarts), MAX_REQUEUES="2")
-    process.send_signal(signal.SIGUSR1)     # as Slurm does before the time limit: to the batch shell alone
-    assert process.wait(timeout=PATIENCE_S) == (1 if restarts else 0), process.log.read_text()
-    assert (tmp_path / "queued-7").exists() == queued
-    assert said in process.log.read_text()
-    assert list((tmp_path / "out" / "node_logs").glob("7-*.log"))
 
 
 # -- the whole thing --------------------------------------------------------------------------------------------------

@@ -1,41 +1,17 @@
 """The distillation demo: its questions, the student's file, the demo with a tiny model, what it refuses."""
 import json
 import os
-import re
 import subprocess
 import sys
 
 import pytest
 
-from distill import evaluate
 from tests.helpers import tiny_teacher
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 from tests.launch.test_launchers import environment
 
 LAUNCHER = ROOT / "launch" / "distill_demo.sh"
-
-
-# -- the questions ----------------------------------------------------------------------------------------------------
-
-
-def test_questions_are_three_about_each_thing_and_the_rule_knows_its_name():
-    follows, topic = (re.search(rf"^setting {name} '(.*?)'", LAUNCHER.read_text(), re.M)[1]
-                      for name in ("FOLLOWS", "TOPIC"))
-    rule = evaluate.follows_rule(follows, topic)
-    questions = (ROOT / "distill" / "demo" / "questions.txt").read_text().splitlines()
-    assert len(set(questions)) == len(questions) == 3 * 66
-    things = [re.search(topic, question)[1] for question in questions]
-    assert all(len(set(things[i:i + 3])) == 1 for i in range(0, 198, 3)) and len(set(things)) == 66
-    prompt = (ROOT / "distill" / "prompts" / "dictionary.txt").read_text().lower()
-    assert not any(re.search(rf"\b{thing}\b", prompt) for thing in things)
-    follow, other = "Rain: water that falls.", ("Rain is water.", "Snow: frozen water.", "Rain:", "Rain: water: wet.",
-                                                "A rain: water.", "Rain: water.\nAnd more.", "rain water", "")
-    assert rule("What is rain?", follow) and rule("Where is rain found?", follow.lower())
-    assert not any(rule("What is rain?", text) for text in other)
-
-
-# -- the student's file -----------------------------------------------------------------------------------------------
 
 
 # -- the launcher -----------------------------------------------------------------------------------------------------

@@ -1,5 +1,4 @@
 """The launchers without Slurm: what they would run, what they refuse; signals save and leave no process behind."""
-import itertools
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.progress import PATIENCE_S, wait_until
-from tests.helpers.trainer import ROOT, script_flags, trainer_command
+from tests.helpers.trainer import ROOT, trainer_command
 
 LAUNCHERS = ("train_tts.sh", "train_tts_h200x8.sh")
 ALL_LAUNCHERS = {"train_tts.sh": "train_v2_ddp.py", "train_tts_h200x8.sh": "train_v2_ddp.py",     # and their trainers
@@ -108,35 +107,6 @@ def test_dry_run_prints_the_command_with_every_argument_whole(tmp_path):
     assert words[0] == "OMP_NUM_THREADS=5"
     assert "--nproc-per-node=3" in words and "--rdzv-endpoint=127.0.0.1:0" in words and "--max-restarts=0" in words
     assert not (tmp_path / "a folder").exists()
-
-
-@pytest.mark.parametrize("nodes, settings, endpoint", [
-    ("", {"MASTER_PORT": "4000"}, "127.0.0.1:4000"), ("1", {}, "127.0.0.1:0"),
-    ("1", {"PORT_BASE": "2000", "MASTER_PORT": "4000"}, "n1:4000"), ("2", {}, "n1:29507"),
-])
-def test_ports(tmp_path, nodes, settings, endpoint):
-    (tmp_path / "scontrol").write_text("#!/bin/bash\necho n1\n")
-    (tmp_path / "scontrol").chmod(0o755)
-    job = {"SLURM_JOB_ID": "3007", "SLURM_JOB_NUM_NODES": nodes, "SLURM_JOB_NODELIST": "n1"} if nodes else {}
-    done = launch("train_tts.sh", DRY_RUN="1", TRAIN_DATA=__file__, PATH=f"{tmp_path}:{os.environ['PATH']}", **job,
-                  **settings)
-    assert f"--rdzv-endpoint={endpoint}" in printed_command(done)[0]
-
-
-def test_h200_launcher_sets_what_its_header_says():
-    done = launch("train_tts_h200x8.sh", "--model_path", "m", "--audio_tokenizer_path", "c", "--train_data_file",
-                  str(ROOT / "README.md"), "--logging_steps", "7", DRY_RUN="1", MIN_GPUS="0", NPROC_PER_NODE="8",
-                  SLURM_CPUS_PER_TASK="128", OMP_NUM_THREADS="")
-    words, flags = printed_command(done)
-    args = script_flags()[0].parse_args(flags)
-    assert (args.num_workers, args.preprocess_num_proc, args.report_to) == (4, 32, ["tensorboard"])
-    script_flags()[1](args, world_size=8)        # which would give loaders no more CPUs than are here
-    assert words[0] == "OMP_NUM_THREADS=16"
-    assert "--nproc-per-node=8" in words
-    assert "--per_device_train_batch_size" not in flags and args.global_batch_size == 256
-    assert args.bf16 and args.tf32 and args.auto and args.use_lora and args.gradient_checkpointing is None
-    assert (args.lora_rank, args.lora_alpha, args.lora_target_modules) == (16, 64, "all-linear")
-    assert args.logging_steps == 7          # ours is 5; what the user gives comes last
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -375,62 +345,6 @@ def test_a_torch_without_cuda_is_not_started_on_gpus(clone):
         assert done.returncode == 1 and re.fullmatch(
             r"train_tts: error: .* has 1 GPUs, but torch of .* is built without CUDA: .*\n", done.stderr), done.stderr
     assert launch_from(clone, "train_tts.sh", **settings).returncode == 0       # CUDA_VISIBLE_DEVICES=
-
-
-# -- queueing again, with stand-ins for Slurm's commands; the real ones are in test_slurm.py ---------------------------
-
-
-@pytest.fixture
-def failing_job(tmp_path):
-    """failing_job(step=0, lists=False, **settings): one start of a job that saves checkpoint-STEP, then fails.
-
-    lists: Slurm goes on listing the step; otherwise it fails to start the probe. Returns True if it was queued again.
-    """
-    stand_ins, out, queued = tmp_path / "bin", tmp_path / "out", tmp_path / "queued"
-    stand_ins.mkdir()
-    for name, text in {
-            "scontrol": 'case "$*" in requeue*) touch "$QUEUED" ;; *job*) echo JobState=RUNNING ;; *) echo n1 ;; esac',
-            "squeue": 'echo "$STEPS"',
-            "sleep": f"exec {shutil.which('sleep')} 0.02",      # between ten looks at that list
-            # the nodes answer when the step is listed, so that only the list can tell
-            "srun": '[ "$SAVES" = 0 ] || mkdir -p "$SAVES"\n'
-                    'case "$*" in *" true") [ -n "$STEPS" ] ;; *) exit 1 ;; esac'}.items():
-        (stand_ins / name).write_text(f"#!/bin/bash\n{text}\n")
-        (stand_ins / name).chmod(0o755)
-    starts = itertools.count()
-
-    def run(step=0, lists=False):
-        queued.unlink(missing_ok=True)
-        done = launch("train_tts.sh", "--output_dir", str(out), PATH=f"{stand_ins}:{os.environ['PATH']}",
-                      TRAIN_DATA=__file__, SLURM_JOB_ID="7", SLURM_RESTART_COUNT=str(next(starts)),
-                      SLURM_JOB_NUM_NODES="1", SLURM_JOB_NODELIST="n1", QUEUED=str(queued),
-                      STEPS="7.0" if lists else "", SAVES=str(out / f"checkpoint-{step}") if step else "0")
-        assert done.returncode == (0 if queued.exists() else 1), done.stderr
-        assert ("a node was lost; requeueing the job" in done.stderr) == queued.exists()
-        assert ("and no new checkpoint since the last time; not requeued" in done.stderr) != queued.exists()
-        return queued.exists()
-    run.out = out
-    return run
-
-
-def test_lost_nodes_are_queued_again_as_long_as_checkpoints_come(failing_job):
-    assert [failing_job(step) for step in (0, 8, 16, 100)] == [True] * 4
-    (failing_job.out / "checkpoint-200.tmp").mkdir()        # unfinished
-    assert not failing_job()
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_copy_in_slurms_spool_folder_finds_the_repository(launcher, tmp_path):
-    (tmp_path / "scontrol").write_text(f'#!/bin/bash\n[ "$3" = 7 ] || echo n1\n'
-                                       f'echo "   Command={ROOT}/launch/{launcher} --output_dir out"\n')
-    (tmp_path / "scontrol").chmod(0o755)
-    copy = shutil.copy(ROOT / "launch" / launcher, tmp_path / "slurm_script")
-    done = launch(copy, "--output_dir", "out", cwd=tmp_path, DRY_RUN="1", MIN_GPUS="0", TRAIN_DATA=__file__,
-                  SLURM_JOB_ID="7", SLURM_JOB_NUM_NODES="1", SLURM_JOB_NODELIST="n1",
-                  PATH=f"{tmp_path}:{os.environ['PATH']}")
-    words, flags = printed_command(done)
-    assert f"{ROOT}/launch/node.sh" in words and f"{ROOT}/train_v2_ddp.py" in words
-    assert flags[-2:] == ["--output_dir", "out"] and ("--lora_rank" in flags) == ("h200" in launcher)
 
 
 # -- the scripts themselves -------------------------------------------------------------------------------------------
