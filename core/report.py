@@ -138,15 +138,23 @@ def chart(title, curves):
     return f"<details><summary>{escape(title)}: {low:.4g} at every step</summary>{drawn}</details>"
 
 
+SECTIONS = {        # of the page: which curves stand in it
+    "Loss": r"(train|eval)/(loss|nll|audio_loss|text_loss|audio_loss_codebook_\d+)",
+    "Speech": r"eval/.*|train/(eos_accuracy|stop_recall)",
+    "Optimisation": r"train/(learning_rate|grad_norm)",
+    "Speed and memory": r"train/(throughput|step_seconds|data_wait_seconds|memory_gib)|system/.*",
+    "Other": ".*"}
+
+
 def charts(runs):
     """{section: HTML}. train/x and eval/x of all runs share a chart; x_0, x_1 have their own."""
-    curves, sections = {}, {name: [] for name in (*metrics.BOARD, "Other")}
+    curves, sections = {}, {name: [] for name in SECTIONS}
     for folder, (rows, _) in runs.items():
         for name in dict.fromkeys(name for row in rows for name in row if name != "step"):
             prefix, _, rest = name.rpartition("/")
             stem, number = re.fullmatch(r"(.*?)(?:_(\d+))?", rest, re.DOTALL).groups()
-            section = next((group for group, patterns in metrics.BOARD.items() if any(
-                re.search(pattern, name) for pattern in sum(patterns.values(), []))), "Other")
+            section = next(section for section, pattern in SECTIONS.items()
+                           if re.fullmatch(pattern, name, re.DOTALL))
             label = f"{folder.name} {number or prefix}" if len(runs) > 1 else number or prefix
             if curve := metrics.curve(rows, name):
                 title = f"{stem} ({prefix})" if number else stem

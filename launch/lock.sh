@@ -18,7 +18,7 @@ if ! command -v uv >/dev/null; then
     PATH=$work/venv/bin:$PATH
 fi
 echo "torch==$TORCH_VERSION" >"$work/torch"
-uv pip compile --quiet --universal --python-version 3.11 --all-extras --constraint "$work/torch" \
+uv pip compile --quiet --universal --python-version 3.11 --extra test --constraint "$work/torch" \
     --no-header --no-annotate --no-emit-package torch --no-emit-package flat-trainers "$@" \
     pyproject.toml >"$work/all"
 {

@@ -10,20 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 from core import dist
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 13, 512])
-def test_the_tree_brings_every_rank_to_rank_0(size):
-    """As gather sends: leaves first, each rank what it has from its children and its own."""
-    found = {rank: {rank} for rank in range(size)}
-    for rank in reversed(range(size)):
-        parent, children = dist.tree(rank, size)
-        assert all(dist.tree(child, size)[0] == rank for child in children)
-        assert len(children) <= (size - 1).bit_length()
-        if rank:
-            assert parent < rank
-            found[parent] |= found[rank]
-    assert found[0] == set(range(size)) and dist.tree(0, size)[0] is None
-
-
 def test_meshes_keep_the_time_limit_and_compiled_layers_stay_whole_under_ddp():
     """What torch does otherwise: groups of a mesh wait 10 minutes, DDP's buckets cut compiled layers."""
     pieces = []
