@@ -1,6 +1,5 @@
-"""The documents' tables are what the result files say, and nothing else; a block that cannot be filled is one line."""
+"""The documents' tables are what the result files say, and nothing else."""
 import importlib.util
-
 
 from tests.helpers.trainer import ROOT
 

@@ -1,8 +1,8 @@
 """What clusters do to a run: processes killed, signalled, stopped; disks filled, files damaged. Real runs over gloo.
 
 A kill must cost at most the steps since the last checkpoint, and never a bit of the final weights. To afford many
-starts, most jobs are forked from a server that has done the imports already (multiprocessing's forkserver); they are
-separate processes with sessions of their own. Jobs with torchrun start from nothing.
+starts, jobs are forked from a server that has done the imports already (multiprocessing's forkserver); they are
+separate processes with sessions of their own.
 """
 import contextlib
 import json
@@ -14,7 +14,6 @@ import runpy
 import shutil
 import signal
 import socket
-import subprocess
 import time
 import uuid
 from pathlib import Path
@@ -78,22 +77,12 @@ def server():
 
 
 class Job:
-    """A trainer running in the background, with torchrun or as one forked process a rank."""
+    """A trainer running in the background, one forked process a rank; rank 0 hosts the store."""
 
-    def __init__(self, server, tiny, output_dir, flags, ranks=1, torchrun=False, env=None):
-        """Without torchrun rank 0 hosts the store."""
+    def __init__(self, server, tiny, output_dir, flags, ranks=1, env=None):
         self.output_dir, self.log = output_dir, output_dir.parent / f"log-{uuid.uuid4().hex[:8]}.txt"
         output_dir.parent.mkdir(parents=True, exist_ok=True)
-        env = {"TEST_JOB": uuid.uuid4().hex, **(env or {})}
-        self.mark, self.launcher, self.ranks = f"TEST_JOB={env['TEST_JOB']}", None, []
-        if torchrun:
-            if "SLOW_DISK_S" in env:
-                env["PYTHONPATH"] = os.pathsep.join([str(SLOW_DISK), *filter(None, [os.environ.get("PYTHONPATH")])])
-            with open(self.log, "w") as log:
-                self.launcher = subprocess.Popen(trainer_command(tiny, output_dir, *flags, ranks=ranks), stdout=log,
-                                                 stderr=subprocess.STDOUT, env={**os.environ, **env},
-                                                 cwd=output_dir.parent)
-            return
+        env, self.ranks = env or {}, []
         argv, port = trainer_command(tiny, output_dir, *flags)[2:], free_port()
         for rank in range(ranks):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
@@ -103,27 +92,20 @@ class Job:
             self.ranks[-1].start()
 
     def pids(self):
-        """Every living process of the job: launcher, ranks, loaders."""
+        """Every living process of the job: ranks, loaders."""
         sessions, found = {rank.pid for rank in self.ranks}, []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-                ours = {int(session), int(folder.name)} & sessions if self.ranks else \
-                    self.mark in (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-            except OSError:         # gone, or another user's
+            except OSError:         # gone
                 continue
-            if ours and state != "Z":
+            if {int(session), int(folder.name)} & sessions and state != "Z":
                 found.append(int(folder.name))
         return found
 
     def rank(self, rank):
         """Pid of a rank."""
-        if self.ranks:
-            return self.ranks[rank].pid
-        for pid in children(self.launcher.pid):
-            if f"RANK={rank}" in Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0"):
-                return pid
-        raise AssertionError(f"no rank {rank} is running\n{self.text()}")
+        return self.ranks[rank].pid
 
     def signal(self, number, pids):
         for pid in pids:
@@ -133,16 +115,16 @@ class Job:
                 pass
 
     def running(self):
-        return self.launcher.poll() is None if self.launcher else all(r.exitcode is None for r in self.ranks)
+        return all(rank.exitcode is None for rank in self.ranks)
 
     def wait_for(self, ready):
         """Until ready() is true; its value. The job must not end before, and must get on."""
         return wait_until(ready, "such a moment", self.running, self.text)
 
     def statuses(self):
-        """Exit statuses when all have ended: the launcher's, or each rank's."""
+        """Exit status of each rank when all have ended."""
         def now():
-            return [self.launcher.poll()] if self.launcher else [rank.exitcode for rank in self.ranks]
+            return [rank.exitcode for rank in self.ranks]
         wait_until(lambda: None not in now(), "end of all ranks", progress=lambda: (now(), self.text()))
         return now()
 
@@ -165,8 +147,6 @@ class Job:
             time.sleep(0.02)
         for rank in self.ranks:
             rank.join()
-        if self.launcher:
-            self.launcher.wait()
 
     def text(self):
         return self.log.read_text(errors="replace") if self.log.exists() else ""
@@ -235,7 +215,7 @@ def command(pid):
 
 @pytest.fixture
 def launch(server, tiny):
-    """launch(output_dir, *flags, ranks=, torchrun=, env=) -> Job; whatever still runs after the test is killed."""
+    """launch(output_dir, *flags, ranks=, env=) -> Job; whatever still runs after the test is killed."""
     jobs = []
 
     def start(output_dir, *flags, **options):
@@ -380,27 +360,22 @@ def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path
 # SIGTERM, SIGUSR1
 
 
-@pytest.mark.parametrize("kind, to, number, torchrun", [
-    ("ddp", "launcher", signal.SIGTERM, True),
-    ("fsdp", "rank 1", signal.SIGUSR1, False),
-])
-def test_signal_saves_within_a_step_and_asks_for_requeue(launch, whole, tmp_path, kind, to, number, torchrun):
-    out, (ranks, flags) = tmp_path / "out", KINDS[kind]
-    job = launch(out, *flags, "--save_steps", 0, ranks=ranks, torchrun=torchrun)
+def test_signal_saves_within_a_step_and_asks_for_requeue(launch, whole, tmp_path):
+    out, kind = tmp_path / "out", "fsdp"
+    ranks, flags = KINDS[kind]
+    job = launch(out, *flags, "--save_steps", 0, ranks=ranks)
     job.wait_for(lambda: job.seen(3))
-    pids, asked = [job.launcher.pid] if torchrun else [job.rank(1)], [job.rank(1)]
     with job.stand_still(range(ranks)):
         seen = last_step(out)
-        job.signal(number, pids)
-        job.wait_for(lambda: all(is_pending(number, pid) for pid in asked))     # torchrun hands it on
-    assert job.wait() == ([1] if torchrun else [0] * ranks), job.text()       # torchrun says 1 after SIGTERM
+        job.signal(signal.SIGUSR1, [job.rank(1)])
+        job.wait_for(lambda: is_pending(signal.SIGUSR1, job.rank(1)))
+    assert job.wait() == [0] * ranks, job.text()
     # the step under way may be two further than the log, and one more is allowed
     assert steps_of(out) == [newest(out)] and seen < newest(out) <= seen + 3
     assert re.findall("^stopped .*", job.text(), re.M) == [
         f"stopped    {marker(out).strip()} of {flags[flags.index('--max_steps') + 1]}; checkpoint saved; rerun the same command to resume"]
-    who = number.name if to != "rank 1" else "a signal to another rank"
-    assert marker(out) == f"asked to stop by {who} at step {newest(out)}\n"
-    assert "Traceback" not in job.text() or torchrun
+    assert marker(out) == f"asked to stop by a signal to another rank at step {newest(out)}\n"
+    assert "Traceback" not in job.text()
     finish(launch, out, kind)
     assert_same_end(out, whole(kind))
 

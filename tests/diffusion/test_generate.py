@@ -1,5 +1,6 @@
 """generate.py of an exported folder: without this repository, the tokens of our sampler."""
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -73,6 +74,17 @@ def our_answers(run, asked, threshold, temperature, seed):
         ids = made.ids[len(pinned):]
         found.append(ids[:ids.index(tokens.end)] if tokens.end in ids else ids)
     return found
+
+
+def run_here(folder, words, monkeypatch, capsys):
+    """How generate.py of a folder ends in this process, as SystemExit; None: by itself."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, words)])
+    capsys.readouterr()
+    try:
+        runpy.run_path(str(folder / "generate.py"), run_name="__main__")
+    except SystemExit as end:
+        return end
 
 
 @pytest.mark.slow
