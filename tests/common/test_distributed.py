@@ -1,7 +1,6 @@
 """core.dist: what the trainers' own tests do not reach."""
 from datetime import timedelta
 
-import pytest
 import torch
 import torch.distributed as torch_dist
 from torch import nn

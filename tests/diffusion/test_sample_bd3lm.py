@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from core.cli import UserError
 from diffusion import (
     blocks,
     choices,
@@ -119,13 +118,6 @@ def run(folder, file, *flags, output=None):
     return json.loads(output.read_text())
 
 
-def refusal(capsys, folder, file, *flags):
-    """The error that the script ends with: of a flag, printed; else raised."""
-    with pytest.raises((SystemExit, UserError)) as left:
-        run(folder, file, *flags)
-    return capsys.readouterr().err.strip() if left.type is SystemExit else f"error: {left.value}"
-
-
 def texts(result):
     return [(a.get("plan"), a["text"]) for a in result["answers"]]
 
@@ -207,16 +199,3 @@ def test_the_execution_depends_on_the_generated_plan(trained, monkeypatch):
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("flags, message", [
-    (["--top_p", 0.5], "--top_p does nothing at --temperature 0"),
-    (["--threshold", 0.5], "--threshold needs --order confidence"),
-    (["--test_file", "none.jsonl"], "none.jsonl: no such file or folder"),
-    (["--question", "Why?"], "give one of --test_file, --question and --chat"),
-])
-def test_bad_flags_are_one_clear_line(trained, flags, message, capsys):
-    if not torch.cuda.is_available():
-        assert "--device cuda: torch sees no GPU here" in refusal(capsys, *trained[:2], "--device", "cuda")
-    error = refusal(capsys, *trained[:2], *flags)
-    assert message in error and "\n" not in error

@@ -384,19 +384,6 @@ def test_two_files_join_without_duplicates(server, tmp_path):
 # -- transformers -----------------------------------------------------------------------------------------------------
 
 
-def test_transformers_run(tiny_chat, tmp_path):
-    folder = tiny_chat[0]
-    files(tmp_path, [*make_lines(9), "de " + "long " * 120], "{text}")
-    given = flags(tmp_path, None, "--model_name", folder, "--engine", "transformers", "--parser", "whole",
-                  "--max_tokens", "24", "--temperature", "1", "--batch_size", "4", "--chunk_size", "3")
-    label(tmp_path, *given)
-    chats, rejected = rows(tmp_path / "labels.jsonl"), rows(tmp_path / "labels.rejected.jsonl")
-    assert len(chats) >= 6 and sorted(row["line"] for row in chats + rejected) == list(range(10))
-    assert "leaves no room" in rejected[-1]["why"] and rejected[-1]["line"] == 9
-    (folder / "generation_config.json").write_text((folder / "generation_config.json").read_text() + " ")
-    assert "model was " in label(tmp_path, *given, ok=False)        # other weights under the same name are not mixed in
-
-
 # -- the launcher -----------------------------------------------------------------------------------------------------
 
 

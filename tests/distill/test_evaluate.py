@@ -225,9 +225,6 @@ def test_asked_as_trained(made, template, thinking):
     assert all(mask[-1] and mask.tolist() == sorted(mask.tolist()) for mask in seen[0]["attention_mask"])
 
 
-# -- Other lines than those that the run held out ----------------------------------------------------------------------
-
-
 def test_a_text_that_was_trained_is_no_test(made, train, tmp_path, capsys):
     """Lines with one text, but for white space, on both sides of the split."""
     rows = [record(i, text="the" + " " * (i + 1) + "same") if i < 40 else record(i) for i in range(N)]
@@ -279,9 +276,6 @@ def test_bad_input_is_one_clear_line(made, train, full, lora, tmp_path, capsys, 
     monkeypatch.chdir(made)
     write(made / "short.jsonl", [{"id": 0, "label": "de"}])
     write(made / "odd.jsonl", [{"id": i, "label": "es" if i == 1 else "de"} for i in range(N)])
-    write(made / "twice.jsonl", [{"id": 0, "label": "de"}] * 2)
-    (made / "broken.jsonl").write_text('{"id": 0, "label": "de"}\n{"id": true}\n')
-    (made / "short.txt").write_text("de\nen\n")
     checkpoint = full if kind in ("", "none") else train("nothing", "--validation_split", 0) if kind == "nothing" else \
         spoiled(made, full, tmp_path, kind)
     if kind == "none":
