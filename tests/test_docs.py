@@ -1,8 +1,7 @@
 """README and docs: every command in them parses, every flag and file they name exists, every link leads somewhere.
 
 The flags of a Python command go through its script's own parser; launchers print what they would run, which is parsed
-as well. The demos have tests of their own. A command that no
-rule covers is a failure.
+as well. The demos have tests of their own. A command that no rule covers is a failure.
 """
 import argparse
 import functools
@@ -23,7 +22,6 @@ from tests.helpers.trainer import ROOT, script_flags
 
 PAGES = [ROOT / "README.md", ROOT / ".github/CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
-
 
 # Launchers that print what they would run with DRY_RUN=1, and which of our scripts are in it.
 LAUNCHERS = {
