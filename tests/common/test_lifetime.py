@@ -111,7 +111,7 @@ def test_every_process_begins_with_what_ends_it():
     calls = [(path, node, ast.unparse(node.func).split(".")[-1]) for path in MODULES.values()
              for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.Call)]
     loaders = [node for _, node, name in calls if name == "DataLoader"]
-    begun = [getattr(keyword.value, "id", "") for loader in loaders for keyword in loader.keywords
+    begun = [ast.unparse(keyword.value).split(".")[-1] for loader in loaders for keyword in loader.keywords
              if keyword.arg == "worker_init_fn"]
     assert len(loaders) >= 3 and begun == ["init_loader"] * len(loaders)
     assert [str(path) for path, _, name in calls if name == "Popen"] == ["core/lifetime.py"]

@@ -504,7 +504,7 @@ def test_resume_of_what_is_not_there_or_damaged(run, used_copy, tmp_path):
     (("--dry_run", 2, "--gpu_memory", 0), "--gpu_memory is 0.0; it must be above 0"),
     (("--dry_run", -1), "--dry_run is -1"),
     (("--dry_run", 2, "--host_memory", 0), "--host_memory is 0.0; it must be above 0"),
-    (("--report_to", "wandb"), "--report_to wandb: pip install wandb, or --report_to none"),
+    (("--report_to", "wandb"), "--report_to wandb: the package wandb is missing: pip install wandb"),
 ])
 def test_flags(tiny, flags, said):
     if "wandb" in flags and shutil.which("wandb"):
