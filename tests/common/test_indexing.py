@@ -72,6 +72,3 @@ def test_several_processes_make_the_chats_of_one(tmp_path, policy, small_chunks)
         assert (table.lines[i], table.lengths[i], table.targets[i], table.sources[i], table.keys[i]) == (
             line, len(ids), sum(mask[1:]), source, key)
     assert len(table) == len(every)
-
-
-# JSON lists

@@ -13,7 +13,7 @@ from distill import causal_lm, packed_lm
 from distill.chat_data import ChatSamples, ChatTable, Reading, collate, write_table
 from distill.losses import chunked_loss, divergence
 from distill.teachers import read_prompt, with_prompt
-from tests.helpers import chats, students
+from tests.helpers import chats
 
 PROMPT = "Name the language. the quick brown fox jumps over the lazy dog and again\n"
 SMOLLM2 = {"vocab_size": 401, "hidden_size": 36, "intermediate_size": 96, "num_hidden_layers": 3,       # 135M's shape,
@@ -178,22 +178,3 @@ def test_packed_self_distillation_is_the_dense_one(made, tmp_path, student, role
     for name, grad in grads.items():
         # sums in float32 of other orders: 1e-5 of the largest was seen
         torch.testing.assert_close(ours[name].grad, grad, rtol=1e-4, atol=1e-4 * float(grad.abs().max() + 1))
-
-
-# -- Runs --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def train(pool, made):
-    """train(ranks, output_dir, *flags) -> {step: {metric: value}} of a run of train_sft.py."""
-    def run(ranks, output_dir, *more, student="smollm2", prompted=True):
-        prompt = ("--prompt_file", made / "system.txt", "--prompt_role", "system") if prompted else ()
-        return students.train(
-            pool, ranks, output_dir, "--model_path", made / student, "--train_data_file", made / "chats.jsonl",
-            "--validation_split", 0.2, "--seed", 5, "--use_lora", "--lora_rank", 4, "--learning_rate", 5e-3,
-            "--eval_steps", 3, *prompt, *more)
-    return run
-
-
-def losses(found, start=0):
-    return [found[step]["train/loss"] for step in sorted(found) if step > start and "train/loss" in found[step]]
