@@ -95,7 +95,6 @@ def check_folders(args):
 
 
 def trained_weights(args):
-    """Which weights the trainer's flags train, in words."""
     found = "audio embedding and head" if args.freeze_llm else "full"
     if args.use_lora:
         found = "lora and audio table" if args.train_audio_table else "lora"
@@ -104,7 +103,6 @@ def trained_weights(args):
 
 
 def pack_text(args):
-    """What a pack of the trainer is, in words."""
     size = f"{args.max_tokens_per_batch} tokens" if args.max_tokens_per_batch else (
         f"{args.per_device_train_batch_size} samples")
     return f"{size} by length, in blocks" if args.group_by_length else size
@@ -115,13 +113,11 @@ def pack_text(args):
 
 
 def codec(group):
-    """The flag of the audio codec."""
     group.add_argument("--audio_tokenizer_path", help="native audio tokenizer, folder or hub name "
                        "(default: the codec inside a Higgs TTS 3 checkpoint)")
 
 
 def base_dtype(group, help):
-    """The flag of the dtype of an adapter's base."""
     group.add_argument("--base_dtype", choices=("bf16", "nf4"),
                        help=f"{help} (default: as the adapter's run had it)")
 
@@ -136,7 +132,6 @@ def check_base_dtype(args):
 
 
 def recognisers(group):
-    """Flags of what understands speech (judges.py)."""
     add = group.add_argument
     add("--asr_model", help="recogniser that gives word errors: folder or hub name of a "
         "transformers model, or pocketsphinx")
@@ -149,14 +144,12 @@ def recognisers(group):
 
 
 def speakers(group):
-    """The flag of what tells voices apart (judges.py)."""
     group.add_argument("--speaker_model", help="encoder that gives speaker similarity: "
                        "wavlm_large_finetune.pth of UniSpeech, which Seed-TTS-eval takes, or "
                        "folder or hub name of a transformers x-vector model, such as WavLM's")
 
 
 def check_recognisers(args):
-    """The flags of recognisers(). Raises UserError."""
     limit, most = args.asr_time_limit, getattr(args, "wait_timeout", float("inf"))
     require(not (args.asr_model and args.asr_command), "give one of --asr_model and --asr_command")
     require(limit == 3600 or args.asr_command, "--asr_time_limit is for --asr_command")
@@ -172,7 +165,6 @@ def check_recognisers(args):
 
 
 def data(group):
-    """Flags of data sources and of what becomes of their rows."""
     add = group.add_argument
     add("--train_data_file", nargs="+", metavar="PATH[:WEIGHT]",
         help="data of any format that docs/data.md lists; several are mixed: the weight is how "
@@ -198,7 +190,6 @@ def data(group):
 
 
 def check_columns(columns):
-    """UserError for a value of --columns."""
     for pair in filter(None, columns.split(",")):
         require(re.fullmatch(r"\w+=.+", pair) and pair.split("=")[0] in MEANINGS,
                 f"--columns {pair}: is not of the form MEANING=NAME; meanings are "
@@ -206,7 +197,6 @@ def check_columns(columns):
 
 
 def check_data(args):
-    """Raise UserError for values and combinations of them that are wrong."""
     for name in ("train_data_file", "train_data_dir"):
         setattr(args, name, [word for word in getattr(args, name) or [] if word])
     require(bool(args.train_data_file) != bool(args.train_data_dir),

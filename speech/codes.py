@@ -16,7 +16,6 @@ import errno
 import hashlib
 import os
 import re
-import stat
 import sys
 import time
 import uuid
@@ -432,7 +431,6 @@ def file_keys(clips):
 
 
 class Batch:
-    """Codes and file keys of one shard to be."""
 
     def __init__(self, folder, num_codebooks):
         self.folder, self.num_codebooks = Path(folder), num_codebooks
@@ -483,7 +481,6 @@ def digest_columns(columns):
 
 
 def shard_names(folder):
-    """Names of the shards in a cache folder, which need not be there."""
     names = os.listdir(folder) if os.path.exists(folder) else []
     return sorted(name for name in names if re.fullmatch(r"codes-\w+\.safetensors", name))
 
@@ -494,8 +491,6 @@ def read_shard(path, names):
     ValueError when it is damaged. UserError when it cannot be read, which says nothing about it.
     """
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):     # safe_open would wait at a pipe
-            raise ValueError("not a file")
         # open() says what is wrong: to safe_open every reason is the same
         with open(path, "rb"), safe_open(path, "np") as file:
             there = file.keys()
@@ -504,8 +499,7 @@ def read_shard(path, names):
     except OSError as error:
         if error.errno == errno.ENOENT:     # of open(): safe_open's have no number
             raise
-        help = "; its owner can allow it (chmod)" if isinstance(error, PermissionError) else ""
-        raise UserError(f"{path}: cannot be read ({error.strerror or error}){help}")
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})")
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"it is no shard: {error}")
 
@@ -707,7 +701,8 @@ def ensure_codes(world, clips, how, bad=None):
         # another run was filling it meanwhile
         if shard_names(folder) != sorted([*index.shards, *index.damaged]):
             index, found, unknown = look_up(folder, clips, how.processes)
-        set_aside(folder, index.damaged)
+        for name, why in index.damaged.items():     # so that nobody takes them for codes
+            checkpoint.move_aside(folder / name, f"is damaged ({why})")
         if index.damaged:
             print("data       damaged shards of the code cache, now set aside: "
                   f"{len(index.damaged)}; clips to encode: {len(unknown)}", flush=True)
@@ -748,16 +743,6 @@ def lock_cache(folder, wait_s):
     lock = run_lock.acquire(folder, "--code_cache", wait_s=wait_s, waiting=waiting)
     checkpoint.remove_named(folder, checkpoint.TEMPORARY)
     return lock
-
-
-def set_aside(folder, damaged):
-    """Rename shards, {name: what is wrong}, so that nobody takes them for codes."""
-    for name, why in damaged.items():
-        try:
-            checkpoint.move_aside(Path(folder) / name, f"is damaged ({why})")
-        except OSError as error:
-            raise UserError(f"{folder}/{name} is damaged ({why}) and cannot be set aside "
-                            f"({error.strerror}); give another --code_cache")
 
 
 def share_work(clips, unknown, world_size):
@@ -897,7 +882,6 @@ class Progress:
                         mininterval=0.1 if sys.stderr.isatty() else 30)
 
     def count(self, name, n=0):
-        """Add n to a counter of all ranks; returns the sum."""
         if self.world.store:
             return self.world.store.add(f"{self.label}/{name}", n)
         self.counts[name] += n
@@ -912,7 +896,6 @@ class Progress:
         self.bar.update(done - self.bar.n)
 
     def stopping(self):
-        """Whether any rank was asked to stop."""
         return self.count("stop", int(bool(watchdog.stop_requested()))) > 0
 
     def finish(self):

@@ -133,7 +133,6 @@ class Paths:
         raise BadSample(f"audio file {name!r} not found; tried {', '.join(found)}{hint}")
 
     def has(self, name):
-        """Whether there is such a file."""
         return isinstance(self.known.get(name) or self._elsewhere(name), str)
 
     def places(self):
@@ -239,7 +238,6 @@ def message_parts(message, paths):
 
 
 def clip_of(item, paths):
-    """Clip of an audio item. Raises BadSample."""
     name = item.get("audio_url") or item.get("url") or item.get("path")
     if not name:
         if item.get("raw_audio"):
@@ -302,7 +300,6 @@ def canonical_sample(name, entry, paths, normalize=False):
 
 
 def normalise_requests(turns):
-    """Normalise the texts that the trained clips speak."""
     for before, turn in zip(turns, turns[1:]):
         if turn.trained and turn.clips and before.role == "user" and before.text.strip():
             before.parts = [text_normalization.normalise(before.text)]

@@ -119,7 +119,6 @@ def check_columns(path, names, given):
 
 
 def open_json(path, given):
-    """(about, rows) of JSON lines, a list, or one object."""
     first = json_files.json_value(path) if path.suffix == ".json" else None
     if isinstance(first, dict) and "samples" in first:
         return "metadata.json", read_metadata(path, first["samples"])
@@ -235,7 +234,6 @@ def fields_of(line, separator, as_written=False):
 
 
 def open_table(path, given):
-    """(about, rows) of a text file that is not JSON."""
     head = [line for line in itertools.islice(lines_of(path), 10 * LOOK) if line.strip()][:LOOK]
     require(head, f"{path}: is empty")
     if not given or not all(name.isdecimal() for name in given.values()):
@@ -783,25 +781,6 @@ def gigaspeech(folder):
                        "language": data.get("language")}
 
 
-def emilia_pipe(folder):
-    """NAME.json is a list, of which entry 3 is spoken in NAME_3.mp3."""
-    for at, names in walk(folder):
-        for name in (name for name in names if name.endswith(".json")):
-            stem, cuts = name[:-5], json_files.json_value(at / name)
-            clips = {os.path.splitext(clip)[0]: clip for clip in names
-                     if re.fullmatch(re.escape(stem) + r"_\d+\.\w+", clip)}
-            for number, cut in enumerate(cuts if isinstance(cuts, list) else ()):
-                clip = clips.pop(f"{stem}_{number}", None)
-                if clip is None or not isinstance(cut, dict):
-                    yield BadSample(f"{stem}_{number} is not there, or has no entry")
-                    continue
-                speaker = cut.get("speaker")        # of this recording
-                yield {"id": f"{stem}_{number}", "audio": str(at / clip), "text": cut.get("text"),
-                       "speaker": speaker and f"{stem}/{speaker}", "language": cut.get("language")}
-            yield from (BadSample(f"{clip}: {name} has no entry for it", "empty_text")
-                        for clip in clips.values())
-
-
 CORPORA = {     # {name: (patterns of names that its folder holds, reader)}
     "VCTK": (("txt", "wav48.*"), vctk), "AISHELL-3": (("content.txt", "wav"), aishell3),
     "Multilingual LibriSpeech": (("transcripts.txt", "audio"), mls),
@@ -827,10 +806,10 @@ def open_source(name, given, unpacked):
         return path, *open_file(path, given, unpacked)
     if shards := sorted(glob.glob(str(name))):
         return path, *open_shards(list(map(Path, shards)), given, unpacked)
-    hub = re.fullmatch(r"(?:hf://datasets/)?([\w-][\w.-]*/[\w.-]+)(?:@.*)?", str(name))
-    require(hub or "://" not in str(name), f"{name}: URLs are not read; copy the data here first")
+    require("://" not in str(name), f"{name}: URLs are not read; copy the data here first")
+    hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name))
     raise UserError(f"{name}: there is no such file or folder" + (
-        f"; of a data set on the hub: hf download {hub[1]} --repo-type dataset --local-dir FOLDER, "
+        f"; of a data set on the hub: hf download {name} --repo-type dataset --local-dir FOLDER, "
         "then give FOLDER" if hub and not path.suffix else ""))
 
 
@@ -858,7 +837,6 @@ def open_shards(paths, given, unpacked):
 
 
 def open_file(path, given, unpacked):
-    """(about, rows) of one file."""
     if kind_of(path):
         return open_shards([path], given, unpacked)
     start = next((line.strip() for line in lines_of(path) if line.strip()), "")
@@ -884,17 +862,11 @@ def open_folder(folder, given, unpacked):
         first = first or (place, row)
         if not isinstance(row, BadSample):
             return folder, "audio files with their texts beside them", read_sidecar(folder)
-    if any(path.with_name(f"{path.stem[:-2]}.json").exists() for path in folder.glob("*/*_0.*")):
-        return folder, "Emilia-Pipe's lists of clips", numbered(emilia_pipe(folder))
     why = f"; of the files there: {refused[0]}" if refused else ""
     require(first, str(refused[0]) if refused else
             f"{folder}: has neither a list nor audio files ({', '.join(AUDIO_FILES)})")
     raise UserError(f"{folder}: has audio, such as {printable(first[0], 80)}, but no list of texts; "
                     f"it {first[1]}{why}")
-
-
-def numbered(rows):
-    return ((f"row {number}", row) for number, row in enumerate(rows, 1))
 
 
 def lists_in(place, depth, given, unpacked, refused):
@@ -904,7 +876,8 @@ def lists_in(place, depth, given, unpacked, refused):
                                       "was made of")
     for name, (needs, read) in CORPORA.items():
         if all(any(re.fullmatch(one, there) for there in names) for one in needs):
-            return {place: (place, name, numbered(read(place)))}
+            rows = ((f"row {number}", row) for number, row in enumerate(read(place), 1))
+            return {place: (place, name, rows)}
     if {"wav.scp", "text"} <= set(names):
         return {place: (place, "Kaldi", read_kaldi(place))}
     if "dataset_dict.json" in names:

@@ -55,7 +55,6 @@ def keep_prepared(output_dir):
 
 
 def file_of(sources, i):
-    """Path of the source of sample i."""
     return next((s["path"] for s in sources if s["first"] <= i < s["stop"]), "")
 
 
@@ -99,7 +98,6 @@ def clip_bytes(clip):
 
 
 def clip_of(text):
-    """The Clip that clip_bytes made into bytes."""
     path, _, cut = text.rpartition(b"\0")
     return Clip(os.fsdecode(path), *json.loads(cut))
 
@@ -190,7 +188,6 @@ class TableBuilder:
                 "about": joined(about), "left_out": left_out}
 
     def append(self, chunk):
-        """Add a chunk to the columns."""
         self.used.append(self.clips.numbers(chunk["clips"]), chunk["clip_counts"])
         for name in ("tokens", "names", "about"):
             getattr(self, name).append(*chunk[name])
@@ -229,7 +226,6 @@ class TableBuilder:
         return ""
 
     def clips_of(self, i):
-        """Numbers of sample i's clips."""
         return self.used[i]
 
     def name(self, i):
@@ -345,7 +341,6 @@ class Table:
         return f"{digest.hexdigest()[:16]} audio {hashlib.sha256(checksums).hexdigest()[:16]}"
 
     def file(self, i):
-        """The source of sample i."""
         return file_of(self.sources, i)
 
     def name(self, i):

@@ -39,8 +39,6 @@ flag("--prompts", None, "file: one text a line, or with the voice to take in it 
      "or a list of Seed-TTS-eval, .lst")
 flag("--reference_audio", None, "clip whose voice is taken, for texts and lines")
 flag("--reference_text", None, "what --reference_audio says; Higgs TTS 3 clones without it, too")
-flag("--system_prompt", None, "for texts and lines (default: as in training, by the [SPEAKER*] tags "
-     "of each text)")
 flag("--scene", None, "scene description for texts and lines, e.g. 'Audio is recorded from a quiet "
      "room.'")
 flag("--normalize_text", None, "punctuation and sound tags as boson-ai's inference gives them to "
@@ -83,10 +81,9 @@ BEST = "best.jsonl"     # of --max_cer
 
 
 def check_flags(args, world_size):
-    """Raise UserError for values and combinations that would fail, or do nothing, later."""
     require(bool(args.text) != bool(args.prompts), "give one of --text and --prompts")
     chatml = bool(args.prompts) and args.prompts.lower().endswith(choices.CHATML)
-    for name in ("reference_audio", "reference_text", "system_prompt", "scene"):
+    for name in ("reference_audio", "reference_text", "scene"):
         require(not (chatml and getattr(args, name)),
                 f"--{name} is for texts and lines; a ChatML prompt says so itself")
     require(args.reference_audio or not args.reference_text,
@@ -150,7 +147,6 @@ def earlier_results():
 
 
 def read_texts():
-    """The Samples to speak. Raises UserError."""
     if args.prompts and args.prompts.lower().endswith(choices.CHATML):
         return speak.read_prompts(args.prompts, normalize)
     lines = [(f"--text {text!r}", text) for text in args.text or ()]
@@ -160,7 +156,7 @@ def read_texts():
         require(len(speakers) == 1, f"{name}: --split_text would give all its speakers the voice of "
                 "--reference_audio; drop one of the two flags")
     return speak.text_prompts(lines, normalize, args.reference_audio, args.reference_text,
-                              args.system_prompt, args.scene)
+                              scene=args.scene)
 
 
 world = dist.init()
@@ -238,9 +234,8 @@ def speak_by_parts(prompts, seed):
     def prepare_parts(asked):
         some = []
         for i, part, reference in asked:
-            system, scene = args.system_prompt, args.scene
-            if not system:      # a part of a dialogue keeps the dialogue's
-                system, scene = system_parts(prompts[i].text, scene, references=bool(given))
+            # a part of a dialogue keeps the dialogue's
+            system, scene = system_parts(prompts[i].text, args.scene, references=bool(given))
             some += speak.text_prompts([(prompts[i].source, part)], False, *(reference or ()),
                                        system=system, scene=scene)
         return prepare(some, [int(prompts[i].name) for i, *_ in asked])

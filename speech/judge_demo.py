@@ -74,16 +74,6 @@ def draw(count, seed, known):
     return list(found)
 
 
-def pace(texts, waves):
-    """Seconds per word."""
-    return sum(map(len, waves)) / RATE / sum(len(text.split()) for text in texts)
-
-
-def nearer(value, new, old):
-    """True where `value` is nearer to `new` than to `old`, in octaves."""
-    return abs(np.log2(value / new)) < abs(np.log2(value / old))
-
-
 # --------------------------------------------------------------------------------------------------
 # Files
 
@@ -105,7 +95,6 @@ def read_spoken(folder):
 
 
 def read_originals(path):
-    """{text: wave} of a ChatML file of launch/voice."""
     from speech.judges import read_audio
     found, files = {}, {}       # read whole: a seek in ogg decodes all before
     for sample in json.loads(Path(path).read_text()):
@@ -132,7 +121,8 @@ def judge(texts, waves, codes, ends):
     frames = np.concatenate(codes) if codes else np.full((1, VOICE_BOOK + 1), NEW_VOICE)
     return {"wer": sum(errors) / words, "shuffled_wer": shuffled / words, "errors": errors,
             "voice": float(np.mean(frames[:, VOICE_BOOK] == NEW_VOICE)),
-            "pace": pace(texts, waves), "stop_rate": ends.count("eos") / len(ends),
+            "pace": sum(map(len, waves)) / RATE / words,        # seconds per word
+            "stop_rate": ends.count("eos") / len(ends),
             "sentences": len(texts), "words": words}
 
 
@@ -185,6 +175,7 @@ def gates(recordings, found, gain):
     def row(what, form, name, passed, gate):
         return what, form, [of[name] if of else None for of in (new, *found)], passed, gate
     original = max(new["wer"], old["wer"])
+    octaves = [abs(np.log2(after["pace"] / of["pace"])) for of in recordings]
     return [
         row("word errors", ".1%", "wer", after["wer"] <= MAX_WER, f"at most {MAX_WER:.0%}"),
         ("fewer than the base in the new voice", ".1%",
@@ -196,7 +187,7 @@ def gates(recordings, found, gain):
             after["shuffled_wer"] >= MIN_SHUFFLED_WER, f"at least {MIN_SHUFFLED_WER:.0%}"),
         row("frames with the new voice's code", ".1%", "voice", after["voice"] >= MIN_VOICE,
             f"at least {MIN_VOICE:.0%}"),
-        row("seconds a word", ".3f", "pace", nearer(after["pace"], new["pace"], old["pace"]),
+        row("seconds a word", ".3f", "pace", octaves[0] < octaves[1],
             f"nearer to {new['pace']:.3f} than to {old['pace']:.3f}, the old voice's"),
         row("ended by end-of-stream", ".1%", "stop_rate", after["stop_rate"] == 1, "all")]
 

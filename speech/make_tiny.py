@@ -34,7 +34,6 @@ def build_parser():
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 def check_flags(args, world_size):
-    """Raise UserError for counts that make no data."""
     cli.at_least_one(args, "speakers")
     cli.zero_or_more(args, "seed")
     cli.require(args.clips >= 2 * args.speakers,
@@ -138,14 +137,9 @@ def make_tokenizer(out_dir, sentences=SENTENCES):
     The special tokens come last, as in the real one. It adds no begin-of-text token by itself.
     """
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=train_bpe(SPECIAL_TOKENS, sentences),
-        bos_token="<|begin_of_text|>",
-        eos_token="<|eot_id|>",
-        pad_token="<|end_of_text|>",
-        clean_up_tokenization_spaces=False,
-        model_max_length=2048,
-        model_input_names=["input_ids", "attention_mask"],
-    )
+        tokenizer_object=train_bpe(SPECIAL_TOKENS, sentences), bos_token="<|begin_of_text|>",
+        eos_token="<|eot_id|>", pad_token="<|end_of_text|>", clean_up_tokenization_spaces=False,
+        model_max_length=2048, model_input_names=["input_ids", "attention_mask"])
     tokenizer.save_pretrained(Path(out_dir) / "model")
     return tokenizer
 
@@ -203,24 +197,16 @@ def make_codec(out_dir, seed=0):
 
     Raises ImportError where torchaudio is missing: the codec resamples with it.
     """
-    from transformers import (
-        DacConfig,
-        HiggsAudioV2TokenizerConfig,
-        HiggsAudioV2TokenizerModel,
-        HubertConfig,
-    )
+    from transformers import DacConfig, HiggsAudioV2TokenizerConfig, HubertConfig
+    from transformers import HiggsAudioV2TokenizerModel
     sizes = {"encoder_hidden_size": 2, "decoder_hidden_size": 64, "hidden_size": 16}
     acoustic = DacConfig(downsampling_ratios=CODEC_STRIDES, upsampling_ratios=CODEC_STRIDES, **sizes)
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     position = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
     semantic = HubertConfig(conv_dim=(8,) * 7, mask_time_prob=0.0, **sizes, **position)
-    config = HiggsAudioV2TokenizerConfig(
-        target_bandwidths=[0.5, 1, 1.5, 2],  # kbit/s; the last is 8 codebooks of 10 bits at 25 frames per second
-        codebook_size=1024,
-        codebook_dim=8,
-        acoustic_model_config=acoustic,
-        semantic_model_config=semantic,
-    )
+    config = HiggsAudioV2TokenizerConfig(       # the last bandwidth, kbit/s, is 8 codebooks of 10 bits
+        target_bandwidths=[0.5, 1, 1.5, 2], codebook_size=1024, codebook_dim=8,
+        acoustic_model_config=acoustic, semantic_model_config=semantic)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         codec = HiggsAudioV2TokenizerModel(config).eval()
@@ -270,10 +256,8 @@ def synthesise(text, speaker, sample_rate, rng):
     """Speaks text with the numpy voice: pulses and noise, filtered by the formants of each letter.
 
     speaker is any number >= 0; pitch, vocal tract and pace depend on it alone. rng (numpy Generator) gives the noise.
-    Returns (n,) float32 mono at sample_rate Hz, peak 0.6, 1.6 to 4 seconds long. Raises ValueError on empty text.
+    Returns (n,) float32 mono at sample_rate Hz, peak 0.6, 1.6 to 4 seconds long.
     """
-    if not text:
-        raise ValueError("there is no text to speak")
     tone, pace = speaker * 0.618 % 1, speaker * 0.381 % 1  # multiples of these spread evenly over 0..1
     hop = sample_rate // 100  # 10 ms
     frames = round(100 * np.clip(len(text) * (0.058 + 0.018 * pace), 1.6, 3.9))
@@ -350,21 +334,13 @@ def voice_cloning_sample(name, reference, target):
 
     system = "You are a helpful assistant capable of generating speech in the voice of the provided reference audio."
     request = f"Please generate speech for given text in reference audio's voice: {target['text']}"
-    return {
-        "messages": [
-            {"role": "system", "content": system},
-            {"role": "user", "content": [text(reference["text"]), audio(reference), text(request)]},
-            {"role": "assistant", "content": [text(target["text"]), audio(target, target["seconds"])]},
-        ],
-        "start_index": 0,
-        "speaker": f"speaker{target['speaker']}",
-        "misc": {
-            "sample_id": name,
-            "ref_transcript": reference["text"],
-            "target_transcript": target["text"],
-            "duration": target["seconds"],
-        },
-    }
+    return {"messages": [
+        {"role": "system", "content": system},
+        {"role": "user", "content": [text(reference["text"]), audio(reference), text(request)]},
+        {"role": "assistant", "content": [text(target["text"]), audio(target, target["seconds"])]}],
+        "start_index": 0, "speaker": f"speaker{target['speaker']}",
+        "misc": {"sample_id": name, "ref_transcript": reference["text"],
+                 "target_transcript": target["text"], "duration": target["seconds"]}}
 
 
 def main(argv=None):

@@ -48,7 +48,6 @@ def build_parser():
 
 
 def check_flags(args, world_size):
-    """Raise UserError for combinations that would fail, or do nothing, later."""
     require(Path(args.output_dir).is_dir(), f"{args.output_dir}: there is no such folder")
     choices.check_recognisers(args)
     require(args.prompts or args.by == "loss", f"--by {args.by} needs --prompts")
@@ -100,9 +99,9 @@ def judge(folder, place):
                 "--overwrite", "--max_seconds", args.max_seconds, "--batch_size", args.batch_size,
                 "--seed", args.seed, "--device", args.device, "--normalize_text",
                 run.get("normalize_text") or "on")
-        given = {"asr_model", "asr_command", "language", "speaker_model"}
-        given |= {"asr_time_limit"} if args.asr_command else set()
-        judges = [word for flag in sorted(given) if getattr(args, flag)
+        given = ["asr_command", "asr_model", *["asr_time_limit"] * bool(args.asr_command), "language",
+                 "speaker_model"]
+        judges = [word for flag in given if getattr(args, flag)
                   for word in (f"--{flag}", getattr(args, flag))]
         device = [] if args.device == "auto" else ["--device", args.device]
         command("evaluate_tts.py", said, *judges, *device)
@@ -110,7 +109,6 @@ def judge(folder, place):
 
 
 def link_best(step):
-    """OUT/best leads to a checkpoint from now on."""
     best, temporary = out / "best", out / f".best.tmp-{uuid.uuid4().hex}"
     require(best.is_symlink() or not best.exists(), f"{best}: is there and no link; move it away")
     temporary.symlink_to(f"checkpoint-{step}")
@@ -118,7 +116,6 @@ def link_best(step):
 
 
 def is_running():
-    """True while a run owns the folder."""
     try:
         run_lock.check_free(out)
     except UserError:

@@ -72,7 +72,6 @@ def layers_of(model):
 
 
 def step_of(model):
-    """memory.Step of a versions.packed."""
     return plans.Step(model, layers_of, loss, ((v2, "_attention_by_sample", plans.varlen),))
 
 

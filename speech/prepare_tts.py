@@ -192,7 +192,6 @@ def make_report(builder, sources, where, left_out, found, drop):
 
 
 def print_report(report, output_dir):
-    """The report for people."""
     for source in report["sources"]:
         print(f"source     {source['path']}: {source['kept']} samples, {source['hours']:.2f} h, "
               f"{source['speakers']} speaker labels{', validation' if source['held_out'] else ''}")

@@ -39,7 +39,9 @@ from speech.codes import (
     encode_clip,
     filled,
     holds_codes,
+    open_sound,
     read_codes,
+    readable,
 )
 from speech.dataset import TableBuilder
 from speech.conversations import (
@@ -69,7 +71,6 @@ STRIDE = 1_000_003      # between the seeds of a prompt's takes: batches number 
 PAUSE_S = 0.12          # of silence between parts of a long text
 FADE_S = 0.01           # at both ends of a part, so that a joint makes no click
 MEL_BANDS, MEL_WINDOW, MEL_HOP = 80, 1024, 240      # 10 ms a column
-MEL_HERTZ = (500, 1000, 2000, 4000, 8000)           # marked in a picture
 # scripts that matplotlib's font would draw as boxes
 UNDRAWN = re.compile("[\u0590-\u1dff\u2e80-\U0010ffff]")
 
@@ -280,12 +281,8 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
 
 def clip_seconds(clip):
     """Length of a Clip from its file's header; raises ValueError with the reason."""
-    import soundfile
-    try:
-        whole = soundfile.info(clip.path).duration
-    except (soundfile.SoundFileError, OSError) as error:
-        reason = str(error).rpartition(": ")[2].strip().rstrip(".")
-        raise ValueError(f"is not readable audio ({reason})")
+    with readable(clip.path) as file, open_sound(file) as sound:
+        whole = sound.frames / sound.samplerate
     left = whole - (clip.offset or 0)
     if left <= 0:
         raise ValueError(f"has nothing from {clip.offset} s on: it is {whole:.2f} s long")
@@ -656,15 +653,6 @@ def log_mel(wave):
                        mel_filters=filters, mel_floor=1e-10, log_mel="dB")
 
 
-def mel_places(hertz):
-    """Where frequencies are on log_mel's axis of bands: band i is drawn from i to i + 1, its peak
-    in the middle.
-    """
-    from transformers.audio_utils import hertz_to_mel
-    top = hertz_to_mel(SAMPLE_RATE / 2, mel_scale="slaney")
-    return [hertz_to_mel(float(f), mel_scale="slaney") / top * (MEL_BANDS + 1) - 0.5 for f in hertz]
-
-
 def mel_picture(wave, title):
     """(H, W, 3) uint8 picture of a waveform's mel spectrogram, to be read at half its size."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -676,8 +664,8 @@ def mel_picture(wave, title):
                           vmax=mel.max(), extent=(0, mel.shape[1] * MEL_HOP / SAMPLE_RATE, 0,
                                                   MEL_BANDS))
     title = UNDRAWN.sub("\N{MIDDLE DOT}", title)
-    axes.set(xlabel="seconds", ylabel="Hz", title=title if len(title) <= 60 else title[:57] + "...")
-    axes.set_yticks(mel_places(MEL_HERTZ), MEL_HERTZ)
+    title = title if len(title) <= 60 else title[:57] + "..."
+    axes.set(xlabel="seconds", ylabel="mel band, 0 to 12 kHz", title=title)
     axes.title.set(fontsize=9, parse_math=False)
     figure.colorbar(picture, label="dB")
     canvas.draw()

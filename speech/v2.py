@@ -67,7 +67,6 @@ def positions(config):
 
 
 def layers(native):
-    """The decoder layers."""
     return native.model.layers
 
 

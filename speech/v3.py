@@ -73,7 +73,6 @@ def positions(config):
 
 
 def layers(native):
-    """The decoder layers."""
     return native.body.layers
 
 

@@ -49,11 +49,6 @@ class Wrapped(torch.nn.Module):
         """The native model, adapters inside."""
         return self._base[0]
 
-    @property
-    def has_adapters(self):
-        """True where LoRA adapters are trained on a frozen base."""
-        return self.net is not self.base_model
-
 
 # --------------------------------------------------------------------------------------------------
 # Folders and configuration

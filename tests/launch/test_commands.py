@@ -141,11 +141,12 @@ def test_settings_of_the_shell_win():
            '$CUDA_DEVICE_MAX_CONNECTIONS ${PYTORCH_ALLOC_CONF-none} $PYTORCH_CUDA_ALLOC_CONF"'
     done = subprocess.run(["bash", "-euc", text], text=True, capture_output=True, env=environment())
     assert done.stdout == "1 1 none max_split_size_mb=128,expandable_segments=True\n"
-    code = "import os; from core import cli; cli.prepare_process([]); print(os.environ['PYTORCH_CUDA_ALLOC_CONF'])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, env=os.environ | {
-        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb=128,expandable_segments=True"})
-    assert done.stdout.endswith("\nmax_split_size_mb:128,expandable_segments:True\n"), done.stderr
-    assert "is read as max_split_size_mb:128,expandable_segments:True" in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-c", "import os; from core import cli; cli.prepare_process([]); "
+         "print(os.environ['PYTORCH_CUDA_ALLOC_CONF'])"], cwd=ROOT, text=True, capture_output=True,
+        env=environment() | {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb=128,expandable_segments=True"})
+    assert done.stdout.splitlines()[-1] == "max_split_size_mb:128,expandable_segments:True", done
+    assert "is read as max_split_size_mb:128,expandable_segments:True" in done.stdout + done.stderr
 
 
 BD3LM = "train_gsm8k_bd3lm_h200.sh"

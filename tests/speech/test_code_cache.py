@@ -1,20 +1,15 @@
 """Where codes lie: shards, the index of them, their checksums, keys of files and codecs."""
-import contextlib
-import gc
 import os
 import random
-import resource
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from core import indexing
-from core.cli import UserError
 from core import loading
+from core.cli import UserError
 from speech.codes import (
     KEY,
     Batch,
@@ -22,11 +17,9 @@ from speech.codes import (
     CodeReader,
     codec_fingerprint,
     file_key,
-    file_keys,
     look_up,
 )
 from speech.conversations import Clip
-from tests.helpers import second_user
 
 
 def test_codes_survive_the_way_through_a_shard(tmp_path):
@@ -50,44 +43,6 @@ def test_codes_survive_the_way_through_a_shard(tmp_path):
         assert missing.tolist() == [[-1, -1, -1, -1]] and not index.has(b"\xff" * 16)
 
 
-def test_a_shard_that_cannot_be_written_says_why(tmp_path):
-    batch = Batch(tmp_path / "gone", 8)
-    batch.add_codes(b"k" * 16, np.zeros((3, 8), np.int16))
-    batch.add_file(b"f" * 16, b"k" * 16)
-    with pytest.raises(UserError, match=r"shard cannot be written \(.*No such file or directory.*\)$"):
-        batch.write()
-
-
-def test_file_dates_are_asked_for_by_several_processes(tmp_path, monkeypatch):
-    asked = tmp_path / "asked"
-
-    def noting(clips):
-        with open(asked, "a") as log:
-            log.write(f"{os.getpid()}\n")
-        return file_keys(clips)
-    monkeypatch.setattr("speech.codes.file_keys", noting)
-    monkeypatch.setattr("speech.codes.BLOCK", 2)
-    monkeypatch.setattr(indexing, "HERE", 1)
-    clips = [Clip(str(tmp_path / f"{i}.wav"), *((i, 1.0) if i % 3 else ())) for i in range(23)]
-    for i in range(23):
-        (tmp_path / f"{i}.wav").write_bytes(b"x" * i)
-    cache, batch = tmp_path / "codes", Batch(tmp_path / "codes", 8)
-    cache.mkdir()
-    for i in range(0, 23, 2):
-        batch.add_codes(bytes([65 + i] * 16), np.zeros((i + 1, 8), np.int16))
-        stat = os.stat(clips[i].path)
-        batch.add_file(file_key(clips[i], stat.st_size, stat.st_mtime_ns), bytes([65 + i] * 16))
-    batch.write()
-    for processes in (0, 2):
-        asked.write_text("")
-        found, unknown = CacheIndex(cache).find_clips(clips, processes)
-        assert len(set(asked.read_text().split())) == 1 + processes
-        assert found[::2, 2].tolist() == list(range(1, 24, 2)) and (found[1::2] == -1).all()
-        assert unknown.tolist() == [[i, i, os.stat(clips[i].path).st_mtime_ns] for i in range(1, 23, 2)]
-        with pytest.raises(UserError, match="gone.wav: cannot be read any more"):
-            CacheIndex(cache).find_clips([*clips, replace(clips[0], path=str(tmp_path / "gone.wav"))], processes)
-
-
 def test_another_codec_has_a_cache_of_its_own(tiny, tmp_path):
     other = tmp_path / "codec"
     shutil.copytree(tiny.codec, other)
@@ -97,9 +52,6 @@ def test_another_codec_has_a_cache_of_its_own(tiny, tmp_path):
     data[-1] ^= 1
     weights.write_bytes(data)
     assert codec_fingerprint(other) != codec_fingerprint(tiny.codec)
-
-
-# -- Checksums ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -178,45 +130,3 @@ def test_codes_that_change_after_the_start_are_refused_when_they_are_read(cache)
         CodeReader(folder, index.shards).codes(*found[2].tolist())
 
 
-@pytest.mark.parametrize("left", [1, 2])
-def test_what_cannot_be_read_is_not_called_damaged(cache, left):
-    """No more than `left` file descriptors: nothing that says anything about the file."""
-    folder, _, clips, _ = cache
-    gc.collect()
-    gc.disable()        # a file of an earlier test that it closed in here would be one more descriptor
-    limits, opened = resource.getrlimit(resource.RLIMIT_NOFILE), []
-    highest = max(map(int, os.listdir("/proc/self/fd")))        # that earlier tests have left open
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 64, limits[1]))
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                opened.append(os.open(os.devnull, os.O_RDONLY))
-        for file in opened[:left]:
-            os.close(file)
-        del opened[:left]
-        if left == 1:
-            with pytest.raises(UserError, match="cannot be read"):
-                CacheIndex(folder)
-        else:
-            assert not CacheIndex(folder).damaged
-    finally:
-        for file in opened:
-            os.close(file)
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        gc.enable()
-
-
-@second_user.needs_root
-def test_a_second_user_is_told_what_it_may_not_read(cache):
-    with second_user.open_folder() as folder:
-        shard = folder / shutil.copy(cache[1], folder)
-        shard.chmod(0o600)
-        answer = second_user.ask(CacheIndex, folder)
-    assert isinstance(answer, UserError) and str(answer) == \
-        f"{shard}: cannot be read (Permission denied); its owner can allow it (chmod)"
-
-
-def test_a_pipe_among_the_shards_is_set_aside(cache):
-    os.mkfifo(cache[0] / "codes-abc.safetensors")
-    index = CacheIndex(cache[0])
-    assert list(index.damaged) == ["codes-abc.safetensors"] and index.shards == [cache[1].name]

@@ -1,10 +1,9 @@
 """Every shape a speech dataset comes in gives the same canonical conversation, and no text is lost on the way."""
 import json
-import re
 
 import pytest
 
-from speech.conversations import DEFAULT_SYSTEM, Clip, canonical_sample
+from speech.conversations import DEFAULT_SYSTEM, Clip
 from speech.rows import read_samples
 from speech.speak import canonical_prompt
 
@@ -72,43 +71,24 @@ def cloning(target=TARGET, system=DEFAULT_SYSTEM, reference=REFERENCE):
             ("user", target, False), ("assistant", "target.wav", True)]
 
 
-# -- Shapes ------------------------------------------------------------------------------------------------------------
-
 ASKED = text(INSTRUCTION + TARGET)
 SAME_SAMPLE = {
     "instruction last": wild(text(REFERENCE), audio("ref.wav"), ASKED),
     "no instruction": wild(text(REFERENCE), audio("ref.wav"), text(TARGET)),
-    "audio last": wild(text(REFERENCE), ASKED, audio("ref.wav")),
     "audio first": wild(audio("ref.wav"), text(REFERENCE), ASKED),
-    "instruction first": wild(ASKED, text(REFERENCE), audio("ref.wav")),
     "instruction first, audio first": wild(audio("ref.wav"), ASKED, text(REFERENCE)),
-    "no text in the answer": wild(text(REFERENCE), audio("ref.wav"), ASKED, answer=""),
     "instruction first, no text in the answer": wild(ASKED, text(REFERENCE), audio("ref.wav"), answer=""),
     "target only in the answer": wild(text(REFERENCE), audio("ref.wav")),
-    "target only in the answer, audio first": wild(audio("ref.wav"), text(REFERENCE), misc={
-        "ref_transcript": REFERENCE}),
-    "instruction without a text": wild(text(REFERENCE), audio("ref.wav"), text(INSTRUCTION)),
     "both texts only in misc": wild(audio("ref.wav"), answer="", misc={
         "ref_transcript": REFERENCE, "target_transcript": TARGET}),
-    "reference text only in misc": wild(audio("ref.wav"), ASKED, misc={"ref_transcript": REFERENCE}),
-    "other letter case": wild(text(REFERENCE), audio("ref.wav"), text("PLEASE generate Speech for this:" + TARGET)),
-    "spaces around": wild(text(f"  {REFERENCE}\n"), audio("ref.wav"), text(f"{INSTRUCTION}\n{TARGET} ")),
-    "items of strings": wild(REFERENCE, audio("ref.wav"), ASKED),
-    "empty text items": wild(text(""), text(REFERENCE), audio("ref.wav"), text(""), ASKED),
     "audio named by url": wild(text(REFERENCE), {"type": "audio", "url": "ref.wav"}, ASKED),
-    "audio named by path": wild(text(REFERENCE), {"type": "audio", "path": "ref.wav"}, ASKED),
-    "start_index absent": wild(text(REFERENCE), audio("ref.wav"), ASKED, start_index=None),
     "start_index of the answer": wild(text(REFERENCE), audio("ref.wav"), ASKED, start_index=2),
     "canonical": canonical(),
-    "canonical, start_index 3": canonical(start_index=3),
-    "canonical, start_index 4": canonical(start_index=4),
     "canonical, answer repeats the text": {**canonical(), "messages": [
         *canonical()["messages"][:4], {"role": "assistant", "content": [text(TARGET), audio("target.wav")]}]},
-    "canonical, no system message": {**canonical(), "messages": canonical()["messages"][1:]},
-}
+    "canonical, no system message": {**canonical(), "messages": canonical()["messages"][1:]}}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("entry", SAME_SAMPLE.values(), ids=SAME_SAMPLE)
 def test_every_shape_is_the_same_canonical_sample(folder, entry):
     sample, = read(folder, [entry])
@@ -119,11 +99,11 @@ def test_every_shape_is_the_same_canonical_sample(folder, entry):
 
 WILD, PAIRS = (json.dumps(SAME_SAMPLE[name]) for name in ("instruction last", "canonical"))
 INDENTED = json.dumps(SAME_SAMPLE["instruction last"], indent=2)
-CONTAINERS = {      # {what it is: (text, number of samples)}
-    "list": (f"[{WILD}, {PAIRS}]", 2), "indented list": (f"[\n{INDENTED},\n{PAIRS}\n]\n", 2),
-    "blank lines first": (f"\n\n[{WILD}, {PAIRS}]", 2), "byte order mark": (f"\ufeff[{WILD}, {PAIRS}]", 2),
-    "lines": (f"{WILD}\n{PAIRS}", 2), "lines with gaps and mark": (f"\ufeff\n{WILD}\n\n{PAIRS}\n", 2),
-    "one object": (WILD, 1), "one object, indented": (INDENTED, 1)}
+CONTAINERS = {
+    "indented list": (f"[\n{INDENTED},\n{PAIRS}\n]\n", 2),
+    "byte order mark": (f"\ufeff[{WILD}, {PAIRS}]", 2),
+    "lines with gaps and mark": (f"\ufeff\n{WILD}\n\n{PAIRS}\n", 2),
+    "one object, indented": (INDENTED, 1)}
 
 
 @pytest.mark.parametrize("text, n", CONTAINERS.values(), ids=CONTAINERS)
@@ -133,13 +113,6 @@ def test_every_container_holds_the_same_samples(folder, text, n):
         problems = []
         samples = list(read_samples(folder / name, problems))
         assert not problems and [shape(s) for s in samples] == [cloning()] * n
-
-
-def test_not_a_number_is_nothing_as_in_the_official_reader(folder):
-    entry = wild(text(REFERENCE), audio("ref.wav", duration=float("nan"), offset=float("nan")), ASKED,
-                 start_index=float("nan"))
-    assert "NaN" in json.dumps(entry)
-    assert shape(read(folder, [entry])[0]) == cloning()
 
 
 @pytest.mark.parametrize("entry", [
@@ -167,12 +140,9 @@ def test_several_speakers(folder):
         assert shape(read(folder, [entry])[0]) == expected
 
 
-# -- Text --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("target", [
-    "He said: stop: now.", ": odd", "a:b:c:", "Time 10:45: go", "Text:", "please: note", "二つ：三つ: 四つ",
-    "Please generate speech", "Please generate speech for me: he said: now", "Say it.\nTwice: please."])
+    "He said: stop: now.", "Time 10:45: go", "二つ：三つ: 四つ",
+    "Please generate speech for me: he said: now"])
 @pytest.mark.parametrize("answered", [True, False])
 def test_target_text_is_never_cut(folder, target, answered):
     prompts = [INSTRUCTION + target, f"Please generate speech for the text: {target}"]
@@ -183,28 +153,11 @@ def test_target_text_is_never_cut(folder, target, answered):
         assert shape(read(folder, [entry])[0]) == cloning(target)
 
 
-def test_the_reference_text_may_look_like_the_instruction(folder):
-    spoken = "Please generate speech: that is what I said."
-    for prompt in (TARGET, INSTRUCTION + TARGET):
-        entry = wild(text(spoken), audio("ref.wav"), text(prompt))
-        assert shape(read(folder, [entry])[0]) == cloning(reference=spoken)
-
-
-def test_an_answer_with_its_own_words_keeps_and_trains_them(folder):
-    entry = wild(text(REFERENCE), audio("ref.wav"), text("How do you say hello?"), answer="Like this:")
-    assert shape(read(folder, [entry])[0])[3:] == [("user", "How do you say hello?", False),
-                                                    ("assistant", "Like this:", "target.wav", True)]
-
-
 @pytest.mark.parametrize("entry", [
     canonical(system=CANONICAL_SYSTEM),
-    canonical(scene="Audio is recorded from a quiet room."),
     {**canonical(), "messages": [canonical()["messages"][0], {"role": "scene", "content":
                                  [text("Audio is recorded from a quiet room. ")]}, *canonical()["messages"][1:]]},
-    {**canonical(), "messages": [{"role": "scene", "content": "Audio is recorded from a quiet room."},
-                                 *canonical()["messages"]]},
-    wild(text(REFERENCE), audio("ref.wav"), ASKED, system=CANONICAL_SYSTEM),
-], ids=["in the system text", "key scene", "scene message", "scene message first", "wild"])
+    wild(text(REFERENCE), audio("ref.wav"), ASKED, system=CANONICAL_SYSTEM)])
 def test_the_scene_is_kept(folder, entry):
     sample, = read(folder, [entry])
     joined = ["".join(p for p in t.parts if isinstance(p, str)) for t in sample.turns]
@@ -212,44 +165,12 @@ def test_the_scene_is_kept(folder, entry):
     assert [t.role for t in sample.turns] == ["system", "user", "assistant", "user", "assistant"]
 
 
-def test_the_system_text_is_kept(folder):
-    system = "You are a helpful assistant: calm, friendly."
-    for entry in (wild(text(REFERENCE), audio("ref.wav"), ASKED, system=system), canonical(system=system)):
-        assert shape(read(folder, [entry])[0]) == cloning(system=system)
-
-
-def test_two_scenes_and_audio_in_the_scene(folder):
-    entry = {"messages": [
-        {"role": "system", "content": "Speak."}, {"role": "scene", "content": "A busy street."},
-        {"role": "scene", "content": [text("SPEAKER0:"), audio("ref.wav"), text("SPEAKER1:"), audio("ref2.wav")]},
-        {"role": "user", "content": TARGET}, {"role": "assistant", "content": audio("target.wav")}]}
-    sample, = read(folder, [entry])
-    system = sample.turns[0].parts
-    assert "".join("{}" if isinstance(p, Clip) else p for p in system) == (
-        "Speak.\n\n<|scene_desc_start|>\nA busy street.\nSPEAKER0:{}\nSPEAKER1:{}\n<|scene_desc_end|>")
-    assert [c.path for c in sample.turns[0].clips] == [str(folder / "ref.wav"), str(folder / "ref2.wav")]
-    assert not sample.turns[0].trained
-
-
-# -- Which turns are trained -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("start_index, trained", [
-    (None, [False, True]), (0, [True, True]), (1, [True, True]), (2, [True, True]), (3, [False, True]),
-    (4, [False, True])])
+    (None, [False, True]), (0, [True, True]), (3, [False, True])])
 def test_start_index_of_a_canonical_conversation(folder, start_index, trained):
     sample, = read(folder, [canonical(start_index=start_index)])
     assert [t.trained for t in sample.turns if t.role == "assistant"] == trained
     assert not any(t.trained for t in sample.turns if t.role != "assistant")
-
-
-def test_start_index_counts_the_messages_of_the_file(folder):
-    """A scene message is a message, though it is no turn; and the system turn we add is none."""
-    messages = [{"role": "scene", "content": "A room."}, *canonical()["messages"]]
-    sample, = read(folder, [canonical(messages=messages, start_index=4)])
-    assert [t.trained for t in sample.turns] == [False, False, False, False, True]
-    sample, = read(folder, [canonical(messages=canonical()["messages"][1:], start_index=1)])
-    assert [t.trained for t in sample.turns] == [False, False, True, False, True]
 
 
 def test_wild_form_with_two_exchanges_trains_the_last_alone_for_zero(folder):
@@ -262,47 +183,21 @@ def test_wild_form_with_two_exchanges_trains_the_last_alone_for_zero(folder):
 
 
 @pytest.mark.parametrize("start_index, said", [
-    (-1, "start_index is -1"),
-    (5, "start_index 5 of 5 messages"), (99, "start_index 99"), ("3", "start_index is '3'"), (True, "is True"),
-    (1.5, "is 1.5")])
+    (-1, "start_index is -1"), (5, "start_index 5 of 5 messages"), (True, "is True")])
 def test_start_index_out_of_range(folder, start_index, said):
     problem, = problems_of(folder, [canonical(start_index=start_index)])
     assert said in problem and "data.json sample 1 (target.wav)" in problem
 
 
-# -- Clips -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("given, kept", [
-    ({}, (None, None, 0.0)), ({"offset": None, "duration": 2.5}, (None, None, 2.5)),
-    ({"offset": 0, "duration": 1.5}, (0, 1.5, 1.5)), ({"offset": 0.75, "duration": 1}, (0.75, 1, 1.0)),
-    ({"offset": 2.0}, (2.0, None, 0.0)), ({"duration": 3}, (None, None, 3.0))])
+    ({"offset": None, "duration": 2.5}, (None, None, 2.5)),
+    ({"offset": 0, "duration": 1.5}, (0, 1.5, 1.5)), ({"offset": 2.0}, (2.0, None, 0.0))])
 def test_only_an_offset_makes_a_cut(folder, given, kept):
     """The wild form notes each clip's duration; taken as a cut it would clip every target by rounding."""
     sample, = read(folder, [{"messages": [{"role": "user", "content": TARGET},
                                           {"role": "assistant", "content": audio("target.wav", **given)}]}])
     clip = sample.turns[-1].clips[0]
     assert (clip.offset, clip.duration, clip.seconds) == kept
-
-
-def test_audio_is_found_beside_the_data_file_and_up_to_two_folders_above(folder, monkeypatch):
-    deep = folder / "a" / "b"
-    deep.mkdir(parents=True)
-    for home in (deep, folder / "a", folder):
-        (home / f"at-{home.name}.wav").write_bytes(b"audio")
-    monkeypatch.chdir(folder / "a")
-    (folder / "a" / "ref.wav").write_bytes(b"audio")
-    names = [f"at-{h.name}.wav" for h in (deep, folder / "a", folder)] + [str(folder / "other.wav"), "ref.wav"]
-    entries = [{"messages": [{"role": "user", "content": TARGET}, {"role": "assistant", "content": audio(n)}]}
-               for n in names]
-    found = [s.turns[-1].clips[0].path for s in read(deep, entries)]
-    assert found == [str(deep / names[0]), str(folder / "a" / names[1]), str(folder / names[2]),
-                     str(folder / "other.wav"), str(folder / "a" / "ref.wav")]
-
-
-# -- The folder format -------------------------------------------------------------------------------------------------
-
-SCENE = "\n\n<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
 
 
 def metadata(folder, *samples):
@@ -321,78 +216,6 @@ def folder_samples(folder, normalize=True, **options):
 SPOKEN = "It is cold today , isn't it <SE>[Laughter]</SE>"
 
 
-def test_metadata_folder_smart_voice_and_scene(folder):
-    base = metadata(folder)
-    metadata(folder, base, {**base, "id": "s2", "scene": "quiet_room"})
-    (first, second), problems = folder_samples(folder)
-    assert not problems
-    assert shape(first) == [("system", DEFAULT_SYSTEM, False), ("user", SPOKEN, False),
-                            ("assistant", "target.wav", True)]
-    assert first.speaker == "anna" and "(s1)" in first.name
-    assert second.turns[0].text == DEFAULT_SYSTEM + SCENE.format("Audio is recorded from quiet room.")
-    clip = first.turns[-1].clips[0]
-    assert (clip.offset, clip.duration, clip.seconds) == (None, None, 2.5)
-
-
-def test_metadata_folder_cloning(folder):
-    base = {**metadata(folder), "ref_audio_file": "ref.wav", "ref_transcript": REFERENCE}
-    metadata(folder, base)
-    (by_flag,), problems = folder_samples(folder, task_type="zero_shot_voice_cloning")
-    assert not problems and shape(by_flag) == cloning(SPOKEN)
-    metadata(folder, {**base, "task_type": "zero_shot_voice_cloning"})
-    (by_sample,), problems = folder_samples(folder)
-    assert not problems and shape(by_sample) == cloning(SPOKEN)
-
-
-def test_metadata_folder_says_that_references_are_not_used(folder):
-    base = {**metadata(folder), "ref_audio_file": "ref.wav", "ref_transcript": REFERENCE}
-    metadata(folder, base)
-    (sample,), _ = folder_samples(folder)
-    assert len(sample.turns) == 3 and [check for check, _ in sample.notes] == ["unused_reference"]
-
-
-def test_metadata_folder_several_speakers(folder):
-    speakers = [{"speaker_tag": "[SPEAKER0]", "ref_audio_file": "ref.wav", "ref_transcript": "First voice."},
-                {"ref_audio_file": "ref2.wav", "ref_transcript": "Second voice."}]
-    metadata(folder, {**metadata(folder), "ref_speakers": speakers, "task_type": "multi_speaker_voice_cloning"})
-    (sample,), problems = folder_samples(folder)
-    assert not problems and shape(sample) == [
-        ("system", DEFAULT_SYSTEM, False), ("user", "[SPEAKER0] First voice.", False), ("assistant", "ref.wav", False),
-        ("user", "[SPEAKER1] Second voice.", False), ("assistant", "ref2.wav", False), ("user", SPOKEN, False),
-        ("assistant", "target.wav", True)]
-
-
-def test_metadata_folder_reference_in_the_scene(folder):
-    base = {**metadata(folder), "ref_audio_file": "ref.wav", "ref_transcript": REFERENCE, "scene": "a_hall"}
-    metadata(folder, base)
-    (sample,), problems = folder_samples(folder, task_type="zero_shot_voice_cloning", ref_in_system=True)
-    assert not problems
-    assert [t.role for t in sample.turns] == ["system", "user", "assistant"]
-    assert "".join("{}" if isinstance(p, Clip) else p for p in sample.turns[0].parts) == (
-        DEFAULT_SYSTEM + SCENE.format("Audio is recorded from a hall.\n\nSPEAKER0:{}"))
-
-
-def test_folder_problems_carry_the_numbers_of_the_metadata(folder):
-    base = metadata(folder)
-    metadata(folder, "text", {**base, "audio_file": ""}, {**base, "transcript_file": "gone.txt"},
-             {**base, "task_type": "singing"}, {**base, "task_type": ["singing"]}, base,
-             {**base, "task_type": "zero_shot_voice_cloning"},
-             {**base, "task_type": "multi_speaker_voice_cloning", "ref_speakers": ["anna"]},
-             {**base, "transcript_file": 7}, {**base, "audio_file": "gone.wav"})
-    samples, problems = folder_samples(folder)
-    assert [s.name for s in samples] == [f"{folder}/metadata.json sample 6 (s1)"]
-    said = [(0, "is a str"), (1, "'audio_file'"), (2, "gone.txt"), (3, "unknown task_type 'singing'"),
-            (4, "unknown task_type ['singing']"), (6, "'ref_audio_file'"),
-            (7, "ref_speakers"), (8, "'transcript_file'"), (9, "gone.wav")]
-    assert len(problems) == len(said)
-    for number, what in said:
-        assert any(re.search(rf" sample {number + 1}\b", problem) and what in problem
-                   for problem in problems), (number, what, problems)
-
-
-# -- Text to speak -----------------------------------------------------------------------------------------------------
-
-
 def test_folder_and_chatml_give_one_text_which_only_the_target_gets_normalised(folder):
     """As in boson-ai's generation.py: the transcript of the speech to come, not that of a reference."""
     rough = {"ref_audio_file": "ref.wav", "ref_transcript": " It is（me）"}
@@ -408,16 +231,6 @@ def test_folder_and_chatml_give_one_text_which_only_the_target_gets_normalised(f
         assert shape(by_folder) == shape(by_chat) == cloning(spoken, reference="It is（me）")
         prompt, = read(folder, [{"messages": chat["messages"][:-1]}], normalize=on, make=canonical_prompt)
         assert [t.parts for t in prompt.turns[:-1]] == [t.parts for t in by_chat.turns[:-1]]
-
-
-def test_every_trained_turn_is_normalised_and_so_in_the_prompt(folder):
-    entry = canonical(start_index=0)
-    for message in (entry["messages"][1], entry["messages"][3]):
-        message["content"] = message["content"].rstrip(".") + "（now）"
-    for make in (canonical_sample, canonical_prompt):
-        sample, = read(folder, [entry], normalize=True, make=make)
-        assert [t.text for t in sample.turns if t.role == "user"] == ["This is how I sound now.",
-                                                                      "He said: stop: now now."]
 
 
 @pytest.mark.parametrize("asked, answer, spoken, recognised", [

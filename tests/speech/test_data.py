@@ -1,6 +1,4 @@
 """Packed batches, against a slow reference in plain Python, and the loader that makes them."""
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -8,9 +6,6 @@ import torch
 from data import SpeechSamples, collate
 from speech.labels import IGNORE
 from tests.helpers.dialogues import BOOKS, BOS, CONVERSATIONS, EOS, codes_of
-from tests.helpers.trainer import ROOT
-
-# -- Slow reference: one cell at a time, written from the picture above and not from the code --------------------------
 
 
 def slow_sample(turns, tokenizer, ids):
@@ -100,14 +95,6 @@ def test_collate_against_slow_reference(table, tokenizer, ids, numbers, pad_to):
     check_against_slow(collate([samples[i] for i in numbers], ids, pad_to), numbers, tokenizer, ids, pad_to)
 
 
-def test_exactly_full_budget_needs_no_padding(table, tokenizer, ids):
-    samples = SpeechSamples(table, ids)
-    total = int(table.lengths[[0, 1]].sum())
-    batch = collate([samples[0], samples[1]], ids, total)
-    check_against_slow(batch, [0, 1], tokenizer, ids, total)
-    assert batch.counts["padding"] == 0 and len(batch.seqlens) == 2
-
-
 def test_table_counts_are_those_of_the_batches(table, ids):
     """The loss is divided by counts of the table before any batch exists, so they must be the batches' own."""
     samples = SpeechSamples(table, ids)
@@ -116,12 +103,3 @@ def test_table_counts_are_those_of_the_batches(table, ids):
         assert {k: int(getattr(table, k)[i]) for k in ("audio_targets", "text_targets")} == \
             {k: counts[k] for k in ("audio_targets", "text_targets")}
         assert int(table.lengths[i]) == counts["tokens"] and table.name(i) == f"sample {i}"
-
-
-@pytest.mark.slow
-def test_data_imports_neither_the_model_nor_cuda():
-    """Loader workers and the rank that reads the data import data.py alone."""
-    done = subprocess.run([sys.executable, "-c", (
-        "import sys, data, torch; heavy = {'transformers', 'peft', 'torchaudio', 'speech.v2'} & set(sys.modules); "
-        "assert not heavy, heavy; assert not torch.cuda.is_initialized()")], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -1,6 +1,5 @@
 """Tokenised samples on disk: what several processes make is what one makes, and little of it is in memory."""
 import json
-import os
 import tracemalloc
 
 import numpy as np
@@ -12,13 +11,13 @@ from core import indexing
 from core.cli import UserError
 from core.dist import World
 from core.problems import Problems
-from data import SpeechSamples, collate, make_table
-from speech import dataset as speech_table, rows
+from data import make_table
+from speech import dataset as speech_table
+from speech import rows
 from speech.codes import Encoding
-from speech.dataset import TableBuilder
 from speech.conversations import Clip, Sample, Turn
+from speech.dataset import TableBuilder
 from speech.rows import Reading, Sources, read_all
-from tests.helpers.dialogues import BOOKS, CONVERSATIONS, SYSTEM, TARGET, speaker, table_of, user
 from tests.helpers.fork import in_a_fork
 
 
@@ -72,8 +71,8 @@ def files_of(sources, tools, folder, processes, task="zero_shot_voice_cloning"):
             for path in folder.iterdir()}, clips, n_train
 
 
-@pytest.mark.parametrize("n, share, held_out", [(1, None, 0), (2, None, 1), (24, None, 1), (240, None, 12), (320, None, 16),
-                                                (2000, None, 16), (4000, None, 20), (240, 0.005, 1), (240, 0, 0)])
+@pytest.mark.parametrize("n, share, held_out", [
+    (2, None, 1), (24, None, 1), (320, None, 16), (4000, None, 20), (240, 0, 0)])
 def test_enough_samples_are_held_out_for_a_best_checkpoint(n, share, held_out):
     train, validation = speech_table.split_validation(n, share, 42)
     assert len(validation) == held_out and sorted([*train, *validation]) == list(range(n))
@@ -106,14 +105,7 @@ def test_several_processes_make_the_table_of_one(tmp_path, tools, kind, small_pa
     assert "reference" not in capfd.readouterr().out
 
 
-def test_what_a_folder_says_is_said_once(tmp_path, tools, small_parts, capfd):
-    source = write_entries(tmp_path / "train", "folder", 20)
-    for processes in (0, 2):
-        files_of((source, None), tools, tmp_path / f"table{processes}", processes, "single_speaker_smart_voice")
-        assert capfd.readouterr().out.count("20 samples with unused_reference: ") == 1
-
-
-@pytest.mark.parametrize("kind", ["list", "lines", "folder"])
+@pytest.mark.parametrize("kind", ["lines", "folder"])
 def test_problems_are_the_same_in_the_same_order(tmp_path, tools, kind, small_parts):
     def spoil(i, raw):
         if i in (1, 7, 19, 20, 21, 22, 23, 24, 38):
@@ -130,37 +122,6 @@ def test_problems_are_the_same_in_the_same_order(tmp_path, tools, kind, small_pa
         texts.append(str(caught.value))
     assert texts[0] == texts[1] and texts[0].startswith(f"{12 if kind == 'folder' else 14} problems:")
     assert f"{'line' if kind == 'lines' else 'sample'} 39" in texts[0] and "control token <|eot_id|>" in texts[0]
-
-
-@pytest.mark.parametrize("kind, damage, said", [
-    ("lines", lambda text: text.replace('"Number 25,', '"Number 25"', 1), "line 51 column"),
-    ("lines", lambda text: text.replace("Number 25,", "\udcff", 1), "is not UTF-8 text"),
-    ("list", lambda text: text.replace('"Number 25,', '"Number 25"', 1), "not valid JSON at line"),
-    ("list", lambda text: text[:text.index('"Number 25,')], "looks truncated"),
-    ("list", lambda text: text + "\n{}]", "Extra data"), ("list", lambda text: "[]", "holds no samples")])
-def test_an_error_of_the_file_is_the_same(tmp_path, tools, kind, damage, said, small_parts):
-    path, texts = write_entries(tmp_path / "train", kind, 40), []
-    path.write_text(damage(path.read_text()), errors="surrogateescape")
-    for processes in (0, 1, 2):
-        with pytest.raises(UserError) as caught:
-            files_of((path, None), tools, tmp_path / f"table{processes}", processes)
-        texts.append(str(caught.value))
-    assert texts == texts[:1] * 3 and said in texts[0] and "\n" not in texts[0]
-
-
-def test_clips_are_what_they_were(tools):
-    """Offsets keep their kind, by which the code cache tells them; equal ones are one clip, the first."""
-    given = [Clip("a.wav"), Clip("a.wav", 3, 2.5, 1.5), Clip("a.wav", 3.0, 2.5), Clip("a.wav", 3), Clip("é\udcff.wav"),
-             Clip("a.wav", 0, 2), Clip("a.wav", seconds=9.0), Clip("", None, None, 1.0)]
-    builder = TableBuilder(*tools)
-    for part in (given[:5], given[2:]):
-        builder.add([Sample("s", [Turn("user", ["Hm."], 0), Turn("assistant", [clip], 1, True)]) for clip in part], [])
-    distinct = list(dict.fromkeys(given))
-    assert list(map(repr, builder.clips)) == list(map(repr, distinct)) and len(builder.clips) == 6
-    assert [builder.clips[n] for i in range(len(builder)) for n in builder.clips_of(i)] == given[:5] + given[2:]
-    assert builder.clips[1:3] == distinct[1:3] and builder.clips[-1] == distinct[-1]
-    with pytest.raises(IndexError):
-        builder.clips[6]
 
 
 def test_a_sample_takes_little_memory(tools, tmp_path):
@@ -183,30 +144,6 @@ def test_a_sample_takes_little_memory(tools, tmp_path):
     reading, peak = in_a_fork(peaks)
     assert reading / n < 250 and peak / n < 300
     assert np.load(tmp_path / "table" / "lengths.npy", mmap_mode="r").shape == (n,)
-
-
-def test_texts_alone_make_a_table_too(tokenizer, ids, tmp_path):
-    table = table_of([CONVERSATIONS[3], CONVERSATIONS[3]], tokenizer, ids, tmp_path / "texts")
-    batch = collate([SpeechSamples(table, ids)[1]], ids)
-    assert table.audio_targets.tolist() == [0, 0] and batch.audio_ids.shape == (0, BOOKS)
-    assert batch.counts["text_targets"] == int(table.text_targets[1]) > 0
-
-
-def test_codes_of_a_clip_are_shared_and_written_once(table, tokenizer, ids, tmp_path):
-    """Two samples that use a clip point at the same codes; the table grows by numbers, not by audio."""
-    two = table_of([CONVERSATIONS[1], CONVERSATIONS[1]], tokenizer, ids, tmp_path / "twice")
-    assert two.where.shape == (2, 3) and two.clips.tolist() == [0, 1, 0, 1]
-    assert os.path.getsize(tmp_path / "twice" / "codes-0.safetensors") < 2 * 8 * (5 + 30) + 200
-
-
-@pytest.mark.parametrize("token", ["<|eot_id|>", "<|AUDIO_OUT|>", "<|audio_eos|>", "<|begin_of_text|>",
-                                   "<|reserved_special_token_6|>"])
-def test_control_tokens_in_text_are_refused(tokenizer, ids, token):
-    builder, problems = TableBuilder(tokenizer, ids), []
-    builder.add([Sample("bad one", [SYSTEM, user(f"Hello {token} there"), speaker(TARGET)]),
-                 Sample("good one", [SYSTEM, user("a <| b |> c <|eot"), speaker(TARGET)])], problems)
-    assert len(builder) == 1 and bytes(builder.names[0]) == b"good one"
-    assert problems == [f"bad one: text contains the control token {token}; remove it"]
 
 
 def test_a_take_that_is_spoken_anew_is_other_data(tiny, tools, tmp_path):

@@ -2,7 +2,6 @@
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import soxr
 import torch
 from safetensors.numpy import load_file
 
-from core.cli import UserError
 from core.dist import World
 from speech import codes as encode
 from speech.codes import (
@@ -30,12 +28,9 @@ from speech.codes import (
 )
 from speech.conversations import Clip
 from speech.rows import read_samples
-from tests.helpers.trainer import mount, speech_main
-from tests.speech.test_bad_input import complains
 
-RATES = (8000, 16000, 22050, 44100, 48000)
+RATES = (8000, 22050, 44100)
 FORMATS = ("wav", "flac", "mp3", "ogg")
-CODES_A_SECOND = 25
 
 
 def sine(hertz, rate, seconds=1.0):
@@ -92,9 +87,6 @@ def direct(codec, wave):
         return codec.encode(torch.from_numpy(wave)[None, None], bandwidth=2).audio_codes[0].T.numpy()
 
 
-# -- Decoding ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("channels", [1, 2])
@@ -114,50 +106,14 @@ def test_decoding_equals_an_independent_reference(tmp_path, kind, rate, channels
     assert len(digest) == 64
 
 
-@pytest.mark.parametrize("rate", RATES)
-def test_a_sine_stays_the_same_sine(tmp_path, rate):
-    """Against the formula, so that no shared library can hide a shift or a wrong gain."""
-    path = write_audio(tmp_path / "a.wav", np.stack([sine(440, rate), 0.5 * sine(440, rate)], 1), rate, subtype="FLOAT")
-    _, (decoded,) = decode_audio(str(path), [(None, None)])
-    assert len(decoded) == 24000
-    assert np.abs(decoded - 0.75 * sine(440, 24000))[1000:-1000].max() < 1e-3
-
-
-@pytest.mark.parametrize("hertz, kept", [(13000, False), (16000, False), (20000, False), (6000, True), (10000, True)])
-def test_tones_above_the_new_range_do_not_alias(tmp_path, hertz, kept):
-    path = write_audio(tmp_path / "a.wav", sine(hertz, 44100), 44100, subtype="FLOAT")
-    _, (decoded,) = decode_audio(str(path), [(None, None)])
-    gain = 20 * np.log10(np.sqrt(np.mean(decoded[2000:-2000] ** 2)) / (0.5 / np.sqrt(2)))
-    assert abs(gain) < 0.1 if kept else gain < -60
-
-
-def test_cuts_are_taken_from_one_decoding(tmp_path):
-    rate = 48000
-    wave = np.concatenate([sine(300 + 200 * i, rate, 0.5) for i in range(4)])
-    path = write_audio(tmp_path / "a.wav", wave, rate, subtype="FLOAT")
-    cuts = [(None, None), (0.5, 0.5), (0, 1.0), (1.5, None), (1.75, 0.5), (0.1, 0)]
-    _, waves = decode_audio(str(path), cuts)
-    assert [len(w) for w in waves] == [48000, 12000, 24000, 12000, 6000, 45600]
-    assert np.abs(waves[1] - soxr.resample(wave[24000:48000], rate, 24000, quality="HQ")).max() < 1e-5
-    assert np.abs(waves[3] - sine(900, 24000, 0.5))[500:-500].max() < 1e-3
-
-
 @pytest.mark.parametrize("content, cut, said", [
-    (None, (None, None), "No such file"),
-    (b"", (None, None), "is an empty file"),
     (b"\0\0\0 ftypM4A ", (None, None), "Format not recognised[)]; wav, flac, mp3 and ogg are read; convert others: ffmpeg -i a.wav a.flac"),
-    (np.zeros(0), (None, None), "is too short: 0.000 s"),
     (np.zeros(900), (None, None), "is too short: 0.037 s; a clip needs 0.04 s"),
     (np.array([0.1, np.nan] * 4800), (None, None), "not finite"),
-    (np.array([0.1, np.inf] * 4800), (None, None), "not finite"),
     (np.zeros(24000), (1.5, None), "is too short: 0.000 s from offset 1.5 s"),
     (np.zeros(24000), (0.5, 0.03), "is too short: 0.030 s from offset 0.5 s"),
-    (np.zeros(24000), (None, None), "is silent: every sample is 0"),
     (np.r_[sine(440, 24000), np.full(24000, -0.25)], (1.0, None), "is silent: every sample from offset 1.0 s is -0.25"),
-    (1e38 * sine(440, 24000), (None, None), "peaks at 5e[+]37; full scale is 1, so its samples have another scale"),
-    (32768 * sine(440, 24000), (0.5, 0.2), "peaks at 1.64e[+]04 from offset 0.5 s"),
-    (np.stack([3e38 * np.ones(9600)] * 2, 1), (None, None), "not finite"),      # their sum is not, in float32
-])
+    (32768 * sine(440, 24000), (0.5, 0.2), "peaks at 1.64e[+]04 from offset 0.5 s")])
 def test_what_cannot_be_decoded_says_why(tmp_path, content, cut, said):
     path = tmp_path / "a.wav"
     if isinstance(content, bytes):
@@ -225,28 +181,6 @@ def test_files_written_into_a_pipe_are_refused(tmp_path, tiny):
                 read(str(tmp_path / f"b.{kind}"))
 
 
-def test_the_shortest_clip_is_one_frame(tmp_path, tiny):
-    soundfile.write(tmp_path / "a.wav", sine(440, 24000, 0.04), 24000)
-    (codes,), _ = fill([Clip(str(tmp_path / "a.wav"))], tiny.codec, tmp_path / "codes")
-    assert codes.shape == (1, 8)
-
-
-# -- Encoding ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_codes_are_the_codecs_own(filled, codec):
-    """Every clip, of any rate and channel count, bit for bit; written as 16 bits, read with its true length."""
-    _, _, codes = filled
-    assert len({c.tobytes() for c in codes.values()}) == 24
-    for path, stored in codes.items():
-        _, (wave,) = decode_audio(path, [(None, None)])
-        expected = direct(codec, wave)
-        assert stored.dtype == np.int16 and stored.shape == expected.shape
-        assert (stored == expected).all()
-        assert abs(len(stored) - len(wave) / 960) <= 1
-
-
 def test_a_second_fill_opens_no_audio(filled, tiny):
     """File dates alone decide; a file's content is not even looked at."""
     cache, folder, codes = filled
@@ -281,14 +215,13 @@ def test_cuts_of_one_file_are_clips_of_their_own(tiny, tmp_path, codec):
     assert all((c == direct(codec, w)).all() for c, w in zip(codes, waves))
 
 
-@pytest.mark.parametrize("changed", ["size", "date"])
-def test_new_content_under_an_old_name_is_encoded_again(tmp_path, tiny, codec, changed):
+def test_new_content_under_an_old_name_is_encoded_again(tmp_path, tiny, codec):
     path = tmp_path / "a.wav"
     soundfile.write(path, sine(300, 24000), 24000)
     date = os.stat(path).st_mtime_ns
     (old,), folder = fill([Clip(str(path))], tiny.codec, tmp_path / "codes")
-    soundfile.write(path, sine(900, 24000, 1.0 if changed == "date" else 1.5), 24000)
-    os.utime(path, ns=(date, date + (10 ** 9 if changed == "date" else 0)))
+    soundfile.write(path, sine(900, 24000), 24000)
+    os.utime(path, ns=(date, date + 10 ** 9))
     (new,), _ = fill([Clip(str(path))], tiny.codec, tmp_path / "codes")
     assert len(encoded(folder)) == 2
     _, (wave,) = decode_audio(str(path), [(None, None)])
@@ -298,7 +231,7 @@ def test_new_content_under_an_old_name_is_encoded_again(tmp_path, tiny, codec, c
     assert len(encoded(folder)) == 2 and (same == new).all()
 
 
-@pytest.mark.parametrize("damage", ["one bit of the codes", "one bit of the keys", "cut in the data", "empty"])
+@pytest.mark.parametrize("damage", ["one bit of the codes", "cut in the data"])
 def test_a_damaged_shard_is_set_aside_and_its_clips_are_encoded_again(filled, tiny, tmp_path, capfd, damage):
     shutil.copytree(filled[0], tmp_path / "codes")
     shard = next((tmp_path / "codes").glob("*/codes-*.safetensors"))
@@ -315,37 +248,6 @@ def test_a_damaged_shard_is_set_aside_and_its_clips_are_encoded_again(filled, ti
     assert kept.name.startswith(shard.name) and not shard.exists() and len(encoded(folder)) == 2
     fill(clips, tiny.codec, tmp_path / "codes")
     assert capfd.readouterr().out == ""
-
-
-def test_a_complete_cache_on_a_read_only_mount_is_used(filled, tiny, tmp_path):
-    clips, before = clips_of(tiny), sorted(filled[1].iterdir())
-    (tmp_path / "codes").mkdir()
-    mount("--bind", filled[0], tmp_path / "codes")
-    try:
-        mount("-o", "remount,bind,ro", tmp_path / "codes")
-        codes, _ = fill(clips, tiny.codec, tmp_path / "codes")
-        assert all((c == filled[2][clip.path]).all() for c, clip in zip(codes, clips))
-        with pytest.raises(UserError, match=r"lacks 1 of 25 clips and cannot be written \(Read-only file system\)"):
-            fill([*clips, Clip(clips[0].path, 0.5)], tiny.codec, tmp_path / "codes")
-    finally:
-        subprocess.run(["umount", "-l", tmp_path / "codes"], check=True)
-    assert sorted(filled[1].iterdir()) == before
-
-
-def test_bad_audio_is_listed_together_and_good_audio_is_kept(filled, tiny, tmp_path):
-    clips = clips_of(tiny)[:3]
-    (tmp_path / "empty.wav").write_bytes(b"")
-    (tmp_path / "noise.ogg").write_bytes(os.urandom(3000))
-    bad = [Clip(str(tmp_path / name)) for name in ("empty.wav", "noise.ogg")]
-    for num_proc in (0, 2):
-        with pytest.raises(UserError) as caught:
-            fill([*bad, *clips], tiny.codec, tmp_path / "codes", num_proc)
-        lines = str(caught.value).splitlines()
-        assert lines[0] == "2 problems:" and len(lines) == 3
-        assert any("empty.wav: is an empty file" in line for line in lines)
-        assert any("noise.ogg: is not readable audio" in line for line in lines)
-    codes, folder = fill(clips, tiny.codec, tmp_path / "codes")
-    assert len(encoded(folder)) == 3 and all((c == filled[2][k.path]).all() for c, k in zip(codes, clips))
 
 
 def test_a_clip_that_cannot_be_used_takes_no_other_with_it(filled, tiny, tmp_path):
@@ -373,8 +275,6 @@ def test_codes_that_the_codec_does_not_have_are_refused(codec, monkeypatch):
     with pytest.raises(ValueError, match=f"codes from [0-9]+ to {highest}, its codebooks have {highest}"):
         encode_clip(codec, wave, 2, 8)
 
-
-# -- Several processes -------------------------------------------------------------------------------------------------
 
 def fill_in_a_rank(codec, cache, paths, shard_clips, dies_after=None):
     """A run of its own that fills a cache; it is killed when it has written so many shards."""
@@ -419,26 +319,3 @@ def test_a_killed_run_leaves_a_usable_cache(filled, pool, tiny, tmp_path):
     assert all((c == filled[2][clip.path]).all() for c, clip in zip(codes, clips_of(tiny)))
     after = encoded(folder)
     assert len(after) == len(set(after)) == 24 and set(before) < set(after)     # only the rest went through the codec
-
-
-def train_without_torchaudio(argv):
-    sys.modules["torchaudio"] = None
-    speech_main(argv)
-
-
-@pytest.mark.slow
-def test_without_torchaudio_new_audio_is_refused_in_one_line(filled, forked, tmp_path):
-    """What is in the code cache needs none."""
-    without = {"main": f"{__name__}.train_without_torchaudio"}
-    assert "encoding audio" not in forked("--code_cache", filled[0], "--use_lora", "--max_steps", 1, **without).output
-    done = forked("--code_cache", tmp_path / "none", name="new", ok=False, **without)
-    complains(done, "torchaudio, which is not installed", "launch/setup.sh")
-
-
-@pytest.mark.slow
-def test_a_broken_torchaudio_is_explained_in_one_line(tiny, tmp_path, train):
-    (tmp_path / "broken" / "torchaudio").mkdir(parents=True)
-    (tmp_path / "broken" / "torchaudio" / "__init__.py").write_text(
-        "raise OSError('libc10_cuda.so: cannot open shared object file: No such file or directory')")
-    done = train(ok=False, env={"PYTHONPATH": str(tmp_path / "broken")})
-    assert complains(done, "libc10_cuda.so", "launch/setup.sh") == done.output.strip().splitlines()

@@ -1,7 +1,5 @@
 """Judging speech: arithmetic against known values; of random models, who heard what."""
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,36 +12,21 @@ from transformers import (
     Wav2Vec2FeatureExtractor,
     WavLMConfig,
     WavLMForXVector,
-    WavLMModel,
     WhisperConfig,
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
 )
 
 from core.cli import UserError
-from speech import evaluate_tts
-from speech.conversations import Clip
 from speech import judges, make_tiny, speak
-from tests.helpers.progress import PATIENCE_S
-from tests.helpers.trainer import run_script, ROOT
+from speech.conversations import Clip
+from tests.helpers.trainer import run_script
 
 RATE = 24000
 
 
 def speech(text, speaker=0, seed=0):
     return make_tiny.synthesise(text, speaker, RATE, np.random.default_rng(seed))
-
-
-def test_audio_is_mono_at_24_khz(tmp_path):
-    wave = (0.3 * np.sin(2 * np.pi * 200 * np.arange(RATE) / RATE)).astype(np.float32)
-    soundfile.write(tmp_path / "stereo.wav", np.stack([wave, 0 * wave], 1), RATE, subtype="FLOAT")
-    np.testing.assert_allclose(judges.read_audio(tmp_path / "stereo.wav"), wave / 2, atol=1e-6)
-    soundfile.write(tmp_path / "slow.flac", wave[::2], RATE // 2)
-    read = judges.read_audio(tmp_path / "slow.flac")
-    assert len(read) == RATE and np.abs(np.fft.rfft(read)).argmax() == 200      # as high as it was
-
-
-# -- Whole runs --------------------------------------------------------------------------------------------------------
 
 
 WORDS = list(dict.fromkeys("the river is wider than it looks keep your gloves dry".split()))
@@ -119,41 +102,6 @@ def run(*args):
 
 def by_name(found, key):
     return {row["name"]: row[key] for row in found["samples"]}
-
-
-def test_copies_of_the_targets_are_perfect(waves, targets, speaker, tmp_path, capsys):
-    folder = write(tmp_path / "a", waves, reference_audio=[str(targets / f"{i:04d}.wav") for i in range(5)],
-                   ended_by=["eos", "length", "eos", "eos", None])
-    found = run(folder, "--reference_dir", targets, "--speaker_model", speaker)
-    assert found["name"] == str(folder) and list(found["metrics"]) == list(evaluate_tts.METRICS)
-    assert found["metrics"] == pytest.approx({
-        "wer": None, "wer_mean": None, "cer": None, "speaker_similarity": 1, "dnsmos": None, "length_ratio": 1, "stop_rate": 0.75,
-        "real_time_factor": 1}, abs=1e-6)
-    assert by_name(found, "stop_rate") == {"0000": 1, "0001": 0, "0002": 1, "0003": 1, "0004": None}
-    assert found["settings"]["reference_dir"] == str(targets) and found["settings"]["samples"] == 5
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["metric", "speaker_similarity", "length_ratio", "stop_rate",
-                                                   "real_time_factor"]
-    assert lines[-2].split() == ["stop_rate", "share", "0.7500", "4", "0001", "0.0000"]
-
-
-@pytest.mark.slow
-def test_scores_belong_to_their_samples(waves, targets, speaker, tmp_path):
-    """Other audio under the same names: the scores move along, and match what the functions say pair by pair."""
-    order = [2, 0, 4, 1, 3]
-    paths = [str(targets / f"{i:04d}.wav") for i in range(5)]
-    straight = run(write(tmp_path / "a", [waves[i] for i in order], target_audio=paths, reference_audio=paths[::-1]),
-                   "--speaker_model", speaker)
-    for row, wave, target in zip(straight["samples"], [waves[i] for i in order], waves):
-        assert row["length_ratio"] == pytest.approx(len(wave) / len(target), rel=1e-4)
-    values = [row["length_ratio"] for row in straight["samples"]]
-    assert straight["metrics"]["length_ratio"] == pytest.approx(np.mean(values)) and len(set(values)) == 5
-    shuffled = run(write(tmp_path / "b", [waves[order[i]] for i in order], target_audio=[paths[i] for i in order],
-                         reference_audio=[paths[::-1][i] for i in order]), "--speaker_model", speaker)
-    for key in ("length_ratio", "speaker_similarity"):
-        a, b = ([row[key] for row in found["samples"]] for found in (straight, shuffled))
-        assert b == pytest.approx([a[i] for i in order]) and np.std(a) > 1e-3
-    assert shuffled["metrics"] == pytest.approx(straight["metrics"])
 
 
 @torch.no_grad()
@@ -234,63 +182,6 @@ def test_word_errors_are_those_of_what_the_model_hears(waves, listener, tmp_path
         letters[0] + 3 + letters[2] + letters[3] + 2 * letters[4]))
 
 
-@pytest.mark.slow
-def test_batches_change_nothing_and_the_language_is_passed_on(waves, listener, speaker, targets, tmp_path):
-    folder = write(tmp_path / "a", waves)
-    flags = ("--reference_dir", targets, "--asr_model", listener, "--speaker_model", speaker, "--language", "en")
-    one, all_at_once = (run(folder, *flags, "--batch_size", size) for size in (1, 5))
-    assert one["heard"] == all_at_once["heard"] and one["metrics"] == pytest.approx(all_at_once["metrics"])
-    limit = 3 * RATE
-    english = [hear(listener, wave[:limit], language="en", task="transcribe") for wave in waves]
-    assert list(one["heard"].values()) == english != [hear(listener, wave[:limit]) for wave in waves]
-
-
-def test_what_could_not_be_judged_is_said(waves, listener, speaker, targets, tmp_path, capsys):
-    long = np.concatenate([waves[0], waves[1], waves[2]])
-    folder = write(tmp_path / "a", [long, waves[1][:RATE // 4], 0 * waves[2][:2 * RATE]])
-    found = run(folder, "--reference_dir", targets, "--asr_model", listener, "--speaker_model", speaker)
-    assert found["heard"]["0000"] == hear(listener, long[:3 * RATE])
-    assert found["settings"]["notes"] == [
-        f"{folder}/0001.wav: shorter than 0.5 s, its voice is not judged",
-        f"{folder}/0000.wav: only the first 3 s of {len(long) / RATE:.1f} s were heard"]
-    assert capsys.readouterr().out.count("note: ") == 2
-    assert found["samples"][1]["speaker_similarity"] is None
-
-
-@pytest.mark.slow
-def test_two_folders_side_by_side(waves, targets, tmp_path, capsys):
-    worse = [*waves[:3], waves[0], waves[0]]
-    a = write(tmp_path / "base", worse, ended_by=["length"] * 4 + ["eos"])
-    b = write(tmp_path / "trained", waves)
-    run_script("speech/evaluate_tts.py", [str(a), str(b), "--reference_dir", str(targets)])
-    runs = [json.loads((folder / "evaluation.json").read_text()) for folder in (a, b)]
-    assert [r["name"] for r in runs] == [str(a), str(b)]
-    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert rows["metric"].split()[1:] == ["unit", "base", "trained", "difference", "better", "in"]
-    assert rows["stop_rate"].split()[1:] == ["share", "0.2000", "1.0000", "0.8000", "4", "of", "5"]
-    assert rows["length_ratio"].split()[-3:] == ["2", "of", "5"]
-    assert len({len(line) for line in rows.values()}) == 1      # aligned
-
-
-def test_folders_are_named_as_briefly_as_tells_them_apart():
-    def named(*folders):
-        return evaluate_tts.labels([{"name": folder} for folder in folders])
-    assert named("out/samples") == ["samples"] and named("base", "out/trained/") == ["base", "trained"]
-    assert named("/x/a/step/samples", "/x/b/step/samples") == ["a/step/samples", "b/step/samples"]
-
-
-@pytest.mark.parametrize("key, a, b, expected", [
-    ("wer", 0.2, 0.1, True), ("wer", 0.1, 0.2, False), ("wer", 0.1, 0.1, False), ("real_time_factor", 5, 6, False),
-    ("speaker_similarity", 0.5, 0.6, True), ("stop_rate", 1, 0, False), ("length_ratio", 1.5, 1.2, True),
-    ("length_ratio", 1.2, 0.9, True), ("length_ratio", 0.5, 1.9, True), ("length_ratio", 1.9, 0.5, False),
-    ("length_ratio", 0.0, 3.0, True)])
-def test_what_is_better(key, a, b, expected):
-    assert evaluate_tts.better(key, a, b) is expected
-
-
-# -- Bad input ---------------------------------------------------------------------------------------------------------
-
-
 def said(capsys, *args):
     """The line that main(args) ends with."""
     with pytest.raises(SystemExit) as end:
@@ -301,38 +192,14 @@ def said(capsys, *args):
     return err
 
 
-def spoil(folder, what):
-    """Damage one sample."""
-    path = folder / "0001.json"
-    facts = json.loads(path.read_text())
-    if what == "no json":
-        path.unlink()
-    elif what == "broken json":
-        path.write_text("{")
-    elif what == "list":
-        path.write_text("[1]")
-    elif what == "no audio":
-        (folder / "0001.wav").write_text("not audio")
-    elif what == "not numbers":
-        soundfile.write(folder / "0001.wav", np.full(RATE, np.nan, np.float32), RATE, subtype="FLOAT")
-    else:
-        path.write_text(json.dumps(facts | what))
-
-
-@pytest.mark.parametrize("what, parts", [
-    ("no json", ["0001.json: cannot be read (No such file", "generate_tts.py writes"]),
-    ("broken json", ["0001.json: not valid JSON"]), ("list", ["0001.json: holds a JSON list, not an object"]),
-    ("no audio", ["0001.wav: cannot be read as audio"]),
-    ("not numbers", ["0001.wav: has samples that are not numbers"]),
-    ({"text": 7}, ['0001.json: "text" is 7']), ({"ended_by": "tired"}, ["0001.json", "'tired'", '"eos" or "length"']),
-    ({"target_audio": "gone.wav"}, ['0001.json: "target_audio" gone.wav is not there']),
-    ({"target_audio": 3}, ["not a path"]), ({"target_offset": "1"}, ["not two numbers"]),
-    ({"reference_audio": "gone.wav"}, ['"reference_audio" gone.wav'])], ids=str)
-def test_bad_samples_are_one_line(waves, targets, tmp_path, capsys, what, parts):
-    folder = write(tmp_path / "a", waves[:2], target_audio=[str(targets / f"000{i}.wav") for i in range(2)])
-    spoil(folder, what)
+@pytest.mark.parametrize("name, content, said_of", [
+    ("0001.json", "{", "0001.json: not valid JSON"), ("0001.wav", "no audio", "0001.wav: cannot be read as audio"),
+    ("0001.json", '{"target_audio": "gone.wav"}', '0001.json: "target_audio" gone.wav is not there')])
+def test_bad_samples_are_one_line(waves, tmp_path, capsys, name, content, said_of):
+    folder = write(tmp_path / "a", waves[:2])
+    (folder / name).write_text(content)
     error = said(capsys, folder)
-    assert str(folder) in error and all(part in error for part in parts) and error.count("\n") == 1
+    assert str(folder) in error and said_of in error and error.count("\n") == 1
     assert not (folder / "evaluation.json").exists()
 
 
@@ -340,46 +207,13 @@ def test_bad_flags_and_folders(waves, targets, listener, speaker, tmp_path, caps
     good, other = write(tmp_path / "good", waves[:2]), write(tmp_path / "other", waves[:3])
     renamed = write(tmp_path / "renamed", waves[:2], text=["The river.", "Another text."])
     (tmp_path / "empty").mkdir()
-    (tmp_path / "few").mkdir()
-    WavLMModel(WavLMConfig.from_pretrained(speaker)).save_pretrained(tmp_path / "plain")
-    Wav2Vec2FeatureExtractor().save_pretrained(tmp_path / "plain")
     for args, parts in [
             ([tmp_path / "gone"], ["gone: no such folder"]), ([tmp_path / "empty"], ["empty: holds no .wav"]),
             ([good, other], [f"0002 is in {other}, but not in {good} (1 such", "same prompts"]),
-            ([other, good], [f"0002 is in {other}, but not in {good}"]), ([good, good], ["given twice"]),
             ([good, renamed], ["0001 has another text"]),
-            ([good, "--reference_dir", tmp_path / "few"], ["few: has no 0000.wav"]),
-            ([good, "--reference_dir", tmp_path / "gone"], ["--reference_dir", "no such folder"]),
-            ([good, "--batch_size", 0], ["--batch_size is 0"]), ([good, "--device", "nowhere"], ["--device nowhere"]),
+            ([good, "--reference_dir", tmp_path / "empty"], ["empty: has no 0000.wav"]),
             ([good, "--language", "en"], ["--language", "--asr_model"]),
-            ([good, "--speaker_model", tmp_path / "plain"], ["--speaker_model", "14 weights are missing"]),
-            ([good, "--asr_model", listener, "--language", "klingon"], ["--language klingon: Unsupported language"]),
             ([good, "--speaker_model", listener], ["--speaker_model", "cannot be loaded as AutoModelForAudioXVector"]),
-            ([good, "--asr_model", speaker], ["--asr_model"]), ([good, "--asr_model", tmp_path], ["--asr_model"])]:
+            ([good, "--asr_model", speaker], ["--asr_model"])]:
         error = said(capsys, *args)
         assert all(part in error for part in parts), (args, error)
-    facts = json.loads((good / "0000.json").read_text())
-    del facts["text"]
-    (good / "0000.json").write_text(json.dumps(facts))
-    assert '"text" is None; word errors need' in said(capsys, good, "--asr_model", listener)
-
-
-@pytest.mark.slow
-def test_the_command(waves, targets, tmp_path):
-    """From another folder, without any model: transformers is not even imported."""
-    folder = write(tmp_path / "a", waves[:2], target_audio=[str(targets / f"000{i}.wav") for i in range(2)])
-    watch = f"import runpy, sys; runpy.run_path({str(ROOT / 'speech' / 'evaluate_tts.py')!r}, run_name='__main__'); " \
-            "assert 'transformers' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", watch, "a"], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stdout
-    assert "length_ratio       1 = target" in done.stdout and (folder / "evaluation.json").is_file()
-
-
-def test_texts_of_a_normalised_and_a_plain_folder_are_the_same_prompts(tmp_path):
-    """One checkpoint was spoken to in normalised text, the other was not: the same words were to be heard."""
-    def sample(words):
-        return evaluate_tts.Sample("0000", tmp_path / "0000.wav", words, "eos", None, (None, None), None)
-    evaluate_tts.check_same_prompts(["a", "b"], [[sample("多い，少ない")], [sample("多い, 少ない.")]])
-    with pytest.raises(UserError, match="another text"):
-        evaluate_tts.check_same_prompts(["a", "b"], [[sample("多い")], [sample("少ない")]])

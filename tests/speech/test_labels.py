@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from speech.dataset import TableBuilder
-from speech.conversations import OTHER_MARKS, Sample
+from speech.conversations import Sample
 from speech.rows import read_samples
 from speech.labels import IGNORE, TokenIds, audio_targets, conversation_pieces, delay_labels, delay_rows
 from tests.helpers.dialogues import BOOKS, BOS, EOS, SYSTEM, TARGET, speaker, user
 
-# -- Delay pattern -----------------------------------------------------------------------------------------------------
 
 B, E, _ = 900, 901, IGNORE
 A0, A1, A2, B0, B1, B2, C0, C1, C2, D0, D1, D2 = range(12)
@@ -72,9 +71,6 @@ def test_rows_equal_transformers_delay_pattern(frames, books):
     assert delay_rows(codes, BOS, EOS).tolist() == native.tolist()
 
 
-# -- Token stream and text labels --------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def zero_shot(tmp_path):
     """The canonical zero-shot cloning sample of the model card, read from a file."""
@@ -109,15 +105,6 @@ def stream(sample, tokenizer, ids):
     builder.add([sample], problems)
     assert not problems
     return builder.tokens[0].tolist(), builder.labelled.array().tolist()
-
-
-def test_what_would_be_read_aloud_is_counted(tokenizer, ids):
-    texts = ["Slowly.<|endofprompt|>My kettle.", "[S1] Hi. [S2] Ho.", "ANNA: Hi.\nBEN: Ho.", "[SPEAKER0] A [SPEAKER1] B",
-             "Note: one mark is none.", "Then 3:15."]
-    builder, problems = TableBuilder(tokenizer, ids), []
-    builder.add([Sample("a", [user(text), speaker(TARGET)]) for text in texts], problems)
-    assert builder.left_out == {
-        "hold <|endofprompt|>, which is not a control tag of this model: it is read aloud": 1, OTHER_MARKS: 2}
 
 
 def native_text(tiny, conversation):

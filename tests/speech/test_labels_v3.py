@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from data import SpeechSamples, collate
-from speech.dataset import TableBuilder
-from speech.conversations import BadSample, Clip, Sample, Turn
 from speech import labels_v3, v3
+from speech.conversations import BadSample, Clip, Sample, Turn
+from speech.dataset import TableBuilder
 from speech.labels import IGNORE
 from tests.helpers import dialogues, higgs3
 

@@ -1,6 +1,4 @@
 """Adapters: which layers get them, their precision, and that plain PEFT and transformers read what we write."""
-import json
-import os
 import re
 
 import pytest
@@ -11,13 +9,12 @@ from safetensors.torch import load_file, save_file
 from transformers import HiggsAudioV2ForConditionalGeneration
 
 import lora
-from core import tensor_io
+from core import adapters, low_rank, tensor_io
 from core.cli import UserError
 from core.dist import World
-from core import adapters, low_rank
 from speech import v2
-from tests.helpers.merging import merge
 from tests.helpers import spoken
+from tests.helpers.merging import merge
 
 ATTENTION = {f"self_attn.{p}_proj" for p in "qkvo"}
 AUDIO = {f"audio_mlp.{p}_proj" for p in ("gate", "up", "down")}
@@ -66,14 +63,9 @@ def with_adapter(net):
     return {name for name, module in net.get_base_model().named_modules() if hasattr(module, "lora_A")}
 
 
-# -- Which layers ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("targets, expected", [
-    ("attention", ATTENTION), ("attention+audio_mlp", ATTENTION | AUDIO), ("all-linear", ATTENTION | AUDIO | TEXT),
-    ("q_proj, v_proj", {"self_attn.q_proj", "self_attn.v_proj"}), ("mlp.up_proj", {"mlp.up_proj"}),
-    ("audio_mlp.up_proj,", {"audio_mlp.up_proj"}), ("up_proj", {"mlp.up_proj", "audio_mlp.up_proj"}),
-    ("self_attn.o_proj,mlp.down_proj", {"self_attn.o_proj", "mlp.down_proj"})])
+    ("attention+audio_mlp", ATTENTION | AUDIO), ("all-linear", ATTENTION | AUDIO | TEXT),
+    ("mlp.up_proj", {"mlp.up_proj"})])
 def test_targets_are_exactly_these_layers(tiny, targets, expected):
     net = lora.add_lora(base(tiny), 4, 8, 0.0, targets, "base")
     assert with_adapter(net) == {f"model.layers.{i}.{name}" for i in range(2) for name in expected}
@@ -83,21 +75,13 @@ def test_targets_are_exactly_these_layers(tiny, targets, expected):
     assert layer.r["default"] == 4 and layer.scaling["default"] == 2.0
 
 
-def test_one_layer_by_its_full_name(tiny):
-    net = lora.add_lora(base(tiny), 4, 8, 0.0, "layers.1.self_attn.q_proj,audio_lm_head", "base")
-    assert with_adapter(net) == {"model.layers.1.self_attn.q_proj", "audio_lm_head"}
-
-
-@pytest.mark.parametrize("targets, named", [("q_proj,audio_attn.q_proj", "'audio_attn.q_proj'"), ("proj", "'proj'"),
-                                            ("embed_tokens", "'embed_tokens'"), ("", "''"), (",", "','")])
+@pytest.mark.parametrize("targets, named", [
+    ("q_proj,audio_attn.q_proj", "'audio_attn.q_proj'"), ("", "''")])
 def test_target_that_matches_nothing_is_named(tiny, targets, named):
     with pytest.raises(UserError) as error:
         lora.add_lora(base(tiny), 4, 8, 0.0, targets, "base")
     assert f"--lora_target_modules {named} matches no linear layer" in str(error.value)
     assert all(preset in str(error.value) for preset in ("attention", "attention+audio_mlp", "all-linear"))
-
-
-# -- Precision ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
@@ -155,9 +139,6 @@ def test_layers_of_one_input_equal_pefts_own_forward(shape, bf16, dropout):
     assert torch.equal(bare, layer.base_layer(x.to(bare.dtype)))
 
 
-# -- Files -------------------------------------------------------------------------------------------------------------
-
-
 def save(net, folder):
     """The adapter files as the trainer writes them."""
     folder.mkdir(exist_ok=True)
@@ -185,45 +166,10 @@ def test_saved_adapter_loads_in_plain_peft(tiny, data, saved):
     assert differs > 0.05       # else the adapter may as well not have been loaded
 
 
-def test_adapter_files_have_pefts_names(saved):
-    folder, net = saved
-    state = load_file(folder / "adapter_model.safetensors")
-    assert set(state) == {f"base_model.model.model.layers.{i}.{name}.lora_{half}.weight"
-                          for i in range(2) for name in ATTENTION | AUDIO for half in "AB"}
-    assert all(t.dtype == torch.float32 for t in state.values())
-    config = json.loads((folder / "adapter_config.json").read_text())
-    expected = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "task_type": None,
-                "modules_to_save": None, "base_model_name_or_path": "owner/base"}   # the hub name, not a local folder
-    assert {key: config[key] for key in expected} == expected
-    assert set(config["target_modules"]) == {f"{p}_proj" for p in "qkvo"} | AUDIO
-
-
-def test_an_adapter_names_a_local_base_wherever_it_is_loaded(tiny, tmp_path, monkeypatch):
-    net = lora.add_lora(base(tiny), 4, 8, 0.0, "attention", os.path.relpath(tiny.model))
-    save(net, tmp_path)
-    monkeypatch.chdir(tmp_path)
-    name = json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"]
-    assert os.path.isabs(name) and os.path.samefile(name, tiny.model)
-
-
-@pytest.mark.parametrize("change, parts", [
-    ({"rank": 8}, ["r 4", "this run 8"]), ({"alpha": 16}, ["lora_alpha 8", "this run 16"]),
-    ({"targets": "attention"}, ["target_modules", "audio_mlp.gate_proj", "q_proj"])])
-def test_adapter_of_other_flags_is_refused(tiny, saved, change, parts):
-    folder, _ = saved
-    net = adapted(tiny, **change)
-    before = [p.clone() for p in net.parameters()]
-    with pytest.raises(UserError) as error:
-        adapters.load_adapters(net, folder)
-    assert all(part in str(error.value) for part in [str(folder), *parts])
-    assert all(torch.equal(p, b) for p, b in zip(net.parameters(), before))
-
-
 @pytest.mark.parametrize("content, said", [
-    (b'{"peft_type": "LO', "not valid JSON"), (b"[]", "holds a JSON list"), (b"{}", "is a None adapter"),
-    (b"\xff\xfe{}", "is not UTF-8 text"), (b'{"peft_type": "LOHA", "r": 4}', "is a 'LOHA' adapter"),
+    (b'{"peft_type": "LO', "not valid JSON"),
+    (b'{"peft_type": "LOHA", "r": 4}', "is a 'LOHA' adapter"),
     (b'{"peft_type": "LORA", "lora_alpha": 8}', "has no r and no target_modules"),
-    (b'{"peft_type": "LORA", "r": 0, "lora_alpha": 8, "target_modules": ["q_proj"]}', "positive integer"),
     (b'{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["nowhere"]}', "nowhere")])
 def test_bad_adapter_config_is_one_clear_line(tiny, tmp_path, content, said):
     (tmp_path / "adapter_config.json").write_bytes(content)
@@ -247,34 +193,12 @@ def spoiled(saved, folder, what):
     return name.removesuffix(".weight") if what != "unexpected" else "layers.9.self_attn.k_proj.lora_A"
 
 
-@pytest.mark.parametrize("content", [None, b"not weights"])
-def test_unreadable_adapter_file_is_one_clear_line(tiny, saved, tmp_path, content):
-    save(saved[1], tmp_path)
-    (tmp_path / "adapter_model.safetensors").unlink()
-    if content:
-        (tmp_path / "adapter_model.safetensors").write_bytes(content)
-    with pytest.raises(UserError, match="adapter_model.safetensors: cannot be read") as error:
-        adapters.load_adapters(adapted(tiny), tmp_path)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("what", ["missing", "unexpected", "shape"])
+@pytest.mark.parametrize("what", ["missing", "shape"])
 def test_adapter_file_that_does_not_fit_is_refused(tiny, saved, tmp_path, what):
     name = spoiled(saved, tmp_path, what)
     with pytest.raises(UserError) as error:
         adapters.load_adapters(adapted(tiny), tmp_path)
     assert str(tmp_path) in str(error.value) and name in str(error.value)
-
-
-# -- Merging -----------------------------------------------------------------------------------------------------------
-
-
-def test_adapter_given_as_the_base_is_named(saved, tmp_path):
-    save(saved[1], tmp_path)
-    with pytest.raises(UserError) as error:
-        merge(str(tmp_path), str(tmp_path), str(tmp_path / "merged"))
-    assert str(error.value).startswith(f"--model_path {tmp_path}: is an adapter; give the base as --model_path and "
-                                       "this folder as --adapter")
 
 
 def test_the_folder_of_a_run_is_no_checkpoint(tiny, tmp_path):

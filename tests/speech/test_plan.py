@@ -1,23 +1,18 @@
 """--dry_run: its numbers are the real run's, its memory formulas a real step's, and it finds what would fail later."""
 import json
-import os
 import re
-import subprocess
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import soundfile
-import soxr
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import HiggsAudioV2Config
 
 import lora
 from core import document_attention
-from core.memory import GIB, Setup, step_bytes
-from core.packing import PackOrder
+from core.memory import Setup, step_bytes
 from data import collate
+from speech import labels_v3, v2, v3
 from speech import plan as speech_plan
 from speech.codes import (
     codec_config,
@@ -26,21 +21,13 @@ from speech.codes import (
     encode_clip,
     header_frames,
     load_codec,
-    wave_samples,
 )
 from speech.dataset import split_validation
-from speech import labels_v3, v2, v3
 from speech.weights import empty_model
 from tests.helpers.live_bytes import by_lengths, real_peak
-from tests.helpers.small_speech import labels_of, pack_of, small_model
-from tests.helpers.trainer import trainer_command
+from tests.helpers.small_speech import pack_of, small_model
 from tests.speech import test_bad_input
-from tests.speech.test_bad_input import complains, copy_of, written
-
-LORA = ("--use_lora", "--lora_rank", 4, "--lora_alpha", 8)
-
-
-# -- Memory of a step: what is counted against what a real one has alive -----------------------------------------------
+from tests.speech.test_bad_input import complains, copy_of
 
 
 def check_step(empty, model, batch, setup, text_rows):
@@ -52,16 +39,14 @@ def check_step(empty, model, batch, setup, text_rows):
         audio, text, _ = model(batch)
         return audio.sum() + text
     assert max(found.values()) == pytest.approx(real_peak(model, batch, loss, setup.bf16), rel=0.03)
-    if model.has_adapters:
+    if model.net is not model.base_model:
         found = step_bytes(speech_plan.step_of(empty), setup, (*pack, True), gpu=False)
         real = real_peak(model, batch, lambda model, batch: model(batch, keep=True).sum(), setup.bf16)
         assert max(found.values()) == pytest.approx(real, rel=0.03)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("targets, bf16, recompute, sharded", [
-    ("", True, "all", False), ("attention", True, None, True), ("all-linear", False, "selective", False),
-    ("all-linear", True, None, False)])
+@pytest.mark.parametrize("targets, bf16, recompute, sharded", [("", True, "all", False), ("attention", True, None, True)])
 def test_what_is_counted_is_what_a_real_step_has_alive(targets, bf16, recompute, sharded, monkeypatch):
     """Sharded weights: in bfloat16 as FSDP2 computes on them. Of six layers four are run."""
     monkeypatch.setattr(v2, "_attention_by_sample", by_lengths([130] * 4))
@@ -102,43 +87,6 @@ def real():
     return empty_model(HiggsAudioV2Config(**REAL), torch.float32)
 
 
-def test_speaking_takes_what_it_can_use(real):
-    """Rows of the longest prompt and of --sample_seconds, for as many prompts as are spoken together."""
-    prompts = [SimpleNamespace(tokens=np.zeros(n)) for n in (40, 60)]
-    speaker = SimpleNamespace(prompts=prompts, settings=SimpleNamespace(max_new_tokens=257))
-    row = 2 * 8 * 128 * 28 * 2
-    assert speech_plan.speaking_bytes(real, Setup(1, bf16=False), speaker) == 2 * (60 + 257) * 2 * row
-    whole = 2 * sum(p.numel() for p in real.parameters())
-    speaker.prompts = prompts * 20
-    for setup in (Setup(8, "fsdp"), Setup(1)):      # gathered, or autocast's copies of weights in fp32
-        assert speech_plan.speaking_bytes(real, setup, speaker) == 8 * (60 + 257) * row + whole
-
-
-def test_the_most_of_what_is_spoken_counts():
-    """Of --sample_prompts and --keep, in either order."""
-    class Rows(SimpleNamespace):
-        def __len__(self):
-            return 4
-    ids, n = labels_of(), np.arange(4)
-    table = Rows(tokens=np.tile([1, ids.audio_placeholder_id], 4), labelled=np.tile([False, True], 4), clips=n,
-                 clip_offsets=np.arange(5), where=np.tile([0, 0, 30, 0], (4, 1)), lengths=np.full(4, 40), text_targets=0 * n)
-
-    def spoken(most):
-        prompt = SimpleNamespace(tokens=np.zeros(9), is_audio=np.zeros(9, bool))
-        return SimpleNamespace(prompts=[prompt], settings=SimpleNamespace(max_new_tokens=most))
-    model, few, many = small_model("attention", torch.float32, None)[1], spoken(50), spoken(4000)
-
-    def counted(*speakers):
-        data = speech_plan.Data(table, ids, n, n[:0], speakers)
-        order = PackOrder(table.lengths, samples_per_pack=2)
-        found, _ = speech_plan.memory(None, model, Setup(1, bf16=False), data, order)
-        return found.stages["speaking samples"]
-    assert counted(few) < counted(many) == counted(few, many) == counted(many, few)
-
-
-# -- Lengths from headers ----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def codec(tiny):
     return load_codec(tiny.codec, torch.device("cpu"), 8)
@@ -146,7 +94,7 @@ def codec(tiny):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("extension", ["wav", "flac", "ogg", "mp3"])
-@pytest.mark.parametrize("rate", [16000, 22050, 24000, 44100, 48000])
+@pytest.mark.parametrize("rate", [16000, 22050, 44100])
 def test_frames_from_the_header_are_those_of_the_codec(tiny, codec, tmp_path, extension, rate):
     config, _ = codec_config(tiny.codec, 8)
     rng = np.random.default_rng(rate)
@@ -160,14 +108,6 @@ def test_frames_from_the_header_are_those_of_the_codec(tiny, codec, tmp_path, ex
         assert header_frames(str(path), [(*cut, False) for cut in cuts], config, 8) == encoded
 
 
-def test_samples_after_resampling():
-    rng = np.random.default_rng(0)
-    for rate in (8000, 11025, 16000, 22050, 24000, 32000, 44100, 48000):
-        for frames in rng.integers(1, 5000, 40).tolist():
-            assert wave_samples(frames, rate) == \
-                len(soxr.resample(np.zeros(frames, np.float32), rate, 24000, quality="HQ"))
-
-
 def test_frames_of_every_length_around_the_codec_steps(tiny, codec):
     """The rule changes within a frame of 960 samples: walk through a few of them."""
     config, _ = codec_config(tiny.codec, 8)
@@ -176,15 +116,6 @@ def test_frames_of_every_length_around_the_codec_steps(tiny, codec):
         if samples >= 960:
             wave = 0.1 * rng.standard_normal(samples, np.float32)
             assert codec_frames(samples, config) == len(encode_clip(codec[0], wave, codec[1], 8))
-
-
-# -- A dry run and the run ---------------------------------------------------------------------------------------------
-
-
-def everything_in(folder):
-    """{relative path: (size, modification time)} of files below a folder, without what the trainer printed."""
-    return {str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns)
-            for path in folder.rglob("*") if path.is_file() and path != folder / "output"}
 
 
 def line_of(output, start):
@@ -201,7 +132,7 @@ def number(pattern, text):
 
 @pytest.mark.slow
 def test_a_dry_run_says_what_the_run_then_does(forked, real_run, tiny, tmp_path):
-    """Two ranks, an empty code cache. Then the real run, and what a dry run says of going on."""
+    """Two ranks, an empty code cache. Then the real run."""
     flags = ("--use_lora", "--lora_rank", 64, "--code_cache", tmp_path / "codes", "--num_train_epochs", 2,
              "--max_tokens_per_batch", 700, "--gradient_accumulation_steps", 2, "--logging_steps", 99,
              "--validation_split", 0.1, "--save_steps", 3)
@@ -231,105 +162,8 @@ def test_a_dry_run_says_what_the_run_then_does(forked, real_run, tiny, tmp_path)
     assert number(r"disk +([\d.]+) MiB", said) == pytest.approx(sum(
         path.stat().st_size for path in newest.rglob("*") if path.is_file()) / 2**20, abs=0.1)
 
-    before = everything_in(tmp_path)
-    again = real_run(*flags, "--max_steps", 0, "--dry_run", 2, evaluate=True).output
-    assert everything_in(tmp_path) == before
-    assert line_of(again, "start") == f"start      step {step}, resumed from {newest}"
-    assert f"{clips} distinct clips, 0 still to be encoded (0.00 h)" in again
-    same = "samples", "lengths", "packs", "batch"
-    assert [line_of(again, word) for word in same] == [line_of(said, word) for word in same]
 
-
-@pytest.fixture(scope="module")
-def huge(tiny, tmp_path_factory, real):
-    """The 3B model as a checkpoint whose weights are a header and a hole: 11 GiB that take no disk."""
-    folder = tmp_path_factory.mktemp("huge") / "model"
-    copy_of(tiny.model, folder, "*.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    sizes = {key: value for key, value in REAL.items() if "token_id" not in key}
-    (folder / "config.json").write_text(json.dumps({**config, **sizes, "dtype": "bfloat16"}))
-    header, at = {}, 0
-    for name, parameter in real.named_parameters():
-        end = at + 2 * parameter.numel()
-        header[name] = {"dtype": "BF16", "shape": list(parameter.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(folder / "model.safetensors", "wb") as f:
-        f.write(len(text).to_bytes(8, "little") + text)
-        f.truncate(8 + len(text) + at)
-    assert (folder / "model.safetensors").stat().st_blocks * 512 < 2**20 < 2**33 < at
-    return folder
-
-
-def run_alone(command, cwd):
-    """(status, output, peak resident MiB) of a process of its own."""
-    with subprocess.Popen([*map(str, command)], cwd=cwd, text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT) as process:
-        output = process.stdout.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    return process.returncode, output, usage.ru_maxrss / 1024
-
-
-EIGHT_GPUS = ("--bf16", "--gradient_checkpointing", "--dry_run", 8, "--parallel", "fsdp", "--host_memory", 91)
-
-
-@pytest.mark.slow
-def test_the_3b_model_is_planned_without_its_weights(tiny, huge, tmp_path):
-    flags = ("--model_path", huge, *EIGHT_GPUS)
-    status, output, memory = run_alone(trainer_command(tiny, tmp_path / "out", *flags), tmp_path)
-    refused = re.findall("^error: .*", output, re.M)        # on a small disk, and for nothing else
-    assert status == bool(refused) and all(": 1 checkpoints need 64.50 GiB, " in line for line in refused), output
-    assert memory < 4000, "weights were loaded"         # which take 11,000 MiB; torch takes 400, with CUDA 800
-    assert "5,771.3 M parameters, 5,771.283 M trainable (full)" in line_of(output, "model")
-    assert [number(rf"{part} +([\d.]+) GiB", output) for part in ("weights", "gradients", "optimizer")] == \
-        [2.69, 2.69, 5.37]
-    assert 15 < number(r"peak estimate +([\d.]+) GiB", output) < 30
-    assert number(r"disk +([\d.]+) GiB", output) == pytest.approx(12 * 5.771e9 / GIB, abs=0.05)
-    assert "90.30 GiB for the 8 ranks of a node, 90.30 GiB of it copied by a save" in line_of(output, "host")
-    assert number(r"fixed +([\d.]+) GiB", output) == 2 and "of 80.0 GiB · " in line_of(output, "FITS")
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_the_3b_model_needs_room_on_the_disk(run, huge, disk):
-    flags = ("--model_path", huge, *EIGHT_GPUS)
-    disk(64 * 1024)
-    assert complains(run(*flags), "1 checkpoints need 64.50 GiB, its disk has 64.00 GiB free")
-    disk(65 * 1024)
-    done = run(*flags)
-    assert done.status == 0 and "65.00 GiB free" in line_of(done.output, "disk"), done.output
-
-
-@pytest.mark.slow
-def test_too_little_host_memory(run, huge):
-    """A save takes 12 bytes a value, times 1.4, on the node of DDP's rank 0; offloading 16 more."""
-    offload = ("--model_path", huge, "--bf16", "--parallel", "fsdp", "--cpu_offload", "--dry_run", 16)
-    assert complains(run(*offload, "--host_memory", 88.1),
-                     "host memory: about 88.15 GiB needed by the 8 ranks of a node, which has 88.10 GiB; what helps: "
-                     "--use_lora, more nodes with --parallel fsdp; --host_memory GIB plans for another machine")
-    assert "host memory:" not in run(*offload, "--host_memory", 88.2).output
-    assert complains(run("--host_memory", 0.01), "host memory: about ", "more nodes with --parallel fsdp")
-
-
-@pytest.mark.slow
-def test_full_fine_tuning_of_3b_in_ddp_is_refused(run, huge):
-    assert complains(run("--model_path", huge, "--bf16", "--dry_run", 8, "--host_memory", 91), "memory: about ",
-                     "80.00 GiB", "what helps: --auto, which looks for what fits, --use_lora, more GPUs")
-    lora = run("--model_path", huge, "--bf16", "--use_lora", "--dry_run", 8)
-    assert lora.status == 0 and "9.175 M trainable" in lora.output, lora.output
-    weights = number(r"weights +([\d.]+) GiB", lora.output)
-    assert weights == pytest.approx((2 * 5.771e9 + 4 * 9.175e6) / GIB, abs=0.01)
-
-
-# -- What a dry run finds: some tests of bad input once more, with their trainer started as a dry run ------------------
-
-AGAIN = ("data", "two_good", "used", "used_copy",       # fixtures
-         "test_missing_audio_lists_the_places_tried", "test_an_offset_behind_the_end",
-         "test_twenty_five_bad_samples_are_one_message", "test_model_and_tokenizer_paths",
-         "test_problems_of_training_and_validation_data_come_together", "test_incomplete_model_and_codec_folders",
-         "test_output_that_cannot_be_written", "test_samples_that_are_too_long",
-         "test_resume_with_other_adapters_is_refused")
+AGAIN = "data", "two_good", "test_problems_of_training_and_validation_data_come_together"
 globals().update({name: getattr(test_bad_input, name) for name in AGAIN}, real_run=test_bad_input.run)
 
 
@@ -337,65 +171,6 @@ globals().update({name: getattr(test_bad_input, name) for name in AGAIN}, real_r
 def run(real_run):
     """test_bad_input's run as a dry run."""
     return lambda *flags, **options: real_run("--dry_run", *flags, **options)
-
-
-def test_all_is_well(run):
-    done = run()
-    assert done.status == 0 and done.output.endswith("dry run ok\n") and "resumed from" not in done.output
-
-
-def test_a_checkpoint_of_another_run(run, used_copy):
-    assert complains(run(*LORA, "--seed", 1), "checkpoint-1", "another seed (42, this run 1)")
-    assert "resumed from" in run(*LORA, "--max_steps", 2).output
-
-
-def test_several_problems_are_one_list(run, tiny, data, tmp_path):
-    """A flag, a folder, bad weights and bad audio; what rests on something broken is left out."""
-    said = test_bad_input.spoilt_audio(data / "spoilt")
-    for name in ("nan.wav", "silent.wav", "loud.wav"):      # their headers are fine: only decoding finds them
-        del said[name]
-    path = written(data, test_bad_input.with_audio(tiny, [f"spoilt/{name}" for name in said]), "odd.json")
-    (tmp_path / "taken").write_text("a file")
-    flags = ("--train_data_file", path, "--code_cache", tmp_path / "taken" / "codes", "--use_lora",
-             "--lora_target_modules", "gone_proj")
-    message = complains(run(*flags), "error: 7 problems:", "taken/codes: cannot be written",
-                        "'gone_proj' matches no linear layer", *said.values())
-    assert len(message) == 8
-    message = complains(run(*flags, "--lora_rank", 0), "error: --lora_rank is 0")       # told before anything is read
-    assert len(message) == 1
-
-
-def change_weights(folder, change):
-    """Rewrite model.safetensors of a folder as change({name: tensor}) makes it."""
-    state = load_file(folder / "model.safetensors")
-    save_file(change(state), folder / "model.safetensors")
-    return folder
-
-
-def test_bad_rows_and_bad_audio_are_one_list(run, tmp_path):
-    rows = [{"audio": "none.wav", "text": "Hi."}, {"audio": "bad.wav", "text": "Hi."}]
-    (tmp_path / "m.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "bad.wav").write_text("no audio")
-    assert complains(run("--train_data_file", tmp_path / "m.jsonl"), "error: 2 problems:",
-                     "line 1 (none.wav): audio file 'none.wav' not found", "line 2 (bad.wav): its audio")
-    (tmp_path / "m.jsonl").write_text(json.dumps(rows[0]) + "\n")
-    assert len(complains(run("--train_data_file", tmp_path / "m.jsonl"), "'none.wav' not found")) == 1
-
-
-def test_weights_that_do_not_fit(run, tiny, tmp_path):
-    def lost(state):
-        return {name: tensor for name, tensor in state.items() if "layers.1.mlp.up_proj" not in name}
-
-    def narrow(state):
-        return {**state, "audio_lm_head.weight": state["audio_lm_head.weight"][:, :-1].clone()}
-
-    for spoil, said in ((lost, "1 missing keys, first model.layers.1.mlp.up_proj.weight"),
-                        (narrow, "audio_lm_head.weight (8208, 127) instead of (8208, 128)")):
-        folder = change_weights(copy_of(tiny.model, tmp_path / spoil.__name__, "nothing"), spoil)
-        assert complains(run("--model_path", folder), folder, said)
-    folder = copy_of(tiny.model, tmp_path / "cut", "nothing")
-    os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 1)
-    assert complains(run("--model_path", folder), folder, "cannot be read")
 
 
 def test_codec_of_another_kind(run, tiny, tmp_path):
@@ -409,18 +184,8 @@ def test_codec_of_another_kind(run, tiny, tmp_path):
 
 @pytest.mark.slow
 def test_memory_and_disk(run):
-    message = complains(run("--gpu_memory", 1.01), "memory: about 1.", "each GPU, which has 1.01 GiB, 5 % of it left "
-                        "for fragmentation; what helps: --auto, which looks for what fits, --bf16 (T4, V100: --fp16), "
-                        "--use_lora, more GPUs")
+    message = complains(run("--gpu_memory", 1.01), "memory: about 1.", "each GPU, which has 1.01 GiB", "what helps: --auto")
     assert len(message) == 1
-    message = complains(run("--gpu_memory", 1.01, "--parallel", "fsdp", "--gradient_checkpointing", "--bf16",
-                            "--per_device_train_batch_size", 1, "--use_lora"), "what helps: --auto, which looks for what fits, more GPUs")
     many = ("--max_steps", 10**12, "--save_steps", 1, "--save_total_limit")     # exabytes
     assert complains(run(*many, 0), "1000000000001 checkpoints need", "its disk has", "free")
     assert run(*many, 3).status == 0
-
-
-def test_validation_may_need_more_memory_than_training(run):
-    few = ("--per_device_train_batch_size", 1, "--text_loss_weight", 0, "--validation_split", 0.7)
-    assert "reached in the heads" in run(*few, evaluate=True).output
-    assert "reached in validation" in run(*few, "--per_device_eval_batch_size", 16, evaluate=True).output

@@ -4,17 +4,12 @@ import os
 import pytest
 import torch
 import torch._dynamo.utils
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
 
 import lora
 from core import dist
-from core import optim
 from data import collate
-from speech.speak import load_model
 from speech import v2
-from speech.loss import decays, flops_per_pack
 from speech.weights import native_config
 from tests.helpers import spoken
 from tests.helpers.checkpoints import config_of
@@ -37,18 +32,11 @@ def packed(tiny):
     return v2.PackedHiggs(spoken.native(tiny.model))
 
 
-def load(folder):
-    return load_model(folder, config_of(folder), None, torch.float32, "cpu")
-
-
 def assert_same_gradients(ours, theirs, tolerance=1e-5):
     assert ours.keys() == theirs.keys() and len(ours) > 30
     for name in theirs:
         torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name:
                                    f"{n}: {m}")
-
-
-# -- Parity with transformers ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -112,33 +100,6 @@ def test_stops_count_codebook_0_alone(data, packed, speaks):
     assert values["x/false_stop_rate"] == pytest.approx((false_stops / codes).item())
 
 
-def test_report_of_sums():
-    """Two clips, 100 codes a codebook: 1 of 2 ends found by codebook 0, 14 of 16 by all, 5 false ends."""
-    sums = [102.0 * (k + 1) for k in range(8)] + [20.0, 32.0, 14, 16, 1, 5, 8 * 102, 10]
-    values = v2.loss_report(sums, 1.0, "eval")
-    assert values["eval/stop_recall"] == 0.5 and values["eval/false_stop_rate"] == 5 / 100
-    assert values["eval/eos_accuracy"] == 14 / 16 and values["eval/eos_loss"] == 2 and values["eval/text_loss"] == 2
-    assert values["eval/audio_loss"] == 4.5 and values["eval/audio_loss_codebook_7"] == 8
-    assert values["eval/loss"] == 6.5
-    nothing = v2.loss_report([0.0] * 16, 1.0, "eval")
-    assert nothing.keys() == values.keys() and all(value != value for value in nothing.values())
-
-
-def test_padding_to_a_budget_changes_nothing(data, packed):
-    ids, samples = data
-    picked = [samples["cloning"], samples["short"]]
-    results = []
-    for pad_to in (0, 333):
-        batch = collate(picked, ids, pad_to)
-        assert batch.counts["padding"] == (333 - batch.counts["tokens"] if pad_to else 0)
-        packed.zero_grad()
-        loss = spoken.total(packed, batch)
-        loss.backward()
-        results.append((loss, spoken.gradients(packed.net)))
-    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=1e-5)
-    assert_same_gradients(results[0][1], results[1][1])
-
-
 @pytest.mark.parametrize("pad_to", [0, 64])
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_empty_pack_weighs_nothing_and_touches_every_trainable_weight(tiny, data, method, pad_to):
@@ -154,73 +115,6 @@ def test_empty_pack_weighs_nothing_and_touches_every_trainable_weight(tiny, data
     assert len(trainable) == (2 * 2 * 10 if method == "lora" else 33)
     for name, parameter in trainable.items():
         assert parameter.grad is not None and not parameter.grad.any(), name
-
-
-# -- No host sync; steps that a bad gradient cannot poison -------------------------------------------------------------
-
-SYNCS = {"aten::nonzero", "aten::item", "aten::_local_scalar_dense"}
-
-
-def syncs(work, inside=()):
-    """Names of the synchronising operators that work() runs, but for those inside the operators named."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        work()
-    found = []
-    for event in profile.events():
-        parent = event.cpu_parent
-        while parent is not None and parent.name not in inside:
-            parent = parent.cpu_parent
-        if event.name in SYNCS and parent is None:
-            found.append(event.name)
-    assert any(e.name.startswith("aten::") for e in profile.events())
-    return found
-
-
-@pytest.mark.slow
-def test_forward_and_backward_never_wait_for_the_device(tiny, data, packed):
-    ids, samples = data
-    batch = collate(list(samples.values()), ids, pad_to=640)
-    assert syncs(lambda: spoken.total(packed, batch).backward()) == []
-    theirs, inputs = spoken.native(tiny.model), spoken.native_batch(list(samples.values()), ids)
-    assert set(syncs(lambda: theirs(**inputs).loss.backward())) == SYNCS    # so the test can see them
-
-
-def test_optimizer_step_never_waits_for_the_device(data, packed):
-    ids, samples = data
-    spoken.total(packed, collate([samples["single"]], ids)).backward()
-    parameters = list(packed.parameters())
-    optimizer = optim.build_adamw(packed.named_parameters(), 1e-3, 0.1, (0.9, 0.95), decays)
-
-    def step():
-        norm = optim.clip_gradients(parameters, 1.0)
-        optim.guarded_step(optimizer, 1 - torch.isfinite(norm).float())
-
-    for _ in range(2):      # the first step also makes the moments
-        # the fused kernel reads its step counters on the CPU, where they lie; on a GPU it does not
-        assert syncs(step, inside=("aten::_fused_adamw_",)) == []
-    assert syncs(lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True))
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_good_steps_equal_plain_adamw(tiny, data, packed, fused):
-    """Also the two-group split: weight decay must reach the matrices and nothing else."""
-    ids, samples = data
-    plain = v2.PackedHiggs(spoken.native(tiny.model))
-    ours = optim.build_adamw(packed.named_parameters(), 3e-3, 0.2, (0.9, 0.95), decays)
-    kind = {id(m.weight): type(m) for m in plain.net.modules() if hasattr(m, "weight")}
-    theirs = torch.optim.AdamW(
-        [{"params": [p], "weight_decay": 0.2 if kind[id(p)] is torch.nn.Linear else 0.0} for p in plain.parameters()],
-        lr=3e-3, betas=(0.9, 0.95), eps=1e-8, fused=fused)
-    for _ in range(3):
-        for model, step in ((packed, lambda: optim.guarded_step(ours, torch.tensor(0.0))), (plain, theirs.step)):
-            model.zero_grad()
-            spoken.total(model, collate([samples["cloning"]], ids)).backward()
-            step()
-    for (name, p), q in zip(packed.named_parameters(), plain.parameters()):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
-
-
-# -- Recomputation, compilation, bf16 ----------------------------------------------------------------------------------
 
 
 def test_recomputation_gives_the_same_gradients_and_really_recomputes(tiny, data, packed):
@@ -298,9 +192,6 @@ def test_gpu_attention_kernel_equals_attention_sample_by_sample():
         torch.testing.assert_close(a.grad.float(), b.grad, rtol=0.03, atol=0.06)
 
 
-# -- What trains, what decays, what it costs ---------------------------------------------------------------------------
-
-
 def fill_adapters(net):
     """Random B matrices: fresh ones are zero, and then A gets no gradient and nothing differs from the base."""
     generator = torch.Generator().manual_seed(2)
@@ -318,7 +209,7 @@ def unreached(net, batch, text_weight):
     return {n for n, g in zip(trainable, grads) if g is None or not g.any()}
 
 
-@pytest.mark.parametrize("layers", [1, 2, 12])      # 12: "layers.1" is no part of "layers.11"
+@pytest.mark.parametrize("layers", [2, 12])      # 12: "layers.1" is no part of "layers.11"
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_frozen_is_exactly_what_the_loss_cannot_reach(tiny, data, method, layers):
     ids, samples = data
@@ -339,67 +230,3 @@ def test_frozen_is_exactly_what_the_loss_cannot_reach(tiny, data, method, layers
     parameters = dict(native.named_parameters())
     assert not any(parameters[n].requires_grad for n in frozen)
     assert unreached(native, batch, text_weight=0.0) == set()
-
-
-def test_only_matrices_decay(tiny):
-    net = lora.add_lora(spoken.native(tiny.model), 4, 8, 0.0, "all-linear", "base")
-    seen = {True: 0, False: 0}
-    for prefix, module in net.named_modules():
-        for name, parameter in module.named_parameters(prefix, recurse=False):
-            wanted = isinstance(module, torch.nn.Linear)
-            assert decays(name, parameter) == wanted, name
-            seen[wanted] += 1
-    assert seen == {True: 2 * 10 * 3 + 2, False: 2 * 4 + 1 + 2}     # base, A, B, two heads; norms, two embeddings
-
-
-def executed_flops(packed, batch):
-    """(matrix products, attention) FLOPs of forward and backward, counted by torch below autograd."""
-    def product(_, a, b, **unused):     # of adapters, in place; torch counts only the other form
-        return 2 * a[0] * a[1] * b[1]
-
-    in_place = {torch.ops.aten.addmm_: product}
-    counter = FlopCounterMode(display=False, custom_mapping=in_place)
-    with sdpa_kernel(SDPBackend.MATH), counter:             # math: products, which count
-        audio, text, _ = packed(batch)
-        (audio.sum() + text).backward()
-    counts = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
-    adapters = counts.pop("aten.addmm_", 0)
-    assert counts.keys() == {"aten.mm", "aten.bmm"}
-    return counts["aten.mm"] + adapters, counts["aten.bmm"]
-
-
-def rotary_flops(config, batch):
-    """transformers 5.17 multiplies positions and frequencies as matrices, once a forward; 5.23 does not."""
-    return 0, len(batch.position_ids) * config.head_dim
-
-
-def test_flops_equal_torchs_own_count_full(data, packed):
-    ids, samples = data
-    config = packed.net.config
-    batch = collate(list(samples.values()), ids)
-    counts = batch.counts
-    matrices, attention = executed_flops(packed, batch)
-    # the head runs for all 8 codebooks of a row though at a clip's ends only some of them are targets
-    idle = batch.audio_targets.numel() - counts["audio_targets"]
-    assert 0 < idle < counts["audio_targets"]
-    assert matrices == flops_per_pack(config, counts["tokens"], counts["audio_targets"] + idle,
-                                            counts["text_targets"], 0, lora=False)
-    # SDPA's math computes the full square of every sample
-    square = sum(n * n for n in batch.seqlens)
-    assert attention - flops_per_pack(config, 0, 0, 0, square, lora=False) in rotary_flops(config, batch)
-
-
-def test_flops_equal_torchs_own_count_lora(tiny, data):
-    ids, samples = data
-    rank = 4
-    net = lora.add_lora(spoken.native(tiny.model), rank, 8, 0.0, "attention", "base")
-    batch = collate(list(samples.values()), ids)
-    config, tokens = net.get_base_model().config, batch.counts["tokens"]
-    matrices, attention = executed_flops(v2.PackedHiggs(net), batch)
-    h, q, kv = 128, 4 * 32, 2 * 32
-    base = flops_per_pack(config, tokens, batch.audio_targets.numel(), batch.counts["text_targets"], 0, lora=True)
-    adapters = 6 * tokens * rank * 2 * ((h + q) + 2 * (h + kv) + (q + h))   # not counted, says flops_per_pack
-    first = 2 * tokens * (h * (q + 2 * kv) + 3 * rank * h)      # nothing before layer 0's projections is trained
-    assert matrices == base + adapters - first
-    square = flops_per_pack(config, 0, 0, 0, sum(n * n for n in batch.seqlens), lora=True)
-    assert attention - square in rotary_flops(config, batch)

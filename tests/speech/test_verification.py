@@ -6,7 +6,6 @@ from torch import nn
 
 from core.cli import UserError
 from speech import judges, verification
-from tests.helpers.trainer import ROOT
 
 PREFIX = "feature_extract.model."
 LAYERS, HIDDEN, CHANNELS, POOLED = 2, 32, 32, 48
@@ -152,15 +151,7 @@ def test_an_embedding_is_the_references(parts, tmp_path):
 @pytest.mark.parametrize("change, why", [
     (lambda state: state.pop("layer3.SE_Connect.linear1.bias"), "layer3.SE_Connect.linear1.bias"),
     (lambda state: state.update(shortcut=torch.zeros(1)), "unknown weight shortcut"),
-    (lambda state: state.pop(f"{PREFIX}encoder.layers.1.fc2.bias"), "encoder.layers.1.feed_forward.output_dense.bias"),
-    (lambda state: state.update({f"{PREFIX}final_proj.weight": torch.zeros(1)}), "final_proj.weight"),
-    (lambda state: state.update({"linear.weight": torch.zeros(16, 7)}), "RuntimeError"),
-    (lambda state: state.clear(), "pos_conv_embed")])
+    (lambda state: state.update({"linear.weight": torch.zeros(16, 7)}), "RuntimeError")])
 def test_a_checkpoint_that_lacks_something_or_has_more_is_refused(parts, tmp_path, change, why):
     with pytest.raises(UserError, match=rf"tiny.pth: is no checkpoint of UniSpeech's .*{why}"):
         verification.load(saved(tmp_path / "tiny.pth", parts, change))
-
-
-def test_a_file_that_is_none_is_refused():
-    with pytest.raises(UserError, match="is no checkpoint of UniSpeech's"):
-        verification.load(str(ROOT / "README.md"))
