@@ -282,6 +282,7 @@ class CheckpointManager:
             problem = damage(path, self.world)
             if not problem:
                 state = json_files.read_object(Path(path) / STATE / "state.json")
+                require("step" in state, f"{path}: {STATE}/state.json has no step")
                 later = [step for step, _ in list_checkpoints(self.output_dir)
                          if step > state["step"]]
                 # else the next --resume auto would continue the abandoned ones
@@ -310,8 +311,14 @@ class CheckpointManager:
             set_rng_state(states[self.world.rank], self.world.device)
 
 
-def check_identity(path, state, identity):
-    """UserError when a checkpoint does not share {name: value} with the run that resumes it."""
+def check_identity(path, state, identity, *keys):
+    """UserError when a checkpoint does not share {name: value} with the run that resumes it, or its
+    state has no such keys, as that of another trainer.
+    """
+    usual = "epoch", "first", "identity", "validation", "best_step", "best_loss"
+    missing = [key for key in (*usual, *keys) if key not in state]
+    require(not missing, f"{path}: is not a checkpoint of this trainer: {STATE}/state.json has no "
+                         f"{', '.join(missing)}")
     for name, value in identity.items():
         before = state["identity"].get(name)
         # a dry run, and an old checkpoint, know of the data only the beginning, not the codes

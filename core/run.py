@@ -21,8 +21,8 @@ def start(args):
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     else:
         folder, auto = args.output_dir, args.auto        # which may yet choose to shard
-        world = dist.init(args.collective_timeout, args.wait_timeout,
-                          auto or args.parallel != "ddp", auto or args.cpu_offload)
+        world = dist.init(args.collective_timeout, args.wait_timeout, auto or args.parallel != "ddp",
+                          "cpu_offload" in args and (auto or args.cpu_offload))
         dist.rank0(world, checkpoint.claim_output, folder)
         dist.rank0(world, watchdog.clear_marker, folder)
         if "tensorboard" in args.report_to:
@@ -73,7 +73,8 @@ def open_log(args, world, step, eval_due):
 def device_line(args, world):
     """The line of what computes, and in which precision."""
     name = "CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device)
-    kind = "bf16 autocast" if args.bf16 else "fp16 autocast" if args.fp16 else "fp32"
+    fp16 = "fp16" in args and args.fp16
+    kind = "bf16 autocast" if args.bf16 else "fp16 autocast" if fp16 else "fp32"
     return f"device     {world.size} x {name}, torch {torch.__version__}, {kind}"
 
 

@@ -27,8 +27,7 @@ from diffusion.choices import CHECKS, EXECUTION, FILL, PLAN, QUESTION, Layout
 from diffusion.noise import Blocks
 from diffusion.problems import read_chats, read_problems
 
-# --------------------------------------------------------------------------------------------------
-# Problems -> documents of numbered blocks
+# ---- Problems -> documents of numbered blocks
 
 
 @dataclass
@@ -53,37 +52,20 @@ class Documents:
         """(n,) int64: how many tokens of each document `mask` (T,) holds for."""
         return np.diff(np.concatenate([[0], np.cumsum(mask)])[self.offsets])
 
-    @functools.cached_property
-    def lengths(self):
-        """(n,) slots of each document in a row."""
-        return np.diff(self.offsets)
-
-    @functools.cached_property
-    def n_targets(self):
-        """(n,) tokens in the loss."""
-        return self.per_document(self.target)
-
-    @functools.cached_property
-    def noisy_lengths(self):
-        """(n,) tokens that need a noisy copy: those of blocks with a target."""
-        return self.per_document(self.group >= 0)
-
-    @functools.cached_property
-    def tokens(self):
-        """(n,) tokens of text and markers, without what follows an end token."""
-        return self.per_document(self.region != FILL)
-
-    @functools.cached_property
-    def n_groups(self):
-        """(n,) blocks with targets."""
-        return np.array([self.group[a:b].max(initial=-1) + 1
-                         for a, b in zip(self.offsets[:-1], self.offsets[1:])])
+    # (n,) of each document: slots in a row; tokens in the loss; tokens that need a noisy copy, those
+    # of blocks with a target; tokens of text and markers, without the fill; blocks with targets
+    lengths = functools.cached_property(lambda self: np.diff(self.offsets))
+    n_targets = functools.cached_property(lambda self: self.per_document(self.target))
+    noisy_lengths = functools.cached_property(lambda self: self.per_document(self.group >= 0))
+    tokens = functools.cached_property(lambda self: self.per_document(self.region != FILL))
+    n_groups = functools.cached_property(lambda self: np.array(
+        [self.group[a:b].max(initial=-1) + 1 for a, b in zip(self.offsets, self.offsets[1:])]))
 
     @functools.cached_property
     def pairs(self):
         """(n,) pairs of query and key that may attend."""
         found = []
-        for a, b in zip(self.offsets[:-1], self.offsets[1:]):
+        for a, b in zip(self.offsets, self.offsets[1:]):
             sizes = np.bincount(self.block[a:b])
             seen = sizes * sizes.cumsum()       # a block sees itself and the clean ones before
             noisy = np.unique(self.block[a:b][self.group[a:b] >= 0])
@@ -136,10 +118,9 @@ def too_long(regions, layout):
                EXECUTION: ("its execution has", "execution_budget")}
     if layout.system != "hdp":
         budgets = {PLAN: ("it has", "max_length")}
-    over = [f"{words} {len(ids)} tokens, markers and end token included, more than --{flag} "
-            f"{getattr(layout, flag)}" for region, ids, _ in regions
-            for words, flag in [budgets[region]] if len(ids) > getattr(layout, flag)]
-    return ", ".join(over)
+    return ", ".join(f"{words} {len(ids)} tokens, markers and end token included, more than --{flag} "
+                     f"{getattr(layout, flag)}" for region, ids, _ in regions
+                     for words, flag in [budgets[region]] if len(ids) > getattr(layout, flag))
 
 
 def make_document(regions, tokens, layout):
@@ -149,16 +130,12 @@ def make_document(regions, tokens, layout):
         fill = -len(ids) % layout.region_block(region) if region != QUESTION else 0
         filled = np.array([*ids, *[tokens.end] * fill])
         at = np.arange(len(filled))
-        block = np.zeros_like(at)
-        if region != QUESTION:
-            block = next_block + at // layout.region_block(region)
+        block = next_block + (0 * at if region == QUESTION else at // layout.region_block(region))
         next_block = block[-1] + 1
         target, what = at >= pinned, np.full(len(at), region)
         what[len(ids):] = FILL
-        position = at
-        if layout.system == "hdp":
-            position = at + layout.start(region)
-        else:
+        position = at + layout.start(region) if layout.system == "hdp" else at
+        if layout.system != "hdp":
             what[:pinned] = QUESTION
         if layout.loss_on_question:
             target |= (what == QUESTION) & (filled != tokens.bos)
@@ -168,9 +145,8 @@ def make_document(regions, tokens, layout):
 
 def length_hint(bad):
     """What helps against problems of too many tokens."""
-    if any(p.check == "too_long" for p in bad):
-        return "\nfix: shorten them, raise the limit, or pass --drop_too_long"
-    return ""
+    hint = "\nfix: shorten them, raise the limit, or pass --drop_too_long"
+    return hint * any(p.check == "too_long" for p in bad)
 
 
 def make_documents(problems, tokens, layout, bad=None, path=""):
@@ -213,7 +189,7 @@ def make_documents(problems, tokens, layout, bad=None, path=""):
 def number_groups(block, target, offsets):
     """(T,) number of each token's block among its document's blocks that hold a target, else -1."""
     group = np.full(len(block), -1)
-    for a, b in zip(offsets[:-1], offsets[1:]):
+    for a, b in zip(offsets, offsets[1:]):
         trained = np.unique(block[a:b][target[a:b] > 0])
         inside = np.isin(block[a:b], trained)
         group[a:b][inside] = np.searchsorted(trained, block[a:b][inside])
@@ -227,24 +203,16 @@ def split_validation(n, share, seed):
     return np.sort(order[held_out:]), np.sort(order[:held_out])
 
 
-# --------------------------------------------------------------------------------------------------
-# Documents -> rows -> batches
-
-
-def empty_arrays(shape, pad):
-    """{name: array of this shape} of a row or a batch without any token."""
-    fills = {"ids": pad, "position": 0, "doc": -1, "block": 0, "target": False, "region": 0,
-             "group": -1}
-    return {name: np.full(shape, value) for name, value in fills.items()}
+# ---- Documents -> rows -> batches
 
 
 class Rows(Dataset):
-    """Fixed-length rows of whole documents; item r is a dict of (L,) arrays of one row."""
+    """Fixed-length rows of whole documents; item r is (Documents, numbers of those in row r).
+
+    members: a list of document numbers for each row, of `length` tokens and noisy_length copies.
+    """
 
     def __init__(self, documents, members, length, noisy_length):
-        """members: a list of document numbers for each row, of `length` tokens and noisy_length
-        noisy copies.
-        """
         self.documents, self.members = documents, [list(m) for m in members]
         self.length, self.noisy_length = length, noisy_length
 
@@ -260,18 +228,7 @@ class Rows(Dataset):
         return self.documents.fingerprint(d for members in self.members for d in members)
 
     def __getitem__(self, r):
-        d, row = self.documents, empty_arrays(self.length, self.documents.pad)
-        at = groups = 0
-        for number, document in enumerate(self.members[r]):
-            part = slice(*d.offsets[document:document + 2])
-            to = slice(at, at + part.stop - part.start)
-            for name in ("ids", "position", "block", "target", "region"):
-                row[name][to] = getattr(d, name)[part]
-            row["doc"][to] = number
-            row["group"][to] = np.where(d.group[part] >= 0, d.group[part] + groups, -1)
-            at, groups = to.stop, groups + int(d.n_groups[document])
-        row["n_groups"], row["documents"] = groups, len(self.members[r])
-        return row
+        return self.documents, self.members[r]
 
 
 def make_rows(documents, numbers, row_length, pack, seed=0):
@@ -300,6 +257,14 @@ def make_rows(documents, numbers, row_length, pack, seed=0):
     return Rows(documents, packings[best], row_length, best)
 
 
+def read_any(path, split, layout, tokenizer, tokens):
+    """(Problems of a file of the Layout's system, [what cannot be used]). tokenizer: of chats."""
+    bad = []
+    if layout.system == "chat":
+        return read_chats(path, tokenizer, tokens, bad), bad
+    return read_problems(path, split, layout.system, layout.strip_calculator, bad), bad
+
+
 def prepare_rows(world, layout, tokens, args, output_dir=None):
     """(training Rows, validation Rows or None) of the trainer's flags; rank 0 reads files first.
 
@@ -309,14 +274,8 @@ def prepare_rows(world, layout, tokens, args, output_dir=None):
     """
     bad, folder = [], output_dir if world.is_main else None
 
-    def read(path, split):
-        found = []
-        if layout.system == "chat":
-            return read_chats(path, args.tokenizer, tokens, found), found
-        return read_problems(path, split, layout.system, layout.strip_calculator, found), found
-
     def documents(path, split):
-        problems, found = dist.rank0(world, read, path, split)
+        problems, found = dist.rank0(world, read_any, path, split, layout, args.tokenizer, tokens)
         bad.extend(found)           # on every rank, so that all end alike
         try:
             return make_documents(problems, tokens, layout, bad, path)
@@ -355,15 +314,22 @@ def data_lines(rows, eval_rows, table):
 
 
 def collate(rows, batch_rows, length, noisy_length, pad):
-    """List of row dicts -> Blocks of batch_rows rows, topped up with empty ones."""
-    joined = empty_arrays((batch_rows, length), pad)
+    """List of items of Rows -> Blocks of batch_rows rows, topped up with empty ones."""
+    joined = {name: np.full((batch_rows, length), value) for name, value in {
+        "ids": pad, "position": 0, "doc": -1, "block": 0, "target": False, "region": 0,
+        "group": -1}.items()}
     noisy, groups = np.full((batch_rows, noisy_length), -1), 0
-    for r, row in enumerate(rows):
-        for key, array in joined.items():
-            array[r] = row[key]
-        joined["group"][r][row["group"] >= 0] += groups
-        groups += row["n_groups"]
-        places = np.flatnonzero(row["group"] >= 0)
+    for r, (d, members) in enumerate(rows):
+        at = 0
+        for number, document in enumerate(members):
+            part = slice(*d.offsets[document:document + 2])
+            to = r, slice(at, at + part.stop - part.start)
+            for name in ("ids", "position", "block", "target", "region"):
+                joined[name][to] = getattr(d, name)[part]
+            joined["doc"][to] = number
+            joined["group"][to] = np.where(d.group[part] >= 0, d.group[part] + groups, -1)
+            at, groups = to[1].stop, groups + int(d.n_groups[document])
+        places = np.flatnonzero(joined["group"][r] >= 0)
         noisy[r, :len(places)] = places
     copied, at = noisy >= 0, noisy.clip(min=0)
     doc, block = (np.take_along_axis(joined[key], at, 1) for key in ("doc", "block"))
@@ -373,14 +339,14 @@ def collate(rows, batch_rows, length, noisy_length, pad):
     tensors = {key: torch.from_numpy(array) for key, array in joined.items()}
     return Blocks(input_ids=tensors.pop("ids"), noisy=torch.from_numpy(noisy), n_groups=groups,
                   n_targets=int(joined["target"].sum()), tokens=tokens, tiles=tiles,
-                  documents=sum(row["documents"] for row in rows), **tensors)
+                  documents=sum(len(members) for _, members in rows), **tensors)
 
 
 def make_loader(rows, packs, batch_rows, noisy_length, *, num_workers, prefetch_factor):
     """DataLoader of Blocks over `packs`, lists of at most batch_rows row numbers; [] is padding."""
-    def batch(some):
-        return collate(some, batch_rows, rows.length, noisy_length, rows.documents.pad)
-    return loading.over_packs(rows, packs, batch, num_workers, prefetch_factor)
+    return loading.over_packs(
+        rows, packs, lambda some: collate(some, batch_rows, rows.length, noisy_length,
+                                          rows.documents.pad), num_workers, prefetch_factor)
 
 
 def row_table(rows):

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, fields
 
 from core import cli, run_lock
-from core.cli import UserError, at_least_one, require, zero_or_more
+from core.cli import at_least_one, require, zero_or_more
 
 # regions of a document; gsm8k's answer is PLAN, FILL is what follows an end token
 QUESTION, PLAN, EXECUTION, FILL = 0, 1, 2, 3
@@ -25,8 +25,7 @@ PRESETS = {"conservative": (64, 4, 4e-4, 5000, 50_000),
 PRESET_FLAGS = ("problems_per_batch", "gradient_accumulation_steps", "learning_rate",
                 "warmup_steps", "max_steps")
 
-# --------------------------------------------------------------------------------------------------
-# Layout: how a problem becomes blocks
+# ---- Layout: how a problem becomes blocks
 
 
 @dataclass
@@ -81,10 +80,11 @@ class Layout:
 
 
 def read_layout(found):
-    """Layout of a checkpoint's config.json. Raises UserError for layouts that are gone."""
-    if found.get("hdp_layout", "hierarchical") != "hierarchical":
-        raise UserError("a model of --hdp_layout flat, which is gone: train it as --system hdp")
-    return Layout(**{name: value for name, value in found.items() if name != "hdp_layout"})
+    """Layout of a checkpoint's config.json. UserError for a layout that is gone."""
+    found = dict(found)
+    require(found.pop("hdp_layout", "hierarchical") == "hierarchical",
+            "a model of --hdp_layout flat, which is gone: train it as --system hdp")
+    return Layout(**found)
 
 
 def bound_range(layout):
@@ -115,8 +115,7 @@ def check_range(t_range, layout):
                                         f"tokens out of {size} lies in it; widen it")
 
 
-# --------------------------------------------------------------------------------------------------
-# Flags of the trainer
+# ---- Flags of the trainer
 
 
 def data(p):
@@ -127,30 +126,36 @@ def data(p):
     flag("--train_data_file", None, "JSONL, JSON, dataset folder (its train split) or hub name")
     flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
     flag("--validation_split", 0.05, "share of problems held out, 0 = none")
-    flag("--tokenizer", None, "tokenizer.json, its folder, or hub name (default: "
-         "that of --init_from where it has one, the demo's own with --demo, else gpt2)")
+    flag("--tokenizer", None, "tokenizer.json, its folder, or hub name (default: that of --init_from "
+         "or the demo, else gpt2)")
     switch("--chat", "gsm8k: ask in the tokenizer's chat template, answers end as its turns do")
     flag("--end_token", "", "token that ends an answer (default: gsm8k <|endoftext|>, chat the "
          "tokenizer's end token)", metavar="TOKEN")
-    flag("--demo", None, "make this many arithmetic problems and a small tokenizer in "
-         "OUTPUT_DIR/demo and train on them; the flag alone: 2000", nargs="?", type=int, const=2000,
-         metavar="PROBLEMS")
-    flag("--block_size", 16, "tokens of a block; 1 is autoregressive (default: that of "
-         "--init_from, else 16)")
+    flag("--demo", None, "make so many arithmetic problems (2000) and a tokenizer in OUTPUT_DIR/demo, "
+         "and train on them", nargs="?", type=int, const=2000, metavar="PROBLEMS")
+    flag("--block_size", 16, "tokens of a block; 1 is autoregressive (default: --init_from's, or 16)")
     flag("--plan_block_size", 0, "hdp: tokens of a plan block, 0 = --block_size")
     flag("--execution_block_size", 0, "hdp: tokens of an execution block, 0 = --block_size")
     flag("--max_length", 512, "gsm8k, chat: tokens a problem may have")
     flag("--question_budget", 128, "hdp: tokens a question may have")
     flag("--plan_budget", 128, "hdp: tokens a plan may have, with its markers")
     flag("--execution_budget", 256, "hdp: tokens an execution may have, with its answer")
-    flag("--drop_bad", None, "drop bad problems instead of stopping; all, or found by "
-         f"{', '.join(CHECKS)}; OUTPUT_DIR/problems.jsonl lists them", nargs="*", metavar="CHECK")
+    flag("--drop_bad", None, "list bad problems in OUTPUT_DIR/problems.jsonl instead of stopping; "
+         f"all, or found by {', '.join(CHECKS)}", nargs="*", metavar="CHECK")
     switch("--drop_too_long", argparse.SUPPRESS)        # the same as --drop_bad too_long
     switch("--strip_calculator", "remove GSM8K's <<48/2=24>> marks")
     switch("--loss_on_question", "noise and train the question, too")
     flag("--pack", True, "several problems in a row instead of padding; same loss",
          action=argparse.BooleanOptionalAction)
     flag("--row_length", 0, "clean tokens of a row, 0 = the longest problem allowed")
+
+
+def checkpoint(p):
+    """Add the flags of the checkpoint that a script reads to its parser."""
+    p.flag("--checkpoint", None, "checkpoint folder, or the trainer's OUTPUT_DIR", required=True)
+    p.flag("--pick", "best", "of an OUTPUT_DIR: the best checkpoint by --best_by, or the newest",
+           choices=("best", "newest"))
+    p.flag("--ema", True, "take the averaged weights", action=argparse.BooleanOptionalAction)
 
 
 def layout_of(args):
@@ -210,8 +215,8 @@ def check_flags(args, world_size, parser):
             "--end_token needs --system gsm8k, and no --chat, or --system chat")
     require(args.best_by == "bound" or args.eval_accuracy,
             "--best_by accuracy needs --eval_accuracy")
+    validated = args.eval_data_file or args.demo or args.validation_split
     for flag in ("eval_accuracy", "clip_search_widths"):
-        validated = args.eval_data_file or args.demo or args.validation_split
         require(validated or not getattr(args, flag), f"--{flag} needs validation data")
     require(all(0 < width < 1 for width in args.clip_search_widths),
             f"--clip_search_widths {args.clip_search_widths}: widths must lie between 0 and 1")

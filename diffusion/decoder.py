@@ -20,16 +20,12 @@ from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from core import fused, tensor_io
-from core.cli import UserError
+from core.cli import UserError, require
 from diffusion import dit
 
 ATTENTION = "noisy_and_clean_blocks"
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "sdar")     # SDAR is Qwen3 under another mask
 LENGTH_ROPE = ("dynamic", "longrope")
-# the largest sizes of a config.json that are believed
-LARGEST = {"vocab_size": 2**22, "hidden_size": 2**17, "intermediate_size": 2**19,
-           "num_hidden_layers": 2**10, "num_attention_heads": 2**10,
-           "num_key_value_heads": 2**10, "head_dim": 2**12}
 
 
 def block_attention(module, query, key, value, attention_mask, block_masks, **_):
@@ -79,12 +75,6 @@ def config_of(folder, source, vocab_size, mask_id, dropout):
     rope = source.get("rope_parameters") or source.get("rope_scaling") or {}
     if kind not in KINDS:
         refuse(f"model_type {kind}; models of type {', '.join(KINDS)} can be converted")
-    for name, most in LARGEST.items():
-        value = source.get(name)
-        if name not in source or (value is None and name in ("num_key_value_heads", "head_dim")):
-            continue        # transformers has a default
-        if type(value) is not int or not 0 < value <= most:
-            refuse(f"{name} {value}, not 1 to {most:,}")
     if source.get("use_sliding_window") or (kind == "mistral" and source.get("sliding_window")):
         refuse("a sliding window, which blocks do not have")
     if source.get("quantization_config"):
@@ -103,10 +93,10 @@ def config_of(folder, source, vocab_size, mask_id, dropout):
 
 def model_files(folder, flag=""):
     """The weight files of a model's folder. UserError, which begins with flag, without any."""
-    if files := tensor_io.files_of(folder, "model"):
-        return files
-    raise UserError(f"{flag}{folder}: holds no weights (model.safetensors, or "
-                    "model-*-of-*.safetensors)")
+    files = tensor_io.files_of(folder, "model")
+    require(files, f"{flag}{folder}: holds no weights (model.safetensors, or "
+                   "model-*-of-*.safetensors)")
+    return files
 
 
 def read_folder(folder, config):
@@ -118,13 +108,11 @@ def read_folder(folder, config):
     table = tensors.get("model.embed_tokens.weight")
     if config.native.tie_word_embeddings and "lm_head.weight" in tensors:
         head = tensors.pop("lm_head.weight")
-        if table is not None and not torch.equal(head, table):
-            raise UserError(f"--init_from {folder}: config.json has tie_word_embeddings true, but "
-                            "lm_head.weight is not the embedding; set it to false to keep that "
-                            "head")
-    if table is not None and len(table) > config.vocab_size:
-        raise UserError(f"--init_from {folder}: its embedding has more rows than its config.json "
-                        "says")
+        require(table is None or torch.equal(head, table),
+                f"--init_from {folder}: config.json has tie_word_embeddings true, but lm_head.weight "
+                "is not the embedding; set it to false to keep that head")
+    require(table is None or len(table) <= config.vocab_size,
+            f"--init_from {folder}: its embedding has more rows than its config.json says")
     return tensors
 
 
@@ -139,7 +127,7 @@ class Past:
         return tuple(torch.cat(pair, dim=2) for pair in zip(self.pairs[layer], (keys, values)))
 
 
-class Decoder(nn.Module):
+class Decoder(dit.Network):
     """The whole network, with DiT's interface."""
 
     def __init__(self, config, backend="sdpa", recompute=None):
@@ -162,6 +150,7 @@ class Decoder(nn.Module):
 
     embed = property(lambda self: self.model.embed_tokens)
     layers = property(lambda self: self.model.layers)
+    head = property(lambda self: self.lm_head)
 
     def run(self, tokens, position, block_masks, past=None):
         """Hidden states (B, S, H) of tokens at positions (B, S), after the last norm."""
@@ -185,18 +174,9 @@ class Decoder(nn.Module):
         masks = dit.masks_of(self, inputs)
         return self.run(inputs.tokens, inputs.position, masks)[:, :inputs.n_noisy]
 
-    def logits(self, hidden):
-        """(..., H) -> (..., V) float32; the mask token's is -inf (SUBS: it is never the answer)."""
-        return dit.logits_of(self.lm_head, self.model.norm(hidden), self.config.mask_id)
-
-    def row_losses(self, hidden, labels):
-        """Cross-entropies (R,) float32 of hidden states (R, H) at labels (R,)."""
-        hidden = self.model.norm(hidden)
-        return dit.cross_entropies(self.lm_head, hidden, self.config.mask_id, labels)
-
-    def forward(self, inputs):
-        """Cross-entropy (R,) float32 of the clean token at each of inputs.rows."""
-        return dit.losses(self, inputs)
+    def head_inputs(self, hidden):
+        """As DiT.head_inputs."""
+        return self.model.norm(hidden)
 
     def extend(self, tokens, position, mask, past):
         """As DiT.extend."""
@@ -223,15 +203,12 @@ Config.network = Decoder
 
 def drop_output(dropout, module, args, output):
     """Dropout on what attention or an MLP returns; a forward hook."""
-    if not module.training or not dropout:
-        return output
     if isinstance(output, tuple):
-        return F.dropout(output[0], dropout), *output[1:]
-    return F.dropout(output, dropout)
+        return F.dropout(output[0], dropout, module.training), *output[1:]
+    return F.dropout(output, dropout, module.training)
 
 
-# --------------------------------------------------------------------------------------------------
-# Adapters
+# ---- Adapters
 
 
 def add_adapters(model, lora):
@@ -241,8 +218,7 @@ def add_adapters(model, lora):
     by name. UserError when no layer is a target.
     """
     from core import adapters       # here: PEFT takes seconds to import
-    names = ("rank", "alpha", "dropout", "targets", "base", "rslora", "dora")
-    how = [lora[name] for name in names]
+    how = [lora[name] for name in ("rank", "alpha", "dropout", "targets", "base", "rslora", "dora")]
     wrapper = adapters.add_lora(model, model.layers, *how, task=None)
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -273,8 +249,8 @@ def merge_adapters(model):
     """
     config = model.config
     folder = tensor_io.find_folder(config.lora["base"], "the language model of these adapters,")
-    if tensor_io.fingerprint_files(model_files(folder)) != config.lora["identity"]:
-        raise UserError(f"{folder}: its weights are not those that these adapters were trained on")
+    require(tensor_io.fingerprint_files(model_files(folder)) == config.lora["identity"],
+            f"{folder}: its weights are not those that these adapters were trained on")
     tensors = read_folder(folder, config)
     for name, parameter in base_weights(model).items():
         parameter[:len(tensors[name])] = tensors[name]      # the mask's row follows

@@ -53,8 +53,7 @@ def config_of(size, vocab_size, mask_id, dropout=0.1):
     return Config(vocab_size, mask_id, *SIZES[size], dropout)
 
 
-# --------------------------------------------------------------------------------------------------
-# Who sees whom
+# ---- Who sees whom
 
 
 def attends(doc, block, n_noisy):
@@ -78,8 +77,7 @@ def tile_states(doc, block, n_noisy):
     """What flex_attention may skip: (B, tiles, tiles) int8 of NOTHING, SOME or ALL for each tile.
 
     doc, block: (B, S) int arrays as in attends. Pairs are counted by runs of tokens of one block,
-    some 50 a row, not one by one as create_block_mask does: cheap enough for a loader process. A
-    last tile that is not whole is never ALL, as there.
+    some 50 a row, not one by one as create_block_mask does: cheap enough for a loader process.
     """
     rows, length = doc.shape
     edges = np.append(np.arange(0, length, TILE), length)
@@ -156,8 +154,8 @@ def attention(q, k, v, mask):
 
 
 def attend(q, k, v, queries, mask, clean_mask):
-    """Attention of q, k, v (B, heads, S, D): of the first `queries` tokens by mask, of the others
-    by clean_mask, which may be None, to each other -> (B, S or queries, heads, D).
+    """Attention of q, k, v (B, heads, S, D) -> (B, S or queries, heads, D): of the first `queries`
+    tokens by mask, of the others by clean_mask, which may be None, to each other.
     """
     whole = queries == q.shape[2]       # a slice has a backward pass of its own, even of all
     out = attention(q if whole else q[:, :, :queries], k, v, mask)
@@ -185,53 +183,54 @@ def masks_of(model, inputs):
     return inner, (inputs.n_noisy, noisy, None)
 
 
-# --------------------------------------------------------------------------------------------------
-# Losses
+# ---- Losses
 
 
-def _logits(head, x, mask_id):
-    """Logits (..., V or more) of x (..., H), -inf for mask_id and what comes after the vocabulary.
+class Network(nn.Module):
+    """Losses of a backbone with a Config, hidden_states(inputs), head_inputs(hidden) and a head."""
 
-    After it: tensor cores want rows whose bytes are a multiple of 16, which those of GPT-2's 50,258
-    tokens are not (docs.nvidia.com/deeplearning/performance).
-    """
-    weight, size = head.weight, len(head.weight)
-    bias = torch.zeros(size, device=x.device) if head.bias is None else head.bias
-    bias = bias.masked_fill(torch.arange(size, device=x.device) == mask_id, -torch.inf)
-    if fused.wanted(x) and size % 8:
-        weight = F.pad(weight.to(x.dtype), (0, 0, 0, -size % 64))
-        bias = F.pad(bias, (0, -size % 64), value=-torch.inf)
-    return F.linear(x, weight, bias.to(x.dtype))
+    def _logits(self, hidden):
+        """Logits (..., V or more) of hidden states, -inf for the mask and beyond the vocabulary.
+
+        Beyond it: tensor cores want rows whose bytes are a multiple of 16, which those of GPT-2's
+        50,258 tokens are not (docs.nvidia.com/deeplearning/performance).
+        """
+        x, weight, bias, size = (self.head_inputs(hidden), self.head.weight, self.head.bias,
+                                 len(self.head.weight))
+        bias = torch.zeros(size, device=x.device) if bias is None else bias
+        bias = bias.masked_fill(torch.arange(size, device=x.device) == self.config.mask_id,
+                                -torch.inf)
+        if fused.wanted(x) and size % 8:
+            weight = F.pad(weight.to(x.dtype), (0, 0, 0, -size % 64))
+            bias = F.pad(bias, (0, -size % 64), value=-torch.inf)
+        return F.linear(x, weight, bias.to(x.dtype))
+
+    def logits(self, hidden):
+        """(..., H) -> (..., V) float32; the mask token's is -inf (SUBS: it is never the answer)."""
+        return self._logits(hidden)[..., :len(self.head.weight)].float()
+
+    def row_losses(self, hidden, labels):
+        """Cross-entropies (R,) float32 of hidden states (R, H) at labels (R,)."""
+        logits = self._logits(hidden)
+        if fused.wanted(logits):
+            return fused.cross_entropies(logits, labels)
+        return F.cross_entropy(logits.float(), labels, reduction="none")
+
+    def forward(self, inputs):
+        """Cross-entropy (R,) float32 of the clean token at each of inputs.rows; many in pieces."""
+        hidden, rows, labels = self.hidden_states(inputs).flatten(0, 1), inputs.rows, inputs.labels
+        if fused.wanted(hidden):        # each step masks another number of tokens
+            rows, labels = (F.pad(numbers, (0, -len(numbers) % ROW_STEP))
+                            for numbers in (rows, labels))
+        rows = hidden.index_select(0, rows)
+        if len(rows) <= HEAD_ROWS:
+            return self.row_losses(rows, labels)[:len(inputs.rows)]
+        parts = zip(rows.split(HEAD_ROWS), labels.split(HEAD_ROWS))
+        found = [checkpoint(self.row_losses, *part, use_reentrant=False) for part in parts]
+        return torch.cat(found)[:len(inputs.rows)]
 
 
-def logits_of(head, x, mask_id):
-    """(..., H) -> (..., V) float32; the mask token's is -inf (SUBS: it is never the answer)."""
-    return _logits(head, x, mask_id)[..., :len(head.weight)].float()
-
-
-def cross_entropies(head, x, mask_id, labels):
-    """Cross-entropies (R,) float32 of logits_of x (R, H) at labels (R,)."""
-    logits = _logits(head, x, mask_id)
-    if fused.wanted(logits):
-        return fused.cross_entropies(logits, labels)
-    return F.cross_entropy(logits.float(), labels, reduction="none")
-
-
-def losses(model, inputs):
-    """Cross-entropies (R,) of a model at inputs.rows; many are computed in pieces."""
-    hidden, rows, labels = model.hidden_states(inputs).flatten(0, 1), inputs.rows, inputs.labels
-    if fused.wanted(hidden):        # each step masks another number of tokens
-        rows, labels = (F.pad(numbers, (0, -len(numbers) % ROW_STEP)) for numbers in (rows, labels))
-    rows = hidden.index_select(0, rows)
-    if len(rows) <= HEAD_ROWS:
-        return model.row_losses(rows, labels)[:len(inputs.rows)]
-    parts = zip(rows.split(HEAD_ROWS), labels.split(HEAD_ROWS))
-    found = [checkpoint(model.row_losses, *part, use_reentrant=False) for part in parts]
-    return torch.cat(found)[:len(inputs.rows)]
-
-
-# --------------------------------------------------------------------------------------------------
-# Layers
+# ---- Layers
 
 
 class Norm(nn.Module):
@@ -304,13 +303,14 @@ class Layer(nn.Module):
         return F.dropout(x, self.dropout, self.training)
 
 
-class DiT(nn.Module):
-    """The whole network. forward is what training wraps; the sampler calls extend and logits."""
+class DiT(Network):
+    """The whole network. forward is what training wraps; the sampler calls extend and logits.
+
+    backend: "flex" (on a CPU forward only) or "sdpa". recompute: None, "all", "selective": what the
+    backward pass computes again.
+    """
 
     def __init__(self, config, backend="sdpa", recompute=None):
-        """backend: "flex" (on a CPU forward only) or "sdpa". recompute: None, "all", "selective":
-        what the backward pass computes again.
-        """
         super().__init__()
         self.config, self.backend, self.call = config, backend, None
         size, cond = config.hidden_size, config.cond_size
@@ -362,18 +362,6 @@ class DiT(nn.Module):
     def head_inputs(self, hidden):
         """Hidden states (..., H) as the head takes them."""
         return self.norm(hidden, *constants(self.modulation, self.condition(), 2))
-
-    def logits(self, hidden):
-        """(..., H) -> (..., V) float32; the mask token's is -inf (SUBS: it is never the answer)."""
-        return logits_of(self.head, self.head_inputs(hidden), self.config.mask_id)
-
-    def row_losses(self, hidden, labels):
-        """Cross-entropies (R,) float32 of hidden states (R, H) at labels (R,)."""
-        return cross_entropies(self.head, self.head_inputs(hidden), self.config.mask_id, labels)
-
-    def forward(self, inputs):
-        """Cross-entropy (R,) float32 of the clean token at each of inputs.rows."""
-        return losses(self, inputs)
 
     def extend(self, tokens, position, mask, past):
         """Hidden states (B, T, H) of one more block behind cached ones, and its own

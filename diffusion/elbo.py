@@ -6,15 +6,13 @@ noise at every validation and on any number of ranks, so bounds of different ste
 """
 import math
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from core import checkpoint, dist, tensor_io
-from core.packing import PackOrder, rank_packs
+from core import dist, tensor_io
 from diffusion import blocks, noise
 from diffusion.choices import FILL, FULL, bound_range, range_fits
 from diffusion.dit import trained
@@ -23,10 +21,8 @@ ANSWERS = "question", "answer", "execution", "fill"
 REGIONS = {"gsm8k": ANSWERS, "chat": ANSWERS, "hdp": ("question", "plan", "execution", "fill")}
 PLACES = 32         # block numbers reported one by one; the last stands for all later ones
 SEARCH_BATCHES = 4  # of a search of the noise range
-SHOWN = 4           # problems whose answers are kept for the report
 
-# --------------------------------------------------------------------------------------------------
-# Averaged weights
+# ---- Averaged weights
 
 
 def local(tensor):
@@ -35,13 +31,12 @@ def local(tensor):
 
 
 class Average:
-    """Exponential moving average of a model's trained weights.
+    """Exponential moving average of a model's trained weights, which are in place and sharded.
 
     Its decay is min(decay, (1 + n) / (10 + n)) at update n = 1, 2, ...
     """
 
     def __init__(self, model, decay):
-        """Make it when the weights are in place and sharded, if they will be."""
         self.decay, self.parameters = decay, trained(model)
         self.shadow = {name: p.detach().clone() for name, p in self.parameters.items()}
         self.updates = torch.zeros((), device=local(next(iter(self.shadow.values()))).device)
@@ -68,8 +63,7 @@ class Average:
             shadow.copy_(kept)
 
 
-# --------------------------------------------------------------------------------------------------
-# Bound
+# ---- Bound
 
 
 class Eval(NamedTuple):
@@ -86,22 +80,21 @@ class Eval(NamedTuple):
 
 
 def validate(world, model, average, how, t_range, asked_to_stop):
-    """(values, noise range to train on from here, answers to show) by the averaged weights, or None
-    when asked to stop. Collective. t_range: trained on so far.
+    """(values, noise range to train on from here) by the averaged weights, or None when asked to
+    stop. Collective. t_range: trained on so far.
     """
     dist.reshard(model)
     average.swap()
     model.eval()
-    answers, values = [], bound(world, model, how, asked_to_stop)
+    values = bound(world, model, how, asked_to_stop)
     if values is not None and how.widths:
         t_range = search_range(world, model, how, asked_to_stop)
     if values is not None and t_range is not None and how.chosen:
-        found, answers = accuracy(world, model, how)
-        values |= found
+        values |= accuracy(world, model, how)
     model.train()
     dist.reshard(model)     # the forward passes left the averaged weights gathered
     average.swap()
-    return None if values is None or t_range is None else (values, t_range, answers)
+    return None if values is None or t_range is None else (values, t_range)
 
 
 def share_of_batches(world, rows, batch_rows, most=None):
@@ -109,15 +102,12 @@ def share_of_batches(world, rows, batch_rows, most=None):
 
     Every rank gets equally many; the last ones may hold padding only.
     """
-    order = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, shuffle=False)
-    most = min(most or order.packs_per_epoch, order.packs_per_epoch)
-    packs = [pack if i * world.size + world.rank < most else []
-             for i, pack in enumerate(rank_packs(order, world.rank, world.size, 1, epochs=1))
-             if i * world.size < most]
-    loader = blocks.make_loader(rows, packs, batch_rows, rows.noisy_length, num_workers=0,
-                                prefetch_factor=None)
-    for number, batch in enumerate(loader):
-        yield number * world.size + world.rank, batch
+    batches = min(most or len(rows), -(-len(rows) // batch_rows))
+    for number in range(world.rank, -(-batches // world.size) * world.size, world.size):
+        first = number * batch_rows if number < batches else len(rows)
+        found = [rows[r] for r in range(first, min(first + batch_rows, len(rows)))]
+        yield number, blocks.collate(found, batch_rows, rows.length, rows.noisy_length,
+                                     rows.documents.pad)
 
 
 def weighted_losses(model, inputs, device, bf16):
@@ -131,20 +121,16 @@ def weighted_losses(model, inputs, device, bf16):
 @torch.no_grad()
 def bound(world, model, how, asked_to_stop):
     """Bound on the negative log-likelihood of an Eval's rows -> {"eval/...": float}, or None when
-    asked to stop.
-
-    asked_to_stop(): collective, called before every batch; may raise.
+    asked to stop. asked_to_stop(): collective, called before every batch.
 
     eval/loss: nats per target. eval/nll: the same sum per token of text (targets without fill);
-    eval/stderr: its standard error. eval/nll_REGION, eval/nll_block_NN: nats per target of one
-    region or block number. The standard error is that of the noise alone, from how the draws of
-    each block differ; low levels are rare and weigh much (1/t), so with few blocks it is rough.
+    eval/stderr: its standard error, of the noise alone, from how the draws of each block differ;
+    with few blocks it is rough. eval/nll_REGION, eval/nll_block_NN: nats per target of one of them.
     """
     rows, repeats, device = how.rows, how.repeats, world.device
     layout = rows.documents.layout
     sums = torch.zeros(repeats, 4 * PLACES, dtype=torch.float64, device=device)
-    # of the mean of the repeats' sums
-    variance = torch.zeros((), dtype=torch.float64, device=device)
+    variance = torch.zeros((), dtype=torch.float64, device=device)      # of the sums' mean
     for number, batch in share_of_batches(world, rows, how.batch_rows):
         if asked_to_stop():
             return None
@@ -185,12 +171,11 @@ def report(sums, variance, counts, regions):
               "bits_per_token": nll / math.log(2), "perplexity": math.exp(min(700.0, nll))}
     if len(sums) > 1:
         values["stderr"] = math.sqrt(variance) / text
-    for name, loss, n in zip(regions, per_cell.sum(1), counts.sum(1)):
-        if n:
-            values[f"nll_{name}"] = loss / n
-    for place, (loss, n) in enumerate(zip(per_cell.sum(0), counts.sum(0))):
-        if n:
-            values[f"nll_block_{place:02d}"] = loss / n
+    places = [f"block_{place:02d}" for place in range(PLACES)]
+    for names, axis in ((regions, 1), (places, 0)):
+        for name, loss, n in zip(names, per_cell.sum(axis), counts.sum(axis)):
+            if n:
+                values[f"nll_{name}"] = loss / n
     return {f"eval/{name}": float(value) for name, value in values.items()}
 
 
@@ -200,8 +185,7 @@ def model_line(config, name):
         model = config.network(config)
     size = sum(p.numel() for p in model.parameters())
     part = sum(p.numel() for p in trained(model).values())
-    return (f"model      {name}, {size:,} parameters"
-            f"{f', {part:,} of them trained' if part < size else ''}")
+    return f"model      {name}, {size:,} parameters" + f", {part:,} of them trained" * (part < size)
 
 
 def loss_report(sums, regions):
@@ -213,11 +197,11 @@ def loss_report(sums, regions):
     cross_entropy, masked = sums[8:].tolist()
     if not sum(targets):        # every step was skipped: no loss to claim
         return dict.fromkeys(("train/loss", "train/masked_loss", "train/masked"), float("nan"))
-    values = {"train/loss": sum(losses) / sum(targets),
-              "train/masked_loss": cross_entropy / max(1, masked),
-              "train/masked": masked / sum(targets)}
-    return values | {f"train/loss_{name}": loss / n
-                     for name, loss, n in zip(regions, losses, targets) if n}
+    return {"train/loss": sum(losses) / sum(targets),
+            "train/masked_loss": cross_entropy / max(1, masked),
+            "train/masked": masked / sum(targets),
+            **{f"train/loss_{name}": loss / n
+               for name, loss, n in zip(regions, losses, targets) if n}}
 
 
 def eval_line(step, v, regions):
@@ -235,8 +219,7 @@ def eval_line(step, v, regions):
 
 def improved(best, values):
     """Whether a validation has a better bound or accuracy than any before; `best`, {name: value},
-    takes them over. Bounds rise while answers still get better, when a model becomes too sure of
-    itself; so either counts.
+    takes them over. Bounds may rise while answers still get better, so either counts.
     """
     news = {"nll": values["eval/nll"]}
     if "eval/accuracy" in values:
@@ -246,13 +229,12 @@ def improved(best, values):
     return bool(better)
 
 
-# --------------------------------------------------------------------------------------------------
-# --clip_search_widths: the noise range under which losses of blocks vary least (BD3-LM's var_min)
+# ---- --clip_search_widths: the noise range under which losses of blocks vary least (BD3-LM's var_min)
 
 
 def candidates(widths, block_sizes):
     """Ranges to try, [(low, high)]: all of (0, 1], and for each width those that start at 0, 0.05,
-    0.10 and so on, without those that no number of masked tokens of a full block lies in.
+    0.10 and so on, if some number of masked tokens of a full block lies in them.
     """
     found = [FULL]
     for width in widths:
@@ -265,12 +247,11 @@ def candidates(widths, block_sizes):
 
 @torch.no_grad()
 def search_range(world, model, how, asked_to_stop):
-    """(low, high) of the candidate under which losses of blocks vary least, or None when asked to
-    stop.
+    """(low, high) of the candidate under which losses of blocks vary least, which means less noise
+    in gradients, or None when asked to stop.
 
-    Less variance between blocks means less noise in gradients. Costs one forward pass for each
-    candidate and each of the first SEARCH_BATCHES batches. All candidates get the same random
-    numbers. how: Eval; asked_to_stop: as in bound.
+    A forward pass for each candidate and each of the first SEARCH_BATCHES batches; all candidates
+    get the same random numbers. how: Eval; asked_to_stop: as in bound.
     """
     device = world.device
     tried = candidates(how.widths, how.rows.documents.layout.block_sizes())
@@ -293,26 +274,22 @@ def search_range(world, model, how, asked_to_stop):
     return tried[int((squares / n - (total / n).square()).argmin())]
 
 
-# --------------------------------------------------------------------------------------------------
-# --eval_accuracy: each rank answers its share of some held-out problems on its own, so that ranks
-# which wait for nobody may take as many passes as they need. Sampling is certain (temperature 0,
-# all tokens of probability 0.9 and more in a pass), so that numbers of different steps compare.
+# ---- --eval_accuracy: each rank answers its share of some held-out problems, and waits for nobody.
+# Nothing is random in it, so that numbers of different steps compare.
 
 
 def choose_problems(rows, n, tokens, seed):
     """[(Problem, its sampler.question_state)] of n held-out problems of Rows, by the seed."""
     from diffusion.sampler import question_state
-    documents = rows.documents
     numbers = sorted(number for members in rows.members for number in members)
     chosen = np.random.default_rng((seed, 4)).permutation(numbers)[:n]
-    return [(problem, question_state(problem, tokens, documents.layout))
-            for problem in (documents.problems[number] for number in chosen)]
+    problems = [rows.documents.problems[number] for number in chosen]
+    return [(p, question_state(p, tokens, rows.documents.layout)) for p in problems]
 
 
 def accuracy(world, model, how):
-    """({"eval/accuracy": strict, ...}, the first SHOWN problems with their answers). Collective.
-
-    model: the network, sharded or not, in eval mode, with the weights to judge. how: Eval.
+    """{"eval/accuracy": strict, ...}. Collective. model: in eval mode, with the weights to judge,
+    sharded or not. how: Eval.
     """
     from diffusion.sampler import Sampling, Solver, answer_batch, score
     began, answers, whole = time.monotonic(), [], whole_model(model)
@@ -325,20 +302,15 @@ def accuracy(world, model, how):
         with torch.compiler.set_stance("force_eager"):
             written = answer_batch(solver, [state for _, state in batch], how.seed)
         for (problem, _), answer in zip(batch, written):
-            strict, flexible = score(answer["text"], problem.answer)
-            answers.append(answer | {"name": problem.name, "question": problem.question,
-                                     "answer": problem.answer, "strict": strict,
-                                     "flexible": flexible})
+            answers.append((*score(answer["text"], problem.answer), answer["ended"],
+                            answer["forwards"]))
     del whole, solver
-    of_ranks = dist.all_gather(world, answers)
-    answers = [of_ranks[i % world.size][i // world.size] for i in range(len(how.chosen))]
-    means = {name: float(np.mean([answer[name] for answer in answers]))
-             for name in ("strict", "flexible", "ended", "forwards")}
-    right = means["strict"]
-    return {"eval/accuracy": right, "eval/accuracy_flexible": means["flexible"],
+    answers = [answer for found in dist.all_gather(world, answers) for answer in found]
+    right, flexible, ended, forwards = np.mean(answers, axis=0, dtype=float).tolist()
+    return {"eval/accuracy": right, "eval/accuracy_flexible": flexible,
             "eval/accuracy_stderr": math.sqrt(right * (1 - right) / len(answers)),
-            "eval/ended": means["ended"], "eval/nfe": means["forwards"],
-            "eval/accuracy_seconds": time.monotonic() - began}, answers[:SHOWN]
+            "eval/ended": ended, "eval/nfe": forwards,
+            "eval/accuracy_seconds": time.monotonic() - began}
 
 
 @torch.no_grad()
@@ -348,16 +320,8 @@ def whole_model(model):
     parameters = dict(model.named_parameters())
     if not any(isinstance(p, DTensor) for p in parameters.values()):
         return model
-    device = local(next(model.parameters())).device
     with torch.random.fork_rng(devices=[]):     # its first weights are drawn, for nothing
-        copy = model.config.network(model.config).to(device).eval()
+        copy = model.config.network(model.config).to(model.embed.weight.device).eval()
     for name, parameter in copy.named_parameters():
         parameter.copy_(tensor_io.full_tensor(parameters[name]))
     return copy
-
-
-def write_answers(output_dir, step, answers):
-    """OUTPUT_DIR/answers/step-N.json for the report, of answers of accuracy()."""
-    folder = Path(output_dir) / "answers"
-    checkpoint.prepare_folder(folder)
-    checkpoint.write_json(folder / f"step-{step}.json", {"step": step, "answers": answers})

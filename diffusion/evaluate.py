@@ -7,13 +7,11 @@
 -log p(text) is at most the mean of the bound's draws (noise.py), each with the standard error of
 its draws; in blocks of one token it is equal, and one draw is enough.
 
-Tasks that generate (output_type generate_until) run as the harness defines them, answers greedy; of
-its settings for generation only `until` counts. Tasks that compare likelihoods (loglikelihood) get
-the bound of each text. A task's text is the prompt as it is, and a model trained with --chat gets
-it as the user's turn. The stock gsm8k task without examples asks what a model of --system gsm8k was
-trained on; examples (--num_fewshot 5) it has never seen.
+Tasks that generate (generate_until) get greedy answers; of the harness's settings for generation
+only `until` counts. Tasks that compare likelihoods (loglikelihood) get the bound of each text. A
+model trained with --chat gets a task's text as the user's turn. The stock gsm8k task without
+examples asks what a model of --system gsm8k was trained on; examples it has never seen.
 """
-import argparse
 import sys
 from pathlib import Path
 
@@ -21,17 +19,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is ne
 
 from core import cli
 from core.cli import require
+from diffusion import choices
 
 
 def build_parser():
     p = cli.Parser("Bound likelihoods, or run tasks of lm-eval-harness.")
     flag = p.flag
-    flag("--checkpoint", None, "checkpoint folder, or the trainer's OUTPUT_DIR", required=True)
-    flag("--pick", "best", "of an OUTPUT_DIR: the best checkpoint by --best_by, or the newest",
-         choices=("best", "newest"))
-    flag("--ema", True, "take the averaged weights", action=argparse.BooleanOptionalAction)
-    flag("--bound", None, "bound the likelihood of the answers in a file of the form the model was "
-         "trained on", metavar="FILE")
+    choices.checkpoint(p)
+    flag("--bound", None, "bound the likelihood of a file's answers", metavar="FILE")
     flag("--split", "test", "--bound: split of a dataset folder or hub name")
     p.switch("--drop_too_long", "--bound: leave out what is too long, and count it")
     flag("--tasks", None, "names of lm-eval's tasks", nargs="+")
@@ -71,29 +66,22 @@ from core import checkpoint, dist
 from core.cli import UserError
 from core.problems import settle
 from diffusion import blocks, elbo, noise
-from diffusion.choices import FILL, QUESTION, bound_range
-from diffusion.problems import Problem, read_chats, read_problems
+from diffusion.problems import Problem
 from diffusion.sampler import Sampling, answer_batch, ids_state, load_solver
 
-# --------------------------------------------------------------------------------------------------
-# Bounds
+# ---- Bounds
 
 
 @torch.no_grad()
 def draw_bounds(solver, documents, draws, batch_rows, seed):
-    """(n, draws) float64: nats of each document's targets in every draw of the noise.
-
-    solver: sampler.Solver.
-    """
-    device, t_range = solver.model.embed.weight.device, bound_range(solver.layout)
+    """(n, draws) float64: nats of each document's targets in every draw of the noise."""
+    device, t_range = solver.model.embed.weight.device, choices.bound_range(solver.layout)
     draws = 1 if t_range[0] == t_range[1] else draws        # always all masked: draws are the same
     nats, order = np.zeros((len(documents), draws)), documents.lengths.argsort(kind="stable")
     for first in range(0, len(order), batch_rows):
         numbers = order[first:first + batch_rows]
-        longest = int(documents.lengths[numbers].max())
-        rows = blocks.make_rows(documents, numbers, longest, pack=False)
-        batch = blocks.collate([rows[r] for r in range(len(rows))], len(rows), rows.length,
-                               rows.noisy_length, documents.pad)
+        rows = blocks.make_rows(documents, numbers, int(documents.lengths[numbers].max()), False)
+        batch = blocks.collate(list(rows), len(rows), rows.length, rows.noisy_length, documents.pad)
         for number in range(draws):
             drawn = noise.draw(seed, "validation", (first, number), batch.n_groups,
                                *batch.doc.shape)
@@ -108,7 +96,7 @@ def draw_bounds(solver, documents, draws, batch_rows, seed):
 def standard_errors(nats):
     """(n,) standard errors of the means of draw_bounds; 0 where one draw is exact."""
     draws = nats.shape[1]
-    return nats.std(1, ddof=1) / math.sqrt(draws) if draws > 1 else np.zeros(len(nats))
+    return nats.std(1, ddof=min(1, draws - 1)) / math.sqrt(draws)
 
 
 def continuations(solver, pairs):
@@ -119,33 +107,28 @@ def continuations(solver, pairs):
     problems = [Problem(name, "", "", "", ids=[*context, *ids], given=len(context))
                 for name, context, ids in pairs]
     documents = blocks.make_documents(problems, solver.tokens, solver.layout)
-    rest = documents.region == FILL
+    rest = documents.region == choices.FILL
     documents.ids[rest] = solver.tokens.mask
     # --loss_on_question trains the context, too; here it is given
-    documents.target[rest | (documents.region == QUESTION)] = False
+    documents.target[rest | (documents.region == choices.QUESTION)] = False
     return documents
 
 
 def bound_file(args, folder, solver):
     """Print the bound of a file in the form that the model was trained on, and write its texts'."""
-    layout, tokens, bad = solver.layout, solver.tokens, []
-    if layout.system == "chat":
-        problems = read_chats(args.bound, folder, tokens, bad)
-    else:
-        problems = read_problems(args.bound, args.split, layout.system, layout.strip_calculator,
-                                 bad)
+    layout = solver.layout
+    problems, bad = blocks.read_any(args.bound, args.split, layout, folder, solver.tokens)
     problems = problems[:args.limit or len(problems)]
-    documents = blocks.make_documents(problems, tokens, layout, bad, args.bound)
-    dropped = settle(bad, ("too_long",) if args.drop_too_long else (),
-                     hint=blocks.length_hint(bad))
-    if dropped:
+    documents = blocks.make_documents(problems, solver.tokens, layout, bad, args.bound)
+    allowed = ("too_long",) * args.drop_too_long
+    if dropped := settle(bad, allowed, hint=blocks.length_hint(bad)):
         print(f"data       dropped: {dropped}")
     nats = draw_bounds(solver, documents, args.draws, args.batch_size, args.seed)
     errors = standard_errors(nats)
-    counts = documents.per_document(documents.target & (documents.region != FILL))
+    counts = documents.per_document(documents.target & (documents.region != choices.FILL))
     mean = nats.mean(1).sum() / counts.sum()
     error = math.sqrt((errors ** 2).sum()) / counts.sum()
-    exact = nats.shape[1] == 1 and bound_range(layout)[0] == 1
+    exact = nats.shape[1] == 1 and choices.bound_range(layout)[0] == 1
     summary = {"texts": len(nats), "tokens": int(counts.sum()), "exact": exact,
                "nats_per_token": float(mean), "nats_stderr": float(error),
                "bits_per_token": float(mean) / math.log(2), "bits_stderr": error / math.log(2)}
@@ -162,15 +145,11 @@ def bound_file(args, folder, solver):
           f"texts      {output}")
 
 
-# --------------------------------------------------------------------------------------------------
-# lm-eval-harness
+# ---- lm-eval-harness
 
 
 def harness_model(base, solver, batch_size, draws):
-    """An object of a subclass of `base`, lm_eval's LM: texts, and bounds by so many draws.
-
-    solver: sampler.Solver.
-    """
+    """An object of a subclass of `base`, lm_eval's LM: texts, and bounds by so many draws."""
     tokens, layout = solver.tokens, solver.layout
 
     def context_ids(text):
@@ -194,18 +173,15 @@ def harness_model(base, solver, batch_size, draws):
                 numbers, batch = zip(*states[first:first + batch_size])
                 for number, answer in zip(numbers, answer_batch(solver, batch, first)):
                     until = requests[number].args[1].get("until") or []
-                    for stop in [until] if isinstance(until, str) else until:
-                        if stop:
-                            answer["text"] = answer["text"].partition(stop)[0]
+                    for stop in filter(None, [until] if isinstance(until, str) else until):
+                        answer["text"] = answer["text"].partition(stop)[0]
                     texts[number] = answer["text"]
             return texts
 
         def loglikelihood(self, requests, disable_tqdm=False):
-            """[(minus the bound of -log p(continuation | context), False)] of the requests.
-
-            False: whether greedy decoding would write it is not looked at. A context that is too
-            long loses its first tokens, as in the harness's own models; a continuation without
-            room by itself gets minus infinity.
+            """[(minus the bound of -log p(continuation | context), False)] of the requests; False:
+            whether greedy decoding would write it is not looked at. A context that is too long
+            loses its first tokens; a continuation without room by itself gets minus infinity.
             """
             pairs, numbers, found = [], [], [-math.inf] * len(requests)
             self.bounds += len(requests)
@@ -253,10 +229,8 @@ def run_tasks(args, folder, solver):
         for name, value in metrics.items():
             if isinstance(value, float):
                 print(f"{task:<20} {name:<40} {value:.4f}")
-    if ours.bounds:
-        print(f"bounds     the likelihoods of {ours.bounds} texts are Monte Carlo bounds of "
-              f"{args.draws} draws")
-    print(f"settings   lm_eval {lm_eval.__version__}, {args.num_fewshot} examples, {args.order}, "
+    print(f"bounds     of {ours.bounds} likelihoods, Monte Carlo of {args.draws} draws\n"
+          f"settings   lm_eval {lm_eval.__version__}, {args.num_fewshot} examples, {args.order}, "
           f"temperature 0, blocks of {layout.block_size}, at most {layout.max_length} tokens, "
           f"{'averaged' if args.ema else 'last'} weights; {ours.too_long} questions too long\n"
           f"results    {output}")

@@ -3,7 +3,6 @@ and tokenizers only.
 
     python generate.py "Ben has 3 boxes of 6 pens. How many pens has he?"
     python generate.py --temperature 1 --threshold 0.8 "..."
-    python generate.py --chat chat.json         # a list of messages, or {"messages": [...]}
 
 published.py of flat-trainers puts it beside a language model that was converted to block diffusion,
 and its answers are those of sample_bd3lm.py --order confidence, token by token. From Python:
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 
 def load(folder, device="cpu", dtype=torch.float32):
@@ -44,28 +43,16 @@ def load(folder, device="cpu", dtype=torch.float32):
     return model.to(device).eval(), Tokenizer.from_file(str(Path(folder) / "tokenizer.json")), form
 
 
-def refuse_control(tokenizer, *texts):
-    """ValueError for a text that holds a special token, which would end a turn or be a mask."""
-    for token in tokenizer.get_added_tokens_decoder().values():
-        if token.special and any(token.content in text for text in texts):
-            raise ValueError(f"the text holds the special token {token.content}")
-
-
 def prompt(tokenizer, form, question):
-    """Ids of a question in the form that the model was trained on."""
-    refuse_control(tokenizer, question)
+    """Ids of a question in the form that the model was trained on. ValueError for one that holds a
+    special token, which would end a turn or be a mask.
+    """
+    for token in tokenizer.get_added_tokens_decoder().values():
+        if token.special and token.content in question:
+            raise ValueError(f"the text holds the special token {token.content}")
     text = (form["prompt"] or "Question: {question}\nAnswer:").replace("{question}", question)
     begin = [] if form["prompt"] else [form["begin_token_id"]]
     return begin + tokenizer.encode(text, add_special_tokens=False).ids
-
-
-def chat_prompt(folder, tokenizer, messages, tools=None):
-    """Ids of messages by the folder's chat template, up to the answer. Thinking is off."""
-    # TypeError where a message has no text
-    refuse_control(tokenizer, *("" + (message["content"] or "") for message in messages))
-    text = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).apply_chat_template(
-        messages, tools=tools, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-    return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def run(model, ids, first, cache, seen=None):
@@ -97,9 +84,8 @@ def draw(logits, temperature, generator):
 def generate(model, ids, form, threshold=0.9, temperature=0.0, max_length=None, seed=0):
     """Ids of the answer to a prompt's ids, without the end token, or as many as there is room for.
 
-    threshold: probability from which on a pass writes a token, 0 to 1. temperature: 0 = the
-    likeliest token, 1 = as the model says. max_length: tokens of prompt and answer; default: as in
-    training.
+    threshold, 0 to 1: probability of tokens that a pass writes. temperature: 0 = the likeliest
+    token. max_length: tokens of prompt and answer; default: as in training.
     """
     size, mask, end = form["block_size"], form["mask_token_id"], form["end_token_id"]
     device, room = model.device, max_length or form["max_length"]
@@ -134,37 +120,22 @@ def generate(model, ids, form, threshold=0.9, temperature=0.0, max_length=None, 
 def main():
     parser = argparse.ArgumentParser(description="Answer questions with the model in this folder.")
     add = parser.add_argument
-    add("questions", nargs="*")
-    add("--chat", help='JSON file: a list of messages, or {"messages": [...]}')
+    add("questions", nargs="+")
     add("--threshold", type=float, default=0.9, help="probability of tokens that a pass writes")
     add("--temperature", type=float, default=0.0, help="0 = the likeliest token")
     add("--max_length", type=int, help="tokens of prompt and answer (default: as in training)")
     add("--seed", type=int, default=0)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    folder = Path(__file__).resolve().parent
-    model, tokenizer, form = load(folder, args.device)
-    if not args.questions and not args.chat:
-        parser.error("give a question, or --chat")
     if not args.temperature >= 0:       # NaN, too
-        parser.error(f"--temperature is {args.temperature}; it must be 0 or more")
+        parser.error("--temperature must be 0 or more")
+    model, tokenizer, form = load(Path(__file__).resolve().parent, args.device)
     try:
-        prompts = [prompt(tokenizer, form, question) for question in args.questions]
-        if args.chat:
-            try:
-                chat = json.loads(Path(args.chat).read_text(encoding="utf-8"))
-                chat = chat if isinstance(chat, dict) else {"messages": chat}
-                prompts.append(chat_prompt(folder, tokenizer, chat["messages"], chat.get("tools")))
-            except (KeyError, TypeError):
-                parser.error(f"--chat {args.chat}: is not a list of "
-                             '{"role": ..., "content": text}')
-            except ValueError as error:     # json's has the line
-                parser.error(f"--chat {args.chat}: {error}")
-        for ids in prompts:
-            answer = generate(model, ids, form, args.threshold, args.temperature, args.max_length,
-                              args.seed)
+        for question in args.questions:
+            answer = generate(model, prompt(tokenizer, form, question), form, args.threshold,
+                              args.temperature, args.max_length, args.seed)
             print(tokenizer.decode(answer, skip_special_tokens=False).strip())
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         parser.error(str(error))
 
 

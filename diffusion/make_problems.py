@@ -47,13 +47,11 @@ ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else Non
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from core import checkpoint, dist
+from core import checkpoint, dist, json_files
 from core.cli import UserError
-from core import json_files
 from diffusion.problems import CALCULATOR, END, read_problems
 
-# --------------------------------------------------------------------------------------------------
-# Plans
+# ---- Plans
 
 # the first operator found names a step
 VERBS = (("/", "Divide"), ("*", "Multiply"), ("-", "Subtract"), ("+", "Add"))
@@ -99,33 +97,31 @@ def read_teacher(path, problems):
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{where}: is not a record of create_data.py ({error})")
         require(known, f"{where}: was not made from the lines of these problems")
-    if without := [p.name for number, p in enumerate(problems) if number not in plans]:
-        raise UserError(f"--teacher {path}: {len(without)} of {len(problems)} problems have no "
-                        f"plan, the first is {without[0]}; see .rejected.jsonl, and ask again with "
-                        "more --max_retries")
+    without = [p.name for number, p in enumerate(problems) if number not in plans]
+    require(not without, f"--teacher {path}: {len(without)} of {len(problems)} problems have no plan, "
+                         f"first {without[:1]}; see .rejected.jsonl, and ask again with more "
+                         "--max_retries")
     return [plans[number] for number in range(len(problems))]
 
 
 def make_plans(path, split="train", teacher=None):
-    """GSM8K file, dataset folder or hub name -> list of dicts of the HDP form.
-
-    teacher: chat JSONL of create_data.py with the plans; None: plans by rule.
+    """GSM8K file, dataset folder or hub name -> list of dicts of the HDP form. teacher: chat JSONL
+    of create_data.py with the plans; None: plans by rule.
     """
     problems, entries = read_problems(path, split, "gsm8k"), []
     worked = [problem.solution.rpartition("####")[0] for problem in problems]
     plans = read_teacher(teacher, problems) if teacher else map(rule_plan, worked)
     for number, (problem, steps, plan) in enumerate(zip(problems, worked, plans)):
         execution = " ".join(CALCULATOR.sub("", steps).split())
-        require(execution, f"{problem.name}: its answer has no steps before ####; "
-                           "a plan needs some")
+        require(execution,
+                f"{problem.name}: its answer has no steps before ####; a plan needs some")
         entries.append({"id": f"gsm8k_{number}", "question": problem.question, "plan": plan,
                         "execution": execution, "answer": problem.answer,
                         "plan_source": "teacher" if teacher else "rule"})
     return entries
 
 
-# --------------------------------------------------------------------------------------------------
-# The demo's problems, with plans and a small tokenizer of their own: training without a download
+# ---- The demo's problems, with plans and a small tokenizer of their own: training without a download
 
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Hugo")
 THINGS = ("apples", "books", "coins", "marbles", "pens", "shells", "stamps", "stickers")
@@ -168,11 +164,10 @@ def draw_problems(n, seed=0):
         question, answer = question.format(**values), str(values[result])
         repeats = repeats + 1 if question in found else 0
         require(repeats <= 1000, f"there are not {n} different demo problems; ask for fewer")
-        if not repeats:
-            found[question] = {"id": f"demo_{len(found)}", "question": question,
-                               "plan": " ".join(plan).format(**values),
-                               "execution": CALCULATOR.sub("", " ".join(steps)), "answer": answer,
-                               "solution": "\n".join(steps) + f"\n#### {answer}"}
+        found.setdefault(question, {
+            "id": f"demo_{len(found)}", "question": question, "plan": " ".join(plan).format(**values),
+            "execution": CALCULATOR.sub("", " ".join(steps)), "answer": answer,
+            "solution": "\n".join(steps) + f"\n#### {answer}"})
     return list(found.values())
 
 
@@ -181,9 +176,9 @@ def train_tokenizer(texts):
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - 1, initial_alphabet=alphabet, show_progress=False))
+        vocab_size=VOCAB_SIZE - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False))
     bpe.add_special_tokens([END])
     return bpe
 
@@ -193,10 +188,8 @@ def write_lines(path, entries):
 
 
 def write_demo(folder, n_train=2000, n_test=200, seed=0):
-    """Write train and test problems in all forms and their tokenizers to a folder.
-
-    train.jsonl (GSM8K's form), train_hdp.json, train_chat.jsonl, the same of test, tokenizer.json,
-    and chat/, a tokenizer with a template.
+    """Write train.jsonl (GSM8K's form), train_hdp.json, train_chat.jsonl, the same of test,
+    tokenizer.json and chat/, a tokenizer with a template, to a folder.
     """
     folder = Path(folder)
     checkpoint.prepare_folder(folder / "chat", "demo folder")
@@ -206,8 +199,7 @@ def write_demo(folder, n_train=2000, n_test=200, seed=0):
         write_lines(folder / f"{split}.jsonl",
                     [{"question": p["question"], "answer": p["solution"]} for p in part])
         checkpoint.write_json(folder / f"{split}_hdp.json", [
-            {key: p[key] for key in ("id", "question", "plan", "execution", "answer")}
-            for p in part])
+            {key: value for key, value in p.items() if key != "solution"} for p in part])
         write_lines(folder / f"{split}_chat.jsonl", [
             {"messages": [{"role": "user", "content": p["question"]},
                           {"role": "assistant", "content": CALCULATOR.sub("", p["solution"])}]}
@@ -224,9 +216,8 @@ def write_demo(folder, n_train=2000, n_test=200, seed=0):
 
 
 def prepare_demo(folder, system, n):
-    """write_demo of n problems to train and a tenth, but 8 at least, to validate.
-
-    -> (training file, validation file, tokenizer folder) of a system, as text.
+    """write_demo of n problems to train and a tenth, but 8 at least, to validate -> (training file,
+    validation file, tokenizer folder) of a system, as text.
     """
     folder = Path(folder)
     write_demo(folder, n, max(8, n // 10))

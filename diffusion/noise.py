@@ -67,8 +67,7 @@ def send(tensor, device):
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-# --------------------------------------------------------------------------------------------------
-# Random numbers and noise
+# ---- Random numbers and noise
 
 
 class Draws(NamedTuple):

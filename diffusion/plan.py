@@ -11,15 +11,12 @@ from diffusion import dit, noise
 
 def loss(model, rows, length, n_noisy, masked):
     """Loss of a network on rows of `length` clean tokens and n_noisy copies, so many masked."""
-    def numbers(*shape):
-        return torch.zeros(shape, dtype=torch.int64)
-    every = length + n_noisy
-    tiles = torch.zeros(rows, *[-(-every // dit.TILE)] * 2, dtype=torch.int8)
+    every, tiles = length + n_noisy, -(-(length + n_noisy) // dit.TILE)
+    dense, few = (torch.zeros(size, dtype=torch.int64) for size in ((rows, every), (masked,)))
     inputs = noise.Inputs(
-        tokens=numbers(rows, every), position=numbers(rows, every), doc=numbers(rows, every).int(),
-        block=numbers(rows, every).int(), rows=numbers(masked), labels=numbers(masked),
-        weights=torch.ones(masked), places=numbers(masked), tiles=tiles, n_noisy=n_noisy,
-        layout=None)
+        tokens=dense, position=dense.clone(), doc=dense.int(), block=dense.int(), rows=few,
+        labels=few.clone(), weights=torch.ones(masked), places=few.clone(), n_noisy=n_noisy,
+        tiles=torch.zeros(rows, tiles, tiles, dtype=torch.int8), layout=None)
     return (model(inputs) * inputs.weights).sum()
 
 
@@ -42,18 +39,16 @@ def memory(args, step, setup, rows, eval_rows, targets):
 
 
 def by_rows(args, setup, rows, row_tokens):
-    """Setups with micro-steps of rows of one length, the fastest first: as few as fit.
-
-    rows: of an optimizer step, of all ranks; row_tokens: that a row is computed on.
+    """Setups with micro-steps of so many rows of an optimizer step, of all ranks, the fastest first:
+    as few as fit. row_tokens: that a row is computed on.
     """
-    splits, accumulation = [], 1
+    splits = [(max(1, round(rows / setup.ranks)), 1)]
+    while splits[-1][0] > 1 and splits[-1][0] * row_tokens > plans.LARGE:
+        accumulation = 2 * splits[-1][1]
+        splits.append((max(1, round(rows / setup.ranks / accumulation)), accumulation))
     if named(args) & {"per_device_train_batch_size", "problems_per_batch",
                       "gradient_accumulation_steps"}:
-        splits, accumulation = [(setup.batch_size, setup.accumulation)], 0
-    while accumulation:
-        each = max(1, round(rows / setup.ranks / accumulation))
-        splits.append((each, accumulation))
-        accumulation = 0 if each == 1 or each * row_tokens <= plans.LARGE else 2 * accumulation
+        splits = [(setup.batch_size, setup.accumulation)]
     return [replace(way, batch_size=each, accumulation=accumulation)
             for way in plans.ways(args, setup) for each, accumulation in splits]
 
@@ -69,9 +64,8 @@ def choose(args, world, ranks, config, rows, eval_rows, table):
 
 
 def print_plan(args, ranks, config, rows, eval_rows, table, order, left):
-    """Print the plan of a run; UserError with all that it will not fit into.
-
-    table: blocks.row_table of rows. order: PackOrder of them. left: steps to go.
+    """Print the plan of a run; UserError with all that it will not fit into. table:
+    blocks.row_table of rows. order: PackOrder of them. left: steps to go.
     """
     setup, step = plans.setup_of(args, ranks), step_of(config, args.attn_backend)
     targets = plans.pack_sums(order, [0], table["targets"]).max()

@@ -25,8 +25,7 @@ CALCULATOR = re.compile(r"<<[^<>]*>>")
 # advice that names flags of the chat trainer
 CHAT_HINT = re.compile(r"; (so what|give) .*--chat_template.*")
 
-# --------------------------------------------------------------------------------------------------
-# Files -> problems
+# ---- Files -> problems
 
 
 @dataclass
@@ -55,9 +54,9 @@ def read_problems(path, split, system, strip_calculator=False, bad=None):
             wrong.append(problem(name, "invalid", error, path))
     if bad is None or not problems:
         settle(wrong)
+        require(problems, f"{path}: holds no problems")
     else:
         bad += wrong
-    require(problems, f"{path}: holds no problems")
     return problems
 
 
@@ -68,8 +67,7 @@ def parse_problem(name, entry, system, strip_calculator):
     hdp = system == "hdp"
     for key in ("question", "plan", "execution", "answer") if hdp else ("question", "answer"):
         if not isinstance(entry.get(key), str) or not entry[key].strip():
-            hint = "; make plans with make_problems.py plans" if key not in ("question", "answer") \
-                else ""
+            hint = "; make plans with make_problems.py plans" * (key in ("plan", "execution"))
             raise ValueError(f"has no {key!r} (a text that is not empty){hint}")
         if json_files.HALF_CHARACTER.search(entry[key]):
             raise ValueError(f"its {key!r} holds half of a surrogate pair (\\ud800 to \\udfff); "
@@ -91,8 +89,8 @@ def parse_problem(name, entry, system, strip_calculator):
 def read_entries(path, split):
     """Yield (name, JSON value) of the problems of a file, folder or hub dataset. UserError."""
     file = Path(path)
-    if not file.exists() and ("/" not in str(path) or not HUB_NAME.fullmatch(str(path))):
-        raise UserError(f"{path}: no such file or folder")
+    require(file.exists() or "/" in str(path) and HUB_NAME.fullmatch(str(path)),
+            f"{path}: no such file or folder")
     if not file.is_file():
         file = find_split(file if file.exists() else download(path), split)
     if isinstance(file, list):          # parquet or arrow
@@ -136,8 +134,7 @@ def download(name):
                                       allow_patterns=["*.json*", "*.parquet"]))
 
 
-# --------------------------------------------------------------------------------------------------
-# Tokenizer
+# ---- Tokenizer
 
 
 @dataclass
@@ -176,7 +173,6 @@ class Tokens:
         return {text: number for text, number in vocabulary if text not in self.markers}
 
     def encode(self, text):
-        """Text -> list of ids."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids):
@@ -184,7 +180,6 @@ class Tokens:
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def save(self, folder):
-        """Write folder/tokenizer.json, which load_tokenizer reads back."""
         self.tokenizer.save(str(Path(folder) / "tokenizer.json"))
 
 
@@ -205,9 +200,9 @@ def load_tokenizer(name, system, end_token=""):
         raise UserError(f"--tokenizer {name}: is not a tokenizer ({why:.120}); {hint}")
     end_token = end_token or END
     end = tokenizer.token_to_id(end_token)
-    if end is None and system != "hdp":
-        raise UserError(f"--tokenizer {name}: has no token {end_token} to end answers with; give "
-                        "one that it has (--end_token '</s>'), or --chat where it has a template")
+    require(end is not None or system == "hdp",
+            f"--tokenizer {name}: has no token {end_token} to end answers with; give one that it has "
+            "(--end_token '</s>'), or --chat where it has a template")
     # a question begins with <|endoftext|>, or with what this tokenizer puts before every text
     begins = [tokenizer.token_to_id(END), *tokenizer.encode("").ids, end]
     begin = next((number for number in begins if number is not None), -1)
@@ -218,9 +213,8 @@ def load_tokenizer(name, system, end_token=""):
         markers = (*markers[:-1], SDAR_MASK)
     tokenizer.add_special_tokens([*([] if end is None else [end_token]), *markers])
     used, size = set(tokenizer.get_vocab().values()), tokenizer.get_vocab_size()
-    if used != set(range(size)):        # the model's embedding has a row for each of 0 to size - 1
-        raise UserError(f"--tokenizer {name}: its {size} tokens have ids up to {max(used)}, with "
-                        f"gaps; {hint}")
+    require(used == set(range(size)),   # the model's embedding has a row for each of 0 to size - 1
+            f"--tokenizer {name}: its {size} tokens have ids up to {max(used)}, with gaps; {hint}")
     ids = {marker: tokenizer.token_to_id(marker) for marker in markers}
     last = ids.get("<|pad|>", end)
     regions = [ids.get(f"<|{name}|>", -1) for name in ("plan", "execution", "answer")]
@@ -247,10 +241,10 @@ def read_tokenizer(folder):
     # Qwen's and SDAR's older folders: vocabulary and merges alone lack the added tokens and how
     # text is split; without these files or a class transformers makes an empty tokenizer, or none
     slow = [folder / name for name in ("vocab.json", "merges.txt", "tokenizer_config.json")]
-    if all(path.exists() for path in slow):
-        if '"tokenizer_class"' in json_files.read_text(slow[-1]):
-            return auto_tokenizer(folder).backend_tokenizer
-    raise UserError(f"--tokenizer {folder}: has no tokenizer.json")
+    require(all(path.exists() for path in slow)
+            and '"tokenizer_class"' in json_files.read_text(slow[-1]),
+            f"--tokenizer {folder}: has no tokenizer.json")
+    return auto_tokenizer(folder).backend_tokenizer
 
 
 def auto_tokenizer(folder):
@@ -264,8 +258,7 @@ def auto_tokenizer(folder):
         transformers.logging.set_verbosity(before)
 
 
-# --------------------------------------------------------------------------------------------------
-# Chats: every trained answer is a problem of its own, whose question is all that comes before it in
+# ---- Chats: every trained answer is a problem of its own, whose question is all that comes before it in
 # the chat template. A document ends with its answer, since the sampler fills the last block with
 # end tokens, which no later turn may hold. The prompt's ids are proven to begin the whole, so what
 # is trained is what is asked for later. Thinking, where a template knows it, is off.
@@ -274,8 +267,7 @@ def auto_tokenizer(folder):
 def chat_encoder(folder, turns="all"):
     """chat.Encoder of a tokenizer folder's chat template. Raises UserError."""
     from core import chat
-    tokenizer = chat.load_tokenizer(folder, load=auto_tokenizer)
-    return chat.Encoder(tokenizer, turns, thinking=False)
+    return chat.Encoder(chat.load_tokenizer(folder, load=auto_tokenizer), turns, thinking=False)
 
 
 def read_chats(path, folder, tokens, bad):
@@ -299,10 +291,9 @@ def read_chats(path, folder, tokens, bad):
                 continue
             ids, mask = result
             ids = ids[:len(mask) - mask[::-1].index(True)]
-            if ids[-1] != tokens.end:
-                last, end = map(tokens.tokenizer.id_to_token, (ids[-1], tokens.end))
-                raise UserError(f"{folder}: its chat template ends answers with {last}, its end "
-                                f"token is {end}; give --end_token '{last}'")
+            last, end = map(tokens.tokenizer.id_to_token, (ids[-1], tokens.end))
+            require(last == end, f"{folder}: its chat template ends answers with {last}, its end "
+                                 f"token is {end}; give --end_token '{last}'")
             found.append(Problem(name, "", "", "", ids=ids, given=mask.index(True)))
     require(found or bad, f"{path}: holds no chats")
     return found

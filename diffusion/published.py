@@ -3,21 +3,20 @@
     python diffusion/published.py --checkpoint out --output_dir exported
     python diffusion/published.py --checkpoint out --output_dir served --format sdar
 
-In: a folder of BD3-LM or MDLM as published (kuleshov-group/bd3lm-owt-*, mdlm-owt), a causal
-language model of transformers, an SDAR model, a checkpoint or an export of this trainer. Rows of
-markers that the source knows are kept, new ones get the mean row and a little noise. A source that
-was trained on a prompt form, an end token and a block size passes them on.
+In: BD3-LM or MDLM as published (kuleshov-group/bd3lm-owt-*, mdlm-owt), a causal language model of
+transformers, SDAR, a checkpoint or an export of this trainer. Rows of markers that the source knows
+are kept, new ones get the mean row and a little noise. Prompt form, end token and block size that
+the source was trained on are passed on.
 
 Out: averaged weights. A DiT is written in the published layout, which transformers before version 5
 loads with trust_remote_code=True. What was converted from a language model is written as that
 model's own class or, a Qwen3, as an SDAR model (github.com/JetAstra/SDAR), with generate.py, which
 samples it without this repository.
 """
-import argparse
+import contextlib
 import dataclasses
 import json
 import os
-import pickle
 import re
 import shutil
 import sys
@@ -27,13 +26,12 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is next to this folder
 
 from core import cli
+from diffusion import choices
 
 
 def build_parser():
     p = cli.Parser("Write a checkpoint in the layout of BD3-LM's models, or as a language model.")
-    p.flag("--checkpoint", None, "checkpoint folder, or OUTPUT_DIR", required=True)
-    p.flag("--pick", "best", "of an OUTPUT_DIR", choices=("best", "newest"))
-    p.flag("--ema", True, "take the averaged weights", action=argparse.BooleanOptionalAction)
+    choices.checkpoint(p)
     p.flag("--output_dir", None, "folder to write, new or empty", required=True)
     p.flag("--format", "usual", "of a converted Qwen3: sdar, which servers of SDAR read",
            choices=("usual", "sdar"))
@@ -50,15 +48,8 @@ from core import checkpoint, dist, json_files, tensor_io
 from core.cli import UserError, require
 from core.new_folder import new_folder
 from diffusion import dit
-from diffusion.choices import read_layout
-from diffusion.problems import (
-    END,
-    MARKERS,
-    SDAR_MASK,
-    auto_tokenizer,
-    load_tokenizer,
-    read_tokenizer,
-)
+from diffusion.problems import END, MARKERS, SDAR_MASK
+from diffusion.problems import auto_tokenizer, load_tokenizer, read_tokenizer
 
 # parameters with a row for each token
 ROWS = ("embed.weight", "head.weight", "head.bias", "model.embed_tokens.weight", "lm_head.weight")
@@ -69,8 +60,7 @@ SDAR_CODE = "JetLM/SDAR-1.7B-Chat"
 SDAR_MASK_ID = 151669       # the first after Qwen3's tokens, by which SGLang knows SDAR's mask
 
 
-# --------------------------------------------------------------------------------------------------
-# Checkpoints of this trainer
+# ---- Checkpoints of this trainer
 
 
 def load_checkpoint(folder, ema=True):
@@ -88,8 +78,7 @@ def load_checkpoint(folder, ema=True):
         else:
             from diffusion import decoder
             config = decoder.Config(**settings)
-            if config.lora:
-                config.lora = config.lora | {"dtype": "float32"}
+            config.lora = config.lora and config.lora | {"dtype": "float32"}
         model = config.network(config)
     except (UserError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: no checkpoint of train_bd3lm.py (config.json: {error})")
@@ -118,12 +107,11 @@ def find_checkpoint(name, pick, flag="--checkpoint"):
         print(f"checkpoint {newest} is damaged ({wrong}); trying the one before")
     else:
         raise UserError(f"{flag} {name}: every checkpoint in it is damaged")
-    best = newest.with_name(f"checkpoint-{state_of(newest)['best_step']}")
+    best = newest.with_name(f"checkpoint-{state_of(newest).get('best_step')}")
     return best if pick == "best" and best.is_dir() and not checkpoint.damage(best) else newest
 
 
-# --------------------------------------------------------------------------------------------------
-# In
+# ---- In
 
 
 class Start(NamedTuple):
@@ -150,8 +138,6 @@ def find(name):
 def open_start(world, args, layout, tokenizer):
     """(Layout, folder of --init_from or None, tokenizer) of a run with --init_from or a chat
     template; args.tokenizer becomes the folder by whose template chats are read. Collective.
-
-    tokenizer: without --init_from.
     """
     path = None
     if args.init_from:      # one rank downloads for all
@@ -186,18 +172,18 @@ def is_causal(path):
 
 def config_for(path, model_size, tokens, dropout):
     """Config of a run's network. path: of find(); model_size: of a DiT. Raises UserError."""
-    about = config_json(path)
-    source = about.get("source") if is_ours(path) else about if is_causal(path) else None
+    about, ours = config_json(path), is_ours(path)
+    source = about.get("source") if ours else about if is_causal(path) else None
     if not source:
         return dit.config_of(model_size, tokens.vocab_size, tokens.mask, dropout)
     from diffusion import decoder
-    size = max(tokens.vocab_size, about["model"]["vocab_size"] if is_ours(path) else 0)
+    size = max(tokens.vocab_size, ours and about["model"]["vocab_size"])
     return decoder.config_of(path, source, size, tokens.mask, dropout)
 
 
 def with_chat(layout, folder):
-    """A Layout with questions in the chat template of a tokenizer folder, and answers that end as
-    its turns do. Thinking, where a template knows it, is off. UserError without a template.
+    """A Layout with questions in a tokenizer folder's chat template, thinking off, and answers that
+    end as its turns do. UserError without a template.
     """
     try:
         tokenizer = auto_tokenizer(folder)
@@ -217,18 +203,11 @@ def trained_form(path):
     """{prompt, end_token, block_size} that a path of find() was trained on, as far as it says."""
     about = config_json(path)
     form = about.get("layout") or about.get("block_diffusion") or {}
-    if is_causal(path):
-        form = about | form
-    size = form.get("block_size")
-    require(size is None or type(size) is int and size > 0,
-            f"--init_from {path}: its config.json has block_size {size}")
-    return form
+    return about | form if is_causal(path) else form
 
 
 def with_form(layout, path):
-    """A Layout, not hdp's, with the prompt form and the end token that a path of find() was trained
-    on; layout.end_token, where it is given, stays.
-    """
+    """A Layout with the prompt form and the end token, if it has none, of a path of find()."""
     if layout.system == "hdp":
         return layout
     form = trained_form(path)
@@ -238,8 +217,8 @@ def with_form(layout, path):
 
 def chat_files(folder):
     """{name: bytes} of the CHAT_FILES that a tokenizer folder has."""
-    paths = [Path(folder) / name for name in CHAT_FILES]
-    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+    return {name: (Path(folder) / name).read_bytes() for name in CHAT_FILES
+            if (Path(folder) / name).is_file()}
 
 
 def read(path, config, tokens, seed=0):
@@ -250,7 +229,7 @@ def read(path, config, tokens, seed=0):
     which, note, source = "averaged", "", {}
     if is_ours(path):
         model, about = load_checkpoint(path)
-        layout = read_layout(about["layout"])
+        layout = choices.read_layout(about["layout"])
         its_tokens = load_tokenizer(path, layout.system, layout.end_token)
         own, markers, source = its_tokens.plain(), its_tokens.markers, about.get("source", {})
         tensors = dict(model.named_parameters())
@@ -276,20 +255,18 @@ def read(path, config, tokens, seed=0):
     tensors, new = fit_vocabulary(tensors, markers, tokens, config.vocab_size, seed)
     files = [file for file in sorted(path.iterdir()) if file.suffix in (".safetensors", ".bin")]
     words = [f"{which} weights of {path}", note, new and f"new rows for {', '.join(new)}"]
-    return Start(tensors, tensor_io.fingerprint_files(files), "; ".join(filter(None, words)),
-                 source)
+    words = "; ".join(filter(None, words))
+    return Start(tensors, tensor_io.fingerprint_files(files), words, source)
 
 
 def read_causal(path, config, tokens):
     """(tensors, {text: id} of its own tokens, {text: id} of its markers) of a language model."""
     from diffusion import decoder
     tensors, own = decoder.read_folder(path, config), {}
-    try:
+    with contextlib.suppress(UserError):        # --tokenizer names another folder
         own = read_tokenizer(path).get_vocab()
-    except UserError:       # --tokenizer names another folder
-        pass
-    rows, used = len(tensors.get("model.embed_tokens.weight", ())), own or tokens.plain()
-    most = max(used.values()) + 1
+    rows = len(tensors.get("model.embed_tokens.weight", ()))
+    most = max((own or tokens.plain()).values()) + 1
     require(most <= rows, f"--init_from {path}: tokenizer and model disagree: {most} tokens and "
                           f"{rows} rows")
     markers = {name: own.pop(name) for name in (*MARKERS["hdp"], SDAR_MASK) if name in own}
@@ -298,12 +275,6 @@ def read_causal(path, config, tokens):
             f"--init_from {path}: its config.json has mask_token_id {mask}, its tokenizer has the "
             f"mask at {tokens.mask}; name it {SDAR_MASK} in tokenizer.json, or correct config.json")
     return tensors, own, markers
-
-
-def adapters_of(args):
-    """Arguments of decoder.add_adapters that the flags name."""
-    return {"rank": args.lora_rank, "alpha": args.lora_alpha, "dropout": args.lora_dropout,
-            "targets": args.lora_target_modules, "rslora": args.use_rslora, "dora": args.use_dora}
 
 
 def with_lora(config, path, bf16, name, lora):
@@ -371,8 +342,7 @@ def fit_vocabulary(tensors, markers, tokens, size, seed):
             for name, tensor in tensors.items()}, [n for n in tokens.markers if n not in markers]
 
 
-# --------------------------------------------------------------------------------------------------
-# BD3-LM's and MDLM's own names (kuleshov-group/bd3lms 1c3e8f4: models/dit.py, models/hf)
+# ---- BD3-LM's and MDLM's own names (kuleshov-group/bd3lms 1c3e8f4: models/dit.py, models/hf)
 
 PREFIX = re.compile(r"^(?:module\.|backbone\.|_orig_mod\.)+|_orig_mod\.")      # DDP, compile
 BUFFERS = ("rotary_emb.inv_freq", "sampling_eps_min", "sampling_eps_max")
@@ -403,27 +373,14 @@ def official_names(layers):
 def from_official(state):
     """({our name: tensor}, size of an attention head or 0) of a state dict with their names.
 
-    Prefixes are stripped; buffers, which some files have, are checked and left out. KeyError names
-    what is missing, unknown or no tensor.
+    Prefixes and buffers are left out. KeyError names what is missing or unknown.
     """
     plain = {PREFIX.sub("", name): tensor for name, tensor in state.items()}
     pairs = official_names(count_layers(plain))
     if wrong := sorted({theirs for theirs, _ in pairs} ^ (plain.keys() - set(BUFFERS))):
         raise KeyError(f"{len(wrong)} names are missing or unknown, first {', '.join(wrong[:5])}")
-    if odd := [name for name, tensor in plain.items() if not isinstance(tensor, torch.Tensor)]:
-        raise KeyError(f"{min(odd)} is not a tensor")
-    frequency = plain.get("rotary_emb.inv_freq", torch.empty(0))
-    at = torch.arange(len(frequency), dtype=torch.float64) / max(1, len(frequency))
-    if not torch.allclose(frequency.double(), dit.THETA ** -at, rtol=1e-5):
-        raise KeyError(f"rotary_emb.inv_freq is not that of base {dit.THETA:g}")
-    return {ours: plain[theirs] for theirs, ours in pairs}, 2 * len(frequency)
-
-
-def load_official_state_dict(model, state):
-    """Load a state dict with their names, with or without prefixes, into a DiT. Raises KeyError for
-    names, RuntimeError for shapes that are not the model's.
-    """
-    model.load_state_dict(from_official(state)[0])
+    head_size = 2 * len(plain.get("rotary_emb.inv_freq", ()))
+    return {ours: plain[theirs] for theirs, ours in pairs}, head_size
 
 
 def read_official(path, config):
@@ -441,8 +398,6 @@ def read_official(path, config):
         tensors, head_size = from_official(state)
     except KeyError as error:
         raise UserError(f"{path}: is not a DiT of BD3-LM or MDLM: {error.args[0]}")
-    if about.get("n_heads") and not head_size:
-        head_size = about["hidden_dim"] // about["n_heads"]
     hidden, layers = tensors["embed.weight"].shape[1], count_layers(tensors)
     heads = hidden // head_size if head_size else config.heads
     size = hidden, layers, heads, len(tensors["condition_in.bias"])
@@ -457,35 +412,22 @@ def read_pickle(path):
     """The state dict of a file that torch.save wrote. Runs no code of the file. UserError."""
     json_files.open_file(path, "--init_from ").close()
     try:
-        state = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})")
-    except pickle.UnpicklingError:
-        raise UserError(f"{path}: holds more than weights, which is not read; convert it to "
-                        "model.safetensors")
+        return torch.load(path, weights_only=True, map_location="cpu", mmap=True)
     except Exception as error:      # whatever a damaged or hostile pickle brings about
-        why = f"{type(error).__name__}: {str(error).splitlines()[0]:.120}"
-        raise UserError(f"{path}: cannot be read ({why})")
-    require(isinstance(state, dict),
-            f"{path}: holds a {type(state).__name__}, not weights by name")
-    return state
+        raise UserError(f"{path}: holds more than weights, which is not read, or is damaged "
+                        f"({type(error).__name__}); convert it to model.safetensors")
 
 
-# --------------------------------------------------------------------------------------------------
-# Out
+# ---- Out
 
 README = """# A language model converted to block diffusion
 
-Tensors have the names of a transformers language model, but this is no autoregressive model: its
-own `generate()` would write nonsense. `python generate.py "a question"` answers, with torch and
-transformers alone:
+Tensors have the names of a transformers language model, but its own `generate()` would write
+nonsense. `python generate.py "a question"` answers, with torch and transformers alone; that file
+has the rules.
 
-- Blocks of {block} tokens, counted from the first token of the prompt. A token sees its own block,
-  both ways, and all earlier blocks.
-- The next block begins as mask tokens (id {mask}), after the prompt's last tokens where the prompt
-  ends inside it. The head is not shifted: logits at a masked place are those of the token at that
-  place. The mask is never an answer. Passes replace masks, the surest first, until none is left;
-  then the next block follows.
+- Blocks of {block} tokens, counted from the first token of the prompt, begin as masks (id {mask}).
+- The head is not shifted: logits at a masked place are those of the token at that place.
 - Trained on the form {prompt!r}, answers end with {end!r}.
 
 `python diffusion/train_bd3lm.py --init_from THIS_FOLDER` trains on from here in that form.
@@ -505,7 +447,7 @@ def official_state(tensors, heads, t_range):
 
 
 def official_config(config, layout, t_range):
-    """config.json of a folder with such a state_dict, as a dict. config: dit.Config."""
+    """config.json of a folder with such a state dict. config: dit.Config."""
     return {"architectures": ["BD3LM"], "model_type": "bd3lm", "torch_dtype": "float32",
             "return_dict": False,
             "auto_map": {"AutoConfig": f"{HUB_CODE}--configuration_bd3lm.BD3LMConfig",
@@ -520,14 +462,13 @@ def official_config(config, layout, t_range):
 
 def language_config(config, layout, tokens):
     """config.json of an exported language model: its source's, and how it was trained."""
-    about = config.source | {
+    about = {key: value for key, value in config.source.items() if key != "torch_dtype"}
+    return about | {
         "vocab_size": config.vocab_size, "dtype": "float32", "eos_token_id": tokens.end,
         "block_diffusion": {
             "block_size": layout.block_size, "mask_token_id": config.mask_id, "shift": False,
             "prompt": layout.prompt, "end_token": layout.end_token, "end_token_id": tokens.end,
             "begin_token_id": tokens.bos, "max_length": layout.max_length}}
-    about.pop("torch_dtype", None)
-    return about
 
 
 def sdar_config(about, config, layout):
@@ -557,25 +498,20 @@ def check_sdar(config):
 
 def name_mask(folder, mask):
     """Give the mask of a tokenizer folder SDAR's name. mask: its id."""
-    path = folder / "tokenizer.json"
-    found = json.loads(path.read_text(encoding="utf-8"))
+    path, about = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    found = json_files.read_object(path)
     for token in found["added_tokens"]:
         if token["id"] == mask:
             token["content"] = SDAR_MASK
     checkpoint.write_json(path, found)
-    path = folder / "tokenizer_config.json"
-    if path.exists():
-        about = json.loads(path.read_text(encoding="utf-8"))
-        checkpoint.write_json(path, about | {"mask_token": SDAR_MASK})
+    if about.exists():
+        checkpoint.write_json(about, json_files.read_object(about) | {"mask_token": SDAR_MASK})
 
 
 def export(folder, ema, output, layout_of="usual"):
-    """Write the checkpoint `folder` to the folder `output` -> its tensors by name. UserError.
-
-    layout_of: --format.
-    """
+    """Write a checkpoint to a folder in a --format -> its tensors by name. UserError."""
     model, about = load_checkpoint(folder, ema)
-    config, layout = model.config, read_layout(about["layout"])
+    config, layout = model.config, choices.read_layout(about["layout"])
     tokens = load_tokenizer(folder, layout.system, layout.end_token)
     is_language_model = not isinstance(model, dit.DiT)
     # what began as SDAR stays it: its config.json names files that are not here
@@ -589,12 +525,11 @@ def export(folder, ema, output, layout_of="usual"):
             state |= {"lm_head.weight": model.lm_head.weight.clone()}
             written = sdar_config(written, config, layout)
     else:
-        t_range = state_of(folder)["t_range"]
+        t_range = state_of(folder).get("t_range", choices.FULL)
         state = official_state(model.state_dict(), config.heads, t_range)
         written = official_config(config, layout, t_range)
         if layout.system == "hdp":
-            print("note       their code has blocks of one size from the first token on; this is "
-                  "an hdp model of other blocks, whose weights fit and whose texts need "
+            print("note       an hdp model: its weights fit their code, its texts need "
                   "sample_bd3lm.py", flush=True)
     state = {name: tensor.contiguous() for name, tensor in state.items()}
     with new_folder(output, sum(tensor.nbytes for tensor in state.values())) as output:

@@ -6,12 +6,10 @@
     python diffusion/sample_bd3lm.py --checkpoint out --question "Ben has 3 boxes of 6 pens. ..."
     python diffusion/sample_bd3lm.py --checkpoint out --chat chats.jsonl      # {"messages": ...}
 
-gsm8k: the answer block by block until <|endoftext|>. hdp: first the plan until its end token, then
-the execution with <|answer|>. Strict exact match takes the number after #### (hdp: after
-<|answer|>) and compares texts as openai/grade-school-math does; flexible takes the last number in
-the text and compares values. NFE is the mean number of network passes a problem needed.
+hdp writes first the plan, then the execution with <|answer|>. Strict exact match takes the number
+after #### (hdp: after <|answer|>) and compares texts as openai/grade-school-math does; flexible
+takes the last number in the text and compares values. NFE: network passes a problem needed.
 """
-import argparse
 import sys
 from pathlib import Path
 
@@ -19,22 +17,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is ne
 
 from core import cli
 from core.cli import require
+from diffusion import choices
 
-# --------------------------------------------------------------------------------------------------
-# Flags
 
 
 def build_parser():
     p = cli.Parser("Answer problems with a block-diffusion model.")
     flag = p.flag
-    flag("--checkpoint", None, "checkpoint folder, or the trainer's OUTPUT_DIR", required=True)
-    flag("--pick", "best", "of an OUTPUT_DIR: the best checkpoint by --best_by, or the newest",
-         choices=("best", "newest"))
-    flag("--ema", True, "take the averaged weights", action=argparse.BooleanOptionalAction)
+    choices.checkpoint(p)
     flag("--test_file", None, "problems of the trained form: JSONL, JSON, dataset folder, hub name")
     flag("--question", None, "questions to answer", nargs="+", metavar="TEXT")
-    flag("--chat", None, 'answer chats, by the chat template: JSONL or JSON of {"messages": ...}',
-         metavar="FILE")
+    flag("--chat", None, 'chats to answer: JSONL or JSON of {"messages": ...}', metavar="FILE")
     flag("--split", "test", "split of a dataset folder or hub name")
     flag("--limit", 0, "answer only the first problems, this many, 0 = all")
     p.switch("--drop_too_long", "count problems whose question does not fit as wrong")
@@ -47,8 +40,7 @@ def build_parser():
     p.switch("--bf16", "bfloat16 compute")
     flag("--device", None, "default: cuda where there is one", choices=("cpu", "cuda"))
     flag("--seed", 0, "of order and temperature")
-    flag("--min_accuracy", 0.0, "exit status 1 unless this share of the problems is answered "
-         "right, strictly; 0 to 1", metavar="SHARE")
+    flag("--min_accuracy", 0.0, "exit status 1 below this share of right answers", metavar="SHARE")
     flag("--show", 3, "answers to print")
     flag("--output", None, "JSON file for all answers (default: of a file beside the checkpoint)")
     return p
@@ -85,8 +77,6 @@ from core.cli import UserError, printable, problem_text
 from diffusion.problems import Problem, read_chat_prompts, read_problems
 from diffusion.sampler import Sampling, answer_batch, load_solver, question_state, score
 
-# --------------------------------------------------------------------------------------------------
-# Questions
 
 
 def read_all(args, folder, solver):
@@ -96,23 +86,19 @@ def read_all(args, folder, solver):
         return [Problem(f"question {n}", text, "", "") for n, text in enumerate(args.question, 1)]
     if args.test_file:
         return read_problems(args.test_file, args.split, layout.system, layout.strip_calculator)
-    require(layout.prompt,
-            f"--chat: {folder} was trained without a chat template (--system chat)")
+    require(layout.prompt, f"--chat: {folder} was trained without a chat template (--system chat)")
     return read_chat_prompts(args.chat, folder, solver.tokens)
 
 
-# --------------------------------------------------------------------------------------------------
-# Answers
 
 
 def usable_states(problems, solver, drop_too_long):
     """[question_state] of all problems, None where a question is too long and that is allowed."""
-    states, wrong = [], []
-    for problem in problems:
+    states, wrong = [None] * len(problems), []
+    for i, problem in enumerate(problems):
         try:
-            states.append(question_state(problem, solver.tokens, solver.layout))
+            states[i] = question_state(problem, solver.tokens, solver.layout)
         except UserError as error:
-            states.append(None)
             wrong.append(str(error))
     require(drop_too_long or not wrong, wrong and problem_text(wrong) +
             "\n  fix: shorten them, or --drop_too_long counts them as wrong")
@@ -155,17 +141,15 @@ def summarise(answers, seconds):
     for rule in scores:
         total[f"{rule}_stderr"] = math.sqrt(total[rule] * (1 - total[rule]) / n)
     passes = sum(a["forwards"] for a in answers)
-    return total | {"nfe": passes / n, "tokens": written, "seconds": seconds,
-                    "tokens_per_forward": written / max(1, passes),
-                    "tokens_per_second": written / max(seconds, 1e-9)}
+    return total | {"nfe": passes / n, "tokens": written, "seconds": seconds, "tokens_per_forward":
+                    written / max(1, passes), "tokens_per_second": written / max(seconds, 1e-9)}
 
 
 def print_answer(answer):
     scored = ""
     if "strict" in answer:
         word = "right by the last number" if answer["flexible"] else "wrong"
-        word = "right" if answer["strict"] else word
-        scored = f": {word}, the answer is {answer['answer']}"
+        scored = f": {'right' if answer['strict'] else word}, the answer is {answer['answer']}"
     print(f"-- {answer['name']}{scored}\n   question  {printable(answer['question'], 2000)}")
     for part in ("plan", "text"):
         if part in answer:
@@ -182,8 +166,8 @@ def print_summary(total, output, least):
                  for rule in ("strict", "flexible")]
         print(f"accuracy   {', '.join(rates)} of {total['problems']} problems; "
               f"{total['ended']:.1%} ended by themselves")
-        if total["strict"] < least:
-            found = [f"FAILED: not {metrics.percent(least)} of the answers are right"]
+        found = [f"FAILED: not {metrics.percent(least)} of the answers are right"] * (
+            total["strict"] < least)
         found.append(f"{metrics.percent(total['strict'])} of {total['problems']} problems were "
                      "answered right")
     print(f"speed      NFE {total['nfe']:.1f}, {total['tokens_per_forward']:.2f} tokens a pass, "
@@ -196,9 +180,8 @@ def main(argv=None):
     args = ARGS or cli.parse(build_parser(), check_flags, argv)
     folder, solver = load_solver(
         args, Sampling(args.order, args.threshold, args.temperature, args.top_p))
-    how = "one random token a pass"
-    if args.order == "confidence":
-        how = f"all tokens from probability {args.threshold:g} on"
+    how = {"first_hitting": "one random token a pass",
+           "confidence": f"all tokens from probability {args.threshold:g} on"}[args.order]
     print(f"model      {folder}, {'averaged' if args.ema else 'last'} weights, "
           f"{solver.layout.system}, on {solver.model.embed.weight.device}\n"
           f"sampling   {how}; temperature {args.temperature:g}, top_p {args.top_p:g}")

@@ -23,10 +23,8 @@ NUMBER = re.compile(r"(?:(?<![\d)$%])-\$?)?\d[\d,]*(?:\.\d+)?")
 
 class Generated(NamedTuple):
     """What generate wrote for one problem."""
-    # whole blocks, pinned ids first; the last one holds the end token, or uses up the room
-    ids: list
-    # network passes until its last token was there (NFE); passes that fill the cache not counted
-    forwards: int
+    ids: list           # whole blocks, pinned ids first, up to that of the end token
+    forwards: int       # network passes (NFE), those that fill the cache aside
     ended: bool         # whether the end token came
 
 
@@ -55,10 +53,8 @@ def prefill(model, tokens, position, block, known):
 
 
 def pick(logits, how, generator):
-    """Draw one token from each row of logits (n, V) -> (ids (n,), probability of each under the
-    logits (n,)).
-
-    how: Sampling. generator: on the device of the logits, or None.
+    """Draw one token from each row of logits (n, V) -> (ids (n,), their probabilities (n,) under
+    the logits). how: Sampling. generator: on the device of the logits, or None.
     """
     logits = logits.double()
     plain = logits.softmax(-1)
@@ -75,8 +71,7 @@ def pick(logits, how, generator):
 
 
 def unmask(model, hidden, tokens, masked, how, generator):
-    """One step: put tokens at some of the masked positions, at least at one in each row that has
-    any; in place.
+    """Put tokens at some of the masked places, at least at one in each row that has any; in place.
 
     hidden (B, T, H), tokens (B, T), masked (B, T) bool.
     """
@@ -94,10 +89,10 @@ def unmask(model, hidden, tokens, masked, how, generator):
     masked &= ~chosen
 
 
-def keep(rows, tensors, past):
-    """(tensors, past [(keys, values)]) with these rows of the batch alone, a list of numbers."""
-    rows = torch.tensor(rows, dtype=torch.int64, device=tensors[0].device)
-    return [t[rows] for t in tensors], [(k[rows], v[rows]) for k, v in past]
+def keep(rows, known, past):
+    """(known, past [(keys, values)]) with these rows of the batch alone, a list of numbers."""
+    rows = torch.tensor(rows, dtype=torch.int64, device=known.device)
+    return known[rows], [(k[rows], v[rows]) for k, v in past]
 
 
 @torch.no_grad()
@@ -118,20 +113,18 @@ def generate(model, states, rooms, block_size, end, how=Sampling(), generator=No
         padded[:3, row, :context.shape[1]], padded[3, row, :context.shape[1]] = context, 1
     tokens, position, block, known = torch.from_numpy(padded).to(device)
     known = known.bool()
-    following = torch.tensor([c[2].max(initial=-1) + 1 for c in contexts], device=device)
     starts = torch.tensor([first for _, first in pinned], device=device)
     active = [i for i in range(number) if rooms[i] > 0]
     written, forwards, ended = [[] for _ in contexts], [0] * number, [False] * number
     past = prefill(model, tokens, position, block, known)
-    (tokens, position, block, known), past = keep(active, (tokens, position, block, known), past)
+    known, past = keep(active, known, past)
     done = 0
     while active:
         rows = torch.tensor(active, device=device)
         new = torch.full((len(active), block_size), config.mask_id, device=device)
-        if done == 0:
-            for row, i in enumerate(active):
-                given = pinned[i][0]
-                new[row, :len(given)] = torch.tensor(given, dtype=torch.int64, device=device)
+        for row, i in enumerate(active if done == 0 else ()):
+            given = pinned[i][0]
+            new[row, :len(given)] = torch.tensor(given, dtype=torch.int64, device=device)
         masked = new == config.mask_id
         given = ~masked
         at = starts[rows, None] + done * block_size + torch.arange(block_size, device=device)
@@ -155,24 +148,18 @@ def generate(model, states, rooms, block_size, end, how=Sampling(), generator=No
             own = model.extend(new, at, seen, past)[1]
             past = [(torch.cat([k, new_k], 2), torch.cat([v, new_v], 2))
                     for (k, v), (new_k, new_v) in zip(past, own)]
-        tokens, position = torch.cat([tokens, new], 1), torch.cat([position, at], 1)
-        block = torch.cat([block, (following[rows, None] + done - 1).expand_as(new)], 1)
-        known = torch.cat([known, torch.ones_like(given)], 1)
-        (tokens, position, block, known), past = keep(left, (tokens, position, block, known), past)
+        known, past = keep(left, torch.cat([known, torch.ones_like(given)], 1), past)
         active = [active[row] for row in left]
     return [Generated(*parts) for parts in zip(written, forwards, ended)]
 
 
-# --------------------------------------------------------------------------------------------------
-# Questions in
+# ---- Questions in
 
 
 def question_state(problem, tokens, layout):
-    """What is given before the first generated region: (context, (pinned ids, their first
-    position)).
+    """What is given before the first generated region: (context, (pinned ids, the first's position)).
 
-    context: (3, n) int64 ids, position, block of clean tokens. Raises UserError when the question
-    is too long.
+    context: (3, n) int64 ids, position, block of clean tokens. UserError for a question too long.
     """
     if problem.ids:
         return ids_state(problem.name, problem.ids[:problem.given], layout)
@@ -214,8 +201,7 @@ def execution_state(context, plan, tokens, layout):
             ([tokens.execution], layout.start(EXECUTION)))
 
 
-# --------------------------------------------------------------------------------------------------
-# Answers out
+# ---- Answers out
 
 
 def finish_region(ids, pinned, end):
@@ -248,10 +234,7 @@ class Solver(NamedTuple):
 
 
 def load_solver(args, how):
-    """(checkpoint folder, Solver) of flags --checkpoint, --pick, --ema, --device, --bf16.
-
-    how: Sampling. Raises UserError.
-    """
+    """(checkpoint folder, Solver that samples like `how`) of a script's flags. Raises UserError."""
     from diffusion import published
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no GPU here")
@@ -264,11 +247,9 @@ def load_solver(args, how):
 
 
 def answer_batch(solver, states, seed):
-    """A Solver's answers to problems with these question_state states -> list of dicts. seed: of
-    what is drawn.
-
-    The dicts hold text, hdp's also plan; forwards, the network passes; tokens, generated ones up to
-    and with the end token; ended, whether the end token came in every region.
+    """A Solver's answers to problems with these question_state states -> list of dicts: text, hdp's
+    also plan; forwards, the network passes; tokens, generated ones up to and with the end token;
+    ended, whether it came in every region.
     """
     tokens, layout, device = solver.tokens, solver.layout, solver.model.embed.weight.device
     generator = torch.Generator(device).manual_seed(seed)

@@ -17,9 +17,11 @@ Validation, early stopping and samples use the averaged weights. 50,000 steps of
 SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop: the step is finished, a checkpoint saved, and
 OUTPUT_DIR/requeue left for the launcher; exit status 0. Rerun the same command to resume.
 """
+import argparse
 import dataclasses
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is next to this folder
@@ -29,29 +31,25 @@ from core.cli import require
 from diffusion import choices
 from diffusion.choices import PRESETS
 
-# --------------------------------------------------------------------------------------------------
-# Flags
-
+# ---- Flags
 p = cli.Parser("Train block diffusion on questions and answers, or on chats.")
 flag, switch = p.flag, p.switch
 # before the run
-flag("--config", None, "YAML file of lines `flag: value`, such as OUTPUT_DIR/run.yaml; the command "
-     "line overrides it", metavar="FILE")
-flag("--dry_run", None, "check everything, print the plan, stop; needs no GPU. GPUS: plan for this "
-     "number (default: this launch's)", nargs="?", type=int, const=0, metavar="GPUS")
+flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
+flag("--dry_run", None, "check everything, print the plan for so many GPUs (default: this launch's)"
+     " and stop; needs no GPU", nargs="?", type=int, const=0, metavar="GPUS")
 # data
 choices.data(p)
 flag("--num_workers", min(16, cli.cpus_per_rank()), "loader processes per rank, 0 = in the trainer")
 # model and noise
 flag("--model_size", "small", "nano is for demos and tests",
      choices=("nano", "tiny", "small", "medium"))
-flag("--init_from", None, "start from published BD3-LM or MDLM weights (folder or hub name such as "
-     "kuleshov-group/bd3lm-owt-block_size16), from a checkpoint or export of this trainer, or from "
-     "a causal language model such as Llama or Qwen3", metavar="WEIGHTS")
+flag("--init_from", None, "folder or hub name of BD3-LM or MDLM weights, a causal language model "
+     "such as Llama or Qwen3, or a checkpoint or export of this trainer", metavar="WEIGHTS")
 flag("--dropout", 0.1, "on the output of attention and MLP, 0 to 1")
 flag("--t_range", None, "noise levels trained on; a clipped range also clips the masked share of "
-     "every block (default: 0.001 to 1; 1 where all blocks are single tokens: autoregressive)",
-     type=float, nargs=2, metavar=("LOW", "HIGH"))
+     "every block (default: 0.001 to 1; 1 where all blocks are single tokens)", type=float, nargs=2,
+     metavar=("LOW", "HIGH"))
 flag("--clip_search_widths", (), "after each validation train on the range of such a width whose "
      "loss varies least", type=float, nargs="*", metavar="WIDTH")
 flag("--loss_weighting", "elbo", "the bound's weights, or all 1", choices=("elbo", "ce"))
@@ -83,7 +81,6 @@ flag("--learning_rate", None, "peak learning rate (default: preset's; 10 times t
      "--use_lora)", type=float)
 flag("--lr_scheduler", "constant", "after warm-up", choices=("cosine", "linear", "constant"),
      type=cli.alias(constant_with_warmup="constant"))
-flag("--min_lr_ratio", 0.0, "final learning rate as a share of the peak")
 flag("--warmup_steps", None, "optimizer steps of linear warm-up (default: preset's)", type=int)
 flag("--scale_lr_from_batch", 0, "multiply the rate by sqrt(problems per optimizer step / N), 0 = "
      "off", metavar="N")
@@ -93,32 +90,27 @@ flag("--max_grad_norm", 1.0, "clip the global gradient norm, 0 = off")
 flag("--max_bad_steps", 5, "stop after this many non-finite steps in a row")
 flag("--seed", 42, "of weights, data order, hold-out, noise and dropout")
 # speed and memory
-switch("--auto", "choose what no flag names by the memory plan, and print why: batches, "
-       "--gradient_checkpointing, --parallel; a resumed run keeps its choice")
-flag("--gpu_memory", None, "--dry_run, --auto: of one GPU (default: of the GPU here, else 80)",
-     type=float, metavar="GIB")
-flag("--host_memory", None, "--dry_run: free memory of a node (default: what is free here)",
-     type=float, metavar="GIB")
-flag("--parallel", "ddp", "a model on every GPU; sharded over all GPUs (FSDP2), or over a node's, "
-     "with a copy a node (HSDP)", type=cli.sharding, choices=("ddp", "fsdp", "hsdp"))
-flag("--shard_size", 0, "hsdp: GPUs that weights are sharded over, 0 = a node's")
-flag("--reduce_dtype", "fp32", "in which FSDP sums gradients", choices=("fp32", "bf16"))
+switch("--auto", "choose batches, --gradient_checkpointing and --parallel by the memory plan")
+flag("--gpu_memory", None, "GiB of one GPU, for a plan (default: the one here, else 80)", type=float)
+flag("--host_memory", None, argparse.SUPPRESS, type=float)      # of a node, free, for a plan
+flag("--parallel", "ddp", "copies of the model, or one sharded over all GPUs (fsdp), over those of "
+     "each node (hsdp) or over N each (hsdp:N)", type=cli.sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
+flag("--shard_size", 0, argparse.SUPPRESS)          # the N of --parallel hsdp:N
 switch("--bf16", "bfloat16 compute, float32 weights")
 switch("--tf32", "TF32 for float32 matrix products on CUDA")
 switch("--compile", "torch.compile each layer")
-flag("--gradient_checkpointing", None, "recompute layers in the backward pass: all of them, or all "
-     "but attention and matrix products; the flag alone means all", nargs="?", const="all",
-     type=cli.recomputation, metavar="all|selective")
+flag("--gradient_checkpointing", None, "recompute layers in the backward pass, all or selective: all "
+     "but attention and products", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
 flag("--attn_backend", None, "block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU); "
      "flex is dense in rows of fewer than 128 noisy copies", choices=("flex", "sdpa"))
-flag("--collective_timeout", 600, "abort after this many seconds without progress, naming the rank")
-flag("--wait_timeout", 21600, "the same for data preparation, validation, saving")
+flag("--collective_timeout", 600, "name the rank that hangs after this many seconds, and abort; in "
+     "data preparation, validation and saves after --wait_timeout 21600")
+flag("--wait_timeout", 21600, argparse.SUPPRESS)
 # logging, validation, checkpoints
 flag("--output_dir", "./output", "everything written goes here; shared by all nodes")
 flag("--logging_dir", "./logs", "TensorBoard files go to a folder in here")
 flag("--logging_steps", 50, "optimizer steps between log lines")
-flag("--report_to", ["tensorboard"], "beside metrics.jsonl: one or more of "
-     f"{', '.join(cli.TRACKERS)}, or none", nargs="+", metavar="NAME")
+flag("--report_to", ["tensorboard"], f"{', '.join(cli.TRACKERS)} or none", nargs="+", metavar="NAME")
 flag("--wandb_project", "flat-trainers", "project at W&B and trackio")
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 500)", type=int)
 flag("--eval_repeats", 4, "draws of the noise in a validation, for its error bar")
@@ -141,37 +133,22 @@ if dry and os.environ.get("RANK", "0") != "0":
 
 import json
 import math
-import tempfile
 
 import numpy as np
 import torch
 
-from core import checkpoint, dist, loading, metrics, optim, tensor_io, watchdog
+from core import checkpoint, dist, loading, metrics, optim, run, tensor_io, watchdog
 from core.packing import PackOrder, rank_packs
 from diffusion import blocks, dit, elbo, noise, problems
 
-# --------------------------------------------------------------------------------------------------
-# Ranks. A dry run joins no other process and writes nothing.
-
-output_dir, work_dir = Path(args.output_dir), args.output_dir
+# ---- Ranks. A dry run joins no other process and writes nothing.
+world, watch, work_dir = run.start(args)
 if dry:
     from core import memory
-    world = dist.single_process()
     memory.check_writable(args.output_dir, "--output_dir")
-    scratch = tempfile.TemporaryDirectory()
-    work_dir = scratch.name
-else:
-    world = dist.init(args.collective_timeout, args.wait_timeout,
-                      args.auto or args.parallel != "ddp")
-    dist.rank0(world, checkpoint.claim_output, args.output_dir)
-    dist.rank0(world, watchdog.clear_marker, args.output_dir)
-    if "tensorboard" in args.report_to:
-        dist.rank0(world, checkpoint.prepare_folder, args.logging_dir, "--logging_dir")
-watch = watchdog.Watchdog(world, args.collective_timeout)       # names a rank that hangs
-watch.report_progress("data preparation", args.wait_timeout)
-watchdog.exit_if_asked(world, args.output_dir)      # by a signal during the imports
 ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
 main_rank, device = world.is_main, world.device
+print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
 dist.check_device(device, args)
 args.compile = dist.choose_compile(world, args)
 if args.tf32:
@@ -181,16 +158,8 @@ require(dry or backend == "sdpa" or device.type == "cuda", "--attn_backend flex 
         "only: torch has no backward for it on a CPU; drop the flag")
 dtype = torch.bfloat16 if args.bf16 else None
 
-
-def print0(*lines):
-    if main_rank:
-        print(*lines, sep="\n", flush=True)
-
-
-# --------------------------------------------------------------------------------------------------
-# Data: problems -> documents of numbered blocks -> rows. Every rank holds all, so ranks never have
+# ---- Data: problems -> documents of numbered blocks -> rows. Every rank holds all, so ranks never have
 # to ask each other which rows a step has, or how many targets.
-
 layout, folder, tokenizer = choices.layout_of(args), None, args.tokenizer or "gpt2"
 if args.demo is not None:
     from diffusion import make_problems
@@ -209,7 +178,9 @@ if folder:
     config = published.config_for(folder, args.model_size, tokens, args.dropout)
 rows, eval_rows = blocks.prepare_rows(world, layout, tokens, args, None if dry else args.output_dir)
 start = published.read(folder, config, tokens, args.seed) if folder else None
-lora = published.adapters_of(args) if args.use_lora else {}
+lora = args.use_lora and {
+    "rank": args.lora_rank, "alpha": args.lora_alpha, "dropout": args.lora_dropout,
+    "targets": args.lora_target_modules, "rslora": args.use_rslora, "dora": args.use_dora} or {}
 if lora:
     config = published.with_lora(config, folder, args.bf16, args.init_from, lora)
 table, regions = blocks.row_table(rows), elbo.REGIONS[args.system]
@@ -219,16 +190,14 @@ if args.eval_accuracy and eval_rows:
 how = elbo.Eval(eval_rows, tokens, args.per_device_eval_batch_size, args.eval_repeats, args.seed,
                 args.bf16, args.clip_search_widths, args.loss_weighting, chosen)
 per_row = table["samples"].mean()
-if not args.per_device_train_batch_size:        # problems become rows
-    args.per_device_train_batch_size = max(1, round(args.problems_per_batch / per_row))
+args.per_device_train_batch_size = args.per_device_train_batch_size or max(
+    1, round(args.problems_per_batch / per_row))        # problems become rows
 if args.auto or dry:
     from diffusion import plan
 if args.auto:
     plan.choose(args, world, ranks, config, rows, eval_rows, table)
 
-# --------------------------------------------------------------------------------------------------
-# Resume
-
+# ---- Resume
 batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
 # what a checkpoint must share with the run that resumes it, and what its validation losses must
 identity = {**dataclasses.asdict(layout), "seed": args.seed,
@@ -238,11 +207,12 @@ identity = {**dataclasses.asdict(layout), "seed": args.seed,
 validation = eval_rows and [eval_rows.fingerprint(), args.eval_repeats,
                             args.per_device_eval_batch_size,
                             *([len(chosen), args.best_by] if chosen else [])]
-checkpoints = checkpoint.CheckpointManager(world, output_dir, args.save_total_limit,
-                                           args.wait_timeout)
+checkpoints = checkpoint.CheckpointManager(
+    world, args.output_dir, args.save_total_limit, args.wait_timeout)
 resume, state = checkpoints.latest(args.resume)
 if resume:
-    dist.rank0(world, checkpoint.check_identity, resume, state, identity)
+    dist.rank0(world, checkpoint.check_identity, resume, state, identity, "best", "stale", "t_range",
+               "averaged")
 step, epoch, first_pack = (state.get(key, 0) for key in ("step", "epoch", "first"))
 if resume and args.clip_search_widths:
     t_range = tuple(state["t_range"])
@@ -255,9 +225,7 @@ if resume and state["validation"] == validation:
 # weights that were given are validated first; so is what a signal broke off
 eval_due = bool(validation) and bool(state.get("eval_due", start))
 
-# --------------------------------------------------------------------------------------------------
-# Order of the rows: a function of (seed, epoch) alone, so another number of ranks continues it
-
+# ---- Order of the rows: a function of (seed, epoch) alone, so another number of ranks continues it
 order = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, seed=args.seed)
 per_step, total_steps = ranks * accumulation, args.max_steps
 step_rows = per_step * batch_rows
@@ -266,10 +234,8 @@ peak_lr = optim.sqrt_lr(args.learning_rate, step_problems,
                         args.scale_lr_from_batch or step_problems)
 intervals = cli.set_intervals(args, total_steps, state.get("args", {}), bool(validation),
                               eval_steps=500, save_steps=2000)
-name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 kind = folder.name if folder and published.is_causal(folder) else args.model_size
-print0(f"device     {ranks} x {name}, torch {torch.__version__}, {args.parallel}, "
-       f"{'bf16 autocast' if args.bf16 else 'fp32'}", elbo.model_line(config, kind),
+print0(f"{run.device_line(args, world)}, {args.parallel}", elbo.model_line(config, kind),
        *blocks.data_lines(rows, eval_rows, table),
        f"steps      {total_steps} = {total_steps * per_step / order.packs_per_epoch:,.1f} epochs; "
        f"a step is {step_rows} rows ({step_problems:,.0f} problems) = "
@@ -282,17 +248,14 @@ if dry:
     print("dry run ok")
     sys.exit(0)
 
-# --------------------------------------------------------------------------------------------------
-# Model
-
+# ---- Model
 watch.report_progress("loading the model", args.wait_timeout)
 dist.seed_everything(args.seed)     # equal weights on all ranks
 model = config.network(config, backend, args.gradient_checkpointing).to(device)
 if args.compile:        # FlexAttention of unknown lengths is slow
     dist.compile_layers(model.layers, dynamic=False)
 if args.parallel != "ddp":
-    dist.shard(model, model.layers, world, args.bf16, shard_size=args.shard_size,
-               reduce_dtype=args.reduce_dtype)
+    dist.shard(model, model.layers, world, args.bf16, shard_size=args.shard_size)
 if start:
     published.fill(model, start, args.seed, bool(resume))
 if resume:
@@ -310,30 +273,22 @@ dist.seed_everything(args.seed, world.rank)     # other dropout on every rank
 if resume:
     checkpoints.restore(resume, model, optimizer)
 
-# --------------------------------------------------------------------------------------------------
-# Validation and checkpoints
-
-
-def asked_to_stop():
-    """Whether any rank was asked to stop. Collective; raises the error of a failed checkpoint."""
-    checkpoints.check()
-    return bool(dist.all_max(world, bool(watchdog.stop_asked(args.output_dir))).item())
+# ---- Validation and checkpoints
 
 
 def validate():
     """Validate the averaged weights, log -> whether they are the best so far; None if stopped."""
     global t_range, stale, best_loss, best_tie, best_step
     watch.report_progress(f"validation at step {step}", args.wait_timeout)
-    found = elbo.validate(world, model, average, how, t_range, asked_to_stop)
+    found = elbo.validate(world, model, average, how, t_range,
+                          partial(watchdog.any_stop, world, args.output_dir))
     if found is None:
         return None
-    values, t_range, answers = found
+    values, t_range = found
     stale = 0 if elbo.improved(bests, values) else stale + 1
     print0(elbo.eval_line(step, values, regions))
     if main_rank:
         log.write(step, values)
-        if answers:
-            elbo.write_answers(args.output_dir, step, answers)
     # of equally many right answers, none at first, the better bound decides
     score = (values["eval/nll"], 0.0)
     if args.best_by == "accuracy":
@@ -370,9 +325,7 @@ def save():
         files=tensor_io.stage(world, "ema", average.shadow))
 
 
-# --------------------------------------------------------------------------------------------------
-# Loop
-
+# ---- Loop
 sums = torch.zeros(10, dtype=torch.float64, device=device)      # as elbo.loss_report reads them
 if main_rank and len(state.get("unlogged", ())) == len(sums):
     sums += torch.tensor(state["unlogged"], dtype=torch.float64, device=device)
@@ -381,11 +334,7 @@ monitor = optim.StepMonitor(world, rows.documents.name, args.max_bad_steps,
 packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, epoch, first_pack)
 batches = loading.ahead(blocks.make_loader(rows, packs, batch_rows, rows.noisy_length,
                                            num_workers=args.num_workers, prefetch_factor=4))
-if main_rank:
-    checkpoint.write_text(output_dir / cli.CONFIG, cli.config_text(args, sys.argv[0]))
-    board = Path(args.logging_dir) / output_dir.resolve().name
-    log = metrics.MetricsLog(output_dir, board, args.report_to, cli.stored(args), step,
-                             args.wandb_project, eval_due)
+log = run.open_log(args, world, step, eval_due)
 start_step, timer, stopping = step, metrics.StepTimer(device), False
 if eval_due:
     with timer.paused():
@@ -411,8 +360,8 @@ while step < total_steps and not stopping and stale < patience:
         with timer.waiting():
             batch = next(batches)
         # compiling takes minutes, in the first step
-        limit = args.wait_timeout if args.compile and step == start_step else None
-        watch.report_progress(f"step {step + 1}", limit)
+        compiling = args.compile and step == start_step
+        watch.report_progress(f"step {step + 1}", args.wait_timeout if compiling else None)
         # rows of this rank in this micro-step; an epoch's last step may have fewer
         first = (micro * world.size + world.rank) * batch_rows
         mine = window[first:first + batch_rows]
@@ -443,13 +392,8 @@ while step < total_steps and not stopping and stale < patience:
     norm = optim.clip_gradients(parameters, args.max_grad_norm)
 
     # step: skipped on all ranks alike where the gradient is not finite, which nobody waits for
-    lr = peak_lr * optim.lr_factor(step, total_steps, args.warmup_steps, args.lr_scheduler,
-                                   args.min_lr_ratio)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    bad = 1 - torch.isfinite(norm).float()
-    optim.guarded_step(optimizer, bad)
-    optimizer.zero_grad(set_to_none=True)
+    lr = peak_lr * optim.lr_factor(step, total_steps, args.warmup_steps, args.lr_scheduler)
+    bad = optim.take_step(optimizer, lr, norm)
     average.update(bad)
     sums += torch.where(bad > 0, 0.0, step_sums)
     step, first_pack = step + 1, first_pack + per_step
@@ -495,21 +439,9 @@ while step < total_steps and not stopping and stale < patience:
         if saving or stopping or improved or stale >= patience:
             save()
 
-watch.report_progress("waiting for the last checkpoint", args.wait_timeout)
-checkpoints.wait()
-watchdog.disarm()       # no rank waits for another any more
-if main_rank:
-    log.close()
-    if stopping:
-        why = watchdog.stop_asked(args.output_dir) or "asked to stop by a signal to another rank"
-        watchdog.leave_marker(args.output_dir, f"{why} at step {step}")
-        print(f"stopped    {why} at step {step} of {total_steps}; checkpoint saved; rerun the same "
-              "command to resume")
-    else:
-        early = f" (no better bound{' or accuracy' * bool(chosen)} in {stale} validations)"
-        best = {"bound": "bound {:.4f} nats/token", "accuracy": "{:.2%} wrong"}[args.best_by]
-        best = f"; best {best.format(best_loss)} at step {best_step}" * (best_step is not None)
-        print(f"done       step {step}{early * (step < total_steps)}; {monitor.skipped} steps "
-              f"skipped; final checkpoint {output_dir / f'checkpoint-{step}'}{best}")
-        print(metrics.verdict_line(metrics.verdict(metrics.read_metrics(log.path))))
-dist.finish()
+early = f"no better bound{' or accuracy' * bool(chosen)} in {stale} validations; "
+best = "; best " + {"bound": "bound {:.4f} nats/token", "accuracy": "{:.2%} wrong"}[
+    args.best_by].format(best_loss) + f" at step {best_step}"
+run.end(args, watch, checkpoints, log, step, total_steps, stopping,
+        f"{early * (step < total_steps)}{monitor.skipped} steps skipped"
+        f"{best * (best_step is not None)}")

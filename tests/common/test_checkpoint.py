@@ -17,7 +17,8 @@ from core.cli import UserError
 from core.dist import World
 from core.new_folder import new_folder
 
-STATE = {"step": 4, "identity": {"seed": 1}}
+STATE = {"step": 4, "epoch": 0, "first": 4, "identity": {"seed": 1}, "validation": None, "best_step": None,
+         "best_loss": None}
 LEFT = ["checkpoint-6.tmp-0123abcd", "checkpoint-4.tmp-deleted-1764000000000", f".run.yaml.tmp-{'a' * 32}"]
 THEIRS = ["checkpoint-500.tmp", "checkpoint-500.tmp-keep", "checkpoint-best.tmp-0123abcd", "checkpoint-6.tmp-0123abcd.bak",
           "checkpoint-٣.tmp-0123abcd", ".notes.tmp-mine", "checkpoint-500"]

@@ -100,8 +100,6 @@ def test_the_file_beside_an_export_writes_our_tokens(exported, tmp_path, monkeyp
     ours = [ids for threshold, temperature in ((0.9, 0.0), (0.02, 0.0), (0.02, 1.0))
             for ids in our_answers(run, ASK, threshold, temperature, 7)]
     assert theirs == ours and of_sdar == ours[1] and len({str(ids) for ids in ours}) >= 8
-    chat = tmp_path / "chat.json"
-    chat.write_text(json.dumps([{"role": "user", "content": ASK[0]}]))
-    run_here(folder, [ASK[0], "--chat", chat, "--device", "cpu"], monkeypatch, capsys)
+    run_here(folder, [ASK[0], ASK[0], "--device", "cpu"], monkeypatch, capsys)
     tokens = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert capsys.readouterr().out == f"{tokens.decode(ours[0], skip_special_tokens=False).strip()}\n" * 2

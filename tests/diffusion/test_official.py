@@ -121,7 +121,7 @@ def test_loss_and_gradients_are_the_official_ones(for_gpus, monkeypatch):
     theirs = reference(state, noisy, clean, 16)[rows].index_fill(1, torch.tensor(V - 1), -torch.inf)
     theirs = F.cross_entropy(theirs, clean[rows], reduction="none")
     model = dit.DiT(dit.config_of("nano", V, V - 1, dropout=0.0)).train()
-    published.load_official_state_dict(model, {name: tensor for name, tensor in state.items() if name not in EPS})
+    model.load_state_dict(published.from_official({name: t for name, t in state.items() if name not in EPS})[0])
     ours = model(inputs_of(noisy, clean, 16, rows))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     ours.sum().backward()

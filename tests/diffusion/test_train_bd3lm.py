@@ -3,6 +3,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 
 import pytest
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from core import checkpoint, optim
 from core.cli import UserError
 from diffusion import blocks, choices, dit, elbo, make_problems, problems, published
-from tests.helpers.block_runs import train_bd3lm
+from tests.helpers.block_runs import as_checkpoint, train_bd3lm
 from tests.helpers.runs import CLOCK, CUTS, newest, rows
 from tests.helpers.trainer import Run
 
@@ -234,10 +235,10 @@ def test_the_bound_is_unbiased_and_knows_its_error(shared):
 def test_no_better_bound_stops_the_run_for_good(pool, demo, tmp_path):
     flags = ("--learning_rate", 0, "--max_steps", 50, "--eval_steps", 1, "--early_stop_patience", 2)
     run = complete(pool, demo, tmp_path / "out", *flags, ranks=2)
-    assert "done       step 3 (no better bound in 2 validations)" in run.output and "at step 1" in run.output
+    assert "done       step 3; no better bound in 2 validations; 0 steps skipped" in run.output and "at step 1" in run.output
     assert [step for step, _ in checkpoint.list_checkpoints(run.output_dir)] == [1, 3]
     again = complete(pool, demo, tmp_path / "out", *flags, ranks=2)
-    assert "done       step 3 (no better bound in 2 validations)" in again.output and len(rows(run)) == 6
+    assert "done       step 3; no better bound in 2 validations; 0 steps skipped" in again.output and len(rows(run)) == 6
 
 
 def poisoned(arguments, call):
@@ -298,3 +299,13 @@ def test_what_does_not_fit_is_one_line(pool, demo, shared, flags, expected):
     error, = [line for line in run.output.splitlines() if line.startswith("error: ")]
     assert run.status == 1 and expected in error and "Traceback" not in run.output
     assert checkpoint.list_checkpoints(output)[-1][0] == 4
+
+
+def test_a_checkpoint_of_another_trainer_is_one_line(pool, demo, shared, tmp_path):
+    folder = shutil.copytree(newest(shared(f"{SPLITS[0]} {SEARCH}")), tmp_path / "checkpoint-4")
+    state = published.state_of(folder)
+    for key in ("identity", "averaged"):
+        as_checkpoint(folder, {name: value for name, value in state.items() if name != key})
+        run = complete(pool, demo, tmp_path / "out", "--resume", folder, *SEARCH.split(), ok=False)
+        said = f"error: {folder}: is not a checkpoint of this trainer: trainer_state/state.json has no {key}"
+        assert run.status == 1 and said in run.output.splitlines() and "Traceback" not in run.output
