@@ -20,8 +20,6 @@ def gpu(*words):
 def test_a_wrong_run_is_found(tmp_path):
     status, output = gpu("refs", tmp_path, "--only", "blocks|chats lora")
     assert status == 0, output
-    status, output = gpu("right", tmp_path, "--only", "^(blocks|chats lora) fp32")
-    assert (status, output.count("| yes |")) == (0, 2), output
     refs = json.loads((tmp_path / "refs.json").read_text())
     refs["blocks"][0][1] *= 1.01        # the norm of the first gradient
     (tmp_path / "refs.json").write_text(json.dumps(refs))
@@ -31,10 +29,9 @@ def test_a_wrong_run_is_found(tmp_path):
 
 
 def test_figures_of_jobs(tmp_path):
-    status, output = gpu("fast", tmp_path, "chats lora eager", "chats lora Trainer")
-    assert status == 0, output
-    ours, others = map(json.loads, (tmp_path / "fast.jsonl").read_text().splitlines())
+    status, output = gpu("fast", tmp_path, "chats lora eager")
+    assert status == 0 and "matrix products" in output, output
+    ours = json.loads((tmp_path / "fast.jsonl").read_text())
     assert all(ours[key] > 0 for key in ("step_s", "tokens_s", "samples_s", "planned_gib", "grad_norm"))
-    assert others["step_s"] > 0 and others["samples_s"] > 0 and "matrix products" in output
     status, output = gpu("fast", tmp_path, "chats lora quickly")
     assert status == 2 and "'chats lora quickly': a model" in output

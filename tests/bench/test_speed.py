@@ -1,6 +1,5 @@
 """bench/speed.py: ours, minimal/ and transformers' Trainer start at one loss; bench/profile_step.py: all time has a name."""
 import json
-import os
 import re
 import sys
 import time
@@ -10,7 +9,6 @@ import torch
 
 from bench import profile_step, speed
 
-SECONDS_OF = speed.seconds_of
 FEW = ("--rounds", "1", "--samples", "4", "--batch", "2")
 
 
@@ -42,33 +40,6 @@ def test_speech_by_the_trainer_minimal_and_transformers(tmp_path):
     assert rows["ours"]["first loss"] == pytest.approx(rows["minimal"]["first loss"], rel=1e-5)
     assert [rows[way]["steps of an epoch"] for way in ("ours", "minimal", "Trainer")] == [2, 2, 2]
     assert rows["ours"]["padding"] == 0 < rows["ours, packed"]["padding"] and rows["ours"]["ours is faster by"] == 1
-
-
-@pytest.mark.slow
-def test_chats_without_padding_start_at_the_loss_of_padded_ones(tmp_path):
-    rows = table("chats", "tiny", tmp_path, "--ways", "Trainer", "Trainer, no padding")
-    assert rows.keys() == {"ours", "Trainer", "Trainer, no padding"}
-    assert len({round(row["first loss"], 4) for row in rows.values()}) == 1
-
-
-@pytest.mark.slow
-def test_problems_and_a_way_that_fails(tmp_path, monkeypatch):
-    """It is named in the end; the others are measured."""
-    real = speed.ways_of
-    broken = {"broken": [sys.executable, "-c", "raise SystemExit('no such way')"]}
-    monkeypatch.setattr(speed, "ways_of", lambda *args: real(*args) | broken)
-    with pytest.raises(SystemExit, match="^error: failed: broken: no such way"):
-        table("blocks", "nano", tmp_path, "--ways", "ours, one problem a row", "minimal", "broken")
-    rows = json.loads((tmp_path / "blocks-cpu.json").read_text())["tables"]["blocks"]["rows"]
-    loss = speed.COLUMNS.index("first loss")
-    losses = {row[0]: row[loss] for row in rows}
-    assert losses["minimal"] == pytest.approx(losses["ours, one problem a row"], rel=1e-5)
-    assert rows[-1] == ["broken", *[None] * (len(speed.COLUMNS) - 2), "no such way"]
-
-
-def test_one_thread_is_timed_by_its_core(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert SECONDS_OF(os.getpid()) == pytest.approx(time.process_time(), abs=0.2)
 
 
 def test_other_losses_stop_it():

@@ -1,9 +1,5 @@
-"""The documents' tables are what the result files say, and nothing else; a block that cannot be filled is one line."""
+"""The documents' tables are what the result files say, and nothing else."""
 import importlib.util
-import json
-
-import pytest
-import torch
 
 from tests.helpers.trainer import ROOT
 
@@ -16,98 +12,6 @@ def load(name):
 
 
 table = load("table")
-NUMBERS = [(0, "0"), (12345, "12,345"), (12345.0, "12,300"), (1234.5, "1,230"), (999.6, "1,000"), (55.25, "55.2"),
-           (9.999, "10.0"), (2.0, "2.00"), (0.5, "0.500"), (0.01234, "0.0123"), (-1234.5, "-1,230"), (0.0, "0.00"),
-           (1.234e-7, "1.23e-07"), (True, "yes"), (float("nan"), "nan")]
-
-
-@pytest.fixture
-def page(tmp_path):
-    """(markdown file with one block, its fill): the report is written as the measuring scripts write theirs."""
-    measure = load("measure")
-    report = measure.new_report("how fast", torch.device("cpu"), "python bench/speed.py --rounds 3")
-    report |= {"cpu": "A processor", "cores": 2, "threads": 1, "date": "2026-01-02",
-               "versions": {"python": "3.12.0", "torch": "2.13.0"}}
-    report["tables"] = {"speed": {"columns": ["way", "tokens/s", "times as fast", "notes"], "rows": [
-        ["ours", 12345.6, 2.0, None], ["a | b", 6172.8, 1.0, "half"]]}}
-    assert measure.write_report("speed", report, tmp_path).name == "speed-cpu.json"
-    path = tmp_path / "page.md"
-    path.write_text("Before.\n\n<!-- table speed-cpu.json speed -->\nold\n<!-- end table -->\n\nAfter | all.\n")
-    return path
-
-
-def run(page, *flags):
-    table.main(["--file", str(page), "--results", str(page.parent), *flags])
-
-
-def test_a_block_is_filled_and_the_rest_is_untouched(page):
-    with pytest.raises(SystemExit, match=r"speed-cpu\.json speed; run python bench/table\.py"):
-        run(page, "--check")
-    assert "old" in page.read_text()
-    run(page)
-    assert page.read_text() == """Before.
-
-<!-- table speed-cpu.json speed -->
-| way | tokens/s | times as fast | notes |
-| --- | --: | --: | --- |
-| ours | 12,300 | 2.00 |  |
-| a \\| b | 6,170 | 1.00 | half |
-
-A processor, 2 cores, 1 thread; 2026-01-02; python 3.12.0, torch 2.13.0; `python bench/speed.py --rounds 3`
-<!-- end table -->
-
-After | all.
-"""
-    run(page, "--check")
-    written = page.stat().st_mtime_ns
-    run(page)
-    assert page.stat().st_mtime_ns == written       # nothing to do, nothing done
-
-
-def test_a_new_measurement_makes_its_block_stale_and_no_other(page):
-    page.write_text(page.read_text() + page.read_text())
-    run(page)
-    path = page.parent / "speed-cpu.json"
-    report = json.loads(path.read_text())
-    report["tables"]["other"] = report["tables"]["speed"]
-    path.write_text(json.dumps(report))
-    run(page, "--check")
-    report["tables"]["speed"]["rows"][0][1] = 13000
-    path.write_text(json.dumps(report))
-    with pytest.raises(SystemExit, match=r"say: speed-cpu\.json speed; speed-cpu\.json speed; run"):
-        run(page, "--check")
-
-
-@pytest.mark.parametrize("value, shown", NUMBERS)
-def test_numbers_have_three_digits(value, shown):
-    assert table.cell(value) == shown
-
-
-@pytest.mark.parametrize("change, error", [
-    (("speed-cpu.json speed", "absent-cpu.json speed"), r"line 3: absent-cpu\.json cannot be read \(No such file"),
-    (("speed-cpu.json speed", "speed-cpu.json memory"), r"line 3: speed-cpu\.json has no table 'memory', only speed"),
-    (("json speed -->", "json speed; columns way | cost -->"), r"line 3: there is no column 'cost', only way \| tok"),
-    (("json speed -->", "json speed; rows theirs -->"), r"line 3: no row has the cells theirs"),
-    (("json speed -->", "json speed; lines 3 -->"), r"line 3: 'lines 3' is neither"),
-    (("<!-- end table -->", "<!-- end of table -->"), r"line 3: the block of speed-cpu\.json speed is not closed"),
-    (("old\n<!--", "<!-- table b.json c -->\n<!--"), r"line 3: the block of speed-cpu\.json speed is not closed"),
-    (("<!-- table speed-cpu.json speed -->", ""), r"line 5: .* ends no block")])
-def test_a_block_that_cannot_be_filled_is_one_line_and_changes_nothing(page, change, error):
-    page.write_text(page.read_text().replace(*change))
-    before = page.read_text()
-    for flags in (), ("--check",):
-        with pytest.raises(SystemExit, match=rf"^error: {page} {error}"):
-            run(page, *flags)
-    assert page.read_text() == before
-
-
-def test_a_block_may_show_a_part_of_a_table(page):
-    page.write_text(page.read_text().replace("json speed -->", "json speed; rows ours; columns notes | tokens/s -->"))
-    run(page)
-    shown = page.read_text().splitlines()
-    assert shown[3:7] == ["| notes | tokens/s |", "| --: | --: |", "|  | 12,300 |", ""]
-    assert shown[7].startswith("A processor, 2 cores")
-    run(page, "--check")
 
 
 def test_readme_and_docs_show_what_the_result_files_say():

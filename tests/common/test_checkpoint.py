@@ -169,7 +169,6 @@ def test_a_new_folder_deletes_none_of_other_names(tmp_path, name, capsys):
     assert f"removed {left}" in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Kills
 
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "open"}     # events of sys.addaudithook

@@ -1,38 +1,12 @@
 """core.dist: what the trainers' own tests do not reach."""
-import os
-import subprocess
 from datetime import timedelta
 
-import pytest
 import torch
 import torch.distributed as torch_dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from core import dist
-from tests.helpers.trainer import ROOT
-
-FAILS = """
-import os, time
-from core import dist
-from core.cli import UserError
-world = dist.init(60, 60)
-if world.rank == 1:
-    raise UserError("train.json: cannot be read")
-time.sleep(600)
-"""
-
-
-@pytest.mark.slow
-def test_the_last_lines_of_torchrun_say_why(quick_python, tmp_path):
-    """Of one rank; what all find at once is in test_bad_input.py. The line stands there once more, by itself."""
-    (tmp_path / "fails.py").write_text(FAILS)
-    done = subprocess.run([quick_python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-                           tmp_path / "fails.py"], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHON_EXEC": quick_python})
-    line = "error: train.json: cannot be read"
-    assert done.returncode == 1 and done.stdout.splitlines().count(line) == 1, done.stdout
-    assert any(last.split() == ["traceback", ":", *line.split()] for last in done.stdout.splitlines()[-5:]), done.stdout
 
 
 def test_meshes_keep_the_time_limit_and_compiled_layers_stay_whole_under_ddp():

@@ -54,19 +54,6 @@ def test_values_and_gradients_are_transformers(case, dtype):
             assert (mine - true).norm() <= 1.05 * (other - true).norm() + 1e-3 * true.norm()
 
 
-@pytest.mark.slow
-def test_compiled_kernels_are_the_plain_ones(monkeypatch):
-    """As torch.compile makes them, for two lengths, with a cache of this vector width (see compile_layers)."""
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", torch.backends.cpu.get_cpu_capability())
-    assert fused.compiles("cpu")
-    compiled = [torch.compile(function, dynamic=True) for function in (fused.swiglu_gradient_kernel,
-                                                                       fused.rotate_gradient_kernel)]
-    for rows in (5, 9):
-        grad, gate, up = (numbers(rows, 16, seed=i).detach() for i in range(3))
-        torch.testing.assert_close(compiled[0](grad, gate, up), fused.swiglu_gradient_kernel(grad, gate, up), **CLOSE)
-        torch.testing.assert_close(compiled[1](grad, gate, up), fused.rotate_gradient_kernel(grad, gate, up), **CLOSE)
-
-
 @pytest.mark.parametrize("kind, changes", [("Qwen3", {"norm", "mlp", "rotary"}),
                                            ("Mistral", {"norm", "mlp", "rotary"}), ("Gemma3Text", set()),
                                            ("Granite", {"norm", "mlp", "rotary"})])

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from core import lifetime
 from tests.helpers.progress import wait_until
 from tests.helpers.trainer import ROOT
 from tests.test_house import MODULES
@@ -98,20 +97,6 @@ time.sleep(""")
     said = parent.log.read_text()
     assert said.count("error: ") == 1
     assert said.endswith("\nerror: torchrun has ended; its ranks end with it\n")
-
-
-def test_parents_of_a_rank_that_is_on_its_own():
-    """Init and its like; Python and a script in torchrun's environment are torchrun's own."""
-    sleepers = [subprocess.Popen(["sleep", LONG], env=env) for env in ({}, TORCHRUN)]
-    try:
-        environ = Path(f"/proc/{sleepers[1].pid}/environ")
-        wait_until(environ.read_bytes, "environment")       # of a new program: the kernel fills it in last
-        assert [lifetime.is_adopted(process.pid) for process in sleepers] == [True, False]
-        assert not lifetime.is_adopted(os.getpid())
-    finally:
-        for process in sleepers:
-            process.kill()
-            process.wait()
 
 
 def test_a_command_ends_with_who_has_started_it_and_all_that_it_started(start):

@@ -3,20 +3,15 @@
 The trainers run for real, in ranks of the pool; disks and folders are changed in a mount namespace of such a rank.
 """
 import ctypes
-import errno
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from core import checkpoint, dist, tensor_io
-from tests.helpers import chats
-from tests.helpers.students import run_trainer
-from tests.helpers.system_calls import refuse
 from tests.helpers.trainer import speech_main, trainer_arguments
 
 NO_NAMESPACE = 77       # exit status of a rank that may not have one
@@ -45,31 +40,6 @@ def with_a_disk(size, folder, *argv):
     speech_main(list(argv))
 
 
-def with_read_only(folder, *argv):
-    """The folder becomes read-only when there is something in it and one more file is about to be written there."""
-    files = []
-
-    def change(event, words):
-        if event == "open" and str(words[0]).startswith(folder) and words[2] & (os.O_WRONLY | os.O_RDWR):
-            files.append(words[0])
-            if len(files) == 2:
-                mount("--bind", folder, folder)
-                mount("-o", "remount,bind,ro", folder)
-    own_mounts()
-    sys.addaudithook(change)
-    speech_main(list(argv))
-
-
-def with_a_bad_disk(error, *argv):
-    """Nothing can be made sure to be on disk."""
-    try:
-        refuse("fsync", error)
-    except OSError as why:
-        print(f"no filter of system calls: {why}", flush=True)
-        os._exit(NO_NAMESPACE)
-    run_trainer(list(argv))
-
-
 def save_on_a_full_disk(folder, name):
     """One of a checkpoint's files, of 4 MB."""
     own_mounts()
@@ -80,10 +50,6 @@ def save_on_a_full_disk(folder, name):
     write = (lambda path: path.write_bytes(data)) if name == "rng.pt" else next(iter(
         tensor_io.stage(dist.World(device=torch.device("cpu")), "model", {"state": torch.nn.Parameter(state)}).values()))
     checkpoint.write_files(Path(folder), {name: write})
-
-
-def call_main(*argv):
-    speech_main(list(argv))
 
 
 def error_of(pool, function, *args, ranks=1):
@@ -104,40 +70,7 @@ def test_a_full_dev_shm(pool, tiny, tmp_path, size):
     assert line.startswith("error: /dev/shm is full, ") and "--shm-size" in line and "--num_workers 0" in line
 
 
-@pytest.mark.slow
-def test_a_full_disk_of_tensorboard(pool, tiny, tmp_path):
-    """Its own thread writes, and would print a traceback."""
-    (tmp_path / "logs").mkdir()
-    line = error_of(pool, "with_a_disk", 16, str(tmp_path / "logs"), *trainer_arguments(
-        tiny, tmp_path / "out", "--use_lora", "--report_to", "tensorboard", "--logging_dir", tmp_path / "logs"))
-    assert line == f"error: {tmp_path}/logs/out cannot be written (No space left on device)"
-
-
 @pytest.mark.parametrize("name", ["rng.pt", "model.safetensors"])
 def test_a_full_disk_names_the_file_of_a_checkpoint(pool, tmp_path, name):
     line = error_of(pool, "save_on_a_full_disk", str(tmp_path), name)
     assert f"{tmp_path}/{name}" in line and "No space left on device" in line
-
-
-def test_a_disk_that_does_not_answer(pool, tmp_path):
-    """While it writes; the error of fsync has no file's name."""
-    words = ["--model_path", chats.student(tmp_path / "student"), "--train_data_file",
-             chats.write(tmp_path / "chats.jsonl", chats.conversations(24)), "--output_dir", tmp_path / "out",
-             "--report_to", "none", "--num_workers", 0]
-    line = error_of(pool, "with_a_bad_disk", errno.EIO, *map(str, words))
-    assert re.fullmatch(rf"error: /\S+/out/run.yaml\b.* \(?{os.strerror(errno.EIO)}\)?", line)
-
-
-def test_a_list_that_cannot_be_read(pool, tiny, tmp_path):
-    """/proc/self/mem is a file whose first bytes are an I/O error."""
-    (tmp_path / "train.json").symlink_to("/proc/self/mem")
-    line = error_of(pool, "call_main", *trainer_arguments(
-        tiny, tmp_path / "out", "--use_lora", "--train_data_file", tmp_path / "train.json"))
-    assert f"{tmp_path}/train.json" in line and "Input/output error" in line
-
-
-def test_a_code_cache_that_becomes_read_only(pool, tiny, tmp_path):
-    (tmp_path / "codes").mkdir()
-    line = error_of(pool, "with_read_only", str(tmp_path / "codes"), *trainer_arguments(
-        tiny, tmp_path / "out", "--use_lora", "--code_cache", tmp_path / "codes"))
-    assert str(tmp_path / "codes") in line and "Read-only file system" in line

@@ -5,17 +5,14 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import threading
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from core.cli import UserError
 from core import loading
 from core.watchdog import init_loader
 
@@ -76,7 +73,6 @@ def loader(batches, make, workers=2, **options):
                       worker_init_fn=init_loader, **options)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # One piece of memory
 
 
@@ -91,15 +87,6 @@ def test_a_batch_arrives_as_it_was_in_one_buffer(batch):
         assert not any(tensor.is_shared() for tensor in tensors)
 
 
-def test_a_batch_moves_in_one_buffer_and_stays_where_it_is():
-    batch = flat()
-    assert batch.to("cpu") is batch
-    moved = batch.to("meta")
-    assert all(tensor.is_meta for tensor in loading.tensors_of(moved).values())
-    assert moved.ids.shape == batch.ids.shape and moved.mask.dtype == torch.bool and moved.name == "seven"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Reading ahead
 
 
@@ -112,30 +99,6 @@ def test_every_batch_once_in_order(workers, n):
         assert batch.count == i and batch.first.tolist() == [i] * (i + 1)
     assert next(batches, None) is None
     assert not [thread for thread in threading.enumerate() if thread.name == "batches"]
-
-
-def test_the_trainers_random_numbers_are_its_own():
-    torch.manual_seed(1)
-    expected = [torch.rand(3).tolist() for _ in range(5)]
-    torch.manual_seed(1)
-    batches = loading.ahead(loader(range(5), flat_of, 2, generator=torch.Generator()))
-    assert [torch.rand(3).tolist() for _ in batches] == expected
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("error, words", [(UserError("train.json:3: bad"), "train.json:3: bad"),
-                                          (ValueError("odd"), "odd")], ids=["user", "other"])
-def test_an_error_shows_where_its_batch_would_be(workers, error, words):
-    def make(i):
-        if i == 3:
-            raise error
-        return flat(i)
-
-    batches = loading.ahead(loader(range(9), make, workers))
-    assert [len(next(batches).ids) for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(type(error), match=words):
-        next(batches)
-    assert next(batches, None) is None
 
 
 def killed_at_3(i):
@@ -156,59 +119,3 @@ def test_a_killed_loader_process_is_named(way, handler, monkeypatch):
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) is killed by signal: Killed"):
         list(way(loader(range(9), killed_at_3, 1)))
-
-
-def hooked(i):
-    for error in (EOFError("cut off"), ConnectionResetError("cut off"), ValueError("own mistake")):
-        sys.excepthook(type(error), error, None)
-    return flat(i)
-
-
-def test_a_loader_process_does_not_report_its_killed_trainer(capfd):
-    """Its thread that hands batches over meets a broken connection; what else goes wrong in a thread is shown."""
-    list(loading.ahead(loader(range(1), hooked, 1)))
-    said = capfd.readouterr().err
-    assert "cut off" not in said and said.count("own mistake") == 1
-
-
-@pytest.mark.race
-@pytest.mark.parametrize("taken", [0, 1, 4])
-def test_who_needs_no_more_leaves_nothing_behind(taken):
-    started = set(children())
-    batches = loading.ahead(loader(range(10**6), flat_of, 2))
-    for _ in range(taken):
-        next(batches)
-    assert len(set(children()) - started) == 2
-    del batches
-    assert not set(children()) - started
-    assert not [thread for thread in threading.enumerate() if thread.name == "batches"]
-
-
-def flat_of(i):
-    return flat(i % 5)
-
-
-def children():
-    """Of the main thread: loader processes are forked by no other one."""
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A GPU
-
-
-@pytest.mark.skipif(os.environ.get("TEST_DEVICE") != "cuda", reason="set TEST_DEVICE=cuda to use a GPU")
-@pytest.mark.parametrize("workers", [0, 2])
-def test_gpu_batches_are_whole_while_it_computes(workers):
-    """Long kernels on what has arrived, while the next ones are copied: none may be used too early or overwritten."""
-    device, side = torch.device("cuda", 0), 1_000_003
-    torch.cuda.set_device(device)
-    batches = loading.ahead(loader(range(40), lambda i: Named(torch.full((side,), i), i, torch.full((3, 5), i + 0.5)),
-                                    workers), device)
-    busy, sums = torch.rand(4096, 4096, device=device), []
-    for batch in batches:
-        for _ in range(10):
-            busy = (busy @ busy).tanh()
-        sums.append(torch.stack([batch.first.sum().double(), batch.second.sum().double()]))
-        assert batch.first.is_cuda and not isinstance(batch.count, torch.Tensor)
-    assert torch.stack(sums).tolist() == [[i * side, 15 * (i + 0.5)] for i in range(40)]

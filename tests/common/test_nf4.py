@@ -16,12 +16,9 @@ from safetensors.torch import load_file
 if os.environ.get("BITSANDBYTES"):
     sys.path.append(os.environ["BITSANDBYTES"])
 
-from core.cli import UserError
-from speech.speak import load_model
-from tests.helpers.merging import merge
-from tests.helpers.students import train_sft
 from tests.common.test_float8 import speech, student
-from tests.helpers.trainer import ROOT, speech_main, speech_trainer, train_forked
+from tests.helpers.merging import merge
+from tests.helpers.trainer import ROOT, speech_main, train_forked
 from tests.speech.test_train_v2_ddp import assert_same_bits, rows
 
 needs_it = pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"),
@@ -30,7 +27,6 @@ FLAGS = ("--use_lora", "--lora_rank", 4, "--lora_alpha", 8, "--bf16", "--lora_ta
          "--base_dtype", "nf4")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # A layer, a model
 
 
@@ -86,15 +82,6 @@ def test_an_adapter_says_that_its_base_was_in_four_bits(tmp_path):
         assert json.loads((tmp_path / "said" / "0000.json").read_text())["base_dtype"] == said
 
 
-def test_dora_does_not_speak_on_four_bits(tmp_path):
-    voice = ROOT / "launch" / "voice"
-    about = json.loads((voice / "adapter" / "adapter_config.json").read_text()) | {"use_dora": True}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(about))
-    with pytest.raises(UserError, match="--base_dtype nf4: .* is DoRA"):
-        load_model(voice / "model", json.loads((voice / "model" / "config.json").read_text()), tmp_path, torch.float32,
-                      torch.device("cpu"), True)
-
-
 @needs_it
 @pytest.mark.parametrize("make", [speech, student])
 def test_a_model_trains_as_one_of_the_rounded_weights(make):
@@ -129,7 +116,6 @@ def test_a_model_trains_as_one_of_the_rounded_weights(make):
         assert found[name][0] == found["bf16"][0] and torch.equal(found[name][1], found["bf16"][1]), name
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Whole runs
 
 
@@ -171,24 +157,4 @@ def test_resume_is_exact_and_two_ranks_learn_the_same(pool, tiny, tmp_path):
     assert other.status and "lora on nf4" in other.output, other.output
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The plan
-
-
-@pytest.mark.parametrize("flags, reason", [
-    ("--bf16", "needs --use_lora"), ("--use_lora", "needs --bf16"),
-    ("--use_lora --bf16 --parallel fsdp", "needs --parallel ddp"),
-    ("--use_lora --bf16 --use_dora", "does not go with --use_dora"),
-    ("--use_lora --bf16 --compile", "does not go with --compile"),
-    ("--use_lora --bf16", "the package bitsandbytes is missing: pip install bitsandbytes")])
-def test_what_nf4_needs(flags, reason, monkeypatch):
-    if "missing" in reason:
-        find = importlib.util.find_spec
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
-    for trainer, more in ((speech_trainer, ["--audio_tokenizer_path", "c"]),
-                          (train_sft, ["--gradient_accumulation_steps", "1"])):
-        args = trainer.build_parser().parse_args(
-            ["--model_path", "m", "--train_data_file", "d", "--report_to", "none", "--base_dtype", "nf4",
-             *flags.split(), *more])
-        with pytest.raises(UserError, match=f"--base_dtype nf4.*{reason}"):
-            trainer.check_flags(args, 1)

@@ -37,7 +37,6 @@ def global_sequence(order, world_size, accumulation, epochs, epoch=0, first=0):
     return [pack for together in zip(*ranks) for pack in together]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Order
 
 
@@ -77,12 +76,6 @@ def test_epochs_and_seeds_differ_unless_the_order_is_the_files(kind):
     assert (packs(order, 1) != packs(other, 0)) == shuffled     # seed + epoch is not all that counts
 
 
-def test_no_pack_size():
-    with pytest.raises(ValueError, match="give samples_per_pack or tokens_per_pack"):
-        PackOrder(speech_lengths(5), samples_per_pack=0, tokens_per_pack=0)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Ranks
 
 
@@ -100,14 +93,6 @@ def test_world_size_and_accumulation_do_not_change_the_sequence(kind, n):
             assert [p for p in sequence if p] == expected
             per_step = world_size * accumulation
             assert len(sequence) == epochs * -(-order.packs_per_epoch // per_step) * per_step
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_fewer_samples_than_ranks(n):
-    order = PackOrder(speech_lengths(n), samples_per_pack=1, seed=3)
-    ranks = [list(rank_packs(order, r, 8, 2, 2)) for r in range(8)]
-    assert all(len(r) == 4 for r in ranks)                      # two epochs of one step of two micro-steps
-    assert sorted(i for r in ranks for pack in r[:2] for i in pack) == list(range(n))
 
 
 @kinds
@@ -135,13 +120,6 @@ def test_a_run_has_as_many_steps_as_its_ranks_have_packs(epoch, first, step):
     assert run_length(order.packs_per_epoch, world_size * accumulation, epochs, 5, position) == (6, 5)
 
 
-def test_a_token_budget_goes_before_a_number_of_samples():
-    lengths = speech_lengths(50)
-    by_tokens = PackOrder(lengths, tokens_per_pack=2048, samples_per_pack=4, seed=1)
-    assert packs(by_tokens, 0) == packs(PackOrder(lengths, tokens_per_pack=2048, seed=1), 0)
-    assert by_tokens.packs_per_epoch != PackOrder(lengths, samples_per_pack=4, seed=1).packs_per_epoch
-
-
 @kinds
 def test_window_is_what_the_ranks_take_in_one_step(kind):
     """The trainer counts targets from the window; a difference would scale the loss wrongly."""
@@ -157,7 +135,6 @@ def test_window_is_what_the_ranks_take_in_one_step(kind):
     assert len(order.window(0, order.packs_per_epoch, 8)) == len(order.window(0, order.packs_per_epoch + 99, 8)) == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Token budgets and length grouping
 
 

@@ -15,7 +15,3 @@ def test_passwords_and_keys_of_addresses_are_not_kept():
     ("x" * 30, "x" * 5 + "[... 20 characters ...]" + "x" * 5), ("http://" + "p" * 30 + "@h", "http://***@h")])
 def test_printed_texts(said, shown):
     assert cli.printable(said, 20 if "@" in said else 10) == shown
-
-
-def test_numbers_and_their_nouns():
-    assert [cli.counted(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]

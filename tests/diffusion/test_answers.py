@@ -51,27 +51,12 @@ def test_a_question_that_is_too_long_is_refused(demo):
 
 
 @pytest.mark.parametrize("text, gold, strict, flexible", [
-    ("so 6*3 = 18\n#### 18", "18", True, True),
-    ("#### 1,234", "1234", True, True),
-    ("#### 1234", "1,234", True, True),
-    ("#### -5", "-5", True, True),
-    ("#### 5", "-5", False, False),
-    ("#### 18.0", "18", False, True),
-    ("#### 18.", "18", False, True),
-    ("####18", "18", False, True),
-    ("#### $18", "18", False, True),
-    ("the answer is 18", "18", False, True),
-    ("16-3-4=9 eggs, 9-2 is 7 or 7-18", "18", False, True),
-    ("(3)-18", "18", False, True),
-    ("#### 18 and not 19", "18", True, False),
-    ("18 then 19", "18", False, False),
-    ("#### x", "18", False, False),
-    ("", "0", False, False),
-    ("half is .5 or 0.5", "0.5", False, True),
-    ("he owes -$5", "-5", False, True),
-    ("a loss of -$1,234.50.", "-1234.5", False, True),
-    ("$8-$5", "5", False, True),
-    ("8$-$5", "5", False, True),
+    ("so 6*3 = 18\n#### 18", "18", True, True), ("#### 1,234", "1234", True, True),
+    ("#### 1234", "1,234", True, True), ("#### -5", "-5", True, True),
+    ("#### 18.0", "18", False, True), ("####18", "18", False, True),
+    ("the answer is 18", "18", False, True), ("(3)-18", "18", False, True),
+    ("18 then 19", "18", False, False), ("", "0", False, False),
+    ("he owes -$5", "-5", False, True), ("8$-$5", "5", False, True),
 ])
 def test_scores(text, gold, strict, flexible):
     assert sampler.score(text, gold) == (strict, flexible)

@@ -131,15 +131,6 @@ def test_layouts_that_do_not_come_out_even_are_refused(change, message):
         replace(LAYOUTS["gsm8k"], **change).check()
 
 
-def test_fingerprint_tells_documents_apart(demo):
-    found, tokens, documents = load(demo, LAYOUTS["gsm8k"])
-    others = [load(demo, LAYOUTS[name])[2] for name in ("gsm8k", "gsm8k-1", "gsm8k-question")]
-    others.append(blocks.make_documents(found[:-1], tokens, LAYOUTS["gsm8k"]))
-    first, *different = (o.fingerprint(range(len(o))) for o in others)
-    assert documents.fingerprint(range(len(documents))) == first
-    assert len({first, documents.fingerprint([1, 2]), documents.fingerprint([2, 1]), *different}) == 6
-
-
 # -- Rows and batches --------------------------------------------------------------------------------------------------
 
 
@@ -201,17 +192,6 @@ def test_counted_pairs_are_those_that_the_mask_allows(demo, name):
     assert blocks.row_table(rows)["pairs"].sum() == full[inputs.doc >= 0].sum()
 
 
-def test_loader_processes_change_nothing(demo):
-    _, _, documents = load(demo, LAYOUTS["hdp"])
-    rows = blocks.make_rows(documents, np.arange(60), 256, True, seed=5)
-    packs = [[0, 1, 2], [3], [], [4, 5]]
-    here, there = (list(blocks.make_loader(rows, packs, 3, rows.noisy_length, num_workers=n, prefetch_factor=ahead))
-                   for n, ahead in ((0, None), (2, 2)))
-    for a, b in zip(here, there, strict=True):
-        assert all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b, strict=True))
-    assert [batch.n_targets > 0 for batch in here] == [True, True, False, True]
-
-
 def test_packing_fills_rows_and_depends_on_the_seed_alone(demo):
     _, _, documents = load(demo, LAYOUTS["hdp"])
     every = np.arange(60)
@@ -222,27 +202,3 @@ def test_packing_fills_rows_and_depends_on_the_seed_alone(demo):
     assert rows[0].per_row(documents.noisy_lengths).max() <= rows[0].noisy_length
     assert rows[0].per_row(documents.lengths).max() <= 512
     assert blocks.make_rows(documents, every, 128, False).noisy_length == 16 * -(-documents.noisy_lengths.max() // 16)
-
-
-def test_packing_takes_the_cheapest_room_for_noisy_copies(demo):
-    _, _, documents = load(demo, LAYOUTS["gsm8k"])
-    rows = blocks.make_rows(documents, np.arange(60), 256, True, seed=3)
-    cost = len(rows) * (256 + rows.noisy_length)
-    naive = blocks.best_fit(documents.lengths, np.random.default_rng((3, 0)).permutation(60), 256)
-    assert cost < 0.9 * len(naive) * 512
-
-
-def test_a_row_too_short_for_a_document_is_refused(demo):
-    _, _, documents = load(demo, LAYOUTS["gsm8k"])
-    longest = documents.lengths.max()
-    name = documents.name(documents.lengths.argmax())
-    with pytest.raises(UserError, match=re.escape(f"--row_length 16: {name} takes {longest} slots; raise it to")):
-        blocks.make_rows(documents, np.arange(60), 16, True)
-
-
-def test_validation_is_a_seeded_share():
-    train, held_out = blocks.split_validation(100, 0.1, 3)
-    assert len(held_out) == 10 and sorted([*train, *held_out]) == list(range(100))
-    assert held_out.tolist() == blocks.split_validation(100, 0.1, 3)[1].tolist() != list(range(90, 100))
-    assert len(blocks.split_validation(100, 0, 3)[1]) == 0
-    assert [len(part) for part in blocks.split_validation(2, 0.001, 3)] == [1, 1]

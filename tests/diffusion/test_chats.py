@@ -1,6 +1,5 @@
 """Chats as block diffusion: the same losses as GSM8K's form, one document an answer, sampled with what was said."""
 import json
-import types
 
 import numpy as np
 import pytest
@@ -78,24 +77,6 @@ def test_every_trained_answer_is_a_document_behind_all_that_was_said(folder, tmp
     assert words[1].startswith(":3: ends with a message of the user") and words[2].startswith(":4: ")
 
 
-def test_answers_of_one_chat_stay_together(folder, tmp_path):
-    """All of them are trained on, or all are held out."""
-    talks = [sum((ask(f"{i} and {k}?", "So.") for k in range(1 + i % 3)), []) for i in range(30)]
-    layout, tokens = parts(folder, "chat")
-    args = types.SimpleNamespace(
-        train_data_file=str(write(tmp_path / "chats.jsonl", talks)), eval_data_file=None, validation_split=0.3, seed=1,
-        row_length=128, pack=True, drop_bad=(), tokenizer=str(folder))
-    rows = blocks.prepare_rows(World(device=torch.device("cpu")), layout, tokens, args)
-    train, held_out = ({part.documents.name(n) for members in part.members for n in members} for part in rows)
-    assert len(train) == 21 and len(held_out) == 9 and not train & held_out
-
-
-def test_an_end_that_is_not_the_templates_is_named(folder, tmp_path):
-    data = write(tmp_path / "chats.jsonl", [TALK])
-    with pytest.raises(UserError, match=r"ends answers with <\|im_end\|>, its end token is <\|endoftext\|>; give --end_"):
-        problems.read_chats(data, folder, load_tokenizer(folder, "chat"), [])
-
-
 def test_train_and_answer(folder, tmp_path, capsys):
     """A run on chats, whose held-out part shares no chat with the rest; then answers to files."""
     talks = [[*ask(f"What is {i}?", f"It is {i}."), *ask(f"And {i} more?", f"It is {2 * i}.")] for i in range(24)]
@@ -117,5 +98,3 @@ def test_train_and_answer(folder, tmp_path, capsys):
         sample_bd3lm.main([*common, "--chat", str(tmp_path / "bad.jsonl")])
     said = str(caught.value)
     assert "line 1: message 1 has no text" in said and "contains the control token <|im_end|>; remove it" in said and 'line 2: has no list "messages" with something asked' in said
-
-

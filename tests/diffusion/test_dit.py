@@ -24,19 +24,12 @@ from tests.helpers.block_rows import (
     seen_by,
 )
 
+
 def test_dropout_is_on_both_branches():
     """All dropped, every layer is the identity."""
     model = network(dataclasses.replace(CONFIG, dropout=1.0)).train()
     inputs = noised(make_blocks([[document([4, 4])]], 12, 8))
     assert torch.equal(model.hidden_states(inputs), model.embedded(inputs.tokens)[:, :inputs.n_noisy])
-
-
-@pytest.mark.parametrize("rows", [2, 50])
-def test_gates_scale_the_bias_too(rows):
-    """Of many rows the gate is one of the weights, of few one of the outputs."""
-    torch.manual_seed(0)
-    linear, gate, x = torch.nn.Linear(8, 5), torch.randn(5), torch.randn(rows, 8)
-    torch.testing.assert_close(dit.gated(linear, x, gate), gate * linear(x))
 
 
 # -- Who sees whom -----------------------------------------------------------------------------------------------------
@@ -142,17 +135,6 @@ def test_tiles_are_those_of_create_block_mask(system):
                 assert torch.equal(a, b) if isinstance(a, torch.Tensor) else callable(a) or a == b
 
 
-def test_masks_are_built_once_a_layout(monkeypatch):
-    built, real = [], dit.attention_masks
-    monkeypatch.setattr(dit, "attention_masks", lambda *args: built.append(1) or real(*args))
-    model, batch = network(), make_blocks(MIXED, 26, 24)
-    for seed in range(3):
-        model(noised(batch, seed))
-    assert len(built) == 1
-    model(noised(make_blocks(MIXED[::-1], 26, 24)))
-    assert len(built) == 2
-
-
 # -- Loss --------------------------------------------------------------------------------------------------------------
 
 
@@ -231,40 +213,3 @@ def test_added_rows_change_nothing(monkeypatch, pieces):
         results.append([loss, *gradients(model, loss)])
     assert len(inputs.rows) % 16 and all(size % 8 == 0 for size in sizes) and results[0][0].isfinite(), sizes
     assert_close(*results, rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_compiled_layers_train_the_same():
-    """inductor is what --compile uses, half a minute of g++; aot_eager shows whether tracing alone is at fault."""
-    batch, results = make_blocks(MIXED, 26, 24), []
-    for compiled in (False, True):
-        model = network()
-        if compiled:
-            for layer in model.layers:
-                layer.compile(backend="aot_eager", dynamic=False)
-        for inputs in (noised(batch), noised(make_blocks(MIXED[::-1], 26, 24))):
-            loss = loss_of(model, inputs, batch.n_targets)
-            results.append([loss, *gradients(model, loss)])
-    assert_close(results[0], results[2])
-    assert_close(results[1], results[3])
-
-
-@pytest.mark.slow
-def test_flex_attention_is_in_the_graph_of_a_compiled_layer(monkeypatch):
-    """As on a GPU; on a CPU it stands apart, for a fault of torch's kernel there."""
-    monkeypatch.setattr(dit, "_flex_on_cpu", dit._flex_on_cpu.__wrapped__)
-    block = (torch.arange(144).repeat(2) // 16)[None]
-    states = dit.tile_states(np.zeros((1, 288), np.int64), block.numpy(), 144)
-    masks = dit.attention_masks(torch.zeros_like(block), block, 144, states)
-    model, x = network(), torch.randn(1, 288, 32)
-    given = model.condition(), *model.rope(torch.arange(144).repeat(2)[None])
-    compiled = torch.compile(model.layers[0], backend="eager", fullgraph=True)
-    with torch.no_grad():
-        for queries, mask in zip((144, 288), masks):
-            torch.testing.assert_close(compiled(x, *given, queries, mask), model.layers[0](x, *given, queries, mask))
-
-
-def test_a_batch_of_padding_gives_zero_gradients():
-    batch, model = make_blocks([[], []], 8, 8), network()
-    loss = loss_of(model, noised(batch), 1)
-    assert loss == 0 and all((g == 0).all() for g in gradients(model, loss))

@@ -99,5 +99,3 @@ def test_the_bound_of_a_file(demo, tmp_path, capsys):
     assert "bound      nll <= " in said
     with pytest.raises(SystemExit):
         evaluate.main([*common, "--draws", "1"])
-
-

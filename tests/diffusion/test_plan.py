@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from core.memory import GIB, Setup, estimate, step_bytes
+from core.memory import Setup, step_bytes
 from diffusion import dit, noise, plan
 from tests.helpers.live_bytes import real_peak
 
@@ -33,24 +33,3 @@ def test_what_is_counted_is_what_a_real_step_has_alive(bf16, recompute, masked, 
     peak = real_peak(model, inputs_of(16, masked), lambda model, inputs: model(inputs).sum(), bf16)
     found = step_bytes(step_of("sdpa"), Setup(1, bf16=bf16, recompute=recompute), (16, LENGTH, NOISY, masked), gpu=False)
     assert max(found.values()) == pytest.approx(peak, rel=0.03)
-
-
-def test_flex_keeps_no_masks():
-    """Dense masks are as large as the scores of one head; tiles are not."""
-    flex, dense = (step_bytes(step_of(backend, "nano"), Setup(1), (4, LENGTH, dit.TILE, 10))["the heads"]
-                   for backend in ("flex", "sdpa"))
-    assert dense - flex > 4 * (dit.TILE * (dit.TILE + LENGTH) + LENGTH * LENGTH)
-
-
-@pytest.mark.slow
-def test_the_guides_recommended_micro_step():
-    """128 problems in 43 rows of the 170 M model: 16.1 GiB are counted by bench/roofline.py under fake CUDA tensors."""
-    step = step_of("flex", "small", 50258)
-
-    def found(**setup):
-        return estimate(step, Setup(**setup), (43, 512, 384, 6417))
-    one = found(ranks=1)
-    assert (one.peak - one.parts["fixed"]) / GIB == pytest.approx(16.1, rel=0.05)
-    assert one.parts["average"] == one.parts["weights"] == one.parts["optimizer"] / 2 == 4 * 169_627_218
-    assert found(ranks=1, recompute="all").peak < found(ranks=1, recompute="selective").peak < one.peak
-    assert found(ranks=8, parallel="fsdp").parts["average"] == one.parts["average"] / 8

@@ -1,11 +1,8 @@
 """Reading problems and tokenizers: files, folders, hub names, and what is wrong with them."""
 import json
-import re
 from dataclasses import replace
 
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 from core.cli import UserError
 from diffusion.problems import load_tokenizer, read_problems
@@ -25,31 +22,14 @@ def test_special_tokens_come_behind_the_vocabulary_in_the_sources_order(demo):
     assert base.decode(base.encode(text)) == text
 
 
-def test_a_saved_tokenizer_is_read_back_the_same(demo, tmp_path):
-    tokens = load_tokenizer(demo, "hdp")
-    tokens.save(tmp_path)
-    for again in (load_tokenizer(tmp_path, "hdp"), load_tokenizer(tmp_path / "tokenizer.json", "hdp")):
-        assert replace(again, tokenizer=None) == replace(tokens, tokenizer=None)
-        assert again.encode("Grace has 12 pens <|answer|>") == tokens.encode("Grace has 12 pens <|answer|>")
-
-
 @pytest.mark.parametrize("name, message", [
     ("/no/such/folder", r"--tokenizer /no/such/folder: no such file or folder; give a folder with tokenizer.json"),
-    ("no.json", r"--tokenizer no.json: no such file or folder; give"),
-    ("no/such-model", r"--tokenizer no/such-model: no such file or folder, and nothing that could be .* \(\w+\)"),
-    ("{tmp}", r"has no tokenizer.json"),
     ("{tmp}/bad.json", r"bad.json: is not a tokenizer \(.+\); give"),
-    ("{tmp}/gaps.json", r"gaps.json: its \d+ tokens have ids up to 5000, with gaps; give"),
     ("{tmp}/other.json", r"other.json: has no token <\|endoftext\|> to end answers with; give one"),
 ])
-def test_unknown_tokenizers_are_one_clear_line(tmp_path, monkeypatch, demo, name, message):
-    import huggingface_hub.constants
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+def test_unknown_tokenizers_are_one_clear_line(tmp_path, demo, name, message):
     (tmp_path / "bad.json").write_text("{}")
     (tmp_path / "other.json").write_text((demo / "tokenizer.json").read_text().replace("endoftext", "eos"))
-    gaps = json.loads((demo / "tokenizer.json").read_text())
-    gaps["model"]["vocab"][max(gaps["model"]["vocab"], key=gaps["model"]["vocab"].get)] = 5000
-    (tmp_path / "gaps.json").write_text(json.dumps(gaps))
     with pytest.raises(UserError, match=message) as caught:
         load_tokenizer(name.format(tmp=tmp_path), "gsm8k")
     assert "\n" not in str(caught.value)
@@ -76,80 +56,21 @@ def test_files_folders_and_forms_give_the_same_problems(demo, tmp_path):
     assert all(p.plan and "<<" not in p.solution for p in hdp)
 
 
-def test_line_separators_inside_a_text_do_not_cut_it(tmp_path):
-    entry = {"question": "one\u2028two\x85three", "answer": "x\n#### 1,234"}
-    (tmp_path / "p.jsonl").write_text(json.dumps(entry, ensure_ascii=False) + "\r\n", encoding="utf-8")
-    (found,) = read_problems(tmp_path / "p.jsonl", "train", "gsm8k")
-    assert found.question == entry["question"] and found.answer == "1,234"
-
-
-def test_parquet_and_arrow_folders(demo, tmp_path):
-    entries = [json.loads(line) for line in (demo / "test.jsonl").read_text().splitlines()]
-    table = pyarrow.Table.from_pylist(entries)
-    (tmp_path / "hub" / "main").mkdir(parents=True)
-    parquet.write_table(table, tmp_path / "hub" / "main" / "test-00000-of-00001.parquet")
-    (tmp_path / "disk" / "test").mkdir(parents=True)
-    with pyarrow.OSFile(str(tmp_path / "disk" / "test" / "data-00000-of-00001.arrow"), "wb") as sink, \
-            pyarrow.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    for kind in ("hub", "disk"):
-        found = read_problems(tmp_path / kind, "test", "gsm8k")
-        assert [(p.question, p.solution) for p in found] == [(e["question"], e["answer"]) for e in entries]
-
-
 GOOD = {"question": "q", "answer": "a #### 3"}
 
 
 @pytest.mark.parametrize("system, text, message", [
     ("gsm8k", "", r"p.jsonl: is empty"),
-    ("gsm8k", " \n ", r"p.jsonl: is empty"),
-    ("gsm8k", "[]", r"p.jsonl: holds no problems"),
     ("gsm8k", json.dumps(GOOD) + '\n{"question": "q", \n', r"p.jsonl: not valid JSON at line 2 column \d+"),
-    ("gsm8k", '[{"question": 1},\n]', r"p.jsonl: not valid JSON at line 2 column 1"),
     ("gsm8k", json.dumps({"question": "q"}), r"p.jsonl line 1: has no 'answer' \(a text that is not empty\)"),
-    ("gsm8k", json.dumps({"question": 3, "answer": "#### 3"}), r"line 1: has no 'question'"),
-    ("gsm8k", json.dumps({"question": " ", "answer": "#### 3"}), r"line 1: has no 'question'"),
     ("gsm8k", json.dumps({"question": "q", "answer": "it is 3"}), r"line 1: its 'answer' has no '#### N' line; add"),
     ("gsm8k", json.dumps({"question": "q", "answer": "#### three"}), r"its final answer 'three' is not a number"),
     ("gsm8k", json.dumps(GOOD) + '\n{"question": "\\ud83d", "answer": "#### 3"}', r"line 2: its 'question' holds half"),
-    ("hdp", json.dumps([{"id": "\ud83d", "question": "q", "plan": "\udc00"}]), r"0 \(\\ud83d\): its 'plan' holds half"),
     ("gsm8k", "[" * 100_000, r"p.jsonl: JSON that cannot be read, from line 1 on: is nested too deeply"),
-    ("gsm8k", json.dumps(GOOD) + "\n" + '{"a":' * 100_000, r"from line 2 on: is nested too deeply"),
-    ("gsm8k", "7" * 5000, r"p.jsonl: JSON that cannot be read, from line 1 on: .*digits"),
-    ("gsm8k", "[3]", r"p.jsonl sample 0: is a int, not an object with 'question'"),
     ("hdp", json.dumps([GOOD | {"id": "x7"}]), r"sample 0 \(x7\): has no 'plan' .*; make plans with make_problems.py"),
-    ("hdp", json.dumps([{"question": "q", "plan": "p", "answer": "3"}]), r"sample 0: has no 'execution'"),
-    ("hdp", json.dumps([{"question": "q", "plan": "p", "execution": "e"}]), r"sample 0: has no 'answer'"),
-    ("hdp", json.dumps([{"question": "q", "plan": "p", "execution": "e", "answer": "3 ducks"}]), r"'3 ducks' is not a"),
 ])
 def test_bad_files_are_one_line_naming_file_and_sample(tmp_path, system, text, message):
     (tmp_path / "p.jsonl").write_text(text)
     with pytest.raises(UserError, match=message) as caught:
         read_problems(tmp_path / "p.jsonl", "train", system)
     assert str(caught.value).startswith(str(tmp_path)) and "\n" not in str(caught.value)
-
-
-def test_all_bad_samples_are_listed_at_once(tmp_path):
-    (tmp_path / "p.jsonl").write_text("\n".join([json.dumps({"question": "q"}), json.dumps(GOOD), "7"]))
-    with pytest.raises(UserError, match=r"2 problems:\n.*line 1: has no 'answer'.*\n.*line 3: is a int"):
-        read_problems(tmp_path / "p.jsonl", "train", "gsm8k")
-
-
-def test_what_is_not_there_is_said(tmp_path, monkeypatch):
-    import huggingface_hub.constants
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    for path, message in [("none.jsonl", "^none.jsonl: no such file or folder$"),
-                          (tmp_path, r"has no test.jsonl, test.json, test-\*.parquet"),
-                          ("no/dataset", r"^no/dataset: no such file or folder here, and ")]:
-        with pytest.raises(UserError, match=message):
-            read_problems(path, "test", "gsm8k")
-    (tmp_path / "test.jsonl").write_bytes(b'{"question": "\xff"}')
-    with pytest.raises(UserError, match=r"test.jsonl: is not UTF-8 text \(line 1\); convert it: iconv"):
-        read_problems(tmp_path, "test", "gsm8k")
-
-
-def test_calculator_marks_are_kept_or_stripped(demo):
-    kept, stripped = (read_problems(demo / "train.jsonl", "train", "gsm8k", strip) for strip in (False, True))
-    assert any("<<" in p.solution for p in kept)
-    for with_marks, without in zip(kept, stripped):
-        assert without.solution == re.sub(r"<<.*?>>", "", with_marks.solution) and without.answer == with_marks.answer

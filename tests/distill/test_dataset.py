@@ -4,14 +4,13 @@ import json
 import numpy as np
 import pytest
 
+from core import chat
 from core.cli import UserError
 from core.dist import World
-from core import chat
 from core.packing import PackOrder, rank_packs
 from distill.chat_data import (
     ChatTable,
     Reading,
-    collate,
     group_numbers,
     make_loader,
     prepare_table,
@@ -32,30 +31,22 @@ def made():
 
 
 @pytest.mark.parametrize("line, part", [
-    (b"{", "is not JSON (Expecting property name"), (b"[]", "is a JSON list, and one object a line"),
-    (b"\xff{}", "is not UTF-8"),
-    (b'{"messages": []}', 'has no list "messages"'), (b'{"messages": "hi"}', 'has no list "messages"'),
-    (b'{"conversations": [{"from": "human", "value": "a", "mood": 0}]}', 'turn 1 of its "conversations" is'),
+    (b"{", "is not JSON (Expecting property name"),
+    (b"[]", "is a JSON list, and one object a line"), (b"\xff{}", "is not UTF-8"),
+    (b'{"messages": []}', 'has no list "messages"'),
     (b'{"conversations": [{"from": ["gpt"], "value": "a"}]}', "message 1 has no role out of system"),
     (b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": 1}]}', 'its "tools" are no list'),
     (b'{"messages": [{"role": "bot", "content": "a"}]}', "message 1 has no role out of system"),
     (b'{"messages": [{"role": "user", "content": "a"}]}', "ends with a message of the user"),
-    (b'{"messages": [{"role": "assistant", "content": null}]}', "message 1 has no text as its content"),
-    (b'{"messages": [{"role": "assistant", "content": " "}]}', "message 1 is an empty answer"),
-    (b'{"messages": [{"role": "assistant", "content": "a", "refusal": "b"}]}', "has refusal, which no chat template"),
     (b'{"messages": [{"role": "user", "name": "Jo", "content": "a"}, {"role": "assistant", "content": "b"}]}',
      "message 1 has name, which no chat template is sure to write; remove it"),
     (b'{"messages": [{"role": "assistant", "content": "a"}]}', "begins with an answer, so nothing is asked before it"),
     (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}, {"role": "assistant", "content": "a"}]}',
      "has content of the type image_url; only text is trained"),
-    (b'{"prompt": 1, "completion": "a"}', 'its "prompt" and "completion" are neither texts nor lists'),
-    (b'{"instruction": "a", "output": 2}', 'its "instruction", "input" or "output" is not text'),
-    (b'{"messages": [{"role": "assistant", "content": "a", "reasoning_content": 1}]}', "reasoning_content is not"),
     (b'{"messages": [{"role": "assistant", "content": "<|im_end|>"}]}', "contains the control token"),
     (b'{"messages": [{"role": "user", "content": "b"}, {"role": "assistant", "content": "a"}], '
      b'"teacher_messages": []}', "no --teacher_path reads them"),
     (b'{"id": -1, "messages": [{"role": "assistant", "content": "a"}]}', 'has the "id" -1; give a whole number'),
-    (b'{"id": 9223372036854775808, "messages": [{"role": "assistant", "content": "a"}]}', "below 2**63, or leave it"),
 ])
 def test_bad_lines_are_named(made, tmp_path, line, part):
     path = chats.write(tmp_path / "chats.jsonl", [SINGLE, SINGLE])
@@ -64,18 +55,6 @@ def test_bad_lines_are_named(made, tmp_path, line, part):
         write_table(tmp_path / "table", [path], Reading(encoder(made, QWEN), 100, "stop"))
     assert str(wrong.value).startswith(f"{path}:4: ") and part in str(wrong.value)
     assert "\n" not in str(wrong.value)
-
-
-def test_all_bad_lines_at_once_and_empty_files(made, tmp_path):
-    path = tmp_path / "chats.jsonl"
-    path.write_text("{\n" * 30)
-    with pytest.raises(UserError, match=r"30 problems:(.|\n)*chats.jsonl:20(.|\n)*and 10 more"):
-        write_table(tmp_path / "table", [path], Reading(encoder(made, QWEN), 100, "stop"))
-    path.write_text("\n\n")
-    with pytest.raises(UserError, match="holds no conversations"):
-        write_table(tmp_path / "table", [path], Reading(encoder(made, QWEN), 100, "stop"))
-    with pytest.raises(UserError, match="nothing.jsonl: cannot be read"):
-        write_table(tmp_path / "table", [tmp_path / "nothing.jsonl"], Reading(encoder(made, QWEN), 100, "stop"))
 
 
 def make_table(made, folder, conversations, limit=256, policy="stop", **more):
@@ -126,17 +105,6 @@ def test_too_long_samples(made, tmp_path):
     assert len(table) == 1 and found == {"samples": [1], "long": 1, "dropped": 1, "split": 0, "bad": ""}
 
 
-def test_dropped_as_too_long_is_said_once(made, tmp_path, capsys):
-    """And every such sample is listed with its length; --drop_bad too_long and --too_long drop are the same."""
-    chats.write(tmp_path / "a.jsonl", [ask("a", "en"), *[ask("the quick brown fox " * 9, "de")] * 3])
-    prepare_table(World(), tmp_path, [tmp_path / "a.jsonl"], Reading(encoder(made, QWEN), 30, "drop"), tmp_path)
-    about = capsys.readouterr().out
-    assert about.splitlines()[1:] == [f"data       dropped: 3 too_long; see {tmp_path / 'problems.jsonl'}"]
-    assert about.splitlines()[0].endswith(" s")      # how long it took, and no second count
-    rows = [json.loads(line) for line in (tmp_path / "problems.jsonl").read_text().splitlines()]
-    assert [row["entry"] for row in rows] == ["2", "3", "4"] and "more than 30" in rows[0]["problem"]
-
-
 def test_hold_out_takes_whole_groups():
     keys, lines = np.full(60, -1), np.delete(np.arange(1, 64), [5, 20, 21])     # three lines of the file were dropped
     groups = group_numbers(keys, lines, 15)
@@ -179,30 +147,6 @@ def test_batches_hold_each_sample_once(made, tmp_path, budget):
     assert sorted(seen) == list(range(23)) and len(steps) == 1
 
 
-def test_a_batch_moves_whole():
-    batch = collate([(3, np.arange(5), np.array([True, False, True, True, False]))])
-    assert batch.rows.tolist() == [1, 2] and batch.targets.tolist() == [2, 3]       # the first token has no predecessor
-    moved = batch.to("meta")
-    assert all(getattr(moved, name).is_meta for name in ("input_ids", "position_ids", "cu_seqlens", "rows", "targets"))
-    assert (moved.samples, moved.longest, moved.counts) == (batch.samples, batch.longest, batch.counts)
-    empty = collate([])
-    assert len(empty.input_ids) == 1 and not len(empty.rows) and empty.counts["tokens"] == 0
-
-
-def test_prepared_table(made, tmp_path, capsys):
-    train = chats.write(tmp_path / "train.jsonl", chats.conversations(8))
-    held = chats.write(tmp_path / "held.jsonl", chats.conversations(3))
-    found, n_train, ends = prepare_table(World(), tmp_path, [train], Reading(encoder(made, QWEN), 200, "stop", processes=2))
-    ours, theirs = split_samples(found, n_train, 2, 0.25, 1)
-    assert len(ours) == 6 and len(theirs) == 2 and theirs[0] // 2 == theirs[1] // 2
-    assert ends == [made.convert_tokens_to_ids("<|im_end|>")]
-    found, n_train, _ = prepare_table(World(), tmp_path, [train, held], Reading(encoder(made, QWEN), 200, "stop"))
-    ours, theirs = split_samples(found, n_train, 2, 0.25, 1)
-    assert (len(ours), len(theirs), found.name(theirs[0])) == (8, 3, f"{held}:1")
-    assert len(list(tmp_path.glob("table-*"))) == 1, "an old table is not left behind"
-    assert "data       read in" in capsys.readouterr().out
-
-
 def test_sharegpt_and_parquet_are_the_same_conversations(made, tmp_path):
     """Names of roles, a system text apart, columns of null; chunks of their own for each of several readers."""
     import pyarrow
@@ -236,25 +180,6 @@ def test_sharegpt_and_parquet_are_the_same_conversations(made, tmp_path):
     for path in (tmp_path / "rows.parquet", tmp_path / "plain.jsonl"):
         parts = [[n for chunk, _ in chat.read_chunks(path, 2, first, 3) for n, _ in chunk] for first in range(3)]
         assert parts == [[1, 2, 7], [3, 4], [5, 6]]
-    # the same in several files: a pattern, a folder of shards, a data set on the hub
-    table = pyarrow.Table.from_pylist(rows)
-    (tmp_path / "set" / "data").mkdir(parents=True)
-    for i, part in enumerate((table[:4], table[4:])):
-        pyarrow.parquet.write_table(part, tmp_path / "set" / "data" / f"train-{i}-of-2.parquet")
-    wanted = list(chat.read_records(tmp_path / "rows.parquet", []))
-    for path in (tmp_path / "set", tmp_path / "set" / "data" / "train-*"):
-        assert list(chat.read_records(path, [])) == wanted
-    with pytest.raises(UserError, match="me/chats: cannot be read .*hf download OWNER/NAME --repo-type dataset"):
-        list(chat.read_records("me/chats", []))
-    (tmp_path / "set" / "data" / "test.parquet").write_bytes(b"")
-    chat.files_of.cache_clear()
-    for path, part in ((tmp_path / "set", r"holds the sets .*; give one: '.*/set/data/train\*.parquet'"),
-                       (tmp_path / "table-plain.jsonl", "has no files ending in")):
-        with pytest.raises(UserError, match=part):
-            list(chat.read_records(path, []))
-    (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing")
-    with pytest.raises(UserError, match="bad.parquet: cannot be read as parquet"):
-        write_table(tmp_path / "bad", [tmp_path / "bad.parquet"], Reading(chat.Encoder(made), 256, "stop"))
 
 
 def test_answers_of_a_hybrid_template_are_samples_of_their_own(made, tmp_path, capsys):

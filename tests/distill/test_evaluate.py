@@ -13,10 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core import report
 from distill import evaluate as judge
-from distill import teachers
-from distill.labels import make_parser
-from tests.helpers import chats
-from tests.helpers import scripts
+from tests.helpers import chats, scripts
 
 WORDS = {"de": "das ist ein satz der etwas und nicht", "en": "the quick dog is over and lazy fox jumps",
          "fr": "ou est la le que bibliotheque des une"}
@@ -112,19 +109,6 @@ def refusal(capsys, made, out, checkpoint, *flags):
 # -- What an answer counts as ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text, ended, label, why", [
-    ("de", "stop", "de", ""), (" de\n", "stop", "de", ""), ("DE", "stop", "de", ""),
-    ("So it is\nFinal Answer: fr", "stop", "fr", ""), ("<think>en?</think>de", "stop", "de", ""),
-    ("de", "length", None, "cut off at"), ("<think>de", "stop", None, "its thoughts have no end"),
-    ("<think>de</think>\n", "stop", None, "has no line"),
-    ("de fr", "stop", None, "has no line of the wanted form"), ("es", "stop", None, "has no line of the wanted form"),
-    ("Final Answer: es", "stop", None, "is not one of the labels"), ("", "too_long", None, "the prompt leaves no room")])
-def test_what_an_answer_counts_as(text, ended, label, why):
-    parser = make_parser("language", labels=("en", "de", "fr"))
-    found = judge.answer_label(parser, teachers.Answer(text, ended))
-    assert found.label == label and (label or why in found.why)
-
-
 # -- Whole evaluations -------------------------------------------------------------------------------------------------
 
 
@@ -209,14 +193,6 @@ def test_agreement_and_accuracy_are_two_numbers(whole):
     assert report.read_evaluation(out / "evaluation.json")["metrics"]["student: accuracy"] is not None
 
 
-def test_the_batch_size_changes_nothing(made, full, whole, tmp_path):
-    found = evaluate(made, tmp_path, full, "--batch_size", 16)
-    kept = [{key: row[key] for key in ("id", "student", "base")} for row in whole[0]["samples"]]
-    assert [{key: row[key] for key in kept[0]} for row in found["samples"]] == kept
-    assert found["metrics"]["student: agreement"] == whole[0]["metrics"]["student: agreement"]
-    assert "student: accuracy" not in found["metrics"] and found["metrics"]["student: kl"] is None
-
-
 @pytest.mark.slow
 def test_an_adapter_answers_as_peft_does(made, lora, tmp_path):
     found = evaluate(made, tmp_path, lora, "--truth_file", made / "truth.jsonl")
@@ -230,14 +206,7 @@ def test_an_adapter_answers_as_peft_does(made, lora, tmp_path):
     assert found["data"]["enable_thinking"] == "false"
 
 
-def test_answers_cut_off_count_as_none(made, full, tmp_path, capsys):
-    found = evaluate(made, tmp_path, full, "--max_new_tokens", 1)
-    assert found["metrics"]["student: labelled"] == found["metrics"]["student: agreement"] == 0
-    assert f"student: no label in {len(found['samples'])} answers: " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("template, thinking", [(chats.QWEN_THINK, False), (chats.QWEN_OPEN, False),
-                                                (chats.QWEN, None), (chats.LLAMA, None)])
+@pytest.mark.parametrize("template, thinking", [(chats.QWEN_THINK, False), (chats.QWEN, None)])
 def test_asked_as_trained(made, template, thinking):
     """The ids that generate gets are those that stand before the first trained token; pads are on the left, masked."""
     from core.chat import Encoder
@@ -254,42 +223,6 @@ def test_asked_as_trained(made, template, thinking):
     rows = [row[mask.bool()].tolist() for row, mask in zip(seen[0]["input_ids"], seen[0]["attention_mask"])]
     assert sorted(rows) == sorted(trained) and [answer.prompt_tokens for answer in answers] == list(map(len, trained))
     assert all(mask[-1] and mask.tolist() == sorted(mask.tolist()) for mask in seen[0]["attention_mask"])
-
-
-def test_weights_and_buffers_of_an_adapter_model(made, lora):
-    model = judge.load_model(made / "lora-base", lora, torch.bfloat16, torch.device("cpu"))
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert {buffer.dtype for name, buffer in model.named_buffers() if "inv_freq" in name} == {torch.float32}
-
-
-# -- Other lines than those that the run held out ----------------------------------------------------------------------
-
-
-def test_a_file_of_unseen_lines(made, train, full, tmp_path):
-    """For a run that held nothing out, and one that did."""
-    unseen = write(tmp_path / "unseen.jsonl", [record(i) for i in range(N, N + 9)])
-    nothing = train("nothing", "--validation_split", 0)
-    for checkpoint in (nothing, full):
-        found = evaluate(made, tmp_path / "out", checkpoint, "--eval_data_file", unseen)
-        assert [row["id"] for row in found["samples"]] == list(range(N, N + 9))
-        assert found["data"]["training_lines"] == N - len(REJECTED), "held-out lines of the file have been seen as well"
-
-
-def test_a_run_with_validation_data_of_its_own(made, train, tmp_path):
-    write(made / "own.jsonl", [record(i) for i in range(N, N + 6)])
-    checkpoint = train("own", "--eval_data_file", made / "own.jsonl")
-    assert [row["id"] for row in evaluate(made, tmp_path, checkpoint)["samples"]] == list(range(N, N + 6))
-
-
-def test_lines_without_ids_go_by_their_number(made, train, tmp_path):
-    lines = [{"messages": record(i)["messages"]} for i in range(30)]
-    write(made / "no-ids.jsonl", lines)
-    checkpoint = train("no-ids", "--validation_split", 0.3, "--group_size", 5, "--train_data_file",
-                       made / "no-ids.jsonl")
-    found = evaluate(made, tmp_path, checkpoint, "--truth_file", made / "truth.jsonl")
-    assert len(found["samples"]) == 10
-    for row in found["samples"]:
-        assert row["question"] == lines[row["id"]]["messages"][0]["content"] and row["truth"] == truth_of(row["id"])
 
 
 def test_a_text_that_was_trained_is_no_test(made, train, tmp_path, capsys):
@@ -309,17 +242,6 @@ def test_a_text_that_was_trained_is_no_test(made, train, tmp_path, capsys):
 # -- What is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_changed_lines_are_refused(made, full, tmp_path, capsys):
-    """Of the file that the trainer wrote."""
-    run = shutil.copytree(full.parent, tmp_path / "run")
-    path = run / "held_out.jsonl"
-    whole = path.read_text()
-    path.write_text(whole.replace('"de"', '"fr"', 1))
-    assert f"{path}: is not what the run of " in refusal(capsys, made, tmp_path / "out", run / full.name)
-    path.unlink()
-    assert f"{path}: no such file; put it there" in refusal(capsys, made, tmp_path / "out", run / full.name)
-
-
 def spoiled(made, full, tmp_path, kind):
     """A copy of the checkpoint that something is wrong with."""
     folder = shutil.copytree(full, tmp_path / "checkpoint-9")
@@ -335,53 +257,27 @@ def spoiled(made, full, tmp_path, kind):
 
 @pytest.mark.parametrize("kind, flags, part", [
     ("none", ["--checkpoint", "full/checkpoint-1"], "--checkpoint full/checkpoint-1: no such folder; there are "),
-    ("none", ["--checkpoint", "full"], "holds neither a model nor an adapter; give one of those in it, such as full/"),
     ("state", [], "state.json is not what train_sft.py writes"),
     ("weights", [], "its files do not hold the weights under the names of Qwen3ForCausalLM"),
-    ("bare", [], "state.json is not what train_sft.py writes"),
     ("", ["--eval_data_file", "labels.jsonl"], "its text was trained"),
-    ("", ["--eval_data_file", "labels.jsonl", "--drop_leaked"], "none is left"),
     ("", ["--model_path", "lora-base"], "was not trained from lora-base but from other weights"),
-    ("", ["--model_path", "nowhere"], "--model_path nowhere: no such folder"),
-    ("", ["--truth_file", "nowhere.jsonl"], "--truth_file nowhere.jsonl: cannot be read"),
     ("", ["--truth_file", "short.jsonl"], "lacks id "),
     ("", ["--truth_file", "odd.jsonl"], "id 1 has the label 'es', which is not one of en, de, fr"),
-    ("", ["--truth_file", "twice.jsonl"], "twice.jsonl:2: has id 0 a second time"),
-    ("", ["--truth_file", "broken.jsonl"], "broken.jsonl:2: is not a JSON object with id, label"),
-    ("", ["--prompt_file", "nowhere.txt"], "--prompt_file nowhere.txt: cannot be read (No such file"),
-    ("", ["--prompt_file", "short.txt"], "has {text} 0 times; write it once"),
     ("", ["--labels", "en,de"], "is labelled 'fr', which is not one of en, de; see --parser and --labels"),
-    ("", ["--parser", "regex"], "--parser regex needs --pattern"),
-    ("", ["--batch_size", "0"], "--batch_size is 0"),
     ("", ["--min_closed", "0.5"], "--min_closed needs a teacher"),
-    ("", ["--min_agreement", "95"], "--min_agreement is 95.0; it must lie between 0 and 1"),
-    ("", ["--min_gain", "-0.1"], "--min_gain is -0.1; it must lie between 0 and 1"),
-    ("", ["--topic", "x"], "has 0 groups"), ("", ["--topic", "(x)"], "{topic} in --follows belong together"),
-    ("", ["--follows", "("], "is not a regular expression"), ("", ["--control", "x"], "--control needs --follows"),
-    ("", ["--output_dir", "/proc/here"], "--output_dir /proc/here: cannot be written"),
+    ("", ["--topic", "x"], "has 0 groups"),
     ("nothing", [], "its run held nothing out, so there is nothing to judge it by; train with --validation_split"),
 ])
 def test_bad_input_is_one_clear_line(made, train, full, lora, tmp_path, capsys, monkeypatch, kind, flags, part):
     monkeypatch.chdir(made)
     write(made / "short.jsonl", [{"id": 0, "label": "de"}])
     write(made / "odd.jsonl", [{"id": i, "label": "es" if i == 1 else "de"} for i in range(N)])
-    write(made / "twice.jsonl", [{"id": 0, "label": "de"}] * 2)
-    (made / "broken.jsonl").write_text('{"id": 0, "label": "de"}\n{"id": true}\n')
-    (made / "short.txt").write_text("de\nen\n")
     checkpoint = full if kind in ("", "none") else train("nothing", "--validation_split", 0) if kind == "nothing" else \
         spoiled(made, full, tmp_path, kind)
     if kind == "none":
         checkpoint, flags = flags[1], flags[2:]
     assert part in refusal(capsys, made, tmp_path / "out", checkpoint, *flags)
     assert not (tmp_path / "out" / "evaluation.json").exists()
-
-
-def test_an_adapter_of_other_settings(made, lora, tmp_path, capsys):
-    folder = shutil.copytree(lora, tmp_path / "adapter")
-    shutil.copy(lora.parent / "held_out.jsonl", tmp_path)
-    config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(config | {"fan_in_fan_out": True}))
-    assert "has fan_in_fan_out, which is not supported" in refusal(capsys, made, tmp_path / "out", folder)
 
 
 def test_too_little_agreement_ends_with_status_1(made, full, whole, tmp_path, capsys):
@@ -418,7 +314,7 @@ def test_a_model_gets_the_tools_of_a_question(made, tmp_path):
         assert answer.prompt_tokens == len(asked) > 40
 
 
-@pytest.mark.parametrize("right, n", [(0, 1), (1, 1), (0, 30), (30, 30), (7, 30), (119, 120)])
+@pytest.mark.parametrize("right, n", [(0, 1), (30, 30), (7, 30)])
 def test_interval_is_all_shares_that_the_count_does_not_contradict(right, n):
     low, high = judge.wilson(right / n, n)
     shares = np.linspace(0, 1, 400001)

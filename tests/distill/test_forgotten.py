@@ -8,9 +8,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distill import evaluate
 from tests.helpers import chats, students
-from tests.helpers import scripts
 
 PROMPT = "Name the language. the quick brown fox\n"
 
@@ -89,26 +87,3 @@ def test_kept_answers_are_scored_by_the_untouched_base(made, train, tmp_path, ho
     hard = train(1, tmp_path / "hard", "--parallel", "ddp", *flags[:-1], 1, "--keep_weight", 50)
     loose = train(1, tmp_path / "loose", "--parallel", "ddp", *flags[:-1], 1, "--keep_weight", 1e-9)
     assert hard[5]["train/keep_kl"] < 0.5 * loose[5]["train/keep_kl"]
-
-
-@pytest.mark.slow
-def test_the_judge_of_full_students_and_other_teachers(made, train, tmp_path, capsys):
-    """All weights, a mixture as the teacher on two ranks of FSDP2; KL to the base on unrelated chats by plain loops."""
-    found = train(2, tmp_path / "run", "--parallel", "fsdp", "--teacher_path", made / "teacher", "--on_policy", 0.5,
-                  "--max_new_tokens", 4, "--keep", made / "keep.jsonl")
-    assert found[1]["train/keep_kl"] == pytest.approx(0, abs=1e-6), "kept is what the base says, not the teacher"
-    folder = tmp_path / "run" / "checkpoint-5"
-    given = ["--checkpoint", str(folder), "--output_dir", str(tmp_path / "judged"), "--follows", "e|t",
-             "--max_new_tokens", "4", "--unrelated"]
-    scripts.run(evaluate, [*given, str(made / "unrelated.jsonl")])
-    report = json.loads((tmp_path / "judged" / "evaluation.json").read_text())
-    metrics = report["metrics"]
-    student = AutoModelForCausalLM.from_pretrained(folder)
-    wanted = kept_kl(made, student, "unrelated.jsonl")
-    assert metrics["student: unrelated kl"] == pytest.approx(wanted, rel=1e-4) and wanted > 1e-5
-    assert metrics["base: unrelated kl"] == pytest.approx(0, abs=1e-6) and metrics["base: unrelated same"] == 1
-    assert metrics["teacher: kl"] == 0 < metrics["student: kl"] and "teacher: unrelated kl" not in metrics
-    assert "on 5 unrelated questions the student is" in report["verdict"]
-    with pytest.raises(SystemExit):
-        scripts.run(evaluate, [*given, str(made / "keep.jsonl"), "--output_dir", str(tmp_path / "again")])
-    assert "trained 4 of its questions" in capsys.readouterr().err

@@ -1,20 +1,15 @@
 """Another model as the teacher: packed scores against loops over whole logits, whole runs, the student's own draws."""
 import json
 import shutil
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from core import chat, dist
 from core.cli import UserError
-from core.memory import Setup
-from core.packing import PackOrder
-from distill import frozen, on_policy, packed_lm, plan, teaching
+from distill import frozen, on_policy, packed_lm, teaching
 from distill.chat_data import ChatSamples, ChatTable, Reading, collate, write_table
 from distill.teachers import Prompt
 from tests.helpers import chats, students
@@ -149,23 +144,6 @@ def test_a_teacher_has_no_dropout(made, tmp_path):
     assert model(batch).loss.item() != pytest.approx(wanted.item(), rel=1e-3), "dropout would not be seen"
 
 
-@pytest.mark.parametrize("setup", [Setup(2, "fsdp"), Setup(2, "ddp")])
-def test_its_memory_is_planned(made, setup):
-    """A shard of it and its gathered root, or all of it; its forward is a stage of its own."""
-    model, _ = packed_lm.build_empty(made / "student", torch.float32, prompted=(1.0, "forward", 0.5, 0))
-    lengths, targets = np.full(8, 100), np.full(8, 30)
-    order = PackOrder(lengths, tokens_per_pack=0, samples_per_pack=4, seed=0)
-    alone, _ = plan.memory(model, setup, lengths, targets, order)
-    model.frozen["teacher"] = teacher = frozen.Frozen(*packed_lm.build_empty(made / "teacher", torch.bfloat16))
-    both, _ = plan.memory(model, setup, lengths, targets, order)
-    every = sum(p.numel() for p in teacher.parameters())
-    layers = sum(p.numel() for layer in teacher.native.model.layers for p in layer.parameters())
-    wanted = 2 * every / 2 + 2 * (every - layers) if setup.fsdp else 2 * every
-    assert both.parts["teacher"] == wanted and "the teacher's forward" in both.stages
-    for stage, found in alone.stages.items():
-        assert both.stages[stage] == found + wanted
-
-
 # -- What is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -200,20 +178,6 @@ def test_contexts_of_records(made):
     assert 'its "teacher_messages": has no list' in str(behind(teacher_messages=[]))
     two = [*talk, *chats.ask("fox", "fr")]
     assert "give --train_turns last" in str(behind(messages=two, teacher_messages=two[2:3]))
-
-
-def test_a_base_that_reads_what_the_student_reads_teaches_nothing(made, tmp_path):
-    table = table_of(made, tmp_path / "table", "student", Prompt("none", ""))
-    own = SimpleNamespace(teacher_path="m", model_path="m", prompt_file=None, distill_weight=1.0,
-                          teacher_url=None)
-    for own.teacher_path in ("m", "./m/"):
-        with pytest.raises(UserError, match='give --prompt_file, records with "teacher_messages"'):
-            teaching.check_lesson(own, table, range(4, len(table)))
-    teaching.check_lesson(own, table, range(len(table)))        # the first four have contexts
-    own.distill_weight, own.teacher_url = 0.5, None
-    teaching.check_lesson(own, table, range(4, len(table)))
-    own.distill_weight, own.teacher_url = 1.0, "u"     # there it may have adapters
-    teaching.check_lesson(own, table, range(4, len(table)))
 
 
 # -- Runs --------------------------------------------------------------------------------------------------------------
@@ -284,24 +248,3 @@ def test_draws_are_those_of_the_student_of_now(made, train, tmp_path):
     ends = [load_file(tmp_path / name / "checkpoint-4" / "model.safetensors") for name in ("one", "again")]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
     train(1, tmp_path / "again", "--parallel", "ddp", *flags[2:], fails="teacher")      # another teacher: another run
-
-
-@pytest.mark.slow
-def test_all_weights_can_learn_from_a_frozen_copy(made, train, tmp_path):
-    """Step 1 is that of LoRA, whose adapters do nothing yet; the copy stays as it was while the student moves."""
-    flags = ("--prompt_file", made / "system.txt", "--prompt_role", "system")
-    full = train(1, tmp_path / "full", "--parallel", "ddp", *flags)
-    lora = train(1, tmp_path / "lora", "--parallel", "ddp", "--use_lora", *flags)
-    both = train(2, tmp_path / "both", "--parallel", "fsdp", "--bf16", *flags)
-    assert full[1]["train/kl_loss"] == pytest.approx(lora[1]["train/kl_loss"], abs=STEP)
-    assert both[1]["train/kl_loss"] == pytest.approx(lora[1]["train/kl_loss"], rel=0.1)
-    base = AutoModelForCausalLM.from_pretrained(made / "student")
-    moved = AutoModelForCausalLM.from_pretrained(tmp_path / "full" / "checkpoint-3")
-    records = [json.loads(line) for line in open(made / "few.jsonl")]
-    asked = made, moved, base, "student", records, Prompt("system", ""), "forward", 0
-    wanted, count = plain(*asked)
-    assert full[4]["train/kl_loss"] == pytest.approx(wanted.item() / count, abs=STEP)
-    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made / "student"),
-                                        tmp_path / "lora" / "checkpoint-3")
-    wanted, count = plain(made, adapted, base, "student", records, Prompt("system", ""), "forward", 0)
-    assert lora[4]["train/kl_loss"] == pytest.approx(wanted.item() / count, abs=STEP)

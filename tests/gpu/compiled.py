@@ -46,7 +46,6 @@ ROWS = (8192, 8064, 5120)       # tokens of three packs
 WIDTH, HEADS, HEAD = 8192, 24, 128
 
 
-# --------------------------------------------------------------------------------------------------
 # A compiler for a GPU that is not there
 
 
@@ -126,7 +125,6 @@ def assemble(name, source):
             "spilled": int.from_bytes(frame[1], "little")}      # bytes a thread
 
 
-# --------------------------------------------------------------------------------------------------
 # Our kernels
 
 

@@ -1,29 +1,23 @@
 """The block-diffusion launchers without Slurm: what they would run, what they refuse, signals, requeueing, the demo."""
-import contextlib
-import itertools
 import json
-import os
 import re
 import shlex
-import signal
 import subprocess
-import sys
-import uuid
 from pathlib import Path
 
 import pytest
 
 from core import cli
-from diffusion import choices, evaluate, sample_bd3lm
+from diffusion import evaluate, sample_bd3lm
 from tests.helpers.block_runs import train_bd3lm
-from tests.helpers.progress import PATIENCE_S, wait_until
+from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
-from tests.launch.test_launchers import alive, environment
+from tests.launch.test_launchers import environment
 
 LAUNCHERS = {"gsm8k": "train_gsm8k_bd3lm_h200.sh", "hdp": "train_hdp_diffusion_h200.sh"}
-JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1"}
-ODD = ["--output_dir", "a folder", "--wandb_project", "it's \"here\" $HOME *", "--resume", ""]
 
+
+ODD = ["--output_dir", "a folder", "--wandb_project", "it's \"here\" $HOME *", "--resume", ""]
 
 
 @pytest.fixture(autouse=True)
@@ -57,39 +51,6 @@ def printed(done):
 # -- what would run ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("system, preset, wanted", [
-    ("gsm8k", None, (128, 4, 5e-4, 5000, 50_000)),
-    ("gsm8k", "conservative", (64, 4, 4e-4, 5000, 50_000)),
-    ("hdp", "aggressive", (192, 4, 6e-4, 5000, 50_000)),
-    ("hdp", "extreme", (256, 4, 7e-4, 10_000, 50_000)),
-])
-def test_presets_are_the_guides(system, preset, wanted, tmp_path):
-    settings, data = {"PRESET": preset} if preset else {}, tmp_path / "t.json"
-    data.touch()
-    done = launch(LAUNCHERS[system], DRY_RUN="1", MIN_GPUS="0", TRAIN_DATA=str(data), TEST_DATA="e.json",
-                  SLURM_CPUS_PER_TASK="18", OMP_NUM_THREADS="", **settings)
-    words, args, sample = printed(done)
-    train_bd3lm.check_flags(args, 1)
-    layout = train_bd3lm.layout_of(args)
-    assert args.per_device_train_batch_size is None         # as many rows as hold the preset's problems
-    assert (choices.PRESETS[args.batch_preset][0], args.gradient_accumulation_steps, args.learning_rate, args.warmup_steps,
-            args.max_steps) == wanted
-    assert (layout.system, layout.block_size) == (system, 16)
-    assert args.bf16 and args.tf32 and args.compile and args.pack and args.drop_too_long
-    assert (args.num_workers, args.ema_decay, args.max_grad_norm) == (16, 0.9999, 1.0)
-    assert (args.train_data_file, args.model_size) == (str(data), "small")
-    assert words[0] == "OMP_NUM_THREADS=18" and "--nproc-per-node=1" in words and "--rdzv-endpoint=127.0.0.1:0" in words
-    assert args.output_dir == sample.checkpoint == f"outputs/{system}_h200" and sample.test_file == "e.json"
-    assert sample.bf16 and sample.drop_too_long
-
-
-def test_gsm8k_and_its_tokenizer_come_from_the_hub_by_default():
-    _, args, sample = printed(launch(LAUNCHERS["gsm8k"], DRY_RUN="1", MIN_GPUS="0"))
-    assert (args.train_data_file, args.eval_data_file, args.tokenizer) == ("openai/gsm8k", None, None)
-    assert sample.test_file == "openai/gsm8k"       # the test split is for the accuracy, not for early stopping
-    assert printed(launch(LAUNCHERS["gsm8k"], DRY_RUN="1", MIN_GPUS="0", TEST_DATA=""))[2] is None
-
-
 def test_settings_and_arguments_reach_the_trainer_and_the_last_word_is_the_users(tmp_path):
     data = tmp_path / "my data.json"
     data.touch()
@@ -107,21 +68,6 @@ def test_settings_and_arguments_reach_the_trainer_and_the_last_word_is_the_users
     assert (sample.checkpoint, sample.limit, sample.bf16) == ("a folder", 5, False)
 
 
-@pytest.mark.parametrize("system", LAUNCHERS)
-@pytest.mark.parametrize("demo", [["--demo"], ["--demo=300"], ["--demo", "300"]])
-def test_the_demo_is_small_and_needs_neither_gpu_nor_files(system, demo):
-    words, args, sample = printed(launch(LAUNCHERS[system], *demo, DRY_RUN="1", OMP_NUM_THREADS=""))
-    assert words[0] == "OMP_NUM_THREADS=1"
-    train_bd3lm.check_flags(args, 1)
-    layout = train_bd3lm.layout_of(args)
-    assert layout.system == system and args.model_size == "nano" and not args.bf16 and args.train_data_file is None
-    assert args.attn_backend == "sdpa"      # flex has no backward pass for rows of under 128 noisy copies
-    assert args.demo == (300 if len("".join(demo)) > 6 else 2000) and args.max_steps == {"gsm8k": 3200, "hdp": 4000}[system]
-    ending = "test.jsonl" if system == "gsm8k" else "test_hdp.json"
-    assert sample.test_file == f"outputs/{system}_demo/demo/{ending}"
-    assert args.output_dir == sample.checkpoint == f"outputs/{system}_demo"
-
-
 def test_chats_take_the_same_launcher(tmp_path):
     """No data of the hub; the test chats' likelihood is bounded; the demo answers its problems."""
     there = {"DRY_RUN": "1", "MIN_GPUS": "0", "SYSTEM": "chat"}
@@ -134,139 +80,6 @@ def test_chats_take_the_same_launcher(tmp_path):
     _, args, sample = printed(launch(LAUNCHERS["gsm8k"], "--demo", **there))
     train_bd3lm.check_flags(args, 1)
     assert sample.test_file == "outputs/chat_demo/demo/test.jsonl" and not args.strip_calculator
-
-
-@pytest.mark.parametrize("words, wanted", [
-    (["--init_from", "JetLM/SDAR-1.7B-Chat"], ("sdar", 64, 4)), (["--init_from=gpt2"], ("finetune", 128, 16)),
-    (["--batch_preset", "conservative"], ("conservative", 256, 16)),
-    (["--init_from", "SDAR", "--batch_preset=source"], ("source", 256, 16))])
-def test_arguments_choose_the_preset_as_settings_do(words, wanted):
-    args = printed(launch(LAUNCHERS["gsm8k"], *words, DRY_RUN="1", MIN_GPUS="0"))[1]
-    assert (args.batch_preset, args.global_batch_size, args.block_size) == wanted
-
-
-# -- what is refused --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("system, settings, message", [
-    ("gsm8k", {"PRESET": "huge"}, r"PRESET=huge: one of .*recommended"),
-    ("gsm8k", {"SYSTEM": "both"}, r"SYSTEM=both: gsm8k, chat or hdp"),
-    ("hdp", {"MIN_GPUS": "0"}, r"TRAIN_DATA is not set"),
-])
-def test_errors_are_one_clear_line(system, settings, message):
-    done = launch(LAUNCHERS[system], DRY_RUN="1", **settings)
-    lines = [line for line in done.stderr.splitlines() if "error" in line]
-    assert done.returncode == 1 and len(lines) == 1 and done.stdout == "", done.stderr
-    assert re.search(f"^{LAUNCHERS[system][:-3]}: error: .*{message}", lines[0]), lines
-
-
-# -- signals, status, requeueing --------------------------------------------------------------------------------------
-
-TRAINER = """
-import os, pathlib, signal, sys, time
-out = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
-def save(*_):
-    (out / "requeue").write_text("asked to stop by SIGUSR1 at step 3\\n")
-    sys.exit(0)
-signal.signal(signal.SIGUSR1, save)
-print("trainer said", flush=True)
-(out / "listens").touch()
-time.sleep(1000)
-"""
-
-
-SRUN = f"""#!{sys.executable}
-import signal, subprocess, sys
-words = sys.argv[1:]
-while words[0].startswith("--"):
-    del words[0]
-task = None
-for number in (signal.SIGUSR1, signal.SIGTERM):
-    signal.signal(number, lambda number, _: task and task.send_signal(number))
-task = subprocess.Popen(words)
-sys.exit(task.wait() % 256)
-"""
-
-
-@pytest.fixture
-def stand_ins(tmp_path, light):
-    """A PATH whose torchrun is light, and which has Slurm's commands, of which scontrol says RUNNING and leaves the
-    file queued-JOB; real ones are in test_slurm.py."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    for name, text in {
-            "scontrol": f'#!/bin/bash\n[ "$1" != requeue ] || touch "{tmp_path}/queued-$2"\n'
-                        'echo "   JobState=${STATE:-RUNNING} Reason=None"\n',
-            "squeue": "#!/bin/bash\n", "srun": SRUN}.items():
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    return f"{folder}:{light}"
-
-
-@pytest.fixture
-def started(tmp_path, script, stand_ins):
-    """started(**settings): the gsm8k launcher, when its trainer, which waits for SIGUSR1, listens."""
-    running, numbers = [], itertools.count()
-
-    def run(**settings):
-        log, mark = tmp_path / f"log-{next(numbers)}", uuid.uuid4().hex
-        process = subprocess.Popen(["bash", str(ROOT / "launch" / LAUNCHERS["gsm8k"])], cwd=tmp_path, process_group=0,
-                                   stdout=log.open("w"), stderr=subprocess.STDOUT,
-                                   env=environment(TRAINER=script(TRAINER), MIN_GPUS="0", OUTPUT_DIR="out",
-                                                   MARK=mark, PATH=stand_ins,
-                                                   TEST_DATA="none.jsonl", **settings))
-        process.log, process.mark = log, mark
-        running.append(process)
-        listens = tmp_path / "out" / "listens"
-        wait_until(lambda: listens.exists() or process.poll() is not None, "trainer")
-        assert process.poll() is None, log.read_text()
-        listens.unlink()
-        return process
-    yield run
-    for process in running:
-        for pid in {*alive(process.mark), process.pid} if process.poll() is None else alive(process.mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
-
-
-@pytest.mark.race
-def test_a_signal_lets_the_trainer_save_and_skips_the_answers(started, tmp_path):
-    process = started()
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=PATIENCE_S) == 0, process.log.read_text()
-    text = process.log.read_text()
-    assert (tmp_path / "out" / "requeue").exists() and text.count("asking what runs to save") == 2    # node.sh, too
-    assert "none.jsonl" not in text and "requeue" not in text
-    (log,) = (tmp_path / "out" / "node_logs").glob("local-*.log")
-    assert log.read_text().count("trainer said") == 1
-    process = started()         # logs go on
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=PATIENCE_S) == 0 and log.read_text().count("trainer said") == 2
-
-
-@pytest.mark.race
-@pytest.mark.parametrize("state, restarts, queued, said", [
-    ("RUNNING", 0, True, "at step 3; requeueing the job"),
-    ("COMPLETING", 0, False, "at step 3; the job is COMPLETING"),
-    ("RUNNING", 2, False, r"at step 3; not requeued, this was start 3 (MAX_REQUEUES)"),
-])
-def test_a_job_asked_to_stop_is_queued_again(started, tmp_path, state, restarts, queued, said):
-    process = started(**JOB, STATE=state, SLURM_RESTART_COUNT=str(restarts), MAX_REQUEUES="2")
-    process.send_signal(signal.SIGUSR1)     # as Slurm does before the time limit: to the batch shell alone
-    assert process.wait(timeout=PATIENCE_S) == (1 if restarts else 0), process.log.read_text()
-    assert (tmp_path / "queued-7").exists() == queued
-    assert said in process.log.read_text()
-    assert list((tmp_path / "out" / "node_logs").glob("7-*.log"))
-
-
-def test_an_old_marker_neither_stops_nor_requeues(tmp_path, script, stand_ins):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "requeue").write_text("of an earlier start")
-    done = launch(LAUNCHERS["gsm8k"], cwd=tmp_path, TRAINER=script("pass"), MIN_GPUS="0", OUTPUT_DIR="out",
-                  TEST_DATA="", AFTER="touch after", **JOB, PATH=stand_ins)
-    assert done.returncode == 0 and "no TEST_DATA, so no accuracy" in done.stderr, done.stderr
-    assert (tmp_path / "after").exists() and not (tmp_path / "queued-7").exists()
 
 
 # -- the whole thing --------------------------------------------------------------------------------------------------

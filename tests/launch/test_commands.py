@@ -11,8 +11,8 @@ import pytest
 from core import cli
 from distill import create_data
 from tests.helpers.block_runs import train_bd3lm
-from tests.helpers.students import train_sft
 from tests.helpers.progress import PATIENCE_S
+from tests.helpers.students import train_sft
 from tests.helpers.trainer import ROOT, script_flags
 from tests.launch.test_launchers import environment, launch, printed_command, shell
 
@@ -87,17 +87,6 @@ def test_train_tts_with_its_data_alone(tree, script):
     assert theirs == ours and line[-len(given):] == given
 
 
-def test_train_tts_as_a_job():
-    header = " ".join(re.findall(r"^#SBATCH (.*)$", (ROOT / "launch" / "train_tts.sh").read_text(), re.M)).split()
-    assert {"--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--cpus-per-task=64"} <= set(header)
-
-
-def test_train_tts_says_which_data_is_missing(tmp_path):
-    done = launch("train_tts.sh", cwd=tmp_path, DRY_RUN="1")
-    assert (done.returncode, done.stderr) == (
-        1, "train_tts: error: TRAIN_DATA is not set: a ChatML file or a folder of them\n")
-
-
 def test_train_tts_settings(tmp_path):
     (tmp_path / "clips").mkdir()
     _, line = printed_command(launch("train_tts.sh", cwd=tmp_path, DRY_RUN="1", TRAIN_DATA="clips", LORA="0", LR="1e-4",
@@ -112,10 +101,8 @@ def test_train_tts_settings(tmp_path):
 @pytest.mark.parametrize("launcher", ["train_tts.sh", "train_tts_h200x8.sh"])
 @pytest.mark.parametrize("settings, args, said", [
     ({"WARMUP": "5"}, [], "WARMUP=5: not a setting of this launcher; it has .*WARMUP_STEPS"),
-    ({"SEQ_LEN": "256"}, [], "SEQ_LEN=256: not a setting"), ({"PRESET": "x"}, [], "PRESET=x: not a setting"),
     ({"BATCHSIZE": "3"}, [], "BATCHSIZE is set, which is not a setting; the nearest is BATCH_SIZE"),
     ({"LR": "1"}, ["--learning_rate=2"], "LR is set and --learning_rate is given: leave one of them out"),
-    ({"TRAIN_DATA": "a"}, ["--train_data_dir", "b"], "TRAIN_DATA is set and --train_data_dir is given"),
     ({"LORA": "yes"}, [], "LORA=yes: 1 or 0")])
 def test_what_a_launcher_would_ignore_is_refused(launcher, settings, args, said):
     done = launch(launcher, *args, DRY_RUN="1", MIN_GPUS="0", **settings)
@@ -184,20 +171,13 @@ def test_block_diffusion_from_the_folder_in_the_notes(tree):
 
 
 @pytest.mark.parametrize("settings, wanted", [
-    ({}, (128, 4, 5e-4, 0, 5000)), ({"GPUS": "2"}, (128, 2, 5e-4, 0, 5000)),
-    ({"GPUS": "8"}, (64, 1, 5e-4, 0, 5000)), ({"PRESET": "conservative"}, (64, 4, 4e-4, 0, 5000)),
-    ({"PRESET": "aggressive"}, (192, 4, 6e-4, 0, 5000)), ({"PRESET": "extreme"}, (256, 4, 7e-4, 0, 10000)),
-    ({"PRESET": "source"}, (16, 16, 1e-3, 0, 1000)), ({"INIT_FROM": "weights"}, (64, 2, 1e-4, 0, 100)),
-    ({"INIT_FROM": "Qwen/Qwen3-0.6B", "PRESET": "convert"}, (64, 1, 2e-5, 0, 35)),
+    ({}, (128, 4, 5e-4, 0, 5000)), ({"GPUS": "8"}, (64, 1, 5e-4, 0, 5000)),
+    ({"PRESET": "aggressive"}, (192, 4, 6e-4, 0, 5000)),
+    ({"INIT_FROM": "weights"}, (64, 2, 1e-4, 0, 100)),
     ({"INIT_FROM": "JetLM/SDAR-1.7B-Chat"}, (64, 1, 1e-5, 0, 35)),
-    ({"INIT_FROM": "weights", "PRESET": "recommended", "GPUS": "2"}, (128, 2, 5e-4, 0, 5000)),
-    ({"BATCH_SIZE": "64", "GRAD_ACCUM": "8"}, (64, 8, 5e-4, 512, 5000)),         # the preset's 512: the rate stays
-    ({"BATCH_SIZE": "32"}, (32, 16, 5e-4, 512, 5000)),
-    ({"BATCH_SIZE": "64", "GRAD_ACCUM": "2"}, (64, 2, 5e-4, 512, 5000)),
+    ({"BATCH_SIZE": "64", "GRAD_ACCUM": "8"}, (64, 8, 5e-4, 512, 5000)),
     ({"LR": "3e-4", "WARMUP_STEPS": "10000"}, (128, 4, 3e-4, 0, 10000)),
-    ({"GLOBAL_BATCH_SIZE": "768"}, (128, 6, 5e-4, 512, 5000)),
-    ({"GLOBAL_BATCH_SIZE": "768", "LR": "1e-4"}, (128, 6, 1e-4, 0, 5000)),
-    ({"GLOBAL_BATCH_SIZE": "1024", "BATCH_SIZE": "64", "GPUS": "4"}, (64, 4, 5e-4, 512, 5000))], ids=str)
+    ({"GLOBAL_BATCH_SIZE": "768", "LR": "1e-4"}, (128, 6, 1e-4, 0, 5000))], ids=str)
 def test_batch_settings_of_block_diffusion(settings, wanted):
     """Line 6. --auto, which splits a step by memory, changes nothing where a part of it is set."""
     auto = " --auto" if {"BATCH_SIZE", "GRAD_ACCUM"} & settings.keys() else ""
@@ -207,8 +187,7 @@ def test_batch_settings_of_block_diffusion(settings, wanted):
     assert {"problems_per_batch", "gradient_accumulation_steps"} <= args.named
 
 
-@pytest.mark.parametrize("settings, problems", [({}, 512), ({"GPUS": "64"}, 512), ({"GPUS": "3"}, 512),
-                                                ({"PRESET": "source"}, 256), ({"GLOBAL_BATCH_SIZE": "1024"}, 1024)])
+@pytest.mark.parametrize("settings, problems", [({}, 512), ({"GPUS": "3"}, 512), ({"GLOBAL_BATCH_SIZE": "1024"}, 1024)])
 def test_auto_leaves_the_split_of_a_step_to_the_trainer(settings, problems):
     """So no preset limits the number of GPUs."""
     args, _ = bd3lm(**settings)
@@ -219,11 +198,9 @@ def test_auto_leaves_the_split_of_a_step_to_the_trainer(settings, problems):
 @pytest.mark.parametrize("settings, args, said", [
     ({"BATCH_SIZE": "64", "GRAD_ACCUM": "8", "GLOBAL_BATCH_SIZE": "768"}, [],
      "--global_batch_size 768: cannot be split; 64 problems x 8 micro-steps x 1 ranks = 512"),
-    ({"GPUS": "3", "SWITCHES": ""}, [], "--global_batch_size 512: cannot be split; 128 problems"),
-    ({"BATCH_SIZE": "x"}, [], "BATCH_SIZE=x: a number"), ({"EPOCHS": "3"}, [], "EPOCHS=3: not a setting"),
+    ({"BATCH_SIZE": "x"}, [], "BATCH_SIZE=x: a number"),
     ({"BATCH_SIZE": "64"}, ["--demo"], "the demo has a batch of its own"),
     ({"LR": "1"}, ["--learning_rate", "2"], "LR is set and --learning_rate is given"),
-    ({"BATCH_SIZE": "64"}, ["--per_device_train_batch_size", "2"], "is set by variables and by flags"),
     ({}, ["model.depth=3"], "model.depth=3: not one of the overrides")])
 def test_what_a_block_diffusion_launcher_refuses(settings, args, said):
     done = launch(BD3LM, *args, DRY_RUN="1", MIN_GPUS="0", **settings)

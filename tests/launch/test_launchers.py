@@ -1,5 +1,4 @@
 """The launchers without Slurm: what they would run, what they refuse; signals save and leave no process behind."""
-import itertools
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.progress import PATIENCE_S, wait_until
-from tests.helpers.trainer import ROOT, script_flags, trainer_command
+from tests.helpers.trainer import ROOT, trainer_command
 
 LAUNCHERS = ("train_tts.sh", "train_tts_h200x8.sh")
 ALL_LAUNCHERS = {"train_tts.sh": "train_v2_ddp.py", "train_tts_h200x8.sh": "train_v2_ddp.py",     # and their trainers
@@ -110,73 +109,16 @@ def test_dry_run_prints_the_command_with_every_argument_whole(tmp_path):
     assert not (tmp_path / "a folder").exists()
 
 
-@pytest.mark.parametrize("nodes, settings, endpoint", [
-    ("", {"MASTER_PORT": "4000"}, "127.0.0.1:4000"),
-    ("1", {}, "127.0.0.1:0"), ("1", {"PORT_BASE": "2000"}, "n1:2007"),
-    ("1", {"PORT_BASE": "2000", "MASTER_PORT": "4000"}, "n1:4000"),
-    ("2", {}, "n1:29507"), ("2", {"PORT_BASE": "2000"}, "n1:2007"),
-])
-def test_ports(tmp_path, nodes, settings, endpoint):
-    (tmp_path / "scontrol").write_text("#!/bin/bash\necho n1\n")
-    (tmp_path / "scontrol").chmod(0o755)
-    job = {"SLURM_JOB_ID": "3007", "SLURM_JOB_NUM_NODES": nodes, "SLURM_JOB_NODELIST": "n1"} if nodes else {}
-    done = launch("train_tts.sh", DRY_RUN="1", TRAIN_DATA=__file__, PATH=f"{tmp_path}:{os.environ['PATH']}", **job,
-                  **settings)
-    assert f"--rdzv-endpoint={endpoint}" in printed_command(done)[0]
-
-
-def test_h200_launcher_sets_what_its_header_says():
-    done = launch("train_tts_h200x8.sh", "--model_path", "m", "--audio_tokenizer_path", "c", "--train_data_file",
-                  str(ROOT / "README.md"), "--logging_steps", "7", DRY_RUN="1", MIN_GPUS="0", NPROC_PER_NODE="8",
-                  SLURM_CPUS_PER_TASK="128", OMP_NUM_THREADS="")
-    words, flags = printed_command(done)
-    args = script_flags()[0].parse_args(flags)
-    assert (args.num_workers, args.preprocess_num_proc, args.report_to) == (4, 32, ["tensorboard"])
-    script_flags()[1](args, world_size=8)        # which would give loaders no more CPUs than are here
-    assert words[0] == "OMP_NUM_THREADS=16"
-    assert "--nproc-per-node=8" in words
-    assert "--per_device_train_batch_size" not in flags and args.global_batch_size == 256
-    assert args.bf16 and args.tf32 and args.auto and args.use_lora and args.gradient_checkpointing is None
-    assert (args.lora_rank, args.lora_alpha, args.lora_target_modules) == (16, 64, "all-linear")
-    assert args.logging_steps == 7          # ours is 5; what the user gives comes last
-
-
-def test_h200_launcher_takes_less_on_a_small_machine():
-    done = launch("train_tts_h200x8.sh", DRY_RUN="1", MIN_GPUS="0", SLURM_CPUS_PER_TASK="23", SWITCHES="",
-                  LORA_RANK="4", TRAIN_DATA=__file__)
-    _, flags = printed_command(done)
-    assert flags[flags.index("--preprocess_num_proc") + 1] == "6"
-    assert flags[flags.index("--lora_rank") + 1] == "4"
-    assert "--bf16" not in flags and "--use_lora" in flags
-
-
-@pytest.mark.parametrize("switches", [None, "", "--bf16"])
-def test_h200_launcher_without_lora_is_full_fine_tuning(switches):
-    """Under FSDP2 where the trainer does not choose."""
-    done = launch("train_tts_h200x8.sh", "--model_path", "m", "--audio_tokenizer_path", "c", "--train_data_file",
-                  str(ROOT / "README.md"), DRY_RUN="1", MIN_GPUS="0", NPROC_PER_NODE="8", LORA="0",
-                  **({} if switches is None else {"SWITCHES": switches, "BATCH_SIZE": "4"}))
-    args = script_flags()[0].parse_args(printed_command(done)[1])
-    script_flags()[1](args, world_size=8)        # refuses flags of adapters without --use_lora
-    assert not args.use_lora and (args.auto or args.parallel == "fsdp")
-    assert (args.bf16, args.tf32, args.auto) == (switches != "", switches is None, switches is None)
-
-
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("launcher, args, settings, message", [
     ("train_tts.sh", [], {}, r"TRAIN_DATA is not set: a ChatML file"),
-    ("create_data_h100x8.sh", [], {}, r"INPUT is not set: create_data_h100x8.sh INPUT"),
     ("train_tts.sh", ["--train_data_file", __file__], {"SLURM_GPUS_ON_NODE": "8"},
      r"Slurm gave 8 GPUs on .*, the driver shows 0"),
     ("train_tts.sh", [], {"TRAINER": "/nowhere/train.py", "TRAIN_DATA": __file__}, r"TRAINER: no such file: /nowhere/train.py"),
-    ("train_tts.sh", [], {"VENV": "/nowhere", "TRAIN_DATA": __file__}, r"VENV: no such file: /nowhere/bin/activate"),
     ("train_tts.sh", [], {"PATH": "/usr/bin:/bin", "TRAIN_DATA": __file__}, r"no torchrun on PATH"),
     ("train_tts.sh", [], {"VENV": "", "CONDA_ENV": "no-such-env", "TRAIN_DATA": __file__}, r"CONDA_ENV=no-such-env: no such conda environment"),
-    ("train_tts_h200x8.sh", [], {"LORA": "no"}, r"LORA=no: 1 or 0"),
-    ("train_tts.sh", [], {"PORT_BASE": "2000", "TRAIN_DATA": __file__},
-     r"PORT_BASE is added to a Slurm job's number, and this is not a job"),
     ("train_tts.sh", ["--no_such", "3"], {"TRAIN_DATA": __file__}, r"--no_such: no such flag; the nearest one is"),
 ])
 def test_errors_are_one_clear_line(launcher, args, settings, message):
@@ -200,12 +142,6 @@ def test_a_link_to_a_launcher_finds_the_repository(tmp_path):
         said = f"{name}: error: {wrong} is set, which is not a setting; the nearest is {near}\n"
         assert done.stderr == said and done.returncode == 1
     assert "RANK" not in launch("distill_demo.sh", KEEP="x", RANK="0", TOKEN="of mine").stderr
-
-
-def test_without_a_gpu_it_says_so_and_starts_one_trainer():
-    done = launch("train_tts.sh", DRY_RUN="1", TRAIN_DATA=__file__)
-    assert "--nproc-per-node=1" in printed_command(done)[0]
-    assert "no GPU on" in done.stderr
 
 
 @pytest.mark.parametrize("launcher", sorted(path.name for path in (ROOT / "launch").glob("*.sh")
@@ -244,25 +180,7 @@ def test_common_nodes_have_the_cpus_that_a_job_asks_for(launcher):
     assert int(cpus[1]) <= 64
 
 
-def test_port_in_use_is_refused():
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-        done = launch("train_tts.sh", TRAIN_DATA=__file__, MASTER_PORT=str(port))
-    assert done.returncode == 1 and done.stdout == ""
-    assert f"port {port} on {socket.gethostname()} is in use; set MASTER_PORT" in done.stderr
-
-
 # -- status and signals -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_arguments_reach_the_trainer_whole_and_its_failure_gives_the_status(tmp_path, script):
-    trainer = script("import json, sys\nprint('GOT', json.dumps(sys.argv[1:]))\nsys.exit(5)")
-    (tmp_path / "it's \"here\"").mkdir()
-    done = launch("train_tts.sh", *ODD, cwd=tmp_path, TRAINER=trainer)
-    assert done.returncode == 1         # torchrun's
-    got = next(line for line in done.stdout.splitlines() if line.startswith("GOT"))
-    assert json.loads(got[4:])[-len(ODD):] == ODD
 
 
 @pytest.mark.slow
@@ -415,20 +333,6 @@ def test_every_launcher_finds_what_set_up_has_made(launcher, clone):
     assert done.stdout == "trained in mine, VENV=mine\n" and "environment:" not in done.stderr
 
 
-@pytest.mark.slow
-def test_an_environment_that_has_all_is_not_left_for_set_ups(clone, light):
-    make_environment(clone / ".venv", "the .venv")
-    done = launch_from(clone, "train_tts.sh", path=light)
-    assert done.returncode == 0 and done.stdout == "" and "environment:" not in done.stderr
-    make_environment(clone.parent / "bare", "an environment without torch")
-    (clone.parent / "bare" / "bin" / "python").unlink()
-    (clone.parent / "bare" / "bin" / "python").write_text(f'#!/bin/bash\nexec "{sys.executable}" -I -S "$@"\n')
-    (clone.parent / "bare" / "bin" / "python").chmod(0o755)
-    path = f"{clone.parent}/bare/bin:{STANDARD}"
-    assert launch_from(clone, "train_tts.sh", path=path).stdout == "trained in the .venv, VENV=\n"
-    assert "an environment without torch" in launch_from(clone, "train_tts.sh", path=path, VENV="none").stdout
-
-
 def test_a_torch_without_cuda_is_not_started_on_gpus(clone):
     import torch
     (clone / "nvidia-smi").write_text("#!/bin/bash\necho 'GPU 0: NVIDIA H200 (UUID: x)'\n")
@@ -443,74 +347,6 @@ def test_a_torch_without_cuda_is_not_started_on_gpus(clone):
     assert launch_from(clone, "train_tts.sh", **settings).returncode == 0       # CUDA_VISIBLE_DEVICES=
 
 
-# -- queueing again, with stand-ins for Slurm's commands; the real ones are in test_slurm.py ---------------------------
-
-
-@pytest.fixture
-def failing_job(tmp_path):
-    """failing_job(step=0, lists=False, **settings): one start of a job that saves checkpoint-STEP, then fails.
-
-    lists: Slurm goes on listing the step; otherwise it fails to start the probe. Returns True if it was queued again.
-    """
-    stand_ins, out, queued = tmp_path / "bin", tmp_path / "out", tmp_path / "queued"
-    stand_ins.mkdir()
-    for name, text in {
-            "scontrol": 'case "$*" in requeue*) touch "$QUEUED" ;; *job*) echo JobState=RUNNING ;; *) echo n1 ;; esac',
-            "squeue": 'echo "$STEPS"',
-            "sleep": f"exec {shutil.which('sleep')} 0.02",      # between ten looks at that list
-            # the nodes answer when the step is listed, so that only the list can tell
-            "srun": '[ "$SAVES" = 0 ] || mkdir -p "$SAVES"\n'
-                    'case "$*" in *" true") [ -n "$STEPS" ] ;; *) exit 1 ;; esac'}.items():
-        (stand_ins / name).write_text(f"#!/bin/bash\n{text}\n")
-        (stand_ins / name).chmod(0o755)
-    starts = itertools.count()
-
-    def run(step=0, lists=False):
-        queued.unlink(missing_ok=True)
-        done = launch("train_tts.sh", "--output_dir", str(out), PATH=f"{stand_ins}:{os.environ['PATH']}",
-                      TRAIN_DATA=__file__, SLURM_JOB_ID="7", SLURM_RESTART_COUNT=str(next(starts)),
-                      SLURM_JOB_NUM_NODES="1", SLURM_JOB_NODELIST="n1", QUEUED=str(queued),
-                      STEPS="7.0" if lists else "", SAVES=str(out / f"checkpoint-{step}") if step else "0")
-        assert done.returncode == (0 if queued.exists() else 1), done.stderr
-        assert ("a node was lost; requeueing the job" in done.stderr) == queued.exists()
-        assert ("and no new checkpoint since the last time; not requeued" in done.stderr) != queued.exists()
-        return queued.exists()
-    run.out = out
-    return run
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lists", [False, True])
-def test_an_error_that_looks_like_a_lost_node_is_queued_again_once(failing_job, lists):
-    assert [failing_job(lists=lists), failing_job(lists=lists)] == [True, False]
-
-
-def test_lost_nodes_are_queued_again_as_long_as_checkpoints_come(failing_job):
-    assert [failing_job(step) for step in (0, 8, 16, 100)] == [True] * 4
-    (failing_job.out / "checkpoint-200.tmp").mkdir()        # unfinished
-    assert not failing_job()
-
-
-def test_another_job_of_the_same_number_starts_afresh(failing_job):
-    (failing_job.out / "node_logs").mkdir(parents=True)
-    (failing_job.out / "node_logs" / "7.progress").write_text("50\n")
-    assert failing_job(10)
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_copy_in_slurms_spool_folder_finds_the_repository(launcher, tmp_path):
-    (tmp_path / "scontrol").write_text(f'#!/bin/bash\n[ "$3" = 7 ] || echo n1\n'
-                                       f'echo "   Command={ROOT}/launch/{launcher} --output_dir out"\n')
-    (tmp_path / "scontrol").chmod(0o755)
-    copy = shutil.copy(ROOT / "launch" / launcher, tmp_path / "slurm_script")
-    done = launch(copy, "--output_dir", "out", cwd=tmp_path, DRY_RUN="1", MIN_GPUS="0", TRAIN_DATA=__file__,
-                  SLURM_JOB_ID="7", SLURM_JOB_NUM_NODES="1", SLURM_JOB_NODELIST="n1",
-                  PATH=f"{tmp_path}:{os.environ['PATH']}")
-    words, flags = printed_command(done)
-    assert f"{ROOT}/launch/node.sh" in words and f"{ROOT}/train_v2_ddp.py" in words
-    assert flags[-2:] == ["--output_dir", "out"] and ("--lora_rank" in flags) == ("h200" in launcher)
-
-
 # -- the scripts themselves -------------------------------------------------------------------------------------------
 
 
@@ -522,12 +358,3 @@ def test_scripts_are_shellcheck_clean(path):
         pytest.skip("shellcheck is not installed")
     done = subprocess.run(["shellcheck", "-x", str(path)], text=True, capture_output=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout
-
-
-def test_every_launcher_is_strict_and_finds_the_repository_in_the_same_way():
-    preambles = set()
-    for launcher in ALL_LAUNCHERS:
-        text = (ROOT / "launch" / launcher).read_text()
-        assert "set -euo pipefail" in text and "--requeue --signal=B:USR1@" in text
-        preambles.add(text[text.index("here=$("):text.index('/env.sh"\n', text.index("\nsource "))])
-    assert len(preambles) == 1
