@@ -47,6 +47,17 @@ class Reading(NamedTuple):
     behind: object = None       # chat.Encoder of the teacher; None: the student's
 
 
+def far_too_long(record, reading):
+    """Characters of a record's longest message if its beginning alone fills more than the limit,
+    else 0. A line may have megabytes, which would take a minute to tokenise.
+    """
+    text = max((message["content"] for message in record["messages"]), key=len)
+    if reading.policy not in ("stop", "drop") or len(text) <= 8 * reading.limit:
+        return 0
+    beginning = len(reading.encoder.lists([text[:8 * reading.limit]])[0])
+    return len(text) if beginning > reading.limit * 9 // 8 else 0
+
+
 def encode_chunk(records, path, reading, problems):
     """[(line, record)] -> {column of the table: array; "ends": Counter; "long", ...: counts}.
 
@@ -55,15 +66,22 @@ def encode_chunk(records, path, reading, problems):
     """
     encoder, limit, policy, prompt = reading[:4]
     ends, encoder.ends = encoder.ends, Counter()
-    count = Counter()
-    results = encoder.encode([record["messages"] for _, record in records],
-                             [record.get("tools") for _, record in records])
+    count, short = Counter(), []
+    for line, record in records:
+        if size := far_too_long(record, reading):
+            count.update(("long", "dropped"))
+            problems.append(problem(f"{path}:{line}", "too_long", f"{size:,} characters, more than "
+                                    f"{limit} tokens", path))
+        else:
+            short.append((line, record))
+    results = encoder.encode([record["messages"] for _, record in short],
+                             [record.get("tools") for _, record in short])
     if prompt:
         from distill.teaching import behind_prompt
         results = behind_prompt(prompt, reading.behind or encoder,
-                                [record for _, record in records], results)
+                                [record for _, record in short], results)
     ids, masks, numbers = [], [], []
-    for (line, record), result in zip(records, results):
+    for (line, record), result in zip(short, results):
         # several samples where the template rewrites earlier turns
         samples = result if isinstance(result, list) else [result]
         count["split"] += isinstance(result, list)

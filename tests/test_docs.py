@@ -1,10 +1,12 @@
 """README and docs: every command in them parses, every flag and file they name exists, every link leads somewhere.
 
 The flags of a Python command go through its script's own parser; launchers print what they would run, which is parsed
-as well. The demos have tests of their own. A command that no rule covers is a failure.
+as well; the trainers of README run with --dry_run on tiny models. The demos have tests of their own. A command that no
+rule covers is a failure.
 """
 import argparse
 import functools
+import importlib
 import json
 import os
 import re
@@ -15,13 +17,22 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+import soundfile
 
+from speech import convert
+from tests.helpers import chats
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT, script_flags
 
 PAGES = [ROOT / "README.md", ROOT / ".github/CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
+COPY_OUT = """\
+mkdir -p ~/mine/higgs   && cp -r train_v2_ddp.py data.py lora.py speech core  ~/mine/higgs/
+mkdir -p ~/mine/blocks  && cp -r diffusion core                               ~/mine/blocks/
+mkdir -p ~/mine/distill && cp -r distill core                                 ~/mine/distill/
+"""
 
 # Launchers that print what they would run with DRY_RUN=1, and which of our scripts are in it.
 LAUNCHERS = {
@@ -31,16 +42,19 @@ LAUNCHERS = {
     "launch/train_hdp_diffusion_h200.sh": ["diffusion/train_bd3lm.py", "diffusion/sample_bd3lm.py"]}
 # Whole jobs: these tests run them, demo.sh the last one here. test.sh is run with pytest's --version.
 ELSEWHERE = {"launch/distill_demo.sh": "tests/launch/test_distill_demo.py", "launch/demo.sh": "tests/test_docs.py"}
-
-
+# What stands for models of the hub in README's commands.
+HUB = {"bosonai/higgs-audio-v2-generation-3B-base": "BASE", "bosonai/higgs-audio-v2-tokenizer": "CODEC",
+       "Qwen/Qwen3-4B-Instruct-2507": "STUDENT"}
 REST = "--model_path BASE --audio_tokenizer_path CODEC --train_data_file train.json --output_dir fresh"  # for "..."
 # Flags of other programs that the documents speak about.
 FOREIGN = {"--container-image", "--container-mounts", "--nproc_per_node", "--max-restarts", "--nodes", "--time", "--signal", "--batch", "--logdir", "--help",
            "--no-deps", "--omni", "--dllm-algorithm-config", "--model-path", "--trust-remote-code", "--enable-lora",
            "--max-lora-rank", "--max-logprobs", "--extra", "--word_timestamps", "--output_format", "--model",
            "--partition", "--account", "--repo-type", "--local-dir"}
+NOTES = "## Commands from older notes\n"        # of other places and programs; tests/launch/test_commands.py runs them
 
 
+# ---------------------------------------------------------------------------------------------------------------------
 # What the documents say
 
 
@@ -104,6 +118,25 @@ def block_commands():
     return found
 
 
+def sentence_commands():
+    """Commands inside sentences and under tables: `python ...`, `bash ...`, with settings before them or without."""
+    found = []
+    for page, text in TEXTS.items():
+        bare = without_blocks(text)
+        notes = bare.find(NOTES)
+        for span in re.finditer(r"`([^`]+)`", bare):
+            if 0 <= notes < span.start() < bare.find("\n## ", notes + 1):
+                continue
+            try:
+                settings, words = split_command(span[1].replace("\n", " "))
+            except ValueError:
+                continue        # half a quotation
+            if len(words) > 1 and words[0] in ("python", "bash", "torchrun", "sbatch"):
+                found.append(Command(page, bare[:span.start()].count("\n") + 1, settings, words, span[1]))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # What the scripts say
 
 
@@ -113,12 +146,19 @@ def parser_of(script):
     return script_flags(script)[0]
 
 
-def parse(script, words):
-    """Parse a command's flags as its script does."""
+def parse(script, words, partial=False):
+    """Parse a command's flags as its script does; partial: required ones may be missing."""
+    parser = parser_of(script)
+    required = {action: action.required for action in parser._actions}
     try:
-        return parser_of(script).parse_args(words)
+        for action in required if partial else ():
+            action.required = False
+        return parser.parse_args(words)
     except SystemExit as left:
         raise AssertionError(f"{script} refuses {shlex.join(words)}") from left
+    finally:
+        for action, value in required.items():
+            action.required = value
 
 
 def script_of(words):
@@ -161,18 +201,36 @@ def all_flags():
     return flags
 
 
+# ---------------------------------------------------------------------------------------------------------------------
 # Where commands run
 
 
 @pytest.fixture
-def workshop(tmp_path):
-    """A folder where the repository's files lie under their own names, and files that commands name."""
-    for source in (*(ROOT / name for name in ("launch", "speech", "diffusion", "distill", "core")), *ROOT.glob("*.py")):
-        os.symlink(source, tmp_path / source.name)
-    for name in ("train.json", "labels.jsonl", "lines.txt"):
-        (tmp_path / name).write_text("[]\n")
+def workshop(tiny, tmp_path):
+    """A folder where the repository's files lie under their own names, and tiny things that README's commands name."""
+    for source in (*(ROOT / name for name in ("launch", "speech", "diffusion", "distill", "core")),
+                   *ROOT.glob("*.py")):
+        if source.exists():
+            os.symlink(source, tmp_path / source.name)
+    (tmp_path / "BASE").symlink_to(tiny.model)
+    (tmp_path / "CODEC").symlink_to(tiny.codec)
+    text = tiny.train_json.read_text().replace('"audio_url": "', f'"audio_url": "{tiny.root}/')
+    (tmp_path / "train.json").write_text(text)
     (tmp_path / "recordings").mkdir()
+    write_speech(tmp_path / "recordings" / "talk.wav", 200, seconds=8)
+    (tmp_path / "recordings" / "talk.srt").write_text("".join(
+        f"{i + 1}\n00:00:0{i},000 --> 00:00:0{i + 1},000\nGood day number {i}.\n\n" for i in range(8)))
+    chats.student(tmp_path / "STUDENT")
+    chats.write(tmp_path / "labels.jsonl", chats.conversations(24))
+    (tmp_path / "lines.txt").write_text("Good day.\n")
     return tmp_path
+
+
+def write_speech(path, pitch, seconds=1):
+    """Seconds of a voice-like tone."""
+    t = np.arange(24000 * seconds) / 24000
+    wave = sum(np.sin(2 * np.pi * pitch * k * t) / k for k in range(1, 20)) * (0.1 + 0.05 * np.sin(2 * np.pi * 3 * t))
+    soundfile.write(path, wave.astype(np.float32), 24000)
 
 
 def filled(flags):
@@ -186,6 +244,21 @@ def environment(**settings):
             if not re.match(r"SLURM_|RANK$|WORLD_SIZE$|LOCAL_|MASTER_|VENV$|PYTHONPATH$", name)}
     return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VENV": "", "MIN_GPUS": "0",
                    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | settings
+
+
+def check_python(command, request):
+    """Parse the flags of a command that starts a Python script; one of README also runs, with --dry_run."""
+    script, flags, ranks = script_of(command.words)
+    if "--help" not in flags:
+        parse(script, filled(flags))
+    mains = {"train_v2_ddp.py": "tests.helpers.trainer.speech_main",
+             "distill/train_sft.py": "tests.helpers.students.run_trainer"}
+    if command.page != "README.md" or script not in mains:
+        return
+    statuses, output = request.getfixturevalue("pool").run(
+        1, mains[script], [*(HUB.get(flag, flag) for flag in flags), "--dry_run", str(ranks)],
+        cwd=request.getfixturevalue("workshop"))
+    assert not any(statuses) and "dry run ok" in output, f"{command}: {command.text}\n{output[-3000:]}"
 
 
 def check_launcher(command, workshop):
@@ -217,9 +290,10 @@ def check_launcher(command, workshop):
             parse(script, line[at + 1:])
 
 
+# ---------------------------------------------------------------------------------------------------------------------
 # Tests
 
-BLOCKS = block_commands()
+BLOCKS, SENTENCES = block_commands(), sentence_commands()
 KINDS = {}      # one for each script, flags and settings: the same with other values is not run again
 for command in BLOCKS:
     names = {word.partition("=")[0] for word in command.words if word.startswith("--")}
@@ -231,10 +305,8 @@ for command in BLOCKS:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", KINDS.values(), ids=str)
 def test_command_of_a_block(command, request, tmp_path):
-    if found := script_of(command.words):
-        script, flags, _ = found
-        if "--help" not in flags:
-            parse(script, filled(flags))
+    if script_of(command.words):
+        check_python(command, request)
     elif launcher_of(command.words):
         check_launcher(command, request.getfixturevalue("workshop"))
     elif command.words[0] == "whisper":     # of another package
@@ -245,6 +317,76 @@ def test_command_of_a_block(command, request, tmp_path):
         assert (folder / "core" / "optim.py").exists() and len(list(folder.iterdir())) >= 2
     else:
         pytest.fail(f"{command}: no rule covers {command.text}")
+
+
+# Example of docs/data.md: (heading, number of its block): the file it becomes, the audio it names, {file: text} beside it
+EXAMPLES = {
+    ("ChatML", 0): ("train.json", ["clips/reference.wav", "clips/target.wav"], {}),
+    ("A table with a header", 0): ("train.csv", ["clips/0001.wav", "clips/0002.wav"], {}),
+    ("A table with a header", 1): ("train.csv", ["talk.flac"], {}),
+    ("Long recordings with subtitles", 0): ("NAME.srt", ["NAME.wav"], {}),
+    ("LJSpeech and other tables without a header", 0): ("metadata.csv", ["wavs/LJ001-0001.wav"], {}),
+    ("GPT-SoVITS and Bert-VITS2", 0): ("train.list", ["wavs/0001.wav"], {}),
+    ("Kaldi", 0): ("", ["wavs/0001.wav"], {}),
+    ("ms-swift", 0): ("train.jsonl", ["0001.wav"], {}),
+    ("VibeVoice", 0): ("train.jsonl", ["1.wav", "a.wav", "b.wav"], {}),
+    ("metadata.json of Higgs trainers", 0): ("metadata.json", ["0001.wav"], {"0001.txt": "Good morning."})}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heading, number", EXAMPLES)
+def test_example_of_data_is_read(heading, number, pool, workshop):
+    name, audio, texts = EXAMPLES[heading, number]
+    part = TEXTS["docs/data.md"].partition(f"### {heading}\n")[2].partition("\n##")[0]
+    text = "\n".join(list(fences(part))[number][2]) + "\n"
+    files = {name: text} | texts if name else dict(re.findall(r"^(\S+): +(.*\n)", text, re.MULTILINE))
+    for file, content in files.items():
+        (workshop / "data" / file).parent.mkdir(parents=True, exist_ok=True)
+        (workshop / "data" / file).write_text(content)
+    for file in audio:
+        (workshop / "data" / file).parent.mkdir(exist_ok=True)
+        write_speech(workshop / "data" / file, 200, seconds=25 if name == "NAME.srt" or file == "talk.flac" else 1)
+    folder = name in ("", "NAME.srt", "metadata.json")
+    source = ["--train_data_dir", "data"] if folder else ["--train_data_file", f"data/{name}"]
+    statuses, output = pool.run(1, "tests.helpers.trainer.speech_main", [
+        "--model_path", "BASE", "--audio_tokenizer_path", "CODEC", "--output_dir", "fresh", "--disable_eval",
+        *source, "--dry_run"], cwd=workshop)
+    assert statuses == [0] and "dry run ok" in output, output[-2000:]
+
+
+@pytest.mark.parametrize("command", SENTENCES, ids=str)
+def test_command_of_a_sentence(command):
+    if found := script_of(command.words):
+        script, flags, _ = found
+        parse(script, [flag for flag in flags if flag not in ("...", "--help")], partial=True)
+    elif found := launcher_of(command.words):
+        assert (ROOT / found[0]).is_file()
+    else:
+        assert command.words[0] == "torchrun" and set(word.partition("=")[0] for word in command.words[1:]) <= FOREIGN
+
+
+def started_by(path, found=()):
+    """A launcher, and the scripts of launch/ that it sources or starts: their paths."""
+    found = [*found, path]
+    for name in re.findall(r'^[^#\n]*\b(?:source|bash) .*?/(\w+\.sh)"', (ROOT / path).read_text(), re.M):
+        if f"launch/{name}" not in found:
+            found = started_by(f"launch/{name}", found)
+    return found
+
+
+def test_settings_before_commands_are_read_by_what_they_start():
+    """As $NAME or ${NAME...}, or as a setting of env.sh's; TEST_DEVICE by the tests."""
+    given = [(command, name) for command in [*BLOCKS, *SENTENCES] for name in command.settings if name != "TEST_DEVICE"]
+    for command, name in given:
+        read = "".join((ROOT / path).read_text() for path in started_by(launcher_of(command.words)[0]))
+        assert re.search(rf"\$\{{?!?{name}\b|^setting {name}\b", read, re.M), f"{command}: nothing reads {name}"
+    assert len(given) > 20
+
+
+def test_there_are_commands_at_all():
+    assert len(BLOCKS) > 40 and len(SENTENCES) > 10
+    assert {command.page for command in BLOCKS} >= {"README.md", "docs/speech.md", "docs/diffusion.md", "docs/slurm.md",
+                                                    "docs/distillation.md", "docs/reliability.md"}
 
 
 def test_every_flag_that_is_named_exists():
@@ -304,6 +446,67 @@ def test_files_that_are_named_exist():
             assert f"def {name}(" in (ROOT / path).read_text(), f"{page}: {path} has no {name}"
         for path in re.findall(r"`([\w]+\.py)`", text):
             assert (ROOT / path).is_file() or list(ROOT.glob(f"*/{path}")), f"{page}: there is no {path}"
+
+
+def test_columns_and_errors_of_data_are_those_of_the_code():
+    shown = set(re.findall(r"`(\w+)`", TEXTS["docs/data.md"].partition("## Columns")[2].partition("\n## ")[0]))
+    assert shown >= {name for names in convert.COLUMNS.values() for name in names.split()}
+    code = "".join(path.read_text() for folder in ("speech", "core", "distill", "diffusion")
+                   for path in (ROOT / folder).glob("*.py"))
+    code = re.sub(r"\"\n\s+f?\"", "", code)     # a text over two lines
+    tables = TEXTS["docs/troubleshooting.md"].partition("## Errors of speech data")[2].partition("\n## FAQ")[0]
+    said = [text for row in re.findall(r"^\| (`.*?) \|", tables, re.MULTILINE) for text in re.findall(r"`([^`]+)`", row)]
+    assert len(said) > 30
+    for text in said:
+        assert text in code, f"docs/troubleshooting.md: no message says {text!r}"
+
+
+def test_public_functions_of_block_diffusion():
+    names = re.findall(r"^\| `(diffusion\.\w+)\.(\w+)` \|", TEXTS["docs/diffusion.md"], re.MULTILINE)
+    assert len(names) >= 3
+    for module, function in names:
+        assert callable(getattr(importlib.import_module(module), function))
+
+
+GUIDES = {f"docs/{name}.md" for name in (
+    "first_voice", "speech", "data", "speaking", "distillation", "diffusion", "slurm", "reliability", "speed",
+    "troubleshooting", "architecture", "adapting", "dropped")}
+
+
+def test_readme_is_short_and_has_what_it_must():
+    readme = TEXTS["README.md"]
+    assert len(readme.splitlines()) <= 110
+    assert COPY_OUT in readme
+    assert set(TEXTS) == {"README.md", ".github/CONTRIBUTING.md", *GUIDES}
+    for page in set(TEXTS) - {"README.md"}:
+        assert f"]({page}" in readme, f"README does not lead to {page}"
+    assert (ROOT / "LICENSE").read_text().startswith("MIT License") and "the flat-trainers authors" in (
+        ROOT / "LICENSE").read_text()
+
+
+def test_guides_are_short_and_plain():
+    """Their words in all, lines of at most 100 columns, and no dates, seeds or commits."""
+    assert sum(len(TEXTS[page].split()) for page in GUIDES) <= 14_000
+    assert len(TEXTS["docs/dropped.md"].splitlines()) <= 100
+    for page, text in TEXTS.items():
+        text = re.sub(r"<!-- table .*?<!-- end table -->", "", text, flags=re.DOTALL)   # of bench/table.py
+        long = [line for line in text.splitlines() if len(line) > 100]
+        assert not long, f"{page}: more than 100 columns: {long}"
+        if page != "docs/dropped.md":
+            found = re.findall(r"\b20\d\d-\d\d-\d\d\b|\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7}\b|\bseed \d+", text)
+            assert not found, f"{page}: {found}"
+
+
+# What must not come back, and how often it is there; these numbers only fall.
+RIDDLES = {r"\bwhat is\b": 5, r"\bstands?\b": 1, r"\bbeside\b": 1, r"\bbehind\b": 9, r"\bits own\b|\bof ours\b": 0,
+           r"\bso many\b|\bso often\b": 0, r"\banew\b|\bmends?\b|\blacks?\b": 1, r"\btold\b|\btells?\b": 1}
+
+
+@pytest.mark.parametrize("pattern", RIDDLES)
+def test_patterns_that_fall(pattern):
+    found = [f"{page}: {line}" for page, text in TEXTS.items() for line in without_blocks(text).splitlines()
+             if re.search(pattern, line, re.IGNORECASE)]
+    assert len(found) <= RIDDLES[pattern], "\n".join(found)
 
 
 def test_speed_on_a_gpu_is_what_was_measured():

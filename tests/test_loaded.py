@@ -27,7 +27,7 @@ SPEECH = files("core/", "adapters indexing low_rank precision run") | files("", 
     "weights")
 CHATS = files("core/", "chat checkpoint cli dist document_attention indexing precision problems run tensor_io") | files(
     "distill/", "causal_lm chat_data labels losses packed_lm train_sft")
-BLOCKS = files("diffusion/", "blocks choices dit elbo noise problems train_bd3lm")
+BLOCKS = files("core/", "run") | files("diffusion/", "blocks choices dit elbo noise problems train_bd3lm")
 # {script: (files it may load beside ALL, lines of all together)}
 LIMITS = {"train_v2_ddp.py": (SPEECH, 8_640), "distill/train_sft.py": (CHATS, 6_700),
           "diffusion/train_bd3lm.py": (BLOCKS, 8_500)}

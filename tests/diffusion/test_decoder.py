@@ -2,6 +2,7 @@
 import json
 import logging
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -35,7 +37,7 @@ from diffusion import (
 from diffusion.problems import load_tokenizer, read_problems
 from diffusion.sampler import question_state
 from tests.helpers.block_rows import MIXED, make_blocks, noised, sampled_hidden
-from tests.helpers.block_runs import newest, train_bd3lm
+from tests.helpers.block_runs import as_checkpoint, newest, train_bd3lm
 from tests.helpers.trainer import Run
 
 SHAPE = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -144,6 +146,49 @@ def test_noisy_blocks_are_what_the_sampler_sees(models, kind):
             torch.testing.assert_close(sampled, hidden[row, copies], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("how", ["all", "selective", "compiled"])
+def test_recomputed_and_compiled_layers_train_the_same(models, how):
+    """Dropout included; aot_eager is what --compile does before it makes kernels."""
+    tokens, found = load_tokenizer(models["qwen3"], "gsm8k"), []
+    inputs = noised(make_blocks(MIXED, 26, 24))
+    inputs = inputs._replace(tokens=inputs.tokens.masked_fill(inputs.tokens == 20, tokens.mask))
+    for mode in (None, how):
+        config = published.config_for(models["qwen3"], "small", tokens, 0.0 if how == "compiled" else 0.2)
+        torch.manual_seed(0)
+        model = decoder.Decoder(config, recompute=None if mode == "compiled" else mode).train()
+        for layer in model.layers if mode == "compiled" else ():
+            layer.compile(backend="aot_eager", dynamic=False)
+        torch.manual_seed(1)
+        losses = model(inputs)
+        found.append([losses, *torch.autograd.grad((losses * inputs.weights).sum(), list(model.parameters()))])
+    for plain, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, plain, rtol=1e-4, atol=1e-5)
+    assert all(gradient.any() for gradient in found[0])
+
+
+def test_the_mask_takes_a_spare_row_or_a_new_one(models):
+    for kind, rows in (("llama", ROWS + 2), ("qwen3", ROWS + 1 + SPARE)):
+        tokens = load_tokenizer(models[kind], "gsm8k")
+        config = published.config_for(models[kind], "small", tokens, 0.0)
+        given = published.read(models[kind], config, tokens)
+        table = load_file(models[kind] / "model.safetensors")["model.embed_tokens.weight"]
+        assert tokens.mask == ROWS + 1 == config.mask_id and config.vocab_size == rows
+        assert torch.equal(given.tensors["model.embed_tokens.weight"][:ROWS + 1], table[:ROWS + 1])
+        row = given.tensors["model.embed_tokens.weight"][tokens.mask]
+        assert (row - table[:ROWS + 1].mean(0)).abs().max() < 0.1 * table.std()
+        assert ("lm_head.weight" in given.tensors) == (kind == "qwen3")
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"model_type": "gpt2"}, "model_type gpt2"), ({"rope_parameters": {"rope_type": "dynamic"}}, "rope dynamic"),
+    ({"use_sliding_window": True}, "a sliding window"), ({"num_attention_heads": 3}, "no multiple of"),
+    ({"quantization_config": {"bits": 4}}, "a quantization_config")])
+def test_shapes_that_are_not_this_network_are_refused(models, tmp_path, change, words):
+    config = json.loads((models["qwen3"] / "config.json").read_text()) | change
+    with pytest.raises(UserError, match=re.escape(words)):
+        decoder.config_of(tmp_path, config, ROWS + 2, ROWS + 1, 0.0)
+
+
 def test_folders_of_slow_tokenizers_are_read_as_transformers_reads_them(models, tmp_path, caplog):
     """As Qwen's older ones and SDAR's: vocabulary and merges alone would split text as GPT-2 does, and have no ends."""
     parts = json.loads(Tokenizer.from_file(str(models["chat"] / "tokenizer.json")).to_str())
@@ -197,6 +242,60 @@ def test_questions_in_the_chat_template(models, demo):
                 lambda: question_state(problem, tokens, layout)):
         with pytest.raises(UserError, match=re.escape("its text holds the special token <|im_end|>")):
             ask()
+
+
+def test_a_foreign_tokenizer_is_refused(models, tmp_path):
+    """One with as many tokens would train, every id meaning another word."""
+    text = (models["llama"] / "tokenizer.json").read_text()
+    vocabulary = json.loads(text)
+    first, second = list(vocabulary["model"]["vocab"])[:2]
+    numbers = vocabulary["model"]["vocab"]
+    numbers[first], numbers[second] = numbers[second], numbers[first]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
+    tokens = load_tokenizer(tmp_path, "gsm8k")
+    with pytest.raises(UserError, match="its tokenizer is not that of --tokenizer.*drop --tokenizer"):
+        published.read(models["llama"], published.config_for(models["llama"], "small", tokens, 0.0), tokens)
+
+
+def test_what_the_chat_trainer_left_is_a_language_model(models, tmp_path):
+    """Its checkpoints have the same manifest as ours. An adapter alone is no start."""
+    saved, adapter = tmp_path / "sft" / "checkpoint-3", tmp_path / "lora" / "checkpoint-3"
+    state = {"step": 3, "epoch": 0, "first": 0, "identity": {}, "skipped": 0, "args": {}, "unlogged": [],
+             "validation": None, "best_step": None, "best_loss": None}
+    for folder, files in ((saved, [*models["chat"].iterdir()]), (adapter, [])):
+        folder.mkdir(parents=True)
+        for file in files:
+            shutil.copy(file, folder)
+        if folder == adapter:
+            (folder / "adapter_config.json").write_text("{}")
+        as_checkpoint(folder, state)
+    assert published.find(saved.parent) == published.find(saved) == saved and published.is_causal(saved)
+    tokens = load_tokenizer(saved, "gsm8k")
+    given = published.read(saved, published.config_for(saved, "small", tokens, 0.0), tokens)
+    assert given.source["model_type"] == "qwen3"
+    config = published.config_for(saved, "small", tokens, 0.0)       # adapters find their base in the run's folder
+    assert published.with_lora(config, saved, False, str(saved.parent), {}).lora["base"] == str(saved)
+    for folder in (adapter, adapter.parent):
+        with pytest.raises(UserError, match="is an adapter; merge it into its base"):
+            published.find(folder)
+
+
+def test_base_models_end_answers_with_a_token_of_their_own(models, demo, tmp_path):
+    """As Llama's do, which has no <|endoftext|> and begins every text with a token that its tokenizer adds."""
+    backend = Tokenizer.from_str((demo / "tokenizer.json").read_text().replace("<|endoftext|>", "</s>"))
+    backend.add_special_tokens(["<s>"])
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"has no token <\|endoftext\|> to end answers with; give one .*--end_token"):
+        load_tokenizer(tmp_path, "gsm8k")
+    with pytest.raises(UserError, match="has no token <end> to end"):
+        load_tokenizer(tmp_path, "gsm8k", "<end>")
+    tokens = load_tokenizer(tmp_path, "gsm8k", "</s>")
+    assert (tokens.bos, tokens.end) == (backend.token_to_id("<s>"), backend.token_to_id("</s>"))
+    layout = choices.Layout("gsm8k", block_size=8, max_length=96, end_token="</s>")
+    ids = blocks.make_documents(read_problems(demo / "test.jsonl", "", "gsm8k")[:1], tokens, layout).ids
+    assert ids[0] == tokens.bos and ids[-1] == tokens.end
+    assert load_tokenizer(tmp_path, "hdp").mask == backend.get_vocab_size() + 4         # plans end with <|pad|>
 
 
 @pytest.mark.slow
@@ -301,6 +400,20 @@ def tensor_files_in(folder, stem):
     return {name: tensor for path in tensor_io.files_of(folder, stem) for name, tensor in load_file(path).items()}
 
 
+def test_work_is_counted_like_a_plain_sum():
+    source = Qwen3Config(**SHAPE | {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4,
+                                    "intermediate_size": 12}, head_dim=4).to_dict()
+    with torch.device("meta"):
+        model = decoder.Decoder(decoder.Config(20, 19, source))
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name)
+    products = 2 * 10 * matrices + 2 * 3 * 8 * 20 + 4 * 7 * 16 * 2      # of tokens, of the head's rows, of pairs
+    assert model.flops(tokens=10, rows=3, pairs=7) == 3 * products
+    named = dict(model.named_parameters())
+    assert not model.decays("model.embed_tokens.weight", named["model.embed_tokens.weight"])
+    assert not model.decays("model.norm.weight", named["model.norm.weight"])
+    assert model.decays("lm_head.weight", named["lm_head.weight"])
+
+
 # -- SDAR --------------------------------------------------------------------------------------------------------------
 
 
@@ -369,3 +482,39 @@ def test_sdar_goes_out_and_in_and_answers_the_same(sdar, block):
         made = sampler.generate(ours, [(context, (ids[whole:], whole))], [2], block, -1, how)[0]
         wanted = greedy_blocks(theirs.eval(), ids, block, 2, tokens.mask)
         assert ids[:whole] + made.ids == wanted[:whole + 2 * block]
+
+
+@pytest.mark.slow
+def test_sdars_files_are_named_as_servers_want_them(sdar, models, demo, tmp_path, capsys):
+    run, folder = sdar
+    config = json.loads((folder / "config.json").read_text())
+    wanted = {"model_type": "sdar", "architectures": ["SDARForCausalLM"], "block_size": 4, "mask_token_id": SDAR_MASK,
+              "tie_word_embeddings": False, "vocab_size": SDAR_ROWS}
+    assert wanted.items() <= config.items()
+    # SDAR's class and SGLang's read the theta here, and take 10,000 where it is missing
+    theta = published.load_checkpoint(newest(run))[0].config.native.rope_parameters["rope_theta"]
+    assert config["rope_theta"] == theta and "rope_parameters" not in config
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert tokenizer.convert_tokens_to_ids("<|MASK|>") == SDAR_MASK == tokenizer.mask_token_id
+    assert "<|im_start|>" in tokenizer.apply_chat_template([{"role": "user", "content": "1"}], tokenize=False)
+    train_bd3lm.main(["--init_from", str(folder), "--batch_preset", "convert", "--train_data_file",
+                      str(demo / "train.jsonl"), "--block_size", "4", "--max_length", "96", "--dry_run", "--output_dir",
+                      str(tmp_path / "on"), "--report_to", "none"])
+    said = capsys.readouterr().out       # memory and all, from a head of its own, and no new row
+    assert "memory" in said and said.endswith("dry run ok\n") and "new rows" not in said
+    assert "; trained in blocks of 4\n" in said
+    # what starts from SDAR goes out as SDAR, asked or not: config.json must not name files that are not there
+    train_bd3lm.main(["--init_from", str(folder), "--train_data_file", str(demo / "train.jsonl"), "--block_size", "4",
+                      "--max_length", "96", "--max_steps", "1", "--problems_per_batch", "1", "--output_dir",
+                      str(tmp_path / "on"), "--gradient_accumulation_steps", "1", "--report_to", "none", "--eval_steps",
+                      "0", "--validation_split", "0", "--num_workers", "0", "--learning_rate", "0"])
+    published.main(["--checkpoint", str(tmp_path / "on"), "--output_dir", str(tmp_path / "again")])
+    assert json.loads((tmp_path / "again" / "config.json").read_text()) == config
+    state, again = (load_file(part / "model.safetensors") for part in (folder, tmp_path / "again"))
+    assert state.keys() == again.keys() and all(torch.equal(state[name], again[name]) for name in state)
+    other = published.load_checkpoint(newest(run))[0]
+    other.config.mask_id = 5
+    with pytest.raises(UserError, match=f"the mask has id 5, and servers look for {SDAR_MASK}"):
+        published.check_sdar(other.config)
+    with pytest.raises(UserError, match="SDAR is Qwen3"):
+        published.check_sdar(opened(models["llama"])[0].config)

@@ -5,12 +5,15 @@ import os
 import re
 import shutil
 import signal
+import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from core import checkpoint, optim
+from core import checkpoint, dist, optim
 from core.cli import UserError
 from diffusion import blocks, choices, dit, elbo, make_problems, problems, published
 from tests.helpers.block_runs import as_checkpoint, train_bd3lm
@@ -108,6 +111,12 @@ def test_any_split_trains_the_same(shared, split):
 
 
 @pytest.mark.slow
+def test_the_hierarchy_trains_the_same_on_two_ranks(shared):
+    flags = f"{HDP} --plan_block_size 4 --execution_block_size 16"
+    assert_same_training(shared(f"ddp 1x4 {flags}"), shared(f"fsdp 2x2 {flags}"), CLOCK | CUTS)
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks(pool, demo, shared, tmp_path):
     output = tmp_path / "moved"
     complete(pool, demo, output, "--max_steps", 2, *SEARCH.split(), "--per_device_train_batch_size", 2, "--parallel",
@@ -116,6 +125,16 @@ def test_a_run_goes_on_with_another_number_of_ranks(pool, demo, shared, tmp_path
                      "--gradient_accumulation_steps", 2)
     assert f"resumed from {output}/checkpoint-2" in moved.output
     assert_same_training(shared(f"{SPLITS[0]} {SEARCH}"), Run(0, "", output), CLOCK | CUTS)
+
+
+def interrupted(arguments, metrics, step):
+    """Train; SIGTERM comes to this rank when the log has reached a step."""
+    def watch():
+        while not (Path(metrics).exists() and f'"step": {step},' in Path(metrics).read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+    threading.Thread(target=watch, daemon=True).start()
+    train_bd3lm.main(arguments)
 
 
 def asked_at(arguments, step):
@@ -165,6 +184,32 @@ def test_a_stop_that_cuts_a_validation_changes_nothing(pool, demo, shared, tmp_p
     assert one.keys() == other.keys() and all(torch.equal(tensor, other[key]) for key, tensor in one.items())
 
 
+@pytest.mark.race
+def test_a_signal_saves_and_leaves_the_marker(pool, demo, tmp_path):
+    output = tmp_path / "out"
+    flags = arguments(demo, output, "--max_steps", 100_000, "--eval_steps", 0, "--per_device_train_batch_size", 1)
+    statuses, printed = pool.run(2, f"{__name__}.interrupted", flags, str(output / "metrics.jsonl"), 3)
+    assert statuses == [0, 0], printed
+    (step, folder), = checkpoint.list_checkpoints(output)
+    assert 3 <= step < 100_000 and checkpoint.damage(folder) == ""
+    assert "SIGTERM" in (output / "requeue").read_text() and f"at step {step} of 100000; checkpoint saved" in printed
+
+
+def test_the_average_in_a_checkpoint_follows_its_formula(shared):
+    run = shared("ddp 1x4 --save_steps 1 --eval_steps 0")
+    dist.seed_everything(42)
+    vocabulary = tensors(newest(run), "model")["embed.weight"].shape[0]
+    model = dit.DiT(dit.config_of("nano", vocabulary, vocabulary - 1))
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for step, folder in checkpoint.list_checkpoints(run.output_dir):
+        decay = min(0.7, (1 + step) / (10 + step))
+        for name, weight in tensors(folder, "model").items():
+            average[name] += (1 - decay) * (weight - average[name])
+        for name, tensor in tensors(folder, "ema").items():
+            torch.testing.assert_close(tensor, average[name], rtol=1e-5, atol=1e-7)
+    assert step == 4
+
+
 # -- Every mode, bounds ------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +224,18 @@ def test_the_first_step_of_every_mode_guesses(shared, flags):
     assert 0.2 < first["train/masked"] < 0.8 and math.isfinite(second["train/loss"])
     if "ce" in flags:
         assert first["train/loss"] == pytest.approx(guess * first["train/masked"])
+
+
+@pytest.mark.slow
+def test_validation_leaves_no_averaged_weights_behind(shared):
+    """Where no better bound makes a checkpoint, that would put things right."""
+    runs = [shared(f"{mode} 1x4 --learning_rate 0.05 --warmup_steps 0 --eval_steps {steps} --eval_repeats 1")
+            for mode, steps in (("ddp", 1), ("fsdp", 1), ("ddp", 0))]       # the last one validates at its end alone
+    bounds = [row["eval/nll"] for row in rows(runs[0]) if "eval/nll" in row]
+    assert bounds[2] > min(bounds[:2])
+    for a, b, unseen in zip(*map(training, runs), strict=True):
+        assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-3)
+        assert a["train/loss"] == pytest.approx(unseen["train/loss"], rel=1e-3)
 
 
 def layout_of(config):
@@ -241,6 +298,16 @@ def test_no_better_bound_stops_the_run_for_good(pool, demo, tmp_path):
     assert "done       step 3; no better bound in 2 validations; 0 steps skipped" in again.output and len(rows(run)) == 6
 
 
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_stops_the_run(pool, demo, tmp_path):
+    run = complete(pool, demo, tmp_path / "out", "--learning_rate", 1e38, "--warmup_steps", 0, "--max_steps", 50,
+                   "--max_bad_steps", 3, "--eval_steps", 0, "--weight_decay", 0, ranks=2, ok=False)
+    assert run.status == 1
+    error, = [line for line in run.output.splitlines() if line.startswith("error: ")]
+    assert "3 steps in a row had a non-finite gradient" in error and re.search(r"train.jsonl line \d+", error)
+    assert "Traceback" not in run.output
+
+
 def poisoned(arguments, call):
     """Train; the losses of one forward pass are not numbers."""
     forward, calls = dit.DiT.forward, []
@@ -266,13 +333,69 @@ def test_one_bad_step_changes_nothing_and_is_told(pool, demo, tmp_path):
     assert published.state_of(newest(run))["averaged"] == 3
 
 
+@pytest.mark.slow
+def test_bad_problems_are_listed_and_dropped(pool, demo, tmp_path):
+    """One of each kind: only those checks that are named drop, problems.jsonl lists all, and a resumed run goes on."""
+    lines = (demo / "train.jsonl").read_text().splitlines()
+    one = json.loads(lines[0])
+    bad = [one | {"answer": "no number"}, one | {"question": "<|mask|>?"}, one | {"question": "Why? " * 90}]
+    path = tmp_path / "train.jsonl"
+    path.write_text("\n".join([*map(json.dumps, bad), *lines]))
+
+    def train(*flags, ok=True):
+        return complete(pool, demo, tmp_path / "out", "--train_data_file", path, *flags, ranks=2, ok=ok)
+
+    def listed():
+        rows = [json.loads(line) for line in (tmp_path / "out/problems.jsonl").read_text().splitlines()]
+        assert {row["file"] for row in rows} == {str(path)}
+        return [(row["entry"], row["check"]) for row in rows]
+
+    everything = [("line 1", "invalid"), ("line 2", "control_token"), ("line 3", "too_long")]
+    stopped = train("--drop_bad", "invalid", ok=False)
+    assert stopped.status == 1 and "2 problems:" in stopped.output and "pass --drop_too_long" in stopped.output
+    assert listed() == everything
+    done = train("--drop_bad", "--max_steps", 2)
+    assert "data       dropped: 1 control_token, 1 invalid, 1 too_long; see" in done.output
+    assert "24 to train, 8 to validate" in done.output and listed() == everything
+    assert "resumed from" in train("--drop_bad", "--max_steps", 3).output
+
+
+@pytest.mark.slow
+def test_a_dry_run_trains_nothing(demo, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    train_bd3lm.main(arguments(demo, tmp_path / "out", "--dry_run", "--model_size", "small", "--host_memory", 64))
+    said = capsys.readouterr().out
+    assert "24 to train, 8 to validate" in said and re.search(r"small, 9[0-9],\d{3},\d{3} parameters", said)
+    assert re.search(r"peak estimate +[\d.]+ GiB  reached in", said) and said.endswith("dry run ok\n")
+    assert re.search(r"^FITS [\d.]+ of 80.0 GiB · [\d,]+ steps$", said, re.M)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_finds_what_is_too_large(pool, demo, tmp_path):
+    """For 8 GPUs on one process, every problem in one list."""
+    small = ("--gpu_memory", 1.01, "--host_memory", 0.0001)
+    run = complete(pool, demo, tmp_path / "out", "--dry_run", 8, *small, ok=False)
+    assert run.status == 1 and "8 ranks x" in run.output and "error: 2 problems:" in run.output
+    assert re.search(r"  memory: about 2\.\d+ GiB needed.*what helps: --auto, which looks for what fits, --bf16", run.output)
+    assert "  host memory: about" in run.output and not run.output_dir.exists()
+
+
 BAD = {
     "--demo 8": "give one of --train_data_file and --demo",
     "--block_size 7": "--max_length 96 is not a multiple of --block_size 7",
     "--block_size 4 --t_range 0.3 0.45": "no number of masked tokens out of 4",
-    "--t_range 0.8 0.3": "lower end first",
-    "--end_token </s> --chat": "--end_token needs --system gsm8k, and no --chat",
+    "--block_size 4 --t_range 0.001 0.2": "no number of masked tokens out of 4",
+    "--t_range 0.8 0.3": "lower end first", "--end_token </s> --chat": "--end_token needs --system gsm8k, and no --chat",
+    "--plan_block_size 4": "--plan_block_size needs --system hdp",
+    f"{HDP} --plan_block_size 5": "--plan_budget 32 is not a multiple of --plan_block_size 5",
+    "--max_steps 0": "--max_steps is 0; it must be at least 1",
+    "--learning_rate nan": "--learning_rate is nan",
     "--ema_decay 1": "--ema_decay is 1.0; it must be at least 0 and below 1",
+    "--dropout 1.5": "--dropout is 1.5",
+    "--clip_search_widths 1.2": "widths must lie between 0 and 1",
+    "--eval_repeats 0": "--eval_repeats is 0",
+    "--report_to wandb": "pip install wandb",
 }
 
 
@@ -290,9 +413,40 @@ def test_bad_flags_are_refused_by_name(demo, flags):
         train_bd3lm.check_flags(args, 1)
 
 
+def test_presets_fill_what_the_command_line_leaves_open():
+    def flags(*given):
+        args = train_bd3lm.build_parser().parse_args(["--train_data_file", "x", "--report_to", "none", *given])
+        train_bd3lm.check_flags(args, 1)
+        return args.gradient_accumulation_steps, args.learning_rate, args.warmup_steps, args.max_steps
+    assert flags() == (4, 5e-4, 5000, 50_000)
+    assert flags("--batch_preset", "source", "--learning_rate", "0.1") == (16, 0.1, 1000, 10_000)
+    assert flags("--batch_preset", "extreme", "--warmup_steps", "0")[:3] == (4, 7e-4, 0)
+
+
+@pytest.mark.slow
+def test_a_preset_means_problems_packed_or_not(demo, tmp_path, capsys):
+    """24 problems in rows of 96 or of 192 tokens: 64 x 4 problems a step, in fewer and fewer rows."""
+    rows = {}
+    for more in ("--no-pack", "--row_length 96", "--row_length 192"):
+        train_bd3lm.main(["--train_data_file", str(demo / "train.jsonl"), "--tokenizer", str(demo), "--output_dir",
+                          str(tmp_path), "--batch_preset", "conservative", "--max_length", "96", "--block_size", "8",
+                          "--model_size", "nano", "--validation_split", "0", "--report_to", "none", "--dry_run",
+                          "--scale_lr_from_batch", "64", *more.split()])
+        printed = capsys.readouterr().out
+        step = re.search(r"a step is (\d+) rows \((\d+) problems\)", printed)
+        rate = float(re.search(r"peak lr (\S+),", printed)[1])
+        assert rate == pytest.approx(4e-4 * math.sqrt(int(step[2]) / 64), rel=0.02), more
+        rows[more] = int(step[1])
+        assert abs(int(step[2]) / 256 - 1) < 0.1, more
+    assert 256 == rows["--no-pack"] > rows["--row_length 96"] > 1.8 * rows["--row_length 192"]
+
+
 @pytest.mark.parametrize("flags,expected", [
-    ("--seed 1", "was made with another seed"),
-    ("--row_length 104", "was made with another batch"), ("--resume none", "holds checkpoints")])
+    ("--seed 1", "was made with another seed"), ("--row_length 104", "was made with another batch"),
+    ("--block_size 4 --seed 1", "was made with another block_size (8, this run 4)"),
+    ("--strip_calculator", "was made with another strip_calculator (False, this run True)"),
+    ("--attn_backend flex", "trains on CUDA only"),
+    ("--resume none", "holds checkpoints"), ("--row_length 40", "--row_length 40")])
 def test_what_does_not_fit_is_one_line(pool, demo, shared, flags, expected):
     output = shared(f"{SPLITS[0]} {SEARCH}").output_dir
     run = complete(pool, demo, output, *flags.split(), *SEARCH.split(), "--max_steps", 8, ok=False)

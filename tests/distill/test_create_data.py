@@ -1,9 +1,12 @@
 """Teacher labels: whole runs with a real server and a real model; kills, signals, the launcher."""
+import importlib.util
 import json
 import os
 import random
 import re
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,14 +18,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core import chat
 from core.cli import UserError
+from core import chat
 from diffusion import make_problems
-from distill import chat_data, create_data
-from distill.labels import LINES, make_parser, read_label
-from tests.helpers import chats, scripts
+from distill import chat_data, create_data, teachers
+from distill.labels import LINES
+from distill.labels import LANGUAGES, make_parser, read_label
+from tests.helpers import chats, tiny_teacher
 from tests.helpers.label_server import answer_to
 from tests.helpers.progress import PATIENCE_S, wait_until
+from tests.helpers import scripts
 from tests.helpers.trainer import ROOT
 from tests.launch.test_launchers import alive
 
@@ -129,6 +134,16 @@ def labelled(folder, output="labels.jsonl"):
                path.read_bytes().split(b"\n"))
 
 
+# -- the prompt -------------------------------------------------------------------------------------------------------
+
+
+def test_prompt_of_the_project():
+    _, before, after = teachers.read_prompt(create_data.PROMPT)
+    assert after == "" and len(before.split()) > 500
+    assert re.findall(r"^([a-z]{2})  ", before, re.MULTILINE) == list(LANGUAGES)
+    assert read_label(make_parser("language"), before, "stop").label is None        # quoted, it says nothing
+
+
 # -- whole runs against a server --------------------------------------------------------------------------------------
 
 
@@ -221,6 +236,23 @@ def test_killed_at_any_point_it_ends_the_same(server, whole, tmp_path):
     assert sorted(ids) == list(range(60))
 
 
+@pytest.mark.slow
+@pytest.mark.race
+def test_two_instances_are_one(server, whole, tmp_path):
+    files(tmp_path, whole[0])
+    stopped = Child(flags(tmp_path, server, "--concurrency", "1", "--shard", "1/3"), tmp_path / "log.txt", 0.1)
+    wait_until(lambda: labelled(tmp_path), "first lines")
+    os.kill(stopped.pid, signal.SIGKILL)        # what it has finished counts for other shards, too
+    stopped.wait()
+    assert 0 < labelled(tmp_path) < 20          # of its share
+    both = [Child(flags(tmp_path, server, "--shard", f"{i}/2"), tmp_path / f"log{i}.txt") for i in range(2)]
+    assert [child.wait() for child in both] == [0, 0], [child.log.read_text() for child in both]
+    assert results(tmp_path) == whole[1]
+    ids = [row["id"] for path in (tmp_path / "labels.jsonl.work").glob("*.jsonl") for row in rows(path) if "id" in row]
+    assert sorted(ids) == list(range(60))
+    assert sum("labelled" in json.loads(path.read_text()) for path in tmp_path.glob("*.stats.json")) == 1
+
+
 def test_no_result_before_all_shards_are_finished(server, tmp_path):
     files(tmp_path, make_lines(6))
     assert "3 of other shards are not finished" in label(tmp_path, *flags(tmp_path, server, "--shard", "1/2"))
@@ -242,9 +274,25 @@ def test_one_shard_twice_at_once_is_refused(server, tmp_path):
     assert first.wait() == 143
 
 
+@pytest.mark.slow
+@pytest.mark.race
+def test_a_signal_keeps_what_is_finished(server, whole, tmp_path):
+    files(tmp_path, whole[0])
+    child = Child(flags(tmp_path, server), tmp_path / "log.txt")
+    before = len(server.asked())
+    wait_until(lambda: len(server.asked()) > before + 20, "20 requests")
+    os.kill(child.pid, signal.SIGTERM)
+    assert child.wait() == 128 + signal.SIGTERM
+    done = [row for row in rows(tmp_path / "labels.jsonl.work" / "shard-0-of-1.jsonl") if "id" in row]
+    assert 5 <= len(done) < 60          # although one chunk holds all lines
+    label(tmp_path, *flags(tmp_path, server))
+    assert results(tmp_path) == whole[1]
+
+
 @pytest.mark.parametrize("change, name", [
-    (["--temperature", "0.5"], "temperature was 0.15, is 0.5"), ("prompt", "prompt_file was"),
-    ("line", "input_file was '4 lines"), ("model", "model_name was 'teacher'"),
+    (["--temperature", "0.5"], "temperature was 0.15, is 0.5"), (["--seed", "1"], "seed was 0, is 1"),
+    (["--parser", "whole"], "parser was 'language', is 'whole'"), (["--max_tokens", "9"], "max_tokens was 1024, is 9"),
+    ("prompt", "prompt_file was"), ("line", "input_file was '4 lines"), ("model", "model_name was 'teacher'"),
 ])
 def test_other_settings_are_refused_not_mixed(change, name, server, tmp_path):
     files(tmp_path, make_lines(4))
@@ -266,14 +314,29 @@ def test_other_settings_are_refused_not_mixed(change, name, server, tmp_path):
 
 @pytest.mark.parametrize("break_it, more, message", [
     (lambda f: (f / "lines.txt").unlink(), [], "lines.txt: cannot be read (No such file"),
+    (lambda f: (f / "lines.txt").write_text(""), [], "lines.txt: is empty"),
     (lambda f: (f / "lines.txt").write_text("a\n\nb\n"), [], "line 2 is empty (1 such lines); delete them"),
     (lambda f: (f / "lines.txt").write_bytes(b"abc\xff\n"), [], "is not UTF-8 text (line 1); convert it"),
+    (lambda f: (f / "prompt.txt").unlink(), [], "--prompt_file"),
+    (lambda f: (f / "prompt.txt").write_text("no place"), [], "has {text} 0 times; write it once, where"),
     (lambda f: (f / "prompt.txt").write_text("{text} {text}"), [], "has {text} 2 times"),
     (lambda f: (f / "labels.jsonl").write_text("x"), [], "is there already, without labels.jsonl.work"),
     (None, ["--parser", "regex"], "--parser regex needs --pattern"),
+    (None, ["--parser", "regex", "--pattern", "("], "is not a regular expression"),
+    (None, ["--parser", "regex", "--pattern", "a"], "has 0 groups"),
+    (None, ["--pattern", "(a)"], "no other parser takes one"),
+    (None, ["--temperature", "0"], "add --max_retries 0"),
+    (None, ["--temperature", "nan"], "--temperature is nan"),
+    (None, ["--top_p", "0"], "--top_p is 0.0"),
+    (None, ["--max_tokens", "0"], "--max_tokens is 0"),
     (None, ["--prompt_role", "system", "--parser", "whole"], "has {text}, which --prompt_role system does not fill in"),
+    (None, ["--prompt_role", "system"], "say what counts as an answer"),
     (None, ["--shard", "2/2"], "give I/N with I from 0 to N - 1"),
+    (None, ["--tensor_parallel_size", "2"], "is for the engine vllm, not openai"),
+    (None, ["--engine", "transformers"], "--base_url is for the engine openai"),
+    (None, ["--max_model_len", "9"], "the server's own matter"),
     (None, ["--model_name", "nobody"], "--model_name nobody: the server has teacher"),
+    (None, ["--output_file", "/proc/no/labels.jsonl"], "cannot be written"),
 ])
 def test_bad_input_is_one_clear_line(break_it, more, message, server, tmp_path):
     files(tmp_path, make_lines(3))
@@ -283,6 +346,28 @@ def test_bad_input_is_one_clear_line(break_it, more, message, server, tmp_path):
     last = printed.splitlines()[-1]
     assert last.startswith("error: ") and message in last and "Traceback" not in printed
     assert labelled(tmp_path) == 0
+
+
+@pytest.mark.slow
+def test_servers_that_do_not_help(server, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    files(tmp_path, make_lines(3))
+    printed = label(tmp_path, *flags(tmp_path, server, "--base_url", f"http://127.0.0.1:{port}/v1"), ok=False)
+    assert printed.splitlines()[-1].startswith(f"error: --base_url http://127.0.0.1:{port}/v1: ")
+    assert "refused; start the server" in printed
+    printed = label(tmp_path, *flags(tmp_path, server, "--base_url", server.url + "/else"), ok=False)
+    assert "HTTP 404 Not Found; start the server, or mend the address" in printed
+    files(tmp_path, [f"de refused {i}" for i in range(3)])
+    printed = label(tmp_path, *flags(tmp_path, server, output="b.jsonl"), ok=False)
+    assert "error: the server answers none of 3 lines" in printed and "HTTP 403 not allowed" in printed
+    assert labelled(tmp_path, "b.jsonl") == 0       # they are asked again once it answers
+    files(tmp_path, ["de busy 2"])
+    printed = label(tmp_path, *flags(tmp_path, server, "--server_patience", "0.5", output="c.jsonl"), ok=False)
+    assert "error: the server answers none of 1 lines" in printed and "HTTP 429 rate limit" in printed
+    files(tmp_path, ["de busy 3"])
+    printed = label(tmp_path, *flags(tmp_path, server, "--max_retries", "9", output="d.jsonl"))
+    assert printed.count(f"notice     line 1 waits for {server.url}: HTTP 429 rate limit") == 1
 
 
 def test_a_line_that_is_refused_stops_nothing(server, tmp_path):
@@ -378,7 +463,42 @@ def test_two_files_join_without_duplicates(server, tmp_path):
     assert [groups.tolist().count(g) for g in dict.fromkeys(groups.tolist())] == [2, 2, 2, 2, 1]
 
 
+def test_damaged_journal_is_named(server, tmp_path):
+    files(tmp_path, make_lines(4))
+    label(tmp_path, *flags(tmp_path, server, "--shard", "0/2"))
+    journal = tmp_path / "labels.jsonl.work" / "shard-0-of-2.jsonl"
+    text = journal.read_text().split("\n")
+    journal.write_text("\n".join([*text[:2], text[2][:9], *text[3:]]))
+    said = label(tmp_path, *flags(tmp_path, server), ok=False)
+    assert "shard-0-of-2.jsonl: line 3 cannot be read (" in said
+
+
 # -- transformers -----------------------------------------------------------------------------------------------------
+
+
+def test_transformers_run(tiny_chat, tmp_path):
+    folder = tiny_chat[0]
+    files(tmp_path, [*make_lines(9), "de " + "long " * 120], "{text}")
+    given = flags(tmp_path, None, "--model_name", folder, "--engine", "transformers", "--parser", "whole",
+                  "--max_tokens", "24", "--temperature", "1", "--batch_size", "4", "--chunk_size", "3")
+    label(tmp_path, *given)
+    chats, rejected = rows(tmp_path / "labels.jsonl"), rows(tmp_path / "labels.rejected.jsonl")
+    assert len(chats) >= 6 and sorted(row["line"] for row in chats + rejected) == list(range(10))
+    assert "leaves no room" in rejected[-1]["why"] and rejected[-1]["line"] == 9
+    (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+    assert "model was " in label(tmp_path, *given, ok=False)        # other weights under the same name are not mixed in
+
+
+def test_models_that_cannot_teach(tiny_chat, tmp_path):
+    files(tmp_path, make_lines(2))
+    given = flags(tmp_path, None, "--engine", "transformers", "--model_name")
+    printed = label(tmp_path, *given, str(tmp_path / "nowhere"), ok=False)
+    assert "cannot be loaded" in printed.splitlines()[-1] and "Traceback" not in printed
+    tiny_teacher.save(tmp_path / "raw", template=None)
+    assert "its tokenizer has no chat template" in label(tmp_path, *given, str(tmp_path / "raw"), ok=False)
+    if importlib.util.find_spec("vllm") is None:
+        printed = label(tmp_path, *given, "x", "--engine", "vllm", ok=False)
+        assert "error: --engine vllm: vLLM cannot be imported" in printed
 
 
 # -- the launcher -----------------------------------------------------------------------------------------------------
@@ -474,11 +594,58 @@ def test_launcher_leaves_no_process(name, server, whole, launch, tmp_path):
     assert results(tmp_path) == whole[1]
 
 
+@pytest.mark.slow
+@pytest.mark.race
+def test_launcher_gives_up_on_an_instance_that_keeps_failing(launch, tmp_path):
+    files(tmp_path, make_lines(2))
+    lines = """case "$*" in *"--shard 0/2") sleep 1; touch finished ;;
+               *"--shard 1/2") [ -e left ] && grep -q . "/proc/$(cat left)/environ" && touch overlap
+                               env -i sleep 1000 & echo $! >bare     # as vLLM's, whose environment is empty
+                               sleep 1000 & echo $! >left; echo "error: no luck"; exit 7 ;; *) touch merged ;; esac"""
+    process = launch(PATH=stand_in(tmp_path, lines), MAX_RESTARTS="1", RESTART_S="1")
+    assert process.wait(timeout=PATIENCE_S) == 1
+    printed = process.log.read_text()
+    assert printed.count("instance 1 ended with status 7: error: no luck") == 2
+    assert "error: instances 1 failed; finished lines are kept" in printed
+    assert (tmp_path / "finished").exists() and not (tmp_path / "merged").exists()      # the other one went on
+    wait_until(lambda: not alive(process.mark), "end of what a failed one has started")
+    assert not (tmp_path / "overlap").exists()      # nor did it meet the next one
+    bare = (tmp_path / "bare").read_text().strip()
+    wait_until(lambda: b"sleep" not in command_line(bare), "end of a process without environment")
+
+
+@pytest.mark.parametrize("gpus, tp, pp, visible, slices", [
+    ("8", "4", "1", "", ["0,1,2,3", "4,5,6,7"]), ("4", "1", "1", "", ["0", "1", "2", "3"]),
+    ("8", "2", "2", "", ["0,1,2,3", "4,5,6,7"]), ("2", "2", "1", "5,7", ["5,7"]),
+])
+def test_launcher_dry_run(gpus, tp, pp, visible, slices, server, tmp_path):
+    files(tmp_path, make_lines(3))
+    path = stand_in(tmp_path, "exit 9", checked='echo "$@" >checked; exit')
+    done = subprocess.run(["bash", str(LAUNCHER), "lines.txt", "my labels.jsonl", tp, "--seed", "3"], cwd=tmp_path,
+                          capture_output=True, text=True, env={
+                              **os.environ, "GPUS": gpus, "PP": pp, "CUDA_VISIBLE_DEVICES": visible, "DRY_RUN": "1",
+                              "VENV": "none", "PATH": path})
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout.splitlines()
+    assert len(printed) == len(slices)
+    for i, (line, gpu) in enumerate(zip(printed, slices)):
+        words = shlex.split(line)
+        assert words[0] == f"CUDA_VISIBLE_DEVICES={gpu}" and words[1] == "python"
+        args = create_data.build_parser().parse_args(words[3:])
+        assert (args.shard, args.tensor_parallel_size, args.pipeline_parallel_size) == (f"{i}/{len(slices)}", int(tp),
+                                                                                        int(pp))
+        assert (args.output_file, args.seed, args.engine) == ("my labels.jsonl", 3, "vllm")
+    assert (tmp_path / "checked").read_text().endswith("--seed 3 --dry_run\n")
+
+
 @pytest.mark.parametrize("words, settings, message", [
     ([], {}, "INPUT is not set: create_data_h100x8.sh INPUT"),
+    (["no.txt", "o.jsonl"], {}, "INPUT: no such file: no.txt"),
     (["lines.txt", "o.jsonl", "3"], {}, "TP is '3': 1, 2, 4 or 8"),
     (["lines.txt", "o.jsonl"], {"GPUS": "6"}, "6 GPUs cannot be shared out to instances of TP 4 x PP 1"),
+    (["lines.txt", "o.jsonl"], {"GPUS": "0"}, "has 0 GPUs; set GPUS"),
     (["lines.txt", "o.jsonl"], {"PP": "x"}, "PP=x"),
+    (["lines.txt", "o.jsonl"], {"VENV": "/nowhere"}, "VENV: no such file: /nowhere/bin/activate"),
 ])
 def test_launcher_errors_are_one_line(words, settings, message, tmp_path):
     files(tmp_path, make_lines(2))
@@ -521,3 +688,18 @@ def test_plans_of_a_teacher_for_gsm8k(server, tmp_path):
         (tmp_path / "plans.jsonl").write_text("".join(json.dumps(record) + "\n" for record in spoil))
         with pytest.raises(UserError, match=words):
             make("plans", "--teacher", tmp_path / "plans.jsonl", "--output", tmp_path / "hdp.json")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")
+def test_vllm_labels(tiny_chat, tmp_path):
+    """In this process's own Python: chat template, per-request seeds, log-probabilities, a prompt that is too long."""
+    files(tmp_path, [*make_lines(9), "de " + "long " * 120], "{text}")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "distill/create_data.py"), *flags(
+            tmp_path, None, "--model_name", tiny_chat[0], "--engine", "vllm", "--parser", "whole", "--max_tokens", "24",
+            "--temperature", "1", "--max_model_len", "256", "--enforce_eager")],
+        capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"})
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    chats, rejected = rows(tmp_path / "labels.jsonl"), rows(tmp_path / "labels.rejected.jsonl")
+    assert len(chats) >= 6 and sorted(row["line"] for row in chats + rejected) == list(range(10))
+    assert "leaves no room" in rejected[-1]["why"] and rejected[-1]["line"] == 9

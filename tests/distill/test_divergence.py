@@ -1,19 +1,28 @@
 """The model as its own teacher: divergences, packed student and teacher, whole runs, runs on their own answers."""
 import json
 import math
+import shutil
+import threading
+import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core import adapters, chat, dist
-from distill import causal_lm, packed_lm
+from core.cli import UserError
+from distill import causal_lm, evaluate, on_policy, packed_lm
 from distill.chat_data import ChatSamples, ChatTable, Reading, collate, write_table
 from distill.losses import chunked_loss, divergence
 from distill.teachers import read_prompt, with_prompt
-from tests.helpers import chats
+from tests.helpers import chats, students
+from tests.helpers import scripts
+from tests.helpers.lora_server import LoraServer
+from tests.helpers.progress import PATIENCE_S
 
 PROMPT = "Name the language. the quick brown fox jumps over the lazy dog and again\n"
 SMOLLM2 = {"vocab_size": 401, "hidden_size": 36, "intermediate_size": 96, "num_hidden_layers": 3,       # 135M's shape,
@@ -178,3 +187,204 @@ def test_packed_self_distillation_is_the_dense_one(made, tmp_path, student, role
     for name, grad in grads.items():
         # sums in float32 of other orders: 1e-5 of the largest was seen
         torch.testing.assert_close(ours[name].grad, grad, rtol=1e-4, atol=1e-4 * float(grad.abs().max() + 1))
+
+
+def test_the_model_behind_no_prompt_is_no_other(made, tmp_path):
+    """Teacher and student with the same words and adapters that do nothing: no divergence, no gradient."""
+    (tmp_path / "user.txt").write_text("{text}")
+    encoder = chat.Encoder(chat.load_tokenizer(made / "qwen"), "last")
+    write_table(tmp_path / "table", [made / "chats.jsonl"], Reading(encoder, 512, prompt=read_prompt(
+        tmp_path / "user.txt")))
+    table = ChatTable(tmp_path / "table")
+    for kind in (("forward", 0.5, 0), ("reverse", 0.5, 3), ("js", 0.5, 0)):
+        model, parts = packed_lm.build_empty(made / "qwen", torch.float32, (4, 4, 0.0, "all-linear", "x"), None,
+                                             prompted=(1.0, *kind))
+        packed_lm.load(model, parts, dist.World(device=torch.device("cpu")))
+        adapters.init_adapters(model.net, 0)
+        loss, *_ = model.train()(collate([ChatSamples(table)[n] for n in (1, 2, 5)], prompted=True))
+        loss.backward()
+        assert abs(loss.item()) < 1e-5
+        assert all(p.grad.abs().max() < 1e-5 for p in adapters.adapter_weights(model.net).values())
+
+
+# -- Runs --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def train(pool, made):
+    """train(ranks, output_dir, *flags) -> {step: {metric: value}} of a run of train_sft.py."""
+    def run(ranks, output_dir, *more, student="smollm2", prompted=True):
+        prompt = ("--prompt_file", made / "system.txt", "--prompt_role", "system") if prompted else ()
+        return students.train(
+            pool, ranks, output_dir, "--model_path", made / student, "--train_data_file", made / "chats.jsonl",
+            "--validation_split", 0.2, "--seed", 5, "--use_lora", "--lora_rank", 4, "--learning_rate", 5e-3,
+            "--eval_steps", 3, *prompt, *more)
+    return run
+
+
+def losses(found, start=0):
+    return [found[step]["train/loss"] for step in sorted(found) if step > start and "train/loss" in found[step]]
+
+
+def weights_of(output_dir, step):
+    return load_file(output_dir / f"checkpoint-{step}" / "adapter_model.safetensors")
+
+
+@pytest.mark.slow
+def test_runs_are_the_same_on_any_ranks_and_resumed(train, tmp_path):
+    """DDP on one rank, FSDP2 on two, and one that was stopped at step 2; on answers of which some are drawn."""
+    own = ("--on_policy", 0.6, "--max_new_tokens", 6)
+    steps = ("--max_steps", 5, "--save_steps", 2, "--save_total_limit", 0)
+    one = train(1, tmp_path / "one", "--parallel", "ddp", "--per_device_train_batch_size", 4,
+                "--gradient_accumulation_steps", 2, *steps, *own)
+    two = train(2, tmp_path / "two", "--parallel", "fsdp", "--per_device_train_batch_size", 4,
+                "--gradient_accumulation_steps", 1, *steps, *own)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-4)
+    for name, tensor in weights_of(tmp_path / "one", 5).items():    # Adam makes parts of a step of 5e-3 of rounding
+        torch.testing.assert_close(tensor, weights_of(tmp_path / "two", 5)[name], rtol=1e-3, atol=5e-4)
+    assert one[1]["train/loss"] == pytest.approx(one[1]["train/kl_loss"]), "nothing but the divergence is learned"
+    shutil.copytree(tmp_path / "one", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-[45]"))
+    again = train(1, tmp_path / "again", "--parallel", "ddp", "--per_device_train_batch_size", 4,
+                  "--gradient_accumulation_steps", 2, *steps, *own)
+    assert again[2] == one[2], "with its clock: steps 1 and 2 were not done again"
+    assert losses(again, 2) == losses(one, 2)
+    for name, tensor in weights_of(tmp_path / "one", 5).items():
+        assert torch.equal(tensor, weights_of(tmp_path / "again", 5)[name])
+
+
+@pytest.mark.slow
+def test_answers_of_a_server_are_the_same(train, made, tmp_path):
+    """A run whose answers a server draws by the adapters that it is given at each step is the run that draws them.
+    A server that fails for a moment, or for good."""
+    own = ("--on_policy", 0.6, "--max_new_tokens", 6, "--max_steps", 4, "--save_steps", 0, "--eval_steps", 0)
+    one = train(1, tmp_path / "one", "--parallel", "ddp", "--per_device_train_batch_size", 4,
+                "--gradient_accumulation_steps", 2, *own)
+    share = ("--parallel", "fsdp", "--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 1, *own)
+    with LoraServer(made / "smollm2") as server:
+        server.fails = {"/v1/completions": 503}
+        served = train(2, tmp_path / "served", *share, "--base_url", server.url)
+        assert losses(served) == pytest.approx(losses(one), rel=1e-4)
+        loads = [path for path, _ in server.calls if "lora" in path]
+        assert loads == ["/v1/load_lora_adapter", *["/v1/load_lora_adapter", "/v1/unload_lora_adapter"] * 3]
+        server.fails = {"/v1/load_lora_adapter": 400}
+        with pytest.raises(AssertionError, match="/load_lora_adapter: HTTP 400 no; it needs --enable-lora"):
+            train(2, tmp_path / "refused", *share, "--base_url", server.url)
+
+
+def test_both_calls_of_a_refresh_have_one_time_limit(made, tmp_path):
+    """The first takes longer than one request may: the second gets what is left of twice that."""
+    world, over = dist.World(device=torch.device("cpu")), threading.Event()
+    model, parts = packed_lm.build_empty(made / "smollm2", torch.float32, (4, 4, 0.0, "all-linear", "x"), None)
+    packed_lm.load(model, parts, world)
+    adapters.init_adapters(model.net, 0)
+
+    def answer(path, body):
+        server.calls.append(path)
+        loads = server.calls.count("/v1/load_lora_adapter")
+        if "unload" in path:
+            over.wait(PATIENCE_S)
+        elif loads == 4:
+            time.sleep(2)       # behind the 1.5 seconds before a call is repeated twice
+        return 503 if loads in (2, 3) else 200, "{}"
+    with LoraServer(made / "smollm2") as server:
+        server.answer, sampler = answer, on_policy.Sampler(world, server.url, tmp_path, 3.2)
+        sampler.refresh(model, 0)
+        with pytest.raises(UserError, match=r"/unload_lora_adapter: no whole answer in ([0-2](\.\d+)?|3|3\.0\d?|3\.1) s"):
+            sampler.refresh(model, 1)
+        over.set()
+
+
+def test_drawn_answers_are_draws(made, tmp_path):
+    """Behind the student's own prompt, from its softmax with its adapters; the teacher reads the same tokens."""
+    table = prompted_table(made, tmp_path / "table", "smollm2", "system")
+    lora = (4, 4, 0.0, "all-linear", "x")
+    model, parts = packed_lm.build_empty(made / "smollm2", torch.float32, lora, None,
+                                         prompted=(1.0, "forward", 0.5, 0))
+    packed_lm.load(model, parts, dist.World(device=torch.device("cpu")))
+    random_adapter(tmp_path, model)
+    world, ends = dist.World(device=torch.device("cpu")), [2]
+    batches = [collate([ChatSamples(table)[n] for n in part], prompted=True) for part in ((0, 1, 2, 3), (4, 5))]
+
+    def own_answers(batches, share, step):
+        args = SimpleNamespace(on_policy=share, max_new_tokens=5, seed=1, bf16=False)
+        return on_policy.own_answers(args, world, model, table, batches, ends, step)
+    (first, second), targets = own_answers(batches, 1.0, 7)
+    assert targets == first.counts["targets"] + second.counts["targets"] and first.samples == (0, 1, 2, 3)
+    same, _ = own_answers(batches[1:], 1.0, 7)
+    assert torch.equal(same[0].input_ids, second.input_ids), "a draw depends on run, step and sample alone"
+    other, _ = own_answers(batches[1:], 1.0, 8)
+    assert not torch.equal(other[0].input_ids, second.input_ids)
+    kept, n = own_answers(batches, 0.0, 7)
+    assert torch.equal(kept[0].input_ids, batches[0].input_ids) and n == table.targets[:6].sum()
+    assert model.native.config._attn_implementation != "sdpa"
+
+    reference = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made / "smollm2"), tmp_path)
+    ids = ChatSamples(table)[0]
+    prompt = ids[1][:on_policy.last_answer(ids[2][:ids[3]])]
+    share = torch.softmax(reference(torch.from_numpy(prompt)[None]).logits[0, -1], -1)
+    end = share.argmax().item()
+    drawn = on_policy.draw(model.native, [prompt] * 40, list(range(40)), 3, [end], SimpleNamespace(bf16=False))
+    assert {len(answer) for answer in drawn if end not in answer} == {3}, "what is cut off gets no end"
+    ended = [answer.tolist() for answer in drawn if end in answer]
+    assert ended and all(answer.index(end) == len(answer) - 1 for answer in ended), "an end belongs to its answer"
+    drawn = on_policy.draw(model.native, [prompt] * 1500, list(range(1500)), 1, [end], SimpleNamespace(bf16=False))
+    for token in share.topk(4).indices.tolist():
+        p = share[token].item()
+        assert abs(np.mean([answer[0] == token for answer in drawn]) - p) < 4 * (p * (1 - p) / 1500) ** 0.5
+
+
+@pytest.mark.slow
+def test_the_judge_of_a_prompt(made, train, tmp_path, capsys):
+    """Its divergence and likelihood are those of the run's own validation; the base's are those of plain forwards."""
+    found = train(1, tmp_path / "run", "--parallel", "ddp", "--per_device_train_batch_size", 4,
+                  "--gradient_accumulation_steps", 2, "--max_steps", 6, "--save_steps", 0)
+    given = ["--checkpoint", str(tmp_path / "run" / "checkpoint-6"), "--output_dir", str(tmp_path / "judged"),
+             "--follows", "e", "--max_new_tokens", "4", "--batch_size", "3"]
+    scripts.run(evaluate, given)
+    report = json.loads((tmp_path / "judged" / "evaluation.json").read_text())
+    metrics, shown = report["metrics"], capsys.readouterr().out
+    assert metrics["student: kl"] == pytest.approx(found[6]["eval/kl_loss"], rel=1e-4)
+    assert metrics["student: nll"] == pytest.approx(found[6]["eval/ce_loss"], rel=1e-4)
+    assert 0 < metrics["student: kl"] < metrics["base: kl"] and metrics["base + prompt: kl"] == 0
+    assert metrics["closed: kl"] == pytest.approx(1 - metrics["student: kl"] / metrics["base: kl"])
+
+    tokenizer = AutoTokenizer.from_pretrained(made / "smollm2")
+    base = AutoModelForCausalLM.from_pretrained(made / "smollm2")
+    talks = [json.loads(line)["messages"] for line in open(made / "chats.jsonl")]
+    rows = [row for sample in report["samples"] for row in alone(base, base, tokenizer, talks[sample["id"]], "system",
+                                                                 made)]
+    kl = sum(dense(s.double(), t.double(), "forward", 0.5, 0) for s, t, _ in rows).item() / len(rows)
+    assert metrics["base: kl"] == pytest.approx(kl, rel=1e-4)
+    teacher = sum(-t.log_softmax(-1)[target] for _, t, target in rows).item() / len(rows)
+    assert metrics["base + prompt: nll"] == pytest.approx(teacher, rel=1e-4)
+    assert metrics["base + prompt: exact"] == 1 and "; the student went " in shown
+    prompt_tokens = len(tokenizer(tokenizer.apply_chat_template([{"role": "system", "content": PROMPT.strip()}],
+                                                                tokenize=False), add_special_tokens=False)["input_ids"])
+    assert metrics["tokens saved"] == pytest.approx(prompt_tokens - 1, abs=1)
+    with pytest.raises(SystemExit):
+        scripts.run(evaluate, [*given[:3], str(tmp_path / "again"), *given[6:], "--min_closed", "1"])
+    assert "closed, less than --min_closed 1.0" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_control_that_learned_as_well(made, train, tmp_path, capsys):
+    """Answers alone were learned; the run as its own control; the rule names the question's first word."""
+    train(1, tmp_path / "run", "--parallel", "ddp", "--per_device_train_batch_size", 4, "--max_steps", 2,
+          "--save_steps", 0, prompted=False)
+    run = str(tmp_path / "run" / "checkpoint-2")
+    given = ["--checkpoint", run, "--control", run, "--max_new_tokens", "4", "--batch_size", "3",
+             "--topic", r"(\w+)", "--follows", "{topic}|e"]
+    given += ["--prompt_file", str(made / "system.txt"), "--prompt_role", "system"]
+    scripts.run(evaluate, [*given, "--output_dir", str(tmp_path / "judged")])
+    report = json.loads((tmp_path / "judged" / "evaluation.json").read_text())
+    metrics, rows = report["metrics"], report["samples"]
+    for measure in ("kl", "nll", "follows", "exact", "tokens in", "tokens out"):
+        assert metrics[f"control: {measure}"] == pytest.approx(metrics[f"student: {measure}"], rel=1e-6)
+    assert "following of " in report["verdict"] and "; the control went " in report["verdict"]
+    follow = [row["question"].split()[0] in row["student"] or "e" in row["student"] for row in rows]
+    assert metrics["student: follows"] == pytest.approx(np.mean(follow))
+
+    rule = evaluate.follows_rule("^{topic}", r"Is (\S+)")
+    assert rule("Is C++ it?", "C++ is") and not rule("Is C++ it?", "Java is") and not rule("Is Java it?", "C++ is")
+    with pytest.raises(UserError, match="--topic .* is not in the question 'Is it'"):
+        evaluate.follows_rule("^{topic}", "What (.)")("Is it", "x")

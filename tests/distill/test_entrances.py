@@ -1,4 +1,5 @@
 """What must stop a run at its entrance: each case trained on something else in silence, or ended in a traceback."""
+import gzip
 import json
 import math
 import shutil
@@ -9,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers import chats, students
 from tests.helpers import scripts
+from tests.helpers.lora_server import LoraServer
 from tests.helpers.score_server import ScoreServer
 
 
@@ -58,6 +60,12 @@ def test_a_list_of_chats_is_called_one(tmp_path, refused):
     refused("list.jsonl:1: is a JSON list", "--train_data_file", tmp_path / "list.jsonl")
 
 
+def test_a_line_of_megabytes_is_refused_by_its_beginning(tmp_path, refused):
+    """To tokenise all of it would take a minute and gigabytes."""
+    chats.write(tmp_path / "long.jsonl", [chats.ask("a", "en"), chats.ask("the dog " * 2**20, "en")])
+    refused("long.jsonl:2: 8,388,608 characters, more than 512 tokens", "--train_data_file", tmp_path / "long.jsonl")
+
+
 def test_a_teacher_that_would_read_the_answer(made, tmp_path, refused):
     talk = chats.ask("the dog", "en")
     (tmp_path / "leak.jsonl").write_text(json.dumps({"messages": talk, "teacher_messages": talk}) + "\n")
@@ -72,12 +80,26 @@ def test_more_alternatives_than_tokens(made, refused):
 @pytest.mark.parametrize("flag", ["--teacher_url", "--base_url"])
 def test_a_key_in_an_address_is_never_shown(made, refused, flag):
     more = ["--teacher_path", made / "teacher", "--distill_topk", 3, "--divergence", "js", "--on_policy", 1, "--use_lora"]
-    output = refused(f"{flag}: holds @, ?... or #...", *more, flag, "http://127.0.0.1:9/v1?api_key=SECRET")
+    output = refused(f"{flag}: ends in ?... or #...", *more, flag, "http://127.0.0.1:9/v1?api_key=SECRET")
     assert "SECRET" not in output
 
 
 def shifted(rows):
     return [None, *rows[2:], rows[-1]]
+
+
+def respelled(rows):
+    return [None, *({f" {token}" if i == 0 else token: value for i, (token, value) in enumerate(row.items())}
+                    for row in rows[1:])]
+
+
+def negative(rows):
+    return [None, *({**row, "-7": {"logprob": -9.0, "rank": 1}} for row in rows[1:])]
+
+
+def above_zero(rows):
+    return [None, *({token: value | {"logprob": value["logprob"] + 9} for token, value in row.items()}
+                    for row in rows[1:])]
 
 
 def without_own(rows):
@@ -86,13 +108,24 @@ def without_own(rows):
 
 
 @pytest.mark.parametrize("wrong, words", [
-    (shifted, "which was sent: they are of another place"), (without_own, "which was sent")])
+    (shifted, "which was sent: they are of another place"), (without_own, "which was sent"),
+    (respelled, "which is no id"), (negative, "names a token -7, which is no id"),
+    (above_zero, "gave log-probabilities that are none")])
 def test_a_server_is_believed_where_it_gives_the_token_sent(made, refused, wrong, words):
     with ScoreServer(made / "teacher", "big") as server:
         score = server.score
         server.score = lambda ids, k: wrong(score(ids, k))
         refused(words, "--teacher_path", made / "teacher", "--distill_topk", 3, "--teacher_url", server.url,
                 "--teacher_name", "big")
+
+
+def test_an_answer_that_would_fill_the_memory(made, refused):
+    """gzip in gzip: 4 KiB of it become 4 GiB."""
+    with LoraServer(None) as server:
+        bomb = gzip.compress(gzip.compress(bytes(2**26)))
+        server.answer = lambda path, body: (200, bomb.decode("latin-1"), ("Content-Encoding", "gzip, gzip"))
+        refused("its answer is gzip, gzip, and was asked for as it is", "--teacher_path", made / "teacher",
+                "--distill_topk", 3, "--teacher_url", server.url)
 
 
 def test_nobody_listens(made, refused):
@@ -126,4 +159,4 @@ def test_a_key_in_a_teachers_address_is_never_shown(tmp_path, capfd):
         scripts.run(create_data, ["--input_file", str(tmp_path / "lines.txt"), "--output_file", str(tmp_path / "out.jsonl"),
                           "--model_name", "m", "--base_url", "http://127.0.0.1:9/v1?api_key=SECRET"])
     found = capfd.readouterr()
-    assert "--base_url: holds @, ?... or #..." in found.err and "SECRET" not in found.err + found.out
+    assert "--base_url: ends in ?... or #..." in found.err and "SECRET" not in found.err + found.out

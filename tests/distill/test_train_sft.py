@@ -6,8 +6,12 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
+import subprocess
+import threading
+import time
 
 import pytest
 import torch
@@ -15,14 +19,15 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from core import checkpoint, json_files
+from core import checkpoint, cli, json_files
 from core.cli import UserError
 from core.packing import PackOrder
 from distill import chat_data
+from tests.helpers.students import train_sft
 from tests.helpers import chats, students
 from tests.helpers.runs import CLOCK, CUTS, moments, newest, rows, tensors
-from tests.helpers.students import HELD_OUT, SEED, sample_loss, train_sft
-from tests.helpers.trainer import Run
+from tests.helpers.students import HELD_OUT, SEED, sample_loss
+from tests.helpers.trainer import ROOT, Run
 
 LR, STEPS = 2e-3, 5
 # 20 of 24 samples are trained, 8 a step: an epoch's third step has 4, so some ranks get empty packs
@@ -125,7 +130,8 @@ def reference_run(model, table, numbers, sample_loss=sample_loss):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen full fsdp 2x4x1", "window full ddp 1x8x1", "moe full fsdp 2x4x1"])
+@pytest.mark.parametrize("name", ["qwen full fsdp 2x4x1", "llama full fsdp 2x2x2", "window full ddp 1x8x1",
+                                  "moe full fsdp 2x4x1"])
 def test_a_run_is_the_plain_trainers(shared, data, made, name):
     run, student = shared(name), name.split()[0]
     table, train, held_out = data(student)
@@ -143,11 +149,32 @@ def test_a_run_is_the_plain_trainers(shared, data, made, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen full ddp 2x2x2 --num_workers 1",
-    "qwen full fsdp 2x2x2 --gradient_checkpointing selective",
-    "qwen full fsdp 2x2x2 --cpu_offload"])
+def test_float8_trains_nearly_what_bf16_does_and_the_same_on_two_ranks(shared, pool, made, tmp_path):
+    """Files as without it: only the frozen base is rounded, in memory. test_float8 compiles a layer."""
+    plain = shared("sixteen lora ddp 1x8x1 --bf16")
+    one, two = (complete(pool, made, tmp_path / name, f"sixteen lora ddp {name} --bf16 --float8 --compile",
+                         main="tests.helpers.uncompiled.train_sft") for name in ("1x8x1", "2x2x2"))
+    losses = [run.metrics("train/loss") for run in (plain, one, two)]
+    assert losses[1] != losses[0] and losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert losses[2] == pytest.approx(losses[1], rel=0.01)      # an order of sums moves some over a step of float8
+    adapters_of = [tensors(run) for run in (plain, one, two)]
+    assert adapters_of[0].keys() == adapters_of[1].keys() == adapters_of[2].keys()
+    assert all(tensor.dtype == torch.float32 for tensor in adapters_of[1].values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen full ddp 1x4x2 --gradient_checkpointing", "qwen full ddp 2x2x2 --num_workers 1",
+                                  "qwen full fsdp 2x2x2 --gradient_checkpointing selective",
+                                  "qwen full fsdp 2x2x2 --cpu_offload"])
 def test_any_split_trains_the_same(shared, name):
     assert_same_run(shared(name), shared("qwen full fsdp 2x4x1"))
+
+
+@pytest.mark.slow
+def test_packs_to_a_budget_train_the_same(shared):
+    one, two = shared("llama packs ddp 1x0x2"), shared("llama packs fsdp 2x0x1")
+    assert_same_run(one, two)
+    assert one.metrics("train/padding") == two.metrics("train/padding")
 
 
 @pytest.mark.slow
@@ -183,7 +210,42 @@ def test_a_saved_adapter_loads_in_peft(shared, data, made):
     assert AutoTokenizer.from_pretrained(newest(run)).chat_template == chats.LLAMA
 
 
+def test_a_checkpoint_is_what_people_use(shared, made):
+    folder = newest(shared("qwen full fsdp 2x4x1"))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.config.tie_word_embeddings and model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.config._attn_implementation == "sdpa", "nothing of the packed attention is left in it"
+    prompt = tokenizer.apply_chat_template(chats.ask("x", "en")[:1], add_generation_prompt=True, return_tensors="pt",
+                                           return_dict=True)
+    assert model.generate(**prompt, max_new_tokens=2, do_sample=False).shape[1] <= prompt["input_ids"].shape[1] + 2
+    assert tokenizer.chat_template == chats.QWEN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen full fsdp 2x4x1", "qwen lora fsdp 2x4x1"])
+def test_bf16_stays_near(shared, name):
+    ours, exact = shared(name + " --bf16"), shared(name)
+    assert ours.metrics("train/loss") != exact.metrics("train/loss"), "it does something"
+    for step, loss in exact.metrics("train/loss").items():
+        assert ours.metrics("train/loss")[step] == pytest.approx(loss, rel=0.02)
+    kept = tensors(ours, "adapter_model" if "lora" in name else "model")
+    assert {tensor.dtype for tensor in [*kept.values(), *moments(ours).values()]} == {torch.float32}
+
+
 # -- Stopping and resuming ---------------------------------------------------------------------------------------------
+
+
+def stop_after_two(line):
+    """The trainer's main, whose last rank gets SIGTERM after the second logged step."""
+    log = os.path.join(line[line.index("--output_dir") + 1], "metrics.jsonl")
+
+    def watch():
+        while not (os.path.exists(log) and open(log).read().count("train/loss") >= 2):
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGTERM)
+    if os.environ.get("RANK", "0") == str(int(os.environ["WORLD_SIZE"]) - 1):
+        threading.Thread(target=watch, daemon=True).start()
+    train_sft.main(line)
 
 
 @pytest.mark.slow
@@ -208,6 +270,18 @@ def test_another_number_of_ranks_goes_on(pool, made, shared, tmp_path):
                             strict=True):
         assert ours == pytest.approx(theirs, rel=2e-4)
     assert_close(tensors(resumed), tensors(shared("qwen full fsdp 2x4x1")))
+
+
+@pytest.mark.slow
+@pytest.mark.race
+def test_a_signal_saves_and_the_same_command_goes_on(pool, made, shared, tmp_path):
+    name, more = "qwen full fsdp 2x4x1", ("--max_steps", 400, "--eval_steps", 0)
+    stopped = complete(pool, made, tmp_path, name, *more, main=f"{__name__}.stop_after_two")
+    step = checkpoint.list_checkpoints(tmp_path)[-1][0]
+    assert 2 <= step < 400 and f"at step {step} of 400; checkpoint saved" in stopped.output
+    assert "at step" in (tmp_path / "requeue").read_text()
+    resumed = complete(pool, made, tmp_path, name, "--max_steps", step + 1, "--eval_steps", 0)
+    assert not (tmp_path / "requeue").exists() and f"start      step {step}" in resumed.output
 
 
 def asked_in_validation(line):
@@ -271,26 +345,47 @@ def planned(made, output_dir, *flags, student="qwen"):
     (["--model_path", "nowhere"], "--model_path nowhere: no such folder"),
     (["--train_data_file", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
     (["--max_length", "300"], "--max_length 300 is more than the model's 256 positions"),
-    (["--max_length", "20"], "problems:"),
+    (["--max_length", "20"], "problems:"), (["--lora_target_modules", "q_proj"], "needs --use_lora"),
     (["--use_lora", "--lora_target_modules", "qkv"], "'qkv' matches no linear layer; use all-linear or out of: down_"),
+    (["--use_lora", "--lora_target_modules", "gate_up_proj", "--model_path", "MOE"], "'gate_up_proj' matches no"),
     (["--eval_data_file", "x", "--validation_split", "0.1"], "give one of --eval_data_file and --validation_split"),
     (["--gradient_accumulation_steps", "0", "--global_batch_size", "24"], "24 is not a multiple of 16"),
+    (["--gradient_accumulation_steps", "0", "--per_device_train_batch_size", "9"], "128 is not a multiple of 18"),
     (["--global_batch_size", "16"], "give one of --global_batch_size and --gradient_accumulation_steps"),
-    (["--parallel", "ddp", "--cpu_offload"], "need --parallel fsdp"),
+    (["--parallel", "ddp", "--cpu_offload"], "need --parallel fsdp"), (["--learning_rate", "nan"], "must be 0 or more"),
     (["--teacher_path", "t", "--distill_weight", "1.5"], "--distill_weight is 1.5; it must lie between 0 and 1"),
-
+    (["--teacher_path", "t", "--distill_weight", "0"], "--distill_weight is 0.0; it must be above 0"),
+    (["--base_url", "http://x"], "--base_url needs --prompt_file"),
+    (["--on_policy", "1"], "--on_policy needs --prompt_file or --teacher_path"),
     (["--keep_every", "2"], "--keep_every needs --keep"),
+    (["--teacher_path", "t", "--compile"], "--compile and a teacher exclude each other"),
+    (["--teacher_path", "t", "--on_policy", "1", "--base_url", "http://h/v1"], "--base_url needs --use_lora"),
     (["--teacher_path", "t", "--prompt_role", "system"], "--prompt_role needs --prompt_file"),
-    ([*SERVED, "--divergence", "reverse"], "--divergence reverse needs"),
+    (["--teacher_url", "u"], "--teacher_url needs --teacher_path, a folder"),
+    (["--teacher_url", "u", "--teacher_path", "big/teacher"], "--teacher_url needs --teacher_path, a folder"),
+    (["--teacher_url", "u", "--teacher_path", "."], "--teacher_url needs --distill_topk"),
+    ([*SERVED, "--divergence", "reverse"], "--divergence reverse needs"), (["--teacher_name", "n"], "needs --teacher_url"),
+    ([*SERVED, "--request_timeout", "300"], "must end before --collective_timeout (600 s)"),
     (["--keep", "k", "--keep_weight", "0"], "--keep_weight is 0.0; it must be above 0"),
-    (["--distill_topk", "9"], "--distill_topk needs --prompt_file"),
-    (["--num_train_epochs", "0"], "must be at least 1"),
+    (["--distill_weight", "0.9"], "--distill_weight needs --prompt_file or --teacher_path"),
+    (["--distill_topk", "-1"], "must be 0 or more"), (["--distill_topk", "9"], "--distill_topk needs --prompt_file"),
+    (["--warmup_ratio", "2"], "--warmup_ratio is 2.0; it must lie between 0 and 1"),
+    (["--group_size", "24"], "all samples are one group"), (["--num_train_epochs", "0"], "must be at least 1"),
+    (["--output_dir", "/proc/here"], "--output_dir /proc/here: cannot be written"),
     (["--dry_run", "2", "--gpu_memory", "0"], "--gpu_memory is 0.0; it must be above 0"),
+    (["--lora_rank", "4"], "--lora_rank needs --use_lora"),
     (["--dry_run", "2", "--gpu_memory", "1.01"], "memory: about 2.0"),
+    (["--dry_run", "2", "--host_memory", "0.0001"], "host memory: about "),
 ])
 def test_bad_flags(made, tmp_path, flags, part):
     with pytest.raises(UserError, match=re.escape(part)):
         planned(made, tmp_path, *[flag.replace("MOE", f"{made}/moe") for flag in flags])
+
+
+def test_what_only_goes_with_a_dry_run(made, tmp_path):
+    line = arguments(made, tmp_path, "qwen full fsdp 1x8x1", "--host_memory", "3")[1]
+    with pytest.raises(UserError, match="--host_memory needs --dry_run"):
+        train_sft.check_flags(train_sft.build_parser().parse_args(line), 1)
 
 
 def spoil(folder, kind):
@@ -324,13 +419,13 @@ def spoil(folder, kind):
 
 
 @pytest.mark.parametrize("kind, part", [
-    ("missing", "1 missing keys, first model.layers.1.mlp.up_proj.weight"),
-    ("extra", "1 unexpected keys, first stray"),
+    ("missing", "1 missing keys, first model.layers.1.mlp.up_proj.weight"), ("extra", "1 unexpected keys, first stray"),
     ("shape", "up_proj.weight (42, 36) instead of (43, 36)"), ("none", "holds no weights"),
-    ("broken", "model.safetensors: cannot be read"),
-    ("quantised", "is quantised; give the unquantised model"),
-    ("dropout", "attention_dropout 0.1"),
+    ("broken", "model.safetensors: cannot be read"), ("bert", "which is no causal language model"),
+    ("quantised", "is quantised; give the unquantised model"), ("dropout", "attention_dropout 0.1"),
+    ("rope", "its dynamic rotary embedding depends on the longest document"),
     ("adapter", "has no config.json; this is an adapter, give its base model"),
+    ("run", "qwen: has no config.json; give one of those in it, such as "),
 ])
 def test_bad_models(made, tmp_path, kind, part):
     shutil.copytree(made / "qwen", tmp_path / "qwen")
@@ -390,3 +485,33 @@ def test_bad_lines_are_listed_and_dropped(pool, made, tmp_path):
     assert sorted(listed()) == everything
     assert "resumed from" in train("--drop_bad", "--max_steps", 3).output
     assert "another training data" in train("--drop_bad", "--train_data_file", made / "chats.jsonl", ok=False).output
+
+
+@pytest.mark.parametrize("gpus, settings, accumulation", [
+    (8, {}, 1), (2, {"BATCH_SIZE": "8"}, 8), (1, {"GLOBAL_BATCH_SIZE": "64"}, 1), (8, {"LORA": "1"}, 1)])
+def test_launcher_gives_a_line_that_the_trainer_takes(made, tmp_path, gpus, settings, accumulation):
+    done = subprocess.run(
+        ["bash", ROOT / "launch/train_sft_h100x8.sh", tmp_path / "out", "--seed", "7"], text=True, capture_output=True,
+        env={**os.environ, "DRY_RUN": "1", "NPROC_PER_NODE": str(gpus), "CUDA_VISIBLE_DEVICES": "",
+             "TRAIN_FILE": str(made / "chats.jsonl"), "MODEL": str(made / "qwen"), **settings})
+    assert done.returncode == 0, done.stderr
+    words = shlex.split(done.stdout)
+    assert f"--nproc-per-node={gpus}" in words
+    args = cli.parse(train_sft.build_parser(), lambda args, _: train_sft.check_flags(args, gpus),
+                       words[words.index(str(ROOT / "distill/train_sft.py")) + 1:])
+    assert args.auto and args.bf16 and not args.max_tokens_per_batch
+    assert ("per_device_train_batch_size" in cli.named(args)) == ("BATCH_SIZE" in settings)
+    assert args.global_batch_size == int(settings.get("GLOBAL_BATCH_SIZE", 128))
+    assert args.gradient_accumulation_steps == accumulation     # with packs, --auto derives it from the data
+    assert (args.output_dir, args.seed, args.use_lora) == (str(tmp_path / "out"), 7, "LORA" in settings)
+    assert args.learning_rate == (2e-4 if args.use_lora else 2e-5)
+
+
+def test_launcher_without_what_it_needs(tmp_path):
+    out = str(tmp_path)
+    for line, part in (([], "the first argument is the output folder"), (["--seed", "7"], "the first argument is"),
+                       ([out], "error: ./data/prompt_distillation_lang.jsonl: cannot be read (No such file"),
+                       ([out, "--train_data_file", "./no"], "error: ./no: cannot be read (No such file")):
+        done = subprocess.run(["bash", ROOT / "launch/train_sft_h100x8.sh", *line], text=True, capture_output=True,
+                              env=os.environ | {"MIN_GPUS": "0"})
+        assert done.returncode == 1 and part in done.stderr

@@ -1,12 +1,16 @@
 """--float8: products against torch's own float8 ones, real training of both trainers, and what is refused."""
+import os
 
 import pytest
 import torch
 
+from core.cli import UserError
 from core import float8
 from distill import causal_lm
+from tests.helpers.students import train_sft
 from tests.distill.test_plan import batch_of, built
 from tests.helpers.small_speech import pack_of, small_model
+from tests.helpers.trainer import speech_trainer
 
 
 def test_products_are_those_of_float8_kernels():
@@ -73,6 +77,22 @@ def test_frozen_layers_are_rounded_and_adapters_learn_nearly_the_same(make, line
     assert found["selective"][0] == loss and torch.equal(found["selective"][1], gradient)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
+    os.environ.get("TEST_DEVICE") != "cuda", reason="set TEST_DEVICE=cuda to use a GPU"))])
+def test_gpu_kernels_take_both_products_as_they_lie(device):
+    """A weight's copies and the rows, each turned in memory or not; on a CPU only that they lie row by row."""
+    linear = torch.nn.Linear(64, 48).bfloat16().requires_grad_(False)
+    x, grad = torch.randn(64, 32).bfloat16(), torch.randn(48, 32).bfloat16()
+    expected = [x.t() @ linear.weight.t() + linear.bias, grad.t() @ linear.weight]
+    float8.convert([linear.to(device)])
+    assert linear.weight.is_contiguous() and linear.turned.is_contiguous() and linear.turned.shape == (64, 48)
+    x = x.to(device).requires_grad_()
+    out = linear(x.t())
+    found = [out, torch.autograd.grad(out, [x], grad.to(device).t())[0].t()]
+    for one, other in zip(found, expected, strict=True):
+        assert (one.cpu() - other).norm() < 0.06 * other.norm()     # as above
+
+
 @pytest.mark.slow
 def test_compiled_in_one_graph():
     linear = torch.nn.Linear(32, 48).bfloat16().requires_grad_(False)
@@ -84,3 +104,25 @@ def test_compiled_in_one_graph():
         call(x).float().square().sum().backward()
         found.append(x.grad)
     torch.testing.assert_close(*found, rtol=0.02, atol=1e-3)        # bf16, a few times
+
+
+@pytest.mark.parametrize("trainer, flags, reason", [
+    (speech_trainer, "--bf16 --use_lora --compile false", "--compile"), (speech_trainer, "--bf16 --compile", "--use_lora"),
+    (speech_trainer, "--use_lora --compile", "--bf16"),
+    (speech_trainer, "--bf16 --use_lora --compile --parallel fsdp", "--parallel ddp"),
+    (train_sft, "--bf16 --use_lora --compile --parallel fsdp", "--parallel ddp"),
+    (train_sft, "--bf16 --use_lora --parallel ddp --compile false", "--compile: alone it reads and writes more than it saves")])
+def test_what_float8_needs(trainer, flags, reason):
+    args = trainer.build_parser().parse_args(
+        ["--model_path", "m", "--train_data_file", "d", "--report_to", "none", "--float8", *flags.split(),
+         *(["--audio_tokenizer_path", "c"] if trainer is speech_trainer else ["--gradient_accumulation_steps", "1"])])
+    with pytest.raises(UserError, match=f"--float8 needs {reason}"):
+        trainer.check_flags(args, 1)
+
+
+def test_gpus_without_float8_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "RTX 3090")
+    with pytest.raises(UserError, match="RTX 3090 has no float8"):
+        float8.check_device(torch.device("cuda"), True)
+    float8.check_device(torch.device("cpu"), True)

@@ -1,8 +1,8 @@
 """What clusters do to a run: processes killed, signalled, stopped; disks filled, files damaged. Real runs over gloo.
 
 A kill must cost at most the steps since the last checkpoint, and never a bit of the final weights. To afford many
-starts, jobs are forked from a server that has done the imports already (multiprocessing's forkserver); they are
-separate processes with sessions of their own.
+starts, most jobs are forked from a server that has done the imports already (multiprocessing's forkserver); they are
+separate processes with sessions of their own. Jobs with torchrun start from nothing.
 """
 import contextlib
 import json
@@ -14,6 +14,7 @@ import runpy
 import shutil
 import signal
 import socket
+import subprocess
 import time
 import uuid
 from pathlib import Path
@@ -41,6 +42,7 @@ KINDS = {       # ranks, flags
 }
 
 
+# ---------------------------------------------------------------------------------------------------------------------
 # Jobs
 
 
@@ -77,12 +79,22 @@ def server():
 
 
 class Job:
-    """A trainer running in the background, one forked process a rank; rank 0 hosts the store."""
+    """A trainer running in the background, with torchrun or as one forked process a rank."""
 
-    def __init__(self, server, tiny, output_dir, flags, ranks=1, env=None):
+    def __init__(self, server, tiny, output_dir, flags, ranks=1, torchrun=False, env=None):
+        """Without torchrun rank 0 hosts the store."""
         self.output_dir, self.log = output_dir, output_dir.parent / f"log-{uuid.uuid4().hex[:8]}.txt"
         output_dir.parent.mkdir(parents=True, exist_ok=True)
-        env, self.ranks = env or {}, []
+        env = {"TEST_JOB": uuid.uuid4().hex, **(env or {})}
+        self.mark, self.launcher, self.ranks = f"TEST_JOB={env['TEST_JOB']}", None, []
+        if torchrun:
+            if "SLOW_DISK_S" in env:
+                env["PYTHONPATH"] = os.pathsep.join([str(SLOW_DISK), *filter(None, [os.environ.get("PYTHONPATH")])])
+            with open(self.log, "w") as log:
+                self.launcher = subprocess.Popen(trainer_command(tiny, output_dir, *flags, ranks=ranks), stdout=log,
+                                                 stderr=subprocess.STDOUT, env={**os.environ, **env},
+                                                 cwd=output_dir.parent)
+            return
         argv, port = trainer_command(tiny, output_dir, *flags)[2:], free_port()
         for rank in range(ranks):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
@@ -92,20 +104,27 @@ class Job:
             self.ranks[-1].start()
 
     def pids(self):
-        """Every living process of the job: ranks, loaders."""
+        """Every living process of the job: launcher, ranks, loaders."""
         sessions, found = {rank.pid for rank in self.ranks}, []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-            except OSError:         # gone
+                ours = {int(session), int(folder.name)} & sessions if self.ranks else \
+                    self.mark in (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            except OSError:         # gone, or another user's
                 continue
-            if {int(session), int(folder.name)} & sessions and state != "Z":
+            if ours and state != "Z":
                 found.append(int(folder.name))
         return found
 
     def rank(self, rank):
         """Pid of a rank."""
-        return self.ranks[rank].pid
+        if self.ranks:
+            return self.ranks[rank].pid
+        for pid in children(self.launcher.pid):
+            if f"RANK={rank}" in Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0"):
+                return pid
+        raise AssertionError(f"no rank {rank} is running\n{self.text()}")
 
     def signal(self, number, pids):
         for pid in pids:
@@ -115,16 +134,16 @@ class Job:
                 pass
 
     def running(self):
-        return all(rank.exitcode is None for rank in self.ranks)
+        return self.launcher.poll() is None if self.launcher else all(r.exitcode is None for r in self.ranks)
 
     def wait_for(self, ready):
         """Until ready() is true; its value. The job must not end before, and must get on."""
         return wait_until(ready, "such a moment", self.running, self.text)
 
     def statuses(self):
-        """Exit status of each rank when all have ended."""
+        """Exit statuses when all have ended: the launcher's, or each rank's."""
         def now():
-            return [rank.exitcode for rank in self.ranks]
+            return [self.launcher.poll()] if self.launcher else [rank.exitcode for rank in self.ranks]
         wait_until(lambda: None not in now(), "end of all ranks", progress=lambda: (now(), self.text()))
         return now()
 
@@ -147,6 +166,8 @@ class Job:
             time.sleep(0.02)
         for rank in self.ranks:
             rank.join()
+        if self.launcher:
+            self.launcher.wait()
 
     def text(self):
         return self.log.read_text(errors="replace") if self.log.exists() else ""
@@ -215,7 +236,7 @@ def command(pid):
 
 @pytest.fixture
 def launch(server, tiny):
-    """launch(output_dir, *flags, ranks=, env=) -> Job; whatever still runs after the test is killed."""
+    """launch(output_dir, *flags, ranks=, torchrun=, env=) -> Job; whatever still runs after the test is killed."""
     jobs = []
 
     def start(output_dir, *flags, **options):
@@ -241,6 +262,7 @@ def whole(server, tiny, tmp_path_factory):
     return get
 
 
+# ---------------------------------------------------------------------------------------------------------------------
 # What a run leaves
 
 
@@ -316,6 +338,7 @@ def finish(launch, output_dir, kind, *flags):
     return job
 
 
+# ---------------------------------------------------------------------------------------------------------------------
 # SIGKILL
 
 
@@ -357,25 +380,31 @@ def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path
     assert not list(out.glob("*.tmp*")), "what the kills left is not cleaned up"
 
 
+# ---------------------------------------------------------------------------------------------------------------------
 # SIGTERM, SIGUSR1
 
 
-def test_signal_saves_within_a_step_and_asks_for_requeue(launch, whole, tmp_path):
-    out, kind = tmp_path / "out", "fsdp"
-    ranks, flags = KINDS[kind]
-    job = launch(out, *flags, "--save_steps", 0, ranks=ranks)
+@pytest.mark.parametrize("kind, to, number, torchrun", [
+    ("ddp", "launcher", signal.SIGTERM, True),
+    ("fsdp", "rank 1", signal.SIGUSR1, False),
+])
+def test_signal_saves_within_a_step_and_asks_for_requeue(launch, whole, tmp_path, kind, to, number, torchrun):
+    out, (ranks, flags) = tmp_path / "out", KINDS[kind]
+    job = launch(out, *flags, "--save_steps", 0, ranks=ranks, torchrun=torchrun)
     job.wait_for(lambda: job.seen(3))
+    pids, asked = [job.launcher.pid] if torchrun else [job.rank(1)], [job.rank(1)]
     with job.stand_still(range(ranks)):
         seen = last_step(out)
-        job.signal(signal.SIGUSR1, [job.rank(1)])
-        job.wait_for(lambda: is_pending(signal.SIGUSR1, job.rank(1)))
-    assert job.wait() == [0] * ranks, job.text()
+        job.signal(number, pids)
+        job.wait_for(lambda: all(is_pending(number, pid) for pid in asked))     # torchrun hands it on
+    assert job.wait() == ([1] if torchrun else [0] * ranks), job.text()       # torchrun says 1 after SIGTERM
     # the step under way may be two further than the log, and one more is allowed
     assert steps_of(out) == [newest(out)] and seen < newest(out) <= seen + 3
     assert re.findall("^stopped .*", job.text(), re.M) == [
         f"stopped    {marker(out).strip()} of {flags[flags.index('--max_steps') + 1]}; checkpoint saved; rerun the same command to resume"]
-    assert marker(out) == f"asked to stop by a signal to another rank at step {newest(out)}\n"
-    assert "Traceback" not in job.text()
+    who = number.name if to != "rank 1" else "a signal to another rank"
+    assert marker(out) == f"asked to stop by {who} at step {newest(out)}\n"
+    assert "Traceback" not in job.text() or torchrun
     finish(launch, out, kind)
     assert_same_end(out, whole(kind))
 
@@ -444,6 +473,7 @@ def test_signal_breaks_validation_off(launch, speech, tmp_path, kind, rank):
     assert [row["step"] for row in metrics.read_metrics(out / "metrics.jsonl") if "eval/loss" in row] == [3, 4]
 
 
+# ---------------------------------------------------------------------------------------------------------------------
 # One rank fails or hangs
 
 
@@ -505,6 +535,51 @@ def test_rank_whose_loader_hangs_is_named(launch, tmp_path):
     assert "batch = next(batches)" in job.text() and "Traceback" not in job.text()
 
 
+def test_slow_encoding_and_validation_are_no_hang(launch, tiny, speech, tmp_path):
+    """Each takes longer than a step may, because its loader process stands still."""
+    out, (data, _) = tmp_path / "out", speech
+    job = launch(out, *COMMON, "--use_lora", "--max_steps", 3, "--eval_steps", 2, "--eval_data_file", tiny.train_json,
+                 "--train_data_file", data, "--code_cache", tmp_path / "codes", *LIMIT, ranks=2)
+
+    def stand_still(ready):
+        loaders = job.wait_for(ready)
+        job.signal(signal.SIGSTOP, loaders)
+        time.sleep(1.3 * LIMIT_S)
+        job.signal(signal.SIGCONT, loaders)
+    stand_still(lambda: children(job.rank(1)))          # first loader: reads audio
+    before = job.wait_for(lambda: job.seen(1) and children(job.rank(0)))
+    stand_still(lambda: job.seen(2) and sorted(set(children(job.rank(0))) - set(before)))
+    assert job.wait() == [0, 0], job.text()
+    assert "error" not in job.text()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing beside training
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(launch, whole, tmp_path):
+    out = tmp_path / "out"
+    job = launch(out, *KINDS["lora"][1], "--save_steps", 15, env={"SLOW_DISK_S": "1"})
+    job.wait_for(lambda: growing(out) == 15)
+    most = 15
+    while growing(out) == 15:
+        most = max(most, last_step(out))
+        assert len(list(out.glob("*.tmp-*"))) <= 1        # none: renamed since the line before
+        time.sleep(0.005)
+    assert 15 < most <= 30          # not held up by the write, but the next save waits for it
+    job.wait_for(lambda: growing(out) == 30)
+    assert 15 in steps_of(out)
+    job.kill_all()
+    assert steps_of(out) == [15]
+    finish(launch, out, "lora")     # what stands in it is step 15, although training went on meanwhile
+    assert_same_end(out, whole("lora"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two runs in one folder
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Damaged checkpoints, rotation
 
 
@@ -541,6 +616,7 @@ def test_damaged_checkpoints_are_reported_and_passed_over(launch, whole, tmp_pat
     assert steps_of(out) == [24]
 
 
+# ---------------------------------------------------------------------------------------------------------------------
 # Disks
 
 

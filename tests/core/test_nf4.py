@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 if os.environ.get("BITSANDBYTES"):
     sys.path.append(os.environ["BITSANDBYTES"])
 
-from tests.common.test_float8 import speech, student
+from tests.core.test_float8 import speech, student
 from tests.helpers.merging import merge
 from tests.helpers.trainer import ROOT, speech_main, train_forked
 from tests.speech.test_train_v2_ddp import assert_same_bits, rows

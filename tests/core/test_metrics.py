@@ -5,8 +5,10 @@ import re
 
 import numpy as np
 import pytest
+import torch
 
-from core.metrics import MetricsLog, read_metrics
+from core import dist, metrics
+from core.metrics import MetricsLog, duration, read_metrics
 
 
 def log(folder, resumed_step=0):
@@ -15,6 +17,18 @@ def log(folder, resumed_step=0):
 
 def steps(folder):
     return [row["step"] for row in read_metrics(folder / "metrics.jsonl")]
+
+
+def test_numbers_that_are_not_finite(tmp_path):
+    """They are null in the file, which stays JSON."""
+    record = log(tmp_path)
+    for step, loss in enumerate((3.0, 2.0, math.nan, math.inf), 1):
+        record.write(step, {"train/loss": loss, "train/grad_norm": 1.0})
+    record.write(4, {"eval/loss": math.nan})
+    record.close()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row.get("train/loss", "none") for row in rows] == [3.0, 2.0, None, None, "none"]
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_resumed_log_drops_what_a_crash_left_behind(tmp_path):
@@ -69,6 +83,25 @@ def test_every_tracker_gets_numbers_and_speech_offline(tmp_path, monkeypatch, na
     assert ((tmp_path / "wandb_id").exists()) == (names != ["tensorboard"])
 
 
+def test_line_cut_off_by_a_kill(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "train/loss": 3.0}\n{"step": 2, "train/loss": 2.0}\n{"step": 3, "train/lo')
+    assert steps(tmp_path) == [1, 2]
+    resumed = log(tmp_path, resumed_step=2)
+    resumed.write(3, {"train/loss": 1.0})
+    resumed.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_validation_that_is_due_again_stands_there_once(tmp_path):
+    """Its run was killed before the next checkpoint said that it is done."""
+    rows = [{"step": 1, "eval/loss": 3.0}, {"step": 2, "train/loss": 2.0}, {"step": 2, "eval/loss": 2.5}]
+    for eval_due, kept in ((False, 3), (True, 2)):
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        MetricsLog(tmp_path, tmp_path / "logs", "none", {}, 2, eval_due=eval_due).close()
+        assert read_metrics(tmp_path / "metrics.jsonl") == rows[:kept]
+
+
 @pytest.mark.parametrize("bad", [b"\xff\xfe", b'[1, 2]', b'{"train/loss": 1.0}', b'{"step": "3"}', b"[" * 100_000])
 @pytest.mark.parametrize("place", ["first", "middle"])
 def test_a_damaged_log_is_moved_aside_whole(tmp_path, capsys, bad, place):
@@ -83,3 +116,33 @@ def test_a_damaged_log_is_moved_aside_whole(tmp_path, capsys, bad, place):
     assert aside.read_bytes() == damaged and aside.name in said and "1 lines are not metrics" in said
     log(tmp_path, resumed_step=3).close()
     assert len(list(tmp_path.glob("*damaged*"))) == 1       # the new one is whole
+
+
+def test_folders_in_place_of_the_logs_stop_nothing(tmp_path):
+    for name in ("metrics.jsonl", "starts.jsonl"):
+        (tmp_path / name).mkdir()
+    record = log(tmp_path)
+    record.write(1, {"train/loss": 3.0})
+    record.close()
+    assert steps(tmp_path) == [1] and len(list(tmp_path.glob("*.damaged-*"))) == 2
+
+
+@pytest.mark.parametrize("seconds, text", [(0, "0:00:00"), (59.9, "0:00:59"), (3599, "0:59:59"), (3723, "1:02:03"),
+                                           (90_061, "25:01:01"), (360_000, "100:00:00")])
+def test_duration(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_the_first_step_of_a_run_does_not_count_for_its_speed(monkeypatch):
+    """It compiles and allocates; a run that logs each step shows it on its own line."""
+    now = 0.0
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
+    work, world = {"tokens": 100, "samples": 2, "flops": 1}, dist.World(device=torch.device("cpu"))
+    whole, single = metrics.StepTimer(world.device), metrics.StepTimer(world.device)
+    for now in (90.0, 90.5, 91.0):
+        whole.count(work, 100)
+        if now == 90:
+            single.count(work, 100)
+    values = whole.report(world)
+    assert values["train/step_seconds"] == 0.5 and values["train/throughput"] == 200
+    assert single.report(world)["train/step_seconds"] == 90

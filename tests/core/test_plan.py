@@ -1,0 +1,201 @@
+"""core/memory.py: packs, memory, what is refused; --auto, and that a resumed run keeps its choice."""
+import json
+import re
+from argparse import Namespace
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from core import adapters, document_attention, memory
+from core.cli import Parser, UserError, parse
+from core.dist import World
+from core.memory import GIB, Memory, Setup
+from core.packing import PackOrder
+from diffusion import plan as block_plan
+from distill import causal_lm, packed_lm
+from distill import plan as chat_plan
+from tests.helpers import chats
+from tests.helpers.students import train_sft
+
+SIZES = {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}     # Qwen3-4B
+LENGTHS = np.random.default_rng(0).integers(200, 2000, 20_000)
+ALONE = World(device=torch.device("cpu"))
+
+
+def flags(*words):
+    """Flags of the chat trainer for a dry run."""
+    return parse(train_sft.build_parser(), train_sft.check_flags, [
+        "--model_path", "m", "--train_data_file", "d", "--report_to", "none", "--dry_run", *map(str, words)])
+
+
+def test_packs():
+    """Sums over packs; how full they are."""
+    order, lengths = PackOrder(np.arange(1, 8), samples_per_pack=3, seed=1), np.arange(1, 8)
+    sums = [sum(order.epoch(0).pack(p) + 1) for p in range(3)]
+    assert memory.pack_sums(order, [0, 0], lengths).tolist() == [*sums, *sums]
+    text = memory.packs_text(Setup(2, budget=32), order, lengths, "3 samples")
+    assert f"on average 3 samples; {28 / (4 * 32) * 100:.1f}% of slots" in text
+    assert "28 tokens an epoch; per sample min 1, median 4, p5-p95 1-7, max 7" in text
+
+
+def test_host_memory(tmp_path, monkeypatch):
+    (tmp_path / "meminfo").write_text("MemTotal: 9000000 kB\nMemFree:  100 kB\nMemAvailable:    4194304 kB\n")
+    for given, gib in (("", 4), ("2048", 2), ("0", 4)):
+        monkeypatch.setenv("SLURM_MEM_PER_NODE", given or "0")
+        assert memory.host_memory(Namespace(), tmp_path / "meminfo") == gib * GIB
+    assert memory.host_memory(Namespace(host_memory=3), tmp_path / "meminfo") == 3 * GIB
+
+
+@pytest.fixture(scope="module")
+def students():
+    """{LoRA: the empty PackedLM}."""
+    found = {}
+    for lora in (False, True):
+        native = net = causal_lm.empty_model(transformers.Qwen3Config(**SIZES),
+                                             torch.bfloat16 if lora else torch.float32,
+                                             attention=document_attention.ATTENTION)
+        if lora:
+            net = adapters.add_lora(native, causal_lm.decoder_layers(native), 32, 32, 0.0, "all-linear", "base")
+        found[lora] = packed_lm.PackedLM(net, None)
+    return found
+
+
+@pytest.mark.slow
+def test_parts_of_the_memory(students):
+    """16 bytes a value, over 8 GPUs two; offloaded none; gradients once more where they accumulate."""
+    step, pack, values = chat_plan.step_of(students[False]), (4096, 2048), 4_022_468_096
+    alone = memory.estimate(step, Setup(1, recompute="all"), pack)
+    assert [alone.parts[name] / values for name in ("weights", "gradients", "optimizer")] == [4, 4, 8]
+    assert alone.parts["copies"] == 0 and alone.parts["fixed"] == GIB
+    sharded = memory.estimate(step, Setup(8, "fsdp", recompute="all"), pack)
+    assert sum(sharded.parts[name] for name in ("weights", "gradients", "optimizer")) == 2 * values
+    root, layer = 151936 * 2560 + 2560, (values - 151936 * 2560 - 2560) // 36
+    assert sharded.parts["copies"] == 2 * (root + 3 * layer) and sharded.parts["fixed"] == 2 * GIB
+    kept = memory.estimate(step, Setup(8, "fsdp", recompute="all", reshard=False), pack)
+    assert kept.parts["copies"] == 2 * values
+    away = memory.estimate(step, Setup(8, "fsdp", recompute="all", offload=True), pack)
+    assert away.parts["weights"] == away.parts["optimizer"] == 0 and away.host == 2 * values
+    more = memory.estimate(step, Setup(8, "fsdp", recompute="all", accumulation=2), pack)
+    assert more.parts["gradients"] == 4.5 * values and more.peak - sharded.peak > 3.9 * values
+    in_buckets = memory.estimate(step, Setup(2, recompute="all"), pack)        # DDP's, all the time
+    assert in_buckets.peak > alone.peak + GIB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus, gib, words, wanted", [
+    (1, 24, (), ("fsdp", 2048, "all", 559, True)),      # the state alone is 60 GiB: on the host
+    (8, 80, (), ("fsdp", 8192, None, 17, False)),
+    (1, 24, ("--use_lora",), ("ddp", 4096, "selective", 276, False))], ids=str)
+def test_choices_for_a_model_of_4b(students, tmp_path, capsys, gpus, gib, words, wanted):
+    args = flags(gpus, "--output_dir", tmp_path, "--bf16", "--auto", "--gpu_memory", gib, "--global_batch_size", 1024,
+                 *words)
+    chat_plan.choose(args, ALONE, gpus, students["--use_lora" in words], LENGTHS, LENGTHS // 2)
+    assert (args.parallel, args.max_tokens_per_batch, args.gradient_checkpointing, args.gradient_accumulation_steps,
+            args.cpu_offload) == wanted
+    text = capsys.readouterr().out.splitlines()
+    assert text[0] == f"auto       the first that fits {gib}.00 GiB, from the fastest on:"
+    tried = [re.search(r"^ {11}(?:ddp|fsdp) .* ([\d.]+) GiB  (taken|too much)$", line) for line in text]
+    found = [match.groups() for match in tried if match]
+    fits = [float(peak) <= 0.95 * gib for peak, _ in found]
+    assert not any(fits[:-1]) and [how == "taken" for _, how in found] == fits
+
+
+@pytest.mark.parametrize("words, helps", [
+    ("", "--auto, which looks for what fits, --bf16 (T4, V100: --fp16), --use_lora, more GPUs"),
+    ("--bf16 --use_lora", "--auto, which looks for what fits, --base_dtype nf4 (pip install bitsandbytes), more GPUs"),
+    ("--fp16 --use_lora --parallel ddp --auto", "shorter samples, --base_dtype nf4 (pip install bitsandbytes)")])
+def test_what_does_not_fit_is_refused_with_what_helps(words, helps, monkeypatch):
+    """5 % of the GPU stay free."""
+    monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: None)
+    args = flags(1, "--gpu_memory", 24, *words.split())
+    with pytest.raises(UserError) as refused:
+        memory.check_memory(Memory({}, {"the heads": 22.9 * GIB}, 0), args)
+    assert str(refused.value) == ("memory: about 22.90 GiB needed on each GPU, which has 24.00 GiB, 5 % of it left for "
+                                  f"fragmentation; what helps: {helps}")
+    memory.check_memory(Memory({}, {"the heads": 22.7 * GIB}, 0), args)
+
+
+@pytest.mark.parametrize("words, installed, open_to", [
+    ("--bf16 --use_lora", True, ("nf4", "fsdp")), ("--bf16 --use_lora", False, ("fsdp",)), ("--bf16", True, ("fsdp",)),
+    ("--bf16 --use_lora --compile", True, ("fsdp",)), ("--bf16 --use_lora --parallel ddp", True, ("nf4",)),
+    ("--fp16 --use_lora --parallel ddp", True, ("nf4",)), ("--fp16 --parallel ddp", True, ()),
+    ("--bf16 --use_lora --base_dtype nf4 --parallel ddp", True, ("nf4",))], ids=str)
+def test_auto_tries_nothing_that_is_refused(words, installed, open_to, monkeypatch):
+    """On one GPU and two; the plan says fp16 where it is."""
+    find = memory.importlib.util.find_spec
+    monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: (
+        installed or None) if name == "bitsandbytes" else find(name))
+    args = flags(2, *words.split())
+    for ranks in (1, 2):
+        tried = list(memory.by_tokens(args, replace(memory.setup_of(args, ranks), parallel="ddp"), LENGTHS,
+                                      lambda _: Namespace(packs_per_epoch=9)))
+        assert ({"nf4"} if any(way.base_dtype for way in tried) else set()) == {"nf4"} & set(open_to)
+        assert any(way.fsdp for way in tried) == ("fsdp" in open_to)
+        assert not any(way.fsdp and way.base_dtype for way in tried)
+    wide = "fp16" if "--fp16" in words else "bf16"
+    assert f", {wide}\n" in memory.head_text(args, memory.setup_of(args, 2), torch.nn.Linear(2, 2))
+
+
+def test_a_run_that_fits_nowhere_is_refused_before_it_starts(tmp_path, monkeypatch):
+    args = flags(1, "--auto", "--gpu_memory", 24, "--output_dir", tmp_path)
+    args.dry_run = None
+    with pytest.raises(UserError, match="memory: about 30.00 GiB needed on each GPU, which has 24.00 GiB"):
+        memory.choose(args, ALONE, 1, [Setup(1)], lambda setup: Memory({}, {"": 30 * GIB}, 0))
+
+
+def test_a_longer_sample_makes_larger_packs():
+    args = flags(8, "--auto")
+    for longest, budget in ((900, 1024), (1024, 1024), (1025, 2048), (16384, 16384), (16385, 17408)):
+        setups = memory.by_tokens(args, memory.setup_of(args, 8), np.array([10] * 1000 + [longest]),
+                                  lambda budget: Namespace(packs_per_epoch=10))
+        assert {setup.budget for setup in setups} == {budget}
+
+
+def test_rows_of_block_diffusion_are_split_over_any_number_of_ranks():
+    """As few micro-steps as fit, none of fewer than 4,096 tokens; never less than a row."""
+    args = parse(Parser(""), None, [])
+    args.compile = True
+
+    def split(ranks, tokens=1024):
+        found = block_plan.by_rows(args, Setup(ranks, accumulation=4, batch_size=43), 171, tokens)
+        return list(dict.fromkeys((one.batch_size, one.accumulation) for one in found))
+    assert split(1) == [(171, 1), (86, 2), (43, 4), (21, 8), (11, 16), (5, 32), (3, 64)]
+    assert split(8) == [(21, 1), (11, 2), (5, 4), (3, 8)] and split(64) == [(3, 1)] and split(512) == [(1, 1)]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_keeps_its_choice(tmp_path, capfd):
+    """Though there is less memory now, and with as many packs a step on another number of ranks."""
+    chats.student(tmp_path / "student")
+    chats.write(tmp_path / "chats.jsonl", chats.conversations(64))
+
+    def run(*words):
+        line = ["--model_path", tmp_path / "student", "--train_data_file", tmp_path / "chats.jsonl", "--output_dir",
+                tmp_path / "out", "--auto", "--num_workers", "0", "--report_to", "none", "--global_batch_size", 64,
+                *words]
+        try:
+            train_sft.main([str(word) for word in line])
+        except SystemExit as ended:     # a dry run ends so
+            if ended.code:
+                raise
+        return capfd.readouterr().out
+    text = run("--max_steps", 1, "--gpu_memory", 80)
+    assert re.search(r"ddp +2,048 tokens .*taken", text) and "1 rank x 2 micro-steps" in text
+    state = json.loads((tmp_path / "out" / "checkpoint-1" / "trainer_state" / "state.json").read_text())
+    found = {name: state["args"][name] for name in (*memory.FLAGS, "packs_per_step")}
+    assert found == {"parallel": "ddp", "max_tokens_per_batch": 2048, "per_device_train_batch_size": 16,
+                     "gradient_checkpointing": None, "gradient_accumulation_steps": 2, "packs_per_step": 2,
+                     "base_dtype": None, "cpu_offload": False}
+    assert state["identity"]["pack"] == "2048 tokens"
+    text = run("--max_steps", 2, "--gpu_memory", 1)
+    assert "as the run that is resumed began: --parallel ddp, --max_tokens_per_batch 2048" in text
+    assert "done       step 2" in text
+    text = run("--dry_run", 2, "--gpu_memory", 80)
+    assert "2 packs a step = 2 ranks x 1 micro-step" in text
+    assert re.search(r"^FITS \d\.\d of 80\.0 GiB · 2 steps$", text, re.M), text
+    with pytest.raises(UserError, match="this run has 2 packs a step, which 3 ranks cannot share out"):
+        run("--dry_run", 3)

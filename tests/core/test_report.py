@@ -1,0 +1,227 @@
+"""core/report.py: its page in a real headless Chromium, against the files it was made from."""
+import base64
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import soundfile
+
+from core.metrics import MetricsLog, curve, read_metrics
+from tests.helpers.chromium import PROGRAM, Chromium
+from tests.helpers.progress import PATIENCE_S
+from tests.helpers.trainer import ROOT
+
+needs_browser = pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed (apt-get install chromium)")
+
+RATE, STEPS, EVALS, BAD = 24_000, 40, (10, 20, 30, 40), 13
+PROMPTS = ("prompt-1", "prompt-2", "prompt-10")
+TEXTS = ['</script><script>window.broken = 1</script><img src=x onerror="window.broken = 2">',
+         "\"It's\" {body} & <b>bold</b>", "héllo, 你好 \ud800"]
+FLAGS = {"model_path": "voices/" + "big-model" * 9, "max_steps": STEPS, "note": TEXTS[0], "learning_rate": 5e-5,
+         "base_url": "http://anna:hush@host/v1?api_key=hush2"}
+
+
+def make_run(folder, scale=1.0):
+    """A run's files, resumed at step 20, best at 20, its last line cut off."""
+    folder.mkdir()
+    for start, end in ((0, 20), (20, STEPS)):
+        log = MetricsLog(folder, folder / "logs", "none", FLAGS, start)
+        for step in range(start + 1, end + 1):
+            log.write(step, {"train/loss": math.nan if step == BAD else scale * (3 + 7 / step),
+                             "train/audio_loss_codebook_0": 2 / step, "train/audio_loss_codebook_1": 3 / step,
+                             "train/memory_gib": 1.5, "train/spread<b>": 1e-5 * step})
+            if step in EVALS:
+                log.write(step, {"eval/loss": scale * (4 + abs(step - 20) / 100)})
+        log.close()
+        (folder / f"checkpoint-{end}").mkdir()
+        (folder / f"checkpoint-{end}" / "manifest.json").write_text("{}")
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 41, "train/lo')
+    for step in EVALS:
+        make_samples(folder / "samples" / f"step-{step}", step)
+    return folder
+
+
+def make_samples(folder, step):
+    """Three prompts, of other lengths at every step."""
+    folder.mkdir(parents=True)
+    for i, (name, text) in enumerate(zip(PROMPTS, TEXTS)):
+        wave = 0.3 * np.sin(np.arange((10 + 5 * i + step) * 960) * 0.02)
+        soundfile.write(folder / f"{name}.wav", wave, RATE, subtype=("PCM_16", "PCM_16", "FLOAT")[i])
+        about = {"text": text, "seed": 7 + i, "seconds": len(wave) / RATE, "ended_by": "eos" if step > 20 else "length"}
+        (folder / f"{name}.json").write_text(json.dumps(about))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with samples, evaluations and its report.html."""
+    folder = make_run(tmp_path_factory.mktemp("report") / "voice & <run>")
+    (folder / "judged").mkdir()
+    (folder / "judged" / "evaluation.json").write_text(json.dumps(
+        {"name": "<i>step 40<i>", "metrics": {"wer": 0.125, "f0_correlation": None},
+         "samples": [{"name": TEXTS[0], "wer": 0.25}]}))
+    other = folder.parent / "base.json"
+    other.write_text(json.dumps({"name": "base", "verdict": "fair", "metrics": {"wer": 0.5, "similarity": 0.75}}))
+    for name in ("after", "before"):
+        make_samples(folder.parent / name, 99)
+    done = make_report(folder, "--samples", folder.parent / "after", folder.parent / "before", "--evaluations", other)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"report     .*/report.html \(\d+\.\d MiB\): 44 lines of metrics, 18 samples, "
+                        r"2 evaluations\n", done.stdout)
+    return folder
+
+
+def make_report(*args, cwd=ROOT, python=()):
+    """report.py as a user runs it."""
+    return subprocess.run([sys.executable, *python, ROOT / "core" / "report.py", *map(str, args)], cwd=cwd, text=True,
+                          capture_output=True, timeout=PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with Chromium(tmp_path_factory.mktemp("chromium")) as browser:
+        yield browser
+
+
+@needs_browser
+@pytest.mark.parametrize("width, dark", [(1280, False), (390, True)])
+def test_the_page(browser, run, width, dark, tmp_path):
+    """Every number is there, nothing is wider than the window, nothing runs, nothing is loaded."""
+    page = browser.open(run / "report.html", width=width, dark=dark)
+
+    def texts(selector):
+        return page.run(f"[...document.querySelectorAll({selector!r})].map(one => one.textContent)")
+    page.picture(os.environ.get("PICTURES", str(tmp_path)) + f"/{width}.png")
+    assert page.run("document.title") == run.name and page.run("window.broken") is None
+    assert page.run("document.scripts.length") == 0 and page.errors == []
+    assert [url for url in page.requests if not url.startswith("data:")] == [(run / "report.html").as_uri()]
+    assert page.run("document.documentElement.scrollWidth") <= width
+    rows = read_metrics(run / "metrics.jsonl")
+    assert texts(".verdict li") == [
+        "Validation loss was best at step 20 (4.0000) and 5.0 % higher at step 40 while the training loss fell: "
+        "overfitting, take checkpoint-20.", "<i>step 40<i>: speech is understood (word errors 12.5 %).",
+        "Base: speech is partly understood (word errors 50 %)."]
+    assert texts("p") == ["last logged step 40; checkpoints: checkpoint-20, checkpoint-40; started 2 times, last on 1 "
+                          "ranks"]
+    shown = {**FLAGS, "base_url": "http://host/v1?"}
+    assert texts(".settings li") == [f"{name} {json.dumps(value)}" for name, value in shown.items()]
+    assert page.run("document.querySelector('.settings').getBoundingClientRect().height") > 50
+    assert "hush" not in (run / "report.html").read_text() and "hush2" in (run / "starts.jsonl").read_text()
+    titles = dict(zip(texts("figure b"), texts("figure b + small")))
+    assert {"loss": " train 3.175 eval 4.2", "audio loss codebook (train)": " 0 0.05 1 0.075",
+            "spread<b>": " train 0.0004", "memory gib": " train 1.5"}.items() <= titles.items()
+    (points,) = page.run("[...document.querySelectorAll('svg[aria-label=loss]')].map("
+                         "one => [...one.querySelectorAll('circle')].map(dot => dot.textContent))")
+    assert points == [f"step {step}: {value:.5g}" for name in ("train/loss", "eval/loss")
+                      for step, value in curve(rows, name)]
+    assert texts("summary") == ["memory gib: 1.5 at every step"] and page.run("document.querySelector('details').open") is False
+    cells = page.run("[...document.querySelectorAll('table')].map(table => [...table.rows].map("
+                     "row => [...row.cells].map(cell => cell.textContent)))")
+    assert cells[0] == [["", "<i>step 40<i>", "base"], ["verdict", "", "fair"], ["wer", "0.125", "0.5"],
+                        ["f0_correlation", "–", "–"], ["similarity", "–", "0.75"]]
+
+
+@needs_browser
+def test_samples_can_be_heard(browser, run):
+    """Before the first step, then by step, then after; a prompt a row."""
+    page = browser.open(run / "report.html")
+    labels = ["before", *(f"step {step}" for step in EVALS), "after"]
+    files = [run.parent / label / f"{name}.wav" if " " not in label else
+             run / "samples" / label.replace(" ", "-") / f"{name}.wav" for name in PROMPTS for label in labels]
+    page.run("""Promise.all([...document.querySelectorAll('audio')].map(audio => audio.readyState >= 1 ||
+                new Promise(done => { audio.onloadedmetadata = audio.onerror = done; })))""")
+    heard = page.run("[...document.querySelectorAll('audio')].map(one => [one.src, one.duration])")
+    for file, (source, seconds) in zip(files, heard, strict=True):
+        assert base64.b64decode(source.split(",")[1]) == file.read_bytes()
+        assert seconds == pytest.approx(soundfile.info(file).duration, abs=1e-3)
+    cells = page.run("[...document.querySelectorAll('figcaption')].map(one => one.parentNode.innerText)")
+    assert [cell.splitlines()[0] for cell in cells] == 3 * labels
+    assert "0.80 s · seed 7 · cut off by length" in cells[1] and "cut off" not in cells[4]
+    heads = page.run("[...document.querySelectorAll('blockquote')].map(one => one.textContent)")
+    assert heads == [*TEXTS[:2], TEXTS[2].replace("\ud800", "?")]
+
+
+@needs_browser
+def test_two_runs_are_compared(browser, run, tmp_path):
+    other = make_run(tmp_path / "other", scale=0.5)
+    assert make_report(run, other, "--sample_steps", 1, "--sample_count", 1).returncode == 0
+    page = browser.open(run / "comparison.html")
+    assert page.run("document.title") == f"{run.name} and other" and page.errors == []
+    legend = page.run("document.querySelector('figure small').textContent")
+    assert legend == f" {run.name} train 3.175 {run.name} eval 4.2 other train 1.587 other eval 2.1"
+    assert page.run("document.querySelectorAll('audio').length") == 2
+
+
+def test_long_curves_are_thinned_and_keep_their_peaks(tmp_path):
+    values = [1.0 + (step == 7001) for step in range(10_000)]
+    (tmp_path / "metrics.jsonl").write_text("".join(
+        json.dumps({"step": step, "train/loss": value}) + "\n" for step, value in enumerate(values)))
+    assert make_report(tmp_path).returncode == 0
+    line = re.search(r'points="(.*?)"', (tmp_path / "report.html").read_text())[1].split()
+    assert 100 < len(line) <= 500 and {point.split(",")[1] for point in line} == {"10.0", "170.0"}
+
+
+GOOD = '{"step": 1, "train/loss": 2.0}\n'
+
+
+@pytest.mark.parametrize("name, text, flags, message", [
+    ("metrics.jsonl", GOOD + "{oops}\n" + GOOD, [], "metrics.jsonl: 1 lines are not metrics, line 2 first"),
+    ("samples/step-1/a.json", "{", [], "samples/step-1/a.json: not valid JSON at line 1"),
+    ("x/evaluation.json", '{"name": "a"}', [], "x/evaluation.json: has no metrics; see evaluate_tts.py"),
+    ("a", "", ["--samples", "nowhere"], "--samples nowhere: no .wav file in it"),
+    ("a", "", ["--evaluations", "gone.json"], "gone.json: cannot be read (No such file"),
+    ("a", "", ["--sample_steps", "-1"], "--sample_steps is -1; it must be 0 or more"),
+    ("a", "", ["--resume"], "--resume: no such flag")])
+def test_bad_input_is_one_line(name, text, flags, message, tmp_path):
+    for path, content in (("metrics.jsonl", GOOD), ("samples/step-1/a.wav", ""), (name, text)):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(content)
+    done = make_report(tmp_path, *flags)
+    assert done.returncode and done.stderr.startswith("error: ") and message in done.stderr
+    assert done.stderr.count("\n") == 1 and not list(tmp_path.rglob("*.html*")) and not done.stdout
+
+
+def test_no_other_file_of_the_disk_gets_into_the_page_or_is_written(run, tmp_path):
+    """Samples may come from somebody else: a link, a FIFO."""
+    secret, folder = tmp_path / "secret.wav", tmp_path / "spoken"
+    make_samples(folder, 3)
+    shutil.copy(folder / "prompt-1.wav", secret)
+    secret.write_bytes(secret.read_bytes() + b"only here")
+    os.symlink(secret, folder / "link.wav")
+    for fifo in (folder / "pipe.wav", folder / "link.json", run / "evaluation.json"):
+        os.mkfifo(fifo)
+    os.symlink(tmp_path / "victim", run / ".report.html.tmp")
+    (tmp_path / "victim").write_text("whole")
+    done = make_report(run, "--samples", folder)
+    (run / "evaluation.json").unlink()
+    assert done.returncode == 0, done.stderr
+    assert base64.b64encode(secret.read_bytes()).decode() not in (run / "report.html").read_text()
+    assert (tmp_path / "victim").read_text() == "whole"
+
+
+def test_a_run_that_has_just_begun_needs_nothing_installed(tmp_path):
+    """Not one whole line yet, no checkpoint, no sample: still a page."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tr')
+    done = make_report(tmp_path, python=("-I", "-S"))
+    assert done.returncode == 0 and " 0 lines of metrics" in done.stdout, done.stderr
+    assert "Nothing was logged" in (tmp_path / "report.html").read_text()
+
+
+def test_check_fell(tmp_path):
+    """By the means of the first and last fifth; null, a loss that was not finite, is none."""
+    def check(*losses):
+        (tmp_path / "metrics.jsonl").write_text("".join(
+            json.dumps({"step": step, "train/loss": loss}) + "\n" for step, loss in enumerate(losses)))
+        return make_report(tmp_path, "--check_fell")
+    done = check(4, 2, None, 9, 9, 9, 9, 9, 9, 1, 2)
+    assert done.returncode == 0 and "train/loss 3.000 -> 1.500 fell\n" in done.stdout
+    done = check(1, 2)
+    assert done.returncode == 1 and "DID NOT FALL" in done.stdout and not done.stderr
+    done = check(1, None)
+    assert done.returncode == 1 and "holds 1 training steps" in done.stderr
