@@ -69,8 +69,11 @@ import time
 import uuid
 
 from core import checkpoint, dist, json_files, metrics, run_lock
+from speech import judges
 
 dist.single_process()
+if args.asr_command:        # a wrong path is found now, not behind the first checkpoint
+    judges.load_judges(asr_command=args.asr_command, asr_time_limit=args.asr_time_limit)
 out, (metric, name, form, more) = Path(args.output_dir), MEASURES[args.by]
 
 
@@ -101,10 +104,10 @@ def judge(folder, place):
                 run.get("normalize_text") or "on")
         given = ["asr_command", "asr_model", *["asr_time_limit"] * bool(args.asr_command), "language",
                  "speaker_model"]
-        judges = [word for flag in given if getattr(args, flag)
-                  for word in (f"--{flag}", getattr(args, flag))]
+        listeners = [word for flag in given if getattr(args, flag)
+                     for word in (f"--{flag}", getattr(args, flag))]
         device = [] if args.device == "auto" else ["--device", args.device]
-        command("evaluate_tts.py", said, *judges, *device)
+        command("evaluate_tts.py", said, *listeners, *device)
     return json_files.read_object(said / "evaluation.json")["metrics"].get(metric)
 
 
