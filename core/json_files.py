@@ -1,9 +1,7 @@
 """Text, JSON and JSONL files -> what is in them. Whatever is wrong is said in one line, no hang.
 
 Only regular files are read: a pipe may never end, and a run that resumes reads its files again.
-Refused beside what is no JSON are values that Python's own reader takes or fails on: whole numbers
-beyond 64 bits, whose use as a float may overflow, and nesting so deep that printing the value would
-fail. Standard library only.
+Standard library only.
 """
 import errno
 import io
@@ -16,25 +14,12 @@ from pathlib import Path
 
 from core.cli import UserError
 
-DIGITS = 19             # of a whole number, its sign included
-DEPTH = 100             # of lists and objects in each other
 LONGEST = 2**26         # bytes of a line
-LONGEST_LIST = 2**31    # bytes of a JSON list
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # json joins pairs: what is left stands alone
 SKIPPED = object()      # stands for an entry that was asked to be left out
+DECODER = json.JSONDecoder(parse_constant={"Infinity": math.inf, "-Infinity": -math.inf}.get)
 
-
-def _whole(digits):
-    if len(digits) > DIGITS:
-        raise ValueError(f"holds a whole number of {len(digits.lstrip('-')):,} digits")
-    return int(digits)
-
-
-DECODER = json.JSONDecoder(parse_int=_whole,
-                           parse_constant={"Infinity": math.inf, "-Infinity": -math.inf}.get)
-
-# --------------------------------------------------------------------------------------------------
-# Files
+# ---- Files
 
 
 class _Named(io.FileIO):
@@ -104,24 +89,15 @@ def lines(file, path):
         yield line
 
 
-# --------------------------------------------------------------------------------------------------
-# Values
+# ---- Values
 
 
 def decode(text):
     """The value of a JSON text. JSONDecodeError, or ValueError for what is refused beside that."""
     try:
-        value = DECODER.decode(text)
+        return DECODER.decode(text)
     except RecursionError:
         raise ValueError("is nested too deeply")
-    if text.count("[") + text.count("{") > DEPTH:
-        level, depth = [value], 0
-        while level := [part for one in level if isinstance(one, (dict, list))
-                        for part in (one.values() if isinstance(one, dict) else one)]:
-            depth += 1
-            if depth > DEPTH:
-                raise ValueError("is nested too deeply")
-    return value
 
 
 def loads(text):
@@ -171,13 +147,8 @@ def read_entries(path):
     """
     with open_file(path) as file:
         start = next((text for line in lines(file, path) if (text := stripped(line))), b"")
-        size = os.fstat(file.fileno()).st_size
     if start[:1] == b"{" and (Path(path).suffix == ".jsonl" or is_json(start)):
         return "line", lambda wanted: _json_lines(path, wanted)
-    if size > LONGEST_LIST:
-        raise UserError(f"{path}: is a JSON list of {size / 2**30:.1f} GiB, of which "
-                        f"{LONGEST_LIST / 2**30:g} are read; write one sample a line: "
-                        "jq -c '.[]' LIST > LINES.jsonl")
     data = json_value(path)
     if isinstance(data, dict) and "messages" in data:
         data = [data]

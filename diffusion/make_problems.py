@@ -99,7 +99,7 @@ def read_teacher(path, problems):
         require(known, f"{where}: was not made from the lines of these problems")
     without = [p.name for number, p in enumerate(problems) if number not in plans]
     require(not without, f"--teacher {path}: {len(without)} of {len(problems)} problems have no plan, "
-                         f"first {without[:1]}; see .rejected.jsonl, and ask again with more "
+                         f"the first is {''.join(without[:1])}; see .rejected.jsonl, and ask again with more "
                          "--max_retries")
     return [plans[number] for number in range(len(problems))]
 
