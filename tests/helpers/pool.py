@@ -80,7 +80,8 @@ class Pool:
 
     def close(self):
         if self.server:
-            self.server.stdin.close()
+            # by force: a loader process that a test has left holds the pipe, whose end would never come
+            self.server.kill()
             self.server.wait(timeout=PATIENCE_S)
 
 
