@@ -27,7 +27,7 @@ p = cli.Parser("Fine-tune Higgs-Audio V2 or Higgs TTS 3. How rows that are not C
 flag, switch = p.flag, p.switch
 # before the run
 flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
-flag("--dry_run", None, "check everything, print the plan for so many GPUs (default: this launch's)"
+flag("--dry_run", None, "check everything, print the plan for this many GPUs (default: this launch's)"
      " and stop; needs no GPU", nargs="?", type=int, const=0, metavar="GPUS")
 # model
 flag("--model_path", None, "folder or hub name of Higgs-Audio V2 or Higgs TTS 3", required=True)
@@ -408,7 +408,7 @@ def save():
         "validation": validation, "best_step": best_step, "eval_due": eval_due,
         "best_loss": None if best_step is None else best_loss, "skipped": monitor.skipped,
         "scaler": scaler and scaler.saved(), "unlogged": unlogged,
-        "data": data_facts(table, train_ids), "args": cli.stored(args)}, best_step)
+        "data": data_facts(table, train_ids), "args": cli.stored(args)})
 
 
 # ---- Loop

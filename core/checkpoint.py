@@ -158,15 +158,15 @@ class CheckpointManager:
         # in the folder's name: ranks of an earlier run that still live never write into ours
         self.run = dist.rank0(world, lambda: uuid.uuid4().hex[:8])
 
-    def save(self, step, model, optimizer, stem, weights, save_config, state, best_step=None,
-             files=None, split=lambda name, tensor: {name: tensor}):
+    def save(self, step, model, optimizer, stem, weights, save_config, state, files=None,
+             split=lambda name, tensor: {name: tensor}):
         """Copy everything off the device and start writing checkpoint-STEP. On every rank.
 
         weights: {name: parameter}, plain or sharded, saved as STEM.safetensors under these names
         (split: see tensor_io.stage); name them after dist.reshard(model), or FSDP2's are the
         gathered ones. save_config(folder): writes the files beside it, on rank 0.
-        state: JSON-able dict for trainer_state/state.json; rank 0's counts. best_step: rotation
-        keeps that checkpoint. files: {relative path: write(path)} of more files of this rank.
+        state: JSON-able dict for trainer_state/state.json; rank 0's counts. Rotation
+        keeps the checkpoint of its "best_step". files: {relative path: write(path)} of more files of this rank.
         """
         self.wait()     # one at a time: two would hold twice the copies in host memory
         if self.world.is_main:
@@ -189,7 +189,7 @@ class CheckpointManager:
         self.saves += 1
         self.share_written.clear()
         # not a daemon: the interpreter's end waits for a checkpoint under way
-        self.thread = threading.Thread(target=self._write, args=(step, share, best_step))
+        self.thread = threading.Thread(target=self._write, args=(step, share, state.get("best_step")))
         self.thread.start()
 
     def wait(self):

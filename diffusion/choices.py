@@ -131,7 +131,7 @@ def data(p):
     switch("--chat", "gsm8k: ask in the tokenizer's chat template, answers end as its turns do")
     flag("--end_token", "", "token that ends an answer (default: gsm8k <|endoftext|>, chat the "
          "tokenizer's end token)", metavar="TOKEN")
-    flag("--demo", None, "make so many arithmetic problems (2000) and a tokenizer in OUTPUT_DIR/demo, "
+    flag("--demo", None, "make this many arithmetic problems (2000) and a tokenizer in OUTPUT_DIR/demo, "
          "and train on them", nargs="?", type=int, const=2000, metavar="PROBLEMS")
     flag("--block_size", 16, "tokens of a block; 1 is autoregressive (default: --init_from's, or 16)")
     flag("--plan_block_size", 0, "hdp: tokens of a plan block, 0 = --block_size")

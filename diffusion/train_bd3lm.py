@@ -36,7 +36,7 @@ p = cli.Parser("Train block diffusion on questions and answers, or on chats.")
 flag, switch = p.flag, p.switch
 # before the run
 flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
-flag("--dry_run", None, "check everything, print the plan for so many GPUs (default: this launch's)"
+flag("--dry_run", None, "check everything, print the plan for this many GPUs (default: this launch's)"
      " and stop; needs no GPU", nargs="?", type=int, const=0, metavar="GPUS")
 # data
 choices.data(p)
@@ -321,7 +321,7 @@ def save():
         "validation": validation, "best_step": best_step, "best_tie": best_tie,
         "best_loss": None if best_step is None else best_loss, "best": bests, "stale": stale,
         "eval_due": eval_due, "t_range": t_range, "averaged": float(average.updates),
-        "skipped": monitor.skipped, "unlogged": unlogged, "args": cli.stored(args)}, best_step,
+        "skipped": monitor.skipped, "unlogged": unlogged, "args": cli.stored(args)},
         files=tensor_io.stage(world, "ema", average.shadow))
 
 

@@ -39,7 +39,7 @@ p = cli.Parser("Fine-tune a causal language model on chats.")
 flag, switch = p.flag, p.switch
 # before the run
 flag("--config", None, "YAML of lines `flag: value`; the command line counts more", metavar="FILE")
-flag("--dry_run", None, "check everything, print the plan for so many GPUs (default: this launch's) "
+flag("--dry_run", None, "check everything, print the plan for this many GPUs (default: this launch's) "
      "and stop; needs no GPU", nargs="?", type=int, const=0, metavar="GPUS")
 # model
 flag("--model_path", None, "folder or hub name of a transformers causal LM", required=True)
@@ -95,13 +95,13 @@ flag("--keep_weight", 1.0, "weight of KL(base, student) a token in the loss")
 flag("--keep_every", 4, "steps from one batch of them to the next")
 # batch and length of the run
 flag("--per_device_train_batch_size", 16, "samples per micro-step and rank")
-flag("--max_tokens_per_batch", 0, "pack whole samples up to so many tokens instead; 0 = off")
+flag("--max_tokens_per_batch", 0, "pack whole samples up to this many tokens instead; 0 = off")
 flag("--per_device_eval_batch_size", 16, "samples per validation batch")
 flag("--gradient_accumulation_steps", 0, "micro-steps per step (default: by --global_batch_size, 1 "
      "with a token budget)")
 flag("--global_batch_size", 0, f"samples per step; derives accumulation (default: {GLOBAL_BATCH})")
 flag("--num_train_epochs", 4, "passes over the training samples")
-flag("--max_steps", 0, "stop after so many optimizer steps, 0 = by epochs")
+flag("--max_steps", 0, "stop after this many optimizer steps, 0 = by epochs")
 # optimization
 flag("--learning_rate", None, f"peak (default: {FULL_RATE:g}, LoRA {LORA_RATE:g})", type=float)
 flag("--lr_scheduler", "cosine", "after warm-up", choices=("cosine", "linear", "constant"),
@@ -111,7 +111,7 @@ flag("--warmup_ratio", 0.1, "share of the run that is linear warm-up")
 flag("--weight_decay", 0.01, "AdamW decay of matrices, not embeddings")
 flag("--adam_beta2", 0.95, "AdamW decay of the variance")
 flag("--max_grad_norm", 1.0, "clip the global gradient norm, 0 = off")
-flag("--max_bad_steps", 5, "stop after so many non-finite steps in a row")
+flag("--max_bad_steps", 5, "stop after this many non-finite steps in a row")
 flag("--seed", 42, "of weights, data order, hold-out and dropout")
 # speed and memory
 switch("--auto", "choose batches, --gradient_checkpointing and --parallel by the memory plan")
@@ -130,7 +130,7 @@ switch("--tf32", "TF32 for float32 matrix products on CUDA")
 cli.compile_flag(p)
 flag("--gradient_checkpointing", None, "recompute layers in the backward pass, all or selective: all "
      "but attention and products", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
-flag("--collective_timeout", 600, "abort after so many seconds without progress, naming the rank")
+flag("--collective_timeout", 600, "abort after this many seconds without progress, naming the rank")
 flag("--wait_timeout", 21600, "the same for data preparation, validation and saves")
 # logging, validation, checkpoints
 flag("--output_dir", "./output", "everything written goes here; shared by all nodes")
@@ -462,7 +462,7 @@ def save():
         "validation": validation, "best_step": best_step,
         "best_loss": None if best_step is None else best_loss, "eval_due": eval_due,
         "held_out": held_out, "skipped": monitor.skipped, "scaler": scaler and scaler.saved(),
-        "unlogged": unlogged, "args": cli.stored(args)}, best_step,
+        "unlogged": unlogged, "args": cli.stored(args)},
         split=causal_lm.published)
 
 

@@ -38,7 +38,7 @@ def build_parser():
     choices.recognisers(p)
     choices.speakers(p)
     p.switch("--follow", "wait for checkpoints that the run is yet to save")
-    p.flag("--patience", 0, "with --follow: end the run after so many checkpoints without a better "
+    p.flag("--patience", 0, "with --follow: end the run after this many checkpoints without a better "
            "one, 0 = never")
     p.flag("--max_seconds", 15.0, "of speech of one prompt")
     p.flag("--batch_size", 4, "prompts spoken together")

@@ -44,7 +44,7 @@ def save(out, step):
     optimizer = torch.optim.AdamW(model.parameters())
     checkpoints = checkpoint.CheckpointManager(World(device=torch.device("cpu")), out, keep=1)
     checkpoints.save(step, model, optimizer, "model", dict(model.named_parameters()),
-                     lambda folder: (folder / "config.json").write_text("{}"), STATE | {"step": step}, best_step=1)
+                     lambda folder: (folder / "config.json").write_text("{}"), STATE | {"step": step, "best_step": 1})
     checkpoints.wait()
 
 
