@@ -27,7 +27,7 @@ p = cli.Parser("Fine-tune Higgs-Audio V2 or Higgs TTS 3. How rows that are not C
 flag, switch = p.flag, p.switch
 # before the run
 flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
-flag("--dry_run", None, "check everything, print the plan for this many GPUs (default: this launch's)"
+flag("--dry_run", None, "check everything, print the plan for N GPUs (default: this launch's)"
      " and stop; needs no GPU", nargs="?", type=int, const=0, metavar="GPUS")
 # model
 flag("--model_path", None, "folder or hub name of Higgs-Audio V2 or Higgs TTS 3", required=True)
@@ -45,7 +45,7 @@ switch("--freeze_llm", "full fine-tuning of the audio embedding and head only")
 flag("--base_dtype", None, "lora: nf4 keeps frozen layers in four bits", choices=("bf16", "nf4"))
 # data
 choices.data(p)
-flag("--validation_split", None, "share of samples held out, 0 = no validation (default: 0.005, but "
+flag("--validation_split", None, "share of samples held out, 0 = none (default: 0.005, but "
      "of few samples 5 %%, up to 16)", type=float)
 switch("--disable_eval", argparse.SUPPRESS)         # the same as --validation_split 0
 flag("--code_cache", None, "folder of encoded audio, shared by runs (default: OUTPUT_DIR/codes)")
@@ -80,7 +80,7 @@ flag("--keep_every", 10, argparse.SUPPRESS)
 flag("--seed", 42, "seed of weights, data order, hold-out and dropout")
 # speed and memory
 switch("--auto", "choose batches, --gradient_checkpointing and --parallel by the memory plan")
-flag("--gpu_memory", None, "GiB of one GPU, for a plan (default: the one here, else 80)", type=float)
+flag("--gpu_memory", None, "GiB of a GPU, for a plan (default: the one here, else 80)", type=float)
 flag("--host_memory", None, argparse.SUPPRESS, type=float)      # of a node, free, for a plan
 flag("--parallel", "ddp", "copies of the model, or one sharded over all GPUs (fsdp), over those of "
      "each node (hsdp) or over N each (hsdp:N)", type=cli.sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
@@ -93,8 +93,8 @@ switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16"
 switch("--float8", "lora, compiled: products with frozen weights in float8")
 switch("--tf32", "TF32 for float32 matrix products on CUDA")
 cli.compile_flag(p)
-flag("--gradient_checkpointing", None, "recompute layers in the backward pass, all or selective: all "
-     "but attention and products", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
+flag("--gradient_checkpointing", None, "recompute layers in the backward pass: all, or selective "
+     "(all but attention and products)", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
 flag("--collective_timeout", 600, "name the rank that hangs after this many seconds, and abort; in "
      "data preparation, validation and saves after --wait_timeout 21600")
 flag("--wait_timeout", 21600, argparse.SUPPRESS)
@@ -102,7 +102,7 @@ flag("--wait_timeout", 21600, argparse.SUPPRESS)
 flag("--output_dir", "./output", "everything written goes here; shared by all nodes")
 flag("--logging_dir", "./logs", "TensorBoard files go to a folder in here")
 flag("--logging_steps", 10, "optimizer steps between log lines")
-flag("--report_to", ["tensorboard"], f"{', '.join(cli.TRACKERS)} or none", nargs="+", metavar="NAME")
+flag("--report_to", ["tensorboard"], f"{', '.join(cli.TRACKERS)}, none", nargs="+", metavar="NAME")
 flag("--wandb_project", "flat-trainers", "project at W&B")
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
 flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 1/10)", type=int)
@@ -159,8 +159,8 @@ dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
 autocast = partial(dist.autocast, device, dtype)
 print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
 
-# ---- Model: on the meta device, where it takes no memory. Data: rank 0 tokenises, all ranks map the
-# same table and know the whole order. So ranks never have to ask each other which samples a step
+# ---- Model: on the meta device, where it takes no memory. Data: rank 0 tokenises, all ranks map
+# the same table and know the whole order. So no rank has to ask another which samples a step
 # has, or how many targets.
 folder, config_dict, codec_dir = versions.find_files(
     world, args.model_path, args.audio_tokenizer_path, work_dir)
@@ -249,7 +249,7 @@ best_loss, best_step = math.inf, None       # of the validation so far
 if state.get("best_step") is not None and state["validation"] == validation:
     best_loss, best_step = state["best_loss"], state["best_step"]
 
-# ---- Order of the packs: a function of (seed, epoch) alone, so another number of ranks continues it
+# ---- Order of the packs: a function of (seed, epoch) alone, so any number of ranks continues it
 accumulation = args.gradient_accumulation_steps
 per_step = ranks * accumulation     # packs; micro-step m of rank r takes pack first + m * ranks + r
 order = PackOrder(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
@@ -271,7 +271,7 @@ if dry:
     print("dry run ok")
     sys.exit(0)
 
-# ---- Model: sharded while it takes no memory, then filled; no process ever holds more than its part
+# ---- Model: sharded while it takes no memory, then filled; no process holds more than its part
 watch.report_progress("loading the model", args.wait_timeout)
 if resume and not args.use_lora:        # a full checkpoint replaces the base
     config_dict = json_files.read_object(resume / "config.json")
