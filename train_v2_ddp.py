@@ -93,8 +93,8 @@ switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16"
 switch("--float8", "lora, compiled: products with frozen weights in float8")
 switch("--tf32", "TF32 for float32 matrix products on CUDA")
 cli.compile_flag(p)
-flag("--gradient_checkpointing", None, "recompute layers in the backward pass: all, or selective "
-     "(all but attention and products)", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
+flag("--gradient_checkpointing", None, "recompute layers backward: all, or selective (all but "
+     "attention and products)", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
 flag("--collective_timeout", 600, "name the rank that hangs after this many seconds, and abort; in "
      "data preparation, validation and saves after --wait_timeout 21600")
 flag("--wait_timeout", 21600, argparse.SUPPRESS)
