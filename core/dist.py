@@ -382,7 +382,7 @@ def compile_layers(layers, **options):
 
 
 def shard(model, layers, world, bf16=False, reshard_after_forward=True, cpu_offload=False,
-          shard_size=0, reduce_dtype="fp32"):
+          shard_size=0):
     """FSDP2: each of `layers`, then the rest of `model`, becomes a sharded unit; names stay.
 
     Call it before weights are loaded and the optimizer is built; every rank must build the same
@@ -397,7 +397,7 @@ def shard(model, layers, world, bf16=False, reshard_after_forward=True, cpu_offl
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bf16 else None, cast_forward_inputs=False,
-        reduce_dtype=torch.bfloat16 if reduce_dtype == "bf16" else torch.float32)
+        reduce_dtype=torch.float32)
     options = {"mesh": mesh, "mp_policy": precision,
                "offload_policy": offload if cpu_offload else OffloadPolicy()}
     for layer in layers:
