@@ -9,7 +9,6 @@ Reads metrics.jsonl of any trainer, also while it runs. The page has no script a
 Standard library only.
 """
 import base64
-import json
 import re
 import statistics
 import sys
