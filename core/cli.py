@@ -157,6 +157,12 @@ class Help(argparse.HelpFormatter):
         return f"{action.help} (default: %(default)s)"
 
 
+def switch(parser, name, help):
+    """A flag that is off by default: --bf16, --bf16 true, --bf16 false."""
+    parser.add_argument(name, nargs="?", type=boolean, const=True, default=False,
+                        metavar="true|false", help=help)
+
+
 class Parser(argparse.ArgumentParser):
     """ArgumentParser without abbreviations, which change meaning with each new flag."""
 
@@ -172,9 +178,7 @@ class Parser(argparse.ArgumentParser):
             del options["type"]
         self.add_argument(name, default=default, help=help, **options)
 
-    def switch(self, name, help):
-        """A flag that is off by default: --bf16, --bf16 true, --bf16 false."""
-        switch(self, name, help=help)
+    switch = switch
 
     def hide(self, *names):
         """These flags are accepted, but --help does not show them."""
@@ -356,12 +360,6 @@ def boolean(text):
     return text.lower() in TRUE
 
 
-def switch(parser, *names, help):
-    """A flag that is off by default: --bf16, --bf16 true, --bf16 false."""
-    parser.add_argument(*names, nargs="?", type=boolean, const=True, default=False,
-                        metavar="true|false", help=help)
-
-
 def compile_flag(parser):
     """--compile of a trainer; dist.choose_compile turns auto into True or False."""
     parser.add_argument("--compile", nargs="?", const=True, default="auto", metavar="auto|true|false",
@@ -452,8 +450,7 @@ def check_trainer(args, world_size, parser):
                  "use_dora"):
         usual = getattr(args, name, None) == parser.get_default(name)
         require(usual or args.use_lora, f"--{name} needs --use_lora")
-    limit = max(usable_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-                parser.get_default("num_workers"))
+    limit = max(cpus_per_rank(), parser.get_default("num_workers"))
     if args.num_workers > limit and args.dry_run is None:
         notice(f"--num_workers {args.num_workers}: {counted(local_ranks(world_size), 'rank')} on "
                f"{usable_cpus()} CPUs, so {limit} each")
