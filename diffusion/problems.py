@@ -94,8 +94,7 @@ def read_entries(path, split):
     if not file.is_file():
         file = find_split(file if file.exists() else download(path), split)
     if isinstance(file, list):          # parquet or arrow
-        from core import hub
-        rows = (row for one in file for row in hub.table_rows(one))
+        rows = (row for one in file for row in json_files.table_rows(one))
         for i, entry in enumerate(rows):
             yield f"{file[0].parent} {split} sample {i}", entry
         return
@@ -127,8 +126,7 @@ def find_split(folder, split):
 
 def download(name):
     """Folder of a hub dataset (openai/gsm8k), downloaded or from the cache. Raises UserError."""
-    from core import hub
-    with hub.asking(name):
+    with json_files.asking(name):
         from huggingface_hub import snapshot_download
         return Path(snapshot_download(str(name), repo_type="dataset",
                                       allow_patterns=["*.json*", "*.parquet"]))
