@@ -521,19 +521,3 @@ def attempt(function, *args):
 def plain(message):
     """The text of a message, without thoughts."""
     return message["content"].split("</think>")[-1].strip()
-
-
-def cut(ids, mask, limit, policy):
-    """(ids, mask) of at most `limit` tokens, or None when the sample is to be dropped.
-
-    policy: for longer ones: stop (ValueError), drop, cut_left or cut_right. Dropped is whatever a
-    cut leaves nothing to train of, too. Nothing predicts a sample's first token: it is not trained.
-    """
-    if len(ids) > limit:
-        if policy == "stop":
-            raise ValueError(f"{len(ids)} tokens, more than {limit}")
-        if policy == "drop":
-            return None
-        part = slice(-limit, None) if policy == "cut_left" else slice(limit)
-        ids, mask = ids[part], mask[part]
-    return (ids, mask) if any(mask[1:]) else None
