@@ -158,6 +158,22 @@ def checkpoint(p):
     p.flag("--ema", True, "take the averaged weights", action=argparse.BooleanOptionalAction)
 
 
+def answers(p, order):
+    """Add the flags of a script in which a checkpoint answers, by this order of unmasking."""
+    checkpoint(p)
+    p.flag("--split", "test", "split of a dataset folder or hub name")
+    p.flag("--limit", 0, "only the first texts, this many, 0 = all")
+    p.switch("--drop_too_long", "leave out what is too long, and count it")
+    p.flag("--order", order, "which masked tokens a pass fills: one at random, or all that are sure "
+           "enough, at least the surest", choices=("first_hitting", "confidence"))
+    p.flag("--threshold", 0.9, "confidence: probability a token must have, 0 to 1")
+    p.flag("--batch_size", 64, "texts side by side")
+    p.flag("--seed", 0, "of all draws")
+    p.switch("--bf16", "bfloat16 compute")
+    p.flag("--device", None, "default: cuda where there is one", choices=("cpu", "cuda"))
+    p.flag("--output", None, "JSON file for the results (default: beside the checkpoint)")
+
+
 def layout_of(args):
     """The problems.Layout that the flags name."""
     return Layout(**{field.name: getattr(args, field.name) for field in fields(Layout)

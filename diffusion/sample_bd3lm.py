@@ -20,29 +20,17 @@ from core.cli import require
 from diffusion import choices
 
 
-
 def build_parser():
     p = cli.Parser("Answer problems with a block-diffusion model.")
+    choices.answers(p, "first_hitting")
     flag = p.flag
-    choices.checkpoint(p)
     flag("--test_file", None, "problems of the trained form: JSONL, JSON, dataset folder, hub name")
     flag("--question", None, "questions to answer", nargs="+", metavar="TEXT")
-    flag("--chat", None, 'chats to answer: JSONL or JSON of {"messages": ...}', metavar="FILE")
-    flag("--split", "test", "split of a dataset folder or hub name")
-    flag("--limit", 0, "answer only the first problems, this many, 0 = all")
-    p.switch("--drop_too_long", "count problems whose question does not fit as wrong")
-    flag("--order", "first_hitting", "which masked tokens a pass fills: one at random, or all that "
-         "are sure enough, at least the surest", choices=("first_hitting", "confidence"))
-    flag("--threshold", 0.9, "confidence: probability a token must have, 0 to 1")
+    flag("--chat", None, 'chats to answer: lines of {"messages": ...}', metavar="FILE")
     flag("--temperature", 0.0, "0 = the likeliest token, 1 = as the model says")
     flag("--top_p", 1.0, "nucleus: draw from the likeliest tokens up to this share")
-    flag("--batch_size", 64, "problems answered side by side")
-    p.switch("--bf16", "bfloat16 compute")
-    flag("--device", None, "default: cuda where there is one", choices=("cpu", "cuda"))
-    flag("--seed", 0, "of order and temperature")
     flag("--min_accuracy", 0.0, "exit status 1 below this share of right answers", metavar="SHARE")
     flag("--show", 3, "answers to print")
-    flag("--output", None, "JSON file for all answers (default: of a file beside the checkpoint)")
     return p
 
 
@@ -78,51 +66,29 @@ from diffusion.problems import Problem, read_chat_prompts, read_problems
 from diffusion.sampler import Sampling, answer_batch, load_solver, question_state, score
 
 
-
-def read_all(args, folder, solver):
-    """Problems that the flags name."""
-    layout = solver.layout
-    if args.question:
-        return [Problem(f"question {n}", text, "", "") for n, text in enumerate(args.question, 1)]
-    if args.test_file:
-        return read_problems(args.test_file, args.split, layout.system, layout.strip_calculator)
-    require(layout.prompt, f"--chat: {folder} was trained without a chat template (--system chat)")
-    return read_chat_prompts(args.chat, folder, solver.tokens)
-
-
-
-
-def usable_states(problems, solver, drop_too_long):
-    """[question_state] of all problems, None where a question is too long and that is allowed."""
-    states, wrong = [None] * len(problems), []
+def answer_all(solver, problems, args):
+    """([dict] of the problems, in order; seconds the model took). args: the script's flags."""
+    states, wrong = {}, []
     for i, problem in enumerate(problems):
         try:
             states[i] = question_state(problem, solver.tokens, solver.layout)
         except UserError as error:
             wrong.append(str(error))
-    require(drop_too_long or not wrong, wrong and problem_text(wrong) +
+    require(args.drop_too_long or not wrong, wrong and problem_text(wrong) +
             "\n  fix: shorten them, or --drop_too_long counts them as wrong")
-    return states
-
-
-def answer_all(solver, problems, args):
-    """([dict] of the problems, in order; seconds the model took). args: the script's flags."""
-    states = usable_states(problems, solver, args.drop_too_long)
-    empty = {"text": "", "forwards": 0, "tokens": 0, "ended": False}
-    answers = [{"name": p.name, "question": p.question, "answer": p.answer, **empty}
-               for p in problems]
-    todo = [i for i, state in enumerate(states) if state is not None]
-    todo.sort(key=lambda i: states[i][0].shape[1])      # of like length side by side: less padding
-    starts = range(0, len(todo), args.batch_size)
-    seconds, batches = 0.0, [todo[a:a + args.batch_size] for a in starts]
-    for number, batch in enumerate(batches, 1):
-        began = time.monotonic()
-        written = answer_batch(solver, [states[i] for i in batch], args.seed + 1_000_003 * number)
+    answers = [{"name": p.name, "question": p.question, "answer": p.answer, "text": "",
+                "forwards": 0, "tokens": 0, "ended": False} for p in problems]
+    # of like length side by side: less padding
+    todo, done, seconds = sorted(states, key=lambda i: states[i][0].shape[1]), [], 0.0
+    for first in range(0, len(todo), args.batch_size):
+        batch, began = todo[first:first + args.batch_size], time.monotonic()
+        seed = args.seed + 1_000_003 * (first // args.batch_size + 1)
+        written = answer_batch(solver, [states[i] for i in batch], seed)
         seconds += time.monotonic() - began     # ids are on the host by now, so the device is done
         for i, answer in zip(batch, written):
             answers[i] |= answer
-        done = [answers[i] for part in batches[:number] for i in part]
-        print(f"batch  {number:>4}/{len(batches)} | problems {len(done):>5} | "
+            done.append(answers[i])
+        print(f"problems {len(done):>5}/{len(todo)} | "
               f"{sum(a['tokens'] for a in done) / seconds:>8,.1f} tok/s | "
               f"NFE {np.mean([a['forwards'] for a in done]):6.1f}")
     for problem, answer in zip(problems, answers):
@@ -133,14 +99,12 @@ def answer_all(solver, problems, args):
 
 def summarise(answers, seconds):
     """{name: number} over all answers; shares from 0 to 1."""
-    n, written = len(answers), sum(a["tokens"] for a in answers)
+    n, written, passes = len(answers), *(sum(a[k] for a in answers) for k in ("tokens", "forwards"))
     total = {"problems": n, "too_long": sum(a["forwards"] == 0 for a in answers)}
-    scores = [rule for rule in ("strict", "flexible") if rule in answers[0]]
-    for rule in (*scores, "ended"):
-        total[rule] = sum(a[rule] for a in answers) / n
-    for rule in scores:
-        total[f"{rule}_stderr"] = math.sqrt(total[rule] * (1 - total[rule]) / n)
-    passes = sum(a["forwards"] for a in answers)
+    for rule in ("strict", "flexible", "ended"):
+        if rule in answers[0]:
+            total[rule] = share = sum(a[rule] for a in answers) / n
+            total[f"{rule}_stderr"] = math.sqrt(share * (1 - share) / n)
     return total | {"nfe": passes / n, "tokens": written, "seconds": seconds, "tokens_per_forward":
                     written / max(1, passes), "tokens_per_second": written / max(seconds, 1e-9)}
 
@@ -160,35 +124,38 @@ def print_summary(total, output, least):
     """The last lines. total: of summarise; output: file of the answers; least: share of right."""
     if total["too_long"]:
         print(f"too long   {total['too_long']} questions do not fit and count as wrong")
-    found = []
+    found, percent = [], metrics.percent
     if "strict" in total:       # the problems came with answers
         rates = [f"{rule} {total[rule]:.2%} +- {total[f'{rule}_stderr']:.2%}"
                  for rule in ("strict", "flexible")]
         print(f"accuracy   {', '.join(rates)} of {total['problems']} problems; "
               f"{total['ended']:.1%} ended by themselves")
-        found = [f"FAILED: not {metrics.percent(least)} of the answers are right"] * (
-            total["strict"] < least)
-        found.append(f"{metrics.percent(total['strict'])} of {total['problems']} problems were "
-                     "answered right")
+        if total["strict"] < least:
+            found.append(f"FAILED: not {percent(least)} of the answers are right")
+        found.append(f"{percent(total['strict'])} of {total['problems']} problems were answered right")
     print(f"speed      NFE {total['nfe']:.1f}, {total['tokens_per_forward']:.2f} tokens a pass, "
           f"{total['tokens_per_second']:,.1f} tok/s, {total['seconds']:.1f} s\nanswers    {output}")
-    found.append(f"{metrics.percent(total['ended'])} of the answers ended by themselves")
-    print(metrics.verdict_line(found))
+    print(metrics.verdict_line(
+        [*found, f"{percent(total['ended'])} of the answers ended by themselves"]))
 
 
 def main(argv=None):
     args = ARGS or cli.parse(build_parser(), check_flags, argv)
     folder, solver = load_solver(
         args, Sampling(args.order, args.threshold, args.temperature, args.top_p))
-    how = {"first_hitting": "one random token a pass",
-           "confidence": f"all tokens from probability {args.threshold:g} on"}[args.order]
-    print(f"model      {folder}, {'averaged' if args.ema else 'last'} weights, "
-          f"{solver.layout.system}, on {solver.model.embed.weight.device}\n"
-          f"sampling   {how}; temperature {args.temperature:g}, top_p {args.top_p:g}")
-    source = args.test_file or args.chat
-    problems = read_all(args, folder, solver)
-    problems = problems[:args.limit or len(problems)]
-    output = args.output
+    layout, source = solver.layout, args.test_file or args.chat
+    print(f"model      {folder}, {'averaged' if args.ema else 'last'} weights, {layout.system}, on "
+          f"{solver.model.embed.weight.device}\nsampling   {solver.how}")
+    if args.question:
+        problems = [Problem(f"question {n}", text, "", "")
+                    for n, text in enumerate(args.question, 1)]
+    elif args.test_file:
+        problems = read_problems(source, args.split, layout.system, layout.strip_calculator)
+    else:
+        require(layout.prompt,
+                f"--chat: {folder} was trained without a chat template (--system chat)")
+        problems = read_chat_prompts(source, folder, solver.tokens)
+    problems, output = problems[:args.limit or len(problems)], args.output
     if source and not output:
         ending = "" if args.test_file else f"-{Path(source).stem}"
         output = folder.parent / f"answers-{folder.name}{ending}.json"
