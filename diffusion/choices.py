@@ -60,8 +60,9 @@ class Layout:
         return {self.region_block(PLAN), self.region_block(EXECUTION)}
 
     def start(self, region):
-        """Position of a region's first token, the same for every problem (hdp)."""
-        return (0, self.question_budget, self.question_budget + self.plan_budget)[region]
+        """Position of a region's first token: hdp's are the same for every problem."""
+        starts = 0, self.question_budget, self.question_budget + self.plan_budget
+        return starts[region] if self.system == "hdp" else 0
 
     def check(self):
         """Raise UserError where blocks do not fit evenly, or a setting would do nothing."""

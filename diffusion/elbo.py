@@ -19,7 +19,6 @@ from diffusion.dit import trained
 
 ANSWERS = "question", "answer", "execution", "fill"
 REGIONS = {"gsm8k": ANSWERS, "chat": ANSWERS, "hdp": ("question", "plan", "execution", "fill")}
-PLACES = 32         # block numbers reported one by one; the last stands for all later ones
 SEARCH_BATCHES = 4  # of a search of the noise range
 
 # ---- Averaged weights
@@ -125,57 +124,43 @@ def bound(world, model, how, asked_to_stop):
 
     eval/loss: nats per target. eval/nll: the same sum per token of text (targets without fill);
     eval/stderr: its standard error, of the noise alone, from how the draws of each block differ;
-    with few blocks it is rough. eval/nll_REGION, eval/nll_block_NN: nats per target of one of them.
+    with few blocks it is rough. eval/nll_REGION: nats per target of one region.
     """
     rows, repeats, device = how.rows, how.repeats, world.device
     layout = rows.documents.layout
-    sums = torch.zeros(repeats, 4 * PLACES, dtype=torch.float64, device=device)
+    sums = torch.zeros(repeats, 4, dtype=torch.float64, device=device)      # of each region
     variance = torch.zeros((), dtype=torch.float64, device=device)      # of the sums' mean
     for number, batch in share_of_batches(world, rows, how.batch_rows):
         if asked_to_stop():
             return None
-        cell = (batch.region * PLACES + batch.block.clamp(max=PLACES - 1)).flatten()
         of_block = torch.zeros(repeats, batch.n_groups, dtype=torch.float64, device=device)
         for repeat in range(repeats):
             draws = noise.draw(how.seed, "validation", (number, repeat), batch.n_groups,
                                *batch.doc.shape)
             inputs = noise.diffuse(batch, draws, how.tokens.mask, bound_range(layout))
             losses = weighted_losses(model, inputs, device, how.bf16)
-            group = batch.group.flatten()[inputs.places].to(device)
-            sums[repeat].index_add_(0, cell[inputs.places].to(device), losses)
+            region, group = (numbers.flatten()[inputs.places].to(device)
+                             for numbers in (batch.region, batch.group))
+            sums[repeat].index_add_(0, region, losses)
             of_block[repeat].index_add_(0, group, losses)
         if repeats > 1 and batch.n_groups:      # none: what tops up the last round of ranks
             variance += of_block.var(0).sum() / repeats
     sums, variance = dist.all_reduce(world, sums), dist.all_reduce(world, variance)
-    return report(sums.cpu().numpy(), float(variance), target_counts(rows), REGIONS[layout.system])
+    targets = np.array([rows.targets(region).sum() for region in range(4)])
+    return report(sums.cpu().numpy(), float(variance), targets, REGIONS[layout.system])
 
 
-def target_counts(rows):
-    """(4 * PLACES,) targets of each region and block number in all rows."""
-    documents, counts = rows.documents, np.zeros(4 * PLACES, np.int64)
-    for number in (n for members in rows.members for n in members):
-        part = slice(*documents.offsets[number:number + 2])
-        cell = documents.region[part] * PLACES + np.minimum(documents.block[part], PLACES - 1)
-        counts += np.bincount(cell[documents.target[part]], minlength=4 * PLACES)
-    return counts
-
-
-def report(sums, variance, counts, regions):
-    """Sums of losses (repeats, 4 * PLACES), variance of their mean over repeats, and numbers of
-    targets (4 * PLACES,) -> {"eval/...": float}.
+def report(sums, variance, targets, regions):
+    """Sums of losses (repeats, 4) of the regions, variance of the total's mean over repeats, and
+    targets (4,) -> {"eval/...": float}.
     """
-    per_cell, counts = sums.mean(0).reshape(4, PLACES), counts.reshape(4, PLACES)
-    text = max(1, counts[:FILL].sum())
-    nll = per_cell.sum() / text
-    values = {"loss": per_cell.sum() / max(1, counts.sum()), "nll": nll,
+    losses, text = sums.mean(0), max(1, targets[:FILL].sum())
+    nll = losses.sum() / text
+    values = {"loss": losses.sum() / max(1, targets.sum()), "nll": nll,
               "bits_per_token": nll / math.log(2), "perplexity": math.exp(min(700.0, nll))}
     if len(sums) > 1:
         values["stderr"] = math.sqrt(variance) / text
-    places = [f"block_{place:02d}" for place in range(PLACES)]
-    for names, axis in ((regions, 1), (places, 0)):
-        for name, loss, n in zip(names, per_cell.sum(axis), counts.sum(axis)):
-            if n:
-                values[f"nll_{name}"] = loss / n
+    values |= {f"nll_{name}": loss / n for name, loss, n in zip(regions, losses, targets) if n}
     return {f"eval/{name}": float(value) for name, value in values.items()}
 
 
