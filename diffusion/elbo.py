@@ -264,8 +264,8 @@ def search_range(world, model, how, asked_to_stop):
 
 
 def choose_problems(rows, n, tokens, seed):
-    """[(Problem, its sampler.question_state)] of n held-out problems of Rows, by the seed."""
-    from diffusion.sampler import question_state
+    """[(Problem, its sample_bd3lm.question_state)] of n held-out problems of Rows, by the seed."""
+    from diffusion.sample_bd3lm import question_state
     numbers = sorted(number for members in rows.members for number in members)
     chosen = np.random.default_rng((seed, 4)).permutation(numbers)[:n]
     problems = [rows.documents.problems[number] for number in chosen]
@@ -276,7 +276,7 @@ def accuracy(world, model, how):
     """{"eval/accuracy": strict, ...}. Collective. model: in eval mode, with the weights to judge,
     sharded or not. how: Eval.
     """
-    from diffusion.sampler import Sampling, Solver, answer_batch, score
+    from diffusion.sample_bd3lm import Sampling, Solver, answer_batch, score
     began, answers, whole = time.monotonic(), [], whole_model(model)
     solver = Solver(whole, how.tokens, how.rows.documents.layout,
                     Sampling("confidence", temperature=0.0), how.bf16)

@@ -55,7 +55,7 @@ from core.cli import UserError
 from core.problems import settle
 from diffusion import blocks, elbo, noise
 from diffusion.problems import Problem
-from diffusion.sampler import Sampling, answer_batch, ids_state, load_solver
+from diffusion.sample_bd3lm import Sampling, answer_batch, ids_state, load_solver
 
 # ---- Bounds
 

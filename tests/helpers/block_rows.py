@@ -4,7 +4,7 @@ import math
 import numpy as np
 import torch
 
-from diffusion import dit, noise, sampler
+from diffusion import dit, noise, sample_bd3lm
 
 V, MASK = 21, 20
 CONFIG = dit.Config(V, MASK, hidden_size=32, layers=3, heads=2, cond_size=8, dropout=0.0)
@@ -95,7 +95,7 @@ def contexts_of(batch, row, doc, number):
 def sampled_hidden(model, batch, inputs, row, doc, number):
     """Hidden states of one noisy block as the sampler computes them: clean tokens into a cache, then the block."""
     context, here = contexts_of(batch, row, doc, number)
-    past = sampler.prefill(model, *context[:, None], torch.ones(1, context.shape[1], dtype=torch.bool))
+    past = sample_bd3lm.prefill(model, *context[:, None], torch.ones(1, context.shape[1], dtype=torch.bool))
     copies = [i for i, p in enumerate(batch.noisy[row].tolist()) if p >= 0 and here[p]]
     seen = torch.ones(1, 1, len(copies), context.shape[1] + len(copies), dtype=torch.bool)
     hidden, _ = model.extend(inputs.tokens[row:row + 1, copies], inputs.position[row:row + 1, copies], seen, past)
