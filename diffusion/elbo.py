@@ -6,6 +6,7 @@ noise at every validation and on any number of ranks, so bounds of different ste
 """
 import math
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from core import dist, tensor_io
-from diffusion import blocks, noise
+from core.cli import named
+from diffusion import blocks, dit, noise
 from diffusion.choices import FILL, FULL, bound_range, range_fits
 from diffusion.dit import trained
 
@@ -310,3 +312,65 @@ def whole_model(model):
     for name, parameter in copy.named_parameters():
         parameter.copy_(tensor_io.full_tensor(parameters[name]))
     return copy
+
+
+# ---- --dry_run and --auto, by core/memory.py, which an ordinary run does not import
+
+
+def step_of(config, backend):
+    """memory.Step of a network of a Config. backend: --attn_backend, None for that of GPUs."""
+    from core import memory
+
+    def loss(model, rows, length, n_noisy, masked):
+        every, tiles = length + n_noisy, -(-(length + n_noisy) // dit.TILE)
+        dense, few = (torch.zeros(size, dtype=torch.int64) for size in ((rows, every), (masked,)))
+        inputs = noise.Inputs(
+            tokens=dense, position=dense.clone(), doc=dense.int(), block=dense.int(), rows=few,
+            labels=few.clone(), weights=torch.ones(masked), places=few.clone(), n_noisy=n_noisy,
+            tiles=torch.zeros(rows, tiles, tiles, dtype=torch.int8), layout=None)
+        return (model(inputs) * inputs.weights).sum()
+    with torch.device("meta"):
+        model = config.network(config, backend or "flex")
+    attention = dit, "sparse_attention", lambda q, k, v, mask: memory.Kept.apply(q, k, v)
+    return memory.Step(model, lambda model: model.layers, loss, (attention,), average=True)
+
+
+def setups(args, setup, rows, row_tokens):
+    """Setups with micro-steps of so many rows of an optimizer step, of all ranks, the fastest first:
+    as few as fit. row_tokens: that a row is computed on.
+    """
+    from core import memory
+    splits = [(max(1, round(rows / setup.ranks)), 1)]
+    while splits[-1][0] > 1 and splits[-1][0] * row_tokens > memory.LARGE:
+        accumulation = 2 * splits[-1][1]
+        splits.append((max(1, round(rows / setup.ranks / accumulation)), accumulation))
+    if named(args) & {"per_device_train_batch_size", "problems_per_batch",
+                      "gradient_accumulation_steps"}:
+        splits = [(setup.batch_size, setup.accumulation)]
+    return [replace(way, batch_size=each, accumulation=accumulation)
+            for way in memory.ways(args, setup) for each, accumulation in splits]
+
+
+def plan_memory(args, world, ranks, config, rows, eval_rows, table, order=None, left=0):
+    """With --auto set the open flags; with an order (PackOrder of rows) print the plan of a run of
+    `left` steps, UserError with all that it will not fit into. table: blocks.row_table of rows.
+    """
+    from core import memory
+    step, setup = step_of(config, args.attn_backend), memory.setup_of(args, ranks)
+
+    def estimate(setup, targets):
+        masked, size = sum(args.t_range) / 2 * targets, (rows.length, rows.noisy_length)
+        batch = args.per_device_eval_batch_size
+        held_out = batch, *size, round(masked * batch / setup.batch_size)
+        return memory.estimate(step, setup, (setup.batch_size, *size, round(masked)),
+                               held_out if eval_rows else None)
+    if order:
+        found = estimate(setup, memory.pack_sums(order, [0], table["targets"]).max())
+        memory.print_plan(args, setup, found, f"{setup.batch_size} rows", step.model, [], left,
+                          bool(eval_rows))
+        return
+    most = np.sort(table["targets"])[::-1].cumsum()
+    tried = setups(args, setup, args.global_batch_size / table["samples"].mean(),
+                   rows.length + rows.noisy_length)
+    memory.choose(args, world, ranks, tried, lambda setup: estimate(
+        setup, most[min(setup.batch_size, len(most)) - 1]))
