@@ -149,7 +149,7 @@ import os
 import random
 import signal
 import time
-from collections import Counter, deque
+from collections import Counter
 from typing import NamedTuple
 
 from core import chat, checkpoint, dist, json_files, run_lock
@@ -354,19 +354,15 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
     UserError when it refuses, or leaves unanswered, one line after the other.
     """
     tries = {number: [] for number in todo}         # line: [(Answer, Found)]
-    waiting, held = deque(todo), []
+    waiting, held = list(todo), []
     random.Random(args.seed).shuffle(waiting)       # lines that a server refuses may stand together
     count, start = Counter(), time.monotonic()
     logged = start
 
-    def take(n):
-        requests = []
-        for _ in range(min(n, len(waiting))):
-            number = waiting.popleft()
-            attempt, (messages, tools) = len(tries[number]), asked(number)
-            requests.append(teachers.Request(
-                number, messages, draw_seed(args.seed, number, attempt), tools))
-        return requests
+    def request(number):
+        messages, tools = asked(number)
+        seed = draw_seed(args.seed, number, len(tries[number]))
+        return teachers.Request(number, messages, seed, tools)
 
     def note(records):
         for record in records:
@@ -374,32 +370,34 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
             count.update({"lines": 1, "labelled": record["label"] is not None})
 
     try:
-        for request, answer in answers(take):
-            # where the whole answer counts, tool calls do as well
-            calls = answer.tool_calls and not parser.line and answer.finish_reason == "stop"
-            must_think = draw.thinking == "on" and not answer.reasoning
-            found = Found(answer.text.strip()) if calls else read_label(
-                parser, answer.text, answer.finish_reason, must_think)
-            mine = tries[request.id]
-            mine.append((answer, found))
-            count.update({"answers": 1, "in": answer.prompt_tokens,
-                          "out": answer.completion_tokens})
-            unanswered = answer.finish_reason in UNANSWERED
-            if found.label is None and len(mine) <= args.max_retries and not unanswered \
-                    and answer.finish_reason != "too_long":
-                waiting.append(request.id)
-            elif unanswered:        # the line's fault only if the teacher answers others
-                held.append(finished(request.id, tries.pop(request.id)))
-            else:
-                note([finished(request.id, tries.pop(request.id))])
-            if not unanswered:
-                note(held)
-                answered, held = True, []
-            elif len(held) >= REFUSED_IN_A_ROW:
-                break
-            if time.monotonic() - logged > LOG_S:
-                logged = time.monotonic()
-                print(log_line(count, len(todo), logged - start))
+        while waiting:
+            requests, waiting = map(request, waiting), []       # made as they are asked
+            for (number, *_), answer in answers(requests):
+                # where the whole answer counts, tool calls do as well
+                calls = answer.tool_calls and not parser.line and answer.finish_reason == "stop"
+                must_think = draw.thinking == "on" and not answer.reasoning
+                found = Found(answer.text.strip()) if calls else read_label(
+                    parser, answer.text, answer.finish_reason, must_think)
+                tries[number].append((answer, found))
+                count.update({"answers": 1, "in": answer.prompt_tokens,
+                              "out": answer.completion_tokens})
+                unanswered = answer.finish_reason in UNANSWERED
+                if unanswered:      # the line's fault only if the teacher answers others
+                    held.append(finished(number, tries.pop(number)))
+                elif found.label is None and len(tries[number]) <= args.max_retries \
+                        and answer.finish_reason != "too_long":
+                    waiting.append(number)
+                else:
+                    note([finished(number, tries.pop(number))])
+                if not unanswered:
+                    note(held)
+                    answered, held = True, []
+                elif len(held) >= REFUSED_IN_A_ROW:
+                    waiting = []
+                    break
+                if time.monotonic() - logged > LOG_S:
+                    logged = time.monotonic()
+                    print(log_line(count, len(todo), logged - start))
         if count["answers"]:
             print(log_line(count, len(todo), time.monotonic() - start))
         require(not held or answered and len(held) < REFUSED_IN_A_ROW, held and (

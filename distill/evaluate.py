@@ -378,7 +378,8 @@ def ask_column(column, ends, thinking, requests, tokens, batch_size):
         column.native, column.tokenizer, teachers.Sampling(tokens, thinking=thinking),
         sorted(known if isinstance(known, list) else [known]), batch_size=batch_size)
     with column.switched():
-        return teachers.ask(answers, requests)
+        found = {request.id: answer for request, answer in answers(requests)}
+    return [found[request.id] for request in requests]
 
 
 def requests_of(rows, prompt=None):

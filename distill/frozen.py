@@ -12,6 +12,7 @@ others are one bucket, as with --teacher_path and the same K.
 """
 import math
 import re
+import time
 
 import numpy as np
 import torch
@@ -169,8 +170,9 @@ class Scorer:
         places = (batch.prompted_rows + 1).tolist()         # of the tokens that are predicted
         wanted = [(a, b) for a, b in zip(bounds, bounds[1:])
                   if any(a < place < b for place in places)]
-        found = self.server.each(self.ask, [ids[a:b] for a, b in wanted])
-        at = {a + i: row for (a, _), rows in zip(wanted, found) for i, row in enumerate(rows)}
+        end = time.monotonic() + 2 * self.server.timeout        # of them all: other ranks wait
+        at = {a + i: row for (a, _), rows in self.server.each(
+            lambda part: self.ask(ids[slice(*part)], end), wanted) for i, row in enumerate(rows)}
         tokens, logprobs = (
             torch.tensor([at[place][i] for place in places], dtype=kind).reshape(-1, self.k)
             for i, kind in ((0, torch.int64), (1, torch.float64)))
