@@ -292,8 +292,8 @@ class Encoder:
         self.ends = Counter()   # ids that trained turns ended with
 
     def render(self, messages, prompt, tools=None):
-        """Text of messages by the template, or texts of many such lists; prompt: with the
-        generation prompt. ValueError when it refuses them, or one of them.
+        """Text of messages by the template, with the generation prompt or not. ValueError when it
+        refuses them.
         """
         try:
             return self.tokenizer.apply_chat_template(
@@ -306,26 +306,8 @@ class Encoder:
 
         tools: [list of tools or None] of the conversations.
         """
-        tools = tools or [None] * len(chats)
-        jobs = [attempt(self._answers, *pair) for pair in zip(chats, tools)]
-        # those without tools are rendered together, unless the template refuses one of them
-        asked = [(messages, i) for messages, job, known in zip(chats, jobs, tools)
-                 if isinstance(job, list) and not known for i in job]
-        together = attempt(lambda: zip(
-            self.render([messages[:i] for messages, i in asked], True),
-            self.render([messages[:i + 1] for messages, i in asked], False))) if asked else None
-        if isinstance(together, ValueError):
-            together = None
-        texts = {}
-        for number, (messages, job, known) in enumerate(zip(chats, jobs, tools)):
-            if isinstance(job, ValueError):
-                continue
-            pairs = list(itertools.islice(together, len(job))) if together and not known else (
-                (self.render(messages[:i], True, known),
-                 self.render(messages[:i + 1], False, known)) for i in job)
-            jobs[number] = attempt(self._texts, messages, job, pairs, known)
-            if isinstance(jobs[number], list):
-                texts |= dict.fromkeys(itertools.chain.from_iterable(jobs[number]))
+        jobs = [attempt(self._texts, *pair) for pair in zip(chats, tools or [None] * len(chats))]
+        texts = {text: None for job in jobs if isinstance(job, list) for part in job for text in part}
         texts = dict(zip(texts, self.lists(list(texts))))
         return [job if isinstance(job, ValueError) else attempt(
             self._samples, [[texts[text] for text in part] for part in job], job)
@@ -360,9 +342,11 @@ class Encoder:
             raise ValueError("has no answer to train that is not of weight 0; drop the line")
         return answers
 
-    def _texts(self, messages, answers, pairs, tools):
+    def _texts(self, messages, tools):
         """[(prompt, prompt and answer)] of the trained turns, proven whole."""
-        found = list(pairs)
+        answers = self._answers(messages, tools)
+        found = [(self.render(messages[:i], True, tools), self.render(messages[:i + 1], False, tools))
+                 for i in answers]
         for i, (prompt, text) in zip(answers, found):
             if not text.startswith(prompt):         # _mask refuses it, naming the tokens
                 continue

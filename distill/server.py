@@ -124,12 +124,10 @@ class Server:
                     raise Refused(413, f"its answer is longer than {most >> 20} MiB")
         return response, bytes(found)
 
-    async def call(self, path, body=None, read=json_files.loads, until=0.0, end=math.inf,
-                   notify=None):
+    async def call(self, path, body=None, read=json_files.loads, until=0.0, end=math.inf):
         """read(what fetch gives); what may fail only for a while is tried again. Raises MALFORMED.
 
         until: time.monotonic() up to which it is tried again; end: when the last try is over.
-        notify: called with the reason before each.
         """
         pause = 0.5
         while True:
@@ -145,8 +143,9 @@ class Server:
                     pause = max(pause, min(float(error.retry_after), room))
                 if time.monotonic() + pause > until:
                     raise
-                if notify:
-                    notify(explain(error))
+                if time.monotonic() - self.noticed > NOTICE_S:
+                    self.noticed = time.monotonic()
+                    print(printable(f"notice     waiting for {self.url}: {explain(error)}"))
             await asyncio.sleep(pause)
             pause = min(2 * pause, 30)
 
@@ -164,12 +163,6 @@ class Server:
             elif not isinstance(error, Refused):      # nobody has read the request
                 hint = ""
             raise UserError(f"{self.flag} {self.url}{path}: {explain(error)}{hint}")
-
-    def notify(self, message):
-        """Print a notice, at most one in NOTICE_S: a server that is down fails for every line."""
-        if time.monotonic() - self.noticed > NOTICE_S:
-            self.noticed = time.monotonic()
-            print(printable(message))
 
 
 def address(base_url, flag):

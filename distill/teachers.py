@@ -281,14 +281,11 @@ async def ask_server(server, name, draw, fields, request, patience):
     """
     from distill.server import MALFORMED, TRANSIENT, Refused, explain
     until, line = time.monotonic() + patience, f"line {request.id + 1}"
-
-    def notify(why):
-        server.notify(f"notice     {line} waits for {server.url}: {why}")
     while True:
         known = fields.dropped, fields.max_tokens
         try:
             body = fields.body_of(name, draw, request)
-            return await server.call("/chat/completions", body, read_answer, until, notify=notify)
+            return await server.call("/chat/completions", body, read_answer, until)
         except Refused as error:
             why = explain(error)
             if error.code in (400, 413) and any(words in why.lower() for words in TOO_LONG):

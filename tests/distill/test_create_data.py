@@ -367,7 +367,7 @@ def test_servers_that_do_not_help(server, tmp_path):
     assert "error: the server answers none of 1 lines" in printed and "HTTP 429 rate limit" in printed
     files(tmp_path, ["de busy 3"])
     printed = label(tmp_path, *flags(tmp_path, server, "--max_retries", "9", output="d.jsonl"))
-    assert printed.count(f"notice     line 1 waits for {server.url}: HTTP 429 rate limit") == 1
+    assert printed.count(f"notice     waiting for {server.url}: HTTP 429 rate limit") == 1
 
 
 def test_a_line_that_is_refused_stops_nothing(server, tmp_path):

@@ -106,9 +106,6 @@ def refusal(capsys, made, out, checkpoint, *flags):
     return error
 
 
-# -- What an answer counts as ------------------------------------------------------------------------------------------
-
-
 # -- Whole evaluations -------------------------------------------------------------------------------------------------
 
 
@@ -227,7 +224,7 @@ def test_asked_as_trained(made, template, thinking):
 
 def test_a_text_that_was_trained_is_no_test(made, train, tmp_path, capsys):
     """Lines with one text, but for white space, on both sides of the split."""
-    rows = [record(i, text="the" + " " * (i + 1) + "same") if i < 40 else record(i) for i in range(N)]
+    rows = [record(i, text="the" + " " * (i + 1) + "same" if i < 40 else f"fox \u2028 {i}") for i in range(N)]
     write(made / "leaky.jsonl", rows)
     checkpoint = train("leaky", "--validation_split", 0.5, "--train_data_file", made / "leaky.jsonl")
     error = refusal(capsys, made, tmp_path, checkpoint)
@@ -278,17 +275,6 @@ def test_bad_input_is_one_clear_line(made, train, full, lora, tmp_path, capsys, 
         checkpoint, flags = flags[1], flags[2:]
     assert part in refusal(capsys, made, tmp_path / "out", checkpoint, *flags)
     assert not (tmp_path / "out" / "evaluation.json").exists()
-
-
-def test_too_little_agreement_ends_with_status_1(made, full, whole, tmp_path, capsys):
-    share = whole[0]["metrics"]["student: agreement"]
-    assert share < 1
-    error = refusal(capsys, made, tmp_path, full, "--min_agreement", share + 1e-4)
-    assert f"agrees with its teacher on {share:.3f} of the lines, less than --min_agreement" in error
-    assert (tmp_path / "evaluation.json").exists(), "what was found is there all the same"
-    gain = share - whole[0]["metrics"]["base: agreement"]
-    assert "gained less than --min_gain" in refusal(capsys, made, tmp_path, full, "--min_gain", gain + 1e-4)
-    evaluate(made, tmp_path, full, "--min_agreement", share, "--min_gain", gain - 1e-6)
 
 
 def test_a_teacher_that_does_not_follow_closes_no_gap(made, full, tmp_path, capsys):
