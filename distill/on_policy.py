@@ -43,11 +43,8 @@ def last_answer(trained):
 
 def own_answers(args, world, model, table, batches, ends, step, sampler=None):
     """(PackedChats of the same samples with the student's answers in a share of them, targets of
-    all ranks). On every rank at once.
-
-    args: its on_policy, the chance of a sample, max_new_tokens of an answer (one that is cut off
-    there is trained as far as it goes), seed, bf16 and fp16. batches: this rank's of the step.
-    ends: ids that end an answer. sampler: Sampler of a server that draws, or None.
+    all ranks). Collective. An answer that is cut off at --max_new_tokens is trained as far as it
+    goes. batches: this rank's of the step. ends: ids that end an answer. sampler: Sampler or None.
     """
     samples, made = ChatSamples(table), []
     rows = [[samples[i] for i in batch.samples] for batch in batches]

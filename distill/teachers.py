@@ -161,8 +161,7 @@ def longest_of(config):
 def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options):
     """`answers` by vLLM on the GPUs that this process sees, of a model folder or hub name.
 
-    max_model_len 0: of longest_of. chunk_size: requests given to vLLM together; the next ones
-    wait for all of them. options: of vllm.LLM, tensor_parallel_size say.
+    chunk_size: requests given to vLLM together. options: of vllm.LLM, tensor_parallel_size say.
     """
     from transformers import AutoConfig
     try:
@@ -219,8 +218,7 @@ def open_transformers(name, draw, *, max_model_len=0, batch_size=16, chunk_size=
 def answers_of(model, tokenizer, draw, ends, max_model_len=0, batch_size=16, chunk_size=1024):
     """`answers` of a loaded causal LM of transformers, adapters inside or not.
 
-    ends: ids that end an answer. batch_size: requests generated together, out of chunk_size sorted
-    by length. max_model_len 0: of longest_of.
+    ends: ids that end an answer. batch_size: of those generated together, of chunk_size by length.
     """
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -253,10 +251,8 @@ def answers_of(model, tokenizer, draw, ends, max_model_len=0, batch_size=16, chu
 
 def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0,
                 server_patience=600.0):
-    """`answers` by a server that knows the model as `name`.
-
-    concurrency: requests under way at once. request_timeout: seconds that one call may take in all;
-    server_patience: seconds that one line's failed calls are repeated.
+    """`answers` by a server that knows the model as `name`; the other arguments are create_data.py's
+    flags.
     """
     from distill.server import MALFORMED, Server, explain
     server = Server(base_url, request_timeout)
@@ -274,10 +270,8 @@ def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0,
 
 
 async def ask_server(server, name, draw, fields, request, patience):
-    """Answer to one request. What may fail only for a while is tried again for `patience` seconds.
-
-    A line that the server refuses, or never answers while it lives, has an Answer that says so.
-    UserError when the server is gone, or what it refuses is not the line.
+    """Answer to one request; for a line that the server refuses, or does not answer in `patience`
+    seconds, one that says so. UserError when the server is gone, or refuses more than the line.
     """
     from distill.server import MALFORMED, TRANSIENT, Refused, explain
     until, line = time.monotonic() + patience, f"line {request.id + 1}"
@@ -324,8 +318,8 @@ class Fields:
                 if field not in self.dropped and value not in (None, [])}
 
     def drop(self, why, draw):
-        """Whether a refusal is about a field that can be left out, or has another name, from now
-        on. What the user has set is never left out.
+        """Whether a refusal is about a field that from now on is left out, or has another name. What
+        the user has set is never left out.
         """
         from distill.server import NOT_SET
         if self.max_tokens == "max_tokens" and "max_completion_tokens" in why:
@@ -361,9 +355,8 @@ def read_answer(data):
     choice, usage = found["choices"][0], found.get("usage") or {}
     message = choice["message"]
     calls = [{"type": "function", "function": {
-        "name": call["function"]["name"],
-        "arguments": json_files.loads(call["function"]["arguments"] or "{}")}}
-        for call in message.get("tool_calls") or []]
+        "name": call["function"]["name"], "arguments": json_files.loads(
+            call["function"]["arguments"] or "{}")}} for call in message.get("tool_calls") or []]
     # a call is what a model ends by itself
     reason = "stop" if choice["finish_reason"] == "tool_calls" else choice["finish_reason"]
     reasoning = plain_text(message.get("reasoning_content") or message.get("reasoning"))

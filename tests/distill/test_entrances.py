@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import chats, students
-from tests.helpers import scripts
 from tests.helpers.lora_server import LoraServer
 from tests.helpers.score_server import ScoreServer
 
@@ -53,11 +52,6 @@ def test_a_config_of_no_model(made, tmp_path, refused, change):
     config = json.loads((tmp_path / "odd" / "config.json").read_text())
     (tmp_path / "odd" / "config.json").write_text(json.dumps(config | change))
     refused(f"{tmp_path / 'odd'}: ", "--model_path", tmp_path / "odd")
-
-
-def test_a_list_of_chats_is_called_one(tmp_path, refused):
-    (tmp_path / "list.jsonl").write_text(json.dumps([{"messages": chats.ask("the dog", "en")}]))
-    refused("list.jsonl:1: is a JSON list", "--train_data_file", tmp_path / "list.jsonl")
 
 
 def test_a_line_of_megabytes_is_refused_by_its_beginning(tmp_path, refused):
@@ -150,13 +144,3 @@ def test_a_system_message_is_joined_to_the_prompt(pool, made, tmp_path):
     joined = loss("own", "--prompt_file", made / "system.txt", "--prompt_role", "system")
     assert joined == loss("told", "--teacher_path", made / "student") != pytest.approx(0, abs=1e-6)
     assert torch.isfinite(torch.tensor(joined))
-
-
-def test_a_key_in_a_teachers_address_is_never_shown(tmp_path, capfd):
-    from distill import create_data
-    (tmp_path / "lines.txt").write_text("the dog\n")
-    with pytest.raises(SystemExit):
-        scripts.run(create_data, ["--input_file", str(tmp_path / "lines.txt"), "--output_file", str(tmp_path / "out.jsonl"),
-                          "--model_name", "m", "--base_url", "http://127.0.0.1:9/v1?api_key=SECRET"])
-    found = capfd.readouterr()
-    assert "--base_url: holds a name and password (@), ?... or #..." in found.err and "SECRET" not in found.err + found.out

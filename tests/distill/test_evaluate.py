@@ -203,8 +203,10 @@ def test_an_adapter_answers_as_peft_does(made, lora, tmp_path):
     assert found["data"]["enable_thinking"] == "false"
 
 
-@pytest.mark.parametrize("template, thinking", [(chats.QWEN_THINK, False), (chats.QWEN, None)])
-def test_asked_as_trained(made, template, thinking):
+@pytest.mark.parametrize("template, thinking, tools", [
+    (chats.QWEN_THINK, False, None), (chats.QWEN, None, None),
+    (chats.QWEN_TOOLS, None, [{"type": "function", "function": {"name": "look", "parameters": {}}}])])
+def test_asked_as_trained(made, template, thinking, tools):
     """The ids that generate gets are those that stand before the first trained token; pads are on the left, masked."""
     from core.chat import Encoder
     tokenizer = chats.tokenizer(template)
@@ -215,8 +217,8 @@ def test_asked_as_trained(made, template, thinking):
     answers = judge.ask_column(
         judge.Column(model, tokenizer, True), [tokenizer.eos_token_id],
         {None: "template", True: "true", False: "false"}[thinking],
-        judge.requests_of([{"messages": messages} for messages in asked]), 2, 3)
-    trained = [ids[:mask.index(True)] for ids, mask in Encoder(tokenizer, thinking=thinking).encode(asked)]
+        judge.requests_of([{"messages": messages, "tools": tools} for messages in asked]), 2, 3)
+    trained = [ids[:mask.index(True)] for ids, mask in Encoder(tokenizer, thinking=thinking).encode(asked, [tools] * 3)]
     rows = [row[mask.bool()].tolist() for row, mask in zip(seen[0]["input_ids"], seen[0]["attention_mask"])]
     assert sorted(rows) == sorted(trained) and [answer.prompt_tokens for answer in answers] == list(map(len, trained))
     assert all(mask[-1] and mask.tolist() == sorted(mask.tolist()) for mask in seen[0]["attention_mask"])
@@ -282,22 +284,6 @@ def test_a_teacher_that_does_not_follow_closes_no_gap(made, full, tmp_path, caps
                     "--min_closed", 0.01)
     assert ("following rate: there is no gap to close: the teacher itself follows the rule in 0 % of its answers, the "
             "base in 0 %") in error
-
-
-def test_a_model_gets_the_tools_of_a_question(made, tmp_path):
-    """Trained with them, and asked with them: the very ids of training."""
-    base = tmp_path / "base"
-    chats.student(base)
-    chats.tokenizer(chats.QWEN_TOOLS).save_pretrained(base)
-    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
-    rows = [{"id": i, "tools": tools, "messages": chats.ask(f"the dog {i}", "en")} for i in range(4)]
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(base).eval(), AutoTokenizer.from_pretrained(base)
-    answers = judge.ask_column(judge.Column(model, tokenizer, True), [tokenizer.eos_token_id],
-                               "template", judge.requests_of(rows), 2, 2)
-    for row, answer in zip(rows, answers):
-        asked = tokenizer.apply_chat_template(row["messages"][:1], tools=tools, add_generation_prompt=True,
-                                              return_dict=False)
-        assert answer.prompt_tokens == len(asked) > 40
 
 
 @pytest.mark.parametrize("right, n", [(0, 1), (30, 30), (7, 30)])
