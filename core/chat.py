@@ -379,7 +379,7 @@ class Encoder:
         self.ends = Counter()   # ids that trained turns ended with
 
     def render(self, messages, prompt, tools=None):
-        """Text of messages by the template; prompt: with the generation prompt. ValueError when it
+        """Text of messages by the template, with the generation prompt or not. ValueError when it
         refuses them.
         """
         try:
@@ -393,10 +393,8 @@ class Encoder:
 
         tools: [list of tools or None] of the conversations.
         """
-        tools = tools or [None] * len(chats)
-        jobs = [attempt(self._texts, *pair) for pair in zip(chats, tools)]
-        texts = dict.fromkeys(text for job in jobs if isinstance(job, list)
-                              for text in itertools.chain.from_iterable(job))
+        jobs = [attempt(self._texts, *pair) for pair in zip(chats, tools or [None] * len(chats))]
+        texts = {text: None for job in jobs if isinstance(job, list) for part in job for text in part}
         texts = dict(zip(texts, self.lists(list(texts))))
         return [job if isinstance(job, ValueError) else attempt(
             self._samples, [[texts[text] for text in part] for part in job], job)
@@ -520,19 +518,3 @@ def attempt(function, *args):
 def plain(message):
     """The text of a message, without thoughts."""
     return message["content"].split("</think>")[-1].strip()
-
-
-def cut(ids, mask, limit, policy):
-    """(ids, mask) of at most `limit` tokens, or None when the sample is to be dropped.
-
-    policy: for longer ones: stop (ValueError), drop, cut_left or cut_right. Dropped is whatever a
-    cut leaves nothing to train of, too. Nothing predicts a sample's first token: it is not trained.
-    """
-    if len(ids) > limit:
-        if policy == "stop":
-            raise ValueError(f"{len(ids)} tokens, more than {limit}")
-        if policy == "drop":
-            return None
-        part = slice(-limit, None) if policy == "cut_left" else slice(limit)
-        ids, mask = ids[part], mask[part]
-    return (ids, mask) if any(mask[1:]) else None

@@ -139,7 +139,7 @@ def _json_lines(path, wanted):
                     text = line.decode("utf-8" if number else "utf-8-sig")
                 except UnicodeDecodeError:
                     raise not_utf8(path, number + 1, line)
-                yield number, parse(text, path, number + 1)
+                yield number, parse(text.rstrip("\n"), path, number + 1)
 
 
 # ---- Tables; the hub
