@@ -10,7 +10,6 @@ set -euo pipefail
 TEST_PROCESSES=${TEST_PROCESSES:-4}
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
-# shellcheck source=launch/setup.sh
 source "$here/setup.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
 unset PYTHONDONTWRITEBYTECODE       # hundreds of processes would compile the same modules
