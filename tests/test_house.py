@@ -61,10 +61,10 @@ def test_no_folder_grows(folder):
     assert sum(lines.values()) <= CEILINGS[folder], f"{sum(lines.values())} lines; largest: {largest}"
 
 
-# Riddles that plain English does without, in code, help and messages, and how often they are there: these only fall.
-RIDDLES = {r"\bwhat is\b": 111,
+# Riddles that plain English does without, in code, help, messages and guides, and their number: these only fall.
+RIDDLES = {r"\bwhat is\b": 107,
            r"\b(its|their) own\b|\bof (ours|theirs)\b": 87,
-           r"\bbehind\b": 92,
+           r"\bbehind\b": 98,
            r"\bbeside\b": 84,
            r"\b(stands?|stood)\b": 66,
            r"\b(so|as) (many|often)\b": 60,
@@ -73,8 +73,8 @@ RIDDLES = {r"\bwhat is\b": 111,
 
 
 def test_riddles_only_fall():
-    text = "\n".join((ROOT / path).read_text() for path in tracked() if path.suffix in (".py", ".sh")
-                     and path.parts[0] != "tests" and path.parts[0][0] != "." and (ROOT / path).exists())
+    text = "\n".join((ROOT / path).read_text() for path in tracked() if path.suffix in (".py", ".sh", ".md")
+                     and path.parts[0] not in ("tests", "CHANGELOG.md") and (ROOT / path).exists())
     found = {pattern: len(re.findall(pattern, text, re.IGNORECASE)) for pattern in RIDDLES}
     assert not {pattern: count for pattern, count in found.items() if count > RIDDLES[pattern]}
 

@@ -38,7 +38,7 @@ def environment(**settings):
 
 def launch(launcher, *args, cwd=None, **settings):
     """Run a launcher to its end; returns the finished process with stdout and stderr."""
-    return subprocess.run(["bash", str(ROOT / "launch" / launcher), *args], text=True, capture_output=True, cwd=cwd,
+    return subprocess.run(["bash", ROOT / "launch" / launcher, *args], text=True, capture_output=True, cwd=cwd,
                           timeout=PATIENCE_S, env=environment(**settings))
 
 
