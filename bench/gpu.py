@@ -41,6 +41,7 @@ def start(command, log, **env):
     """
     if "--output_dir" in command:
         shutil.rmtree(command[command.index("--output_dir") + 1], ignore_errors=True)
+    Path(log).parent.mkdir(exist_ok=True)
     with open(log, "w") as file:
         return subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=file, stderr=file,
                                 start_new_session=True, env=os.environ | {
@@ -185,7 +186,6 @@ def tiny_run(folder, flags, case, way):
 
 def refs(folder, only):
     flags = tiny_files(folder / "tiny")
-    (folder / "runs").mkdir(exist_ok=True)
     commands = {case: tiny_run(folder, flags, case, "ref")
                 for case in CASES if re.search(only, case)}
     for case, status in run_all(commands, BEGAN + 600, 1).items():
