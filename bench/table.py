@@ -3,7 +3,7 @@
     python bench/table.py               # rewrite every block
     python bench/table.py --check       # change nothing; exit 1 naming the pages that differ
 
-A block is all between two lines of its own. TABLE is a key of the file's `tables`; machine, day,
+A block is all between these two lines. TABLE is a key of the file's `tables`; machine, day,
 versions and the command that measures it again follow:
 
     <!-- table NAME-DEVICE.json TABLE; columns way | step (ms) -->

@@ -60,7 +60,7 @@ echo "training ended with an error, as it should: $run/killed.txt"
 echo "== the same command again: it resumes from the newest checkpoint"
 (train)
 
-echo "== the adapter speaks, and beside it the base"
+echo "== the base and the adapter speak"
 speak before >"$run/before.txt" &
 speak after --adapter "$run/checkpoint-$STEPS" >"$run/after.txt"
 wait $!

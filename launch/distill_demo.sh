@@ -93,7 +93,7 @@ for row, other in zip(rows, rows[len(rows) // 2:] + rows):
 step swapped "$OUT/swapped.jsonl" bash -c 'python -c "$0" "$1" >"$2"' "$swap" \
     "$OUT/answers.jsonl" "$OUT/swapped.jsonl"
 kept=() unrelated=()
-if [ "$KEEP" = 1 ]; then        # the base itself answers, behind no prompt
+if [ "$KEEP" = 1 ]; then        # the base itself answers, without a prompt
     for name in keep unrelated; do
         label $name distill/demo/$name.txt 200 --prompt_file distill/prompts/none.txt
     done

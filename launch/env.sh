@@ -234,7 +234,7 @@ supervise() {
     }
     trap 'stop USR1' USR1; trap 'stop TERM' TERM; trap 'stop HUP' HUP
     trap 'if [ -n "$asked" ]; then "$end" "$pid"; fi; stop INT' INT
-    set -m                  # in a process group of its own: Ctrl-C comes to this shell alone
+    set -m                  # in another process group: Ctrl-C comes to this shell alone
     (trap '' USR1; exec "${@:3}") &     # ignored until the child listens, or an early one kills it
     pid=$!
     set +m

@@ -25,7 +25,7 @@ ask_trainers() {
     kill -USR1 $trainers
 }
 
-mark=LAUNCH_ID=$HOSTNAME-$$     # torchrun puts trainers into sessions of their own
+mark=LAUNCH_ID=$HOSTNAME-$$     # torchrun puts trainers into other sessions
 end_marked() { kill_marked "$mark"; }
 status=0
 supervise ask_trainers end_marked "${tied[@]}" env "$mark" "$@" || status=$?

@@ -80,7 +80,7 @@ if [ "$VENV" != none ]; then
     fi
 fi
 
-# torchaudio links CUDA libraries. Beside a CPU-only torch its import fails, and every transformers
+# torchaudio links CUDA libraries. With a CPU-only torch its import fails, and every transformers
 # import with it; its Python part, all that the codec uses, works once the extension is gone.
 if ! python -c 'import torchaudio' 2>/dev/null; then
     folder=$(python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/torchaudio
@@ -91,7 +91,7 @@ if ! python -c 'import torchaudio' 2>/dev/null; then
     else
         rm -f "$folder"/lib/*.so
         python -c 'import torchaudio' ||
-            setup_error "torchaudio cannot be imported beside torch $TORCH_VERSION"
+            setup_error "torchaudio cannot be imported with torch $TORCH_VERSION"
         echo "setup: removed torchaudio's CUDA extension, which this torch cannot load"
     fi
 fi

@@ -26,7 +26,7 @@ SRUN_ARGS=${SRUN_ARGS:-}                        # further arguments of srun
 SRUN_WAIT=${SRUN_WAIT:-60}                      # seconds after a node's end until others are killed
 LOG_DIR=${LOG_DIR:-}                            # nodes' logs; in a job default OUTPUT_DIR/node_logs
 DRY_RUN=${DRY_RUN:-0}                           # 1: check, print the commands, end
-export -n LAUNCHER TRAINER AFTER                # launchers that AFTER calls have their own
+export -n LAUNCHER TRAINER AFTER                # launchers that AFTER calls set them
 
 OUTPUT_DIR=$(flag_value --output_dir ./output "$@")
 MARKER=$OUTPUT_DIR/requeue                      # left by trainers that were asked to stop and saved

@@ -16,7 +16,7 @@ export LAUNCHER=train_sft_h100x8
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")  # sbatch runs a copy; Slurm knows the original
 [ -e "$here/env.sh" ] || here=$(cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(scontrol show job \
     "${SLURM_JOB_ID:-0}" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1|p")" 2>/dev/null) ||
-    { echo "$LAUNCHER: error: no env.sh beside it: sbatch FILE, not sbatch < FILE" >&2; exit 1; }
+    { echo "$LAUNCHER: error: env.sh not found: sbatch FILE, not sbatch < FILE" >&2; exit 1; }
 source "$here/env.sh"
 
 export TRAINER=${TRAINER:-$REPO/distill/train_sft.py}       # the script that torchrun starts
@@ -49,7 +49,7 @@ setting WARMUP_STEPS '' --warmup_steps                      # optimizer steps
 setting LORA 0 -                                            # 1: adapters; 0: full fine-tuning
 setting LOADERS 2 --num_workers                             # loader processes a GPU
 setting LOGGING_STEPS 5 --logging_steps                     # optimizer steps between log lines
-setting REPORT_TO tensorboard -  # beside metrics.jsonl; several, separated by spaces
+setting REPORT_TO tensorboard -  # besides metrics.jsonl; several, separated by spaces
 setting SWITCHES '--bf16 --tf32 --auto' -  # flags without a value; SWITCHES= gives none of them
 known_settings
 read_switches ''

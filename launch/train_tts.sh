@@ -17,7 +17,7 @@ export LAUNCHER=${LAUNCHER:-train_tts}
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")  # sbatch runs a copy; Slurm knows the original
 [ -e "$here/env.sh" ] || here=$(cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(scontrol show job \
     "${SLURM_JOB_ID:-0}" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1|p")" 2>/dev/null) ||
-    { echo "$LAUNCHER: error: no env.sh beside it: sbatch FILE, not sbatch < FILE" >&2; exit 1; }
+    { echo "$LAUNCHER: error: env.sh not found: sbatch FILE, not sbatch < FILE" >&2; exit 1; }
 source "$here/env.sh"
 
 export TRAINER=${TRAINER:-$REPO/train_v2_ddp.py}        # the script that torchrun starts
@@ -46,7 +46,7 @@ setting LORA_TARGETS '' --lora_target_modules               # layers that get ad
 setting LOADERS '' --num_workers                            # loader processes a GPU
 setting PREPROCESS '' --preprocess_num_proc                 # processes that decode audio
 setting LOGGING_STEPS '' --logging_steps                    # optimizer steps between log lines
-setting REPORT_TO '' -                              # beside metrics.jsonl, separated by spaces
+setting REPORT_TO '' -                              # besides metrics.jsonl, separated by spaces
 known_settings
 read_switches --parallel fsdp
 [ -n "$TRAIN_DATA" ] || has_flag --train_data_file "$@" || has_flag --train_data_dir "$@" ||
