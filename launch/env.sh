@@ -4,10 +4,7 @@
 REPO=$(cd -P "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 
 for word; do        # --help prints the comment at the top of the launcher
-    case $word in -h | --help)
-        sed -n '2,${/^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p}' "$0"
-        exit ;;
-    esac
+    case $word in -h | --help) sed -n '2,${/^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p}' "$0"; exit ;; esac
 done
 
 say() { echo "${LAUNCHER:-launch}: $*" >&2; }
@@ -143,12 +140,6 @@ read_switches() {
 
 # -- the Python environment ------------------------------------------------------------------------
 
-# on_path PROGRAM PACKAGE...: whether PATH has this program, and its python these packages.
-on_path() {
-    command -v "$1" >/dev/null && python -c 'import importlib.util as u, sys
-sys.exit(not all(map(u.find_spec, sys.argv[1:])))' "${@:2}" 2>/dev/null
-}
-
 # use_environment PROGRAM PACKAGE...: activate VENV, or CONDA_ENV; with neither the environment of
 # this shell if it has all that is named, else the .venv of launch/setup.sh. VENV=none: as it is.
 use_environment() {
@@ -158,7 +149,9 @@ use_environment() {
         { eval "$(conda shell.bash hook)" && conda activate "$CONDA_ENV"; } 2>/dev/null ||
             die "CONDA_ENV=$CONDA_ENV: no such conda environment"
         set -u
-    elif [ -z "$folder" ] && ! on_path "$@" && [ -x "$REPO/.venv/bin/$1" ]; then
+    elif [ -z "$folder" ] && [ -x "$REPO/.venv/bin/$1" ] && ! { command -v "$1" && python -c '
+import importlib.util as u, sys
+sys.exit(not all(map(u.find_spec, sys.argv[1:])))' "${@:2}"; } >/dev/null 2>&1; then
         folder=$REPO/.venv
         say "environment: $folder"
     fi

@@ -51,7 +51,7 @@ setting GRAD_ACCUM ''               # micro-steps a step
 setting LR '' --learning_rate       # default: the preset's, by the root of the step
 setting WARMUP_STEPS '' --warmup_steps          # default: the preset's, as that of the next
 setting MAX_STEPS '' --max_steps    # optimizer steps
-hub=$([ "$SYSTEM" = chat ] || echo openai/gsm8k)
+hub=$([ "$SYSTEM" != gsm8k ] || echo openai/gsm8k)
 setting TRAIN_DATA "$hub"           # JSONL, JSON, dataset folder or hub name
 setting TEST_DATA "$hub"            # the same, answered after training; empty: not
 setting TOKENIZER ''                # GPT-2's files, a tokenizer.json, or a hub name (gpt2)
@@ -62,7 +62,6 @@ setting GPUS 1                      # trainers, which share the problems of a st
 setting WORKERS $((cpus > 16 ? 16 : cpus > 1 ? cpus - 1 : 1))       # loader processes a trainer
 setting SWITCHES '--bf16 --tf32 --compile --pack --drop_too_long --auto'        # SWITCHES= for none
 setting SAMPLE_FLAGS '--bf16 --drop_too_long'                       # flags of the sampler
-known+=(HDP_LAYOUT)
 known_settings
 
 demo='' plan='' after='' batch=$GLOBAL_BATCH_SIZE$BATCH_SIZE$GRAD_ACCUM

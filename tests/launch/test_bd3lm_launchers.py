@@ -45,15 +45,13 @@ def test_settings_and_arguments_reach_the_trainer_and_the_last_word_is_the_users
     data.touch()
     done = launch(HDP, "--block_size", "8", "--max_steps", "7", *ODD, DRY_RUN="1", MIN_GPUS="0",
                   SIZE="tiny", TRAIN_DATA=str(data), TOKENIZER="tok", BLOCK_SIZE="32", WORKERS="3", SWITCHES="",
-                  GPUS="2", HDP_LAYOUT="hierarchical", TEST_DATA="e.json", SAMPLE_FLAGS="--limit 5")
+                  GPUS="2", TEST_DATA="e.json", SAMPLE_FLAGS="--limit 5")
     words, args, sample = printed(done)
     train_bd3lm.check_flags(args, 1)
     layout = train_bd3lm.layout_of(args)
     assert words[-len(ODD):] == ODD and "--nproc-per-node=2" in words
     assert (args.train_data_file, args.tokenizer, args.model_size, args.num_workers) == (str(data), "tok", "tiny", 3)
     assert (layout.block_size, args.max_steps, args.bf16) == (8, 7, False)
-    gone = launch(HDP, DRY_RUN="1", MIN_GPUS="0", HDP_LAYOUT="flat")
-    assert gone.returncode and "HDP_LAYOUT=flat is gone" in gone.stderr
     assert (sample.checkpoint, sample.limit, sample.bf16) == ("a folder", 5, False)
 
 
