@@ -501,5 +501,6 @@ def test_the_demo_of_the_readme(tmp_path, quick):
                           stderr=subprocess.STDOUT, env=environment(**settings))
     assert done.returncode == 1, done.stdout[-3000:]
     assert "verdict    FAILED: word errors" in done.stdout and "resumed from" in done.stdout, done.stdout[-3000:]
+    assert len(done.stdout.splitlines()) <= 55      # 60 with the step lines of the whole demo
     page, = tmp_path.glob("run-*/report.html")
     assert re.search(r"<li>After: speech is [a-z ]*understood \(word errors \d", page.read_text())
