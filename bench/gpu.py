@@ -6,8 +6,8 @@
 
 A job of `fast` takes 45 to 110 s, as the host is fast or slow. All files go to DIR; carry it from
 the machine of `refs` to the GPU. A JOB is a model and options in one word each, such as "speech
-lora compiled float8" (OPTIONS below). Each result is a line of DIR/right.jsonl or DIR/fast.jsonl; a table ends
-the run, and the exit status is 1 if anything failed. SHAPES=tiny rehearses all of it on a CPU.
+lora compiled float8" (OPTIONS below). Each result is a line of DIR/right.jsonl or DIR/fast.jsonl; a
+table ends the run, and the exit status is 1 if anything failed. SHAPES=tiny rehearses it on a CPU.
 """
 import argparse
 import contextlib

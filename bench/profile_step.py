@@ -79,7 +79,8 @@ def watch(script, words, out, timed, profiled):
             averages = profiler.key_averages()
             lines = tables(self_times(averages, cuda), profiled, (alone, under), cuda)
             if cuda:        # what the host does meanwhile
-                lines += rows_of(self_times(averages, False), profiled, under, "operator, on the host")
+                host = self_times(averages, False)
+                lines += rows_of(host, profiled, under, "operator, on the host")
             Path(f"{out}.profile.txt").write_text("\n".join(lines) + "\n")
             os._exit(0)     # threads of the trainer still run
     register_optimizer_step_post_hook(step_done)
