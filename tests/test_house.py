@@ -61,13 +61,13 @@ def test_no_folder_grows(folder):
 
 
 # Riddles that plain English does without, in code, help, messages and guides, and their number: these only fall.
-RIDDLES = {r"\bwhat is\b": 93,
-           r"\b(its|their) own\b|\bof (ours|theirs)\b": 69,
-           r"\bbehind\b": 88,
-           r"\bbeside\b": 65,
-           r"\b(stands?|stood)\b": 60,
-           r"\b(so|as) (many|often)\b": 45,
-           r"\b(told|said|tells?)\b": 134,
+RIDDLES = {r"\bwhat is\b": 86,
+           r"\b(its|their) own\b|\bof (ours|theirs)\b": 65,
+           r"\bbehind\b": 81,
+           r"\bbeside\b": 61,
+           r"\b(stands?|stood)\b": 59,
+           r"\b(so|as) (many|often)\b": 41,
+           r"\b(told|said|tells?)\b": 118,
            r"\b(anew|mend(s|ed)?|lack(s|ing)?)\b": 33}
 
 
