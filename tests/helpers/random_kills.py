@@ -1,6 +1,6 @@
 """Is a run that is killed at random instants the same, bit for bit, as one that is not?
 
-    python -m tests.helpers.random_kills 40
+    python -m tests.helpers.random_kills 40      # writes bench/results/kills.json
 
 The oracle's LoRA run with dropout, a checkpoint a step, is killed (SIGKILL) again and again, at any moment of imports,
 data, training and saving, and started by the same command.
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import date
 from pathlib import Path
 
 from bench import oracle
@@ -44,6 +45,9 @@ if __name__ == "__main__":
         oracle.train(tiny, out, 1, FLAGS)
         ends = [out, *Path(root).glob("done-*")]
         equal = [oracle.fingerprint(end)[0] == oracle.fingerprint(whole)[0] for end in ends]
-    print(json.dumps({"seed": seed, "kills": kills, "runs": len(equal), "equal": all(equal), "saves_cut": unfinished,
-                      "newest_step_when_killed": killed_at}))
+    found = {"date": str(date.today()), "seed": seed, "kills": kills, "runs": len(equal), "equal": all(equal),
+             "saves_cut": unfinished, "newest_step_when_killed": killed_at}
+    print(json.dumps(found))
+    if all(equal) and kills >= 40:
+        (oracle.RESULT.parent / "kills.json").write_text(json.dumps(found) + "\n")
     sys.exit(not all(equal))
