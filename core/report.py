@@ -199,13 +199,8 @@ def sample_rows(samples):
                    for name, text in sorted(rows, key=lambda prompt: natural(prompt[0])))
 
 
-<<<<<<< HEAD
-def summary(folder, rows, settings, evaluations):
-    """Verdict, progress of the run, and its flags."""
-=======
 def summary(title, folder, rows, settings, evaluations):
-    """Verdict, where the run stands, and its flags."""
->>>>>>> main
+    """Verdict, progress of the run, and its flags."""
     saved = [path.parent.name for path in folder.glob("checkpoint-*/manifest.json")]
     state = [f"last logged step {max((row['step'] for row in rows), default=0):,}",
              f"checkpoints: {', '.join(sorted(saved, key=natural)) or 'none yet'}"]
