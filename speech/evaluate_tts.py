@@ -219,7 +219,7 @@ def mean(values):
 
 
 def labels(runs):
-    """The runs' folders, shortened to the last parts that differ."""
+    """The runs' folders by as many of their last parts as it takes to tell them apart."""
     parts = [Path(run["name"]).absolute().parts for run in runs]
     return next(names for n in range(1, 1 + max(map(len, parts)))
                 if len(set(names := ["/".join(part[-n:]) for part in parts])) == len(runs))

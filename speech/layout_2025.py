@@ -10,7 +10,7 @@ NAMES = (("audio_codebook_embeddings.", "model.embed_audio_tokens.embed_audio_to
          ("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."),
          ("norm.", "model.norm."),
          ("audio_decoder_proj.", ""))       # last: every native name begins with ""
-EXTRA_IDS = ("audio_delay_token_id", "bos_token_id", "eos_token_id")    # not in config.json
+EXTRA_IDS = ("audio_delay_token_id", "bos_token_id", "eos_token_id")    # config.json lacks them
 DROPPED = ("audio_codebook_weights", "inv_freq")
 SPLIT = {f".{kind}_{part}.weight": (".weight", order) for kind in ("embedding", "linear")
          for order, part in enumerate(("frozen", "trainable"))}     # to be joined in this order
@@ -112,7 +112,7 @@ def original_config(native, tokenizer, dtype):
 
 
 def save_original_config(native, tokenizer, folder, config):
-    """The files of a 2025 checkpoint besides its weights; config: config.json of the source.
+    """The files of a 2025 checkpoint beside its weights; config: config.json of the source.
 
     boson-ai's code runs on transformers 4.46, which does not know the tokenizer class name that
     newer ones write.

@@ -52,12 +52,12 @@ RELEASED_CODEC = {
     "semantic_model_config": {"model_type": "hubert", "mask_time_prob": 0.0}}    # 5.17 has 0.05
 # weight norm as older torch names it
 NORMED = {"g": "parametrizations.weight.original0", "v": "parametrizations.weight.original1"}
-# files besides the weights
+# files beside the weights
 OWN_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
              "vocab.json", "merges.txt", "chat_template.jinja", "LICENSE", "NOTICE")
 
 # --------------------------------------------------------------------------------------------------
-# What speech/versions.py's module() promises, besides the imports above and the code below
+# What speech/versions.py's module() promises, beside what is imported above and follows below
 
 
 def text_setting(wanted):
@@ -89,7 +89,7 @@ def weight_names(native):
 
 
 def save_config(native, tokenizer, folder, source, codec=None):
-    """The files of a checkpoint besides its weights, copied from the base's folder `source`."""
+    """The files of a checkpoint beside its weights, copied from the base's folder `source`."""
     for path in Path(source).iterdir():
         if path.name in OWN_FILES:
             shutil.copyfile(path, Path(folder) / path.name)
@@ -313,13 +313,13 @@ def published(named):
 def whole_files(tensors, folder, codec=None):
     """{name in the files: (Slices, dtype, fold)} of a folder for servers, from that of our names.
 
-    Both heads, their tables, and the codec: that of `codec`, a native folder, or the one
+    Both heads beside their tables, and the codec: that of `codec`, a native folder, or the one
     inside `folder`. Raises UserError without any: no server loads such a folder.
     """
     tensors = published(tensors)
     for head, table in HEADS.items():
         parts, dtype, fold = tensors[table]
-        tensors[head] = (parts, dtype, fold or torch.clone)     # separate memory: both are written
+        tensors[head] = (parts, dtype, fold or torch.clone)     # its own memory: both are written
     if codec:
         files = tensor_io.files_of(weights.find_codec(codec)[0], "model")
         inside = tensor_io.open_tensors(files)
@@ -362,7 +362,7 @@ def unpack_codec(folder, config_dict, into):
         require(shape == wanted[name], f"{folder}: its codec is another one than the released: "
                 f"{name} has the shape {list(shape)}; {other}")
     missing = sorted(wanted.keys() - parts.keys())
-    require(not missing, f"{folder}: its codec misses {len(missing)} weights, first "
+    require(not missing, f"{folder}: its codec lacks {len(missing)} weights, first "
             f"{', '.join(missing[:5])}; {other}")
     if extra := sorted(parts.keys() - wanted.keys()):
         print(f"codec      {len(extra)} tensors of the checkpoint's codec are not used, first "
