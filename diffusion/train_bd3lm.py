@@ -229,8 +229,9 @@ order = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, seed=args.see
 per_step, total_steps = ranks * accumulation, args.max_steps
 step_rows = per_step * batch_rows
 step_problems = step_rows * per_row
-peak_lr = optim.sqrt_lr(args.learning_rate, step_problems,
-                        args.scale_lr_from_batch or step_problems)
+# keeps the noise of Adam's updates as the batch grows
+peak_lr = args.learning_rate * math.sqrt(
+    step_problems / (args.scale_lr_from_batch or step_problems))
 intervals = cli.set_intervals(args, total_steps, state.get("args", {}), bool(validation),
                               eval_steps=500, save_steps=2000)
 kind = folder.name if folder and published.is_causal(folder) else args.model_size
