@@ -111,10 +111,9 @@ def share_of_batches(world, rows, batch_rows, most=None):
                                      rows.documents.pad)
 
 
-def weighted_losses(model, inputs, device, bf16):
-    """(R,) float64 weighted losses of noised inputs, on the device."""
-    inputs = inputs.to(device)
-    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+def weighted_losses(model, inputs, bf16):
+    """(R,) float64 weighted losses of noised inputs, on their device."""
+    with torch.autocast(inputs.tokens.device.type, torch.bfloat16, enabled=bf16):
         losses = model(inputs)
     return losses.double() * inputs.weights
 
@@ -139,12 +138,10 @@ def bound(world, model, how, asked_to_stop):
         for repeat in range(repeats):
             draws = noise.draw(how.seed, "validation", (number, repeat), batch.n_groups,
                                *batch.doc.shape)
-            inputs = noise.diffuse(batch, draws, how.tokens.mask, bound_range(layout))
-            losses = weighted_losses(model, inputs, device, how.bf16)
-            region, group = (numbers.flatten()[inputs.places].to(device)
-                             for numbers in (batch.region, batch.group))
-            sums[repeat].index_add_(0, region, losses)
-            of_block[repeat].index_add_(0, group, losses)
+            inputs = noise.diffuse(batch, draws, how.tokens.mask, bound_range(layout)).to(device)
+            losses = weighted_losses(model, inputs, how.bf16)
+            sums[repeat].index_add_(0, inputs.region, losses)
+            of_block[repeat].index_add_(0, inputs.group, losses)
         if repeats > 1 and batch.n_groups:      # none: what tops up the last round of ranks
             variance += of_block.var(0).sum() / repeats
     sums, variance = dist.all_reduce(world, sums), dist.all_reduce(world, variance)
@@ -248,11 +245,10 @@ def search_range(world, model, how, asked_to_stop):
         draws = noise.draw(how.seed, "search", number, batch.n_groups, *batch.doc.shape)
         sizes = torch.bincount(batch.group[batch.target], minlength=batch.n_groups).to(device)
         for index, t_range in enumerate(tried):
-            inputs = noise.diffuse(batch, draws, how.tokens.mask, t_range, how.weighting)
-            losses = weighted_losses(model, inputs, device, how.bf16)
+            inputs = noise.diffuse(batch, draws, how.tokens.mask, t_range, how.weighting).to(device)
+            losses = weighted_losses(model, inputs, how.bf16)
             per_block = torch.zeros(batch.n_groups, dtype=torch.float64, device=device)
-            per_block.index_add_(0, batch.group.flatten()[inputs.places].to(device), losses)
-            per_block /= sizes
+            per_block.index_add_(0, inputs.group, losses).div_(sizes)
             moments[index] += torch.stack([per_block.sum(), per_block.square().sum(),
                                            torch.full_like(losses.sum(), batch.n_groups)])
     total, squares, n = dist.all_reduce(world, moments).T
@@ -324,7 +320,7 @@ def step_of(config, backend):
         dense, few = (torch.zeros(size, dtype=torch.int64) for size in ((rows, every), (masked,)))
         inputs = noise.Inputs(
             tokens=dense, position=dense.clone(), doc=dense.int(), block=dense.int(), rows=few,
-            labels=few.clone(), weights=torch.ones(masked), places=few.clone(), n_noisy=n_noisy,
+            labels=few.clone(), weights=torch.ones(masked), region=few, group=few, n_noisy=n_noisy,
             tiles=torch.zeros(rows, tiles, tiles, dtype=torch.int8), layout=None)
         return (model(inputs) * inputs.weights).sum()
     with torch.device("meta"):

@@ -73,10 +73,10 @@ def draw_bounds(solver, documents, draws, batch_rows, seed):
         for number in range(draws):
             drawn = noise.draw(seed, "validation", (first, number), batch.n_groups,
                                *batch.doc.shape)
-            inputs = noise.diffuse(batch, drawn, solver.tokens.mask, t_range)
-            losses = elbo.weighted_losses(solver.model, inputs, device, solver.bf16).cpu()
+            inputs = noise.diffuse(batch, drawn, solver.tokens.mask, t_range).to(device)
+            losses = elbo.weighted_losses(solver.model, inputs, solver.bf16).cpu()
             sums = torch.zeros(len(rows), dtype=torch.float64)
-            sums.index_add_(0, inputs.places // rows.length, losses)
+            sums.index_add_(0, inputs.rows.cpu() // inputs.n_noisy, losses)
             nats[numbers, number] = sums.numpy()
     return nats
 

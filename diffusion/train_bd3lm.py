@@ -353,9 +353,7 @@ while step < total_steps and not stopping and stale < patience:
         # else this rank's loss would be divided by another count than the others'
         assert batch.n_targets == table["targets"][mine].sum(), "loader and plan disagree"
         part = draws.part(first, batch_rows, first_groups[min(first, len(window))], batch.n_groups)
-        inputs = noise.diffuse(batch, part, tokens.mask, t_range, args.loss_weighting)
-        region = noise.send(batch.region.flatten()[inputs.places], device)
-        inputs = inputs.to(device)
+        inputs = noise.diffuse(batch, part, tokens.mask, t_range, args.loss_weighting).to(device)
 
         # forward, loss, backward; ranks exchange gradients once a step, when they are complete
         with dist.gradient_sync(wrapped, micro == accumulation - 1):
@@ -366,7 +364,7 @@ while step < total_steps and not stopping and stale < patience:
             # DDP and FSDP2 average gradients over ranks, the loss is a mean over all of them
             (loss * world.size).backward()
         monitor.watch(loss, [document for row in mine for document in rows.members[row]])
-        step_sums[:4].index_add_(0, region, weighted.detach().double())
+        step_sums[:4].index_add_(0, inputs.region, weighted.detach().double())
         step_sums[8].add_(losses.detach().double().sum())
         step_sums[9].add_(len(inputs.rows))
     if main_rank:               # the plan knows those of all ranks
