@@ -94,9 +94,7 @@ def pieces(problem, layout):
 
 
 def regions_of(ids, tokens, layout):
-    """Token ids of a problem's pieces -> [(region, ids, pinned)]: the first `pinned` ids are given,
-    not generated. An end token follows every generated region; the fill comes later.
-    """
+    """Ids of a problem's pieces -> [(region, ids, how many of them are given, not generated)]."""
     if layout.system != "hdp":
         head = prompt_ids(ids[0], tokens, layout)
         return [(PLAN, head + ids[1] + [tokens.end], len(head))]
@@ -194,10 +192,7 @@ def split_validation(n, share, seed):
 
 
 class Rows(Dataset):
-    """Fixed-length rows of whole documents; item r is (Documents, numbers of those in row r).
-
-    members: a list of document numbers for each row, of `length` tokens and noisy_length copies.
-    """
+    """Rows of whole documents (members), of `length` tokens and noisy_length copies."""
 
     def __init__(self, documents, members, length, noisy_length):
         self.documents, self.members = documents, [list(m) for m in members]

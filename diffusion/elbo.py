@@ -32,10 +32,7 @@ def local(tensor):
 
 
 class Average:
-    """Exponential moving average of a model's trained weights, which are in place and sharded.
-
-    Its decay is min(decay, (1 + n) / (10 + n)) at update n = 1, 2, ...
-    """
+    """EMA of a model's trained weights; its decay at update n is min(decay, (1 + n) / (10 + n))."""
 
     def __init__(self, model, decay):
         self.decay, self.parameters = decay, trained(model)
@@ -81,9 +78,7 @@ class Eval(NamedTuple):
 
 
 def validate(world, model, average, how, t_range, asked_to_stop):
-    """(values, noise range to train on from here) by the averaged weights, or None when asked to
-    stop. Collective. t_range: trained on so far.
-    """
+    """(values, t range to train on) by the averaged weights; None: asked to stop. Collective."""
     dist.reshard(model)
     average.swap()
     model.eval()
@@ -99,10 +94,7 @@ def validate(world, model, average, how, t_range, asked_to_stop):
 
 
 def share_of_batches(world, rows, batch_rows, most=None):
-    """Yield (number, Blocks) of this rank's part of the first `most` batches of rows, in order.
-
-    Every rank gets equally many; the last ones may hold padding only.
-    """
+    """Yield (number, Blocks) of a share of the first batches: equally many on all ranks."""
     batches = min(most or len(rows), -(-len(rows) // batch_rows))
     for number in range(world.rank, -(-batches // world.size) * world.size, world.size):
         first = number * batch_rows if number < batches else len(rows)
@@ -150,9 +142,7 @@ def bound(world, model, how, asked_to_stop):
 
 
 def report(sums, variance, targets, regions):
-    """Sums of losses (repeats, 4) of the regions, variance of the total's mean over repeats, and
-    targets (4,) -> {"eval/...": float}.
-    """
+    """Sums of losses (repeats, 4), their mean's variance, targets (4,) -> {"eval/...": float}."""
     losses, text = sums.mean(0), max(1, targets[:FILL].sum())
     nll = losses.sum() / text
     values = {"loss": losses.sum() / max(1, targets.sum()), "nll": nll,
@@ -173,10 +163,7 @@ def model_line(config, name):
 
 
 def loss_report(sums, regions):
-    """Sums (10,) of all ranks since the last line -> {name: value}.
-
-    Weighted losses and targets of each region, plain losses of masked tokens, how many these are.
-    """
+    """Sums (10,): losses and targets of 4 regions, plain losses, masked tokens -> {name: value}."""
     losses, targets, (cross_entropy, masked) = (part.tolist() for part in sums.split((4, 4, 2)))
     if not sum(targets):        # every step was skipped: no loss to claim
         return dict.fromkeys(("train/loss", "train/masked_loss", "train/masked"), float("nan"))
@@ -200,9 +187,7 @@ def eval_line(step, v, regions):
 
 
 def improved(best, values):
-    """Whether a validation has a better bound or accuracy than any before; `best`, {name: value},
-    takes them over. Bounds may rise while answers still get better, so either counts.
-    """
+    """Whether a bound or an accuracy beats those of `best`, {name: value}, which is updated."""
     news = {"nll": values["eval/nll"]}
     if "eval/accuracy" in values:
         news["wrong"] = 1 - values["eval/accuracy"]
@@ -269,9 +254,7 @@ def choose_problems(rows, n, tokens, seed):
 
 
 def accuracy(world, model, how):
-    """{"eval/accuracy": strict, ...}. Collective. model: in eval mode, with the weights to judge,
-    sharded or not. how: Eval.
-    """
+    """{"eval/accuracy": strict, ...} of a model in eval mode, sharded or not. Collective."""
     from diffusion.sample_bd3lm import Sampling, Solver, answer_batch, score
     began, answers, whole = time.monotonic(), [], whole_model(model)
     solver = Solver(whole, how.tokens, how.rows.documents.layout,
@@ -330,9 +313,7 @@ def step_of(config, backend):
 
 
 def setups(args, setup, rows, row_tokens):
-    """Setups with micro-steps of so many rows of an optimizer step, of all ranks, the fastest first:
-    as few as fit. row_tokens: that a row is computed on.
-    """
+    """Setups of `rows` rows a step on all ranks, the fastest first: as few micro-steps as fit."""
     from core import memory
     splits = [(max(1, round(rows / setup.ranks)), 1)]
     while splits[-1][0] > 1 and splits[-1][0] * row_tokens > memory.LARGE:
