@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from core import dist, tensor_io
 from core.cli import named
@@ -26,21 +25,16 @@ SEARCH_BATCHES = 4  # of a search of the noise range
 # ---- Averaged weights
 
 
-def local(tensor):
-    """This rank's part of a tensor that may be sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class Average:
     """EMA of a model's trained weights; its decay at update n is min(decay, (1 + n) / (10 + n))."""
 
     def __init__(self, model, decay):
         self.decay, self.parameters = decay, trained(model)
         self.shadow = {name: p.detach().clone() for name, p in self.parameters.items()}
-        self.updates = torch.zeros((), device=local(next(iter(self.shadow.values()))).device)
+        self.updates = torch.zeros((), device=next(model.parameters()).device)
 
     def _pairs(self):
-        return zip(*([local(t.detach()) for t in tensors.values()]
+        return zip(*([tensor_io.local_rows(t.detach())[0] for t in tensors.values()]
                      for tensors in (self.parameters, self.shadow)))
 
     @torch.no_grad()
@@ -255,40 +249,25 @@ def choose_problems(rows, n, tokens, seed):
 
 def accuracy(world, model, how):
     """{"eval/accuracy": strict, ...} of a model in eval mode, sharded or not. Collective."""
+    from core.gathered import gathered
     from diffusion.sample_bd3lm import Sampling, Solver, answer_batch, score
-    began, answers, whole = time.monotonic(), [], whole_model(model)
-    solver = Solver(whole, how.tokens, how.rows.documents.layout,
+    began, answers = time.monotonic(), []
+    solver = Solver(model, how.tokens, how.rows.documents.layout,
                     Sampling("confidence", temperature=0.0), how.bf16)
     mine = how.chosen[world.rank::world.size]
-    for first in range(0, len(mine), how.batch_rows):
-        batch = mine[first:first + how.batch_rows]
-        # lengths change with every block: compiled layers would be compiled again for each
-        with torch.compiler.set_stance("force_eager"):
+    # lengths change with every block: compiled layers would be compiled again for each
+    with gathered(model), torch.compiler.set_stance("force_eager"):
+        for first in range(0, len(mine), how.batch_rows):
+            batch = mine[first:first + how.batch_rows]
             written = answer_batch(solver, [state for _, state in batch], how.seed)
-        for (problem, _), answer in zip(batch, written):
-            answers.append((*score(answer["text"], problem.answer), answer["ended"],
-                            answer["forwards"]))
-    del whole, solver
+            answers += [(*score(answer["text"], problem.answer), answer["ended"],
+                         answer["forwards"]) for (problem, _), answer in zip(batch, written)]
     answers = [answer for found in dist.all_gather(world, answers) for answer in found]
     right, flexible, ended, forwards = np.mean(answers, axis=0, dtype=float).tolist()
     return {"eval/accuracy": right, "eval/accuracy_flexible": flexible,
             "eval/accuracy_stderr": math.sqrt(right * (1 - right) / len(answers)),
             "eval/ended": ended, "eval/nfe": forwards,
             "eval/accuracy_seconds": time.monotonic() - began}
-
-
-@torch.no_grad()
-def whole_model(model):
-    """The model itself, or a copy that is not sharded, whose passes need no other rank."""
-    dist.reshard(model)
-    parameters = dict(model.named_parameters())
-    if not any(isinstance(p, DTensor) for p in parameters.values()):
-        return model
-    with torch.random.fork_rng(devices=[]):     # its first weights are drawn, for nothing
-        copy = model.config.network(model.config).to(model.embed.weight.device).eval()
-    for name, parameter in copy.named_parameters():
-        parameter.copy_(tensor_io.full_tensor(parameters[name]))
-    return copy
 
 
 # ---- --dry_run and --auto, by core/memory.py, which an ordinary run does not import

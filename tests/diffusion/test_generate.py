@@ -9,13 +9,13 @@ import types
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from diffusion import published, sample_bd3lm
 from diffusion.choices import Layout
 from diffusion.problems import Problem
 from diffusion.sample_bd3lm import load_solver, question_state, room
-from tests.diffusion.test_decoder import CHAT, ROWS, SHAPE
+from tests.diffusion.test_decoder import ROWS, SHAPE
 from tests.helpers.block_runs import train_bd3lm
 from tests.helpers.progress import PATIENCE_S
 
@@ -37,10 +37,8 @@ assert not any(name.partition(".")[0] in ("diffusion", "common", "core") for nam
 @pytest.fixture(scope="module")
 def exported(demo, tmp_path_factory):
     """(OUTPUT_DIR of a run from a tiny Qwen3, its export)."""
-    base, out = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("run")
-    core = Tokenizer.from_file(str(demo / "tokenizer.json"))
-    core.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", chat_template=CHAT).save_pretrained(base)
+    out = tmp_path_factory.mktemp("run")
+    base = shutil.copytree(demo / "chat", out / "base")
     torch.manual_seed(0)
     shape = SHAPE | {"initializer_range": 0.4}
     AutoModelForCausalLM.from_config(Qwen3Config(head_dim=16, vocab_size=ROWS + 3, rope_theta=300.0,
