@@ -46,7 +46,7 @@ from safetensors.torch import load_file
 
 from core import checkpoint, dist, json_files, tensor_io
 from core.cli import UserError, require
-from core.new_folder import new_folder
+from core.checkpoint import new_folder
 from diffusion import dit
 from diffusion.problems import MARKERS, SDAR_MASK
 from diffusion.problems import auto_tokenizer, load_tokenizer, read_tokenizer

@@ -39,7 +39,7 @@ def test_packs():
     assert memory.pack_sums(order, [0, 0], lengths).tolist() == [*sums, *sums]
     text = memory.packs_text(Setup(2, budget=32), order, lengths, "3 samples")
     assert f"on average 3 samples; {28 / (4 * 32) * 100:.1f}% of slots" in text
-    assert "28 tokens an epoch; per sample min 1, median 4, p5-p95 1-7, max 7" in text
+    assert "28 tokens an epoch; per sample min 1, median 4, max 7" in text
 
 
 def test_host_memory(tmp_path, monkeypatch):
@@ -104,18 +104,11 @@ def test_choices_for_a_model_of_4b(students, tmp_path, capsys, gpus, gib, words,
     assert not any(fits[:-1]) and [how == "taken" for _, how in found] == fits
 
 
-@pytest.mark.parametrize("words, helps", [
-    ("", "--auto, which looks for what fits, --bf16 (T4, V100: --fp16), --use_lora, more GPUs"),
-    ("--bf16 --use_lora", "--auto, which looks for what fits, --base_dtype nf4 (pip install bitsandbytes), more GPUs"),
-    ("--fp16 --use_lora --parallel ddp --auto", "shorter samples, --base_dtype nf4 (pip install bitsandbytes)")])
-def test_what_does_not_fit_is_refused_with_what_helps(words, helps, monkeypatch):
+def test_what_does_not_fit_is_refused():
     """5 % of the GPU stay free."""
-    monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: None)
-    args = flags(1, "--gpu_memory", 24, *words.split())
-    with pytest.raises(UserError) as refused:
+    args = flags(1, "--gpu_memory", 24)
+    with pytest.raises(UserError, match="memory: about 22.90 GiB needed on each GPU, which has 24.00 GiB, 5 % of"):
         memory.check_memory(Memory({}, {"the heads": 22.9 * GIB}, 0), args)
-    assert str(refused.value) == ("memory: about 22.90 GiB needed on each GPU, which has 24.00 GiB, 5 % of it left for "
-                                  f"fragmentation; what helps: {helps}")
     memory.check_memory(Memory({}, {"the heads": 22.7 * GIB}, 0), args)
 
 
