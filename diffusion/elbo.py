@@ -249,14 +249,13 @@ def choose_problems(rows, n, tokens, seed):
 
 def accuracy(world, model, how):
     """{"eval/accuracy": strict, ...} of a model in eval mode, sharded or not. Collective."""
-    from core.gathered import gathered
     from diffusion.sample_bd3lm import Sampling, Solver, answer_batch, score
     began, answers = time.monotonic(), []
     solver = Solver(model, how.tokens, how.rows.documents.layout,
                     Sampling("confidence", temperature=0.0), how.bf16)
     mine = how.chosen[world.rank::world.size]
     # lengths change with every block: compiled layers would be compiled again for each
-    with gathered(model), torch.compiler.set_stance("force_eager"):
+    with dist.gathered(model), torch.compiler.set_stance("force_eager"):
         for first in range(0, len(mine), how.batch_rows):
             batch = mine[first:first + how.batch_rows]
             written = answer_batch(solver, [state for _, state in batch], how.seed)
