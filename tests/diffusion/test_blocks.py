@@ -119,18 +119,6 @@ def test_special_tokens_in_a_text_are_refused(demo, token):
         blocks.make_documents(found, tokens, LAYOUTS["hdp"])
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"block_size": 0}, "--block_size is 0; it must be at least 1"),
-    ({"system": "hdp", "plan_block_size": 12}, "--plan_budget 32 is not a multiple of --plan_block_size 12"),
-    ({"system": "hdp", "execution_block_size": -1}, "--execution_block_size is -1; it must be 0 or more"),
-    ({"system": "hdp", "block_size": 32}, "--execution_budget 48 is not a multiple of --execution_block_size 32"),
-    ({"execution_block_size": 8}, "--execution_block_size needs --system hdp"),
-])
-def test_layouts_that_do_not_come_out_even_are_refused(change, message):
-    with pytest.raises(UserError, match=message):
-        replace(LAYOUTS["gsm8k"], **change).check()
-
-
 # -- Rows and batches --------------------------------------------------------------------------------------------------
 
 
