@@ -14,10 +14,13 @@ reason; look at the first sample that is printed, and into the file.
 import contextlib
 import csv
 import glob
+import hashlib
+import heapq
 import html
 import io
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -31,9 +34,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ stand
 
 from core import cli, json_files
 from core.cli import UserError, counted, error_text, printable, require
-from speech import choices, prompts
+from speech import choices
+from speech.choices import DEFAULT_SYSTEM, TASK_TYPES
 from speech.conversations import (
     AUDIO_FILES,
+    SCENE,
     BadSample,
     Paths,
     Reading,
@@ -42,6 +47,7 @@ from speech.conversations import (
     is_chatml,
     label_of,
     sample_text,
+    system_parts,
 )
 
 OTHER_AUDIO = (".m4a", ".aac", ".mp4", ".webm", ".wma", ".amr")     # libsndfile does not read them
@@ -77,6 +83,10 @@ ODD = {         # of texts that are used all the same: {what is said of them: pa
         r"&(?:#\d+|#x[0-9a-f]+|[a-z]{2,8});", re.I),
     "look like text in a wrong encoding": re.compile("Ã[\x80-¿]|â€|Â[\x80-¿]|�"),
     "hold control characters": re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f]")}
+OUTSIDE = "name audio that is not below the folder of the list"
+SPOKEN_BY = re.compile(r"^\s*Speaker\s+(\d+)\s*:\s*", re.I | re.M)     # as VibeVoice writes it
+CANDIDATES = 64         # clips of a speaker among which references are chosen
+GOOD_SECONDS = (3, 15)  # of a reference, where the data say how long clips are
 SHARD_S = 600           # of sound in a FLAC file that audio is unpacked into
 DEPTH, LOOK = 3, 20     # levels of folders, and rows, that are looked through
 
@@ -92,10 +102,9 @@ class Undecided(UserError):
 
 def find_columns(names, given):
     """{meaning: column name}. given: {meaning: name} of --columns."""
-    lower = {}
+    lower, found = {}, {}
     for name in names:
         lower.setdefault(str(name).strip().lower(), name)
-    found = {}
     for meaning, spellings in COLUMNS.items():
         for spelling in [given[meaning].lower()] if meaning in given else spellings.split():
             if spelling in lower:
@@ -127,8 +136,7 @@ def open_json(path, given):
     unit, read = json_files.read_entries(path)
     entries = [entry for _, entry in itertools.islice(read(lambda number: True),
                                                       None if given else LOOK)]
-    names = list(dict.fromkeys(key for entry in entries if isinstance(entry, dict)
-                               for key in entry))
+    names = list(dict.fromkeys(key for one in entries if isinstance(one, dict) for key in one))
     require(names or not entries, f"{path}: holds neither samples with 'messages' nor rows with "
                                   "columns of audio and text")
     require("audio_codes" not in names, f"{path}: holds audio_codes, another trainer's; give the "
@@ -182,24 +190,22 @@ def read_metadata(path, samples):
                 raise BadSample(f"has no {key!r}")
             moved = path.parent / str(raw.get("split") or "") / value
             return str(moved) if not (path.parent / value).exists() and moved.exists() else value
-        return {**{key: raw.get(key) for key in ("id", "scene", "language", "split", "duration",
-                                                 "voices")},
-                "audio": inside("audio_file"), "text_name": "transcript_file",
+        kept = ("id", "scene", "language", "split", "duration", "voices")
+        return {**{key: raw.get(key) for key in kept}, "audio": inside("audio_file"),
                 "text_file": path.parent / inside("transcript_file"),
+                "text_name": "transcript_file",
                 "ref_audio": inside("ref_audio_file") if raw.get("ref_audio_file") else None,
                 "ref_text": raw.get("ref_transcript"), "ref_speakers": raw.get("ref_speakers") or [],
                 "speaker": raw.get("speaker_id") or raw.get("speaker_name"),
                 "task_type": raw.get("training_task_type") or raw.get("task_type")}
 
     for number, raw in enumerate(samples, 1):
-        place = f"sample {number}"
-        if not isinstance(raw, dict):
-            yield place, BadSample(f"is a {type(raw).__name__}, not an object")
-            continue
+        place, label = f"sample {number}", raw.get("id") if isinstance(raw, dict) else None
         try:
+            if not isinstance(raw, dict):
+                raise BadSample(f"is a {type(raw).__name__}, not an object")
             yield place, row_of(raw)
         except BadSample as error:
-            label = raw.get("id")
             yield f"{place} ({printable(label, 80)})" if label else place, error
 
 
@@ -219,18 +225,16 @@ def fields_of(line, separator, as_written=False):
     as_written: quotes count only where Python's csv module would have written them, as in tables
     without a header: Piper's are made by it, LJSpeech has quotes of its own.
     """
-    if '"' not in line:
-        return line.split(separator)
-    try:
+    with contextlib.suppress(csv.Error):
         fields = next(csv.reader([line], delimiter=separator, strict=True, skipinitialspace=True))
-    except csv.Error:
-        return line.split(separator)
-    for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL) if as_written else ():
-        again = io.StringIO()
-        csv.writer(again, delimiter=separator, quoting=quoting, lineterminator="").writerow(fields)
-        if again.getvalue() == line:
+        if '"' in line and not as_written:
             return fields
-    return line.split(separator) if as_written else fields
+        for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL) if '"' in line else ():
+            again = io.StringIO()
+            csv.writer(again, delimiter=separator, quoting=quoting, lineterminator="").writerow(fields)
+            if again.getvalue() == line:
+                return fields
+    return line.split(separator)
 
 
 def open_table(path, given):
@@ -257,17 +261,16 @@ def read_table(path, separator, given):
     names = [name.strip() for name in next(rows)[1]]
     columns = {meaning: names.index(name) for meaning, name in find_columns(names, given).items()}
     for number, row in rows:
-        if len(row) != len(names):
-            yield f"line {number}", BadSample(f"has {len(row)} fields, the header has "
-                                              f"{len(names)}: {separator.join(row)[:80]!r}")
-        else:
-            yield f"line {number}", {meaning: row[at].strip() for meaning, at in columns.items()}
+        fits = len(row) == len(names)
+        yield f"line {number}", {meaning: row[at].strip() for meaning, at in columns.items()} \
+            if fits else BadSample(f"has {len(row)} fields, the header has {len(names)}: "
+                                   f"{separator.join(row)[:80]!r}")
 
 
 def csv_rows(path):
     """(number of the first line, row) of CSV; UserError names the line of an open quote."""
-    text = (line + "\n" for line in lines_of(path))
-    reader = csv.reader(text, strict=True, skipinitialspace=True)
+    reader = csv.reader((line + "\n" for line in lines_of(path)), strict=True,
+                        skipinitialspace=True)
     while True:
         line = reader.line_num + 1
         try:
@@ -359,8 +362,8 @@ def read_kaldi(folder):
     """wav.scp, text and maybe segments, utt2spk; a pipe in wav.scp is never run."""
     def pairs(name):
         found = {}
-        there = (folder / name).exists()
-        for number, line in enumerate(lines_of(folder / name) if there else (), 1):
+        for number, line in enumerate(
+                lines_of(folder / name) if (folder / name).exists() else (), 1):
             key, value = (*line.split(None, 1), "", "")[:2]
             require(key not in found, f"{folder / name}: line {number} has {key!r} again")
             if key:
@@ -391,36 +394,32 @@ def read_kaldi(folder):
 
 def walk(folder):
     """(folder, names of its files) of a tree in order, hidden ones left out; links once."""
-    seen = set()
+    seen = {os.path.realpath(folder)}
     for at, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(at)
-        new = real not in seen
-        folders[:] = sorted(name for name in folders if not name.startswith(".")) if new else []
-        if new:
-            yield Path(at), sorted(name for name in names if not name.startswith("."))
-        seen.add(real)
+        inside = {os.path.realpath(os.path.join(at, name)): name
+                  for name in sorted(folders, reverse=True) if name[0] != "."}
+        folders[:] = sorted(name for path, name in inside.items() if path not in seen)
+        seen.update(inside)
+        yield Path(at), sorted(name for name in names if name[0] != ".")
 
 
 def read_sidecar(folder):
     """Rows of the clips of a tree; a subfolder is taken for a speaker."""
     for place, names in walk(folder):
-        there, mirrors = {name.lower(): name for name in names}, text_folders(folder, place)
+        there = {name.lower(): name for name in names}
         known = dict((*line.split(None, 1), "")[:2] for name in names
                      if name.endswith(".trans.txt") for line in lines_of(place / name))  # LibriSpeech
         for name in names:
             stem, ending = os.path.splitext(name)
-            if ending.lower() not in AUDIO_FILES + OTHER_AUDIO:
+            base, sound = stem.lower(), ending.lower()
+            if sound not in AUDIO_FILES + OTHER_AUDIO:
                 continue
             at = str((place / name).relative_to(folder))
-            base, sound = stem.lower(), ending.lower()
             wanted = [f"{one}{end}" for end in (*CUES, *TEXTS, ".json", ".tsv")
                       for one in (base, f"{base}{sound}")]
             in_a_language = re.escape(base) + r"\.[a-z]{2,3}(-[a-z]+)?\.(srt|vtt)"
             wanted += sorted(one for one in there if re.fullmatch(in_a_language, one))
-            text = next(itertools.chain(
-                (place / there[one] for one in wanted if one in there),
-                (path for other in mirrors for end in (*CUES, *TEXTS)
-                 if (path := other / f"{stem}{end}").is_file())), None)
+            text = next((place / there[one] for one in wanted if one in there), None)
             plain = place == folder or place.name.lower() in NO_SPEAKER
             row = {"audio": at, "id": os.path.join(os.path.dirname(at), stem),
                    "speaker": "" if plain else str(place.relative_to(folder))}
@@ -446,26 +445,18 @@ def read_sidecar(folder):
                     yield at, BadSample(error)
 
 
-def text_folders(folder, place):
-    """Folders that mirror one of audio: txt/anna for wav/anna."""
-    parts = place.relative_to(folder).parts
-    found = (folder.joinpath(*parts[:i], name, *parts[i + 1:])
-             for i, part in enumerate(parts) if part.lower() in NO_SPEAKER
-             for name in ("txt", "txts", "text", "texts", "transcripts"))
-    return [path for path in found if path.is_dir()]
-
-
 def cuts_of(at, row, path):
     """(place, row) of a clip: one, or one for each entry of subtitles, Audacity's labels, or a
     recogniser's segments.
     """
-    text, ending = json_files.read_text(path), path.suffix.lower()
-    if ending == ".json":
+    text, ending, found = json_files.read_text(path), path.suffix.lower(), None
+    if ending in CUES:
+        found = subtitles(path.name, text)
+    elif ending == ".json":
         data = json_files.read_object(path)
         names = {key.lower(): key for key in data}
         key = next((names[key] for key in ("text", "transcript", "reference_text")
                     if key in names), None)
-        found = None
         if isinstance(data.get("segments"), list):      # whisper, whisperX
             found = [(s.get("start"), s.get("end"), s.get("text")) for s in data["segments"]
                      if isinstance(s, dict)]
@@ -480,7 +471,7 @@ def cuts_of(at, row, path):
             raise BadSample(f"{path.name} does not begin with start, end, text")
         found = [(float(cut[0]) / 1000, float(cut[1]) / 1000, cut[2]) for cut in rows[1:]]
     else:
-        found = subtitles(path.name, text) if ending in CUES else labels(text)
+        found = labels(text)
     if found is None:
         yield at, {**row, "text": text}
     for number, cut in enumerate(found or (), 1):
@@ -561,32 +552,43 @@ class Unpacked:
         self.count += 1
         return self.folder / f"{self.count - 1:07}{ending}"
 
-    def add(self, value):
-        """{"audio", "offset", "duration"} of an audio file's bytes, or {array, sampling_rate}."""
-        import numpy as np
-        import soundfile
-        if isinstance(value, dict):
-            wave, rate = np.asarray(value["array"], np.float32), int(value["sampling_rate"])
-        elif value[:6] == b"\x93NUMPY":                     # codes of --save_codes
+    def row(self, row, value):
+        """A row with the place of its sound; BadSample. value: a path, the bytes of an audio file or
+        of codes, or {array, sampling_rate}.
+        """
+        if not isinstance(value, (bytes, dict)):
+            return {**row, "audio": value}
+        if row.get("offset") not in (None, "") or row.get("end") not in (None, ""):
+            return BadSample("has an offset into audio that is inside the file: cut it first")
+        text = row.get("text")
+        if not isinstance(text, str) or text.strip().lower() in NOTHING:
+            return BadSample(f"its text is {text!r}", "empty_text")     # nothing unpacked in vain
+        if isinstance(value, bytes) and value[:6] == b"\x93NUMPY":      # of --save_codes
             path = self.new_path(".npy")
             path.write_bytes(value)
-            return {"audio": str(path)}
+            return {**row, "audio": str(path), "duration": None}
+        try:
+            return {**row, **self.add(value)}
+        except (ValueError, RuntimeError) as error:     # of open_sound, NumPy and libsndfile
+            return BadSample(f"is not readable audio ({error})", "audio")
+
+    def add(self, value):
+        """{"audio", "offset", "duration"} of sound that was written."""
+        import numpy as np
+        import soundfile
+
+        from speech.codes import open_sound
+        if isinstance(value, dict):
+            wave, rate = np.asarray(value["array"], np.float32), int(value["sampling_rate"])
         else:
-            from speech.codes import open_sound
-            try:
-                with open_sound(io.BytesIO(value)) as file:
-                    wave, rate = file.read(dtype="float32"), file.samplerate
-            except soundfile.SoundFileError as error:
-                raise BadSample(f"is not readable audio ({error})", "audio")
-            except ValueError as error:
-                raise BadSample(str(error), "audio")
+            with open_sound(io.BytesIO(value)) as file:
+                wave, rate = file.read(dtype="float32"), file.samplerate
         wave = wave.mean(axis=1) if wave.ndim == 2 else wave
-        file, done = self.open.get(rate, (None, 0))
-        if file is None or done > SHARD_S * rate:
+        file, done = self.open.get(rate, (None, SHARD_S * rate))
+        if done >= SHARD_S * rate:
             if file:
                 file.close()
-            path = self.new_path(".flac")
-            file, done = soundfile.SoundFile(path, "w", rate, 1, "PCM_16", format="FLAC"), 0
+            file, done = soundfile.SoundFile(self.new_path(".flac"), "w", rate, 1, "PCM_16"), 0
         file.write(wave)
         self.open[rate] = file, done + len(wave)
         return {"audio": str(file.name), "offset": done / rate, "duration": len(wave) / rate}
@@ -595,98 +597,54 @@ class Unpacked:
         for file, _ in self.open.values():
             file.close()
 
-    def row(self, row, value):
-        """A row with the place of its sound, or with the path that it names; BadSample."""
-        if not isinstance(value, (bytes, dict)):
-            return {**row, "audio": value}
-        if row.get("offset") not in (None, "") or row.get("end") not in (None, ""):
-            return BadSample("has an offset into audio that is inside the file: cut it first")
-        text = row.get("text")
-        if not isinstance(text, str) or text.strip().lower() in NOTHING:
-            return BadSample(f"its text is {text!r}", "empty_text")     # nothing unpacked in vain
-        try:
-            return {**row, "duration": None, **self.add(value)}
-        except BadSample as error:
-            return error
+
+def column_batches(path):
+    """Record batches of a parquet or an arrow file, or an arrow stream."""
+    import pyarrow
+    from pyarrow import parquet
+    with pyarrow.memory_map(str(path)) as source:
+        start = source.read(6)
+        source.seek(0)
+        if start[:4] == b"PAR1":
+            yield from parquet.ParquetFile(source).iter_batches(64)
+        elif start == b"ARROW1":
+            file = pyarrow.ipc.open_file(source)
+            yield from map(file.get_batch, range(file.num_record_batches))
+        else:
+            yield from pyarrow.ipc.open_stream(source)
 
 
-def open_columns(paths, given, unpacked):
-    """(about, rows) of parquet and arrow files."""
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise UserError(f"{paths[0]}: reading parquet and arrow files needs pyarrow: pip install "
-                        "pyarrow")
-
-    def batches(path):
-        with pyarrow.memory_map(str(path)) as source:
-            start = source.read(6)
-            source.seek(0)
-            if start[:4] == b"PAR1":
-                yield from parquet.ParquetFile(source).iter_batches(64)
-            elif start == b"ARROW1":
-                file = pyarrow.ipc.open_file(source)
-                yield from map(file.get_batch, range(file.num_record_batches))
-            else:
-                yield from pyarrow.ipc.open_stream(source)
-
-    def audio_column(path, row):
-        """{"audio": name of the column}: the one that holds sound, or that is called so."""
+def read_columns(path, given, unpacked):
+    """Rows of a parquet or arrow file; sound is in the column called so, or in the only one."""
+    def row_of(row, number):
         named = find_columns(row, given).get("audio")
         inside = [name for name, value in row.items() if isinstance(value, bytes)
                   or isinstance(value, dict) and {"bytes", "path", "array"} & value.keys()]
-        if named in inside or named and "audio" in given or not inside:
-            return {}
-        require(len(inside) == 1, f"{path}: has several columns of audio, {', '.join(inside)}; "
-                                  "name it: --columns audio=NAME")
-        return {"audio": inside[0]}
-
-    def row_of(path, row, number):
-        found = check_columns(path, row, given | audio_column(path, row))
-        row = {meaning: row[name] for meaning, name in found.items()}
-        value, name = row["audio"], row["audio"]
+        mine = dict(given)
+        if inside and named not in inside and "audio" not in given:
+            require(len(inside) == 1, f"{path}: has several columns of audio, {', '.join(inside)}; "
+                                      "name it: --columns audio=NAME")
+            mine["audio"] = inside[0]
+        found = {meaning: row[name] for meaning, name in check_columns(path, row, mine).items()}
+        value = name = found["audio"]
         if isinstance(value, dict):
             name = value.get("path")
             value = value.get("bytes") or (value if value.get("array") is not None else name)
-        name = os.path.basename(name or "") if not isinstance(name, bytes) else ""
-        row["id"] = row.get("id") or name or f"row {number}"
-        return unpacked.row(row, value)
+        name = "" if isinstance(name, bytes) else os.path.basename(name or "")
+        return unpacked.row(found | {"id": found.get("id") or name or f"row {number}"}, value)
 
-    def read():
-        for path in paths:
-            try:
-                rows = (row for batch in batches(path) for row in batch.to_pylist())
-                for number, row in enumerate(rows, 1):
-                    yield f"{path.name} row {number}", row_of(path, row, number)
-            except (pyarrow.ArrowException, OSError) as error:
-                raise UserError(f"{path}: cannot be read ({str(error).splitlines()[0]})")
-    return f"{len(paths)} files of columns", read()
+    rows = (row for batch in column_batches(path) for row in batch.to_pylist())
+    for number, row in enumerate(rows, 1):
+        yield f"{path.name} row {number}", row_of(row, number)
 
 
-def open_tars(paths, given, unpacked):
-    """(about, rows) of WebDataset shards: neighbours whose names are equal up to the first dot are
-    one sample, where that joins two clips up to the last.
+def read_tar(path, given, unpacked):
+    """Rows of a WebDataset shard: neighbours whose names are equal up to the first dot are one
+    sample, where that joins two clips up to the last.
     """
-    def members_of(tar, size):
-        """(key, name, size, bytes) of the files in a tar; EOFError where it is cut off."""
-        for member in tar:
-            if member.offset_data + member.size > size:     # tarfile takes it for the last one
-                raise EOFError(f"{member.name} is not all there")
-            folder, base = os.path.split(member.name)
-            if member.isfile() and not base.startswith("."):
-                fits = member.size <= json_files.LONGEST
-                yield (os.path.join(folder, base.split(".")[0]), member.name, member.size,
-                       tar.extractfile(member).read() if fits else b"")
-        tar.fileobj.seek(tar.offset)
-        if tar.fileobj.read(512).strip(b"\0") or size < tar.offset + 512:
-            raise EOFError("its end is not there")
-
     def row_of(members):
         row, text, sound = {}, None, None
-        for _, name, size, data in members:
-            if size > json_files.LONGEST:
-                return BadSample(f"{name} is longer than {json_files.LONGEST >> 20} MiB")
+        for name, data in members:
             if name.lower().endswith(AUDIO_FILES + OTHER_AUDIO):
                 sound = name, data
             elif name.endswith(".json") and isinstance(found := json_files.loads(data), dict):
@@ -695,33 +653,31 @@ def open_tars(paths, given, unpacked):
             elif name.endswith(TEXTS) and text is None:
                 text = data.decode("utf-8-sig")
         if sound is None:
-            return BadSample(f"has no audio file: {', '.join(name for _, name, *_ in members)}")
+            return BadSample(f"has no audio file: {', '.join(name for name, _ in members)}")
         row |= {"text": row.get("text") if text is None else text, "id": sound[0]}
         if row["text"] is None:
             return BadSample("has no text beside its audio", "empty_text")
         return unpacked.row(row, sound[1])
 
-    def read():
-        for path in paths:
-            try:
-                with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
-                    members = members_of(tar, os.path.getsize(path))
-                    for _, run in itertools.groupby(members, key=lambda member: member[0]):
-                        group, parts = list(run), {}
-                        clips = sum(name.lower().endswith(AUDIO_FILES) for _, name, *_ in group)
-                        for member in group:
-                            key = member[1].rpartition(".")[0] if clips > 1 else ""
-                            parts.setdefault(key, []).append(member)
-                        for part in parts.values():
-                            try:
-                                row = row_of(part)
-                            except ValueError as error:     # of JSON, or no UTF-8
-                                row = BadSample(str(error))
-                            yield f"{path.name} {part[0][1]}", row
-            except (tarfile.TarError, EOFError) as error:
-                raise UserError(f"{path}: cannot be read as a tar ({error}); the file may be cut "
-                                "off")
-    return f"{len(paths)} tar files", read()
+    def first_dot(member):
+        return os.path.join(os.path.dirname(member[0]), os.path.basename(member[0]).split(".")[0])
+
+    with tarfile.open(path, mode="r:") as tar:
+        members = ((member.name, tar.extractfile(member).read()) for member in tar
+                   if member.isfile() and not os.path.basename(member.name).startswith("."))
+        for group in (list(found) for _, found in itertools.groupby(members, key=first_dot)):
+            clips, parts = sum(name.lower().endswith(AUDIO_FILES) for name, _ in group), {}
+            for member in group:
+                parts.setdefault(member[0].rpartition(".")[0] * (clips > 1), []).append(member)
+            for part in parts.values():
+                try:
+                    row = row_of(part)
+                except ValueError as error:     # of JSON, or no UTF-8
+                    row = BadSample(str(error))
+                yield f"{path.name} {part[0][0]}", row
+        tar.fileobj.seek(tar.offset)
+        if tar.fileobj.read(512) != bytes(512):     # tarfile takes what is cut off for the end
+            raise EOFError("its end is not there")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -807,10 +763,10 @@ def open_source(name, given, unpacked):
     if shards := sorted(glob.glob(str(name))):
         return path, *open_shards(list(map(Path, shards)), given, unpacked)
     require("://" not in str(name), f"{name}: URLs are not read; copy the data here first")
-    hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name))
+    hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name)) and not path.suffix
     raise UserError(f"{name}: there is no such file or folder" + (
         f"; of a data set on the hub: hf download {name} --repo-type dataset --local-dir FOLDER, "
-        "then give FOLDER" if hub and not path.suffix else ""))
+        "then give FOLDER" if hub else ""))
 
 
 def kind_of(path):
@@ -833,7 +789,19 @@ def open_shards(paths, given, unpacked):
     for path, kind in zip(paths, kinds):
         require(kind and kind == kinds[0], f"{path}: is no parquet, arrow or tar file as the "
                                            "others are; give files of one kind")
-    return (open_tars if kinds[0] == "tar" else open_columns)(paths, given, unpacked)
+    if kinds[0] == "columns":
+        cli.require_package("pyarrow", f"{paths[0]}: parquet and arrow files")
+    read = read_tar if kinds[0] == "tar" else read_columns
+
+    def rows():
+        for path in paths:
+            try:
+                yield from read(path, given, unpacked)
+            except (tarfile.TarError, EOFError, OSError, ValueError) as error:   # pyarrow's as well
+                why = f" as a tar ({error}); the file may be cut off" if read == read_tar else \
+                    f" ({str(error).splitlines()[0]})"
+                raise UserError(f"{path}: cannot be read{why}")
+    return f"{len(paths)} {'tar files' if read == read_tar else 'files of columns'}", rows()
 
 
 def open_file(path, given, unpacked):
@@ -857,14 +825,12 @@ def open_folder(folder, given, unpacked):
             return next(iter(found.values()))
         level = [path for place in level for path in sorted(place.iterdir())
                  if path.is_dir() and not path.name.startswith(".")][:200]
-    first = None
-    for place, row in read_sidecar(folder):
-        first = first or (place, row)
-        if not isinstance(row, BadSample):
-            return folder, "audio files with their texts beside them", read_sidecar(folder)
-    why = f"; of the files there: {refused[0]}" if refused else ""
+    first = next(read_sidecar(folder), None)
+    if any(not isinstance(row, BadSample) for _, row in read_sidecar(folder)):
+        return folder, "audio files with their texts beside them", read_sidecar(folder)
     require(first, str(refused[0]) if refused else
             f"{folder}: has neither a list nor audio files ({', '.join(AUDIO_FILES)})")
+    why = f"; of the files there: {refused[0]}" if refused else ""
     raise UserError(f"{folder}: has audio, such as {printable(first[0], 80)}, but no list of texts; "
                     f"it {first[1]}{why}")
 
@@ -900,9 +866,9 @@ def lists_in(place, depth, given, unpacked, refused):
     texts = any(name.split(".")[0] in spoken for name in names if name.endswith(TEXTS))
     if len(lists) > 100 or texts and depth or saved:        # a folder of texts
         lists = [name for name in lists if name.startswith("metadata.")]
-    for name in lists:
+    for path in (place / name for name in lists):
         try:
-            found[place / name] = (place / name, *open_file(place / name, given, unpacked))
+            found[path] = (path, *open_file(path, given, unpacked))
         except Undecided:
             raise
         except UserError as error:
@@ -934,15 +900,194 @@ def checked(row, paths, plain):
     if isinstance(text, str) and text.strip().lower() in NOTHING:
         raise BadSample(f"its text is {text!r}" if text.strip() else "its text is empty",
                         "empty_text")
-    row = {**row, "text": prompts.row_text(row), "audio": paths.find(name), "name": name,
+    row = {**row, "text": text_of(row), "audio": paths.find(name), "name": name,
            "text_file": None}
     for speaker in row.get("ref_speakers") if isinstance(row.get("ref_speakers"), list) else ():
         if isinstance(speaker, dict) and isinstance(speaker.get("ref_audio_file"), str):
             speaker["ref_audio_file"] = paths.find(speaker["ref_audio_file"])
     if isinstance(row.get("ref_audio"), str) and row["ref_audio"]:
         row["ref_audio"] = paths.find(row["ref_audio"])
-    prompts.audio_item(row)
+    audio_item(row)
     return row
+
+
+def row_entry(row, reading, pool, paths):
+    """(raw ChatML sample, [(check, note)]) of a row of convert.py. Raises BadSample.
+
+    reading: Reading. pool: {speaker: [candidate]} of note_candidate.
+    """
+    notes, task = [], row.get("task_type")
+    if task in (None, "", "audio_generation"):      # JimmyMa99's converter writes it everywhere
+        task = reading.task_type
+    if task not in TASK_TYPES:
+        raise BadSample(f"unknown task_type {task!r}; known: {', '.join(TASK_TYPES)}")
+    text, references = row["text"], chosen_references(row, task, reading, pool, paths, notes)
+    for value in [value for *words, _ in references for value in words]:
+        if not isinstance(value, str):
+            raise BadSample(f"a reference's tag or transcript is {value!r}, not text")
+    scene = row.get("scene")
+    scene = f"Audio is recorded from {str(scene).replace('_', ' ')}." if scene else ""
+    turns = []
+    if reading.ref_in_system and references:
+        start = "\n\n<|scene_desc_start|>\n" + (f"{scene}\n\n" if scene else "")
+        system = [DEFAULT_SYSTEM, start]
+        for i, (tag, _, audio) in enumerate(references):
+            system += ["\n" * bool(i) + f"{tag.strip('[] ') or 'SPEAKER0'}:", audio]
+        system.append("\n<|scene_desc_end|>")
+    else:
+        voices = row.get("voices") if isinstance(row.get("voices"), dict) else {}
+        said, scene = system_parts(text, scene, voices, bool(references))
+        system = [said] + ["\n\n" + SCENE.format(scene)] * bool(scene)
+        for tag, transcript, audio in references:
+            said = tag + transcript.strip()
+            turns += [{"role": "user", "content": said}] * bool(said)
+            turns.append({"role": "assistant", "content": audio})
+    system = [{"type": "text", "text": part} if isinstance(part, str) else part for part in system]
+    kept = {name: row.get(name) for name in ("speaker", "language", "split", "normalize_text")}
+    return {"messages": [{"role": "system", "content": system}, *turns,
+                         {"role": "user", "content": text},
+                         {"role": "assistant", "content": audio_item(row)}],
+            **kept, "misc": {"sample_id": row.get("id")}}, notes
+
+
+def read_text(path, name=""):
+    """Text of a file of its own. name: of what names it, for the BadSample."""
+    try:
+        return json_files.read_text(Path(path), name and f"{name} ").strip()
+    except UserError as error:
+        raise BadSample(error)
+
+
+def text_of(row):
+    """The text to speak of a row. Raises BadSample when there is none."""
+    text = row.get("text")
+    if row.get("text_file"):
+        text = read_text(row["text_file"], row.get("text_name", ""))
+    if text is not None and not isinstance(text, str):
+        raise BadSample(f"its text is {text!r}, not text")
+    if text and len(text) > json_files.LONGEST:        # the tokenizer would end this process
+        raise BadSample(f"its text is longer than {json_files.LONGEST >> 20} MiB")
+    # ms-swift's placeholder, kept by some converters
+    text = tagged((text or "").replace("<audio>", "").strip())
+    if not text:
+        raise BadSample("its text is empty", "empty_text")
+    return text
+
+
+def tagged(text):
+    """Text with "Speaker 3:" before its lines -> "[SPEAKER0]", by first appearance; without it
+    where one speaks.
+    """
+    spoken = SPOKEN_BY.findall(text)
+    if not spoken or not SPOKEN_BY.match(text):
+        return text
+    numbers = {number: i for i, number in enumerate(dict.fromkeys(spoken))}
+    alone = len(numbers) == 1
+    return SPOKEN_BY.sub("" if alone else lambda m: f"[SPEAKER{numbers[m[1]]}] ", text)
+
+
+def audio_item(row):
+    """ChatML audio item of a row. Its offset makes it a cut, up to its end if that is known."""
+    offset, duration, end = (number_of(row, key) for key in ("offset", "duration", "end"))
+    if offset is None and end is not None and end >= 0:
+        offset = 0.0
+    if end is not None and offset is not None:
+        duration = end - offset if end >= 0 else None       # Kaldi's -1: to the end of the file
+        if duration is not None and duration <= 0:
+            raise BadSample(f"ends at {end} s, where it does not last: it begins at {offset} s")
+    return {"type": "audio", "audio_url": row["audio"], "offset": offset, "duration": duration}
+
+
+def number_of(row, key):
+    value = row.get(key)
+    if value in (None, ""):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise BadSample(f"its {key} is {value!r}, not seconds")
+    return number if math.isfinite(number) else None
+
+
+# --------------------------------------------------------------------------------------------------
+# References
+
+
+def chosen_references(row, task, reading, pool, paths, notes):
+    """[(tag, transcript, audio item)] before the text of a row, as --reference says."""
+    drawn = share_of("share", row, reading.seed) < reading.reference_share
+    if reading.reference == "none" or not drawn:
+        return []
+    if reading.reference == "same_speaker":
+        if chosen := another_clip(row, pool, reading.seed):
+            return [("", chosen["text"], audio_item(chosen))]
+        notes.append(("no_second_clip", f"its speaker {row.get('speaker')!r} has no other clip for "
+                                        "reference"))
+        return []
+    if task == "multi_speaker_voice_cloning":
+        found, speakers = [], row.get("ref_speakers")
+        for one in speakers if isinstance(speakers, list) else []:
+            if not (isinstance(one, dict) and one.get("ref_audio_file")
+                    and one.get("ref_transcript")):
+                raise BadSample("every ref_speakers entry needs 'ref_audio_file' and "
+                                "'ref_transcript'")
+            tag = str(one.get("speaker_tag") or f"SPEAKER{len(found)}").strip("[]")
+            audio = audio_item({"audio": one["ref_audio_file"]})
+            found.append((f"[{tag}] ", one["ref_transcript"], audio))
+        if not found:
+            raise BadSample("multi_speaker_voice_cloning needs a list 'ref_speakers'")
+        return found
+    audio, text = row.get("ref_audio"), row.get("ref_text")
+    if "ref_speakers" in row:       # a metadata.json, where the task type decides
+        if task != "zero_shot_voice_cloning":
+            if audio or row["ref_speakers"]:
+                notes.append(("unused_reference", f"{task} uses no reference clips"))
+            return []
+        if not (audio and text):
+            raise BadSample("zero_shot_voice_cloning needs 'ref_audio_file' and 'ref_transcript'")
+    if not audio and not row.get("voice_prompts"):
+        return []
+    if audio and not text:
+        beside = Path(paths.find(audio)).with_suffix(".txt")
+        text = read_text(beside) if beside.is_file() else ""
+    if audio and (text or reading.lone_reference):
+        return [("", text or "", audio_item({"audio": audio}))]
+    notes.append(("no_reference_text", f"what its reference {audio!r} says is not known"))
+    return []
+
+
+def share_of(what, row, seed):
+    """Number from 0 to 1 that belongs to a row, whatever the order of the rows."""
+    key = f"{seed}\0{what}\0{row['name']}\0{row.get('offset')}".encode("utf-8", "backslashreplace")
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) / 2**64
+
+
+def note_candidate(pool, row, reading, number):
+    """Take row `number` into {speaker: heap} of at most CANDIDATES clips of each speaker: those of
+    a good length first, else by chance.
+    """
+    if reading.reference != "same_speaker" or not row.get("speaker"):
+        return
+    seconds = audio_item(row)["duration"]
+    odd = bool(seconds) and not GOOD_SECONDS[0] <= seconds <= GOOD_SECONDS[1]
+    entry = (-odd, -share_of("candidate", row, reading.seed), number, row)
+    heap = pool.setdefault(str(row["speaker"]), [])
+    if len(heap) < CANDIDATES:
+        heapq.heappush(heap, entry)
+    else:
+        heapq.heappushpop(heap, entry)      # the worst one goes
+
+
+def another_clip(row, pool, seed):
+    """Row of another clip of a row's speaker, chosen by the row itself; None where is none."""
+    mine = row["name"], row.get("offset")
+    found = sorted(pool.get(str(row.get("speaker")), ()), reverse=True)
+    others = [other for *_, other in found if (other["name"], other.get("offset")) != mine]
+    return others[int(share_of("reference", row, seed) * len(others))] if others else None
+
+
+# --------------------------------------------------------------------------------------------------
+# A whole source
 
 
 def stop_if_odd(source, texts):
@@ -998,10 +1143,9 @@ def to_chatml(source, out_path, *, held_out=False, problems=None, **how):
     refused, texts, odd, pool = [], Counter(), {}, {}
     number = other = kept = 0
     marked, first = False, ""
-    outside = "name audio that is not below the folder of the list"
 
-    def refuse(name, error):
-        refused.append(problem(name, error.check, error, source))
+    def note_odd(what, example):
+        odd.setdefault(what, [0, example])[0] += 1
 
     with tempfile.TemporaryFile("w+", encoding="utf-8", dir=out_path.parent) as scratch:
         # all rows first: what is in them decides whether they are what they seem
@@ -1017,17 +1161,17 @@ def to_chatml(source, out_path, *, held_out=False, problems=None, **how):
             try:
                 row = checked(row, paths, plain)
             except BadSample as error:
-                refuse(name, error)
+                refused.append(problem(name, error.check, error, source))
                 continue
             if "messages" not in row:
                 number += 1
                 texts[row["text"]] += 1
                 for what, pattern in ODD.items():
                     if pattern.search(row["text"]):
-                        odd.setdefault(what, [0, row["text"]])[0] += 1
+                        note_odd(what, row["text"])
                 if not os.path.isabs(raw) and not Path(row["audio"]).is_relative_to(base):
-                    odd.setdefault(outside, [0, row["audio"]])[0] += 1
-                prompts.note_candidate(pool, row, reading, number)
+                    note_odd(OUTSIDE, row["audio"])
+                note_candidate(pool, row, reading, number)
             scratch.write(json.dumps([name, row], default=str) + "\n")
         unpacked.close()
         if texts:
@@ -1044,9 +1188,9 @@ def to_chatml(source, out_path, *, held_out=False, problems=None, **how):
                     notes = []
                     try:
                         if "messages" not in row:
-                            row, notes = prompts.row_entry(row, reading, pool, paths)
+                            row, notes = row_entry(row, reading, pool, paths)
                     except BadSample as error:
-                        refuse(name, error)
+                        refused.append(problem(name, error.check, error, source))
                         continue
                     misc = row.get("misc") if isinstance(row.get("misc"), dict) else {}
                     row["misc"] = {**misc, "source": name} | ({"notes": notes} if notes else {})
@@ -1059,14 +1203,13 @@ def to_chatml(source, out_path, *, held_out=False, problems=None, **how):
     if made:
         rows = [[p.name, p.check, p.what] for p in refused]
         checkpoint.write_text(note, json.dumps({"made": made, "refused": rows}))
-    counts = sorted(Counter(p.check for p in refused).items())
-    counts = ", ".join(f"{n} {check}" for check, n in counts)
+    counts = ", ".join(f"{n} {check}" for check, n in sorted(Counter(p.check for p in refused).items()))
     said = [f"converted  {printable(source)} ({printable(about)}): {kept + len(refused)} rows = "
             f"{kept} kept + {len(refused)} refused{f' ({counts})' * bool(counts)}; {out_path}"
-            + (f"; {other} are of another split" if other else "")]
+            + f"; {other} are of another split" * bool(other)]
     said += [f"           first: {printable(first)}"] if first else []
     for what, (n, one) in odd.items():
-        noun = counted(n, "row" if what == outside else "text")
+        noun = counted(n, "row" if what == OUTSIDE else "text")
         said.append(f"           {noun} {what}, such as {printable(one)[:60]!r}")
     if problems is not None:
         problems.extend(refused)
