@@ -1,12 +1,12 @@
 """Is it right, and how fast, on one GPU? The trainers run as a user starts them, each in a process.
 
     python bench/gpu.py refs DIR                # on a CPU, beforehand: tiny models, losses in fp32
-    python bench/gpu.py right DIR               # 28 tiny runs against those losses: 2 minutes
+    python bench/gpu.py right DIR               # 28 tiny runs against those losses: 2 to 4 minutes
     python bench/gpu.py fast DIR [JOB ...]      # 3B, 4B, 170M: time, TFLOP/s, memory, profile
 
-`right` and eight jobs of `fast` fit into 15 minutes. All files go to DIR; carry it from the machine
-of `refs` to the GPU. A JOB is a model and options in one word each, such as "speech lora compiled
-float8" (OPTIONS below). Each result is a line of DIR/right.jsonl or DIR/fast.jsonl; a table ends
+A job of `fast` takes 45 to 110 s, as the host is fast or slow. All files go to DIR; carry it from
+the machine of `refs` to the GPU. A JOB is a model and options in one word each, such as "speech
+lora compiled float8" (OPTIONS below). Each result is a line of DIR/right.jsonl or DIR/fast.jsonl; a table ends
 the run, and the exit status is 1 if anything failed. SHAPES=tiny rehearses all of it on a CPU.
 """
 import argparse
@@ -41,6 +41,7 @@ def start(command, log, **env):
     """
     if "--output_dir" in command:
         shutil.rmtree(command[command.index("--output_dir") + 1], ignore_errors=True)
+    Path(log).parent.mkdir(exist_ok=True)
     with open(log, "w") as file:
         return subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=file, stderr=file,
                                 start_new_session=True, env=os.environ | {
@@ -185,7 +186,6 @@ def tiny_run(folder, flags, case, way):
 
 def refs(folder, only):
     flags = tiny_files(folder / "tiny")
-    (folder / "runs").mkdir(exist_ok=True)
     commands = {case: tiny_run(folder, flags, case, "ref")
                 for case in CASES if re.search(only, case)}
     for case, status in run_all(commands, BEGAN + 600, 1).items():

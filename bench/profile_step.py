@@ -76,8 +76,10 @@ def watch(script, words, out, timed, profiled):
             profiler.stop()
             alone = (times[started] - times[WARM_UP]) / timed
             under = (times[ended] - times["profile"]) / profiled
-            found = self_times(profiler.key_averages(), cuda)
-            lines = tables(found, profiled, (alone, under), cuda)
+            averages = profiler.key_averages()
+            lines = tables(self_times(averages, cuda), profiled, (alone, under), cuda)
+            if cuda:        # what the host does meanwhile
+                lines += rows_of(self_times(averages, False), profiled, under, "operator, on the host")
             Path(f"{out}.profile.txt").write_text("\n".join(lines) + "\n")
             os._exit(0)     # threads of the trainer still run
     register_optimizer_step_post_hook(step_done)
@@ -120,12 +122,15 @@ def tables(found, steps, times, cuda):
     lines = [f"a step: {alone:,.1f} ms, under the profiler {wall:,.1f} ms; of the latter", ""]
     for group, spent in groups.most_common():
         lines.append(f"{spent:12,.2f} ms {100 * spent / wall:6.1f} %   {group}")
-    kind = "kernel" if cuda else "operator"
-    lines += ["", f"{'self ms':>12} {'%':>9}   {'calls':>7}   {kind}"]
+    return lines + rows_of(found, steps, times[1], "kernel" if cuda else "operator")
+
+
+def rows_of(found, steps, seconds, kind):
+    """Lines of the names that take longest, a step each; seconds: of a step, all in all."""
+    lines = ["", f"{'self ms':>12} {'%':>9}   {'calls':>7}   {kind}"]
     for name, (spent, calls) in sorted(found.items(), key=lambda item: -item[1][0])[:ROWS]:
         spent, calls = spent / steps, calls / steps
-        share = 100 * spent / wall
-        lines.append(f"{spent:12,.2f} {share:9.1f}   {calls:7,.0f}   {name[:WIDTH]}")
+        lines.append(f"{spent:12,.2f} {spent / seconds / 10:9.1f}   {calls:7,.0f}   {name[:WIDTH]}")
     return lines
 
 

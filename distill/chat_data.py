@@ -1,7 +1,6 @@
 """Tokenised conversations as flat arrays on disk, what is held out of them, and packed batches.
 
-Rank 0 tokenises once; all ranks and loader workers map the arrays, so memory does not grow with
-ranks or workers. Nothing is padded per sample.
+Rank 0 tokenises once; all ranks and loader workers map the arrays. No sample is padded.
 """
 import hashlib
 import itertools
@@ -18,7 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 from core import checkpoint, cli, dist, loading
-from core.chat import cut, group_key, question, read_chunks, records_at
+from core.chat import group_key, question, read_chunks, records_at
 from core.cli import UserError, require
 from core.dist import error_names_file
 from core.indexing import Column, parallel_map_ordered
@@ -40,7 +39,6 @@ class Reading(NamedTuple):
     """How files become a table."""
     encoder: object             # chat.Encoder
     limit: int                  # tokens that a sample may have
-    policy: str = "stop"        # for longer ones: stop, drop, cut_left, cut_right
     prompt: tuple = None        # teachers.Prompt: the same behind it follows each sample
     drop: tuple = ()            # checks (of train_sft.py) whose samples are dropped
     processes: int = 0          # that tokenise large files beside this one
@@ -52,26 +50,27 @@ def far_too_long(record, reading):
     else 0. A line may have megabytes, which would take a minute to tokenise.
     """
     text = max((message["content"] for message in record["messages"]), key=len)
-    if reading.policy not in ("stop", "drop") or len(text) <= 8 * reading.limit:
+    if len(text) <= 8 * reading.limit:
         return 0
     beginning = len(reading.encoder.lists([text[:8 * reading.limit]])[0])
     return len(text) if beginning > reading.limit * 9 // 8 else 0
 
 
 def encode_chunk(records, path, reading, problems):
-    """[(line, record)] -> {column of the table: array; "ends": Counter; "long", ...: counts}.
-
-    Runs in several processes at once. A Problem for each record that cannot be used goes to the
-    list `problems`.
+    """[(line, record)] -> {column of the table: array; "ends": Counter; "split": chats that are
+    several samples}. Runs in several processes at once. A Problem for each record that cannot be
+    used goes to the list `problems`.
     """
-    encoder, limit, policy, prompt = reading[:4]
+    encoder, limit, prompt = reading[:3]
     ends, encoder.ends = encoder.ends, Counter()
-    count, short = Counter(), []
+    split, short, ids, masks, numbers = 0, [], [], [], []
+
+    def refuse(line, check, why):
+        problems.append(problem(f"{path}:{line}", check, why, path))
+
     for line, record in records:
         if size := far_too_long(record, reading):
-            count.update(("long", "dropped"))
-            problems.append(problem(f"{path}:{line}", "too_long", f"{size:,} characters, more than "
-                                    f"{limit} tokens", path))
+            refuse(line, "too_long", f"{size:,} characters, more than {limit} tokens")
         else:
             short.append((line, record))
     results = encoder.encode([record["messages"] for _, record in short],
@@ -80,45 +79,31 @@ def encode_chunk(records, path, reading, problems):
         from distill.teaching import behind_prompt
         results = behind_prompt(prompt, reading.behind or encoder,
                                 [record for _, record in short], results)
-    ids, masks, numbers = [], [], []
     for (line, record), result in zip(short, results):
         # several samples where the template rewrites earlier turns
-        samples = result if isinstance(result, list) else [result]
-        count["split"] += isinstance(result, list)
-        for sample in samples:
-            check = "template"
-            try:
-                if isinstance(sample, ValueError):
-                    raise sample
-                if "teacher_messages" in record and not prompt:
-                    raise ValueError('has "teacher_messages", and no --teacher_path reads them '
-                                     "(--model_path's own folder where no other model teaches)")
-                check, length = "too_long", len(sample[0])
-                count["long"] += length > limit
-                part = cut(*sample[:2], limit, policy)
-            except ValueError as error:
-                problems.append(problem(f"{path}:{line}", check, error, path))
-                continue
-            if part is None:
-                count["dropped"] += 1
-                if policy == "drop":
-                    problems.append(problem(f"{path}:{line}", check, f"{length} tokens, more than "
-                                            f"{limit}", path))
-                continue
-            ids.append(part[0])
-            masks.append(part[1])
-            own = sample[2] if prompt else len(part[0])
-            key = group_key(record)
-            # nothing predicts a sample's first token
-            numbers.append((len(part[0]), sum(part[1][:own]) - part[1][0], line,
-                            -1 if key is None else key, own, question_hash(record["messages"])))
+        split += isinstance(result, list)
+        for sample in result if isinstance(result, list) else [result]:
+            if isinstance(sample, ValueError):
+                refuse(line, "template", sample)
+            elif "teacher_messages" in record and not prompt:
+                refuse(line, "template", 'has "teacher_messages", and no --teacher_path reads them '
+                       "(--model_path's own folder where no other model teaches)")
+            elif (length := len(sample[0])) > limit:
+                refuse(line, "too_long", f"{length} tokens, more than {limit}")
+            else:
+                ids.append(sample[0])
+                masks.append(sample[1])
+                own, key = sample[2] if prompt else length, group_key(record)
+                # nothing predicts a sample's first token
+                numbers.append((length, sum(sample[1][:own]) - sample[1][0], line,
+                                -1 if key is None else key, own, question_hash(record["messages"])))
     ends, encoder.ends = encoder.ends, ends
     numbers = np.array(numbers, np.int64).reshape(-1, 6).T
     total = numbers[0].sum()
     return {"tokens": np.fromiter(itertools.chain.from_iterable(ids), np.int32, total),
             "trained": np.fromiter(itertools.chain.from_iterable(masks), bool, total),
             **dict(zip(("lengths", "targets", "lines", "keys", "own", "asked"), numbers)),
-            "ends": ends, **count}
+            "ends": ends, "split": split}
 
 
 def question_hash(messages):
@@ -128,62 +113,57 @@ def question_hash(messages):
 
 
 def write_table(folder, paths, reading, output_dir=None):
-    """Tokenise files into a table in `folder` -> {"samples": [of each file], "long": above the
-    limit, "dropped": left out of the table, "split": chats that are several samples} and "bad": how
-    many samples each check of reading.drop dropped, as text.
+    """Tokenise files into a table in `folder` -> {"samples": [of each file], "split": chats that
+    are several samples, "bad": text of how many samples each check of reading.drop dropped}.
 
     With a prompt a sample's tokens are those of both. Raises UserError with every sample that
     cannot be used and that is not dropped. output_dir: where all of them are listed.
     """
-    encoder, found = reading.encoder, dict(samples=[], long=0, dropped=0, split=0)
-    drop = {*reading.drop, *(["too_long"] if reading.policy == "drop" else [])}
-    problems, folder = Problems(drop, output_dir), Path(folder)
+    encoder, samples, split = reading.encoder, [], 0
+    problems, folder = Problems(reading.drop, output_dir), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     columns = {name: Column(folder / f"{name}.npy", kind) for name, kind in COLUMNS.items()
                if name != "own" or reading.prompt}
     columns["offsets"].append([0])
     for source, path in enumerate(paths):
-        first, dropped = len(columns["lengths"]), found["dropped"]
+        first = len(columns["lengths"])
 
         def chunks(first, step, path=path):
             for records, wrong in read_chunks(path, CHUNK, first, step):
                 yield encode_chunk(records, path, reading, wrong), wrong
 
         def take(part, source=source):
+            nonlocal split
             chunk, wrong = part
             problems.add(wrong)
             encoder.ends.update(chunk["ends"])
-            for name in ("long", "dropped", "split"):
-                found[name] += chunk.get(name, 0)
+            split += chunk["split"]
             chunk["offsets"] = len(columns["tokens"]) + np.cumsum(chunk["lengths"])
             chunk["sources"] = np.full(len(chunk["lengths"]), source)
             for name, column in columns.items():
                 column.append(chunk[name])
 
         parallel_map_ordered(chunks, reading.processes, take)
-        found["samples"].append(len(columns["lengths"]) - first)
-        if not found["samples"][-1] and not problems.stopping:
+        samples.append(len(columns["lengths"]) - first)
+        if not samples[-1] and not problems.stopping:
             problems.settle()
             why = " that can be used" if problems.counts else ""
-            if found["dropped"] > dropped:
+            if problems.counts["too_long"]:
                 why = f" of at most {reading.limit} tokens"
             raise UserError(f"{path}: holds no conversations{why}")
-    hint = "\nfix: shorten them, raise --max_length, or choose another --too_long"
-    found["bad"] = problems.settle(hint if problems.counts["too_long"] else "")
-    first = 0
-    for path, samples in zip(paths, found["samples"]):
-        part = slice(first, first + samples)
-        lines, keys = (columns[name].array()[part] for name in ("lines", "keys"))
-        once = slice(None)
-        if found["split"]:      # a line of several samples has its id once
-            once = np.flatnonzero(np.diff(lines, prepend=0))
+    hint = "\nfix: shorten them, raise --max_length, or give --drop_bad too_long"
+    bad, first = problems.settle(hint if problems.counts["too_long"] else ""), 0
+    for path, count in zip(paths, samples):
+        lines, keys = (columns[name].array()[first:first + count] for name in ("lines", "keys"))
+        # a line of several samples has its id once
+        once = np.flatnonzero(np.diff(lines, prepend=0))
         check_duplicates(keys[once], lambda i, path=path, at=lines[once]: f"{path}:{at[i]}")
-        first += samples
+        first += count
     for column in columns.values():
         column.close()
     with error_names_file(folder):
         (folder / "sources.json").write_text(json.dumps([str(path) for path in paths]))
-    return found
+    return {"samples": samples, "split": split, "bad": bad}
 
 
 class ChatTable:
@@ -231,11 +211,6 @@ def prepare_table(world, output_dir, paths, reading, list_in=None):
         folder, start = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}", time.monotonic()
         found = write_table(folder, paths, reading, list_in)
         about = f"data       read in {time.monotonic() - start:.1f} s"
-        if (long := found["long"]) and reading.policy in ("cut_left", "cut_right"):
-            about += (f"; {long} samples are longer than {reading.limit} tokens: "
-                      f"{reading.policy.replace('_', ' on the ')}")
-        if gone := found["dropped"] - long * (reading.policy == "drop"):
-            about += f"; {gone} left out, as the cut left nothing to train"
         if split := found["split"]:
             about += (f"; {cli.counted(split, 'chat')} with a sample for each answer: the template "
                       "rewrites earlier turns")

@@ -37,7 +37,7 @@ PROMPTED, TEACHER = "base + prompt", "teacher"      # the base behind the prompt
 TOPIC = "{topic}"
 SHARES = ("agreement", "accuracy", "follows", "exact", "labelled", "ended")
 # flags of a run, by which it read its data
-RUN_FLAGS = ("train_data_file too_long drop_bad enable_thinking train_turns max_length "
+RUN_FLAGS = ("train_data_file drop_bad enable_thinking train_turns max_length "
              "max_tokens_per_batch model_path prompt_file teacher_path chat_template keep").split()
 
 
@@ -333,7 +333,7 @@ def encode(run, rows, path, prompt=None, turns=None):
     config = causal_lm.load_config(run.base)
     limit = causal_lm.length_limit(config, run.flags.max_length, run.flags.max_tokens_per_batch)
     encoder = chat.Encoder(run.tokenizer, turns, thinking, split=not prompt)
-    reading = Reading(encoder, limit, run.flags.too_long, prompt, behind=behind)
+    reading = Reading(encoder, limit, prompt, behind=behind)
     wrong, lines = [], [(row.get("line", number), row) for number, row in enumerate(rows, 1)]
     made = encode_chunk(lines, path, reading, wrong)
     settle(wrong, run.flags.drop_bad)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from core import dist, fused
+from core import dist, fused, metrics
 from core.cli import UserError
 from core.document_attention import ATTENTION
 from distill import causal_lm
@@ -207,6 +207,22 @@ def loss_report(sums, prefix):
     return {f"{prefix}/{name}": value for name, value in found.items()}
 
 
+def train_line(step, total_steps, values):
+    """One aligned line of the log, with units; metrics.jsonl has all numbers."""
+    taught = " ce {train/ce_loss:7.4f} kl {train/kl_loss:7.4f}" * ("train/kl_loss" in values)
+    mfu = " | mfu {train/mfu:6.1%}" * ("train/mfu" in values)
+    left = metrics.duration((total_steps - step) * values["train/step_seconds"])
+    return ("step {:>6}/{} | loss {train/loss:7.4f}" + taught + " acc {train/accuracy:6.1%} | "
+            "lr {train/learning_rate:.2e} | grad_norm {train/grad_norm:7.3f} | "
+            "{train/throughput:>9,.0f} tok/s | wait {train/data_wait_seconds:4.1f} s" + mfu +
+            " | eta {}").format(step, total_steps, left, **values)
+
+
+def eval_line(step, values):
+    """One aligned line of a validation."""
+    return "eval   step {:>6} | loss {eval/loss:7.4f} acc {eval/accuracy:6.1%}".format(step, **values)
+
+
 def decays(name, parameter):
     """Weight decay shrinks matrices, not norms, and not embeddings: rows a batch lacks would shrink unseen."""
     return parameter.ndim > 1 and "embed" not in name and "wte" not in name and "wpe" not in name
@@ -222,6 +238,24 @@ def layer_weights(model):
         parameter.numel() * (model.config.num_experts_per_tok if parameter.ndim == 3 else 1)
         // (parameter.shape[0] if parameter.ndim == 3 else 1) for layer in causal_lm.decoder_layers(model)
         for name, parameter in layer.named_parameters() if parameter.ndim > 1 and ".lora_" not in name)
+
+
+def sizes_of(model):
+    """[(layer_weights, config)] of a PackedLM, and of what reads the teacher's side of a sample."""
+    nets = model.native, getattr(model.frozen.get("teacher"), "native", model.native)
+    return [(layer_weights(net), net.config) for net in nets]
+
+
+def step_work(table, samples, sizes, lora):
+    """{"tokens", "targets", "samples", "flops"} of a step's samples on all ranks, from the table."""
+    lengths, targets = table.lengths[samples], int(table.targets[samples].sum())
+    own, total = table.own[samples] if table.prompted else lengths, 0
+    for size, part, forward_only in zip(sizes, (own, lengths - own), (False, True)):
+        if part.any():
+            pairs = int((part * (part + 1) // 2).sum())
+            total += flops(*size, int(part.sum()), targets, pairs, lora, forward_only)
+    return {"tokens": int(lengths.sum()), "targets": targets, "samples": len(samples),
+            "flops": total}
 
 
 def flops(values, config, tokens, targets, pairs, lora, forward_only=False):

@@ -66,8 +66,6 @@ def check_flags(args, parser):
             "--base_url: vLLM's server loads no DoRA adapters; drop --use_dora")
     require(args.compile is not True,
             "--compile and a teacher exclude each other: the shapes change with every step")
-    require(args.too_long in ("stop", "drop"),
-            f"--too_long {args.too_long} would cut the teacher's prompt: stop or drop")
     require(not args.on_policy or args.distill_weight == 1,
             "--on_policy needs --distill_weight 1: the student's own answers are no targets")
     if args.prompt_file and args.prompt_role == "user":

@@ -2,18 +2,15 @@
 
     torchrun --nproc_per_node=8 distill/train_sft.py --model_path Qwen/Qwen3-4B-Instruct-2507 \
         --train_data_file labels.jsonl --output_dir ./out --bf16
-    torchrun ... --bf16 --use_lora --max_tokens_per_batch 4096 --compile
     torchrun ... --use_lora --prompt_file system.txt --prompt_role system
     torchrun ... --teacher_path Qwen/Qwen3-30B-A3B-Instruct-2507 --on_policy 1
     python distill/train_sft.py --model_path ./tiny --train_data_file chats.jsonl   # needs no GPU
 
 It reads top to bottom: flags, ranks, data, model, resume, order of the data, validation and saving,
-then the loop. The loss is the cross-entropy of the trained tokens, averaged over all of them in an
-optimizer step (all ranks and micro-steps). Which these are is proven in core/chat.py.
-
-With --teacher_path a frozen model scores each token of the answers, behind --prompt_file if there
-is one, and the student learns its distribution (losses.py). The answers are those of the data, or
-with --on_policy the student's own.
+then the loop. The loss is the cross-entropy of the trained tokens (core/chat.py proves which),
+averaged over all of them in an optimizer step, over ranks and micro-steps. With --teacher_path a
+frozen model scores each token of the answers, those of the data or, with --on_policy, the student's
+own, and the student learns its distribution (losses.py).
 
 SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop: the step is finished, a checkpoint saved, and
 OUTPUT_DIR/requeue left for the launcher; exit status 0. Rerun the same command to resume.
@@ -25,30 +22,28 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ stands beside this folder
 
-from core import cli, precision, run_lock
+from core import cli, run_lock
 from core.cli import require
 
 # LoRA takes about ten times the rate of full fine-tuning (tinker-cookbook)
 LORA_RATE, FULL_RATE = 2e-4, 2e-5
 GLOBAL_BATCH = 128      # samples an optimizer step, unless flags say otherwise
 CHECKS = ("unreadable", "invalid", "template", "teacher", "too_long")    # of --drop_bad
-TOO_LONG = ("stop", "drop", "cut_left", "cut_right")
 
 # ---- Flags: name, default, help
 p = cli.Parser("Fine-tune a causal language model on chats.")
 flag, switch = p.flag, p.switch
 # before the run
-flag("--config", None, "YAML of lines `flag: value`; the command line counts more", metavar="FILE")
-flag("--dry_run", None, "check everything, print the plan for this many GPUs (default: this launch's) "
-     "and stop; needs no GPU", nargs="?", type=int, const=0, metavar="GPUS")
+flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
+flag("--dry_run", None, "check everything, print the plan for N GPUs (default: this launch's)"
+     " and stop; needs no GPU", nargs="?", type=int, const=0, metavar="GPUS")
 # model
 flag("--model_path", None, "folder or hub name of a transformers causal LM", required=True)
 switch("--use_lora", "train adapters on a frozen base instead of all weights")
 flag("--lora_rank", 32, "adapter rank")
 flag("--lora_alpha", 32, "updates are multiplied by alpha / rank")
 flag("--lora_dropout", 0.0, "dropout on adapter inputs, 0 to 1")
-flag("--lora_target_modules", "all-linear", "all-linear (of the layers), or module name endings, "
-     "comma between them", type=cli.alias(all="all-linear"))
+flag("--lora_target_modules", "all-linear", "or name endings", type=cli.alias(all="all-linear"))
 switch("--use_rslora", "PEFT's rsLoRA: multiply updates by alpha / sqrt(rank) instead")
 switch("--use_dora", "PEFT's DoRA: train the length of each weight row apart; slower")
 flag("--base_dtype", None, "lora: nf4 keeps frozen layers in four bits", choices=("bf16", "nf4"))
@@ -57,25 +52,21 @@ flag("--train_data_file", None, 'JSONL, a line {"messages": [{"role": ..., "cont
      "or ShareGPT, TRL, alpaca; .parquet; or a folder or a pattern of such files", required=True)
 flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
 flag("--validation_split", 0.0, "share of groups held out, by seeded shuffle")
-flag("--group_size", 1, 'neighbours by "id" or line that are held out together, as translations')
+flag("--group_size", 1, 'neighbours by "id" or line that are held out together')
 flag("--chat_template", None, "Jinja file to use and save instead of the model's template")
-flag("--enable_thinking", "template", "what the template gets under this name; template: nothing",
+flag("--enable_thinking", "template", "the template's setting; template: its default",
      choices=("template", "true", "false"))
-flag("--train_turns", "all", "answers that are trained, each as the template writes it at its turn; "
-     "with a prompt around the user's text always the last", choices=("all", "last"))
+flag("--train_turns", "all", "answers that are trained, each as the template writes it at its turn",
+     choices=("all", "last"))
 flag("--preprocess_num_proc", min(8, cli.usable_cpus()), "processes that read large files")
-flag("--max_length", 0, "tokens a sample may have, with a teacher's side; 0 = the model's positions")
-flag("--too_long", "stop", "what becomes of longer samples; cut: of their left or right end",
-     choices=TOO_LONG)
+flag("--max_length", 0, "tokens a sample may have, the teacher's too; 0 = the model's positions")
 flag("--drop_bad", None, "list bad samples in OUTPUT_DIR/problems.jsonl instead of stopping; all, "
      f"or found by {', '.join(CHECKS)}", nargs="*", metavar="CHECK")
 switch("--drop_too_long", argparse.SUPPRESS)        # the same as --drop_bad too_long
 flag("--num_workers", 2, "loader processes per rank, 0 = in the trainer")
 # distillation
-flag("--teacher_path", None, "model of the same vocabulary that scores all answers (default with "
-     "--prompt_file: --model_path, without adapters)")
-flag("--teacher_url", None, "of vLLM's server of that model, which then scores; --teacher_path is a "
-     "folder with its config and tokenizer; key in OPENAI_API_KEY")
+flag("--teacher_path", None, "model that scores the answers (default for a prompt: base)")
+flag("--teacher_url", None, "vLLM server that scores; --teacher_path: its config and tokenizer")
 flag("--teacher_name", None, "the server's name for it (default: --teacher_path)")
 flag("--prompt_file", None, "text that the teacher reads and the student does not")
 flag("--prompt_role", "user", "where it goes: around the last user message, or in a system message",
@@ -85,20 +76,18 @@ flag("--divergence", "forward", "KL(teacher, student), KL(student, teacher), or 
 flag("--js_beta", 0.5, "the teacher's share in js's mixture, between 0 and 1")
 flag("--on_policy", 0.0, "share of the samples whose answer the student draws at each step")
 flag("--max_new_tokens", 128, "tokens an answer drawn for --on_policy may have")
-flag("--base_url", None, "of vLLM's server, which then draws them, by adapters (on_policy.py)")
+flag("--base_url", None, "vLLM server that draws them, by adapters (on_policy.py)")
 flag("--request_timeout", 240.0, "seconds that one request may take in all")
-flag("--distill_topk", 0, "compare the teacher's K likeliest tokens and the sum of all others; 0 = "
-     "the whole vocabulary", metavar="K")
+flag("--distill_topk", 0, "compare the teacher's K likeliest tokens, others as one", metavar="K")
 flag("--distill_weight", None, "share of the divergence in the loss (default: 1)", type=float)
 flag("--keep", None, "chats whose answers are to stay as likely as the base makes them")
-flag("--keep_weight", 1.0, "weight of KL(base, student) a token in the loss")
-flag("--keep_every", 4, "steps from one batch of them to the next")
+flag("--keep_weight", 1.0, "weight of that divergence in the loss, every --keep_every 4 steps")
+flag("--keep_every", 4, argparse.SUPPRESS)
 # batch and length of the run
 flag("--per_device_train_batch_size", 16, "samples per micro-step and rank")
 flag("--max_tokens_per_batch", 0, "pack whole samples up to this many tokens instead; 0 = off")
 flag("--per_device_eval_batch_size", 16, "samples per validation batch")
-flag("--gradient_accumulation_steps", 0, "micro-steps per step (default: by --global_batch_size, 1 "
-     "with a token budget)")
+flag("--gradient_accumulation_steps", 0, "micro-steps per step (default: by --global_batch_size)")
 flag("--global_batch_size", 0, f"samples per step; derives accumulation (default: {GLOBAL_BATCH})")
 flag("--num_train_epochs", 4, "passes over the training samples")
 flag("--max_steps", 0, "stop after this many optimizer steps, 0 = by epochs")
@@ -115,11 +104,11 @@ flag("--max_bad_steps", 5, "stop after this many non-finite steps in a row")
 flag("--seed", 42, "of weights, data order, hold-out and dropout")
 # speed and memory
 switch("--auto", "choose batches, --gradient_checkpointing and --parallel by the memory plan")
-flag("--gpu_memory", None, "GiB of one GPU, for a plan (default: the one here, else 80)", type=float)
-flag("--host_memory", None, "GiB free on a node, for --dry_run (default: here)", type=float)
-flag("--parallel", None, "a model on every GPU; sharded over all (FSDP2), or over a node's (HSDP) "
-     "(default: ddp on one GPU, else fsdp)", type=cli.sharding, choices=("ddp", "fsdp", "hsdp"))
-flag("--shard_size", 0, "hsdp: GPUs that weights are sharded over, 0 = a node's")
+flag("--gpu_memory", None, "GiB of a GPU, for a plan (default: the one here, else 80)", type=float)
+flag("--host_memory", None, argparse.SUPPRESS, type=float)      # of a node, free, for a plan
+flag("--parallel", None, "copies of the model; or one sharded over all GPUs, each node's or N each "
+     "(default: one GPU ddp, else fsdp)", type=cli.sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
+flag("--shard_size", 0, argparse.SUPPRESS)          # the N of --parallel hsdp:N
 flag("--reshard_after_forward", True, "fsdp, hsdp: free gathered weights until the backward pass; "
      "no-: faster, more memory", action=argparse.BooleanOptionalAction)
 switch("--cpu_offload", "fsdp, hsdp: shards and optimizer in host memory (slow)")
@@ -128,21 +117,21 @@ switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16"
 switch("--float8", "lora with --compile: products with frozen weights in float8")
 switch("--tf32", "TF32 for float32 matrix products on CUDA")
 cli.compile_flag(p)
-flag("--gradient_checkpointing", None, "recompute layers in the backward pass, all or selective: all "
-     "but attention and products", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
-flag("--collective_timeout", 600, "abort after this many seconds without progress, naming the rank")
-flag("--wait_timeout", 21600, "the same for data preparation, validation and saves")
+flag("--gradient_checkpointing", None, "recompute layers backward: all, or selective (all but "
+     "attention and products)", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
+flag("--collective_timeout", 600, "name the rank that hangs after this many seconds, and abort; in "
+     "data preparation, validation and saves after --wait_timeout 21600")
+flag("--wait_timeout", 21600, argparse.SUPPRESS)
 # logging, validation, checkpoints
 flag("--output_dir", "./output", "everything written goes here; shared by all nodes")
 flag("--logging_dir", "./logs", "TensorBoard files go to a folder in here")
 flag("--logging_steps", 10, "optimizer steps between log lines")
-flag("--report_to", ["tensorboard"], f"beside metrics.jsonl: {', '.join(cli.TRACKERS)} or none",
-     nargs="+", metavar="NAME")
+flag("--report_to", ["tensorboard"], f"{', '.join(cli.TRACKERS)}, none", nargs="+", metavar="NAME")
 flag("--wandb_project", "flat-trainers", "project at W&B")
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
 flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 1/10)", type=int)
-flag("--save_total_limit", 2, "newest checkpoints kept beside the best, 0 = all")
-flag("--resume", "auto", "auto (newest whole checkpoint in OUTPUT_DIR), none, or a folder",
+flag("--save_total_limit", 2, "newest checkpoints kept besides the best, 0 = all")
+flag("--resume", "auto", "auto (newest whole checkpoint), none, or the folder of a checkpoint",
      type=cli.alias(true="auto", false="none"))
 
 DISTILLING = ("teacher_path teacher_url teacher_name prompt_file prompt_role divergence js_beta "
@@ -153,31 +142,26 @@ DISTILLING = ("teacher_path teacher_url teacher_name prompt_file prompt_role div
 def check_flags(args, world_size):
     """Raise UserError for flags that would fail, or do nothing, later; fill in what derives."""
     if args.parallel is None:       # one GPU has nothing to shard with
-        sharded = world_size > 1 and not (args.fp16 or args.float8 or args.base_dtype == "nf4")
-        sharded = sharded or args.cpu_offload or not args.reshard_after_forward
-        args.parallel = "fsdp" if sharded else "ddp"
+        alone = world_size == 1 or args.fp16 or args.float8 or args.base_dtype == "nf4"
+        asked = args.cpu_offload or not args.reshard_after_forward
+        args.parallel = "fsdp" if asked or not alone else "ddp"
     if args.learning_rate is None:
         args.learning_rate = LORA_RATE if args.use_lora else FULL_RATE
     accumulation, args.gradient_accumulation_steps = args.gradient_accumulation_steps, 1
     cli.check_trainer(args, world_size, p)
     args.gradient_accumulation_steps = accumulation     # 0 is derived below
-    precision.check(args)
+    cli.check_precision(args)
     cli.check_plan(args)
     cli.check_drop_bad(args, CHECKS)
     cli.at_least_one(args, "group_size")
     cli.zero_or_more(args, "gradient_accumulation_steps distill_topk")
-    if args.dry_run is None:        # long before the imports are done
+    if args.dry_run is None:        # now, long before the imports are done
         run_lock.check_free(args.output_dir)
-    require(args.too_long in ("stop", "drop") or not args.drop_too_long,
-            f"--drop_too_long and --too_long {args.too_long} exclude each other")
-    if "too_long" in args.drop_bad and args.too_long == "stop":
-        args.too_long = "drop"
     if any(getattr(args, name) != p.get_default(name) for name in DISTILLING):
         from distill import teaching
         teaching.check_flags(args, p)
     require(not (args.eval_data_file and args.validation_split),
             "give one of --eval_data_file and --validation_split, not both")
-
     require(not (args.global_batch_size and accumulation),
             "give one of --global_batch_size and --gradient_accumulation_steps")
     require(args.auto or not (args.global_batch_size and args.max_tokens_per_batch),
@@ -191,10 +175,9 @@ def check_flags(args, world_size):
         args.gradient_accumulation_steps = accumulation or 1
     elif not accumulation:
         per_micro_step = args.per_device_train_batch_size * world_size
-        require(samples % per_micro_step == 0,
-                f"--global_batch_size {samples} is not a multiple of {per_micro_step} "
-                f"(--per_device_train_batch_size {args.per_device_train_batch_size} x "
-                f"{cli.counted(world_size, 'rank')}); or give --gradient_accumulation_steps")
+        require(samples % per_micro_step == 0, f"--global_batch_size {samples} is not a multiple "
+                f"of {per_micro_step} (--per_device_train_batch_size x ranks); or give "
+                "--gradient_accumulation_steps")
         args.gradient_accumulation_steps = samples // per_micro_step
 
 
@@ -225,8 +208,6 @@ if dry:
     from core import memory
     memory.check_writable(args.output_dir, "--output_dir")
 dist.check_device(device, args)
-if args.float8:
-    from core import float8
 if args.tf32:
     torch.set_float32_matmul_precision("high")
 dtype = causal_lm.half_dtype(args)
@@ -234,13 +215,11 @@ print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
 
 # ---- Data: rank 0 tokenises, all ranks map the same table and know the whole order. So ranks never
 # have to ask each other which samples a step has, or how many targets.
-
-paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
-for path in [*paths, *([args.keep] if args.keep else [])]:
+for path in filter(None, (args.train_data_file, args.eval_data_file, args.keep)):
     dist.rank0(world, chat.files_of, path)      # is it there at all?
-for name in ("model_path", "teacher_path"):     # one rank downloads for all
-    if getattr(args, name):
-        dist.rank0(world, causal_lm.find_model, getattr(args, name), f"--{name}")
+dist.rank0(world, causal_lm.find_model, args.model_path)        # one rank downloads for all
+if args.teacher_path:
+    dist.rank0(world, causal_lm.find_model, args.teacher_path, "--teacher_path")
 folder = causal_lm.find_model(args.model_path)
 config = causal_lm.load_config(folder)
 tokenizer = chat.load_tokenizer(folder, template=args.chat_template)
@@ -254,35 +233,29 @@ if args.teacher_path:
     from distill import teaching
     prompt, behind, config = teaching.open_side(args, config, tokenizer)
 limit = causal_lm.length_limit(config, args.max_length, args.max_tokens_per_batch)
-reading = chat_data.Reading(encoder, limit, args.too_long, prompt, args.drop_bad,
-                            args.preprocess_num_proc, behind)
-table, n_train, ends = chat_data.prepare_table(world, work_dir, paths, reading,
-                                               None if dry else args.output_dir)
+reading = chat_data.Reading(encoder, limit, prompt, args.drop_bad, args.preprocess_num_proc, behind)
+table, n_train, ends = chat_data.prepare_table(
+    world, work_dir, list(filter(None, (args.train_data_file, args.eval_data_file))), reading,
+    None if dry else args.output_dir)
 if args.keep:
     kept, *_ = chat_data.prepare_table(world, Path(work_dir) / "keep", [args.keep],
-                             reading._replace(prompt=None, behind=None))
+                                       reading._replace(prompt=None, behind=None))
 train_ids, eval_ids = chat_data.split_samples(table, n_train, args.group_size,
                                               args.validation_split, args.seed)
 if args.teacher_path:
     teaching.check_lesson(args, table, train_ids)
 
+
 # ---- Model: on the meta device, where it takes no memory
-
-
 def empty_model(folder):
-    """(PackedLM on the meta device, parts) of packed_lm.build_empty, as the flags want it.
-
-    A frozen base is stored in the dtype of --bf16 or --fp16, what is trained in fp32.
-    """
-    lora = prompted = None
-    if args.use_lora:
-        lora = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules,
-                args.model_path, args.use_rslora, args.use_dora)
-    if args.teacher_path:
-        prompted = (args.distill_weight, args.divergence, args.js_beta, args.distill_topk)
+    """(PackedLM, parts) of packed_lm.build_empty: a frozen base in half precision, else fp32."""
+    lora = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules,
+            args.model_path, args.use_rslora, args.use_dora) if args.use_lora else None
+    prompted = args.teacher_path and (
+        args.distill_weight, args.divergence, args.js_beta, args.distill_topk)
     model, parts = packed_lm.build_empty(
-        folder, args.use_lora and dtype or torch.float32, lora, args.gradient_checkpointing,
-        prompted, args.base_dtype == "nf4")
+        folder, lora and dtype or torch.float32, lora, args.gradient_checkpointing, prompted,
+        args.base_dtype == "nf4")
     if prompted or args.keep:
         frozen.add(model, args)
     return model, parts
@@ -294,23 +267,22 @@ if args.auto or dry:
     if args.auto and plan.choose(args, world, ranks, model, table.lengths[train_ids],
                                  table.targets[train_ids], kept):
         model, parts = empty_model(folder)
-against = "shapes change with --keep and a teacher" if args.keep or args.teacher_path else ""
-args.compile = dist.choose_compile(world, args, against)
+args.compile = dist.choose_compile(world, args, "shapes change with --keep and a teacher" * bool(
+    args.keep or args.teacher_path))
 
 # ---- Resume
 identity = None     # what a checkpoint must share with the run that resumes it
 if main_rank:
     trained = ("full", "lora", "lora on nf4")[args.use_lora + (args.base_dtype == "nf4")]
-    budget = f"{args.max_tokens_per_batch} tokens"
     identity = {"base model": causal_lm.fingerprint_weights(folder),
                 "set of trained weights": trained, "seed": args.seed,
                 "training data": table.fingerprint(train_ids),
                 "teacher": frozen.fingerprint(args, kept) if prompt or kept else None,
-                "pack": budget if args.max_tokens_per_batch else
+                "pack": f"{args.max_tokens_per_batch} tokens" if args.max_tokens_per_batch else
                         f"{args.per_device_train_batch_size} samples"}
 validation = table.fingerprint(eval_ids)        # losses on other data do not compare
-checkpoints = checkpoint.CheckpointManager(world, args.output_dir, args.save_total_limit,
-                                           args.wait_timeout)
+checkpoints = checkpoint.CheckpointManager(
+    world, args.output_dir, args.save_total_limit, args.wait_timeout)
 resume, state = checkpoints.latest(args.resume)
 if resume:
     dist.rank0(world, checkpoint.check_identity, resume, state, identity)
@@ -319,7 +291,7 @@ best_loss, best_step = math.inf, None
 if state.get("best_step") is not None and state["validation"] == validation:
     best_loss, best_step = state["best_loss"], state["best_step"]
 
-# ---- Order of the packs: a function of (seed, epoch) alone, so another number of ranks continues it
+# ---- Order of the packs: a function of (seed, epoch) alone, so any number of ranks continues it
 accumulation = args.gradient_accumulation_steps
 per_step = ranks * accumulation
 order = PackOrder(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
@@ -343,14 +315,13 @@ if dry:
 held_out = dist.rank0(world, chat_data.write_held_out, args.output_dir, table, train_ids, eval_ids,
                       prompt)
 
-# ---- Model: sharded while it takes no memory, then filled; no process ever holds more than its part
+# ---- Model: sharded while it takes no memory, then filled; no process holds more than its part
 watch.report_progress("loading the model", args.wait_timeout)
 if resume and not args.use_lora:        # a full checkpoint replaces the base
     model, parts = empty_model(resume)
-sharding = None
-if args.parallel != "ddp":
-    sharding = {"bf16": args.bf16, "reshard_after_forward": args.reshard_after_forward,
-                "cpu_offload": args.cpu_offload, "shard_size": args.shard_size}
+sharding = None if args.parallel == "ddp" else {
+    "bf16": args.bf16, "reshard_after_forward": args.reshard_after_forward,
+    "cpu_offload": args.cpu_offload, "shard_size": args.shard_size}
 packed_lm.load(model, parts, world, sharding=sharding, compiled=args.compile)
 if model.frozen:
     frozen.load_all(model, world, sharding)
@@ -359,6 +330,7 @@ if args.use_lora and resume:
 elif args.use_lora:
     adapters.init_adapters(model.net, args.seed)
 if args.float8:
+    from core import float8
     float8.convert(causal_lm.decoder_layers(model.native))
 model.train()
 wrapped = model if sharding else dist.wrap_ddp(model, world)
@@ -374,38 +346,17 @@ dist.seed_everything(args.seed, world.rank)     # other dropout on every rank
 if resume:
     checkpoints.restore(resume, model, optimizer)
 keeper = frozen.Keeper(args, world, kept, wrapped) if args.keep else None
-sampler = None
 if args.on_policy:
     from distill import on_policy
-    if args.base_url:       # draws the answers instead of this process
-        sampler = on_policy.Sampler(world, args.base_url, args.output_dir, args.request_timeout)
-nets = [model.native, getattr(model.frozen.get("teacher"), "native", model.native)]
-sizes = [(packed_lm.layer_weights(net), net.config) for net in nets]
-
-
-def step_work(samples):
-    """Totals over the samples of a step, all ranks, from the table; python numbers."""
-    lengths, targets = table.lengths[samples], int(table.targets[samples].sum())
-    own = table.own[samples] if table.prompted else lengths
-    flops = 0
-    for size, part, forward_only in zip(sizes, (own, lengths - own), (False, True)):
-        pairs = int((part * (part + 1) // 2).sum())
-        if len(part) and part.any():
-            flops += packed_lm.flops(*size, int(part.sum()), targets, pairs, args.use_lora,
-                                     forward_only)
-    return {"tokens": int(lengths.sum()), "targets": targets, "samples": len(samples),
-            "flops": flops}
+    sampler = args.base_url and on_policy.Sampler(      # draws instead of this process
+        world, args.base_url, args.output_dir, args.request_timeout)
+sizes = packed_lm.sizes_of(model)
 
 
 # ---- Validation and checkpoints
-
-
 @torch.no_grad()
 def evaluate():
-    """Exact token-weighted validation loss and accuracy {eval/...: float}; each rank takes a share.
-
-    None, on all ranks, when one was asked to stop meanwhile.
-    """
+    """Exact token-weighted {eval/...: float}; None, on all ranks, when one was asked to stop."""
     held_out = PackOrder(table.lengths[eval_ids], samples_per_pack=args.per_device_eval_batch_size,
                          shuffle=False)
     packs = [[int(eval_ids[i]) for i in pack]
@@ -431,13 +382,12 @@ def validate():
     model.train()
     if values is None:
         return None
-    loss = values["eval/loss"]
-    print0(f"eval   step {step:>6} | loss {loss:7.4f} acc {values['eval/accuracy']:6.1%}")
+    print0(packed_lm.eval_line(step, values))
     if main_rank:
         log.write(step, values)
-    if not loss < best_loss:     # never one that is not finite
+    if not values["eval/loss"] < best_loss:     # never one that is not finite
         return False
-    best_loss, best_step = loss, step
+    best_loss, best_step = values["eval/loss"], step
     return True
 
 
@@ -451,19 +401,17 @@ def save():
         stem, named = "adapter_model", adapters.adapter_weights(model.net)
 
     def save_config(path):
-        if args.use_lora:
-            adapters.save_config(model.net, path)
-        else:
-            causal_lm.save_config(model.native, path)
         tokenizer.save_pretrained(path)     # which holds the chat template
+        if args.use_lora:
+            return adapters.save_config(model.net, path)
+        return causal_lm.save_config(model.native, path)
 
     checkpoints.save(step, model, optimizer, stem, named, save_config, {
         "step": step, "epoch": epoch, "first": first_pack, "identity": identity,
-        "validation": validation, "best_step": best_step,
-        "best_loss": None if best_step is None else best_loss, "eval_due": eval_due,
-        "held_out": held_out, "skipped": monitor.skipped, "scaler": scaler and scaler.saved(),
-        "unlogged": unlogged, "args": cli.stored(args)},
-        split=causal_lm.published)
+        "validation": validation, "best_step": best_step, "eval_due": eval_due,
+        "best_loss": None if best_step is None else best_loss, "held_out": held_out,
+        "skipped": monitor.skipped, "scaler": scaler and scaler.saved(), "unlogged": unlogged,
+        "args": cli.stored(args)}, split=causal_lm.published)
 
 
 # ---- Loop
@@ -483,9 +431,8 @@ log = run.open_log(args, world, step, eval_due)
 print0(run.device_line(args, world), metrics.model_text(model, model.lora),
        chat_data.samples_line(table, train_ids, eval_ids), *lines)
 if new_ends:
-    how = "pass it to generate with this adapter" if args.use_lora else "the saved one will"
-    print0(f"note       answers end with {', '.join(tokenizer.convert_ids_to_tokens(new_ends))}, at "
-           f"which the base model's generation_config does not stop; {how}")
+    print0("note       the base model's generation_config does not stop where answers end: give "
+           f"generate {', '.join(tokenizer.convert_ids_to_tokens(new_ends))} as well")
 start_step, stopping, timer = step, False, metrics.StepTimer(device)
 if eval_due:
     with timer.paused():
@@ -497,8 +444,7 @@ def next_batch():
     watch.report_progress(f"loading data for step {step + 1}")
     with timer.waiting():
         batch = next(batches)
-    # compiling takes minutes, in the first step
-    compiling = args.compile and step == start_step
+    compiling = args.compile and step == start_step     # which takes minutes
     watch.report_progress(f"step {step + 1}", args.wait_timeout if compiling else None)
     return batch
 
@@ -507,19 +453,19 @@ while step < total_steps and not stopping:
     # next batch: of which samples the step consists on all ranks, each rank knows from the order
     if first_pack >= order.packs_per_epoch:
         epoch, first_pack = epoch + 1, 0
-    work = step_work(train_ids[order.window(epoch, first_pack, per_step)])
+    window = train_ids[order.window(epoch, first_pack, per_step)]
+    work = packed_lm.step_work(table, window, sizes, args.use_lora)
     drawn = None
     if args.on_policy:      # before the first loss: all are divided by the tokens of all answers
         given = [next_batch() for _ in range(accumulation)]
-        drawn, work["targets"] = on_policy.own_answers(args, world, model, table, given, ends, step,
-                                                       sampler)
+        drawn, work["targets"] = on_policy.own_answers(
+            args, world, model, table, given, ends, step, sampler)
     step_sums = torch.zeros_like(sums)      # stays on the device; nothing here waits for it
     for micro in range(accumulation):
         batch = drawn[micro] if drawn else next_batch()
         mine = list(batch.samples)
-        # else the loss would be divided by another count than the other ranks'
-        planned = drawn or batch.counts["targets"] == table.targets[mine].sum()
-        assert planned, "loader and plan disagree"
+        # a batch that differs from the plan would divide by another count than the other ranks'
+        assert drawn or batch.counts["targets"] == table.targets[mine].sum()
         assert pad_to in (0, len(batch.input_ids)), "the pack is not filled to its budget"
 
         # forward, loss, backward; ranks exchange gradients once a step, when they are complete
@@ -554,8 +500,7 @@ while step < total_steps and not stopping:
     last = step == total_steps
     # an epoch whose packs do not fill the last step ends with packs of one token of padding
     empty = max(0, first_pack - order.packs_per_epoch)
-    timer.count({name: work[name] for name in ("tokens", "samples", "flops")},
-                per_step * pad_to or work["tokens"] + empty)
+    timer.count(work, per_step * pad_to or work["tokens"] + empty)
     if kept_values and main_rank:
         log.write(step, kept_values)
     if last or step % args.logging_steps == 0:
@@ -568,13 +513,7 @@ while step < total_steps and not stopping:
             values["train/loss_scale"] = scaler.scale.item()
         if main_rank:
             log.write(step, values)
-        parts = " ce {train/ce_loss:7.4f} kl {train/kl_loss:7.4f}" if args.teacher_path else ""
-        mfu = " | mfu {train/mfu:6.1%}" if "train/mfu" in values else ""
-        left = metrics.duration((total_steps - step) * values["train/step_seconds"])
-        print0(("step {:>6}/{} | loss {train/loss:7.4f}" + parts + " acc {train/accuracy:6.1%} | "
-                "lr {train/learning_rate:.2e} | grad_norm {train/grad_norm:7.3f} | "
-                "{train/throughput:>9,.0f} tok/s | wait {train/data_wait_seconds:4.1f} s" + mfu +
-                " | eta {}").format(step, total_steps, left, **values))
+        print0(packed_lm.train_line(step, total_steps, values))
 
     # validate; a request to stop counts one step late, so that no step waits for the device
     eval_due = validates and (last or args.eval_steps > 0 and step % args.eval_steps == 0)

@@ -36,10 +36,10 @@ def chat_lines(n):
     return "\n".join(lines)
 
 
-def chat_table_of(paths, folder, processes, limit=60, policy="cut_left"):
+def chat_table_of(paths, folder, processes):
     encoder = chat.Encoder(chats.tokenizer())
     found = chat_table.write_table(folder, paths, chat_table.Reading(
-        encoder, limit, policy, processes=processes))
+        encoder, 60, drop=("too_long",), processes=processes))
     return {path.name: path.read_bytes() for path in folder.iterdir()}, found, encoder.ends
 
 
@@ -49,23 +49,21 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(indexing, "HERE", 1)
 
 
-@pytest.mark.parametrize("policy", ["drop", "cut_left", "cut_right"])
-def test_several_processes_make_the_chats_of_one(tmp_path, policy, small_chunks):
+def test_several_processes_make_the_chats_of_one(tmp_path, small_chunks):
     paths = [tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"]
     for path, n in zip(paths, (50, 21)):
         path.write_text(chat_lines(n))
-    one, found, ends = chat_table_of(paths, tmp_path / "table", 0, policy=policy)
-    assert found["long"] and sum(found["samples"]) + found["dropped"] == 71 and len(one) == 10
+    one, found, ends = chat_table_of(paths, tmp_path / "table", 0)
+    assert found["bad"] == f"{71 - sum(found['samples'])} too_long" and len(one) == 10
     assert ends == {chats.tokenizer().convert_tokens_to_ids("<|im_end|>"): 71 + 13 + 6}     # all answers
     for processes in (1, 2):
-        many, again, its_ends = chat_table_of(paths, tmp_path / f"table{processes}", processes, policy=policy)
+        many, again, its_ends = chat_table_of(paths, tmp_path / f"table{processes}", processes)
         assert (again, its_ends) == (found, ends)
         assert {name: many[name] == one[name] for name in one} == dict.fromkeys(many, True)
     table, encoder = chat_table.ChatTable(tmp_path / "table"), chat.Encoder(chats.tokenizer())
     every = [(line, *encoder.encode([record["messages"]])[0], source, chat.group_key(record))
              for source, path in enumerate(paths) for line, record in chat.read_records(path, [])]
-    every = [(line, *part, source, key) for line, ids, mask, source, key in every
-             if (part := chat.cut(ids, mask, 60, policy))]
+    every = [row for row in every if len(row[1]) <= 60]
     for i, (line, ids, mask, source, key) in enumerate(every):
         part = slice(table.offsets[i], table.offsets[i + 1])
         assert (table.tokens[part].tolist(), table.trained[part].tolist()) == (ids, mask)

@@ -27,7 +27,7 @@ def data(made, tmp_path_factory):
     def table(student):
         folder = tmp_path_factory.mktemp("table")
         encoder = chat.Encoder(chat.load_tokenizer(made / student))
-        write_table(folder, [made / "chats.jsonl"], Reading(encoder, 256, "stop"))
+        write_table(folder, [made / "chats.jsonl"], Reading(encoder, 256))
         table = ChatTable(folder)
         return table, *split_groups(np.arange(24), HELD_OUT, SEED)
     return table

@@ -455,7 +455,7 @@ def test_two_files_join_without_duplicates(server, tmp_path):
     assert len(set(ids)) == 9 and max(ids) < 2**53
     (tmp_path / "twice.jsonl").write_text(parts[0] * 2)
     encoder = chat.Encoder(chats.tokenizer())
-    reading = chat_data.Reading(encoder, 256, "stop")
+    reading = chat_data.Reading(encoder, 256)
     assert chat_data.write_table(tmp_path / "table", [tmp_path / "both.jsonl"], reading)["samples"] == [9]
     with pytest.raises(UserError, match=f"twice.jsonl:5: has the same id {ids[0]} as .*twice.jsonl:1"):
         chat_data.write_table(tmp_path / "again", [tmp_path / "twice.jsonl"], reading)

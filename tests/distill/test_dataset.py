@@ -52,14 +52,14 @@ def test_bad_lines_are_named(made, tmp_path, line, part):
     path = chats.write(tmp_path / "chats.jsonl", [SINGLE, SINGLE])
     path.write_bytes(path.read_bytes() + b"\n" + line + b"\n")
     with pytest.raises(UserError) as wrong:
-        write_table(tmp_path / "table", [path], Reading(encoder(made, QWEN), 100, "stop"))
+        write_table(tmp_path / "table", [path], Reading(encoder(made, QWEN), 100))
     assert str(wrong.value).startswith(f"{path}:4: ") and part in str(wrong.value)
     assert "\n" not in str(wrong.value)
 
 
-def make_table(made, folder, conversations, limit=256, policy="stop", **more):
-    path = chats.write(folder / "chats.jsonl", conversations, **more)
-    found = write_table(folder / "table", [path], Reading(encoder(made, QWEN), limit, policy))
+def make_table(made, folder, conversations, limit=256, drop=()):
+    path = chats.write(folder / "chats.jsonl", conversations)
+    found = write_table(folder / "table", [path], Reading(encoder(made, QWEN), limit, drop=drop))
     return ChatTable(folder / "table"), found
 
 
@@ -71,7 +71,7 @@ def samples_of(table):
 def test_table_holds_what_was_encoded(made, tmp_path):
     table, found = make_table(made, tmp_path, chats.conversations(7))
     whole = encoder(made, QWEN).encode(chats.conversations(7))
-    assert samples_of(table) == whole and found == {"samples": [7], "long": 0, "dropped": 0, "split": 0, "bad": ""}
+    assert samples_of(table) == whole and found == {"samples": [7], "split": 0, "bad": ""}
     assert table.lengths.tolist() == [len(ids) for ids, _ in whole]
     assert table.targets.tolist() == [sum(mask) for _, mask in whole]
     assert table.name(6) == f"{tmp_path}/chats.jsonl:7"
@@ -86,23 +86,12 @@ def test_table_holds_what_was_encoded(made, tmp_path):
 
 def test_too_long_samples(made, tmp_path):
     short, long = ask("a", "en"), ask("the quick brown fox " * 9, "de or fr")
-    (ids, mask), = encoder(made, QWEN).encode([long])
-    limit = len(ids) - 3
-    for policy in ("drop", "cut_left", "cut_right", "stop"):
-        (tmp_path / policy).mkdir()
-        if policy == "stop":
-            with pytest.raises(UserError, match=rf"jsonl:2: {len(ids)} tokens, more than {limit}\nfix: shorten"):
-                make_table(made, tmp_path / policy, [short, long, short], limit, policy)
-            continue
-        table, found = make_table(made, tmp_path / policy, [short, long, short], limit, policy)
-        wanted = {"drop": [], "cut_left": [(ids[3:], mask[3:])], "cut_right": [(ids[:-3], mask[:-3])]}[policy]
-        assert samples_of(table)[1:-1] == wanted
-        assert table.lines.tolist() == ([1, 3] if policy == "drop" else [1, 2, 3])
-        assert found == {"samples": [3 - (policy == "drop")], "long": 1, "dropped": int(policy == "drop"),
-                         "split": 0, "bad": "1 too_long" * (policy == "drop")}
-    (tmp_path / "all").mkdir()      # of a long prompt cut on the right no answer is left
-    table, found = make_table(made, tmp_path / "all", [short, long], 30, "cut_right")
-    assert len(table) == 1 and found == {"samples": [1], "long": 1, "dropped": 1, "split": 0, "bad": ""}
+    (ids, _), = encoder(made, QWEN).encode([long])
+    limit = len(ids) - 1
+    with pytest.raises(UserError, match=rf"jsonl:2: {len(ids)} tokens, more than {limit}\nfix: shorten"):
+        make_table(made, tmp_path, [short, long, short], limit)
+    table, found = make_table(made, tmp_path, [short, long, short], limit, ("too_long",))
+    assert table.lines.tolist() == [1, 3] and found == {"samples": [2], "split": 0, "bad": "1 too_long"}
 
 
 def test_hold_out_takes_whole_groups():
@@ -171,7 +160,7 @@ def test_sharegpt_and_parquet_are_the_same_conversations(made, tmp_path):
               {"instruction": "question 5", "output": "answer 5"}, {"messages": talks[6]}]
     (tmp_path / "others.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
     for name in ("plain.jsonl", "share.jsonl", "rows.parquet", "others.jsonl"):
-        write_table(tmp_path / f"table-{name}", [tmp_path / name], Reading(chat.Encoder(made), 256, "stop"))
+        write_table(tmp_path / f"table-{name}", [tmp_path / name], Reading(chat.Encoder(made), 256))
         found[name] = ChatTable(tmp_path / f"table-{name}")
     for table in found.values():
         assert table.tokens.tolist() == found["plain.jsonl"].tokens.tolist() and len(table) == 7
