@@ -20,7 +20,6 @@ import time
 import uuid
 import zlib
 from array import array
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+from torch.distributed import HashStore
 from torch.utils.data import DataLoader
 
 from core import checkpoint, json_files, loading, run_lock, tensor_io, watchdog
@@ -252,27 +252,20 @@ def codec_frames(samples, config):
     return -(-n // config.semantic_downsample_factor)
 
 
-def header_frames(path, cuts, config, num_codebooks):
-    """[codec frames of each cut (offset, duration, filled)] of a file, from its header alone.
-
-    A file that is damaged behind its header is found only when it is decoded.
-    """
-    if holds_codes(path):
-        found = read_codes(path)[1]
-        for offset, *_ in cuts:
-            check_codes(found, offset, num_codebooks, config.codebook_size)
-        return [len(found)] * len(cuts)
-    with readable(path) as file, open_sound(file) as audio:
-        rate, frames = audio.samplerate, audio.frames
-    found = []
-    for offset, length, fill in cuts:
-        start = round((offset or 0) * rate)
-        there = max(0, min(frames, start + round(length * rate) if length else frames) - start)
-        samples = (2 * there * SAMPLE_RATE + rate) // (2 * rate)    # soxr's, rounded half up
-        check_seconds(samples / SAMPLE_RATE, offset, length)
-        samples = max(samples, round(FILLED_S * SAMPLE_RATE)) if fill else samples
-        found.append(codec_frames(samples, config))
-    return found
+def header_frames(clip, config, num_codebooks):
+    """Codec frames of a Clip from its file's header alone; damage behind that is found later."""
+    if holds_codes(clip.path):
+        found = read_codes(clip.path)[1]
+        check_codes(found, clip.offset, num_codebooks, config.codebook_size)
+        return len(found)
+    with readable(clip.path) as file, open_sound(file) as audio:
+        rate, stop = audio.samplerate, audio.frames
+    start = round((clip.offset or 0) * rate)
+    if clip.duration:
+        stop = min(stop, start + round(clip.duration * rate))
+    samples = (2 * max(0, stop - start) * SAMPLE_RATE + rate) // (2 * rate)     # soxr rounds half up
+    check_seconds(samples / SAMPLE_RATE, clip.offset, clip.duration)
+    return codec_frames(max(samples, round(FILLED_S * SAMPLE_RATE) * clip.filled), config)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -816,8 +809,7 @@ def encode_files(world, mine, folder, how, progress, bad):
             heard += seconds
             key = content_key(digest, clip, clip.filled and not saved and seconds < FILLED_S)
             # the same content under two paths is encoded by the rank that claims it first
-            if key not in seen and not index.has(key) and (
-                    not world.store or world.store.add(f"claim/{key.hex()}", 1) == 1):
+            if key not in seen and not index.has(key) and progress.count(key.hex(), 1) == 1:
                 try:
                     if saved:
                         size = codec.config.codebook_size
@@ -849,16 +841,14 @@ class Progress:
     def __init__(self, world, work):
         """work: of share_work."""
         from tqdm import tqdm
-        self.world, self.counts, self.start = world, Counter(), time.monotonic() - 1e-3
+        self.world, self.store = world, world.store or HashStore()
+        self.start = time.monotonic() - 1e-3
         self.bar = tqdm(total=sum(len(cuts) for share in work for *_, cuts in share), unit="clip",
                         desc="encoding audio", disable=not world.is_main,
                         mininterval=0.1 if sys.stderr.isatty() else 30)
 
     def count(self, name, n=0):
-        if self.world.store:
-            return self.world.store.add(f"encoding audio/{name}", n)
-        self.counts[name] += n
-        return self.counts[name]
+        return self.store.add(f"encoding audio/{name}", n)
 
     def add(self, n, seconds):
         """Count n clips and so many seconds of audio."""
@@ -895,22 +885,16 @@ def plan_codes(clips, how, bad=None):
     unusable = {} if bad is None else bad
 
     def frames(i):
-        clip = clips[i]
         try:
-            cut = clip.offset, clip.duration, clip.filled
-            return header_frames(clip.path, [cut], config, how.num_codebooks)[0]
+            return header_frames(clips[i], config, how.num_codebooks)
         except ValueError as error:
-            unusable[i] = f"{clip.path}: {error}"
+            unusable[i] = f"{clips[i].path}: {error}"
             return 0
 
     with ThreadPoolExecutor(16) as pool:        # waits for the file system, not for the processor
         where[unknown[:, 0], 2] = list(pool.map(frames, unknown[:, 0].tolist()))
-    problems = list(dict.fromkeys(unusable[i] for i in sorted(unusable))) if bad is None else []
+    if bad is None and unusable:
+        raise UserError(problem_text(list(dict.fromkeys(unusable[i] for i in sorted(unusable)))))
     if len(unknown):
-        try:
-            check_encoder()
-        except UserError as error:
-            problems.append(str(error))
-    if problems:
-        raise UserError(problem_text(problems))
+        check_encoder()
     return folder, [], where

@@ -73,13 +73,13 @@ class Turn:
 @dataclass
 class Sample:
     """A canonical conversation. name: where it stands in the user's files; speaker, language: the
-    data's labels. recognised: {a key of text_normalization.RECOGNISED: the words it is about}.
-    notes: [(check, text)] of what is odd about it, and does not stop a run.
+    data's labels. recognised: keys of text_normalization.RECOGNISED. notes: [(check, text)] of what
+    is odd about it, and does not stop a run.
     """
     name: str
     turns: list
     speaker: str = ""
-    recognised: dict = field(default_factory=dict)
+    recognised: set = field(default_factory=set)
     language: str = ""
     notes: list = field(default_factory=list)
 
@@ -316,7 +316,7 @@ def canonical_turns(entry, paths):
     told = {key: misc[key].strip() if isinstance(misc.get(key), str) else ""
             for key in ("ref_transcript", "target_transcript")}
     parsed = [message_parts(message, paths) for message in messages]
-    turns, scenes, rewritten, recognised = [], [], False, {}
+    turns, scenes, rewritten, recognised = [], [], False, set()
     for index, (role, parts) in enumerate(parsed):
         if role == "scene":
             scenes.append(parts)
@@ -400,12 +400,9 @@ def reference_turns(parts, index, answer, ref_transcript, recognised):
 
 
 def recognise(asked, answer, recognised):
-    """text_normalization.target_text; recognised takes what it found, and the words it is about."""
+    """text_normalization.target_text; the set `recognised` takes what it found."""
     target, how = text_normalization.target_text(asked, answer)
-    if how == "punctuation":
-        recognised[how] = target
-    elif how == "instruction":
-        recognised[how] = text_normalization.words_before(asked.strip(), target)
+    recognised |= {how} & text_normalization.RECOGNISED.keys()
     return target, how
 
 

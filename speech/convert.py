@@ -560,15 +560,15 @@ class Unpacked:
             return {**row, "audio": value}
         if row.get("offset") not in (None, "") or row.get("end") not in (None, ""):
             return BadSample("has an offset into audio that is inside the file: cut it first")
-        text = row.get("text")
-        if not isinstance(text, str) or text.strip().lower() in NOTHING:
-            return BadSample(f"its text is {text!r}", "empty_text")     # nothing unpacked in vain
-        if isinstance(value, bytes) and value[:6] == b"\x93NUMPY":      # of --save_codes
-            path = self.new_path(".npy")
-            path.write_bytes(value)
-            return {**row, "audio": str(path), "duration": None}
         try:
+            text_of(row)                                # nothing is unpacked in vain
+            if isinstance(value, bytes) and value[:6] == b"\x93NUMPY":      # of --save_codes
+                path = self.new_path(".npy")
+                path.write_bytes(value)
+                return {**row, "audio": str(path), "duration": None}
             return {**row, **self.add(value)}
+        except BadSample as error:
+            return error
         except (ValueError, RuntimeError) as error:     # of open_sound, NumPy and libsndfile
             return BadSample(f"is not readable audio ({error})", "audio")
 
@@ -881,9 +881,8 @@ def lists_in(place, depth, given, unpacked, refused):
 
 
 def checked(row, paths, plain):
-    """A row whose audio is there, by its absolute path, and whose text is one. BadSample.
-
-    paths: of a list's audio. plain: of ChatML's.
+    """A row whose audio is there, by its absolute path, and whose text is one. Raises BadSample.
+    paths: of a list's audio; plain: of ChatML's.
     """
     if isinstance(row, BadSample):
         raise row
@@ -894,28 +893,20 @@ def checked(row, paths, plain):
                         item.get(key), str):
                     item[key] = plain.find(item[key])
         return row
-    name, text = row.get("audio"), row.get("text")
+    name, speakers = row.get("audio"), row.get("ref_speakers")
     if not isinstance(name, str) or not name.strip():
         raise BadSample(f"has no audio, but {name!r}")
-    if isinstance(text, str) and text.strip().lower() in NOTHING:
-        raise BadSample(f"its text is {text!r}" if text.strip() else "its text is empty",
-                        "empty_text")
-    row = {**row, "text": text_of(row), "audio": paths.find(name), "name": name,
-           "text_file": None}
-    for speaker in row.get("ref_speakers") if isinstance(row.get("ref_speakers"), list) else ():
-        if isinstance(speaker, dict) and isinstance(speaker.get("ref_audio_file"), str):
-            speaker["ref_audio_file"] = paths.find(speaker["ref_audio_file"])
-    if isinstance(row.get("ref_audio"), str) and row["ref_audio"]:
-        row["ref_audio"] = paths.find(row["ref_audio"])
+    row = {**row, "text": text_of(row), "audio": paths.find(name), "name": name, "text_file": None}
+    for of, key in [(row, "ref_audio"), *((one, "ref_audio_file") for one in (
+            speakers if isinstance(speakers, list) else ()) if isinstance(one, dict))]:
+        if isinstance(of.get(key), str) and of[key]:
+            of[key] = paths.find(of[key])
     audio_item(row)
     return row
 
 
 def row_entry(row, reading, pool, paths):
-    """(raw ChatML sample, [(check, note)]) of a row of convert.py. Raises BadSample.
-
-    reading: Reading. pool: {speaker: [candidate]} of note_candidate.
-    """
+    """(raw ChatML sample, [(check, note)]) of a row; pool: of note_candidate. Raises BadSample."""
     notes, task = [], row.get("task_type")
     if task in (None, "", "audio_generation"):      # JimmyMa99's converter writes it everywhere
         task = reading.task_type
@@ -929,8 +920,7 @@ def row_entry(row, reading, pool, paths):
     scene = f"Audio is recorded from {str(scene).replace('_', ' ')}." if scene else ""
     turns = []
     if reading.ref_in_system and references:
-        start = "\n\n<|scene_desc_start|>\n" + (f"{scene}\n\n" if scene else "")
-        system = [DEFAULT_SYSTEM, start]
+        system = [DEFAULT_SYSTEM, "\n\n<|scene_desc_start|>\n" + f"{scene}\n\n" * bool(scene)]
         for i, (tag, _, audio) in enumerate(references):
             system += ["\n" * bool(i) + f"{tag.strip('[] ') or 'SPEAKER0'}:", audio]
         system.append("\n<|scene_desc_end|>")
@@ -965,12 +955,12 @@ def text_of(row):
         text = read_text(row["text_file"], row.get("text_name", ""))
     if text is not None and not isinstance(text, str):
         raise BadSample(f"its text is {text!r}, not text")
-    if text and len(text) > json_files.LONGEST:        # the tokenizer would end this process
-        raise BadSample(f"its text is longer than {json_files.LONGEST >> 20} MiB")
     # ms-swift's placeholder, kept by some converters
     text = tagged((text or "").replace("<audio>", "").strip())
-    if not text:
-        raise BadSample("its text is empty", "empty_text")
+    if text.lower() in NOTHING:
+        raise BadSample(f"its text is {text!r}" if text else "its text is empty", "empty_text")
+    if len(text) > json_files.LONGEST:                 # the tokenizer would end this process
+        raise BadSample(f"its text is longer than {json_files.LONGEST >> 20} MiB")
     return text
 
 
@@ -1114,13 +1104,12 @@ def is_held_out(row):
     return str(row.get("split")).strip().lower() in HELD_OUT
 
 
-def to_chatml(source, out_path, *, held_out=False, problems=None, **how):
-    """Write a source of any format as ChatML .jsonl; returns its path. UserError where nothing can
-    be read.
+def to_chatml(source, out_path, problems, *, held_out=False, **how):
+    """Write a source of any format as ChatML .jsonl. UserError where nothing can be read.
 
-    held_out: whether validation data is asked for: rows whose `split` says so are read as that
-    alone. problems: a list that takes the rows that cannot be used, as core.problems.Problem; None:
-    they are printed. how: of Reading, such as columns="audio=clip,text=caption".
+    problems: a list that takes the rows that cannot be used, as core.problems.Problem. held_out:
+    whether validation data is asked for: rows whose `split` says so are read as that alone. how: of
+    Reading, such as columns="audio=clip,text=caption".
     """
     from core import checkpoint         # they import torch, which --help needs not
     from core.problems import problem
@@ -1132,9 +1121,8 @@ def to_chatml(source, out_path, *, held_out=False, problems=None, **how):
         saved = json_files.read_object(note)
         if saved["made"] == made:
             print(f"converted  {printable(source)}: as before, {out_path}", flush=True)
-            if problems is not None:
-                problems += [problem(*row, source) for row in saved["refused"]]
-            return out_path
+            problems += [problem(*row, source) for row in saved["refused"]]
+            return
     note.unlink(missing_ok=True)
     unpacked = Unpacked(out_path.with_suffix(".audio"))
     at, about, rows = open_source(source, given, unpacked)
@@ -1211,10 +1199,8 @@ def to_chatml(source, out_path, *, held_out=False, problems=None, **how):
     for what, (n, one) in odd.items():
         noun = counted(n, "row" if what == OUTSIDE else "text")
         said.append(f"           {noun} {what}, such as {printable(one)[:60]!r}")
-    if problems is not None:
-        problems.extend(refused)
-    print("\n".join(said + ([] if problems is not None else refused[:20])), flush=True)
-    return out_path
+    problems.extend(refused)
+    print("\n".join(said), flush=True)
 
 
 def main(argv=None):
@@ -1226,7 +1212,8 @@ def main(argv=None):
                    f"meanings are {', '.join(COLUMNS)}")
     args = cli.parse(p, lambda args, _: choices.check_columns(args.columns), argv)
     try:
-        to_chatml(args.source, args.output, columns=args.columns)
+        to_chatml(args.source, args.output, problems := [], columns=args.columns)
+        print(*problems[:20], sep="\n")
     except UserError as error:
         sys.exit(error_text(f"error: {error}"))
 

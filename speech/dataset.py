@@ -29,6 +29,7 @@ from core.indexing import Column, Lists, token_lists
 from core.problems import problem, settle
 from speech.codes import FRAME_RATE, CodeReader
 from speech.conversations import OTHER_MARKS, BadSample, Clip, marks_speakers_otherwise
+from speech.text_normalization import RECOGNISED
 
 LIKE_A_TAG = re.compile(r"<\|[^<>|]*\|>")
 SHARE = 0.005           # of the samples, for validation, where --validation_split says nothing
@@ -73,7 +74,7 @@ class Clips:
         self.number_of = {}     # {digest: number}: about 150 bytes of memory a clip
 
     def numbers(self, clips):
-        """Numbers of clips, new or known: [(digest_of, clip_bytes)]."""
+        """Numbers of clips, new or known: [(digest_of, JSON of their fields)]."""
         found, new = [], []
         for digest, text in clips:
             found.append(self.number_of.setdefault(digest, len(self.number_of)))
@@ -91,18 +92,8 @@ class Clips:
             i = range(len(self))[i]
             return self[i:i + 1][0]
         ends, values = self.texts.offsets.array(), self.texts.values.array()
-        return [clip_of(values[ends[n]:ends[n + 1]].tobytes()) for n in range(*i.indices(len(self)))]
-
-
-def clip_bytes(clip):
-    """By JSON, since the keys of speech/codes.py tell 3 s from 3.0 s."""
-    cut = json.dumps([clip.offset, clip.duration, clip.seconds, clip.filled])
-    return os.fsencode(clip.path) + b"\0" + cut.encode()
-
-
-def clip_of(text):
-    path, _, cut = text.rpartition(b"\0")
-    return Clip(os.fsdecode(path), *json.loads(cut))
+        return [Clip(*json.loads(values[ends[n]:ends[n + 1]].tobytes()))
+                for n in range(*i.indices(len(self)))]
 
 
 def digest_of(clip):
@@ -180,6 +171,7 @@ class TableBuilder:
             facts += [facts_of(sample)] * len(found)
             left_out.update(without)
             left_out.update(self.read_aloud(sample))
+            left_out.update(RECOGNISED[how] for how in sample.recognised)
         streams = [stream for _, stream in good]
         pieces, labels = zip(*itertools.chain.from_iterable(streams)) if good else ((), ())
         starts = np.cumsum([0, *map(len, streams)])[:-1]
@@ -196,7 +188,10 @@ class TableBuilder:
         return {"tokens": (tokens, per_sample(lengths)), "labelled": np.repeat(labels, lengths),
                 "names": joined(name.encode("utf-8", "backslashreplace") for name, _ in good),
                 "text_targets": per_sample(lengths * (labels & ~spoken)),
-                "clips": [(digest_of(clip), clip_bytes(clip)) for clip in clips],
+                # by JSON, since the keys of speech/codes.py tell 3 s from 3.0 s
+                "clips": [(digest_of(clip), json.dumps([clip.path, clip.offset, clip.duration,
+                                                        clip.seconds, clip.filled]).encode())
+                          for clip in clips],
                 "clip_counts": per_sample(spoken), "trained": labels[spoken],
                 "facts": np.array(facts, FACTS), "left_out": left_out}
 
