@@ -380,7 +380,7 @@ class Encoder:
         self.ends = Counter()   # ids that trained turns ended with
 
     def render(self, messages, prompt, tools=None):
-        """Text of messages by the template; prompt: with the generation prompt. ValueError when it
+        """Text of messages by the template, with the generation prompt or not. ValueError when it
         refuses them.
         """
         try:
@@ -394,10 +394,8 @@ class Encoder:
 
         tools: [list of tools or None] of the conversations.
         """
-        tools = tools or [None] * len(chats)
-        jobs = [attempt(self._texts, *pair) for pair in zip(chats, tools)]
-        texts = dict.fromkeys(text for job in jobs if isinstance(job, list)
-                              for text in itertools.chain.from_iterable(job))
+        jobs = [attempt(self._texts, *pair) for pair in zip(chats, tools or [None] * len(chats))]
+        texts = {text: None for job in jobs if isinstance(job, list) for part in job for text in part}
         texts = dict(zip(texts, self.lists(list(texts))))
         return [job if isinstance(job, ValueError) else attempt(
             self._samples, [[texts[text] for text in part] for part in job], job)

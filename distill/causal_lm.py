@@ -1,10 +1,9 @@
 """transformers' causal language models: find, build empty, load into any sharding, answer.
 
 A model starts empty on torch's meta device and takes its weights from the safetensors files row by
-row, so no process ever holds more than it trains, and a model may be larger than a host's memory.
-Missing, unexpected or misshapen weights stop the run. Mixtures of experts are published with
-matrices for each expert, which transformers holds in tensors (experts, rows, columns): files have
-the former, models the latter. Quantised and remote-code models are refused.
+row: no process holds more than it trains, and a model may be larger than a host's memory. Missing,
+unexpected or misshapen weights stop the run. Of a mixture, files have a matrix for each expert,
+transformers tensors (experts, rows, columns). Quantised and remote-code models are refused.
 """
 import contextlib
 import copy
@@ -15,14 +14,8 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    logging,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import LogitsProcessor, LogitsProcessorList, logging
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from core import checkpoint, tensor_io
@@ -61,8 +54,7 @@ def hint(folder):
 
 def length_limit(config, max_length=0, pack_tokens=0):
     """Tokens that a sample may have: the least of the model's positions, --max_length and the
-    tokens of a pack (0: no such limit). UserError when there is none, or --max_length is above
-    the model's.
+    tokens of a pack (0: no such limit). UserError.
     """
     positions = getattr(config, "max_position_embeddings", None)
     require(positions or max_length or pack_tokens,
@@ -132,8 +124,8 @@ def _weights_on_meta():
 def empty_model(config, dtype, folder=None, attention=None):
     """Causal LM whose parameters are on the meta device, its buffers computed, on the CPU.
 
-    folder: takes over the generation_config.json there. attention: name of a transformers
-    attention function; None leaves the choice to transformers. Raises UserError.
+    folder: of a generation_config.json. attention: name of a transformers attention function; None
+    leaves the choice to transformers. Raises UserError.
     """
     try:
         with _weights_on_meta():
@@ -142,8 +134,7 @@ def empty_model(config, dtype, folder=None, attention=None):
                 trust_remote_code=False)
     except Exception as error:      # an attention of its own, sizes that no model has, ...
         raise UserError(f"{folder or config.model_type}: no model can be built as its config.json "
-                        f"says ({type(error).__name__}: {str(error).splitlines()[0]}); it is not "
-                        "supported")
+                        f"says ({repr(error).splitlines()[0]}); it is not supported")
     stored = [name for name in model.state_dict() if name not in all_names(model)]
     require(not stored, f"{config.model_type} models keep state beside their weights "
                         f"({min(stored, default='')}), which is not supported")
@@ -162,8 +153,8 @@ def all_names(model):
 
 
 def give_memory(model, device, buffer_device=None):
-    """model.to_empty(device) that keeps tied weights tied and buffers' values; parameters are still
-    unset. Sharded or not. buffer_device: where buffers go, default `device`.
+    """model.to_empty(device) that keeps ties and buffers (on buffer_device, default `device`);
+    parameters are still unset. Sharded or not.
     """
     tied = {name: first for name, first in all_names(model).items() if name != first}
     buffers = [(module, name, buffer.to(buffer_device or device, copy=True))
@@ -190,10 +181,8 @@ def decoder_layers(model):
 
 
 def weight_parts(folder, model):
-    """{name: [slice handle]} of the weights in a folder's files; raises UserError when it has none,
-    or other values for the second name of a tied weight.
-
-    Left out: second names of tied weights, and buffers that old files hold.
+    """{name: [slice handle]} of the weights in a folder's files, without IGNORED and second names of
+    tied weights; UserError when it has none, or other values for such a second name.
     """
     found = tensor_io.open_tensors(tensor_io.files_of(folder, "model"))
     require(found, f"{folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
@@ -237,8 +226,7 @@ def check_weights(model, parts, folder):
         wanted |= {stored: tensor.shape for stored, tensor in found.items()}
     problem = tensor_io.mismatch(wanted, parts)
     require(not problem, f"{folder}: {problem}; its files do not hold the weights under the names "
-            f"of {type(model).__name__}. Other names, which from_pretrained may convert, are not "
-            "supported")
+            f"of {type(model).__name__}, and names are not converted here")
 
 
 def load_weights(weights, parts, world=None):

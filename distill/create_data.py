@@ -6,17 +6,14 @@
         --prompt_file system.txt --prompt_role system --model_name NAME \
         --base_url http://localhost:8000/v1
 
-The long prompt goes to the teacher only; a student trained on the result learns to do without it.
-An answer without a proper label (labels.py) is asked for again with another seed; a line that never
-gets one is in labels.rejected.jsonl with all raw answers and the reason. Ids differ between input
-files, which can be joined.
-
-A line of a .jsonl file is a conversation in any form that train_sft.py reads, whose last answer, if
-it ends with one, is asked for again; or {"text": "...", "history": [[question, answer], ...]}.
+Only the teacher reads the long prompt; a student trained on the result learns to do without it. An
+answer without a proper label (labels.py) is asked for again with another seed; a line that never
+gets one is in labels.rejected.jsonl with its answers and the reason. Files made of different inputs
+can be joined. A line of .jsonl is a conversation in any form that train_sft.py reads, whose last
+answer, if it ends with one, is asked for again; or {"text": ..., "history": [[question, answer]]}.
 
 Rerun the same command to resume: finished lines are in labels.jsonl.work/. --shard I/N does every
-N-th line; the process that finds all lines finished writes the results
-(launch/create_data_h100x8.sh does that on 8 GPUs).
+N-th line (launch/create_data_h100x8.sh); who finds all lines finished writes the results.
 """
 import re
 import sys
@@ -149,7 +146,7 @@ import os
 import random
 import signal
 import time
-from collections import Counter, deque
+from collections import Counter
 from typing import NamedTuple
 
 from core import chat, checkpoint, dist, json_files, run_lock
@@ -212,43 +209,33 @@ def digest(*parts):
 
 
 class Journal:
-    """What this process has finished: {"header": ...}, then a record a line, synced every SYNC_S.
-
-    A line that a kill leaves half written is cut off at the next start. Raises UserError when
-    another process writes it.
+    """What this process has finished: {"header": ...}, then a record a line, on disk after SYNC_S. A
+    line half written by a kill is cut off at the next start. UserError while another one writes.
     """
 
     def __init__(self, folder, shard, shards, header):
         self.path = Path(folder) / f"shard-{shard}-of-{shards}.jsonl"
         self.lock = run_lock.acquire(folder, "--output_file", self.path.stem)
-        self.file = open(self.path, "ab", buffering=0)
-        self.size = self.path.read_bytes().rfind(b"\n") + 1
-        self.file.truncate(self.size)
-        self.header, self.pending, self.synced = header, [], time.monotonic()
+        self.file, self.synced = open(self.path, "ab", buffering=0), time.monotonic()
+        size = self.path.read_bytes().rfind(b"\n") + 1
+        self.file.truncate(size)
+        self.first = [] if size else [{"header": header}]
         checkpoint.fsync(folder)
 
     def add(self, record):
-        """Note a record; it is on disk after the next sync."""
-        if not self.size and not self.pending:      # a start that fails before must fix nothing
-            self.pending.append({"header": self.header})
-        self.pending.append(record)
+        """Write a record; before the first one the header, as a start that fails must fix nothing."""
+        rows = [json.dumps(row, ensure_ascii=False) + "\n" for row in (*self.first, record)]
+        rest, self.first = memoryview("".join(rows).encode()), []
+        with dist.error_names_file(self.path):
+            while rest:     # a full disk takes a part
+                rest = rest[self.file.write(rest):]
         if time.monotonic() - self.synced > SYNC_S:
             self.sync()
 
     def sync(self):
-        """Write what is pending to disk; whole, or the journal is as before."""
-        rows = [json.dumps(row, ensure_ascii=False) + "\n" for row in self.pending]
-        data = memoryview("".join(rows).encode())
-        try:
-            with dist.error_names_file(self.path):
-                written = 0
-                while written < len(data):
-                    written += self.file.write(data[written:])
-                os.fsync(self.file.fileno())
-            self.size, self.pending = self.size + len(data), []
-        except BaseException:       # no room, or a signal that ends the process and syncs once more
-            self.file.truncate(self.size)
-            raise
+        """What was added survives the machine as well."""
+        with dist.error_names_file(self.path):
+            os.fsync(self.file.fileno())
         self.synced = time.monotonic()
 
 
@@ -274,8 +261,7 @@ def read_journals(folder, header):
                     records.setdefault(entry["id"], entry)
             except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
                 raise UserError(f"{path}: line {number} cannot be read ({printable(error, 200)}); "
-                                "mend the line, or move the file away: its lines are labelled "
-                                "again")
+                                "mend it, or move the file away: its lines are labelled again")
     return records
 
 
@@ -283,10 +269,8 @@ def read_journals(folder, header):
 
 
 def write_results(output, lines, records, keep_reasoning=False):
-    """Write the chat JSONL and the rejected file, in input order, each whole or not at all.
-
-    A chat record is {"id", "line": from 0, "messages": [..., assistant]}, with "tools" where the
-    line has them. keep_reasoning: thoughts are the answer's "reasoning_content".
+    """Write the chat JSONL of {"id", "line": from 0, "messages", "tools" where there are some}, and
+    the rejected file, in input order. keep_reasoning: as the answer's "reasoning_content".
     """
     chats, rejected = [], []
     # of line 0: a digest of the input x LINES, so that input files have different ids
@@ -309,9 +293,8 @@ def write_results(output, lines, records, keep_reasoning=False):
         checkpoint.write_text(path, text)
 
 
-def statistics(records):
-    """Counts per label, parse rate and retries of all records."""
-    rows = list(records.values())
+def statistics(rows):
+    """Counts per label, parse rate and retries of a list of records."""
     answers = sum(len(row["answers"]) for row in rows)
     labels = Counter(row["label"] for row in rows if row["label"] is not None)
     reasons = Counter(row["answers"][-1]["why"] for row in rows if row["label"] is None)
@@ -320,16 +303,16 @@ def statistics(records):
             "reasons": dict(reasons.most_common()),
             "parse_rate": labels.total() / answers if answers else None,
             "retries": answers - len(rows),
-            "prompt_tokens": sum(row["prompt_tokens"] for row in rows),
-            "completion_tokens": sum(row["completion_tokens"] for row in rows)}
+            **{name: sum(row[name] for row in rows) for name in ("prompt_tokens",
+                                                                 "completion_tokens")}}
 
 
 def report(output_file, stats):
     """Print the figures of the whole file, of all its processes and starts."""
     words = [f"{printable(label, 40)} {n:,}" for label, n in stats["labels"].items()]
     words = ", ".join(words) if len(words) <= 20 else f"{len(words):,} different answers"
-    print(f"labels     {stats['labelled']:,} of {stats['lines']:,} lines: {words}")
-    print(f"answers    {100 * (stats['parse_rate'] or 0):.1f}% of them had a label; "
+    print(f"labels     {stats['labelled']:,} of {stats['lines']:,} lines: {words}\n"
+          f"answers    {100 * (stats['parse_rate'] or 0):.1f}% of them had a label; "
           f"{stats['retries']:,} retries, {stats['rejected']:,} lines rejected")
     if stats["rejected"]:
         reasons = list(stats["reasons"].items())[:3]
@@ -354,19 +337,15 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
     UserError when it refuses, or leaves unanswered, one line after the other.
     """
     tries = {number: [] for number in todo}         # line: [(Answer, Found)]
-    waiting, held = deque(todo), []
+    waiting, held = list(todo), []
     random.Random(args.seed).shuffle(waiting)       # lines that a server refuses may stand together
     count, start = Counter(), time.monotonic()
     logged = start
 
-    def take(n):
-        requests = []
-        for _ in range(min(n, len(waiting))):
-            number = waiting.popleft()
-            attempt, (messages, tools) = len(tries[number]), asked(number)
-            requests.append(teachers.Request(
-                number, messages, draw_seed(args.seed, number, attempt), tools))
-        return requests
+    def request(number):
+        messages, tools = asked(number)
+        seed = draw_seed(args.seed, number, len(tries[number]))
+        return teachers.Request(number, messages, seed, tools)
 
     def note(records):
         for record in records:
@@ -374,32 +353,34 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
             count.update({"lines": 1, "labelled": record["label"] is not None})
 
     try:
-        for request, answer in answers(take):
-            # where the whole answer counts, tool calls do as well
-            calls = answer.tool_calls and not parser.line and answer.finish_reason == "stop"
-            must_think = draw.thinking == "on" and not answer.reasoning
-            found = Found(answer.text.strip()) if calls else read_label(
-                parser, answer.text, answer.finish_reason, must_think)
-            mine = tries[request.id]
-            mine.append((answer, found))
-            count.update({"answers": 1, "in": answer.prompt_tokens,
-                          "out": answer.completion_tokens})
-            unanswered = answer.finish_reason in UNANSWERED
-            if found.label is None and len(mine) <= args.max_retries and not unanswered \
-                    and answer.finish_reason != "too_long":
-                waiting.append(request.id)
-            elif unanswered:        # the line's fault only if the teacher answers others
-                held.append(finished(request.id, tries.pop(request.id)))
-            else:
-                note([finished(request.id, tries.pop(request.id))])
-            if not unanswered:
-                note(held)
-                answered, held = True, []
-            elif len(held) >= REFUSED_IN_A_ROW:
-                break
-            if time.monotonic() - logged > LOG_S:
-                logged = time.monotonic()
-                print(log_line(count, len(todo), logged - start))
+        while waiting:
+            requests, waiting = map(request, waiting), []       # made as they are asked
+            for (number, *_), answer in answers(requests):
+                # where the whole answer counts, tool calls do as well
+                calls = answer.tool_calls and not parser.line and answer.finish_reason == "stop"
+                must_think = draw.thinking == "on" and not answer.reasoning
+                found = Found(answer.text.strip()) if calls else read_label(
+                    parser, answer.text, answer.finish_reason, must_think)
+                tries[number].append((answer, found))
+                count.update({"answers": 1, "in": answer.prompt_tokens,
+                              "out": answer.completion_tokens})
+                unanswered = answer.finish_reason in UNANSWERED
+                if unanswered:      # the line's fault only if the teacher answers others
+                    held.append(finished(number, tries.pop(number)))
+                elif found.label is None and len(tries[number]) <= args.max_retries \
+                        and answer.finish_reason != "too_long":
+                    waiting.append(number)
+                else:
+                    note([finished(number, tries.pop(number))])
+                if not unanswered:
+                    note(held)
+                    answered, held = True, []
+                elif len(held) >= REFUSED_IN_A_ROW:
+                    waiting = []
+                    break
+                if time.monotonic() - logged > LOG_S:
+                    logged = time.monotonic()
+                    print(log_line(count, len(todo), logged - start))
         if count["answers"]:
             print(log_line(count, len(todo), time.monotonic() - start))
         require(not held or answered and len(held) < REFUSED_IN_A_ROW, held and (
@@ -408,7 +389,7 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, answered=Fals
             "rerun the same command to resume"))
         note(held)
     finally:
-        journal.sync()          # what was finished when a signal or an error came
+        journal.sync()
 
 
 def finished(number, tries):
@@ -420,7 +401,7 @@ def finished(number, tries):
               "answers": [{"text": a.text, "finish_reason": a.finish_reason, "why": f.why}
                           for a, f in tries]}
     if found.label is not None:
-        reasoning = answer.reasoning or thoughts(answer.text, max(0, found.start))
+        reasoning = answer.reasoning or thoughts(answer.text, found.start)
         record |= {"tool_calls": answer.tool_calls} if answer.tool_calls else {}
         record |= {"reasoning": reasoning} if reasoning else {}
     return record
@@ -464,9 +445,6 @@ def main(argv=None):
             teachers.with_prompt(prompt, line.messages)
         except ValueError as error:
             raise UserError(f"--input_file {args.input_file}: line {number} {error}")
-    if prompt.after.strip():
-        notices.append(f"{len(prompt.after):,} characters of the prompt stand behind "
-                       f"{teachers.PLACE}: they cannot be cached")
     print(*(f"notice     {notice}\n" for notice in notices), sep="", end="")
     engine = teachers.pick_engine(args.engine, args.base_url)
     weights = None
@@ -479,9 +457,8 @@ def main(argv=None):
 
     # what is finished
     work, output = Path(args.output_file + ".work"), Path(args.output_file)
-    require(not output.exists() or work.is_dir(),
-            f"--output_file {output}: is there already, without {work.name} to go on from; give "
-            "another name, or move it away")
+    require(not output.exists() or work.is_dir(), f"--output_file {output}: is there already, "
+            f"without {work.name} to go on from; give another name, or move it away")
     checkpoint.prepare_folder(output.resolve().parent if args.dry_run else work, "--output_file")
     shard, shards = shard_of(args.shard)
     records = read_journals(work, header)
@@ -508,7 +485,7 @@ def main(argv=None):
         print(f"done       {len(todo):,} lines; {left:,} of other shards are not finished yet")
         return
     write_results(output, lines, records, args.keep_reasoning)
-    stats = statistics(records)
+    stats = statistics(list(records.values()))
     checkpoint.write_text(output.with_suffix(".stats.json"),
                           json.dumps({"made_with": header, **stats}, indent=1))
     report(output, stats)

@@ -12,13 +12,14 @@ others are one bucket, as with --teacher_path and the same K.
 """
 import math
 import re
+import time
 
 import numpy as np
 import torch
 from torch import nn
 
 from core import dist
-from core.cli import UserError, printable
+from core.cli import UserError, printable, require
 from core.packing import PackOrder
 from distill import causal_lm, packed_lm
 from distill.chat_data import ChatSamples, kept
@@ -53,9 +54,7 @@ class Frozen(nn.Module):
 def add(model, args):
     """Give an empty PackedLM its frozen models; a base with adapters to switch off needs none."""
     base, dtype = causal_lm.find_model(args.model_path), causal_lm.half_dtype(args) or torch.float32
-    teacher = base
-    if args.teacher_path:
-        teacher = causal_lm.find_model(args.teacher_path, "--teacher_path")
+    teacher = causal_lm.find_model(args.teacher_path or args.model_path, "--teacher_path")
     same = teacher.resolve() == base.resolve()
     if args.teacher_url:
         model.frozen["teacher"] = Scorer(
@@ -75,21 +74,15 @@ def models(model):
                  if isinstance(other, Frozen)}.values())
 
 
-def text(model):
-    """[line about each frozen model]."""
-    return [f"{name:<10} {sum(p.numel() for p in other.parameters()) / 1e6:,.1f} M parameters, "
-            f"frozen, in {str(next(other.parameters()).dtype).removeprefix('torch.')}"
-            for name, other in models(model)]
-
-
 def load_all(model, world, sharding):
     """Load the frozen models of a PackedLM. sharding: the student's, or None."""
     if sharding:
         sharding = sharding | {"reshard_after_forward": True}     # no backward needs them
-    if world.is_main and model.frozen:
-        print(*text(model), sep="\n")
-    for _, other in models(model):
+    for name, other in models(model):
         packed_lm.load(other, other.parts, world, sharding=sharding)
+        if world.is_main:
+            print(f"{name:<10} {sum(p.numel() for p in other.parameters()) / 1e6:,.1f} M parameters, "
+                  f"frozen, in {str(next(other.parameters()).dtype).removeprefix('torch.')}")
 
 
 def fingerprint(args, table):
@@ -108,30 +101,26 @@ def fingerprint(args, table):
 
 
 def known_tokens(found, k, token):
-    """([ids], [log-probabilities]) of the k likeliest of a place's prompt_logprobs. ValueError.
+    """([ids], [log-probabilities]) of the k likeliest of a place's prompt_logprobs. UserError.
 
-    token: the one that stands at this place. Servers give it besides the likeliest: where it is
-    not there, the row is another place's.
+    token: that was sent for this place. Servers give it besides the likeliest, so a row without it
+    is another place's.
     """
     try:
         ranked = sorted((value["rank"], name, float(value["logprob"]))
                         for name, value in found.items())
     except (KeyError, TypeError, AttributeError, ValueError):
-        raise ValueError(f"gave no prompt_logprobs of the {k} likeliest for each token; vLLM's "
-                         "server does")
-    if odd := [name for _, name, _ in ranked if not re.fullmatch(r"0|[1-9]\d{0,9}", name)]:
-        raise ValueError(f"names a token {printable(odd[0], 20)}, which is no id")
-    if str(token) not in found:
-        raise ValueError(f"gave log-probabilities without that of token {token}, which was sent: "
-                         "they are of another place")
+        raise UserError(f"gave no prompt_logprobs of the {k} likeliest; vLLM's server does")
+    odd = [name for _, name, _ in ranked if not re.fullmatch(r"0|[1-9]\d{0,9}", name)]
+    require(not odd, f"names a token {printable(' '.join(odd[:1]), 20)}, which is no id")
+    require(str(token) in found, f"gave log-probabilities without that of token {token}, which was "
+            "sent: they are of another place")
     best = [(int(name), logprob) for rank, name, logprob in ranked if rank <= k][:k]
-    if len(best) != k:
-        raise ValueError(f"gave {len(best)} tokens of the {k} likeliest; it needs --max-logprobs "
-                         f"{k}")
+    require(len(best) == k, f"gave {len(best)} tokens of the {k} likeliest; it needs "
+            f"--max-logprobs {k}")
     total = sum(math.exp(min(value, 1)) for _, value in best)
-    if not all(value <= ROUNDING for _, _, value in ranked) or total > 1 + ROUNDING:
-        raise ValueError("gave log-probabilities that are none: above 0, nan, or of more than 1 "
-                         "together")
+    require(all(value <= ROUNDING for _, _, value in ranked) and total <= 1 + ROUNDING,
+            "gave log-probabilities that are none: above 0, nan, or of more than 1 together")
     return tuple(zip(*best))
 
 
@@ -152,31 +141,30 @@ class Scorer:
             **NOT_SET, "model": self.name, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
             "prompt_logprobs": self.k}, hint=f"; it needs --max-logprobs {self.k}", end=end)
         try:
-            first, *rows = found["choices"][0]["prompt_logprobs"]
+            _, *rows = found["choices"][0]["prompt_logprobs"]
         except (ValueError, KeyError, TypeError, IndexError):
-            first, rows = None, []
+            rows = []
         try:
-            if len(rows) != len(ids) - 1:
-                raise ValueError(f"gave prompt_logprobs of {len(rows)} places for {len(ids) - 1}; "
-                                 "vLLM's server gives each")
-            return [first, *(known_tokens(row, self.k, token)
-                             for row, token in zip(rows, ids[1:]))]
-        except ValueError as error:
+            require(len(rows) == len(ids) - 1, f"gave prompt_logprobs of {len(rows)} places for "
+                    f"{len(ids) - 1}; vLLM's server gives each")
+            known = [known_tokens(row, self.k, token) for row, token in zip(rows, ids[1:])]
+        except UserError as error:
             raise UserError(f"--teacher_url {self.server.url}/completions: {error}")
+        return [None, *known]
 
     def __call__(self, batch):
         ids, bounds = batch.prompted_ids.tolist(), batch.prompted_cu_seqlens.tolist()
         places = (batch.prompted_rows + 1).tolist()         # of the tokens that are predicted
         wanted = [(a, b) for a, b in zip(bounds, bounds[1:])
                   if any(a < place < b for place in places)]
-        found = self.server.each(self.ask, [ids[a:b] for a, b in wanted])
-        at = {a + i: row for (a, _), rows in zip(wanted, found) for i, row in enumerate(rows)}
+        end = time.monotonic() + 2 * self.server.timeout        # of them all: other ranks wait
+        at = {a + i: row for (a, _), rows in self.server.each(
+            lambda part: self.ask(ids[slice(*part)], end), wanted) for i, row in enumerate(rows)}
         tokens, logprobs = (
             torch.tensor([at[place][i] for place in places], dtype=kind).reshape(-1, self.k)
             for i, kind in ((0, torch.int64), (1, torch.float64)))
-        if (tokens >= self.rows).any():
-            raise UserError(f"--teacher_url: names token {tokens.max().item()}, and the student "
-                            f"has {self.rows:,}: serve a model of as many rows")
+        require((tokens < self.rows).all(), f"--teacher_url: names a token above the student's "
+                f"{self.rows:,}: serve a model of as many rows")
         rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=0).log()
         both = torch.cat([logprobs, rest], 1).clamp(min=FLOOR)
         device = batch.prompted_ids.device

@@ -6,7 +6,7 @@ quoted example of the form, a thought that was cut off and an answer with two la
 therefore give no label. Standard library only.
 """
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from core.cli import UserError, require
 
@@ -22,22 +22,17 @@ UNANSWERED = ("refused", "no_answer")       # endings of lines without an answer
 LINES = 2**28
 
 
-@dataclass(frozen=True)
-class Parser:
-    """What counts as an answer. line: the form of the label's line, None: the whole answer;
-    labels: None allows any.
-    """
-    line: re.Pattern | None
-    labels: tuple | None = None
+class Parser(NamedTuple):
+    """What counts as an answer."""
+    line: re.Pattern | None         # form of the label's line, None: the whole answer
+    labels: tuple | None = None     # None allows any
     lower: bool = False
 
 
-@dataclass(frozen=True)
-class Found:
-    """A label and where it stands, text[start:end], or label None and why."""
+class Found(NamedTuple):
+    """A label that begins at text[start], or None and why."""
     label: str | None
-    start: int = -1
-    end: int = -1
+    start: int = 0
     why: str = ""
 
 
@@ -70,10 +65,9 @@ def read_label(parser, text, finish_reason, must_think=False):
     if open_thought or (must_think and not begin):
         return Found(None, why="its thoughts have no end")
     if parser.line is None:
-        answer = re.search(r"\S(?:.*\S)?", text[begin:], re.DOTALL)
-        if not answer:
+        found = Found(text[begin:].strip(), begin)
+        if not found.label:
             return Found(None, why="is empty")
-        found = Found(answer[0], begin + answer.start(), begin + answer.end())
     else:
         match = None
         for line in re.finditer(r"\S[^\n]*", text[begin:]):
@@ -81,7 +75,7 @@ def read_label(parser, text, finish_reason, must_think=False):
             match = parser.line.fullmatch(text, begin + line.start(), end) or match
         if match is None or not match[1]:
             return Found(None, why="has no line of the wanted form")
-        found = Found(match[1].lower() if parser.lower else match[1], *match.span(1))
+        found = Found(match[1].lower() if parser.lower else match[1], match.start(1))
     if parser.labels and found.label not in parser.labels:
         return Found(None, why=f"{found.label[:40]!r} is not one of the labels")
     return found

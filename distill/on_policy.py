@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from core import checkpoint, dist, tensor_io
-from core.cli import UserError
+from core.cli import require
 from core.dist import gathered
 from distill.causal_lm import Draw, generate, half_dtype
 from distill.chat_data import ChatSamples, collate
@@ -43,11 +43,8 @@ def last_answer(trained):
 
 def own_answers(args, world, model, table, batches, ends, step, sampler=None):
     """(PackedChats of the same samples with the student's answers in a share of them, targets of
-    all ranks). On every rank at once.
-
-    args: its on_policy, the chance of a sample, max_new_tokens of an answer (one that is cut off
-    there is trained as far as it goes), seed, bf16 and fp16. batches: this rank's of the step.
-    ends: ids that end an answer. sampler: Sampler of a server that draws, or None.
+    all ranks). Collective. An answer that is cut off at --max_new_tokens is trained as far as it
+    goes. batches: this rank's of the step. ends: ids that end an answer. sampler: Sampler or None.
     """
     samples, made = ChatSamples(table), []
     rows = [[samples[i] for i in batch.samples] for batch in batches]
@@ -160,18 +157,19 @@ class Sampler:
                    "return_token_ids": True, "stop_token_ids": [int(token) for token in ends],
                    "ignore_eos": True, "skip_special_tokens": False}
 
-        async def ask(job, end):
-            prompt, seed, limit = job
+        end = time.monotonic() + 2 * self.server.timeout
+
+        async def ask(i):
             found = await self.server.insist("/completions", {
-                **drawing, "prompt": [int(token) for token in prompt], "max_tokens": limit,
-                "seed": seed}, end=end)
+                **drawing, "prompt": [int(token) for token in prompts[i]], "max_tokens": limits[i],
+                "seed": seeds[i]}, end=end)
             choice = {}
             if isinstance(found, dict) and found.get("choices"):
                 choice = found["choices"][0]
             ids = choice.get("token_ids")
             good = isinstance(ids, list) and all(type(token) is int for token in ids)
-            if not good or not 0 < len(ids) <= limit:
-                raise UserError(f"--base_url {self.server.url}/completions: gave no token_ids of 1 "
-                                f"to {limit} tokens; vLLM's server does")
+            require(good and 0 < len(ids) <= limits[i], f"--base_url {self.server.url}/completions: "
+                    f"gave no token_ids of 1 to {limits[i]} tokens; vLLM's server does")
             return ids
-        return self.server.each(ask, zip(prompts, seeds, limits))
+        found = dict(self.server.each(ask, range(len(prompts))))
+        return [found[i] for i in range(len(prompts))]

@@ -1,11 +1,9 @@
 """transformers' causal language models on packed batches: attention inside each document, loss without logits.
 
-The model's own forward runs; it is only given another attention function, registered with transformers under the name
-"packed_documents", and one flat axis for all conversations. What cannot be packed that way is refused by check_model:
-layers that carry state along the axis, and heads that do more than multiply.
-
-The head works on the rows that predict a trained token, in pieces, so the logits of a batch never stand whole; it does
-so inside the wrapped forward, where FSDP2 has gathered its weight once.
+The model's own forward runs, on one flat axis of all conversations and with another attention function, registered
+with transformers. check_model refuses what cannot be packed so: layers that carry state along the axis, heads that do
+more than multiply. The head reads the rows that predict a trained token, in pieces, so the logits of a batch never
+exist whole; inside the wrapped forward, where FSDP2 has gathered its weight once.
 """
 import math
 from typing import NamedTuple

@@ -1,9 +1,10 @@
 """A server with OpenAI's API, such as vLLM's or SGLang's: calls by httpx, one loop that repeats."""
 import asyncio
-import base64
+import itertools
 import json
 import math
 import os
+import queue
 import re
 import ssl
 import threading
@@ -14,7 +15,6 @@ from core import json_files
 from core.cli import UserError, printable, require, require_package
 
 TRANSIENT = (408, 409, 425, 429, *range(500, 600))
-UNDER_WAY = 64          # requests of each() at once
 NOTICE_S = 10           # seconds between notices of calls that failed
 # what a server would otherwise take from the model's generation_config, and the value that changes
 # nothing; and the seed
@@ -33,10 +33,8 @@ class Refused(OSError):
 
 
 class Server:
-    """An address; url is without the user's name and password.
-
-    The calls run in an event loop of a daemon thread: a time limit there holds for a whole call,
-    and waiting for the server does not delay the end of the process.
+    """An address with its client. The calls run in an event loop of a daemon thread: a time limit
+    there holds for a whole call, and waiting for the server does not delay the end of the process.
     """
 
     def __init__(self, base_url, timeout, flag="--base_url"):
@@ -45,10 +43,13 @@ class Server:
         import httpx
         self.flag, self.timeout, self.noticed = flag, timeout, -math.inf
         self.failures = (httpx.HTTPError, httpx.InvalidURL)
-        self.url, user = address(base_url, flag)
+        self.url = address(base_url, flag)
         # uncompressed: a few bytes of gzip in gzip would become gigabytes before they are counted
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity",
-                   **authorization(user)}
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if key := os.environ.get("OPENAI_API_KEY", "").strip():
+            require(re.fullmatch(r"[\x21-\x7e]+", key), "OPENAI_API_KEY: holds characters that no "
+                                                        "key has, such as a space or a line feed")
+            headers["Authorization"] = f"Bearer {key}"
         try:
             self.client = httpx.AsyncClient(     # vLLM closes idle connections after 5 s
                 headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
@@ -67,24 +68,23 @@ class Server:
         """The result of a coroutine that the thread runs."""
         return self.start(coroutine).result()
 
-    def each(self, ask, jobs):
-        """[result of ask(job, end)], UNDER_WAY at once. end: time.monotonic() by which all of them
-        are answered, as other ranks wait.
-        """
-        end, limit = time.monotonic() + 2 * self.timeout, asyncio.Semaphore(UNDER_WAY)
-
-        async def ask_one(job):
-            async with limit:
-                return await ask(job, end)
-
-        async def ask_all():
-            tasks = [asyncio.ensure_future(ask_one(job)) for job in jobs]
-            try:
-                return await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-        return self.wait(ask_all())
+    def each(self, ask, jobs, limit=64):
+        """Yield (job, result of the coroutine ask(job)) as they end, `limit` under way at once."""
+        jobs, ended, under_way = iter(jobs), queue.SimpleQueue(), set()
+        try:
+            while True:
+                for job in itertools.islice(jobs, limit - len(under_way)):
+                    future = self.start(ask(job))
+                    under_way.add(future)
+                    future.add_done_callback(lambda future, job=job: ended.put((job, future)))
+                if not under_way:
+                    return
+                job, future = ended.get()
+                under_way.discard(future)
+                yield job, future.result()      # an error ends the run
+        finally:
+            for future in under_way:
+                future.cancel()
 
     async def fetch(self, path, body=None, within=None):
         """GET, or POST of a JSON body -> bytes, within so many seconds, or the timeout.
@@ -124,12 +124,10 @@ class Server:
                     raise Refused(413, f"its answer is longer than {most >> 20} MiB")
         return response, bytes(found)
 
-    async def call(self, path, body=None, read=json_files.loads, until=0.0, end=math.inf,
-                   notify=None):
+    async def call(self, path, body=None, read=json_files.loads, until=0.0, end=math.inf):
         """read(what fetch gives); what may fail only for a while is tried again. Raises MALFORMED.
 
         until: time.monotonic() up to which it is tried again; end: when the last try is over.
-        notify: called with the reason before each.
         """
         pause = 0.5
         while True:
@@ -145,8 +143,9 @@ class Server:
                     pause = max(pause, min(float(error.retry_after), room))
                 if time.monotonic() + pause > until:
                     raise
-                if notify:
-                    notify(explain(error))
+                if time.monotonic() - self.noticed > NOTICE_S:
+                    self.noticed = time.monotonic()
+                    print(printable(f"notice     waiting for {self.url}: {explain(error)}"))
             await asyncio.sleep(pause)
             pause = min(2 * pause, 30)
 
@@ -165,39 +164,17 @@ class Server:
                 hint = ""
             raise UserError(f"{self.flag} {self.url}{path}: {explain(error)}{hint}")
 
-    def notify(self, message):
-        """Print a notice, at most one in NOTICE_S: a server that is down fails for every line."""
-        if time.monotonic() - self.noticed > NOTICE_S:
-            self.noticed = time.monotonic()
-            print(printable(message))
-
 
 def address(base_url, flag):
-    """(address without the user's name and password, those or ""). Raises UserError, which shows
-    no part that may be secret.
-    """
+    """The address of a flag. Raises UserError, which shows no part that may be secret."""
     try:
-        parts = urllib.parse.urlsplit(base_url.rstrip("/"))
+        parts = urllib.parse.urlsplit(base_url)
     except ValueError as error:
         raise UserError(f"{flag}: is not an address ({error})")
-    # a part of a password may stand there
-    require("@" not in parts.path + parts.query + parts.fragment,
-            f"{flag}: a name or password in it holds / ? or #; write them as %2F, %3F, %23")
-    require(not parts.query and not parts.fragment,
-            f"{flag}: ends in ?... or #..., which no call would carry; give the key in "
-            "OPENAI_API_KEY, and an address that ends in its path, mostly /v1")
-    user, _, host = parts.netloc.rpartition("@")
-    return parts._replace(netloc=host).geturl(), urllib.parse.unquote(user)
-
-
-def authorization(user):
-    """Headers with the key of the environment, or with the address's own name and password."""
-    if key := os.environ.get("OPENAI_API_KEY", "").strip():
-        require(re.fullmatch(r"[\x21-\x7e]+", key), "OPENAI_API_KEY: holds characters that no key "
-                                                    "has, such as a space or a line feed")
-        return {"Authorization": f"Bearer {key}"}
-    words = base64.b64encode(user.encode()).decode()
-    return {"Authorization": f"Basic {words}"} if user else {}
+    require("@" not in base_url and not parts.query and not parts.fragment,
+            f"{flag}: holds a name and password (@), ?... or #..., which no call would carry; give "
+            "the key in OPENAI_API_KEY, and an address that ends in its path, mostly /v1")
+    return base_url.rstrip("/")
 
 
 def error_message(body, reason):

@@ -1,23 +1,19 @@
-"""Teachers that answer conversations, behind one call: answers = open_teacher(...), answers(take).
-
-take(n) gives up to n Requests that are still to be asked, none when there are no more for now.
-answers yields (Request, Answer) in any order; the caller may put a request back before it takes the
-next one.
+"""Teachers that answer conversations, behind one call: answers = open_teacher(...), which takes an
+iterable of Requests and yields (Request, Answer) in any order.
 
 vllm           in this process; equal beginnings of prompts are computed once
 openai         any server with OpenAI's /chat/completions, many requests at once
 transformers   generate() of transformers; slow, but runs anywhere
 
-All send messages and tools through the model's own chat template, and draw from a seed of each
-request: the answer to a request does not depend on which others are asked, in which order, or by
-how many processes (up to rounding of sums). torch is imported when an engine is opened.
+All send messages and tools through the model's chat template, and draw from a seed of each request:
+an answer does not depend on which others are asked, in which order, or by how many processes (up to
+rounding of sums). torch is imported when an engine is opened.
 """
 import importlib.util
+import itertools
 import json
-import queue
 import re
 import time
-from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -85,17 +81,6 @@ def open_teacher(engine, name, draw, **options):
     return engines[engine](name, draw, **options)
 
 
-def ask(answers, requests):
-    """[Answer] to requests whose ids are their places, in their order."""
-    waiting, found = deque(requests), {}
-
-    def take(n):
-        return [waiting.popleft() for _ in range(min(n, len(waiting)))]
-    for request, answer in answers(take):
-        found[request.id] = answer
-    return [found[number] for number in range(len(found))]
-
-
 # ---- The teacher's prompt
 
 
@@ -154,17 +139,17 @@ def opens_thought(tokenizer, flags):
     return "<think>" if prompt.rstrip().endswith("<think>") else ""
 
 
-def split_fitting(requests, tokenizer, flags, limit):
-    """([(request, ids of its prompt)] of at most `limit` tokens, [(request, Answer)] of others)."""
-    fits, rest = [], []
-    for request in requests:
-        ids = tokenizer.apply_chat_template(request.messages, tools=request.tools,
-                                            add_generation_prompt=True, return_dict=False, **flags)
-        if len(ids) > limit:
-            rest.append((request, Answer("", "too_long", len(ids))))
-        else:
-            fits.append((request, ids))
-    return fits, rest
+def chunks(requests, size, tokenizer, flags, limit):
+    """Yield ([(request, ids of its prompt)] of at most `limit` tokens, [(request, Answer)] of the
+    others) of `size` requests after the other.
+    """
+    requests = iter(requests)
+    while part := list(itertools.islice(requests, size)):
+        asked = [(request, tokenizer.apply_chat_template(
+            request.messages, tools=request.tools, add_generation_prompt=True, return_dict=False,
+            **flags)) for request in part]
+        yield [pair for pair in asked if len(pair[1]) <= limit], [
+            (request, Answer("", "too_long", len(ids))) for request, ids in asked if len(ids) > limit]
 
 
 def longest_of(config):
@@ -176,8 +161,7 @@ def longest_of(config):
 def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options):
     """`answers` by vLLM on the GPUs that this process sees, of a model folder or hub name.
 
-    max_model_len 0: of longest_of. chunk_size: requests given to vLLM together; the next ones
-    wait for all of them. options: of vllm.LLM, tensor_parallel_size say.
+    chunk_size: requests given to vLLM together. options: of vllm.LLM, tensor_parallel_size say.
     """
     from transformers import AutoConfig
     try:
@@ -191,10 +175,9 @@ def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options
     tokenizer, flags = llm.get_tokenizer(), draw.template_flags
     begin, limit = opens_thought(tokenizer, flags), llm.llm_engine.model_config.max_model_len
 
-    def answers(take):
-        while requests := take(chunk_size):
-            # one that does not fit would end the whole call
-            fits, rest = split_fitting(requests, tokenizer, flags, limit - 1)
+    def answers(requests):
+        # one that does not fit would end the whole call
+        for fits, rest in chunks(requests, chunk_size, tokenizer, flags, limit - 1):
             yield from rest
             prompts = [{"prompt_token_ids": ids} for _, ids in fits]
             drawn = [SamplingParams(temperature=draw.temperature, top_p=draw.top_p,
@@ -235,8 +218,7 @@ def open_transformers(name, draw, *, max_model_len=0, batch_size=16, chunk_size=
 def answers_of(model, tokenizer, draw, ends, max_model_len=0, batch_size=16, chunk_size=1024):
     """`answers` of a loaded causal LM of transformers, adapters inside or not.
 
-    ends: ids that end an answer. batch_size: requests generated together, out of chunk_size sorted
-    by length. max_model_len 0: of longest_of.
+    ends: ids that end an answer. batch_size: of those generated together, of chunk_size by length.
     """
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -248,9 +230,8 @@ def answers_of(model, tokenizer, draw, ends, max_model_len=0, batch_size=16, chu
         warpers += [TopKLogitsWarper(draw.top_k)] if draw.top_k else []
         warpers += [TopPLogitsWarper(draw.top_p)] if draw.top_p < 1 else []
 
-    def answers(take):
-        while requests := take(chunk_size):
-            fits, rest = split_fitting(requests, tokenizer, flags, limit - draw.max_tokens)
+    def answers(requests):
+        for fits, rest in chunks(requests, chunk_size, tokenizer, flags, limit - draw.max_tokens):
             yield from rest
             fits.sort(key=lambda pair: len(pair[1]))         # less padding
             for i in range(0, len(fits), batch_size):
@@ -270,10 +251,8 @@ def answers_of(model, tokenizer, draw, ends, max_model_len=0, batch_size=16, chu
 
 def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0,
                 server_patience=600.0):
-    """`answers` by a server that knows the model as `name`.
-
-    concurrency: requests under way at once. request_timeout: seconds that one call may take in all;
-    server_patience: seconds that one line's failed calls are repeated.
+    """`answers` by a server that knows the model as `name`; the other arguments are create_data.py's
+    flags.
     """
     from distill.server import MALFORMED, Server, explain
     server = Server(base_url, request_timeout)
@@ -286,40 +265,21 @@ def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0,
     require(name in models,
             f"--model_name {name}: the server has {', '.join(models) or 'no models'}")
     fields = Fields()
-
-    def answers(take):
-        done, under_way = queue.SimpleQueue(), 0
-        while True:
-            for request in take(concurrency - under_way):
-                asked = server.start(
-                    ask_server(server, name, draw, fields, request, server_patience))
-                asked.add_done_callback(
-                    lambda found, request=request: done.put((request, found)))
-                under_way += 1
-            if not under_way:
-                return
-            request, found = done.get()
-            under_way -= 1
-            yield request, found.result()       # an error ends the run
-    return answers
+    return lambda requests: server.each(lambda request: ask_server(
+        server, name, draw, fields, request, server_patience), requests, concurrency)
 
 
 async def ask_server(server, name, draw, fields, request, patience):
-    """Answer to one request. What may fail only for a while is tried again for `patience` seconds.
-
-    A line that the server refuses, or never answers while it lives, has an Answer that says so.
-    UserError when the server is gone, or what it refuses is not the line.
+    """Answer to one request; for a line that the server refuses, or does not answer in `patience`
+    seconds, one that says so. UserError when the server is gone, or refuses more than the line.
     """
     from distill.server import MALFORMED, TRANSIENT, Refused, explain
     until, line = time.monotonic() + patience, f"line {request.id + 1}"
-
-    def notify(why):
-        server.notify(f"notice     {line} waits for {server.url}: {why}")
     while True:
         known = fields.dropped, fields.max_tokens
         try:
             body = fields.body_of(name, draw, request)
-            return await server.call("/chat/completions", body, read_answer, until, notify=notify)
+            return await server.call("/chat/completions", body, read_answer, until)
         except Refused as error:
             why = explain(error)
             if error.code in (400, 413) and any(words in why.lower() for words in TOO_LONG):
@@ -358,8 +318,8 @@ class Fields:
                 if field not in self.dropped and value not in (None, [])}
 
     def drop(self, why, draw):
-        """Whether a refusal is about a field that can be left out, or has another name, from now
-        on. What the user has set is never left out.
+        """Whether a refusal is about a field that from now on is left out, or has another name. What
+        the user has set is never left out.
         """
         from distill.server import NOT_SET
         if self.max_tokens == "max_tokens" and "max_completion_tokens" in why:
@@ -395,9 +355,8 @@ def read_answer(data):
     choice, usage = found["choices"][0], found.get("usage") or {}
     message = choice["message"]
     calls = [{"type": "function", "function": {
-        "name": call["function"]["name"],
-        "arguments": json_files.loads(call["function"]["arguments"] or "{}")}}
-        for call in message.get("tool_calls") or []]
+        "name": call["function"]["name"], "arguments": json_files.loads(
+            call["function"]["arguments"] or "{}")}} for call in message.get("tool_calls") or []]
     # a call is what a model ends by itself
     reason = "stop" if choice["finish_reason"] == "tool_calls" else choice["finish_reason"]
     reasoning = plain_text(message.get("reasoning_content") or message.get("reasoning"))

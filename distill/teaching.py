@@ -1,10 +1,8 @@
-"""What a student learns from a teacher that scores its answers: the flags for it, and what the
-teacher reads.
+"""A teacher that scores the student's answers: the flags for it, and what it reads.
 
-The teacher is --teacher_path, or the student's own base. It reads the student's very tokens of an
-answer, behind its own template of the conversation, of a record's "teacher_messages" in place of
-that, and of --prompt_file around both. So both must have one vocabulary: it is proven token by
-token, names say nothing. Imports no torch: flags come first.
+It reads the student's very tokens of an answer, after the conversation, or the "teacher_messages"
+of the record, by its own template, with --prompt_file around them. So both must have one
+vocabulary, which is proven token by token. Imports no torch: flags come first.
 """
 from pathlib import Path
 
@@ -27,43 +25,36 @@ def check_flags(args, parser):
     require(args.base_url or args.teacher_url or not given("request_timeout"),
             "--request_timeout needs --base_url or --teacher_url")
     if args.teacher_url:
-        # a name would load weights
-        require(args.teacher_path and Path(args.teacher_path).is_dir(),
+        require(args.teacher_path and Path(args.teacher_path).is_dir(),     # a name loads weights
                 "--teacher_url needs --teacher_path, a folder with the server's config.json and "
                 "tokenizer: they prove that the student has its vocabulary")
-        require(args.distill_topk,
-                "--teacher_url needs --distill_topk: a server tells the likeliest tokens")
-        require(args.divergence != "reverse",
-                "--divergence reverse needs the teacher's smallest probabilities, which a server's "
-                "rounding hides: take forward or js, or --teacher_path alone")
+        require(args.distill_topk, "--teacher_url needs --distill_topk, as servers give no others")
+        require(args.divergence != "reverse", "--divergence reverse needs the teacher's smallest "
+                "probabilities, which a server rounds: take forward or js, or --teacher_path alone")
     if args.teacher_url or args.base_url:
         from distill.server import address
         for flag in ("teacher_url", "base_url"):
             address(getattr(args, flag) or "", f"--{flag}")
-        require(0 < 2 * args.request_timeout < args.collective_timeout,
-                f"--request_timeout {args.request_timeout:g}: a server that fails is waited for "
-                "twice as long, which must end before --collective_timeout "
+        require(0 < 2 * args.request_timeout < args.collective_timeout, f"--request_timeout: twice "
+                f"{args.request_timeout:g} s must end before --collective_timeout "
                 f"({args.collective_timeout} s)")
     if args.keep:
         cli.at_least_one(args, "keep_every")
         cli.above_zero(args, "keep_weight")
-        require(args.compile is not True,
-                "--compile and --keep exclude each other: the shapes change")
+        require(args.compile is not True, "--compile and --keep exclude each other: shapes change")
     if not args.teacher_path:
         for flag in OF_TEACHER:
             require(not given(flag), f"--{flag} needs --prompt_file or --teacher_path")
         return
     args.distill_weight = 1.0 if args.distill_weight is None else args.distill_weight
-    cli.above_zero(args, "distill_weight")
+    cli.above_zero(args, "distill_weight js_beta")
     cli.share(args, "distill_weight on_policy")
     cli.at_least_one(args, "max_new_tokens")
     cli.below_one(args, "js_beta")
-    cli.above_zero(args, "js_beta")
-    require(args.on_policy or not args.base_url, "--base_url needs --on_policy")
-    require(not args.base_url or args.use_lora,
-            "--base_url needs --use_lora: the server is given adapters")
-    require(not (args.base_url and args.use_dora),
-            "--base_url: vLLM's server loads no DoRA adapters; drop --use_dora")
+    if args.base_url:
+        require(args.on_policy, "--base_url needs --on_policy")
+        require(args.use_lora, "--base_url needs --use_lora: the server is given adapters")
+        require(not args.use_dora, "--base_url: vLLM loads no DoRA adapters; drop --use_dora")
     require(args.compile is not True,
             "--compile and a teacher exclude each other: the shapes change with every step")
     require(not args.on_policy or args.distill_weight == 1,
@@ -76,19 +67,16 @@ def check_flags(args, parser):
 
 
 def check_same(ours, theirs, rows, name):
-    """Raise UserError unless two tokenizers have the same token at each id that both models have.
-
-    rows: of the smaller of the two embeddings. name: of the teacher, for the message.
+    """Raise UserError unless two tokenizers have the same token at each id below `rows`, those of
+    the smaller embedding. name: of the teacher, for the message.
     """
     a, b = ({i: token for token, i in tokenizer.get_vocab().items() if i < rows}
             for tokenizer in (ours, theirs))
     if odd := sorted(i for i in a.keys() | b.keys() if a.get(i) != b.get(i)):
         one, other = a.get(odd[0]), b.get(odd[0])
-        raise UserError(
-            f"--teacher_path {name}: has another vocabulary than --model_path: id {odd[0]} is "
-            f"{other!r} there, {one!r} here ({len(odd)} such ids), so it cannot score the "
-            "student's tokens; its labels alone can be learned, as distill/create_data.py makes "
-            "them")
+        raise UserError(f"--teacher_path {name}: has another vocabulary than --model_path: id "
+                        f"{odd[0]} is {other!r} there, {one!r} here ({len(odd)} such ids), so only "
+                        "its labels can be learned, as distill/create_data.py makes them")
 
 
 def open_side(args, config, tokenizer):
@@ -120,24 +108,6 @@ def open_side(args, config, tokenizer):
     return prompt, encoder, shorter
 
 
-def check_lesson(args, table, numbers):
-    """UserError where the base teaches itself what it already says: the divergence is 0 for good.
-
-    numbers: of the samples trained. Beside targets of their own (--distill_weight) it is a pull
-    back to the base; what a server has may be trained: only its tokenizer is the base's.
-    """
-    same = Path(args.teacher_path).resolve() == Path(args.model_path).resolve()
-    if not same or args.teacher_url or args.prompt_file or args.distill_weight < 1:
-        return
-    for i in numbers:
-        ids, own = table.tokens[table.offsets[i]:table.offsets[i + 1]], table.own[i]
-        if ids[:own].tolist() != ids[own:].tolist():
-            return
-    raise UserError(f"--teacher_path {args.teacher_path} is --model_path and reads what the "
-                    "student reads, so there is nothing to learn: give --prompt_file, records with "
-                    '"teacher_messages", or --distill_weight below 1')
-
-
 def context(record):
     """(the messages that the teacher gets before the last answer, that answer). ValueError."""
     from core.chat import check_messages
@@ -151,8 +121,8 @@ def context(record):
     except ValueError as error:
         raise ValueError(f'its "teacher_messages": {error}')
     if (role := given[-1]["role"]) not in ("user", "tool"):
-        raise ValueError(f'its "teacher_messages" end with a message of the {role}: the teacher '
-                         "would read more than the question; end them with the user's")
+        raise ValueError(f'its "teacher_messages" end with a message of the {role}, and have to '
+                         "end with the user's question")
     # answers among them are context: only the last one is learned
     return [m | {"weight": 0} if m["role"] == "assistant" else m for m in given], messages[-1]
 
@@ -178,10 +148,9 @@ def behind_prompt(prompt, encoder, records, results):
             continue
         theirs = taught[i]
         if [t for t, m in zip(*own) if m] != [t for t, m in zip(*theirs) if m]:
-            hint = ""
-            if "teacher_messages" in records[i]:
-                hint = "; with teacher_messages give --train_turns last"
-            found.append(ValueError("the teacher's template gives the answer other tokens" + hint))
+            hint = "; with teacher_messages give --train_turns last"
+            found.append(ValueError("the teacher's template gives the answer other tokens"
+                                    + hint * ("teacher_messages" in records[i])))
         else:
             found.append((own[0] + theirs[0], own[1] + theirs[1], len(own[0])))
     return found

@@ -189,24 +189,6 @@ def test_packed_self_distillation_is_the_dense_one(made, tmp_path, student, role
         torch.testing.assert_close(ours[name].grad, grad, rtol=1e-4, atol=1e-4 * float(grad.abs().max() + 1))
 
 
-def test_the_model_behind_no_prompt_is_no_other(made, tmp_path):
-    """Teacher and student with the same words and adapters that do nothing: no divergence, no gradient."""
-    (tmp_path / "user.txt").write_text("{text}")
-    encoder = chat.Encoder(chat.load_tokenizer(made / "qwen"), "last")
-    write_table(tmp_path / "table", [made / "chats.jsonl"], Reading(encoder, 512, prompt=read_prompt(
-        tmp_path / "user.txt")))
-    table = ChatTable(tmp_path / "table")
-    for kind in (("forward", 0.5, 0), ("reverse", 0.5, 3), ("js", 0.5, 0)):
-        model, parts = packed_lm.build_empty(made / "qwen", torch.float32, (4, 4, 0.0, "all-linear", "x"), None,
-                                             prompted=(1.0, *kind))
-        packed_lm.load(model, parts, dist.World(device=torch.device("cpu")))
-        adapters.init_adapters(model.net, 0)
-        loss, *_ = model.train()(collate([ChatSamples(table)[n] for n in (1, 2, 5)], prompted=True))
-        loss.backward()
-        assert abs(loss.item()) < 1e-5
-        assert all(p.grad.abs().max() < 1e-5 for p in adapters.adapter_weights(model.net).values())
-
-
 # -- Runs --------------------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import chats, students
-from tests.helpers import scripts
 from tests.helpers.lora_server import LoraServer
 from tests.helpers.score_server import ScoreServer
 
@@ -55,11 +54,6 @@ def test_a_config_of_no_model(made, tmp_path, refused, change):
     refused(f"{tmp_path / 'odd'}: ", "--model_path", tmp_path / "odd")
 
 
-def test_a_list_of_chats_is_called_one(tmp_path, refused):
-    (tmp_path / "list.jsonl").write_text(json.dumps([{"messages": chats.ask("the dog", "en")}]))
-    refused("list.jsonl:1: is a JSON list", "--train_data_file", tmp_path / "list.jsonl")
-
-
 def test_a_line_of_megabytes_is_refused_by_its_beginning(tmp_path, refused):
     """To tokenise all of it would take a minute and gigabytes."""
     chats.write(tmp_path / "long.jsonl", [chats.ask("a", "en"), chats.ask("the dog " * 2**20, "en")])
@@ -80,7 +74,7 @@ def test_more_alternatives_than_tokens(made, refused):
 @pytest.mark.parametrize("flag", ["--teacher_url", "--base_url"])
 def test_a_key_in_an_address_is_never_shown(made, refused, flag):
     more = ["--teacher_path", made / "teacher", "--distill_topk", 3, "--divergence", "js", "--on_policy", 1, "--use_lora"]
-    output = refused(f"{flag}: ends in ?... or #...", *more, flag, "http://127.0.0.1:9/v1?api_key=SECRET")
+    output = refused(f"{flag}: holds a name and password (@), ?... or #...", *more, flag, "http://127.0.0.1:9/v1?api_key=SECRET")
     assert "SECRET" not in output
 
 
@@ -150,13 +144,3 @@ def test_a_system_message_is_joined_to_the_prompt(pool, made, tmp_path):
     joined = loss("own", "--prompt_file", made / "system.txt", "--prompt_role", "system")
     assert joined == loss("told", "--teacher_path", made / "student") != pytest.approx(0, abs=1e-6)
     assert torch.isfinite(torch.tensor(joined))
-
-
-def test_a_key_in_a_teachers_address_is_never_shown(tmp_path, capfd):
-    from distill import create_data
-    (tmp_path / "lines.txt").write_text("the dog\n")
-    with pytest.raises(SystemExit):
-        scripts.run(create_data, ["--input_file", str(tmp_path / "lines.txt"), "--output_file", str(tmp_path / "out.jsonl"),
-                          "--model_name", "m", "--base_url", "http://127.0.0.1:9/v1?api_key=SECRET"])
-    found = capfd.readouterr()
-    assert "--base_url: ends in ?... or #..." in found.err and "SECRET" not in found.err + found.out

@@ -106,9 +106,6 @@ def refusal(capsys, made, out, checkpoint, *flags):
     return error
 
 
-# -- What an answer counts as ------------------------------------------------------------------------------------------
-
-
 # -- Whole evaluations -------------------------------------------------------------------------------------------------
 
 
@@ -206,8 +203,10 @@ def test_an_adapter_answers_as_peft_does(made, lora, tmp_path):
     assert found["data"]["enable_thinking"] == "false"
 
 
-@pytest.mark.parametrize("template, thinking", [(chats.QWEN_THINK, False), (chats.QWEN, None)])
-def test_asked_as_trained(made, template, thinking):
+@pytest.mark.parametrize("template, thinking, tools", [
+    (chats.QWEN_THINK, False, None), (chats.QWEN, None, None),
+    (chats.QWEN_TOOLS, None, [{"type": "function", "function": {"name": "look", "parameters": {}}}])])
+def test_asked_as_trained(made, template, thinking, tools):
     """The ids that generate gets are those that stand before the first trained token; pads are on the left, masked."""
     from core.chat import Encoder
     tokenizer = chats.tokenizer(template)
@@ -218,8 +217,8 @@ def test_asked_as_trained(made, template, thinking):
     answers = judge.ask_column(
         judge.Column(model, tokenizer, True), [tokenizer.eos_token_id],
         {None: "template", True: "true", False: "false"}[thinking],
-        judge.requests_of([{"messages": messages} for messages in asked]), 2, 3)
-    trained = [ids[:mask.index(True)] for ids, mask in Encoder(tokenizer, thinking=thinking).encode(asked)]
+        judge.requests_of([{"messages": messages, "tools": tools} for messages in asked]), 2, 3)
+    trained = [ids[:mask.index(True)] for ids, mask in Encoder(tokenizer, thinking=thinking).encode(asked, [tools] * 3)]
     rows = [row[mask.bool()].tolist() for row, mask in zip(seen[0]["input_ids"], seen[0]["attention_mask"])]
     assert sorted(rows) == sorted(trained) and [answer.prompt_tokens for answer in answers] == list(map(len, trained))
     assert all(mask[-1] and mask.tolist() == sorted(mask.tolist()) for mask in seen[0]["attention_mask"])
@@ -227,7 +226,7 @@ def test_asked_as_trained(made, template, thinking):
 
 def test_a_text_that_was_trained_is_no_test(made, train, tmp_path, capsys):
     """Lines with one text, but for white space, on both sides of the split."""
-    rows = [record(i, text="the" + " " * (i + 1) + "same") if i < 40 else record(i) for i in range(N)]
+    rows = [record(i, text="the" + " " * (i + 1) + "same" if i < 40 else f"fox \u2028 {i}") for i in range(N)]
     write(made / "leaky.jsonl", rows)
     checkpoint = train("leaky", "--validation_split", 0.5, "--train_data_file", made / "leaky.jsonl")
     error = refusal(capsys, made, tmp_path, checkpoint)
@@ -280,38 +279,11 @@ def test_bad_input_is_one_clear_line(made, train, full, lora, tmp_path, capsys, 
     assert not (tmp_path / "out" / "evaluation.json").exists()
 
 
-def test_too_little_agreement_ends_with_status_1(made, full, whole, tmp_path, capsys):
-    share = whole[0]["metrics"]["student: agreement"]
-    assert share < 1
-    error = refusal(capsys, made, tmp_path, full, "--min_agreement", share + 1e-4)
-    assert f"agrees with its teacher on {share:.3f} of the lines, less than --min_agreement" in error
-    assert (tmp_path / "evaluation.json").exists(), "what was found is there all the same"
-    gain = share - whole[0]["metrics"]["base: agreement"]
-    assert "gained less than --min_gain" in refusal(capsys, made, tmp_path, full, "--min_gain", gain + 1e-4)
-    evaluate(made, tmp_path, full, "--min_agreement", share, "--min_gain", gain - 1e-6)
-
-
 def test_a_teacher_that_does_not_follow_closes_no_gap(made, full, tmp_path, capsys):
     error = refusal(capsys, made, tmp_path, full, "--prompt_file", made / "prompt.txt", "--follows", "^never$",
                     "--min_closed", 0.01)
     assert ("following rate: there is no gap to close: the teacher itself follows the rule in 0 % of its answers, the "
             "base in 0 %") in error
-
-
-def test_a_model_gets_the_tools_of_a_question(made, tmp_path):
-    """Trained with them, and asked with them: the very ids of training."""
-    base = tmp_path / "base"
-    chats.student(base)
-    chats.tokenizer(chats.QWEN_TOOLS).save_pretrained(base)
-    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
-    rows = [{"id": i, "tools": tools, "messages": chats.ask(f"the dog {i}", "en")} for i in range(4)]
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(base).eval(), AutoTokenizer.from_pretrained(base)
-    answers = judge.ask_column(judge.Column(model, tokenizer, True), [tokenizer.eos_token_id],
-                               "template", judge.requests_of(rows), 2, 2)
-    for row, answer in zip(rows, answers):
-        asked = tokenizer.apply_chat_template(row["messages"][:1], tools=tools, add_generation_prompt=True,
-                                              return_dict=False)
-        assert answer.prompt_tokens == len(asked) > 40
 
 
 @pytest.mark.parametrize("right, n", [(0, 1), (30, 30), (7, 30)])

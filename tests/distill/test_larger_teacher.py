@@ -1,10 +1,8 @@
 """Another model as the teacher: packed scores against loops over whole logits, whole runs, the student's own draws."""
 import json
-import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from core import chat, dist
@@ -229,8 +227,7 @@ def own_loss(made, student, step, fault=None):
 
 @pytest.mark.slow
 def test_draws_are_those_of_the_student_of_now(made, train, tmp_path):
-    """The student before each step is in a checkpoint; one step old, it would draw and score otherwise. One rank by DDP,
-    two by FSDP2, and a run that was stopped are the same run."""
+    """The student before each step is in a checkpoint; one step old, it would draw and score otherwise."""
     flags = ("--teacher_path", made / "teacher", "--prompt_file", made / "system.txt", "--prompt_role", "system",
              "--on_policy", 1, "--max_new_tokens", 6)
     one = train(1, tmp_path / "one", "--parallel", "ddp", *flags)
@@ -239,12 +236,6 @@ def test_draws_are_those_of_the_student_of_now(made, train, tmp_path):
     assert losses(one) == pytest.approx([own_loss(made, net, step) for step, net in enumerate(nets)], abs=STEP)
     for step in (1, 2, 3):
         assert losses(one)[step] != pytest.approx(own_loss(made, nets[step - 1], step), rel=1e-3), "stale"
-
     two = train(2, tmp_path / "two", "--parallel", "fsdp", *flags)
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
-    shutil.copytree(tmp_path / "one", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-[34]"))
-    again = train(1, tmp_path / "again", "--parallel", "ddp", *flags)
-    assert losses(again) == losses(one) and again[2] == one[2]
-    ends = [load_file(tmp_path / name / "checkpoint-4" / "model.safetensors") for name in ("one", "again")]
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-    train(1, tmp_path / "again", "--parallel", "ddp", *flags[2:], fails="teacher")      # another teacher: another run
+    train(1, tmp_path / "one", "--parallel", "ddp", *flags[2:], fails="teacher")        # another teacher: another run

@@ -14,12 +14,7 @@ from distill.causal_lm import Draw
 def ask_tiny(folder, batch_size=16, max_tokens=12, **sampling):
     """answers(requests) of the model in a folder."""
     draw = teachers.Sampling(max_tokens, **sampling)
-    answers = teachers.open_teacher("transformers", str(folder), draw, batch_size=batch_size)
-
-    def answer(requests):
-        waiting = list(requests)
-        return answers(lambda n: [waiting.pop(0) for _ in range(min(n, len(waiting)))])
-    return answer
+    return teachers.open_teacher("transformers", str(folder), draw, batch_size=batch_size)
 
 
 def request(number, text, seed):
@@ -88,7 +83,7 @@ def test_a_key_follows_no_redirection(monkeypatch, status):
 
 
 @pytest.mark.parametrize("url, key, said", [
-    ("http://anna:pa/ss@h/v1", "", "a name or password in it holds /"), ("http://h/v1", "sk-se\ncret", "OPENAI_API_KEY"),
+    ("http://anna:pa/ss@h/v1", "", "holds a name and password"), ("http://h/v1", "sk-se\ncret", "OPENAI_API_KEY"),
     ("http://[::1/v1", "", "is not an address")])
 def test_an_address_or_key_that_is_none_is_not_printed(monkeypatch, url, key, said):
     monkeypatch.setenv("OPENAI_API_KEY", key)

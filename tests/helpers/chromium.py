@@ -132,14 +132,6 @@ class Page:
         return [event["params"]["request"]["url"] for event in self.events()
                 if event["method"] == "Network.requestWillBeSent"]
 
-    def mouse(self, x, y, kind="mouseMoved", **more):
-        """Move to, press or release at a point of the window, CSS pixels."""
-        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
-
-    def click(self, x, y):
-        for kind in ("mousePressed", "mouseReleased"):
-            self.mouse(x, y, kind, button="left", clickCount=1)
-
     def picture(self, path):
         """The whole page as PNG."""
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"]

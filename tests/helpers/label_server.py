@@ -87,21 +87,13 @@ class Handler(BaseHTTPRequestHandler):
             return self.connection.close()
         text, reason = answer_to(line, body.get("seed"))
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
-        if body.get("logprobs"):
-            head, _, label = text.rpartition(" ")
-            choice["logprobs"] = {"content": [
-                {"token": token, "logprob": -0.25, "top_logprobs": [
-                    {"token": token, "logprob": -0.25}, {"token": " ot", "logprob": -2.5},
-                    {"token": "ot", "logprob": -3.5}][:body["top_logprobs"]]}
-                for token in (head, " " + label, "<|im_end|>")]}
         if "parts" in words:
             thoughts, _, text = text.rpartition("</think>")
             choice["message"] = {"role": "assistant", "content": [{"type": "text", "text": part} for part in (
                 text[:3], text[3:])], "reasoning_content": thoughts.removeprefix("<think>") or None}
             return self.reply(200, {"choices": [choice], "usage": None})
         self.reply(200, {"object": "chat.completion", "model": body["model"], "choices": [choice], "usage": {
-            "prompt_tokens": len(content), "completion_tokens": len(text),
-            "prompt_tokens_details": {"cached_tokens": len(content) // 2}}})
+            "prompt_tokens": len(content), "completion_tokens": len(text)}})
 
     def log_message(self, *_):
         pass
