@@ -2,7 +2,7 @@
 
     python speech/convert.py my_corpus --output train.jsonl
     python speech/convert.py clips.csv --columns audio=clip,text=caption --output train.jsonl
-    python speech/convert.py 'shards/*.parquet' --output train.jsonl     # audio is unpacked beside it
+    python speech/convert.py 'shards/*.parquet' --output train.jsonl   # audio is unpacked beside it
 
 Reads tables with a header (.csv .tsv .json .jsonl; columns are known by name), tables without one
 (audio|text, LJSpeech, Piper, the .list of GPT-SoVITS), Kaldi folders, metadata.json of the GUIs,
@@ -52,7 +52,7 @@ from speech.conversations import (
 
 OTHER_AUDIO = (".m4a", ".aac", ".mp4", ".webm", ".wma", ".amr")     # libsndfile does not read them
 TEXTS = (".txt", ".normalized.txt", ".lab")                         # beside an audio file
-CUES = (".srt", ".vtt")                                             # with times: cuts of a recording
+CUES = (".srt", ".vtt")                                             # of recordings: with times
 LISTS = (".json", ".jsonl", ".csv", ".tsv", ".list", ".lst", ".txt")
 COLUMNS = {     # what a column means, by its name in lower case; the first that is there counts
     "audio": "audio audio_file audio_path audio_filepath audio_filename audio_url wav wav_path "
@@ -83,6 +83,7 @@ ODD = {         # of texts that are used all the same: {what is said of them: pa
         r"&(?:#\d+|#x[0-9a-f]+|[a-z]{2,8});", re.I),
     "look like text in a wrong encoding": re.compile("Ã[\x80-¿]|â€|Â[\x80-¿]|�"),
     "hold control characters": re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f]")}
+PHONEMES = "give the texts of which they were made, Higgs-Audio does not read these"
 OUTSIDE = "name audio that is not below the folder of the list"
 SPOKEN_BY = re.compile(r"^\s*Speaker\s+(\d+)\s*:\s*", re.I | re.M)     # as VibeVoice writes it
 CANDIDATES = 64         # clips of a speaker among which references are chosen
@@ -131,16 +132,15 @@ def open_json(path, given):
     first = json_files.json_value(path) if path.suffix == ".json" else None
     if isinstance(first, dict) and "samples" in first:
         return "metadata.json", read_metadata(path, first["samples"])
-    require(not (isinstance(first, dict) and "segments" in first), f"{path}: is what a recogniser "
-            "heard in one recording; give the folder in which it stands beside that recording")
+    require(not (isinstance(first, dict) and "segments" in first),
+            f"{path}: is of a recogniser; give the folder in which it stands beside its recording")
     unit, read = json_files.read_entries(path)
     entries = [entry for _, entry in itertools.islice(read(lambda number: True),
                                                       None if given else LOOK)]
     names = list(dict.fromkeys(key for one in entries if isinstance(one, dict) for key in one))
-    require(names or not entries, f"{path}: holds neither samples with 'messages' nor rows with "
-                                  "columns of audio and text")
-    require("audio_codes" not in names, f"{path}: holds audio_codes, another trainer's; give the "
-                                        "list from which they were made")
+    require(names or not entries, f"{path}: holds neither 'messages' nor columns of audio and text")
+    require("audio_codes" not in names,
+            f"{path}: holds audio_codes, another trainer's; give the list of which they were made")
     if names and "messages" not in names:
         check_columns(path, names, given)
     return "JSON", ((f"{unit} {number + 1}", json_row(entry, given))
@@ -167,11 +167,9 @@ def swift_row(entry):
     spoken = sum(answer.count("<audio>") for answer in answers)
     asked = sum(m["content"].count("<audio>") for m in messages) - spoken
     if asked and not spoken:
-        return BadSample("its <audio> is in the user's message: that is speech to understand, not "
-                         "to speak")
+        return BadSample("its <audio> is the user's: that is speech to understand, not to speak")
     if spoken > 1 or asked or len(clips) != 1 or not answers:
-        return BadSample(f"{asked + spoken} <audio> and {len(clips)} audios: one spoken clip a "
-                         "sample is read")
+        return BadSample(f"{asked + spoken} <audio> and {len(clips)} audios, not one spoken clip")
     requests = [m["content"] for m in messages if m.get("role") == "user"]
     text = answers[-1].replace("<audio>", "").strip() or (requests or [""])[-1]
     ref = entry.get("ref_audios")
@@ -193,9 +191,9 @@ def read_metadata(path, samples):
         kept = ("id", "scene", "language", "split", "duration", "voices")
         return {**{key: raw.get(key) for key in kept}, "audio": inside("audio_file"),
                 "text_file": path.parent / inside("transcript_file"),
-                "text_name": "transcript_file",
+                "text_name": "transcript_file", "ref_speakers": raw.get("ref_speakers") or [],
                 "ref_audio": inside("ref_audio_file") if raw.get("ref_audio_file") else None,
-                "ref_text": raw.get("ref_transcript"), "ref_speakers": raw.get("ref_speakers") or [],
+                "ref_text": raw.get("ref_transcript"),
                 "speaker": raw.get("speaker_id") or raw.get("speaker_name"),
                 "task_type": raw.get("training_task_type") or raw.get("task_type")}
 
@@ -220,10 +218,8 @@ def lines_of(path):
 
 
 def fields_of(line, separator, as_written=False):
-    """Fields of a line; one whose quotes do not fit is split at every separator.
-
-    as_written: quotes count only where Python's csv module would have written them, as in tables
-    without a header: Piper's are made by it, LJSpeech has quotes of its own.
+    """Fields of a line; one whose quotes do not fit is split at every separator. as_written: quotes
+    count only where Python's csv module would write them, as Piper does; LJSpeech's are text.
     """
     with contextlib.suppress(csv.Error):
         fields = next(csv.reader([line], delimiter=separator, strict=True, skipinitialspace=True))
@@ -231,7 +227,8 @@ def fields_of(line, separator, as_written=False):
             return fields
         for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL) if '"' in line else ():
             again = io.StringIO()
-            csv.writer(again, delimiter=separator, quoting=quoting, lineterminator="").writerow(fields)
+            csv.writer(again, delimiter=separator, quoting=quoting,
+                       lineterminator="").writerow(fields)
             if again.getvalue() == line:
                 return fields
     return line.split(separator)
@@ -279,14 +276,12 @@ def csv_rows(path):
             return
         except csv.Error as error:
             raise UserError(f"{path}: its quotes do not fit in the row that begins at line {line} "
-                            f"({error}); a quote inside a field is written twice, and the field "
-                            'stands in quotes: "so ""it"" is"')
+                            f'({error}); write one inside a field twice: "so ""it"" is"')
 
 
 def open_headerless(path, head, given):
-    """(about, rows) of lines of 2 to 4 fields without a header, of which the first names audio.
-
-    What the others are is judged over all rows; undecided: UserError that asks for --columns.
+    """(about, rows) of lines of 2 to 4 fields without a header, of which the first names audio;
+    what the others are is judged over all rows.
     """
     paths, why = audio_paths(path.parent), f"nor 2 to 4 fields as all others: {head[0][:80]!r}"
     at = int(given.get("audio", 1)) - 1
@@ -298,8 +293,8 @@ def open_headerless(path, head, given):
             why = (f"and its first field names no audio files: {rows[0][0].strip()[:80]!r} is not "
                    f"there; looked in {', '.join(paths.places())}")
     else:
-        raise UserError(f"{path}: is not a table that is known: its first line has neither a "
-                        f"column of audio and one of text, {why}; give it a first line: audio,text")
+        raise UserError(f"{path}: is not a table that is known: its first line has neither columns "
+                        f"of audio and of text, {why}; give it a first line: audio,text")
     width = len(rows[0])
     rows = [(number, [field.strip() for field in fields_of(line, separator, as_written=True)])
             for number, line in enumerate(lines_of(path), 1) if line.strip()]
@@ -307,7 +302,8 @@ def open_headerless(path, head, given):
         meanings_of(path, [row for _, row in rows if len(row) == width])
 
     def row_of(row):
-        if len(row) != width and not (width == 3 > len(row) == 2 and "normalised" in meanings.values()):
+        shorter = width == 3 > len(row) == 2 and "normalised" in meanings.values()
+        if len(row) != width and not shorter:
             return BadSample(f"has {len(row)} fields, not {width}: {separator.join(row)[:80]!r}")
         found = {meaning: row[at] for at, meaning in meanings.items() if at < len(row)}
         text = found.pop("normalised", "") or found["text"]
@@ -320,9 +316,8 @@ def meanings_of(path, rows):
     """{number of a field: its meaning} of a table without a header; Undecided where it is open."""
     columns = [[value for value in column if value] for column in zip(*rows)]
     if any(map(phonemes, columns)):
-        raise Undecided(f"{path}: its texts are phonemes, such as "
-                        f"{next(filter(phonemes, columns))[0][:40]!r}, which Higgs-Audio does not "
-                        "read; give the texts from which they were made")
+        found = next(filter(phonemes, columns))[0][:60]
+        raise Undecided(f"{path}: its texts are phonemes, such as {found!r}: {PHONEMES}")
     prose, found = [is_prose(column) for column in columns], None
     if prose[1] and not any(columns[2:]):
         found = "audio text"
@@ -340,7 +335,7 @@ def meanings_of(path, rows):
     shown = ", ".join(f"{number} {column[0][:40]!r}" if column else f"{number} empty"
                       for number, column in enumerate(columns, 1))
     raise Undecided(f"{path}: has no header, and what its fields mean is not certain: {shown}; "
-                    "name them by their numbers, for example --columns audio=1,text=2")
+                    "name them by number, for example --columns audio=1,text=2")
 
 
 def is_prose(values):
@@ -372,7 +367,7 @@ def read_kaldi(folder):
     audio, texts, segments, speakers = map(pairs, ("wav.scp", "text", "segments", "utt2spk"))
     for key, where in audio.items():
         require(not where.endswith("|"), f"{folder / 'wav.scp'}: {key} is a command, which is not "
-                "run; write its output to files (wav-copy) and name those")
+                "run; write its output to files (wav-copy)")
     for key in dict.fromkeys([*texts, *(segments or audio)]):
         recording, start, end = (segments.get(key, key).split() + ["", "", ""])[:3]
         row = {"id": key, "audio": audio.get(recording), "text": texts.get(key),
@@ -407,8 +402,8 @@ def read_sidecar(folder):
     """Rows of the clips of a tree; a subfolder is taken for a speaker."""
     for place, names in walk(folder):
         there = {name.lower(): name for name in names}
-        known = dict((*line.split(None, 1), "")[:2] for name in names
-                     if name.endswith(".trans.txt") for line in lines_of(place / name))  # LibriSpeech
+        known = dict((*line.split(None, 1), "")[:2] for name in names       # LibriSpeech
+                     if name.endswith(".trans.txt") for line in lines_of(place / name))
         for name in names:
             stem, ending = os.path.splitext(name)
             base, sound = stem.lower(), ending.lower()
@@ -439,16 +434,12 @@ def read_sidecar(folder):
                     row["speaker"] = stem.split("_")[0]
                 try:
                     yield from cuts_of(at, row, text)
-                except BadSample as error:
-                    yield at, error
-                except UserError as error:
-                    yield at, BadSample(error)
+                except (BadSample, UserError) as error:
+                    yield at, error if isinstance(error, BadSample) else BadSample(error)
 
 
 def cuts_of(at, row, path):
-    """(place, row) of a clip: one, or one for each entry of subtitles, Audacity's labels, or a
-    recogniser's segments.
-    """
+    """(place, row) of a clip, or of each entry of subtitles, labels, or a recogniser's segments."""
     text, ending, found = json_files.read_text(path), path.suffix.lower(), None
     if ending in CUES:
         found = subtitles(path.name, text)
@@ -461,8 +452,7 @@ def cuts_of(at, row, path):
             found = [(s.get("start"), s.get("end"), s.get("text")) for s in data["segments"]
                      if isinstance(s, dict)]
         elif key is None:
-            raise BadSample(f"{path.name} has none of text, transcript, reference_text",
-                            "empty_text")
+            raise BadSample(f"{path.name} has no text, transcript or reference_text", "empty_text")
         else:
             text, row = str(data[key]), {**row, "normalize_text": data.get("normalize_text")}
     elif ending == ".tsv":                              # whisper, in milliseconds
@@ -542,7 +532,7 @@ def labels(text):
 
 
 class Unpacked:
-    """FLAC files of about SHARD_S seconds, in `folder`, into which other files' sound is written."""
+    """FLAC files of about SHARD_S seconds in `folder`, which take the sound of other files."""
 
     def __init__(self, folder):
         self.folder, self.open, self.count = Path(folder), {}, 0
@@ -553,8 +543,8 @@ class Unpacked:
         return self.folder / f"{self.count - 1:07}{ending}"
 
     def row(self, row, value):
-        """A row with the place of its sound; BadSample. value: a path, the bytes of an audio file or
-        of codes, or {array, sampling_rate}.
+        """A row with the place of its sound; BadSample. value: a path, the bytes of an audio file
+        or of codes, or {array, sampling_rate}.
         """
         if not isinstance(value, (bytes, dict)):
             return {**row, "audio": value}
@@ -639,8 +629,8 @@ def read_columns(path, given, unpacked):
 
 
 def read_tar(path, given, unpacked):
-    """Rows of a WebDataset shard: neighbours whose names are equal up to the first dot are one
-    sample, where that joins two clips up to the last.
+    """Rows of a WebDataset shard: members of one name up to the first dot are a sample, where these
+    have two clips up to the last.
     """
     def row_of(members):
         row, text, sound = {}, None, None
@@ -655,8 +645,6 @@ def read_tar(path, given, unpacked):
         if sound is None:
             return BadSample(f"has no audio file: {', '.join(name for name, _ in members)}")
         row |= {"text": row.get("text") if text is None else text, "id": sound[0]}
-        if row["text"] is None:
-            return BadSample("has no text beside its audio", "empty_text")
         return unpacked.row(row, sound[1])
 
     def first_dot(member):
@@ -692,33 +680,12 @@ def tab_lines(path):
 
 def vctk(folder):
     """Of its two microphones the second one, as its authors advise."""
-    wav48 = sorted(folder.glob("wav48*"))[-1]
     for text in sorted(folder.glob("txt/*/*.txt")):
-        clips = [wav48 / text.parent.name / f"{text.stem}{end}"
+        clips = [sorted(folder.glob("wav48*"))[-1] / text.parent.name / f"{text.stem}{end}"
                  for end in ("_mic2.flac", "_mic1.flac", ".flac", ".wav")]
         audio = next((clip for clip in clips if clip.exists()), clips[0])
         yield {"id": text.stem, "audio": str(audio), "text_file": text,
                "speaker": text.parent.name, "language": "en"}
-
-
-def aishell3(folder):
-    """In a text every second word is the pinyin of the one before."""
-    for name, text in tab_lines(folder / "content.txt"):
-        yield {"id": Path(name).stem, "audio": f"wav/{name[:7]}/{name}", "speaker": name[:7],
-               "language": "zh", "text": "".join(text.split()[::2])}
-
-
-def mls(folder):
-    for name, text in tab_lines(folder / "transcripts.txt"):
-        speaker, book = (*name.split("_"), "", "")[:2]
-        yield {"id": name, "audio": f"audio/{speaker}/{book}/{name}", "speaker": speaker,
-               "text": text}
-
-
-def wenetspeech4tts(folder):
-    for path in sorted(folder.glob("txts/*.txt")):
-        yield {"id": path.stem, "audio": f"wavs/{path.stem}", "language": "zh",
-               "text": next(iter(tab_lines(path)), ("", ""))[1]}
 
 
 def gigaspeech(folder):
@@ -737,11 +704,20 @@ def gigaspeech(folder):
                        "language": data.get("language")}
 
 
-CORPORA = {     # {name: (patterns of names that its folder holds, reader)}
-    "VCTK": (("txt", "wav48.*"), vctk), "AISHELL-3": (("content.txt", "wav"), aishell3),
-    "Multilingual LibriSpeech": (("transcripts.txt", "audio"), mls),
-    "WenetSpeech4TTS": (("txts", "wavs"), wenetspeech4tts),
-    "GigaSpeech": (("GigaSpeech.json",), gigaspeech)}
+CORPORA = {     # {name: (patterns of names that its folder holds, rows of the folder)}
+    "VCTK": (("txt", "wav48.*"), vctk), "GigaSpeech": (("GigaSpeech.json",), gigaspeech),
+    "AISHELL-3": (("content.txt", "wav"), lambda folder: (      # behind each word is its pinyin
+        {"id": Path(name).stem, "audio": f"wav/{name[:7]}/{name}", "speaker": name[:7],
+         "language": "zh", "text": "".join(text.split()[::2])}
+        for name, text in tab_lines(folder / "content.txt"))),
+    "Multilingual LibriSpeech": (("transcripts.txt", "audio"), lambda folder: (
+        {"id": name, "audio": f"audio/{'/'.join(name.split('_')[:2])}/{name}",
+         "speaker": name.split("_")[0], "text": text}
+        for name, text in tab_lines(folder / "transcripts.txt"))),
+    "WenetSpeech4TTS": (("txts", "wavs"), lambda folder: (
+        {"id": path.stem, "audio": f"wavs/{path.stem}", "language": "zh",
+         "text": next(iter(tab_lines(path)), ("", ""))[1]}
+        for path in sorted(folder.glob("txts/*.txt"))))}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -765,8 +741,7 @@ def open_source(name, given, unpacked):
     require("://" not in str(name), f"{name}: URLs are not read; copy the data here first")
     hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name)) and not path.suffix
     raise UserError(f"{name}: there is no such file or folder" + (
-        f"; of a data set on the hub: hf download {name} --repo-type dataset --local-dir FOLDER, "
-        "then give FOLDER" if hub else ""))
+        f"; on the hub: hf download {name} --repo-type dataset --local-dir FOLDER" if hub else ""))
 
 
 def kind_of(path):
@@ -774,10 +749,10 @@ def kind_of(path):
     with json_files.open_file(path) as file:
         head = file.read(512)
     require(head[:2] != b"\x1f\x8b", f"{path}: is compressed; unpack it first (gunzip, tar xzf)")
-    require(head[:4] != b"PK\x03\x04", f"{path}: is a zip file; unpack it first; save an Excel "
-                                       "table as CSV UTF-8")
-    require(head[:4] not in (b"RIFF", b"fLaC", b"OggS") and head[:3] != b"ID3", f"{path}: is an "
-            "audio file; give the folder with the texts, or a list of audio and text")
+    require(head[:4] != b"PK\x03\x04", f"{path}: is a zip file: unpack it, or save an "
+            "Excel table as CSV")
+    require(head[:4] not in (b"RIFF", b"fLaC", b"OggS") and head[:3] != b"ID3",
+            f"{path}: is an audio file; give the folder with the texts, or a list of both")
     if head[:4] in (b"PAR1", b"ARRO", b"\xff\xff\xff\xff"):
         return "columns"
     return "tar" if head[257:262] == b"ustar" else ""
@@ -787,8 +762,7 @@ def open_shards(paths, given, unpacked):
     """(about, rows) of files that hold audio and texts, all of one kind."""
     kinds = list(map(kind_of, paths))
     for path, kind in zip(paths, kinds):
-        require(kind and kind == kinds[0], f"{path}: is no parquet, arrow or tar file as the "
-                                           "others are; give files of one kind")
+        require(kind and kind == kinds[0], f"{path}: is no {kinds[0] or 'tar'} file, as others are")
     if kinds[0] == "columns":
         cli.require_package("pyarrow", f"{paths[0]}: parquet and arrow files")
     read = read_tar if kinds[0] == "tar" else read_columns
@@ -831,15 +805,14 @@ def open_folder(folder, given, unpacked):
     require(first, str(refused[0]) if refused else
             f"{folder}: has neither a list nor audio files ({', '.join(AUDIO_FILES)})")
     why = f"; of the files there: {refused[0]}" if refused else ""
-    raise UserError(f"{folder}: has audio, such as {printable(first[0], 80)}, but no list of texts; "
-                    f"it {first[1]}{why}")
+    raise UserError(f"{folder}: has audio, such as {printable(first[0], 80)}, but no list of "
+                    f"texts; it {first[1]}{why}")
 
 
 def lists_in(place, depth, given, unpacked, refused):
     """{path to give: open_source of it} of one folder; refused takes why others are not read."""
     names = sorted(path.name for path in place.iterdir())
-    require("raw.arrow" not in names, f"{place}: is F5-TTS's prepared folder; give the csv that it "
-                                      "was made of")
+    require("raw.arrow" not in names, f"{place}: is F5-TTS's prepared folder; give its csv")
     for name, (needs, read) in CORPORA.items():
         if all(any(re.fullmatch(one, there) for there in names) for one in needs):
             rows = ((f"row {number}", row) for number, row in enumerate(read(place), 1))
@@ -965,9 +938,7 @@ def text_of(row):
 
 
 def tagged(text):
-    """Text with "Speaker 3:" before its lines -> "[SPEAKER0]", by first appearance; without it
-    where one speaks.
-    """
+    """Text with "Speaker 3:" before its lines -> "[SPEAKER0]", or without it where one speaks."""
     spoken = SPOKEN_BY.findall(text)
     if not spoken or not SPOKEN_BY.match(text):
         return text
@@ -1011,16 +982,14 @@ def chosen_references(row, task, reading, pool, paths, notes):
     if reading.reference == "same_speaker":
         if chosen := another_clip(row, pool, reading.seed):
             return [("", chosen["text"], audio_item(chosen))]
-        notes.append(("no_second_clip", f"its speaker {row.get('speaker')!r} has no other clip for "
-                                        "reference"))
+        notes.append(("no_second_clip", f"its speaker {row.get('speaker')!r} has no other clip"))
         return []
     if task == "multi_speaker_voice_cloning":
         found, speakers = [], row.get("ref_speakers")
         for one in speakers if isinstance(speakers, list) else []:
-            if not (isinstance(one, dict) and one.get("ref_audio_file")
-                    and one.get("ref_transcript")):
-                raise BadSample("every ref_speakers entry needs 'ref_audio_file' and "
-                                "'ref_transcript'")
+            if not (isinstance(one, dict)
+                    and one.get("ref_audio_file") and one.get("ref_transcript")):
+                raise BadSample("a ref_speakers entry lacks 'ref_audio_file' or 'ref_transcript'")
             tag = str(one.get("speaker_tag") or f"SPEAKER{len(found)}").strip("[]")
             audio = audio_item({"audio": one["ref_audio_file"]})
             found.append((f"[{tag}] ", one["ref_transcript"], audio))
@@ -1053,9 +1022,7 @@ def share_of(what, row, seed):
 
 
 def note_candidate(pool, row, reading, number):
-    """Take row `number` into {speaker: heap} of at most CANDIDATES clips of each speaker: those of
-    a good length first, else by chance.
-    """
+    """Take row `number` into {speaker: heap of CANDIDATES clips}: those of a good length first."""
     if reading.reference != "same_speaker" or not row.get("speaker"):
         return
     seconds = audio_item(row)["duration"]
@@ -1084,11 +1051,9 @@ def stop_if_odd(source, texts):
     """UserError where texts can hardly be what is spoken. texts: Counter of them."""
     total, (text, most) = texts.total(), texts.most_common(1)[0]
     require(total < 8 or most <= total / 2, f"{source}: {most} of {total} texts are equal, "
-            f"{text[:60]!r}: this column is hardly what is spoken; name the columns: --columns "
-            "text=NAME")
-    require(not phonemes(list(itertools.islice(texts, 1000))), f"{source}: its texts are phonemes, "
-            f"such as {text[:60]!r}, which Higgs-Audio does not read; give the texts from which "
-            "they were made")
+            f"{text[:60]!r}: hardly what is spoken; name the column: --columns text=NAME")
+    require(not phonemes(list(itertools.islice(texts, 1000))),
+            f"{source}: its texts are phonemes, such as {text[:60]!r}: {PHONEMES}")
 
 
 def made_of(source, how):
@@ -1107,9 +1072,8 @@ def is_held_out(row):
 def to_chatml(source, out_path, problems, *, held_out=False, **how):
     """Write a source of any format as ChatML .jsonl. UserError where nothing can be read.
 
-    problems: a list that takes the rows that cannot be used, as core.problems.Problem. held_out:
-    whether validation data is asked for: rows whose `split` says so are read as that alone. how: of
-    Reading, such as columns="audio=clip,text=caption".
+    problems: a list that takes the Problems of rows that cannot be used. held_out: whether
+    validation data is asked for: rows whose `split` says so are that alone. how: of Reading.
     """
     from core import checkpoint         # they import torch, which --help needs not
     from core.problems import problem
@@ -1191,7 +1155,8 @@ def to_chatml(source, out_path, problems, *, held_out=False, **how):
     if made:
         rows = [[p.name, p.check, p.what] for p in refused]
         checkpoint.write_text(note, json.dumps({"made": made, "refused": rows}))
-    counts = ", ".join(f"{n} {check}" for check, n in sorted(Counter(p.check for p in refused).items()))
+    counts = sorted(Counter(p.check for p in refused).items())
+    counts = ", ".join(f"{n} {check}" for check, n in counts)
     said = [f"converted  {printable(source)} ({printable(about)}): {kept + len(refused)} rows = "
             f"{kept} kept + {len(refused)} refused{f' ({counts})' * bool(counts)}; {out_path}"
             + f"; {other} are of another split" * bool(other)]

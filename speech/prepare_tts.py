@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))     # core/ stands beside this folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ stands beside this folder
 
 from core import cli
 from core.cli import UserError, require, usable_cpus
@@ -129,7 +129,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
         report["dropped"] += refused
         inside = out in Path(cache).parents
         cache = os.path.relpath(cache, table) if inside else os.path.abspath(cache)
-        builder.write(table, cache, shards, where, parts, left_out)
+        builder.write(cache, shards, where, parts, left_out)
         audit.write_prepared(out, table, tokenizer, ids, encoding.codec_dir, sources.reading,
                              report)
         checkpoint.remove_named(out, rf"(?!{table.name}){TABLE}")

@@ -21,6 +21,7 @@ from speech.conversations import (
     label_of,
     sample_text,
 )
+from speech.text_normalization import RECOGNISED
 
 CHUNK = 2048    # entries of a file that are tokenised together
 LOOK = 20       # entries that are looked at to find out the format
@@ -190,7 +191,9 @@ def read_all(builder, sources, problems, noted=None, folder=None):
                         kept.append(sample)
                         odd += [problem(sample.name, *note, path) for note in sample.notes]
                 text = sample_text(kept[0]) if kept and start == 0 else ""
-                yield builder.chunk(kept, wrong), wrong, odd, text
+                chunk = builder.chunk(kept, wrong)
+                chunk["left_out"].update(RECOGNISED[how] for one in kept for how in one.recognised)
+                yield chunk, wrong, odd, text
 
         def take(part, path=path, notes=notes, refused=refused, shown=shown):
             chunk, wrong, odd, text = part
