@@ -116,6 +116,14 @@ def test_missing_audio_lists_the_places_tried(tmp_path):
     assert all(str(place / "x/gone.wav") in problems[0] for place in (path.parent, tmp_path / "a", tmp_path, Path.cwd()))
 
 
+def test_problems_of_training_and_validation_data_come_together(run, data, tiny):
+    train = written(data, [{"messages": []}, *tiny.samples()[:2]], "train.json")
+    held_out = written(data, [*tiny.samples()[:2], {}], "eval.json")
+    done = run("--train_data_file", train, "--eval_data_file", held_out, evaluate=True)
+    message = complains(done, "error: 2 problems:", f"{train} sample 1: has no", f"{held_out} sample 3: has no")
+    assert len(message) == 3
+
+
 def test_bad_audio_is_listed_together(run, tiny, data):
     said = {"empty.wav": "is an empty file", "short.wav": "is too short: 0.020 s; a clip needs 0.04 s",
             "noise.mp3": "is not readable audio"}

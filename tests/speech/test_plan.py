@@ -164,7 +164,7 @@ def test_a_dry_run_says_what_the_run_then_does(forked, real_run, tiny, tmp_path)
         path.stat().st_size for path in newest.rglob("*") if path.is_file()) / 2**20, abs=0.1)
 
 
-AGAIN = "data", "two_good", "test_problems_of_training_and_validation_data_come_together"
+AGAIN = "data", "test_problems_of_training_and_validation_data_come_together"
 globals().update({name: getattr(test_bad_input, name) for name in AGAIN}, real_run=test_bad_input.run)
 
 
