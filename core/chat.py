@@ -146,15 +146,8 @@ def _with_arguments(call):
 
 def as_question(record):
     """(messages that end with a question, tools or None, whether its answer was left out) of a
-    record that a teacher is to answer: of as_messages, or {"text": ..., "history": [[question,
-    answer], ...]}. ValueError.
+    record that a teacher is to answer. ValueError.
     """
-    if "text" in record:
-        if "messages" in record:
-            raise ValueError('has to have one of "messages" and "text"')
-        from core import chat_forms
-        messages = chat_forms.of_history(record.get("history"))
-        record = {"messages": [*messages, {"role": "user", "content": record["text"]}]}
     record = as_messages(record, trained=False)
     messages = check_messages(record, answered=False)
     answered = messages[-1]["role"] == "assistant"

@@ -181,8 +181,8 @@ def decoder_layers(model):
 
 
 def weight_parts(folder, model):
-    """{name: [slice handle]} of the weights in a folder's files, without IGNORED and second names of
-    tied weights; UserError when it has none, or other values for such a second name.
+    """{name: [slice handle]} of the weights in a folder's files, without IGNORED and second names
+    of tied weights; UserError when it has none, or other values for such a second name.
     """
     found = tensor_io.open_tensors(tensor_io.files_of(folder, "model"))
     require(found, f"{folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")

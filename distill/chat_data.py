@@ -401,7 +401,7 @@ def collate(samples, pad_to=0, pad_id=0, prompted=False):
                        counts)
 
 
-def make_loader(table, packs, *, num_workers, prefetch_factor, pad_to=0, pad_id=0):
+def make_loader(table, packs, *, num_workers, prefetch_factor=2, pad_to=0, pad_id=0):
     """DataLoader of PackedChats over `packs`, an iterable of lists of sample numbers."""
     def batch(samples):
         return collate(samples, pad_to, pad_id, table.prompted)
