@@ -4,7 +4,6 @@
         --train_data_file labels.jsonl --output_dir ./out --bf16
     torchrun ... --use_lora --prompt_file system.txt --prompt_role system
     torchrun ... --teacher_path Qwen/Qwen3-30B-A3B-Instruct-2507 --on_policy 1
-    python distill/train_sft.py --model_path ./tiny --train_data_file chats.jsonl   # needs no GPU
 
 It reads top to bottom: flags, data, model, resume, validation, saving, then the loop. The loss is
 the cross-entropy of the trained tokens (core/chat.py proves which), averaged over all of them in
@@ -287,8 +286,7 @@ accumulation = args.gradient_accumulation_steps
 per_step = ranks * accumulation
 order = PackOrder(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
                   samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
-# static shapes, unless each sample is there twice
-pad_to = 0 if args.teacher_path else args.max_tokens_per_batch
+pad_to = 0 if args.teacher_path else args.max_tokens_per_batch      # static shapes
 steps_per_epoch, total_steps = run_length(
     order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps,
     {"step": step, "epoch": epoch, "first": first_pack})
@@ -353,8 +351,7 @@ def evaluate():
     loader = chat_data.make_loader(table, packs, num_workers=min(1, args.num_workers))
     total = torch.zeros(model.sums, dtype=torch.float64, device=device)
     for i, batch in enumerate(loading.each(loader)):
-        # often enough for a prompt stop, seldom enough to cost nothing
-        if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):
+        if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):       # seldom: it takes time
             return None
         with dist.autocast(device, dtype):
             total += model(batch.to(device)).stacked().double()
@@ -512,8 +509,7 @@ while step < total_steps and not stopping:
         checkpoints.check()
         if eval_due and not stopping:
             improved = validate()
-            # asked to stop meanwhile: the next start validates first
-            eval_due = stopping = improved is None
+            eval_due = stopping = improved is None      # asked to stop: the next start validates
 
         # save: every so often, before a stop, and whenever validation is best
         if saving or stopping or improved:
