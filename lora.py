@@ -47,35 +47,24 @@ def check_flags(args, world_size):
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 args = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
-import torch
-
 from core import dist
 from speech import versions
 
 # after speech.weights, which explains a torchaudio that breaks every transformers import
 from core import adapters  # isort: skip
-from peft import LoraConfig  # isort: skip
 
 
 def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kinds):
-    """Wrap a native model in fp32 adapters and freeze it, but with `table` TTS 3's audio table.
+    """adapters.add_lora of a native model; with `table` TTS 3's audio table is trained as it is.
 
-    targets: a name in LORA_TARGETS, or comma-separated module name endings. base_name: written into
-    the adapter's config. kinds: use_rslora, use_dora of PEFT's LoraConfig. Raises UserError when a
-    target matches nothing.
+    targets: a name in LORA_TARGETS, or comma-separated module name endings. kinds: rslora, dora.
     """
     whole = versions.module(model.config).WHOLE_MODULES
     require(whole or not table, "--train_audio_table is for Higgs TTS 3; of V2 --freeze_llm trains "
             "audio embedding and head")
-    names = LORA_TARGETS.get(targets) or [t.strip() for t in targets.split(",") if t.strip()]
-    linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
-    for name in names or [targets]:     # nothing but commas is a target that matches nothing
-        require(any(n == name or n.endswith("." + name) for n in linear),
-                f"--lora_target_modules {name!r} matches no linear layer; use one of "
-                f"{', '.join(LORA_TARGETS)} or endings such as audio_mlp.gate_proj")
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names,
-                        bias="none", modules_to_save=list(whole) if table else None, **kinds)
-    net = adapters.attach(model, config, base_name)
+    names = ",".join(LORA_TARGETS.get(targets, [targets]))
+    net = adapters.add_lora(model, [model], rank, alpha, dropout, names, base_name, task=None,
+                            whole=list(whole) if table else None, **kinds)
     if table:       # one copy, embedding and head alike
         model.audio_embedding.modules_to_save.float()
     return net

@@ -17,7 +17,7 @@ import argparse
 import os
 import sys
 
-from core import cli, precision, run_lock
+from core import cli, run_lock
 from core.cli import require
 from speech import choices
 
@@ -119,7 +119,7 @@ p.hide("columns", "task_type", "ref_audio_in_system_message", "reference", "refe
 def check_flags(args, world_size):
     """Raise UserError for flags that would fail, or do nothing, later; fill in what derives."""
     cli.check_trainer(args, world_size, p)
-    precision.check(args)
+    cli.check_precision(args)
     choices.check_trainer(args, world_size)
     if args.dry_run is None:        # now, long before the imports are done
         run_lock.check_free(args.output_dir)
@@ -185,7 +185,7 @@ def empty_model(source, config_dict):
     if args.use_lora:
         net = lora.add_lora(native, args.lora_rank, args.lora_alpha, args.lora_dropout,
                             args.lora_target_modules, args.model_path, args.train_audio_table,
-                            use_rslora=args.use_rslora, use_dora=args.use_dora)
+                            rslora=args.use_rslora, dora=args.use_dora)
     elif args.freeze_llm:
         for name, parameter in native.named_parameters():
             parameter.requires_grad_(any(part in name for part in choices.AUDIO_WEIGHTS))

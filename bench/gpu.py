@@ -1,13 +1,13 @@
 """Is it right, and how fast, on one GPU? The trainers run as a user starts them, each in a process.
 
     python bench/gpu.py refs DIR                # on a CPU, beforehand: tiny models, losses in fp32
-    python bench/gpu.py right DIR               # 28 tiny runs against those losses: 2 minutes
+    python bench/gpu.py right DIR               # 28 tiny runs against those losses: 2 to 4 minutes
     python bench/gpu.py fast DIR [JOB ...]      # 3B, 4B, 170M: time, TFLOP/s, memory, profile
 
-`right` and eight jobs of `fast` fit into 15 minutes. All files go to DIR; carry it from the machine
-of `refs` to the GPU. A JOB is a model and options in one word each, such as "speech lora compiled
-float8" (OPTIONS below). Each result is a line of DIR/right.jsonl or DIR/fast.jsonl; a table ends
-the run, and the exit status is 1 if anything failed. SHAPES=tiny rehearses all of it on a CPU.
+A job of `fast` takes 45 to 110 s, as the host is fast or slow. All files go to DIR; carry it from
+the machine of `refs` to the GPU. A JOB is a model and options in one word each, such as "speech
+lora compiled float8" (OPTIONS below). Results are lines of DIR/right.jsonl or DIR/fast.jsonl and a
+table; the exit status is 1 if anything failed. SHAPES=tiny rehearses all of it on a CPU.
 """
 import argparse
 import contextlib
@@ -327,7 +327,8 @@ def fast(folder, seconds, jobs):
         logged = [r for r in metrics(out) if WARM_UP < r["step"] <= WARM_UP + TIMED]
         if logged and "samples_s" not in row and "step_s" in row:
             row |= rates(logged, row["step_s"], rate)
-        plan = re.search(r"(?:peak estimate|FITS)\s+([\d.]+)", tail_of_plan(plans.get(job)))
+        plan = job in plans and re.search(r"(?:peak estimate|FITS)\s+([\d.]+)",
+                                          Path(plans[job][1]).read_text(errors="replace"))
         row["planned_gib"] = float(plan[1]) if plan else None
         if status != 0:
             row["error"] = f"{status}: {tail(log)}"
@@ -341,10 +342,6 @@ def fast(folder, seconds, jobs):
                  "planned_gib": ".2f", "first_step_s": ".1f", "first loss": ".4f",
                  "grad_norm": ".3f", "error": ""})
     return [row["job"] for row in rows if "error" in row]
-
-
-def tail_of_plan(plan):
-    return Path(plan[1]).read_text(errors="replace") if plan and Path(plan[1]).exists() else ""
 
 
 def rates(logged, step_s, rate):

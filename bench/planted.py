@@ -6,9 +6,8 @@
 
 planted.json has for each file, by the end of its path, the tests that should see its faults, and
 [old text, new text] of each fault; a third entry names other tests. Tests that begin with "slow"
-run only with --slow. Where several files have that
-end, a fault is planted in the one with the old text. Prints the faults that survive;
-the exit status is 1 if any does, or if an old text is not there exactly once.
+run only with --slow. Where several files have that end, a fault is planted in the one with the old
+text. Prints the faults that survive; the exit status is 1 if any does, or if an old text is stale.
 """
 import argparse
 import io

@@ -76,10 +76,10 @@ def watch(script, words, out, timed, profiled):
             profiler.stop()
             alone = (times[started] - times[WARM_UP]) / timed
             under = (times[ended] - times["profile"]) / profiled
-            averages = profiler.key_averages()
-            lines = tables(self_times(averages, cuda), profiled, (alone, under), cuda)
+            seen = profiler.key_averages()
+            lines = tables(self_times(seen, cuda), profiled, (alone, under), cuda)
             if cuda:        # what the host does meanwhile
-                lines += rows_of(self_times(averages, False), profiled, under, "operator, on the host")
+                lines += rows_of(self_times(seen, False), profiled, under, "host operator")
             Path(f"{out}.profile.txt").write_text("\n".join(lines) + "\n")
             os._exit(0)     # threads of the trainer still run
     register_optimizer_step_post_hook(step_done)
@@ -129,8 +129,8 @@ def rows_of(found, steps, seconds, kind):
     """Lines of the names that take longest, a step each; seconds: of a step, all in all."""
     lines = ["", f"{'self ms':>12} {'%':>9}   {'calls':>7}   {kind}"]
     for name, (spent, calls) in sorted(found.items(), key=lambda item: -item[1][0])[:ROWS]:
-        spent, calls = spent / steps, calls / steps
-        lines.append(f"{spent:12,.2f} {spent / seconds / 10:9.1f}   {calls:7,.0f}   {name[:WIDTH]}")
+        lines.append(f"{spent / steps:12,.2f} {spent / steps / seconds / 10:9.1f}   "
+                     f"{calls / steps:7,.0f}   {name[:WIDTH]}")
     return lines
 
 

@@ -40,12 +40,13 @@ class AddingLinear(Linear):
         return low_rank.outputs(x, self)[0]
 
 
-def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=False, dora=False, task="CAUSAL_LM"):
+def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=False, dora=False, task="CAUSAL_LM",
+             whole=None):
     """Wrap a model in fp32 adapters; the base is frozen. rslora, dora: of PEFT's LoraConfig.
 
     layers: its decoder layers; only linear modules in them get adapters. targets: "all-linear" or comma-separated
     module name endings. base_name: written into the adapter's config. task: of PEFT's; None: not a transformers model.
-    Raises UserError when a target matches nothing.
+    whole: modules that are trained as they are. Raises UserError when a target matches nothing.
     """
     linear = {name for layer in layers for name, module in layer.named_modules() if isinstance(module, torch.nn.Linear)}
     if targets == "all-linear":
@@ -58,7 +59,7 @@ def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=Fal
             raise UserError(f"--lora_target_modules {name!r} matches no linear layer; use all-linear or out of: "
                             f"{endings or 'none, this model has no linear layers'}")
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none",
-                        use_rslora=rslora, use_dora=dora, task_type=task)
+                        use_rslora=rslora, use_dora=dora, task_type=task, modules_to_save=whole)
     return attach(model, config, base_name)
 
 

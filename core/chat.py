@@ -1,7 +1,7 @@
 """Chats -> token ids and which of them are trained, proven against the chat template.
 
 One JSON object a line: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",
-...}]} or one of the forms of core/chat_forms.py; .parquet: such rows. Only assistant turns are
+...}]}, or as ShareGPT, TRL or alpaca have it; .parquet: such rows. Only assistant turns are
 trained. Where one begins is proven with the tokenizer's own template: the ids of the prompt (all
 messages before it, with the generation prompt) must be the first ids of the whole conversation.
 Where its text begins the whole, but not its ids (an opened think block may share a token with what
@@ -11,6 +11,7 @@ it stood at its turn (split); one for which nothing holds is refused. White spac
 special token is not trained, nor is an answer of "weight" 0.
 """
 import functools
+import glob
 import itertools
 import json
 import re
@@ -25,6 +26,10 @@ from core.problems import problem
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 THINKING = {"template": None, "true": True, "false": False}     # --enable_thinking -> Encoder's
+KINDS = (".parquet", ".jsonl")                          # of a data set's files in a folder
+# ShareGPT's names of roles, beside ROLES
+SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant",
+            "observation": "tool"}
 # keys of a message, and those that some roles have beside them
 KNOWN = {"role", "content", "reasoning_content"}
 KEYS = {"assistant": {"tool_calls", "weight"}, "tool": {"tool_call_id", "name"}}
@@ -106,8 +111,7 @@ def as_messages(record, trained=True):
     trained: what follows the last answer is left out, as nothing there is trained. ValueError.
     """
     if not isinstance(record.get("messages"), list):
-        from core import chat_forms
-        record = record | chat_forms.messages_of(record)
+        record = record | messages_of(record)
     messages = record.get("messages")
     if not isinstance(messages, list):
         return record
@@ -127,8 +131,7 @@ def as_message(message):
     if not isinstance(message, dict):
         return message
     if isinstance(message.get("content"), list):
-        from core import chat_forms
-        message = message | {"content": chat_forms.text_of(message["content"])}
+        message = message | {"content": text_of(message["content"])}
     if isinstance(message.get("tool_calls"), list) and message["tool_calls"]:
         message = message | {"content": message.get("content") or "",
                              "tool_calls": list(map(_with_arguments, message["tool_calls"]))}
@@ -166,12 +169,29 @@ def question(messages):
 
 
 @functools.cache
-def files_of(path):
-    """[paths] of what holds a data set's lines: a file itself, or chat_forms.find_files."""
-    if Path(path).is_file():
-        return [str(path)]
-    from core import chat_forms
-    return chat_forms.find_files(str(path))
+def files_of(name):
+    """[paths] of what holds a data set's lines: of a file, of the files of a pattern, or of a
+    folder's one set of KINDS, in it or its data/. UserError.
+    """
+    name, path = str(name), Path(name)
+    if path.is_file():
+        return [name]
+    if not path.is_dir():
+        found = sorted(glob.glob(name))
+        require(found, f"{name}: cannot be read (No such file or directory); of the hub: hf download "
+                       "OWNER/NAME --repo-type dataset --local-dir FOLDER")
+        return found
+    for place in (path, path / "data"):
+        found = sorted(str(file) for file in place.glob("*") if file.suffix in KINDS)
+        # shards of one set have one word before the numbers
+        sets = {re.sub(r"[-_.][^/]*$", "", file) + "*" + Path(file).suffix for file in found}
+        if len(sets) > 1:
+            one = min(sets, key=lambda files: "train" not in files)
+            raise UserError(f"{path}: holds the sets {', '.join(sorted(sets)[:12])}; give one: "
+                            f"'{one}'")
+        if found:
+            return found
+    raise UserError(f"{path}: has no files ending in {' or '.join(KINDS)}, nor has its data/")
 
 
 def lines_of(path, size):
@@ -243,6 +263,76 @@ def message_problem(message):
     if message.get("weight", 1) not in (0, 1):
         return f" has the weight {message['weight']!r}; an answer is trained (1) or not (0)"
     return ""
+
+
+# ---- Other forms: ShareGPT, TRL, alpaca, OpenAI's parts of content
+
+
+def messages_of(record):
+    """{"messages": ...} of a record of another form, or {}. ValueError."""
+    if isinstance(record.get("conversations"), list):
+        return {"messages": of_sharegpt(record)}
+    if "prompt" in record and "completion" in record:       # TRL's
+        sides = ("user", record["prompt"]), ("assistant", record["completion"])
+        sides = [[{"role": role, "content": side}] if isinstance(side, str) else side
+                 for role, side in sides]
+        if not all(isinstance(side, list) for side in sides):
+            raise ValueError('its "prompt" and "completion" are neither texts nor lists of '
+                             "messages")
+        return {"messages": sides[0] + sides[1]}
+    if "instruction" in record and "output" in record:      # alpaca's
+        parts = record["instruction"], record.get("input") or "", record["output"]
+        if not all(isinstance(part, str) for part in parts):
+            raise ValueError('its "instruction", "input" or "output" is not text')
+        asked = "\n\n".join(part for part in parts[:2] if part)
+        system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+        return {"messages": [*system, *of_history(record.get("history")),
+                             {"role": "user", "content": asked},
+                             {"role": "assistant", "content": parts[2]}]}
+    return {}
+
+
+def of_history(history):
+    """Messages of [[question, answer], ...]. ValueError."""
+    history = history or []
+    if not isinstance(history, list) or not all(
+            isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise ValueError('has a "history" that is no list of [question, answer]')
+    return [{"role": role, "content": text} for pair in history
+            for role, text in zip(("user", "assistant"), pair)]
+
+
+def of_sharegpt(record):
+    """Messages of ShareGPT's "conversations" and "system". ValueError.
+
+    A turn from function_call is an answer that is one tool call, one from observation what the
+    tool says.
+    """
+    turns = [{"from": "system", "value": record["system"]}] if record.get("system") else []
+    messages = []
+    for number, turn in enumerate([*turns, *record["conversations"]], 1):
+        if not isinstance(turn, dict) or turn.keys() - {"weight"} != {"from", "value"}:
+            raise ValueError(f'turn {number} of its "conversations" is not {{"from": ..., '
+                             '"value": ...}')
+        role = turn["from"] if isinstance(turn["from"], str) else None
+        message = {"role": SHAREGPT.get(role, role), "content": turn["value"]}
+        if role == "function_call":
+            call = turn["value"]
+            call = json_files.loads(call) if isinstance(call, str) else call
+            message |= {"content": "", "tool_calls": [{"type": "function", "function": call}]}
+        messages.append(message | ({"weight": turn["weight"]} if "weight" in turn else {}))
+    return messages
+
+
+def text_of(parts):
+    """The text of a message's content in OpenAI's parts. ValueError for parts of other types."""
+    texts = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"has content of the type {kind}; only text is trained")
+        texts.append(part["text"])
+    return "".join(texts)
 
 
 # ---- Conversations -> ids and mask

@@ -44,21 +44,6 @@ WITHOUT_EFFECT = {
     "--freeze_audio_encoder_proj": ("--freeze_llm", TRUE + FALSE),
     "--enable_strategic_logging": ("--freeze_llm", TRUE + FALSE),
     "--strategic_logging_steps": ("--freeze_llm", None)}
-# Removed: {flag: what to do instead}
-JUDGE = "speak with saved checkpoints (speech/generate_tts.py), then judge (speech/evaluate_tts.py)"
-GONE = {
-    "--audio_loss_reduction": "for the sum over 8 codebooks give --text_loss_weight 0.125: AdamW "
-                              "does not see the scale of a loss",
-    "--scale_lr_from_batch": "give the rate itself, --learning_rate",
-    "--reduce_dtype": "FSDP2 sums gradients in fp32",
-    "--min_lr_ratio": "the rate falls to 0; --lr_scheduler constant keeps it",
-    "--best_by": JUDGE, "--asr_model": JUDGE, "--asr_command": JUDGE, "--speaker_model": JUDGE,
-    "--early_stop_patience": "make the file OUTPUT_DIR/stop to end a run",
-    "--replay_every": "nothing replaces it",
-    "--save_minutes": "give --save_steps",
-    "--sample_time_limit": "it is two minutes",
-    "--clip_search_batches": "it is 4", "--no-init_ema": "averaged weights are taken"}
-
 # Control characters, line separators, marks that turn the direction of text, halves of characters
 HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
                     "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]")
@@ -69,7 +54,6 @@ SECRETS = re.compile(r"(?<=://)[^/?#\s]*@|"
 
 class UserError(Exception):
     """A mistake in flags, files or data: rank 0 prints str() as one line, all processes exit."""
-    status = 1
 
 
 def require(condition, message):
@@ -173,6 +157,12 @@ class Help(argparse.HelpFormatter):
         return f"{action.help} (default: %(default)s)"
 
 
+def switch(parser, name, help):
+    """A flag that is off by default: --bf16, --bf16 true, --bf16 false."""
+    parser.add_argument(name, nargs="?", type=boolean, const=True, default=False,
+                        metavar="true|false", help=help)
+
+
 class Parser(argparse.ArgumentParser):
     """ArgumentParser without abbreviations, which change meaning with each new flag."""
 
@@ -188,9 +178,7 @@ class Parser(argparse.ArgumentParser):
             del options["type"]
         self.add_argument(name, default=default, help=help, **options)
 
-    def switch(self, name, help):
-        """A flag that is off by default: --bf16, --bf16 true, --bf16 false."""
-        switch(self, name, help=help)
+    switch = switch
 
     def hide(self, *names):
         """These flags are accepted, but --help does not show them."""
@@ -203,9 +191,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Args(argparse.Namespace):
-    """Parsed flags. Not in vars(): given, their values before check_flags derived others; named,
-    the names of those that the command line or its --config file gives.
-    """
+    """Parsed flags. Not in vars(): given, their values before check_flags derived others."""
     __slots__ = ("given", "named")
 
 
@@ -304,7 +290,6 @@ def check_names(parser, words):
         # to argparse "--" alone ends a list, and a word with a space is a value: --text "-- well"
         if name.startswith("--") and name not in (*parser._option_string_actions, "--") \
                 and " " not in word:
-            require(name not in GONE, f"{name}: this flag is gone; {GONE.get(name)}")
             raise UserError(f"{name}: no such flag; the nearest one is {nearest(name, parser)}, "
                             "--help lists all")
 
@@ -318,14 +303,14 @@ def read_config(parser, words):
     Values are taken as they are written, so on, 5e-5 and 007 stay what they are; an empty one or
     null gives no flag. Raises UserError.
     """
-    files = [words[i + 1] for i, word in enumerate(words[:-1]) if word == "--config"]
-    files += [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
+    finder = Parser("", add_help=False)
+    finder.add_argument("--config", action="append")
+    files = finder.parse_known_args(words)[0].config
     if not files or "--config" not in parser._option_string_actions:
         return []
     require(len(files) == 1, "--config is given twice")
     import yaml  # comes with transformers
     file, found, made = files[0], set(), []
-    require(os.path.isfile(file), f"--config {file}: no such file")
     try:
         tree = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     except OSError as error:
@@ -335,21 +320,17 @@ def read_config(parser, words):
     require(tree is None or isinstance(tree, yaml.MappingNode),
             f"--config {file}: must be lines of flag: value")
     for key, value in tree.value if tree else ():
-        name = str(key.value)
-        where = f"--config {file} line {key.start_mark.line + 1}: {name}"
+        name, where = key.value, f"--config {file} line {key.start_mark.line + 1}: {key.value}"
         action = parser._option_string_actions.get(f"--{name}")
         if action is None or action.dest in ("config", "help"):
             raise UserError(f"{where}: no such flag; the nearest one is "
                             f"{nearest(f'--{name}', parser).removeprefix('--')}")
         require(action.dest not in found, f"{where} is there twice")
         found.add(action.dest)
-        listed = isinstance(value, yaml.SequenceNode)
-        items = value.value if listed else [value]
+        items = value.value if isinstance(value, yaml.SequenceNode) else [value]
         require(all(isinstance(item, yaml.ScalarNode) for item in items),
                 f"{where} takes a value or a list")
-        require(not listed or action.nargs not in (None, 0, "?"),
-                f"{where} takes one value, not a list")
-        if listed:
+        if isinstance(value, yaml.SequenceNode):
             made += [f"--{name}", *(item.value for item in items)]
         elif value.style is None and value.value in ("", "~", "null"):
             continue
@@ -377,12 +358,6 @@ def boolean(text):
     if text.lower() not in TRUE + FALSE:
         raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
     return text.lower() in TRUE
-
-
-def switch(parser, *names, help):
-    """A flag that is off by default: --bf16, --bf16 true, --bf16 false."""
-    parser.add_argument(*names, nargs="?", type=boolean, const=True, default=False,
-                        metavar="true|false", help=help)
 
 
 def compile_flag(parser):
@@ -458,9 +433,8 @@ def check_trainer(args, world_size, parser):
                  "logging_steps max_bad_steps collective_timeout wait_timeout lora_rank lora_alpha "
                  "gradient_accumulation_steps")
     zero_or_more(args, "max_tokens_per_batch global_batch_size max_steps warmup_steps eval_steps "
-                 "save_steps save_total_limit num_workers preprocess_num_proc max_length "
-                 "shard_size scale_lr_from_batch weight_decay max_grad_norm learning_rate seed "
-                 "dry_run")
+                 "save_steps save_total_limit num_workers preprocess_num_proc max_length shard_size"
+                 " scale_lr_from_batch weight_decay max_grad_norm learning_rate seed dry_run")
     below_one(args, "lora_dropout dropout validation_split adam_beta2")
     share(args, "min_lr_ratio warmup_ratio")
     check_values(args, "seed", lambda seed: seed < 2**62, "be below 2**62")
@@ -476,8 +450,7 @@ def check_trainer(args, world_size, parser):
                  "use_dora"):
         usual = getattr(args, name, None) == parser.get_default(name)
         require(usual or args.use_lora, f"--{name} needs --use_lora")
-    limit = max(usable_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-                parser.get_default("num_workers"))
+    limit = max(cpus_per_rank(), parser.get_default("num_workers"))
     if args.num_workers > limit and args.dry_run is None:
         notice(f"--num_workers {args.num_workers}: {counted(local_ranks(world_size), 'rank')} on "
                f"{usable_cpus()} CPUs, so {limit} each")
@@ -491,8 +464,6 @@ def check_parallel(args, world_size):
     ddp = args.parallel == "ddp"
     require(args.parallel == "hsdp" or not args.shard_size,
             "--shard_size needs --parallel hsdp")
-    require(not ddp or getattr(args, "reduce_dtype", "fp32") == "fp32",
-            "--reduce_dtype bf16 needs --parallel fsdp or hsdp")
     require(not ddp or getattr(args, "reshard_after_forward", True)
             and not getattr(args, "cpu_offload", False),
             "--no-reshard_after_forward and --cpu_offload need --parallel fsdp or hsdp")
@@ -504,6 +475,30 @@ def check_parallel(args, world_size):
         require(world_size % args.shard_size == 0,
                 f"--parallel hsdp: {counted(world_size, 'rank')} cannot be cut into groups of "
                 f"{args.shard_size} (--shard_size)")
+
+
+def check_precision(args):
+    """Which flags --float8, --fp16 and --base_dtype go with."""
+    ddp, kind = args.parallel == "ddp", args.base_dtype
+    if args.float8:
+        require(args.compile, "--float8 needs --compile: alone it reads and writes more than it "
+                              "saves")
+        require(args.use_lora, "--float8 needs --use_lora: only frozen weights are rounded")
+        require(not args.use_dora, "--float8 does not go with --use_dora: that needs the weights")
+        require(args.bf16, "--float8 needs --bf16")
+        require(ddp, "--float8 needs --parallel ddp: rounded weights cannot be sharded")
+    require(not (args.fp16 and args.bf16), "give one of --bf16 and --fp16")
+    require(ddp or not args.fp16, "--fp16 needs --parallel ddp: FSDP2 computes in bfloat16 here")
+    require(kind is None or args.use_lora, f"--base_dtype {kind} needs --use_lora")
+    require(kind is None or args.bf16 or kind == "nf4" and args.fp16,
+            f"--base_dtype {kind} needs --bf16{' or --fp16' * (kind == 'nf4')}")
+    if kind == "nf4":
+        require(ddp, "--base_dtype nf4 needs --parallel ddp: FSDP2 casts what it gathers")
+        for flag, why in {"use_dora": "needs the weights", "float8": "is another storage",
+                          "compile": "may keep whole weights for the backward pass"}.items():
+            require(getattr(args, flag) is not True,
+                    f"--base_dtype nf4 does not go with --{flag}, which {why}")
+        require_package("bitsandbytes", "--base_dtype nf4")
 
 
 def check_plan(args):

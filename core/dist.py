@@ -19,7 +19,6 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from dataclasses import dataclass
@@ -49,14 +48,8 @@ FAILED = "ranks that have failed"       # key in the store: a counter
 COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset",
                      "Broken pipe", "TCPStore")
 
-# What errors without a file's name are about: {words in them: what to do}
-WORKERS = "or have no such processes (--num_workers 0, --preprocess_num_proc 0)"
-REMEDIES = {
-    "No space left on device": f"/dev/shm is full, where loader processes hand data over; make it "
-                               f"larger, as with docker run --shm-size=8g, {WORKERS}",
-    "Too many open files": f"too many open files in /proc/self/fd; raise the limit (ulimit -n), {WORKERS}",
-    "AF_UNIX path too long": "{}: too long a path for the sockets of processes; set TMPDIR to a "
-                             "shorter one"}
+NO_SHM = ("/dev/shm is full, where loader processes hand data over; make it larger, as with docker "
+          "run --shm-size=8g, or have no such processes (--num_workers 0, --preprocess_num_proc 0)")
 
 _world = None   # this process's World, for the error message
 
@@ -82,7 +75,7 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
     """Join the process group that torchrun describes -> World.
 
     timeout_s: limit of one gradient collective. wait_timeout_s: limit of a wait in rank0(),
-    gather() or barrier(). fsdp: a single process gets a process group as well. cpu_offload:
+    all_gather() or barrier(). fsdp: a single process gets a process group as well. cpu_offload:
     collectives on CPU tensors beside the GPU's. Raises UserError when a node has more processes
     than GPUs, or torchrun restarted workers on a used store.
     """
@@ -163,23 +156,16 @@ def report_error(kind, error, trace):
     Exits with os._exit where there is a process group: a clean exit could wait for peers that are
     gone.
     """
-    rank = int(os.environ.get("RANK", "0"))
+    rank, store = int(os.environ.get("RANK", "0")), _world and _world.store
+    text, short, lost_peer = "interrupted", "", False
     ignore_loaders()
-    status, store = 1, _world and _world.store
-    if isinstance(error, KeyboardInterrupt):
-        status = 130
-        if claim_error_report(store):
-            print_error("interrupted")
-    elif isinstance(error, UserError):
-        status = error.status
+    if isinstance(error, UserError):
+        text = error_text(f"error: {error}")
         if rank != 0:       # mostly all ranks raise it alike: rank 0 reports it
             wait_for_torchrun()
-        if claim_error_report(store):
-            print_error(error_text(f"error: {error}"))
     elif words := what_the_machine_lacks(error):
-        if claim_error_report(store):
-            print_error(error_text(f"error: {words}"))
-    else:
+        text = error_text(f"error: {words}")
+    elif not isinstance(error, KeyboardInterrupt):
         lost_peer = isinstance(error, dist.DistError) or any(
             word in str(error) for word in COLLECTIVE_ERRORS)
         if lost_peer:       # that rank's message, torchrun's or the watchdog's says more
@@ -187,29 +173,28 @@ def report_error(kind, error, trace):
                 kill_children()
                 os._exit(1)
             wait_for_torchrun(2 * GRACE_S)
-        if claim_error_report(store, if_store_is_gone=not lost_peer):
-            text = "".join(traceback.format_exception(kind, error, trace))
-            print_error(error_text(f"rank {rank} failed:\n{text}", 400),
-                        f"rank {rank} failed: {kind.__name__}: {printable(error)}")
+        trace = "".join(traceback.format_exception(kind, error, trace))
+        text = error_text(f"rank {rank} failed:\n{trace}", 400)
+        short = f"rank {rank} failed: {kind.__name__}: {printable(error)}"
+    if claim_error_report(store, if_store_is_gone=bool(short) and not lost_peer):
+        print_error(text, short)
     sys.stdout.flush()
     sys.stderr.flush()
     kill_children()
-    if dist.is_initialized() or status not in (1, 130):
-        os._exit(status)
+    if dist.is_initialized():
+        os._exit(130 if kind is KeyboardInterrupt else 1)
 
 
 def what_the_machine_lacks(error):
     """An error of the operating system in words, with the name of the file; None for others."""
-    text = str(error).replace("unable to allocate shared memory", "No space left on device")
-    for words, remedy in REMEDIES.items():      # in the text: torch's own have no errno
-        if words in text and not getattr(error, "filename", None):
-            return remedy.format(tempfile.gettempdir())
-    if not isinstance(error, OSError) or not error.filename:
-        return None
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-    owner = ": this user may not" if isinstance(error, PermissionError) else ""
-    return (f"{error.filename2 or error.filename} cannot be {'' if full else 'read or '}written "
-            f"({error.strerror}{owner})")
+    if isinstance(error, OSError) and error.filename:
+        read = "" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) else "read or "
+        owner = ": this user may not" * isinstance(error, PermissionError)
+        return (f"{error.filename2 or error.filename} cannot be {read}written "
+                f"({error.strerror}{owner})")
+    text = str(error)       # torch's own errors have no errno
+    full = "unable to allocate shared memory" in text or "No space left on device" in text
+    return NO_SHM if full else None
 
 
 def kill_children():
@@ -291,21 +276,12 @@ def rank0(world, function, *args):
     return result
 
 
-def gather(world, value):
-    """Every rank's (picklable) value as a list in rank order on rank 0, None elsewhere."""
-    found = [None] * world.size if world.is_main else None
-    if world.size == 1:
-        return [value]
-    dist.gather_object(value, found, dst=0, group=world.slow_group)
-    return found
-
-
 def all_gather(world, value):
     """Every rank's (picklable) value as a list in rank order, on every rank."""
-    box = [gather(world, value)]
+    found = [value] * world.size
     if world.size > 1:
-        dist.broadcast_object_list(box, src=0, group=world.slow_group)
-    return box[0]
+        dist.all_gather_object(found, value, group=world.slow_group)
+    return found
 
 
 def raise_problems(world, problems):
@@ -382,7 +358,7 @@ def compile_layers(layers, **options):
 
 
 def shard(model, layers, world, bf16=False, reshard_after_forward=True, cpu_offload=False,
-          shard_size=0, reduce_dtype="fp32"):
+          shard_size=0):
     """FSDP2: each of `layers`, then the rest of `model`, becomes a sharded unit; names stay.
 
     Call it before weights are loaded and the optimizer is built; every rank must build the same
@@ -397,7 +373,7 @@ def shard(model, layers, world, bf16=False, reshard_after_forward=True, cpu_offl
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bf16 else None, cast_forward_inputs=False,
-        reduce_dtype=torch.bfloat16 if reduce_dtype == "bf16" else torch.float32)
+        reduce_dtype=torch.float32)
     options = {"mesh": mesh, "mp_policy": precision,
                "offload_policy": offload if cpu_offload else OffloadPolicy()}
     for layer in layers:
@@ -411,6 +387,31 @@ def reshard(model):
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
+
+
+@contextlib.contextmanager
+def gathered(module):
+    """Within this context every rank holds a sharded module's whole weights, and its forward needs no other rank.
+
+    For work on one rank. FSDP2's hooks are off meanwhile: they would note forwards that the other ranks did not run,
+    and the next backward would prefetch layers on this rank alone and hang. Changes nothing for other modules.
+    """
+    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+    hooks = [(table, dict(table)) for unit in units for table in (unit._forward_pre_hooks, unit._forward_hooks)]
+    for unit in units:
+        try:
+            unit.unshard()
+        except torch.OutOfMemoryError:
+            raise UserError("the GPU's memory is too small to gather the whole model for work on one rank, as sample "
+                            "prompts need; drop them, or take more GPUs")
+    for table, _ in hooks:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, before in hooks:
+            table.update(before)
+        reshard(module)
 
 
 def wrap_ddp(model, world):

@@ -3,8 +3,6 @@
 Only regular files are read: a pipe may never end, and a run that resumes reads its files again.
 Standard library only.
 """
-import errno
-import io
 import json
 import math
 import os
@@ -19,47 +17,18 @@ HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # json joins pairs: what is 
 SKIPPED = object()      # stands for an entry that was asked to be left out
 DECODER = json.JSONDecoder(parse_constant={"Infinity": math.inf, "-Infinity": -math.inf}.get)
 
-# ---- Files
-
-
-class _Named(io.FileIO):
-    """A file whose errors of reading are a UserError that names it: a bad disk's come without."""
-
-    def __init__(self, fd, path):
-        super().__init__(fd, "rb")
-        self.path = path
-
-    def readinto(self, buffer):
-        return self._named(super().readinto, buffer)
-
-    def readall(self):
-        return self._named(super().readall)
-
-    def _named(self, read, *args):
-        try:
-            return read(*args)
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be read ({error.strerror})")
-
 
 def open_file(path, flag=""):
     """A regular file, opened for reading bytes; UserError. flag: named before the path, "--x "."""
-    where = f"{flag}{path}"
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)     # a pipe that nobody writes would hang
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):     # nothing is wrong with this file
-            raise
-        raise UserError(f"{where}: cannot be read ({error.strerror})")
-    except ValueError as error:     # a NUL in the name
-        raise UserError(f"{where}: cannot be read ({error})")
-    mode = os.fstat(fd).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(fd)
-        what = "a pipe or a device, not a file; write it to a file first"
-        raise UserError(f"{where}: cannot be read (it is "
-                        f"{'a folder' if stat.S_ISDIR(mode) else what})")
-    return io.BufferedReader(_Named(fd, where))
+    except (OSError, ValueError) as error:      # the latter: a NUL in the name
+        raise UserError(f"{flag}{path}: cannot be read "
+                        f"({getattr(error, 'strerror', None) or error})")
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return open(fd, "rb")
+    os.close(fd)
+    raise UserError(f"{flag}{path}: cannot be read (it is a folder, a pipe or a device, not a file)")
 
 
 def read_text(path, flag=""):
@@ -81,33 +50,22 @@ def not_utf8(path, line, data):
 
 def lines(file, path):
     """Yield the lines of open_file's file; UserError for one of more than LONGEST bytes."""
-    number = 0
-    while line := file.readline(LONGEST + 1):
-        number += 1
+    for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
         if len(line) > LONGEST:
             raise UserError(f"{path}: line {number} is longer than {LONGEST >> 20} MiB")
         yield line
 
 
-# ---- Values
-
-
-def decode(text):
-    """The value of a JSON text. JSONDecodeError, or ValueError for what is refused beside that."""
-    try:
-        return DECODER.decode(text)
-    except RecursionError:
-        raise ValueError("is nested too deeply")
-
-
 def loads(text):
     """The value of a JSON text, str or bytes; ValueError says in a few words why there is none."""
     try:
-        return decode(text if isinstance(text, str) else text.decode("utf-8-sig"))
+        return DECODER.decode(text if isinstance(text, str) else text.decode("utf-8-sig"))
     except UnicodeDecodeError:
         raise ValueError("is not UTF-8 text")
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON ({error.msg} at character {error.pos})")
+    except RecursionError:
+        raise ValueError("is nested too deeply")
 
 
 def parse(text, path, line=1):
@@ -115,14 +73,14 @@ def parse(text, path, line=1):
     if not text.strip():
         raise UserError(f"{path}: is empty")
     try:
-        return decode(text)
+        return DECODER.decode(text)
     except json.JSONDecodeError as error:
-        whole = text.rstrip()
-        cut = error.pos >= len(whole) - 1 or whole[-1] not in "]}"
+        why = error.msg if text.rstrip()[-1] in "]}" else "the file looks truncated"
         raise UserError(f"{path}: not valid JSON at line {line + error.lineno - 1} column "
-                        f"{error.colno}: {'the file looks truncated' if cut else error.msg}")
-    except ValueError as error:
-        raise UserError(f"{path}: JSON that cannot be read, from line {line} on: {error}")
+                        f"{error.colno}: {why}")
+    except (ValueError, RecursionError) as error:
+        why = "is nested too deeply" if isinstance(error, RecursionError) else error
+        raise UserError(f"{path}: JSON that cannot be read, from line {line} on: {why}")
 
 
 def json_value(path, flag=""):
@@ -180,4 +138,4 @@ def _json_lines(path, wanted):
                     text = line.decode("utf-8" if number else "utf-8-sig")
                 except UnicodeDecodeError:
                     raise not_utf8(path, number + 1, line)
-                yield number, parse(text, path, number + 1)
+                yield number, parse(text.rstrip("\n"), path, number + 1)

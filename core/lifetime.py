@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 POLL_S = 0.5        # seconds between two looks at the parent
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)      # save and stop
@@ -76,14 +75,14 @@ def between(parent, *command):
     sys.exit(status if status >= 0 else 128 - status)       # of a signal, as a shell tells it
 
 
-def _last_line(words):
-    """Print a line of its own, behind which nothing comes: not what torch's threads say of a store that is gone."""
+def last_line(words):
+    """Print a last line, without what torch's threads say of a store that is gone."""
     terminal, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    time.sleep(2 * POLL_S)      # the node's other ranks have looked and ended by then; this one must live until they have
+    time.sleep(2 * POLL_S)      # the node's other ranks have looked and ended by then
     threading.Timer(POLL_S, os._exit, [1]).start()      # nobody may read the pipe
-    os.write(terminal, f"\n{words}\n".encode())         # in one piece; there may be a progress bar on the line
+    os.write(terminal, f"\n{words}\n".encode())         # a progress bar may stand on the line
 
 
 def end_with_trainer():
@@ -94,27 +93,14 @@ def end_with_trainer():
 
 
 def end_with_torchrun():
-    """To be called by every script, first of all. Does nothing in a process that torchrun has not started.
-
-    Torchrun itself may have lost its parent, as under nohup.
-    """
+    """To be called by every script, first of all; for a process that torchrun has started."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")       # no stacks of a store that is gone
-        parent = os.getppid()
-        end_with(None if is_adopted(parent) else parent, _end_rank)
+        end_with(os.getppid(), _end_rank)
 
 
 def _end_rank():
     if os.environ.get("LOCAL_RANK", "0") == "0":        # one a node
         with contextlib.suppress(OSError):
-            _last_line("error: torchrun has ended; its ranks end with it")
+            last_line("error: torchrun has ended; its ranks end with it")
     os._exit(1)
-
-
-def is_adopted(parent):
-    """True when torchrun ended before this rank could ask: `parent` is neither Python nor a script between the two."""
-    try:
-        program, env = os.readlink(f"/proc/{parent}/exe"), Path(f"/proc/{parent}/environ").read_bytes()
-    except OSError:     # another user's
-        return parent == 1
-    return "python" not in os.path.basename(program) and b"TORCHELASTIC_RUN_ID=" not in env

@@ -12,10 +12,9 @@ For autograd the tensors of a batch are one: changing one in place would spoil w
 """
 import math
 import signal
-import sys
-import threading
 import time
-from queue import SimpleQueue
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch.utils.data import DataLoader
@@ -135,33 +134,26 @@ def ahead(loader, device=None):
 def _ahead(batches, device):
     cuda = device is not None and device.type == "cuda"
     stream = torch.cuda.Stream(device) if cuda else None
-    wanted, ready, over = SimpleQueue(), SimpleQueue(), threading.Event()
 
     def fetch():
-        try:
-            if cuda:
-                torch.cuda.set_device(device)       # of this thread
-            while wanted.get() and not over.is_set():
-                batch, copied = next(batches, None), None
-                if cuda and batch is not None:
-                    with torch.cuda.stream(stream):
-                        batch, copied = batch.to(device), stream.record_event()
-                ready.put((batch, copied))
-        except BaseException as error:      # handed on to the thread that asks
-            ready.put((error, None))
-
-    thread = threading.Thread(target=fetch, daemon=True, name="batches")
-    thread.start()
+        batch = next(batches, None)
+        if not cuda or batch is None:
+            return batch, None
+        with torch.cuda.stream(stream):
+            return batch.to(device), stream.record_event()
+    # set_device: else the thread would make a context on GPU 0
+    reader = ThreadPoolExecutor(1, "batches", torch.cuda.set_device if cuda else None,
+                                (device,) if cuda else ())
+    coming = deque(reader.submit(fetch) for _ in range(DEPTH))
     try:
-        for _ in range(DEPTH):
-            wanted.put(True)
         while True:
-            batch, copied = ready.get()
-            if isinstance(batch, BaseException):
-                raise named(batch, batches)
+            try:
+                batch, copied = coming.popleft().result()
+            except Exception as error:
+                raise named(error, batches)
             if batch is None:
                 return
-            wanted.put(True)
+            coming.append(reader.submit(fetch))
             if cuda:
                 using = torch.cuda.current_stream(device)
                 using.wait_event(copied)
@@ -169,7 +161,4 @@ def _ahead(batches, device):
                     tensor.record_stream(using)                 # there again before this one is done with it
             yield batch
     finally:        # also when the trainer needs no more batches
-        over.set()
-        wanted.put(True)
-        if not sys.is_finalizing():     # then no thread runs any more
-            thread.join(10)     # seconds; it may wait for a loader process that hangs
+        reader.shutdown(wait=False, cancel_futures=True)

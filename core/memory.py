@@ -386,7 +386,9 @@ def by_tokens(args, setup, lengths, order_of, longest=0):
     tried = [replace(way, budget=budget) for way in ways(args, setup) for budget in large]
     tried += [replace(tried[-1], budget=budget) for budget in budgets if budget not in large]
     offload = replace(tried[-1], parallel="fsdp", offload=True)
-    if may_round(args) and importlib.util.find_spec("bitsandbytes"):
+    if args.use_lora and is_on(args, "bf16", "fp16") and hasattr(args, "base_dtype") \
+            and not is_on(args, "base_dtype", "float8", "use_dora", "cpu_offload") \
+            and args.compile is not True and importlib.util.find_spec("bitsandbytes"):
         tried += [replace(way, base_dtype="nf4") for way in tried if not way.fsdp]
     if setup.offload is False and not given & {"parallel", "cpu_offload"} \
             and not is_on(args, "fp16", "float8", "base_dtype"):
@@ -396,13 +398,6 @@ def by_tokens(args, setup, lengths, order_of, longest=0):
             packs = order_of(way.budget).packs_per_epoch * samples / len(lengths)
             way = replace(way, accumulation=max(1, round(packs / setup.ranks)))
         yield way
-
-
-def may_round(args):
-    """True if the other flags allow --base_dtype nf4."""
-    return (args.use_lora and is_on(args, "bf16", "fp16") and hasattr(args, "base_dtype")
-            and not is_on(args, "base_dtype", "float8", "use_dora", "cpu_offload")
-            and args.compile is not True)
 
 
 def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
@@ -487,16 +482,11 @@ def gpu_memory(args):
 
 def check_memory(found, args):
     """A Memory must leave a margin on the GPU."""
-    package = (may_round(args) and args.parallel == "ddp"
-               and not importlib.util.find_spec("bitsandbytes"))
-    helps = {"--auto, which looks for what fits": not args.auto, "shorter samples": args.auto,
-             "--bf16 (T4, V100: --fp16)": not is_on(args, "bf16", "fp16"),
-             "--base_dtype nf4 (pip install bitsandbytes)": package,
-             "--use_lora": not args.use_lora, "more GPUs": not is_on(args, "fp16", "float8")}
     require(found.peak <= USABLE * gpu_memory(args),
             f"memory: about {size(found.peak)} needed on each GPU, which has "
-            f"{size(gpu_memory(args))}, 5 % of it left for fragmentation; what helps: "
-            f"{', '.join(text for text, use in helps.items() if use)}")
+            f"{size(gpu_memory(args))}, 5 % of it left for fragmentation; what helps: --auto, "
+            "which looks for what fits, --bf16 (T4, V100: --fp16), --use_lora, --base_dtype nf4 "
+            "(pip install bitsandbytes), shorter samples, more GPUs")
 
 
 def host_memory(args, meminfo="/proc/meminfo"):
@@ -543,12 +533,11 @@ def pack_sums(order, epochs, values):
 
 def packs_text(setup, order, lengths, average):
     """Lines on lengths (n,) of samples, in tokens, and on packs. average: what one holds."""
-    low, middle, high = np.quantile(lengths, (0.05, 0.5, 0.95)).round().astype(int)
     packs = np.maximum(pack_sums(order, [0], lengths), setup.budget)
     # the last step of an epoch is filled with packs of padding
     slots = packs.sum() + -len(packs) % (setup.ranks * setup.accumulation) * (setup.budget or 1)
     return (f"lengths    {lengths.sum():,} tokens an epoch; per sample min {lengths.min():,}, "
-            f"median {middle:,}, p5-p95 {low:,}-{high:,}, max {lengths.max():,}\n"
+            f"median {np.median(lengths):,.0f}, max {lengths.max():,}\n"
             f"packs      {order.packs_per_epoch:,} an epoch, on average {average}; "
             f"{lengths.sum() / slots * 100:.1f}% of slots hold tokens")
 

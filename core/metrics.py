@@ -8,7 +8,6 @@ import math
 import os
 import re
 import resource
-import socket
 import threading
 import time
 import uuid
@@ -28,22 +27,14 @@ UNDERSTOOD, PARTLY = 0.15, 0.5      # word error rates: up to here speech is und
 # ---- Speed
 
 
-def peak_flops(device):
-    """Peak bf16 FLOP/s of this device, or None when unknown: then no MFU is claimed."""
+def peaks(device):
+    """(bf16 FLOP/s of a GPU, None where unknown; GiB allocated at most; of a CPU: GiB resident)."""
     if device.type != "cuda":
-        return None
+        return None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
     import torch
     name = torch.cuda.get_device_name(device)
     found = (peak for part, peak in PEAK_BF16.items() if re.search(rf"\b{part}\b", name))
-    return next(found, None)
-
-
-def peak_memory(device):
-    """GiB: peak allocated GPU memory, or this process's peak resident memory on a CPU."""
-    if device.type == "cuda":
-        import torch
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
+    return next(found, None), torch.cuda.max_memory_allocated(device) / 2**30
 
 
 def duration(seconds):
@@ -59,27 +50,6 @@ def model_text(model, adapters):
         m.in_features * m.out_features - m.weight.numel() for m in model.modules() if hasattr(m, "nf4"))
     return (f"model      {every / 1e6:,.1f} M parameters, {trained / 1e6:,.3f} M trainable "
             f"({'LoRA' if adapters else 'full'})")
-
-
-def speed_report(totals, seconds, steps, slots, waited, device, world_size):
-    """Throughput of all ranks over `seconds` of training -> {metric name: float}.
-
-    totals: useful work of all ranks, {"tokens", "samples", "flops"} (numbers); slots: tokens with
-    padding; waited: seconds this rank waited for data. MFU is model FLOP/s over the known bf16 peak
-    of all GPUs.
-    """
-    memory, peak = peak_memory(device), peak_flops(device)
-    values = {"train/throughput": totals["tokens"] / seconds,
-              "train/samples_per_second": totals["samples"] / seconds,
-              "train/step_seconds": seconds / steps,
-              "train/padding": 1 - totals["tokens"] / slots,
-              "train/data_wait_seconds": waited,
-              "train/memory_gib": memory}
-    if device.type == "cuda":
-        values["system/gpu_memory_allocated"] = memory
-    if peak:
-        values["train/mfu"] = totals["flops"] / seconds / (peak * world_size)
-    return values
 
 
 class StepTimer:
@@ -127,13 +97,23 @@ class StepTimer:
         self.steps, self.slots = self.steps + 1, self.slots + slots
 
     def report(self, world):
-        """speed_report since reset(), which this calls; audio_seconds gives a rate as well."""
+        """{metric name: float} of all ranks' work since reset(), which this calls. MFU is model
+        FLOP/s over the bf16 peak of all GPUs; audio_seconds gives a rate as well.
+        """
         found = self.work, self.slots, time.monotonic() - self.start, self.waited
         work, slots, seconds, waited = found if self.steps else self.first
-        more = {f"train/{name}_per_second": amount / seconds for name, amount in work.items()
-                if name.endswith("_seconds")}
-        values = {**more, **speed_report(work, seconds, max(1, self.steps), slots, waited,
-                                         world.device, world.size)}
+        flops, memory = peaks(world.device)
+        values = {"train/throughput": work["tokens"] / seconds,
+                  "train/samples_per_second": work["samples"] / seconds,
+                  "train/step_seconds": seconds / max(1, self.steps),
+                  "train/padding": 1 - work["tokens"] / slots,
+                  "train/data_wait_seconds": waited, "train/memory_gib": memory}
+        values |= {f"train/{name}_per_second": amount / seconds for name, amount in work.items()
+                   if name.endswith("_seconds")}
+        if world.device.type == "cuda":
+            values["system/gpu_memory_allocated"] = memory
+        if flops:
+            values["train/mfu"] = work["flops"] / seconds / (flops * world.size)
         self.reset()
         return values
 
@@ -145,8 +125,7 @@ class MetricsLog:
 
     Lines of metrics.jsonl and TensorBoard points later than resumed_step (work lost in a crash) are
     dropped first, so no step stands there twice. A metrics.jsonl with other lines than ours is
-    moved aside whole, its good lines go on in a new one. Every start adds a line to starts.jsonl:
-    when, where, from which step, how configured.
+    moved aside whole, its good lines go on in a new one. config: flags, for the trackers.
     """
 
     def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, project=None,
@@ -158,16 +137,10 @@ class MetricsLog:
         rows, bad = read_rows(self.path)
         if bad:
             checkpoint.move_aside(self.path, f"is damaged ({bad})")
-        if rows:
-            kept = [row for row in rows if row["step"] <= resumed_step]
-            if eval_due or not resumed_step:    # by a run killed before its next checkpoint
-                kept = [row for row in kept if row["step"] < resumed_step
-                        or not any(name.startswith("eval/") for name in row)]
-            text = "".join(json.dumps(row) + "\n" for row in kept)
-            checkpoint.write_atomically(self.path, lambda path: path.write_text(text))
-        elif self.path.exists():        # nothing but the beginning of a line
-            self.path.write_bytes(b"")
-        note_start(self.path.with_name("starts.jsonl"), resumed_step, config)
+        again = eval_due or not resumed_step    # by a run killed before its next checkpoint
+        kept = [row for row in rows if row["step"] < resumed_step or row["step"] == resumed_step
+                and not (again and any(name.startswith("eval/") for name in row))]
+        checkpoint.write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self.file = open(self.path, "a", buffering=1)
         self.board = self.wandb = None
         if "tensorboard" in report_to:
@@ -224,19 +197,6 @@ class MetricsLog:
             self.wandb.finish()
 
 
-def note_start(path, step, config):
-    """Add a line to starts.jsonl: when, where, from which step, how configured."""
-    from core import checkpoint, dist
-    start = {"time": time.time(), "step": step, "ranks": int(os.environ.get("WORLD_SIZE", "1")),
-             "host": socket.gethostname(), "config": config}
-    if path.exists() and not path.is_file():
-        checkpoint.move_aside(path, "is not a file")
-    with dist.error_names_file(path), open(path, "ab+") as file:
-        file.seek(max(0, file.tell() - 1))
-        cut_off = file.read() not in (b"", b"\n")       # its last line, by a kill
-        file.write(b"\n" * cut_off + json.dumps(start, default=str).encode() + b"\n")
-
-
 def tensorboard(logging_dir, resumed_step, config):
     """A SummaryWriter whose points later than resumed_step are gone."""
     from torch.utils.tensorboard import SummaryWriter
@@ -261,11 +221,7 @@ def read_rows(path):
         return [], ""
     if not path.is_file():
         return [], "it is not a file"
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        error.filename = str(path)      # an error of a disk comes without a name
-        raise
+    lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         try:
             row = json_files.loads(line)

@@ -2,14 +2,13 @@
 
     python core/report.py output_dir            # output_dir/report.html; open it in any browser
     python core/report.py out_a out_b           # both runs in one page: out_a/comparison.html
-    python core/report.py output_dir --samples before after --evaluations judged/evaluation.json
+    python core/report.py output_dir --samples before after
     python core/report.py output_dir --check_fell       # and status 1 unless the loss fell
 
 Reads metrics.jsonl of any trainer, also while it runs. The page has no script and loads nothing.
 Standard library only.
 """
 import base64
-import json
 import re
 import statistics
 import sys
@@ -23,6 +22,7 @@ from core import cli, json_files, metrics
 from core.cli import UserError, require
 
 WIDTH, HEIGHT, LEFT, POINTS = 420, 200, 62, 400
+STEPS, SAMPLES = 5, 8       # most steps whose samples are shown, and of each the first by name
 COLORS = "#1f6feb", "#d9480f", "#1a7f37", "#9333c0", "#b07d00", "#0b8594", "#c2255c", "#5f6b7a"
 FACTS = {"wer": "word errors {:.0%}", "speaker_similarity": "similarity {:.2f}",
          "dnsmos": "DNSMOS {:.1f}", "seconds": "{:.2f} s", "seed": "seed {}"}      # of a sample
@@ -51,14 +51,14 @@ def natural(text):
 
 
 def read_run(folder):
-    """(rows of metrics.jsonl, starts) of an output_dir. Raises UserError."""
+    """(rows of metrics.jsonl, [(flag, value)] of run.yaml) of an output_dir. Raises UserError."""
     path = folder / "metrics.jsonl"
     require(path.is_file(), f"{folder}: no metrics.jsonl in it; give the --output_dir of a run")
     rows, wrong = metrics.read_rows(path)
     require(not wrong, f"{path}: {wrong}; repair or remove them")
-    starts = [start for start in metrics.read_rows(folder / "starts.jsonl")[0]
-              if isinstance(start.get("config"), dict)]
-    return rows, cli.without_secrets(starts)    # earlier versions stored passwords
+    config = folder / cli.CONFIG
+    text = json_files.read_text(config) if config.is_file() else ""
+    return rows, re.findall(r"^(\w+): (.*)$", cli.without_secrets(text), re.MULTILINE)
 
 
 def read_evaluation(path):
@@ -68,12 +68,11 @@ def read_evaluation(path):
     return {**found, "name": str(found.get("name", path.parent.name)), "path": path}
 
 
-def find_steps(folder, most):
-    """Folders samples/step-N of a run by N, at most so many, evenly chosen; 0: all."""
+def find_steps(folder):
+    """Folders samples/step-N of a run by N, at most STEPS, evenly chosen."""
     found = sorted((folder / "samples").glob("step-*"), key=lambda path: natural(path.name))
-    if not 0 < most < len(found):
-        return found
-    return [found[round((i + 1) * len(found) / most) - 1] for i in range(most)]
+    chosen = (round((i + 1) * len(found) / STEPS) - 1 for i in range(STEPS))
+    return [found[i] for i in chosen] if len(found) > STEPS else found
 
 
 # --------------------------------------------------------------------------------------------------
@@ -165,7 +164,7 @@ def charts(runs):
             for name, found in sections.items() if found}
 
 
-def read_samples(folder, label, most):
+def read_samples(folder, label):
     """[(prompt, text, HTML)] of a folder's first .wav files by name; of this folder alone, whatever
     a link in it points to.
     """
@@ -174,7 +173,7 @@ def read_samples(folder, label, most):
     def is_ours(path):
         return path.is_file() and path.resolve().is_relative_to(folder)
     waves = sorted(filter(is_ours, folder.glob("*.wav")), key=lambda path: natural(path.stem))
-    for path in waves[:most or None]:
+    for path in waves[:SAMPLES]:
         notes, picture = path.with_suffix(".json"), path.with_suffix(".png")
         about = cli.without_secrets(json_files.read_object(notes)) if is_ours(notes) else {}
         words = [text.format(about[key]) for key, text in FACTS.items()
@@ -199,17 +198,14 @@ def sample_rows(samples):
                    for name, text in sorted(rows, key=lambda prompt: natural(prompt[0])))
 
 
-def summary(folder, rows, starts, evaluations):
+def summary(folder, rows, settings, evaluations):
     """Verdict, where the run stands, and its flags."""
     saved = [path.parent.name for path in folder.glob("checkpoint-*/manifest.json")]
     state = [f"last logged step {max((row['step'] for row in rows), default=0):,}",
              f"checkpoints: {', '.join(sorted(saved, key=natural)) or 'none yet'}"]
     if (folder / "requeue").is_file():
         state.append(f"stopped: {(folder / 'requeue').read_text(errors='replace').strip()}")
-    if starts:
-        state.append(f"started {len(starts)} times, last on {starts[-1].get('ranks', '?')} ranks")
-    flags = [f"<li>{escape(name)} <b>{escape(json.dumps(value, ensure_ascii=False))}</b>"
-             for name, value in (starts[-1]["config"] if starts else {}).items()]
+    flags = [f"<li>{escape(name)} <b>{escape(value)}</b>" for name, value in settings]
     clauses = [f"<li>{escape(clause[0].upper() + clause[1:])}."
                for clause in metrics.verdict(rows, evaluations)]
     return (f'<h2>{escape(folder.resolve().name)}</h2><ul class="verdict">{"".join(clauses)}</ul>'
@@ -223,9 +219,9 @@ def summary(folder, rows, starts, evaluations):
 
 def write_report(runs, args):
     """Write the page and print what is in it. runs: {folder: read_run()}. Raises UserError."""
-    paths = [path for folder in runs for path in sorted(folder.rglob("evaluation.json"))
-             if path.is_file()] + list(map(Path, args.evaluations))
-    evaluations = [read_evaluation(path) for path in dict.fromkeys(map(Path.resolve, paths))]
+    paths = [path.resolve() for folder in runs for path in sorted(folder.rglob("evaluation.json"))
+             if path.is_file()]
+    evaluations = [read_evaluation(path) for path in dict.fromkeys(paths)]
     groups = {True: [], False: []}      # spoken before training, and not
     for folder in map(Path, args.samples):
         name = folder.resolve().name
@@ -233,9 +229,9 @@ def write_report(runs, args):
                 f"--samples {name}: no .wav file in it; give a folder of generate_tts.py")
         groups[name.startswith(("before", "base"))].append((name, folder))
     steps = [(f"{run.name} {path.name}" if len(runs) > 1 else path.name.replace("-", " "), path)
-             for run in runs for path in find_steps(run, args.sample_steps)]
+             for run in runs for path in find_steps(run)]
     samples = [sample for label, folder in groups[True] + steps + groups[False]
-               for sample in read_samples(folder, label, args.sample_count)]
+               for sample in read_samples(folder, label)]
     body = "".join(summary(folder, *run, [
         one for one in evaluations if len(runs) == 1 or folder.resolve() in one["path"].parents])
         for folder, run in runs.items())
@@ -270,11 +266,8 @@ if __name__ == "__main__":
     p = cli.Parser("Write OUTPUT_DIR/report.html, one page about a run, or comparison.html.")
     p.add_argument("output_dir", nargs="+", help="folder of a run; several are compared")
     p.flag("--samples", [], "more folders of .wav files", nargs="+", metavar="FOLDER")
-    p.flag("--sample_steps", 5, "steps whose samples are shown, evenly chosen, 0 = all")
-    p.flag("--sample_count", 8, "samples shown of each folder, the first by name, 0 = all")
-    p.flag("--evaluations", [], "more evaluation.json files", nargs="+", metavar="FILE")
     p.switch("--check_fell", "exit with status 1 unless the training loss fell")
-    args = cli.parse(p, lambda args, _: cli.zero_or_more(args, "sample_steps sample_count"))
+    args = cli.parse(p)
     try:
         runs = {folder: read_run(folder) for folder in dict.fromkeys(map(Path, args.output_dir))}
         write_report(runs, args)

@@ -138,13 +138,13 @@ def open_tensors(paths):
     """
     found = {}
     for path in paths:
-        json_files.open_file(path).close()      # safe_open would wait for ever at a pipe
+        # safe_open would wait for ever at a pipe, and calls every reason "No such file"
+        json_files.open_file(path).close()
         try:
-            open(path, "rb").close()        # safe_open calls every reason "No such file"
             file = safe_open(path, "pt")
             names = list(file.keys())
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', 0) or error})")
+            raise UserError(f"{path}: cannot be read ({error})")
         if twice := found.keys() & set(names):
             raise UserError(f"{path}: {min(twice)} is in another file of the folder, too")
         found |= {name: Slice(path, name, file.get_slice(name)) for name in names}

@@ -23,7 +23,7 @@ from pathlib import Path
 from torch._utils import ExceptionWrapper
 
 from core import lifetime
-from core.checkpoint import write_atomically
+from core.checkpoint import write_text
 from core.cli import print_error
 from core.dist import FAILED, GRACE_S, all_gather, all_max, claim_error_report, finish
 from core.lifetime import SIGNALS, stop_requested
@@ -84,9 +84,8 @@ def disarm():
 
 
 def exit_if_asked(world, output_dir):
-    """Exit with status 0, all ranks alike, if one was asked to stop before there was anything to save. Collective."""
-    asked = [name for name in all_gather(world, stop_requested()) if name]
-    if asked:
+    """exit_stopped if a rank was asked to stop before there was anything to save. Collective."""
+    if asked := [name for name in all_gather(world, stop_requested()) if name]:
         exit_stopped(world, output_dir, f"asked to stop by {asked[0]} before the first step")
 
 
@@ -101,7 +100,7 @@ def exit_stopped(world, output_dir, why):
 
 
 def clear_marker(output_dir):
-    """Remove what an earlier run left for its launcher, and a request that this run need not fulfil."""
+    """Remove the marker of an earlier run, and a request to stop that was not meant for this one."""
     for name in (MARKER, STOP_FILE):
         (Path(output_dir) / name).unlink(missing_ok=True)
 
@@ -120,7 +119,7 @@ def any_stop(world, output_dir):
 
 def leave_marker(output_dir, text):
     """Tell the launcher that this run stopped because it was asked to and wants to be started again."""
-    write_atomically(Path(output_dir) / MARKER, lambda path: path.write_text(text + "\n"))
+    write_text(Path(output_dir) / MARKER, text + "\n")
 
 
 class Watchdog:

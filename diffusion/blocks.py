@@ -124,23 +124,25 @@ def too_long(regions, layout):
 
 
 def make_document(regions, tokens, layout):
-    """regions_of -> (5, n) int64: ids, position, block, target, region."""
+    """regions_of -> (6, n) int64: ids, position, block, target, region, group."""
     parts, next_block = [], 0
     for region, ids, pinned in regions:
-        fill = -len(ids) % layout.region_block(region) if region != QUESTION else 0
-        filled = np.array([*ids, *[tokens.end] * fill])
+        size = len(ids) if region == QUESTION else layout.region_block(region)
+        filled = np.array([*ids, *[tokens.end] * (-len(ids) % size)])
         at = np.arange(len(filled))
-        block = next_block + (0 * at if region == QUESTION else at // layout.region_block(region))
+        block = next_block + at // size
         next_block = block[-1] + 1
-        target, what = at >= pinned, np.full(len(at), region)
-        what[len(ids):] = FILL
-        position = at + layout.start(region) if layout.system == "hdp" else at
+        target, what = at >= pinned, np.where(at < len(ids), region, FILL)
         if layout.system != "hdp":
             what[:pinned] = QUESTION
         if layout.loss_on_question:
             target |= (what == QUESTION) & (filled != tokens.bos)
-        parts.append(np.stack([filled, position, block, target, what]))
-    return np.concatenate(parts, axis=1)
+        parts.append(np.stack([filled, at + layout.start(region), block, target, what]))
+    document = np.concatenate(parts, axis=1)
+    block, target = document[2], document[3] > 0
+    trained = np.unique(block[target])
+    group = np.where(np.isin(block, trained), np.searchsorted(trained, block), -1)
+    return np.concatenate([document, group[None]])
 
 
 def length_hint(bad):
@@ -179,21 +181,10 @@ def make_documents(problems, tokens, layout, bad=None, path=""):
         wrong = bad or wrong        # of a chat file in which nothing could be read
         first = f", the first one being {wrong[0]}{length_hint(wrong)}" if wrong else ""
         raise UserError(f"{path or 'data'}: none of {len(wrong)} problems can be used{first}")
-    ids, position, block, target, region = np.concatenate(parts, axis=1)
+    ids, position, block, target, region, group = np.concatenate(parts, axis=1)
     offsets = np.cumsum([0] + [part.shape[1] for part in parts])
-    group = number_groups(block, target, offsets)
     return Documents(layout, ids, position, block, target > 0, region, group, offsets, kept,
                      tokens.pad, len(wrong))
-
-
-def number_groups(block, target, offsets):
-    """(T,) number of each token's block among its document's blocks that hold a target, else -1."""
-    group = np.full(len(block), -1)
-    for a, b in zip(offsets, offsets[1:]):
-        trained = np.unique(block[a:b][target[a:b] > 0])
-        inside = np.isin(block[a:b], trained)
-        group[a:b][inside] = np.searchsorted(trained, block[a:b][inside])
-    return group
 
 
 def split_validation(n, share, seed):
@@ -222,6 +213,11 @@ class Rows(Dataset):
     def per_row(self, per_document):
         """(n_rows,) int64 sums of a (n_documents,) array over the documents of each row."""
         return np.array([per_document[m].sum() for m in self.members], np.int64)
+
+    def targets(self, region):
+        """(n_rows,) tokens of a region that are in the loss."""
+        d = self.documents
+        return self.per_row(d.per_document(d.target & (d.region == region)))
 
     def fingerprint(self):
         """Hash of the documents in the order of the rows, to recognise the same data on resume."""
@@ -335,11 +331,9 @@ def collate(rows, batch_rows, length, noisy_length, pad):
     doc, block = (np.take_along_axis(joined[key], at, 1) for key in ("doc", "block"))
     tiles = dit.tile_states(np.concatenate([np.where(copied, doc, -1), joined["doc"]], 1),
                             np.concatenate([block, joined["block"]], 1), noisy_length)
-    tokens = int(((joined["doc"] >= 0) & (joined["region"] != FILL)).sum())
     tensors = {key: torch.from_numpy(array) for key, array in joined.items()}
     return Blocks(input_ids=tensors.pop("ids"), noisy=torch.from_numpy(noisy), n_groups=groups,
-                  n_targets=int(joined["target"].sum()), tokens=tokens, tiles=tiles,
-                  documents=sum(len(members) for _, members in rows), **tensors)
+                  n_targets=int(joined["target"].sum()), tiles=tiles, **tensors)
 
 
 def make_loader(rows, packs, batch_rows, noisy_length, *, num_workers, prefetch_factor):
@@ -357,8 +351,7 @@ def row_table(rows):
     pairs: of query and key that may attend.
     """
     d = rows.documents
-    table = {f"targets_{region}": rows.per_row(d.per_document(d.target & (d.region == region)))
-             for region in range(4)}
+    table = {f"targets_{region}": rows.targets(region) for region in range(4)}
     return table | {"targets": rows.per_row(d.n_targets), "groups": rows.per_row(d.n_groups),
                     "tokens": rows.per_row(d.tokens), "noisy": rows.per_row(d.noisy_lengths),
                     "clean": rows.per_row(d.lengths),

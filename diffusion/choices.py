@@ -60,8 +60,9 @@ class Layout:
         return {self.region_block(PLAN), self.region_block(EXECUTION)}
 
     def start(self, region):
-        """Position of a region's first token, the same for every problem (hdp)."""
-        return (0, self.question_budget, self.question_budget + self.plan_budget)[region]
+        """Position of a region's first token: hdp's are the same for every problem."""
+        starts = 0, self.question_budget, self.question_budget + self.plan_budget
+        return starts[region] if self.system == "hdp" else 0
 
     def check(self):
         """Raise UserError where blocks do not fit evenly, or a setting would do nothing."""
@@ -156,6 +157,22 @@ def checkpoint(p):
     p.flag("--pick", "best", "of an OUTPUT_DIR: the best checkpoint by --best_by, or the newest",
            choices=("best", "newest"))
     p.flag("--ema", True, "take the averaged weights", action=argparse.BooleanOptionalAction)
+
+
+def answers(p, order):
+    """Add the flags of a script in which a checkpoint answers, by this order of unmasking."""
+    checkpoint(p)
+    p.flag("--split", "test", "split of a dataset folder or hub name")
+    p.flag("--limit", 0, "only the first texts, this many, 0 = all")
+    p.switch("--drop_too_long", "leave out what is too long, and count it")
+    p.flag("--order", order, "which masked tokens a pass fills: one at random, or all that are sure "
+           "enough, at least the surest", choices=("first_hitting", "confidence"))
+    p.flag("--threshold", 0.9, "confidence: probability a token must have, 0 to 1")
+    p.flag("--batch_size", 64, "texts side by side")
+    p.flag("--seed", 0, "of all draws")
+    p.switch("--bf16", "bfloat16 compute")
+    p.flag("--device", None, "default: cuda where there is one", choices=("cpu", "cuda"))
+    p.flag("--output", None, "JSON file for the results (default: beside the checkpoint)")
 
 
 def layout_of(args):

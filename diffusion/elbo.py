@@ -6,6 +6,7 @@ noise at every validation and on any number of ranks, so bounds of different ste
 """
 import math
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -13,13 +14,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from core import dist, tensor_io
-from diffusion import blocks, noise
+from core.cli import named
+from diffusion import blocks, dit, noise
 from diffusion.choices import FILL, FULL, bound_range, range_fits
 from diffusion.dit import trained
 
 ANSWERS = "question", "answer", "execution", "fill"
 REGIONS = {"gsm8k": ANSWERS, "chat": ANSWERS, "hdp": ("question", "plan", "execution", "fill")}
-PLACES = 32         # block numbers reported one by one; the last stands for all later ones
 SEARCH_BATCHES = 4  # of a search of the noise range
 
 # ---- Averaged weights
@@ -125,57 +126,43 @@ def bound(world, model, how, asked_to_stop):
 
     eval/loss: nats per target. eval/nll: the same sum per token of text (targets without fill);
     eval/stderr: its standard error, of the noise alone, from how the draws of each block differ;
-    with few blocks it is rough. eval/nll_REGION, eval/nll_block_NN: nats per target of one of them.
+    with few blocks it is rough. eval/nll_REGION: nats per target of one region.
     """
     rows, repeats, device = how.rows, how.repeats, world.device
     layout = rows.documents.layout
-    sums = torch.zeros(repeats, 4 * PLACES, dtype=torch.float64, device=device)
+    sums = torch.zeros(repeats, 4, dtype=torch.float64, device=device)      # of each region
     variance = torch.zeros((), dtype=torch.float64, device=device)      # of the sums' mean
     for number, batch in share_of_batches(world, rows, how.batch_rows):
         if asked_to_stop():
             return None
-        cell = (batch.region * PLACES + batch.block.clamp(max=PLACES - 1)).flatten()
         of_block = torch.zeros(repeats, batch.n_groups, dtype=torch.float64, device=device)
         for repeat in range(repeats):
             draws = noise.draw(how.seed, "validation", (number, repeat), batch.n_groups,
                                *batch.doc.shape)
             inputs = noise.diffuse(batch, draws, how.tokens.mask, bound_range(layout))
             losses = weighted_losses(model, inputs, device, how.bf16)
-            group = batch.group.flatten()[inputs.places].to(device)
-            sums[repeat].index_add_(0, cell[inputs.places].to(device), losses)
+            region, group = (numbers.flatten()[inputs.places].to(device)
+                             for numbers in (batch.region, batch.group))
+            sums[repeat].index_add_(0, region, losses)
             of_block[repeat].index_add_(0, group, losses)
         if repeats > 1 and batch.n_groups:      # none: what tops up the last round of ranks
             variance += of_block.var(0).sum() / repeats
     sums, variance = dist.all_reduce(world, sums), dist.all_reduce(world, variance)
-    return report(sums.cpu().numpy(), float(variance), target_counts(rows), REGIONS[layout.system])
+    targets = np.array([rows.targets(region).sum() for region in range(4)])
+    return report(sums.cpu().numpy(), float(variance), targets, REGIONS[layout.system])
 
 
-def target_counts(rows):
-    """(4 * PLACES,) targets of each region and block number in all rows."""
-    documents, counts = rows.documents, np.zeros(4 * PLACES, np.int64)
-    for number in (n for members in rows.members for n in members):
-        part = slice(*documents.offsets[number:number + 2])
-        cell = documents.region[part] * PLACES + np.minimum(documents.block[part], PLACES - 1)
-        counts += np.bincount(cell[documents.target[part]], minlength=4 * PLACES)
-    return counts
-
-
-def report(sums, variance, counts, regions):
-    """Sums of losses (repeats, 4 * PLACES), variance of their mean over repeats, and numbers of
-    targets (4 * PLACES,) -> {"eval/...": float}.
+def report(sums, variance, targets, regions):
+    """Sums of losses (repeats, 4) of the regions, variance of the total's mean over repeats, and
+    targets (4,) -> {"eval/...": float}.
     """
-    per_cell, counts = sums.mean(0).reshape(4, PLACES), counts.reshape(4, PLACES)
-    text = max(1, counts[:FILL].sum())
-    nll = per_cell.sum() / text
-    values = {"loss": per_cell.sum() / max(1, counts.sum()), "nll": nll,
+    losses, text = sums.mean(0), max(1, targets[:FILL].sum())
+    nll = losses.sum() / text
+    values = {"loss": losses.sum() / max(1, targets.sum()), "nll": nll,
               "bits_per_token": nll / math.log(2), "perplexity": math.exp(min(700.0, nll))}
     if len(sums) > 1:
         values["stderr"] = math.sqrt(variance) / text
-    places = [f"block_{place:02d}" for place in range(PLACES)]
-    for names, axis in ((regions, 1), (places, 0)):
-        for name, loss, n in zip(names, per_cell.sum(axis), counts.sum(axis)):
-            if n:
-                values[f"nll_{name}"] = loss / n
+    values |= {f"nll_{name}": loss / n for name, loss, n in zip(regions, losses, targets) if n}
     return {f"eval/{name}": float(value) for name, value in values.items()}
 
 
@@ -279,8 +266,8 @@ def search_range(world, model, how, asked_to_stop):
 
 
 def choose_problems(rows, n, tokens, seed):
-    """[(Problem, its sampler.question_state)] of n held-out problems of Rows, by the seed."""
-    from diffusion.sampler import question_state
+    """[(Problem, its sample_bd3lm.question_state)] of n held-out problems of Rows, by the seed."""
+    from diffusion.sample_bd3lm import question_state
     numbers = sorted(number for members in rows.members for number in members)
     chosen = np.random.default_rng((seed, 4)).permutation(numbers)[:n]
     problems = [rows.documents.problems[number] for number in chosen]
@@ -291,7 +278,7 @@ def accuracy(world, model, how):
     """{"eval/accuracy": strict, ...}. Collective. model: in eval mode, with the weights to judge,
     sharded or not. how: Eval.
     """
-    from diffusion.sampler import Sampling, Solver, answer_batch, score
+    from diffusion.sample_bd3lm import Sampling, Solver, answer_batch, score
     began, answers, whole = time.monotonic(), [], whole_model(model)
     solver = Solver(whole, how.tokens, how.rows.documents.layout,
                     Sampling("confidence", temperature=0.0), how.bf16)
@@ -325,3 +312,65 @@ def whole_model(model):
     for name, parameter in copy.named_parameters():
         parameter.copy_(tensor_io.full_tensor(parameters[name]))
     return copy
+
+
+# ---- --dry_run and --auto, by core/memory.py, which an ordinary run does not import
+
+
+def step_of(config, backend):
+    """memory.Step of a network of a Config. backend: --attn_backend, None for that of GPUs."""
+    from core import memory
+
+    def loss(model, rows, length, n_noisy, masked):
+        every, tiles = length + n_noisy, -(-(length + n_noisy) // dit.TILE)
+        dense, few = (torch.zeros(size, dtype=torch.int64) for size in ((rows, every), (masked,)))
+        inputs = noise.Inputs(
+            tokens=dense, position=dense.clone(), doc=dense.int(), block=dense.int(), rows=few,
+            labels=few.clone(), weights=torch.ones(masked), places=few.clone(), n_noisy=n_noisy,
+            tiles=torch.zeros(rows, tiles, tiles, dtype=torch.int8), layout=None)
+        return (model(inputs) * inputs.weights).sum()
+    with torch.device("meta"):
+        model = config.network(config, backend or "flex")
+    attention = dit, "sparse_attention", lambda q, k, v, mask: memory.Kept.apply(q, k, v)
+    return memory.Step(model, lambda model: model.layers, loss, (attention,), average=True)
+
+
+def setups(args, setup, rows, row_tokens):
+    """Setups with micro-steps of so many rows of an optimizer step, of all ranks, the fastest first:
+    as few as fit. row_tokens: that a row is computed on.
+    """
+    from core import memory
+    splits = [(max(1, round(rows / setup.ranks)), 1)]
+    while splits[-1][0] > 1 and splits[-1][0] * row_tokens > memory.LARGE:
+        accumulation = 2 * splits[-1][1]
+        splits.append((max(1, round(rows / setup.ranks / accumulation)), accumulation))
+    if named(args) & {"per_device_train_batch_size", "problems_per_batch",
+                      "gradient_accumulation_steps"}:
+        splits = [(setup.batch_size, setup.accumulation)]
+    return [replace(way, batch_size=each, accumulation=accumulation)
+            for way in memory.ways(args, setup) for each, accumulation in splits]
+
+
+def plan_memory(args, world, ranks, config, rows, eval_rows, table, order=None, left=0):
+    """With --auto set the open flags; with an order (PackOrder of rows) print the plan of a run of
+    `left` steps, UserError with all that it will not fit into. table: blocks.row_table of rows.
+    """
+    from core import memory
+    step, setup = step_of(config, args.attn_backend), memory.setup_of(args, ranks)
+
+    def estimate(setup, targets):
+        masked, size = sum(args.t_range) / 2 * targets, (rows.length, rows.noisy_length)
+        batch = args.per_device_eval_batch_size
+        held_out = batch, *size, round(masked * batch / setup.batch_size)
+        return memory.estimate(step, setup, (setup.batch_size, *size, round(masked)),
+                               held_out if eval_rows else None)
+    if order:
+        found = estimate(setup, memory.pack_sums(order, [0], table["targets"]).max())
+        memory.print_plan(args, setup, found, f"{setup.batch_size} rows", step.model, [], left,
+                          bool(eval_rows))
+        return
+    most = np.sort(table["targets"])[::-1].cumsum()
+    tried = setups(args, setup, args.global_batch_size / table["samples"].mean(),
+                   rows.length + rows.noisy_length)
+    memory.choose(args, world, ranks, tried, lambda setup: estimate(
+        setup, most[min(setup.batch_size, len(most)) - 1]))

@@ -24,24 +24,12 @@ from diffusion import choices
 
 def build_parser():
     p = cli.Parser("Bound likelihoods, or run tasks of lm-eval-harness.")
-    flag = p.flag
-    choices.checkpoint(p)
-    flag("--bound", None, "bound the likelihood of a file's answers", metavar="FILE")
-    flag("--split", "test", "--bound: split of a dataset folder or hub name")
-    p.switch("--drop_too_long", "--bound: leave out what is too long, and count it")
-    flag("--tasks", None, "names of lm-eval's tasks", nargs="+")
-    flag("--include_path", None, "folder with task files of your own")
-    flag("--num_fewshot", 0, "worked examples before each question")
-    flag("--order", "confidence", "which masked tokens a pass fills: one at random, or all that "
-         "are sure", choices=("first_hitting", "confidence"))
-    flag("--threshold", 0.9, "confidence: probability a token must have, 0 to 1")
-    flag("--draws", 16, "draws of the noise for each bound")
-    flag("--limit", 0, "only the first texts, this many, 0 = all")
-    flag("--batch_size", 64, "texts side by side")
-    flag("--seed", 0, "of the draws")
-    p.switch("--bf16", "bfloat16 compute")
-    flag("--device", None, "default: cuda where there is one", choices=("cpu", "cuda"))
-    flag("--output", None, "JSON file for the results (default: beside the checkpoint)")
+    choices.answers(p, "confidence")
+    p.flag("--bound", None, "bound the likelihood of a file's answers", metavar="FILE")
+    p.flag("--draws", 16, "draws of the noise for each bound")
+    p.flag("--tasks", None, "names of lm-eval's tasks", nargs="+")
+    p.flag("--include_path", None, "folder with task files of your own")
+    p.flag("--num_fewshot", 0, "worked examples before each question")
     return p
 
 
@@ -67,7 +55,7 @@ from core.cli import UserError
 from core.problems import settle
 from diffusion import blocks, elbo, noise
 from diffusion.problems import Problem
-from diffusion.sampler import Sampling, answer_batch, ids_state, load_solver
+from diffusion.sample_bd3lm import Sampling, answer_batch, ids_state, load_solver
 
 # ---- Bounds
 

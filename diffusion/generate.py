@@ -1,5 +1,5 @@
 """Answer questions with the block-diffusion model in this file's folder. Needs torch, transformers
-and tokenizers only.
+and tokenizers only; transformers' own generate() would write nonsense.
 
     python generate.py "Ben has 3 boxes of 6 pens. How many pens has he?"
     python generate.py --temperature 1 --threshold 0.8 "..."
@@ -37,9 +37,9 @@ def load(folder, device="cpu", dtype=torch.float32):
     kind = given.pop("model_type").replace("sdar", "qwen3")     # SDAR is Qwen3 under another mask
     form = given.pop("block_diffusion")
     given.pop("auto_map", None)
-    config = AutoConfig.for_model(kind, **given)
     model = AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
+        folder, config=AutoConfig.for_model(kind, **given), dtype=dtype,
+        attn_implementation="sdpa", trust_remote_code=False)
     return model.to(device).eval(), Tokenizer.from_file(str(Path(folder) / "tokenizer.json")), form
 
 
@@ -55,29 +55,16 @@ def prompt(tokenizer, form, question):
     return begin + tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def run(model, ids, first, cache, seen=None):
-    """Logits (n, V) of ids (n,) at the places from `first` on, behind a cache that grows by them.
-    seen: (n, n) bool, who sees whom of them; None: all see all.
-    """
-    n = len(ids)
-    bias = torch.zeros(n, first + n, device=ids.device, dtype=model.dtype)
-    if seen is not None:
-        bias[:, first:].masked_fill_(~seen, torch.finfo(model.dtype).min)
-    places = torch.arange(first, first + n, device=ids.device)
+def run(model, ids, first, cache, block_size):
+    """Logits (n, V) of ids (n,) at the places from `first` on, by blocks, after a cache that grows."""
+    at = torch.arange(first + len(ids), device=ids.device)
+    seen = at[first:, None] // block_size >= at // block_size
+    bias = torch.zeros(seen.shape, device=ids.device, dtype=model.dtype)
+    bias.masked_fill_(~seen, torch.finfo(model.dtype).min)
     # transformers renames it
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    return model(input_ids=ids[None], attention_mask=bias[None, None], position_ids=places[None],
+    return model(input_ids=ids[None], attention_mask=bias[None, None], position_ids=at[None, first:],
                  use_cache=True, **{name: cache}).logits[0]
-
-
-def draw(logits, temperature, generator):
-    """A token of each row of logits (n, V) -> (ids (n,), their probability (n,))."""
-    logits = logits.double()
-    sure = logits.softmax(-1)
-    ids = logits.argmax(-1)
-    if temperature:
-        ids = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
-    return ids, sure.gather(-1, ids[:, None])[:, 0]
 
 
 @torch.no_grad()
@@ -94,17 +81,19 @@ def generate(model, ids, form, threshold=0.9, temperature=0.0, max_length=None, 
     if first + size > room:
         raise ValueError(f"{len(ids)} tokens of prompt leave no room in {room}")
     if first:
-        block = torch.arange(first, device=device) // size
-        run(model, torch.tensor(ids[:first], device=device), 0, cache, block[:, None] >= block)
+        run(model, torch.tensor(ids[:first], device=device), 0, cache, size)
     given = ids[first:]
     while first + size <= room:
         new = torch.tensor(given + [mask] * (size - len(given)), device=device)
         masked = new == mask
         while masked.any():
-            logits = run(model, new, first, cache)[masked]
+            logits = run(model, new, first, cache, size)[masked].double()
             cache.crop(-size)               # keys of a block that is not finished are not kept
             logits[:, mask] = -torch.inf    # the mask is never an answer
-            found, sure = draw(logits, temperature, generator)
+            sure, found = logits.softmax(-1).max(-1)
+            if temperature:
+                drawn = (logits / temperature).softmax(-1).multinomial(1, generator=generator)
+                sure, found = logits.softmax(-1).gather(-1, drawn)[:, 0], drawn[:, 0]
             chosen = sure >= threshold
             chosen[sure.argmax()] = True
             places = masked.nonzero()[:, 0][chosen]
@@ -112,7 +101,7 @@ def generate(model, ids, form, threshold=0.9, temperature=0.0, max_length=None, 
         written += new[len(given):].tolist()
         if end in written:
             return written[:written.index(end)]
-        run(model, new, first, cache)       # once more, now finished, for its keys and values
+        run(model, new, first, cache, size)     # once more, now finished, for its keys and values
         first, given = first + size, []
     return written
 

@@ -36,8 +36,6 @@ class Blocks(NamedTuple):
     group: torch.Tensor         # (B, L) int64   number of the (document, block), which share a t
     n_groups: int
     n_targets: int
-    documents: int
-    tokens: int                 # clean ones without padding
     tiles: torch.Tensor         # (B, tiles, tiles) int8   dit.tile_states: what flex may skip
 
     __reduce__ = loading.reduce

@@ -88,50 +88,36 @@ def parse_problem(name, entry, system, strip_calculator):
 
 def read_entries(path, split):
     """Yield (name, JSON value) of the problems of a file, folder or hub dataset. UserError."""
-    file = Path(path)
-    require(file.exists() or "/" in str(path) and HUB_NAME.fullmatch(str(path)),
+    place = Path(path)
+    require(place.exists() or "/" in str(path) and HUB_NAME.fullmatch(str(path)),
             f"{path}: no such file or folder")
-    if not file.is_file():
-        file = find_split(file if file.exists() else download(path), split)
-    if isinstance(file, list):          # parquet or arrow
+    if not place.exists():
         from core import hub
-        rows = (row for one in file for row in hub.table_rows(one))
-        for i, entry in enumerate(rows):
-            yield f"{file[0].parent} {split} sample {i}", entry
-        return
-    text = json_files.read_text(file)
-    require(text.strip(), f"{file}: is empty")
-    if text.lstrip()[0] == "[":
-        for i, entry in enumerate(json_files.parse(text, file)):
-            label = entry.get("id") if isinstance(entry, dict) else None
-            yield f"{file} sample {i}" + (f" ({printable(label, 80)})" if label else ""), entry
-        return
-    # splitlines() would also cut at characters inside strings
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield f"{file} line {number}", json_files.parse(line, file, number)
+        with hub.asking(path):
+            from huggingface_hub import snapshot_download
+            place = Path(snapshot_download(str(path), repo_type="dataset",
+                                           allow_patterns=["*.json*", "*.parquet"]))
+    for file in [place] if place.is_file() else find_split(place, split):
+        if file.suffix in (".parquet", ".arrow"):
+            from core import hub
+            unit, entries = "sample", enumerate(hub.table_rows(file))
+        else:
+            unit, read = json_files.read_entries(file)
+            entries = read(lambda number: True)
+        for number, entry in entries:
+            label = entry.get("id") if unit == "sample" and isinstance(entry, dict) else None
+            yield (f"{file} {unit} {number + (unit == 'line')}"
+                   + (f" ({printable(label, 80)})" if label else "")), entry
 
 
 def find_split(folder, split):
-    """JSONL or JSON file of a split in a dataset folder, or its list of parquet or arrow files."""
-    for name in (f"{split}.jsonl", f"{split}.json"):
-        if (folder / name).is_file():
-            return folder / name
-    for pattern in (f"main/{split}-*.parquet", f"{split}-*.parquet", f"data/{split}-*.parquet",
-                    f"{split}/*.arrow"):
+    """Files of a split in a dataset folder: JSONL, JSON, parquet or arrow. UserError."""
+    for pattern in (f"{split}.jsonl", f"{split}.json", f"main/{split}-*.parquet",
+                    f"{split}-*.parquet", f"data/{split}-*.parquet", f"{split}/*.arrow"):
         if files := sorted(folder.glob(pattern)):
             return files
     raise UserError(f"{folder}: has no {split}.jsonl, {split}.json, {split}-*.parquet (also in "
                     f"main/ or data/) or {split}/*.arrow")
-
-
-def download(name):
-    """Folder of a hub dataset (openai/gsm8k), downloaded or from the cache. Raises UserError."""
-    from core import hub
-    with hub.asking(name):
-        from huggingface_hub import snapshot_download
-        return Path(snapshot_download(str(name), repo_type="dataset",
-                                      allow_patterns=["*.json*", "*.parquet"]))
 
 
 # ---- Tokenizer
@@ -189,15 +175,19 @@ def load_tokenizer(name, system, end_token=""):
     """
     path = Path(name)
     hint = "give a folder with tokenizer.json, or gpt2 when online"
+    require(path.exists() or HUB_NAME.fullmatch(str(name)),
+            f"--tokenizer {name}: no such file or folder; {hint}")
     try:
         if not path.exists():
-            path = download_tokenizer(name, hint)
+            from huggingface_hub import hf_hub_download
+            path = Path(hf_hub_download(str(name), "tokenizer.json"))
         tokenizer = read_tokenizer(path) if path.is_dir() else Tokenizer.from_file(str(path))
     except UserError:
         raise
-    except Exception as error:      # the tokenizers library raises bare Exceptions
+    except Exception as error:      # the tokenizers library raises bare Exceptions, the hub a dozen
         why = str(error).partition("\n")[0]
-        raise UserError(f"--tokenizer {name}: is not a tokenizer ({why:.120}); {hint}")
+        raise UserError(f"--tokenizer {name}: is not a tokenizer ({type(error).__name__}: {why:.120}); "
+                        f"{hint}")
     end_token = end_token or END
     end = tokenizer.token_to_id(end_token)
     require(end is not None or system == "hdp",
@@ -220,18 +210,6 @@ def load_tokenizer(name, system, end_token=""):
     regions = [ids.get(f"<|{name}|>", -1) for name in ("plan", "execution", "answer")]
     return Tokens(tokenizer, size, -1 if system == "hdp" else begin, last, last, *regions,
                   ids[markers[-1]])
-
-
-def download_tokenizer(name, hint):
-    """Path of the tokenizer.json of a hub model. Raises UserError, which ends with hint."""
-    why = ""
-    try:
-        if HUB_NAME.fullmatch(str(name)):
-            from huggingface_hub import hf_hub_download
-            return Path(hf_hub_download(str(name), "tokenizer.json"))
-    except Exception as error:      # a dozen kinds: no network, no such name, not allowed
-        why = f", and nothing that could be downloaded ({type(error).__name__})"
-    raise UserError(f"--tokenizer {name}: no such file or folder{why}; {hint}")
 
 
 def read_tokenizer(folder):
@@ -307,27 +285,24 @@ def trained_answers(messages):
 
 
 def read_chat_prompts(path, folder, tokens):
-    """Problems without answers of a JSONL or JSON file of {"messages": ...}: all up to the place
-    where the next answer begins; an answer at the end is left out. Raises UserError.
+    """Problems without answers of a chat file: all up to the place where the next answer begins; an
+    answer at the end is left out. Raises UserError.
     """
     from core import chat
     encoder, found, wrong = chat_encoder(folder), [], []
-    for name, entry in read_entries(path, ""):
-        messages = entry.get("messages") if isinstance(entry, dict) else None
-        if isinstance(messages, list) and messages and isinstance(messages[-1], dict):
-            messages = messages[:-1] if messages[-1].get("role") == "assistant" else messages
+    for number, line in chat.numbered_lines(path, 1024):
         try:
-            if not isinstance(messages, list) or not messages:
-                raise ValueError('has no list "messages" with something asked')
-            tools = entry.get("tools")
-            whole = {"messages": [*messages, {"role": "assistant", "content": "-"}]}
-            chat.check_messages(whole | ({"tools": tools} if tools else {}))
-            if control := encoder.control.search("".join(m["content"] for m in messages)):
+            record = line if isinstance(line, dict) else json_files.loads(line)
+            if not isinstance(record, dict):
+                raise ValueError('is no object with "messages"')
+            messages, tools, _ = chat.as_question(record)
+            if control := encoder.control.search(str([messages, tools])):
                 raise ValueError(f"contains the control token {control[0]}; remove it")
             ids = tokens.encode(encoder.render(messages, True, tools))
-            found.append(Problem(name, chat.question(messages), "", "", ids=ids, given=len(ids)))
+            found.append(Problem(f"{path}:{number}", chat.question(messages), "", "", ids=ids,
+                                 given=len(ids)))
         except ValueError as error:
-            wrong.append(problem(name, "invalid", CHAT_HINT.sub("", str(error)), path))
+            wrong.append(problem(f"{path}:{number}", "invalid", CHAT_HINT.sub("", str(error)), path))
     settle(wrong)
     require(found, f"{path}: holds no chats")
     return found

@@ -46,9 +46,9 @@ from safetensors.torch import load_file
 
 from core import checkpoint, dist, json_files, tensor_io
 from core.cli import UserError, require
-from core.new_folder import new_folder
+from core.checkpoint import new_folder
 from diffusion import dit
-from diffusion.problems import END, MARKERS, SDAR_MASK
+from diffusion.problems import MARKERS, SDAR_MASK
 from diffusion.problems import auto_tokenizer, load_tokenizer, read_tokenizer
 
 # parameters with a row for each token
@@ -72,12 +72,11 @@ def load_checkpoint(folder, ema=True):
     folder = Path(folder)
     try:
         about = json_files.read_object(folder / "config.json")
-        settings = about["model"]
-        if "hidden_size" in settings:
-            config = dit.Config(**settings)
+        if "hidden_size" in about["model"]:
+            config = dit.Config(**about["model"])
         else:
             from diffusion import decoder
-            config = decoder.Config(**settings)
+            config = decoder.Config(**about["model"])
             config.lora = config.lora and config.lora | {"dtype": "float32"}
         model = config.network(config)
     except (UserError, ValueError, KeyError, TypeError) as error:
@@ -97,18 +96,15 @@ def find_checkpoint(name, pick, flag="--checkpoint"):
     """The checkpoint folder that a flag's value and `pick`, "best" or "newest", mean. UserError."""
     folder = Path(name)
     require(folder.is_dir(), f"{flag} {name}: no such folder")
-    if not (found := checkpoint.list_checkpoints(folder)):
-        wrong = checkpoint.damage(folder)
-        require(not wrong, f"{flag} {name}: is not a checkpoint, and holds none ({wrong})")
-        return folder
-    for _, newest in reversed(found):
+    for _, newest in reversed(found := checkpoint.list_checkpoints(folder)):
         if not (wrong := checkpoint.damage(newest)):
-            break
+            best = newest.with_name(f"checkpoint-{state_of(newest).get('best_step')}")
+            return best if pick == "best" and best.is_dir() and not checkpoint.damage(best) else newest
         print(f"checkpoint {newest} is damaged ({wrong}); trying the one before")
-    else:
-        raise UserError(f"{flag} {name}: every checkpoint in it is damaged")
-    best = newest.with_name(f"checkpoint-{state_of(newest).get('best_step')}")
-    return best if pick == "best" and best.is_dir() and not checkpoint.damage(best) else newest
+    require(not found, f"{flag} {name}: every checkpoint in it is damaged")
+    wrong = checkpoint.damage(folder)
+    require(not wrong, f"{flag} {name}: is not a checkpoint, and holds none ({wrong})")
+    return folder
 
 
 # ---- In
@@ -208,9 +204,7 @@ def trained_form(path):
 
 def with_form(layout, path):
     """A Layout with the prompt form and the end token, if it has none, of a path of find()."""
-    if layout.system == "hdp":
-        return layout
-    form = trained_form(path)
+    form = {} if layout.system == "hdp" else trained_form(path)
     return dataclasses.replace(layout, prompt=form.get("prompt", ""),
                                end_token=layout.end_token or form.get("end_token", ""))
 
@@ -226,7 +220,7 @@ def read(path, config, tokens, seed=0):
 
     config: of config_for. tokens: problems.Tokens. seed: of rows without a source.
     """
-    which, note, source = "averaged", "", {}
+    which, source, own, size = "averaged", {}, {}, None
     if is_ours(path):
         model, about = load_checkpoint(path)
         layout = choices.read_layout(about["layout"])
@@ -234,12 +228,22 @@ def read(path, config, tokens, seed=0):
         own, markers, source = its_tokens.plain(), its_tokens.markers, about.get("source", {})
         tensors = dict(model.named_parameters())
     elif is_causal(path):
-        which, source = "causal", config_json(path)
-        tensors, own, markers = read_causal(path, config, tokens)
-        if size := trained_form(path).get("block_size"):
-            note = f"trained in blocks of {size}"
+        from diffusion import decoder
+        which, source, tensors = "causal", config_json(path), decoder.read_folder(path, config)
+        with contextlib.suppress(UserError):        # --tokenizer names another folder
+            own = read_tokenizer(path).get_vocab()
+        rows = len(tensors.get("model.embed_tokens.weight", ()))
+        most = max((own or tokens.plain()).values()) + 1
+        require(most <= rows, f"--init_from {path}: tokenizer and model disagree: {most} tokens and "
+                              f"{rows} rows")
+        markers = {name: own.pop(name) for name in (*MARKERS["hdp"], SDAR_MASK) if name in own}
+        form = trained_form(path)
+        size, mask = form.get("block_size"), form.get("mask_token_id")
+        require(mask in (None, tokens.mask),
+                f"--init_from {path}: its config.json has mask_token_id {mask}, its tokenizer has the "
+                f"mask at {tokens.mask}; name it {SDAR_MASK} in tokenizer.json, or correct config.json")
     else:       # of GPT-2's tokens and a mask
-        tensors, own = read_official(path, config), {}
+        tensors = read_official(path, config)
         mask = len(tensors["embed.weight"]) - 1
         markers = {"<|mask|>": mask}
         require(mask == len(tokens.plain()),
@@ -254,27 +258,9 @@ def read(path, config, tokens, seed=0):
                      f"{', '.join(bad[:5])}")
     tensors, new = fit_vocabulary(tensors, markers, tokens, config.vocab_size, seed)
     files = [file for file in sorted(path.iterdir()) if file.suffix in (".safetensors", ".bin")]
-    words = [f"{which} weights of {path}", note, new and f"new rows for {', '.join(new)}"]
-    words = "; ".join(filter(None, words))
-    return Start(tensors, tensor_io.fingerprint_files(files), words, source)
-
-
-def read_causal(path, config, tokens):
-    """(tensors, {text: id} of its own tokens, {text: id} of its markers) of a language model."""
-    from diffusion import decoder
-    tensors, own = decoder.read_folder(path, config), {}
-    with contextlib.suppress(UserError):        # --tokenizer names another folder
-        own = read_tokenizer(path).get_vocab()
-    rows = len(tensors.get("model.embed_tokens.weight", ()))
-    most = max((own or tokens.plain()).values()) + 1
-    require(most <= rows, f"--init_from {path}: tokenizer and model disagree: {most} tokens and "
-                          f"{rows} rows")
-    markers = {name: own.pop(name) for name in (*MARKERS["hdp"], SDAR_MASK) if name in own}
-    mask = trained_form(path).get("mask_token_id")
-    require(mask in (None, tokens.mask),
-            f"--init_from {path}: its config.json has mask_token_id {mask}, its tokenizer has the "
-            f"mask at {tokens.mask}; name it {SDAR_MASK} in tokenizer.json, or correct config.json")
-    return tensors, own, markers
+    words = [f"{which} weights of {path}", size and f"trained in blocks of {size}",
+             new and f"new rows for {', '.join(new)}"]
+    return Start(tensors, tensor_io.fingerprint_files(files), "; ".join(filter(None, words)), source)
 
 
 def with_lora(config, path, bf16, name, lora):
@@ -306,18 +292,17 @@ def fill(model, given, seed, resumed):
         decoder.begin_adapters(model, given.tensors, seed)
 
 
-def check_size(path, tensors, config):
+def check_size(path, tensors, config, hint=""):
     """Raise UserError when weights are not those of a network of this Config, rows aside."""
     with torch.device("meta"):
-        wanted = {name: parameter.shape for name, parameter
-                  in config.network(config).named_parameters()}
+        wanted = {name: p.shape for name, p in config.network(config).named_parameters()}
     wrong = sorted(wanted.keys() ^ tensors.keys())
     require(not wrong, f"--init_from {path}: {len(wrong)} names are missing or unknown, first "
-                       f"{', '.join(wrong[:5])}")
+                       f"{', '.join(wrong[:5])}{hint}")
     for name, shape in wanted.items():
         require(tensors[name].shape[name in ROWS:] == shape[name in ROWS:],
                 f"--init_from {path}: {name} is {tuple(tensors[name].shape)} instead of "
-                f"{tuple(shape)}")
+                f"{tuple(shape)}{hint}")
 
 
 def fit_vocabulary(tensors, markers, tokens, size, seed):
@@ -342,45 +327,49 @@ def fit_vocabulary(tensors, markers, tokens, size, seed):
             for name, tensor in tensors.items()}, [n for n in tokens.markers if n not in markers]
 
 
-# ---- BD3-LM's and MDLM's own names (kuleshov-group/bd3lms 1c3e8f4: models/dit.py, models/hf)
+# ---- BD3-LM's and MDLM's names (kuleshov-group/bd3lms 1c3e8f4: models/dit.py, models/hf)
 
 PREFIX = re.compile(r"^(?:module\.|backbone\.|_orig_mod\.)+|_orig_mod\.")      # DDP, compile
-BUFFERS = ("rotary_emb.inv_freq", "sampling_eps_min", "sampling_eps_max")
-# {their module: ours}, in the order of their named_parameters()
-FIRST = {"vocab_embed.embedding": "embed.weight", "sigma_map.mlp.0.": "condition_in.",
-         "sigma_map.mlp.2.": "condition_out."}
-LAYER = {"norm1.weight": "norm_attention.weight", "attn_qkv.weight": "qkv.weight",
-         "attn_out.weight": "out.weight", "norm2.weight": "norm_mlp.weight", "mlp.0.": "up.",
-         "mlp.2.": "down.", "adaLN_modulation.": "modulation."}
-LAST = {"output_layer.norm_final.weight": "norm.weight", "output_layer.linear.": "head.",
-        "output_layer.adaLN_modulation.": "modulation."}
+BUFFERS = "rotary_emb.inv_freq", "sampling_eps_min", "sampling_eps_max"
+# {our module: theirs}, of a layer and of the rest
+LAYER = {"norm_attention": "norm1", "qkv": "attn_qkv", "out": "attn_out", "norm_mlp": "norm2",
+         "up": "mlp.0", "down": "mlp.2", "modulation": "adaLN_modulation"}
+OTHER = {"condition_in": "sigma_map.mlp.0", "condition_out": "sigma_map.mlp.2",
+         "norm": "output_layer.norm_final", "head": "output_layer.linear",
+         "modulation": "output_layer.adaLN_modulation"}
 
 
-def count_layers(names):
-    """Layers of a DiT, from the names of its parameters, ours or theirs."""
-    found = (re.match(r"(?:layers|blocks)\.(\d+)\.", name) for name in names)
-    return 1 + max((int(match[1]) for match in found if match), default=-1)
+def official_name(name):
+    """Their name of one of our parameters, without prefixes."""
+    *layer, module, kind = name.split(".")
+    if module == "embed":
+        return "vocab_embed.embedding"
+    return f"blocks.{layer[1]}.{LAYER[module]}.{kind}" if layer else f"{OTHER[module]}.{kind}"
 
 
-def official_names(layers):
-    """[(their name without prefixes, ours)] of a DiT of so many layers, in the order of theirs."""
-    between = {f"blocks.{i}.{theirs}": f"layers.{i}.{ours}"
-               for i in range(layers) for theirs, ours in LAYER.items()}
-    return [(theirs + part, ours + part) for theirs, ours in (FIRST | between | LAST).items()
-            for part in (("weight", "bias") if ours.endswith(".") else ("",))]
+def official_state(tensors, heads, t_range):
+    """{their name: tensor} of {our name: tensor} of a DiT. t_range: trained on."""
+    size = tensors["embed.weight"].shape[1] // heads
+    # as they write it, to the last bit
+    frequency = 1.0 / (10_000 ** (torch.arange(0, size, 2).float() / size))
+    state = {f"backbone.{official_name(name)}": tensor for name, tensor in tensors.items()}
+    ends = {f"sampling_eps_{end}": torch.tensor(float(t))
+            for end, t in zip(("min", "max"), t_range)}
+    return state | {"backbone.rotary_emb.inv_freq": frequency} | ends
 
 
-def from_official(state):
-    """({our name: tensor}, size of an attention head or 0) of a state dict with their names.
-
-    Prefixes and buffers are left out. KeyError names what is missing or unknown.
-    """
+def from_official(state, config, path):
+    """{our name: tensor} of a state dict with their names, for a DiT of this Config. UserError."""
     plain = {PREFIX.sub("", name): tensor for name, tensor in state.items()}
-    pairs = official_names(count_layers(plain))
-    if wrong := sorted({theirs for theirs, _ in pairs} ^ (plain.keys() - set(BUFFERS))):
-        raise KeyError(f"{len(wrong)} names are missing or unknown, first {', '.join(wrong[:5])}")
-    head_size = 2 * len(plain.get("rotary_emb.inv_freq", ()))
-    return {ours: plain[theirs] for theirs, ours in pairs}, head_size
+    frequencies, *_ = (plain.pop(name, ()) for name in BUFFERS)
+    require(len(frequencies) in (0, config.head_size // 2),
+            f"{path}: has attention heads of {2 * len(frequencies)}, --model_size has heads of "
+            f"{config.head_size}")
+    with torch.device("meta"):
+        ours = {official_name(name): name for name, _ in config.network(config).named_parameters()}
+    tensors = {ours.get(name, name): tensor for name, tensor in plain.items()}
+    check_size(path, tensors, config, " (--model_size)")
+    return tensors
 
 
 def read_official(path, config):
@@ -393,57 +382,16 @@ def read_official(path, config):
         tensor_io.open_tensors(files)        # names what cannot be read
         state = {name: tensor for file in files for name, tensor in load_file(file).items()}
     else:
-        state = read_pickle(path / "pytorch_model.bin")
-    try:
-        tensors, head_size = from_official(state)
-    except KeyError as error:
-        raise UserError(f"{path}: is not a DiT of BD3-LM or MDLM: {error.args[0]}")
-    hidden, layers = tensors["embed.weight"].shape[1], count_layers(tensors)
-    heads = hidden // head_size if head_size else config.heads
-    size = hidden, layers, heads, len(tensors["condition_in.bias"])
-    fits = [f"give --model_size {name}" for name, known in dit.SIZES.items() if known == size]
-    require(size == (config.hidden_size, config.layers, config.heads, config.cond_size),
-            f"--init_from {path}: has {layers} layers of {hidden}, {heads} heads, {size[3]} of "
-            f"conditioning; {fits[0] if fits else 'no --model_size is so'}")
-    return tensors
-
-
-def read_pickle(path):
-    """The state dict of a file that torch.save wrote. Runs no code of the file. UserError."""
-    json_files.open_file(path, "--init_from ").close()
-    try:
-        return torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-    except Exception as error:      # whatever a damaged or hostile pickle brings about
-        raise UserError(f"{path}: holds more than weights, which is not read, or is damaged "
-                        f"({type(error).__name__}); convert it to model.safetensors")
+        json_files.open_file(path / "pytorch_model.bin", "--init_from ").close()
+        try:        # runs no code of the file
+            state = torch.load(path / "pytorch_model.bin", weights_only=True, map_location="cpu")
+        except Exception as error:      # whatever a damaged or hostile pickle brings about
+            raise UserError(f"{path}/pytorch_model.bin: holds more than weights, which is not read, or "
+                            f"is damaged ({type(error).__name__}); convert it to model.safetensors")
+    return from_official(state, config, path)
 
 
 # ---- Out
-
-README = """# A language model converted to block diffusion
-
-Tensors have the names of a transformers language model, but its own `generate()` would write
-nonsense. `python generate.py "a question"` answers, with torch and transformers alone; that file
-has the rules.
-
-- Blocks of {block} tokens, counted from the first token of the prompt, begin as masks (id {mask}).
-- The head is not shifted: logits at a masked place are those of the token at that place.
-- Trained on the form {prompt!r}, answers end with {end!r}.
-
-`python diffusion/train_bd3lm.py --init_from THIS_FOLDER` trains on from here in that form.
-"""
-
-
-def official_state(tensors, heads, t_range):
-    """{their name: tensor} of {our name: tensor} of a DiT. t_range: trained on."""
-    size = tensors["embed.weight"].shape[1] // heads
-    # as they write it, to the last bit
-    frequency = 1.0 / (10_000 ** (torch.arange(0, size, 2).float() / size))
-    state = {f"backbone.{theirs}": tensors[ours]
-             for theirs, ours in official_names(count_layers(tensors))}
-    ends = {f"sampling_eps_{end}": torch.tensor(float(t))
-            for end, t in zip(("min", "max"), t_range)}
-    return state | {"backbone.rotary_emb.inv_freq": frequency} | ends
 
 
 def official_config(config, layout, t_range):
@@ -496,18 +444,6 @@ def check_sdar(config):
             "--format out")
 
 
-def name_mask(folder, mask):
-    """Give the mask of a tokenizer folder SDAR's name. mask: its id."""
-    path, about = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    found = json_files.read_object(path)
-    for token in found["added_tokens"]:
-        if token["id"] == mask:
-            token["content"] = SDAR_MASK
-    checkpoint.write_json(path, found)
-    if about.exists():
-        checkpoint.write_json(about, json_files.read_object(about) | {"mask_token": SDAR_MASK})
-
-
 def export(folder, ema, output, layout_of="usual"):
     """Write a checkpoint to a folder in a --format -> its tensors by name. UserError."""
     model, about = load_checkpoint(folder, ema)
@@ -537,17 +473,17 @@ def export(folder, ema, output, layout_of="usual"):
         tokens.save(output)
         for name, content in chat_files(folder).items():
             (output / name).write_bytes(content)
-        if is_sdar:
-            name_mask(output, tokens.mask)
+        if is_sdar:     # servers know the mask by this name
+            for path in output.glob("tokenizer*.json"):
+                text = path.read_text(encoding="utf-8").replace('"<|mask|>"', f'"{SDAR_MASK}"')
+                if path.name == "tokenizer_config.json":
+                    text = json.dumps(json.loads(text) | {"mask_token": SDAR_MASK})
+                path.write_text(text, encoding="utf-8")
         if is_language_model:       # servers stop where answers ended in training
             ends = {name: config.source.get(name) for name in ("bos_token_id", "pad_token_id")}
             checkpoint.write_json(output / "generation_config.json",
                                   ends | {"eos_token_id": tokens.end})
             shutil.copyfile(Path(__file__).with_name("generate.py"), output / "generate.py")
-            text = README.format(block=layout.block_size, mask=config.mask_id,
-                                 prompt=layout.prompt or "Question: {question}\nAnswer: ",
-                                 end=layout.end_token or END)
-            (output / "README.md").write_text(text, encoding="utf-8")
         (output / "config.json").write_text(json.dumps(written, indent=2) + "\n")
     return state
 

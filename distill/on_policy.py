@@ -23,7 +23,7 @@ import torch
 
 from core import checkpoint, dist, tensor_io
 from core.cli import require
-from core.gathered import gathered
+from core.dist import gathered
 from distill.causal_lm import Draw, generate, half_dtype
 from distill.chat_data import ChatSamples, collate
 from distill.server import NOT_SET, Server

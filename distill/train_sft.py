@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ stands beside this folder
 
-from core import cli, precision, run_lock
+from core import cli, run_lock
 from core.cli import require
 
 LORA_RATE, FULL_RATE = 2e-4, 2e-5       # LoRA takes about ten times the rate (tinker-cookbook)
@@ -143,7 +143,7 @@ def check_flags(args, world_size):
     accumulation, args.gradient_accumulation_steps = args.gradient_accumulation_steps, 1
     cli.check_trainer(args, world_size, p)
     args.gradient_accumulation_steps = accumulation     # 0 is derived below
-    precision.check(args)
+    cli.check_precision(args)
     cli.check_plan(args)
     cli.check_drop_bad(args, CHECKS)
     cli.at_least_one(args, "group_size")

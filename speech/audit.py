@@ -10,26 +10,15 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from core import checkpoint, json_files
 from core.cli import UserError
-from core.dist import error_names_file, rank0
+from core.dist import rank0
 from core.problems import LIST, problem
 from speech.codes import FRAME_RATE, MEASURES, codec_fingerprint
-from speech.dataset import (
-    PREPARED,
-    TABLE,
-    Table,
-    file_of,
-    is_prepared,
-    keep_prepared,
-    new_table,
-    own_references,
-    places,
-)
+from speech.dataset import PREPARED, Table, file_of, own_references, places
 from speech.rows import flag_of
 
 SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
@@ -37,49 +26,6 @@ CLIPPED = 1e-3              # share of samples at full scale
 DC = 0.02                   # mean of the samples; full scale is 1
 SPREAD = 1.5                # interquartile ranges beyond the quartiles of the logarithm: Tukey's
 ENOUGH = 20                 # samples of a language, for quartiles
-# a sample's speaker and text, and the letters and digits of that text: 0 are no words
-FACTS = np.dtype([("said", np.uint64), ("letters", np.int32), ("speaker", np.uint64),
-                  ("language", np.uint64)])
-
-
-class Limits(NamedTuple):
-    """Seconds of a clip, and the share of a text's characters that may be heard otherwise."""
-    min_seconds: float
-    max_seconds: float
-    max_cer: float | None = None
-
-
-# --------------------------------------------------------------------------------------------------
-# Facts that a TableBuilder keeps of samples
-
-
-def about(sample):
-    """FACTS of a Sample and what is spoken in its last clip, as bytes, for a TableBuilder."""
-    said = next((turn.text for turn in reversed(sample.turns) if turn.text.strip()), "")
-    said = " ".join(said.split())
-    facts = (short_hash(sample.speaker, said.casefold()), sum(map(str.isalnum, said.casefold())),
-             short_hash(sample.speaker), short_hash(sample.language))
-    return np.array([facts], FACTS).tobytes() + said.encode("utf-8", "backslashreplace")
-
-
-def short_hash(*parts):
-    text = "\0".join(parts).encode("utf-8", "backslashreplace")
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
-
-
-def facts_of(builder):
-    """(n,) FACTS of the samples of a TableBuilder."""
-    starts, values = builder.about.offsets.array()[:-1], builder.about.values.array()
-    found = np.empty(len(starts), FACTS)
-    for at in range(0, len(starts), 4096):      # places take eight times what they hold
-        where = starts[at:at + 4096, None] + np.arange(FACTS.itemsize)
-        found[at:at + 4096] = values[where].view(FACTS)[:, 0]
-    return found
-
-
-def said_in(builder, i):
-    """What is spoken in the last clip of sample i."""
-    return builder.about[i][FACTS.itemsize:].tobytes().decode()
 
 
 def targets(builder):
@@ -88,19 +34,15 @@ def targets(builder):
     return numbers[np.maximum(offsets[1:], 1) - 1]
 
 
-# --------------------------------------------------------------------------------------------------
-# Checks
-
-
-def find_problems(builder, sources, where, measures, limits, cer=None):
+def find_problems(builder, sources, where, measures, least, most):
     """[Problem] of samples, in the order of the checks; those with a clip that has no codes are
     passed over.
 
-    builder: TableBuilder of `about`. sources: of rows.read_all. where: (n_clips, 4) of
-    ensure_codes. measures: (n_clips, 5) of measures_of. cer: (n,) of transcripts.compare.
+    builder: TableBuilder. sources: of rows.read_all. where: (n_clips, 4) of
+    ensure_codes. measures: (n_clips, 5) of measures_of. least, most: seconds of a clip.
     """
     numbers, offsets = builder.used_clips()
-    target, facts, found = targets(builder), facts_of(builder), []
+    target, facts, found = targets(builder), builder.facts.array(), []
     usable = np.diff(offsets) > 0
     usable &= np.add.reduceat(np.append(where[numbers, 2] <= 0, False), offsets[:-1]) == 0
     column = dict(zip(MEASURES, measures.T))
@@ -128,7 +70,6 @@ def find_problems(builder, sources, where, measures, limits, cer=None):
         earlier = dict(zip(order[~new].tolist(), first[~new].tolist()))
         add(check, np.sort(order[~new]), lambda i: f"{what} {builder.name(earlier[i])}")
 
-    least, most = limits.min_seconds, limits.max_seconds
     of_clips("too_short", (seconds < least) & (where[:, 2] > 0),
              lambda clip: f"{seconds[clip]:.2f} s, less than --min_clip_seconds {least:g}")
     of_clips("too_long", seconds > most,
@@ -163,10 +104,6 @@ def find_problems(builder, sources, where, measures, limits, cer=None):
             usual = f"usual are {np.exp(low):.1f} to {np.exp(high):.1f}"
             add("text_rate", mine[(pace[mine] < low) | (pace[mine] > high)],
                 lambda i, usual=usual: f"{np.exp(pace[i]):.1f} letters a second; {usual}")
-    if limits.max_cer is not None:
-        add("transcript", np.flatnonzero(np.nan_to_num(cer) > limits.max_cer),
-            lambda i: f"{cer[i]:.0%} of its characters are heard otherwise, more than --max_cer "
-                      f"{limits.max_cer:g}")
     return found
 
 
@@ -221,77 +158,38 @@ def look_into(folder):
 
 
 def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
-    """Table of prepared folders, on every rank; several are joined in output_dir.
+    """Table of a prepared folder, on every rank.
 
-    sources: rows.Sources, whose reading must have the defaults or what the folders were prepared
+    sources: rows.Sources, whose reading must have the defaults or what the folder was prepared
     with. Raises UserError.
     """
-    paths, reading = [path for path, *_ in sources.all()], sources.reading
+    (path, weight, _), *others = sources.all()
+    reading = sources.reading
 
     def check():
-        for path in paths:
-            if not is_prepared(path):
-                raise UserError(f"{path}: is not prepared, and other data here are; prepare it too "
-                                "(prepare_tts.py)")
-        words, codec = tokenizer_fingerprint(tokenizer, ids), codec_fingerprint(codec_dir)
-        abouts = [look_into(path) for path in paths]
-        for path, about in zip(paths, abouts):
-            for what, mine, flag in (("tokenizer", words, "--model_path"),
-                                     ("codec", codec, "--audio_tokenizer_path")):
-                if about.get(what) != mine:
-                    raise UserError(f"{path}: was prepared with another {what} than that of "
-                                    f"{flag}; prepare it again")
-            for name, default in asdict(type(reading)()).items():
-                value, was = getattr(reading, name), about["reading"].get(name, default)
-                # a default may stand for any value, but of the texts, as checkpoints keep that
-                fits = (was,) if name == "normalize" else (default, was)
-                if value not in fits and name not in ("seed", "lone_reference"):
-                    was, value = ({True: "on", False: "off"}.get(x, x) for x in (was, value))
-                    raise UserError(f"{path}: was prepared with {flag_of(name)} {was}, not "
-                                    f"{value}; drop the flag, or prepare it again")
-        tables = [Path(path) / about["table"] for path, about in zip(paths, abouts)]
-        parts = [json.loads((table / "codes.json").read_text())["sources"] for table in tables]
+        if others:
+            raise UserError(f"{path} and {others[0][0]}: a prepared folder is given alone; prepare "
+                            "all data together (prepare_tts.py --train_data_file A B:0.5 "
+                            "--eval_data_file C)")
+        about = look_into(path)
+        for what, mine, flag in (
+                ("tokenizer", tokenizer_fingerprint(tokenizer, ids), "--model_path"),
+                ("codec", codec_fingerprint(codec_dir), "--audio_tokenizer_path")):
+            if about.get(what) != mine:
+                raise UserError(f"{path}: was prepared with another {what} than that of {flag}; "
+                                "prepare it again")
+        for name, default in asdict(type(reading)()).items():
+            value, was = getattr(reading, name), about["reading"].get(name, default)
+            # a default may stand for any value, but of the texts, as checkpoints keep that
+            fits = (was,) if name == "normalize" else (default, was)
+            if value not in fits and name not in ("seed", "lone_reference"):
+                was, value = ({True: "on", False: "off"}.get(x, x) for x in (was, value))
+                raise UserError(f"{path}: was prepared with {flag_of(name)} {was}, not {value}; "
+                                "drop the flag, or prepare it again")
         (Path(output_dir) / LIST).unlink(missing_ok=True)       # of the run before
-        if len(tables) > 1:
-            keep_prepared(output_dir)
-            checkpoint.remove_named(output_dir, TABLE)
-            tables[0] = join(tables, new_table(output_dir))
-        print(f"data       prepared: {', '.join(map(str, paths))}", flush=True)
-        return str(tables[0]), parts
+        print(f"data       prepared: {path}", flush=True)
+        return str(Path(path) / about["table"])
 
-    folder, parts = rank0(world, check)
-    table, before, table.sources = Table(folder), 0, []
-    for part, (_, weight, held_out) in zip(parts, sources.all()):
-        for source in part:
-            table.sources.append({
-                **source, "weight": source["weight"] * weight, "first": before + source["first"],
-                "stop": before + source["stop"], "held_out": source["held_out"] or held_out})
-        before = table.sources[-1]["stop"]
+    table = Table(rank0(world, check))
+    table.sources = [{**source, "weight": source["weight"] * weight} for source in table.sources]
     return table
-
-
-def join(folders, folder):
-    """Tables -> one in a new folder, whose samples stand behind each other; codes stay."""
-    tables = [Table(path) for path in folders]
-    shards = [[os.path.abspath(os.path.join(table.reader.folder, name))
-               for name in table.reader.shards] for table in tables]
-    behind = {"clips": "where", "token_offsets": "tokens", "clip_offsets": "clips",
-              "name_offsets": "names"}      # {column of places: the column they are in}
-    folder.mkdir(parents=True)
-    for name in [name for name, value in vars(tables[0]).items() if isinstance(value, np.ndarray)]:
-        shift, parts = 0, []
-        for i, table in enumerate(tables):
-            part = getattr(table, name)
-            if name == "where":
-                part = part + np.array([sum(map(len, shards[:i])), 0, 0, 0])
-            elif name in behind:
-                part = part[bool(i and name.endswith("offsets")):] + shift
-                shift += len(getattr(table, behind[name]))
-            parts.append(part)
-        with error_names_file(folder):
-            np.save(folder / f"{name}.npy",
-                    np.concatenate(parts).astype(parts[0].dtype, copy=False))
-    codes = {"folder": os.path.abspath(tables[0].reader.folder), "shards": sum(shards, []),
-             "sources": []}
-    (folder / "codes.json").write_text(json.dumps(codes))
-    return folder

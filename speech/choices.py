@@ -22,7 +22,7 @@ SOUND_ERRORS = ("too_short", "silence")     # that prepare_tts.py finds as well
 # of samples that are used all the same
 WARNINGS = ("clipping", "dc_offset", "no_words", "duplicate_audio", "duplicate_text",
             "in_validation", "text_rate", "no_second_clip", "no_reference_text", "unused_reference",
-            "own_reference", "transcript")
+            "own_reference")
 # of columns (speech/convert.py)
 MEANINGS = ("audio", "text", "id", "speaker", "language", "scene", "split", "duration", "offset",
             "end", "ref_audio", "ref_text", "voice_prompts", "voices")

@@ -12,7 +12,6 @@ fills a cache. Each clip's codes have a CRC-32, compared when a run starts and w
 read; the other columns have a SHA-256. The codec is imported only when a clip is missing.
 """
 import contextlib
-import errno
 import hashlib
 import os
 import re
@@ -34,7 +33,7 @@ from torch.utils.data import DataLoader
 
 from core import checkpoint, json_files, loading, run_lock, tensor_io, watchdog
 from core.cli import UserError, problem_text
-from core.dist import all_gather, raise_problems, rank0
+from core.dist import all_gather, rank0
 from core.indexing import parallel_map_ordered
 from speech.choices import LONGEST_CLIP_S
 from speech.conversations import AUDIO_FILES, FILLED_S
@@ -73,9 +72,9 @@ def decode_audio(path, cuts):
 def decode_file(path, cuts):
     """(sha256 hex of a file, its rate in Hz, [mono float32 samples (n,) of each cut])."""
     with readable(path) as data:
-        digest, share = hashlib.file_digest(data, "sha256").hexdigest(), wav_share(data)
+        digest = hashlib.file_digest(data, "sha256").hexdigest()
         with open_sound(data) as file:
-            rate, promised = file.samplerate, file.frames
+            rate, promised, share = file.samplerate, file.frames, promised_share(file.extra_info)
             if all(cut == (None, None) for cut in cuts):
                 check_seconds(max(promised / rate, 1))      # before it fills the memory
             # a recording may last for hours: no more is kept than check_seconds refuses
@@ -130,6 +129,13 @@ def open_sound(file):
     return sound
 
 
+def promised_share(log):
+    """Bytes of sound that a header promises over those there, by libsndfile's log; 1 for pipes'."""
+    found = re.search(r"(?:data|SSND|Data Size) *: (\d+) \(should be (\d+)\)", log)
+    promised, there = map(int, found.groups()) if found else (1, 1)
+    return 1.0 if promised >= 0x7FFF0000 else max(1.0, promised / max(1, there))
+
+
 def read_parts(file, wanted):
     """([mono float32 samples (n,) of each range], samples in all) of an open SoundFile."""
     parts, total, size = [[np.empty(0, np.float32)] for _ in wanted], 0, PIECE
@@ -145,20 +151,6 @@ def read_parts(file, wanted):
     return [np.concatenate(part) for part in parts], total
 
 
-def wav_share(file):
-    """Bytes that a wav file promises over those that are there; 1 for others and for pipes'."""
-    size = os.fstat(file.fileno()).st_size
-    file.seek(0)
-    at, found = 12, file.read(4) == b"RIFF"
-    while found and at + 8 <= size:
-        file.seek(at)
-        name, length = file.read(4), int.from_bytes(file.read(4), "little")
-        if name == b"data":
-            return 1.0 if length >= 0x7FFF0000 else max(1.0, length / max(1, size - at - 8))
-        at += 8 + length + length % 2
-    return 1.0
-
-
 def cut_wave(part, rate, offset=None, length=None):
     """Waveform (m,) float32 at 24 kHz of one part of decode_file's."""
     import soxr
@@ -171,8 +163,7 @@ def cut_wave(part, rate, offset=None, length=None):
                          "have another scale")
     if low == high:
         raise ValueError(f"is silent: every sample{where} is {low:g}")
-    wave = soxr.resample(part, rate, SAMPLE_RATE, quality="HQ")
-    return np.ascontiguousarray(wave, np.float32)
+    return np.ascontiguousarray(soxr.resample(part, rate, SAMPLE_RATE, quality="HQ"), np.float32)
 
 
 def place_of(offset):
@@ -248,11 +239,6 @@ def check_codes(found, offset, num_codebooks, size):
 # Lengths from headers, for a dry run
 
 
-def wave_samples(frames, rate):
-    """Samples at 24 kHz that soxr makes of `frames` at `rate` Hz: the length, rounded half up."""
-    return (2 * frames * SAMPLE_RATE + rate) // (2 * rate)
-
-
 def codec_frames(samples, config):
     """Codec frames of a waveform of `samples` at 24 kHz; config: of codec_config.
 
@@ -281,8 +267,8 @@ def header_frames(path, cuts, config, num_codebooks):
     found = []
     for offset, length, fill in cuts:
         start = round((offset or 0) * rate)
-        stop = min(frames, start + round(length * rate)) if length else frames
-        samples = wave_samples(max(0, stop - start), rate)
+        there = max(0, min(frames, start + round(length * rate) if length else frames) - start)
+        samples = (2 * there * SAMPLE_RATE + rate) // (2 * rate)    # soxr's, rounded half up
         check_seconds(samples / SAMPLE_RATE, offset, length)
         samples = max(samples, round(FILLED_S * SAMPLE_RATE)) if fill else samples
         found.append(codec_frames(samples, config))
@@ -431,6 +417,7 @@ def file_keys(clips):
 
 
 class Batch:
+    """A shard before it is written."""
 
     def __init__(self, folder, num_codebooks):
         self.folder, self.num_codebooks = Path(folder), num_codebooks
@@ -494,11 +481,11 @@ def read_shard(path, names):
         # open() says what is wrong: to safe_open every reason is the same
         with open(path, "rb"), safe_open(path, "np") as file:
             there = file.keys()
-            found = {name: file.get_tensor(name) for name in names if name in there}
-            return found, file.metadata() or {}
+            return ({name: file.get_tensor(name) for name in names if name in there},
+                    file.metadata() or {})
+    except FileNotFoundError:
+        raise
     except OSError as error:
-        if error.errno == errno.ENOENT:     # of open(): safe_open's have no number
-            raise
         raise UserError(f"{path}: cannot be read ({error.strerror or error})")
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"it is no shard: {error}")
@@ -553,18 +540,19 @@ class CacheIndex:
         """damaged: {shard: what is wrong with it} of those known to be; self.damaged has all."""
         self.shards, self.damaged, parts = [], dict(damaged), []
         for name in shard_names(folder):
-            if name not in self.damaged:
-                try:
-                    part = read_columns(Path(folder) / name)
-                except FileNotFoundError:       # set aside by another run since
-                    continue
-                except ValueError as why:
-                    self.damaged[name] = str(why)
-                    continue
-                ends = np.cumsum(part["lengths"], dtype=np.int64)
-                parts.append(part | {"start": ends - part["lengths"],
-                                     "shard": np.full(len(ends), len(self.shards))})
-                self.shards.append(name)
+            if name in self.damaged:
+                continue
+            try:
+                part = read_columns(Path(folder) / name)
+            except FileNotFoundError:       # set aside by another run since
+                continue
+            except ValueError as why:
+                self.damaged[name] = str(why)
+                continue
+            ends = np.cumsum(part["lengths"], dtype=np.int64)
+            parts.append(part | {"start": ends - part["lengths"],
+                                 "shard": np.full(len(ends), len(self.shards))})
+            self.shards.append(name)
 
         def joined(name, dtype=np.int64):
             return np.concatenate([np.empty(0, dtype), *(part.pop(name) for part in parts)])
@@ -715,9 +703,7 @@ def ensure_codes(world, clips, how, bad=None):
         if work is None:
             raise watchdog.Stopped("asked to stop while another run was filling the code cache")
         if any(work):
-            problems, mine = encode_share(world, work, place, how)
-            raise_problems(world, problems)
-            for part in all_gather(world, mine):
+            for part in all_gather(world, encode_share(world, work, place, how)):
                 unusable.update(part)
             if any(all_gather(world, watchdog.stop_requested())):
                 raise watchdog.Stopped("asked to stop while audio was being encoded; what is done "
@@ -796,41 +782,30 @@ class Jobs:
             return str(error)
 
 
-def decoded(world, work, processes):
-    """Yield (path, (size, date), cuts, sha256, waves) of one rank's share of share_work, as Jobs
-    has them. processes: that decode, on this node.
-    """
-    workers = min(len(work), max(1, processes // world.local_size) if processes else 0)
-    loader = DataLoader(Jobs(work), batch_size=None, num_workers=workers,
-                        collate_fn=lambda item: item, worker_init_fn=watchdog.init_loader,
-                        multiprocessing_context="fork" if workers else None)
-    for i, digest, waves in loading.each(loader) if work else ():
-        yield *work[i], digest, waves
-
-
 def encode_share(world, work, folder, how):
-    """Decode and encode this rank's share of `work`, writing shards.
-
-    -> (lines that end the run on all ranks, {clip number: file and reason} of those not encoded).
+    """Decode and encode this rank's share of `work`, writing shards -> {clip number: file and
+    reason} of those that have no codes.
     """
-    progress, problems, bad = Progress(world, work, "encoding audio", how.wait_limit_s), [], {}
+    bad, progress = {}, Progress(world, work)
     try:
         if work[world.rank]:
             encode_files(world, work[world.rank], folder, how, progress, bad)
-    except UserError as error:
-        problems.append(str(error))
-    except BaseException:
-        progress.close()        # its line begins behind the bar
-        raise
-    progress.finish()
-    return problems, bad
+        progress.wait_for_all(how.wait_limit_s)
+    finally:
+        progress.bar.close()        # an error's line begins behind the bar
+    return bad
 
 
 def encode_files(world, mine, folder, how, progress, bad):
     index, seen = CacheIndex(folder), set()
     batch, flushed = Batch(folder, how.num_codebooks), time.monotonic()
     codec, bandwidth = load_codec(how.codec_dir, world.device, how.num_codebooks)
-    for path, about, cuts, digest, waves in decoded(world, mine, how.processes):
+    workers = min(len(mine), max(1, how.processes // world.local_size) if how.processes else 0)
+    loader = DataLoader(Jobs(mine), batch_size=None, num_workers=workers,
+                        collate_fn=lambda item: item, worker_init_fn=watchdog.init_loader,
+                        multiprocessing_context="fork" if workers else None)
+    for i, digest, waves in loading.each(loader):
+        path, about, cuts = mine[i]
         heard = 0.0
         for (number, clip), found in zip(cuts.items(), waves):
             if isinstance(found, str):
@@ -857,7 +832,7 @@ def encode_files(world, mine, folder, how, progress, bad):
             seen.add(key)
             batch.add_file(file_key(clip, *about), key)
         progress.add(len(cuts), heard)
-        if progress.stopping():
+        if progress.count("stop", int(bool(watchdog.stop_requested()))):
             break
         if len(batch.files) >= SHARD_CLIPS or time.monotonic() - flushed > SHARD_SECONDS:
             batch.write()
@@ -869,21 +844,19 @@ def encode_files(world, mine, folder, how, progress, bad):
 
 
 class Progress:
-    """A bar on rank 0 of the work of all ranks, which count it in the run's store."""
+    """A bar on rank 0 of the clips of all ranks, which count them in the run's store."""
 
-    def __init__(self, world, work, label, limit_s):
-        """work: of share_work. limit_s: seconds that rank 0 waits for another clip."""
+    def __init__(self, world, work):
+        """work: of share_work."""
         from tqdm import tqdm
-        self.world, self.label, self.limit_s = world, label, limit_s
-        self.counts = Counter()
-        self.start = time.monotonic() - 1e-3
-        total = sum(len(cuts) for share in work for *_, cuts in share)
-        self.bar = tqdm(total=total, desc=label, unit="clip", disable=not world.is_main,
+        self.world, self.counts, self.start = world, Counter(), time.monotonic() - 1e-3
+        self.bar = tqdm(total=sum(len(cuts) for share in work for *_, cuts in share), unit="clip",
+                        desc="encoding audio", disable=not world.is_main,
                         mininterval=0.1 if sys.stderr.isatty() else 30)
 
     def count(self, name, n=0):
         if self.world.store:
-            return self.world.store.add(f"{self.label}/{name}", n)
+            return self.world.store.add(f"encoding audio/{name}", n)
         self.counts[name] += n
         return self.counts[name]
 
@@ -895,10 +868,7 @@ class Progress:
         self.bar.set_postfix_str(f"{hours:.2f} h of audio, {speed:.2g} h/s", refresh=False)
         self.bar.update(done - self.bar.n)
 
-    def stopping(self):
-        return self.count("stop", int(bool(watchdog.stop_requested()))) > 0
-
-    def finish(self):
+    def wait_for_all(self, limit_s):
         """Rank 0 stays, moving the bar, until every rank is here. UserError where one hangs."""
         self.count("ranks", 1)
         changed = time.monotonic()
@@ -906,14 +876,10 @@ class Progress:
             if new := self.count("clips") - self.bar.n:
                 changed = time.monotonic()
                 self.bar.update(new)
-            if time.monotonic() - changed > self.limit_s:
-                raise UserError(f"{self.label}: no clip came for {self.limit_s:.0f} s: a rank hangs")
+            if time.monotonic() - changed > limit_s:
+                raise UserError(f"encoding audio: no clip came for {limit_s:.0f} s: a rank hangs")
             time.sleep(0.1)
         self.bar.update(self.count("clips") - self.bar.n)
-        self.close()
-
-    def close(self):
-        self.bar.close()
 
 
 def plan_codes(clips, how, bad=None):

@@ -35,6 +35,9 @@ SHARE = 0.005           # of the samples, for validation, where --validation_spl
 TABLE = r"table-[0-9a-f]{8}"    # new_table
 PREPARED = "prepared.json"      # of a folder of prepare_tts.py, written last
 ROWS = 2**18            # samples whose columns are in memory together
+# of a sample: hashes of its speaker and text; the letters and digits of that text, 0: no words
+FACTS = np.dtype([("said", np.uint64), ("letters", np.int32), ("speaker", np.uint64),
+                  ("language", np.uint64)])
 
 
 def new_table(folder):
@@ -115,17 +118,28 @@ def joined(texts):
     return np.frombuffer(b"".join(texts), np.uint8), np.array(list(map(len, texts)), np.int64)
 
 
+def facts_of(sample):
+    """FACTS of a Sample, by what is spoken in its last clip."""
+    said = next((turn.text for turn in reversed(sample.turns) if turn.text.strip()), "")
+    said = " ".join(said.split()).casefold()
+    return (short_hash(sample.speaker, said), sum(map(str.isalnum, said)),
+            short_hash(sample.speaker), short_hash(sample.language))
+
+
+def short_hash(*parts):
+    text = "\0".join(parts).encode("utf-8", "backslashreplace")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
+
+
 class TableBuilder:
     """Tokenised samples in columns on disk, and the distinct clips in order of first use."""
 
-    def __init__(self, tokenizer, ids, folder=None, about=None):
-        """folder: an empty one, which write() makes the table; None: a temporary one. about:
-        function of a Sample -> bytes to keep of it.
-        """
+    def __init__(self, tokenizer, ids, folder=None):
+        """folder: an empty one, which write() makes the table; None: a temporary one."""
         self.tokenizer, self.ids, self.lists = tokenizer, ids, token_lists(tokenizer)
         self.control, self.tags = ids.forbidden(tokenizer), ids.known_tags(tokenizer)
         self.known, self.spelled = {}, {}
-        self.about_of, self.left_out = about, Counter()
+        self.left_out = Counter()
         self.folder = Path(folder or tempfile.mkdtemp())
         if folder is None:
             weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
@@ -137,7 +151,7 @@ class TableBuilder:
         self.text_targets = Column(self.folder / "text_targets.npy", np.int64)
         self.used = Lists(self.folder, "clips", "clip_offsets", np.int32)
         self.trained = Column(scratch / "trained.npy", bool)
-        self.about = Lists(scratch, "about", "about_offsets", np.uint8)
+        self.facts = Column(scratch / "facts.npy", FACTS)
         self.clips = Clips(scratch)
 
     def __len__(self):
@@ -151,7 +165,7 @@ class TableBuilder:
         """{name: array, or (array, lengths) of lists} of Samples for append(), which may be that of
         another process's builder.
         """
-        good, about, left_out = [], [], Counter()
+        good, facts, left_out = [], [], Counter()
         for sample in samples:
             if token := self.control_token(sample):
                 problems.append(problem(sample.name, "control_token", "text contains the control "
@@ -163,8 +177,7 @@ class TableBuilder:
                 problems.append(problem(sample.name, "invalid", str(error)))
                 continue
             good += found
-            if self.about_of:
-                about += [self.about_of(sample)] * len(found)
+            facts += [facts_of(sample)] * len(found)
             left_out.update(without)
             left_out.update(self.read_aloud(sample))
         streams = [stream for _, stream in good]
@@ -185,13 +198,13 @@ class TableBuilder:
                 "text_targets": per_sample(lengths * (labels & ~spoken)),
                 "clips": [(digest_of(clip), clip_bytes(clip)) for clip in clips],
                 "clip_counts": per_sample(spoken), "trained": labels[spoken],
-                "about": joined(about), "left_out": left_out}
+                "facts": np.array(facts, FACTS), "left_out": left_out}
 
     def append(self, chunk):
         self.used.append(self.clips.numbers(chunk["clips"]), chunk["clip_counts"])
-        for name in ("tokens", "names", "about"):
+        for name in ("tokens", "names"):
             getattr(self, name).append(*chunk[name])
-        for name in ("labelled", "text_targets", "trained"):
+        for name in ("labelled", "text_targets", "trained", "facts"):
             getattr(self, name).append(chunk[name])
         self.left_out.update(chunk["left_out"])
 

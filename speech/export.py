@@ -14,7 +14,7 @@ import torch
 
 from core import adapters, tensor_io
 from core.cli import UserError
-from core.new_folder import new_folder
+from core.checkpoint import new_folder
 from speech import layout_2025, text_normalization, versions, weights
 
 

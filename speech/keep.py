@@ -15,7 +15,7 @@ import torch
 from core import adapters, dist
 from core.checkpoint import move_aside, write_atomically
 from core.cli import UserError, require
-from core.gathered import gathered
+from core.dist import gathered
 from core.packing import PackOrder
 from core.watchdog import Stopped, stop_requested
 from speech.codes import FRAME_RATE, load_codec

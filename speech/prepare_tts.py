@@ -1,13 +1,13 @@
-"""Speech data of any format -> a prepared folder: checked and tokenised samples, codes of their audio, a report.
+"""Speech data of any format -> a prepared folder: checked, tokenised and encoded, with a report.
 
     python speech/prepare_tts.py --model_path bosonai/higgs-audio-v2-generation-3B-base \
-        --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --train_data_file train.csv --output_dir prepared
-    torchrun --nproc_per_node=8 speech/prepare_tts.py ...       # encode on 8 GPUs, or by 8 processes on CPUs
+        --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --train_data_file train.csv
+    torchrun --nproc_per_node=8 speech/prepare_tts.py ...       # encode on 8 GPUs, or 8 CPU ranks
     torchrun --nproc_per_node=8 train_v2_ddp.py ... --train_data_dir prepared
 
-Training on the folder starts at once and needs neither the audio nor torchaudio. The same command again goes on where
-it was stopped: codes are kept as they are made. OUTPUT_DIR/problems.jsonl lists all that is wrong with the data,
-OUTPUT_DIR/prepared.json says what is in them.
+Training on the folder starts at once and needs neither the audio nor torchaudio. The same command
+again goes on where it was stopped: codes are kept as they are made. OUTPUT_DIR/problems.jsonl lists
+all that is wrong with the data, OUTPUT_DIR/prepared.json says what is in them.
 """
 import os
 import sys
@@ -16,64 +16,61 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))     # core/ stands beside this folder
 
 from core import cli
-from core.cli import UserError, above_zero, at_least_one, usable_cpus, zero_or_more
-from core.cli import require as need
+from core.cli import UserError, require, usable_cpus
 from speech import choices
 from speech.choices import CHECKS, LONGEST_CLIP_S, SOUND_ERRORS, WARNINGS
 
 ERRORS = (*CHECKS, *SOUND_ERRORS)
-RECOGNISER = ("asr_model", "asr_command", "asr_time_limit", "language")     # flags of it
 
 
 def build_parser():
     p = cli.Parser("Turn speech data into a folder that train_v2_ddp.py starts from at once.")
     g = p.add_argument_group("model")
-    g.add_argument("--model_path", required=True,
-                   help="Higgs-Audio V2 folder or hub name, native or 2025 format; its tokenizer is used")
+    g.add_argument("--model_path", required=True, help="Higgs-Audio V2 folder or hub name, native "
+                   "or 2025 format; its tokenizer is used")
     choices.codec(g)
-    g.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU when there is one")
+    g.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto",
+                   help="auto: a GPU when there is one")
     g = p.add_argument_group("data")
     choices.data(g)
-    g.add_argument("--seed", type=int, default=42, help="of references and of the samples that have one")
+    g.add_argument("--seed", type=int, default=42,
+                   help="of references and of the samples that have one")
     g = p.add_argument_group("checks")
-    g.add_argument("--min_clip_seconds", type=float, default=0.32, help="a shorter clip is an error, too_short")
-    g.add_argument("--max_clip_seconds", type=float, default=60.0, help="a longer clip is an error, too_long "
-                   f"(at most {LONGEST_CLIP_S})")
-    g.add_argument("--drop_bad", nargs="*", metavar="CHECK",
-                   help=f"drop samples with errors ({', '.join(ERRORS)}) instead of stopping, and those with the "
-                        f"warnings that are named: {', '.join(WARNINGS)}")
-    choices.recognisers(g)
-    g.add_argument("--max_cer", type=float, help="drop samples of which the recogniser hears more than this share of "
-                   "the text's characters otherwise, 0 to 1 (check transcript)")
+    g.add_argument("--min_clip_seconds", type=float, default=0.32,
+                   help="a shorter clip is an error, too_short")
+    g.add_argument("--max_clip_seconds", type=float, default=60.0,
+                   help=f"a longer clip is an error, too_long (at most {LONGEST_CLIP_S})")
+    g.add_argument("--drop_bad", nargs="*", metavar="CHECK", help="drop samples with errors "
+                   f"({', '.join(ERRORS)}) instead of stopping, and those with the warnings that "
+                   f"are named: {', '.join(WARNINGS)}")
     g = p.add_argument_group("output")
-    g.add_argument("--output_dir", default="./prepared", help="the folder to make; shared by all nodes")
-    g.add_argument("--code_cache", help="folder of encoded audio, shareable between runs (default: OUTPUT_DIR/codes)")
+    g.add_argument("--output_dir", default="./prepared", help="the folder to make; shared by all "
+                   "nodes")
+    g.add_argument("--code_cache", help="folder of encoded audio, shareable between runs (default: "
+                   "OUTPUT_DIR/codes)")
     g.add_argument("--preprocess_num_proc", type=int, default=min(8, usable_cpus()),
-                   help="processes that read and tokenise, or decode audio, per node; 0 = in this one")
-    g.add_argument("--wait_timeout", type=int, default=21600, help="seconds to wait for the other processes")
+                   help="processes that read and tokenise, or decode audio, per node; 0 = in this "
+                   "one")
+    g.add_argument("--wait_timeout", type=int, default=21600,
+                   help="seconds to wait for the other processes")
     return p
 
 
 def check_flags(args, world_size):
     """Raise UserError for flags that would fail later; drop_bad becomes the checks to drop."""
     choices.check_data(args)
-    zero_or_more(args, "min_clip_seconds seed preprocess_num_proc")
-    above_zero(args, "max_clip_seconds")
-    at_least_one(args, "wait_timeout")
-    need(args.min_clip_seconds < args.max_clip_seconds, "--min_clip_seconds must be below --max_clip_seconds")
-    need(args.max_clip_seconds <= LONGEST_CLIP_S, f"--max_clip_seconds {args.max_clip_seconds:g}: at most "
-         f"{LONGEST_CLIP_S}, which the codec sees whole")
-    choices.check_recognisers(args)
-    need(args.max_cer is None or args.asr_model or args.asr_command, "--max_cer needs --asr_model or --asr_command")
-    need(args.max_cer is None or args.max_cer >= 0, f"--max_cer is {args.max_cer}; it must be 0 or more")
-    names, known = [name for word in args.drop_bad or () for name in word.split(",") if name], (*ERRORS, *WARNINGS)
+    cli.zero_or_more(args, "min_clip_seconds seed preprocess_num_proc")
+    cli.above_zero(args, "max_clip_seconds")
+    cli.at_least_one(args, "wait_timeout")
+    require(args.min_clip_seconds < args.max_clip_seconds,
+            "--min_clip_seconds must be below --max_clip_seconds")
+    require(args.max_clip_seconds <= LONGEST_CLIP_S, "--max_clip_seconds "
+            f"{args.max_clip_seconds:g}: at most {LONGEST_CLIP_S}, which the codec sees whole")
+    names = [name for word in args.drop_bad or () for name in word.split(",") if name]
     for name in names:
-        need(name in known, f"--drop_bad {name}: no such check; there are {', '.join(known)}")
-    need("transcript" not in names or args.max_cer is not None,
-         "--drop_bad transcript: give its limit, --max_cer")
-    dropped = [] if args.drop_bad is None else [*ERRORS, *names]
-    dropped += ["transcript"] * (args.max_cer is not None)
-    args.drop_bad = tuple(dict.fromkeys(dropped))
+        require(name in (*ERRORS, *WARNINGS), f"--drop_bad {name}: no such check; there are "
+                f"{', '.join((*ERRORS, *WARNINGS))}")
+    args.drop_bad = () if args.drop_bad is None else tuple(dict.fromkeys([*ERRORS, *names]))
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
@@ -88,27 +85,27 @@ import numpy as np
 
 from core import checkpoint, dist, lifetime, watchdog
 from core.problems import LIST, Problems
-from speech import audit, transcripts, versions
+from speech import audit, versions
 from speech.codes import FRAME_RATE, Encoding, ensure_codes, measures_of
 from speech.dataset import TABLE, TableBuilder, new_table
 from speech.rows import Reading, Sources, read_all
 
 
-def prepare(world, tokenizer, ids, sources, encoding, output_dir, limits, recogniser=None):
+def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
     """Make the prepared folder, on every rank; returns its report on rank 0.
 
-    sources: rows.Sources. encoding: codes.Encoding. limits: audit.Limits. recogniser: of
-    transcripts.hear, or None. UserError with all errors in the data, unless they are dropped.
+    sources: rows.Sources. encoding: codes.Encoding. least, most: seconds of a clip. UserError with
+    all errors in the data, unless they are dropped.
     """
     out, start = Path(output_dir), time.monotonic()
-    bad, noted, drop, heard = {}, [], sources.drop, {}
+    bad, noted, drop = {}, [], sources.drop
     found = Problems((*drop, *WARNINGS), out)       # of rows, then of their sound: one list of all
     table = new_table(out)
     builder, parts = None, []
 
     def read():
         nonlocal builder, parts
-        builder = TableBuilder(tokenizer, ids, table, audit.about)
+        builder = TableBuilder(tokenizer, ids, table)
         parts = read_all(builder, sources, found, noted, out / "data")
         print(f"data       {len(builder)} samples, {len(builder.clips)} distinct clips (read in "
               f"{time.monotonic() - start:.1f} s)", flush=True)
@@ -119,24 +116,17 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, limits, recogn
     def write():
         cache, shards, where = codes
         bad.update(builder.shorter_than(ids.min_frames, where))
-        cer = compare() if recogniser else None
         problems = builder.without_audio(bad, parts) + noted + audit.find_problems(
-            builder, parts, where, measures_of(cache, shards, where), limits, cer)
+            builder, parts, where, measures_of(cache, shards, where), least, most)
         refused = found.counts.total()
         found.add(problems)
         found.settle("\nfix: mend them, or drop them with --drop_bad")
         left_out = np.zeros(len(builder), bool)
         left_out[[p.sample for p in problems if p.sample is not None and p.check in drop]] = True
-        need(not left_out.all(),
-             f"no samples are left: all {len(builder)} are dropped: {out / LIST}")
+        require(not left_out.all(),
+                f"no samples are left: all {len(builder)} are dropped: {out / LIST}")
         report = make_report(builder, parts, where, left_out, found.counts, drop)
         report["dropped"] += refused
-        if recogniser:
-            known = ~np.isnan(cer)
-            report["transcripts"] = {
-                "recogniser": recogniser["asr_model"] or recogniser["asr_command"],
-                "samples": int(known.sum()), "mean_cer": mean_of(cer[known]),
-                "mean_cer_kept": mean_of(cer[known & ~left_out])}
         inside = out in Path(cache).parents
         cache = os.path.relpath(cache, table) if inside else os.path.abspath(cache)
         builder.write(table, cache, shards, where, parts, left_out)
@@ -145,23 +135,9 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, limits, recogn
         checkpoint.remove_named(out, rf"(?!{table.name}){TABLE}")
         return report
 
-    def compare():
-        targets, numbers = audit.targets(builder), range(len(builder))
-        said = [audit.said_in(builder, i) for i in numbers]
-        cer = transcripts.compare(said, heard, targets, recogniser["language"])
-        transcripts.write_list(out / "transcripts.jsonl", list(map(builder.name, numbers)), said,
-                               heard, targets, cer)
-        return cer
-
     try:
         dist.rank0(world, read)
         codes = ensure_codes(world, builder.clips if builder else [], encoding, bad)
-        if recogniser:
-            clips, there = [], np.empty(0, np.int64)
-            if builder:
-                clips, there = builder.clips, np.unique(audit.targets(builder))
-                there = there[codes[-1][there, 2] > 0]
-            heard = transcripts.hear(world, clips, there, out / "heard", recogniser, encoding)
         return dist.rank0(world, write)
     except BaseException:
         if world.is_main:
@@ -169,14 +145,10 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, limits, recogn
         raise
 
 
-def mean_of(values):
-    return round(float(values.mean()), 4) if len(values) else None
-
-
 def make_report(builder, sources, where, left_out, found, drop):
     """What the data hold, JSON-able. found: {check: samples}. left_out: (n,) bool of samples."""
     seconds = where[audit.targets(builder), 2] / FRAME_RATE
-    speakers = audit.facts_of(builder)["speaker"]
+    speakers = builder.facts.array()["speaker"]
 
     def part(source):
         kept = np.arange(source["first"], source["stop"])
@@ -198,10 +170,6 @@ def print_report(report, output_dir):
     for check, about in report["checks"].items():
         print(f"check      {check}: {about['samples']} samples, "
               f"{'dropped' if about['dropped'] else 'kept'}")
-    if heard := report.get("transcripts"):
-        print(f"heard      {heard['samples']} samples by {heard['recogniser']}: mean character "
-              f"error {heard['mean_cer']}, of those kept {heard['mean_cer_kept']}; each in "
-              f"{output_dir}/transcripts.jsonl")
     print(f"done       {report['samples']} samples, {report['hours']:.2f} h of audio, "
           f"{report['dropped']} dropped; train_v2_ddp.py --train_data_dir {output_dir}")
 
@@ -210,7 +178,8 @@ def main():
     args = ARGS
     lifetime.catch_signals()
     world = dist.init(600, args.wait_timeout)
-    need(args.device != "cuda" or world.device.type == "cuda", "--device cuda: there is no GPU here")
+    require(args.device != "cuda" or world.device.type == "cuda",
+            "--device cuda: there is no GPU here")
     dist.rank0(world, checkpoint.claim_output, args.output_dir)
     folder, config_dict, codec_dir = versions.find_files(
         world, args.model_path, args.audio_tokenizer_path, args.output_dir)
@@ -218,18 +187,13 @@ def main():
     args.normalize_text = module.text_setting(args.normalize_text or "")
     tokenizer = module.load_tokenizer(folder)
     ids = module.token_ids(tokenizer, module.read_config(config_dict))
-    sources = Sources(*choices.sources(args), Reading(
-        **choices.reading(args), lone_reference=ids.lone_reference),
-        args.preprocess_num_proc, args.drop_bad)
+    reading = Reading(**choices.reading(args), lone_reference=ids.lone_reference)
+    sources = Sources(*choices.sources(args), reading, args.preprocess_num_proc, args.drop_bad)
     encoding = Encoding(codec_dir, args.code_cache or Path(args.output_dir) / "codes",
                         ids.num_codebooks, args.preprocess_num_proc, args.wait_timeout)
-    limits = audit.Limits(args.min_clip_seconds, args.max_clip_seconds, args.max_cer)
-    recogniser = None
-    if args.asr_model or args.asr_command:
-        recogniser = {name: getattr(args, name) for name in RECOGNISER}
     try:
-        report = prepare(world, tokenizer, ids, sources, encoding, args.output_dir, limits,
-                         recogniser)
+        report = prepare(world, tokenizer, ids, sources, encoding, args.output_dir,
+                         args.min_clip_seconds, args.max_clip_seconds)
     except watchdog.Stopped as why:
         raise UserError(f"{why}; the same command goes on from there")
     if world.is_main:

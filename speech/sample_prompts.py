@@ -13,7 +13,7 @@ import torch
 
 from core import dist
 from core.cli import UserError, require_package
-from core.gathered import gathered
+from core.dist import gathered
 from core.watchdog import stop_requested
 from speech import speak, versions
 from speech.codes import FRAME_RATE, load_codec

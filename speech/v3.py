@@ -17,7 +17,7 @@ from torch import nn
 from core import fused, tensor_io
 from core.cli import UserError, require
 from core.document_attention import ATTENTION
-from core.new_folder import new_folder
+from core.checkpoint import new_folder
 from speech import weights  # first: it explains a torchaudio that breaks every transformers import
 from speech.labels import IGNORE
 from speech.labels_v3 import TOKENS, Ids, delay, label_mask, undelay  # noqa: F401

@@ -82,7 +82,7 @@ def test_riddles_only_fall():
 # ---------------------------------------------------------------------------------------------------------------------
 # Imports
 
-BOTH = {"lora", "speech.convert", "speech.make_tiny", "diffusion.published",
+BOTH = {"lora", "speech.convert", "speech.make_tiny", "diffusion.published", "diffusion.sample_bd3lm",
         "diffusion.make_problems"}     # module and script
 
 MODULES = {str(path.with_suffix("")).replace("/", "."): path for path in tracked("*.py")

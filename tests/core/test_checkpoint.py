@@ -15,7 +15,7 @@ import torch
 from core import checkpoint
 from core.cli import UserError
 from core.dist import World
-from core.new_folder import new_folder
+from core.checkpoint import new_folder
 
 STATE = {"step": 4, "epoch": 0, "first": 4, "identity": {"seed": 1}, "validation": None, "best_step": None,
          "best_loss": None}

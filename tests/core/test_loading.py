@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from core import loading
 from core.watchdog import init_loader
+from tests.helpers.progress import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +99,7 @@ def test_every_batch_once_in_order(workers, n):
         batch = next(batches)
         assert batch.count == i and batch.first.tolist() == [i] * (i + 1)
     assert next(batches, None) is None
-    assert not [thread for thread in threading.enumerate() if thread.name == "batches"]
+    wait_until(lambda: not any(t.name.startswith("batches") for t in threading.enumerate()), "end")
 
 
 def killed_at_3(i):

@@ -14,7 +14,7 @@ from core.cli import Parser, UserError, parse
 from core.dist import World
 from core.memory import GIB, Memory, Setup
 from core.packing import PackOrder
-from diffusion import plan as block_plan
+from diffusion import elbo
 from distill import causal_lm, packed_lm
 from distill import plan as chat_plan
 from tests.helpers import chats
@@ -39,7 +39,7 @@ def test_packs():
     assert memory.pack_sums(order, [0, 0], lengths).tolist() == [*sums, *sums]
     text = memory.packs_text(Setup(2, budget=32), order, lengths, "3 samples")
     assert f"on average 3 samples; {28 / (4 * 32) * 100:.1f}% of slots" in text
-    assert "28 tokens an epoch; per sample min 1, median 4, p5-p95 1-7, max 7" in text
+    assert "28 tokens an epoch; per sample min 1, median 4, max 7" in text
 
 
 def test_host_memory(tmp_path, monkeypatch):
@@ -104,18 +104,11 @@ def test_choices_for_a_model_of_4b(students, tmp_path, capsys, gpus, gib, words,
     assert not any(fits[:-1]) and [how == "taken" for _, how in found] == fits
 
 
-@pytest.mark.parametrize("words, helps", [
-    ("", "--auto, which looks for what fits, --bf16 (T4, V100: --fp16), --use_lora, more GPUs"),
-    ("--bf16 --use_lora", "--auto, which looks for what fits, --base_dtype nf4 (pip install bitsandbytes), more GPUs"),
-    ("--fp16 --use_lora --parallel ddp --auto", "shorter samples, --base_dtype nf4 (pip install bitsandbytes)")])
-def test_what_does_not_fit_is_refused_with_what_helps(words, helps, monkeypatch):
+def test_what_does_not_fit_is_refused():
     """5 % of the GPU stay free."""
-    monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: None)
-    args = flags(1, "--gpu_memory", 24, *words.split())
-    with pytest.raises(UserError) as refused:
+    args = flags(1, "--gpu_memory", 24)
+    with pytest.raises(UserError, match="memory: about 22.90 GiB needed on each GPU, which has 24.00 GiB, 5 % of"):
         memory.check_memory(Memory({}, {"the heads": 22.9 * GIB}, 0), args)
-    assert str(refused.value) == ("memory: about 22.90 GiB needed on each GPU, which has 24.00 GiB, 5 % of it left for "
-                                  f"fragmentation; what helps: {helps}")
     memory.check_memory(Memory({}, {"the heads": 22.7 * GIB}, 0), args)
 
 
@@ -161,7 +154,7 @@ def test_rows_of_block_diffusion_are_split_over_any_number_of_ranks():
     args.compile = True
 
     def split(ranks, tokens=1024):
-        found = block_plan.by_rows(args, Setup(ranks, accumulation=4, batch_size=43), 171, tokens)
+        found = elbo.setups(args, Setup(ranks, accumulation=4, batch_size=43), 171, tokens)
         return list(dict.fromkeys((one.batch_size, one.accumulation) for one in found))
     assert split(1) == [(171, 1), (86, 2), (43, 4), (21, 8), (11, 16), (5, 32), (3, 64)]
     assert split(8) == [(21, 1), (11, 2), (5, 4), (3, 8)] and split(64) == [(3, 1)] and split(512) == [(1, 1)]

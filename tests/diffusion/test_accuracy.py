@@ -2,7 +2,7 @@
 
 import torch
 
-from diffusion import blocks, choices, elbo, problems, sampler
+from diffusion import blocks, choices, elbo, problems, sample_bd3lm
 
 
 def test_either_a_better_bound_or_a_better_accuracy_goes_on():
@@ -31,9 +31,9 @@ def test_known_answers_are_right(demo, monkeypatch):
         for _, (ids, _) in states:
             place, (problem, _) = next(written)
             text = problem.solution if place % 2 else "#### 1"
-            found.append(sampler.Generated([*ids, *tokens.encode(" " + text), end], 3, True))
+            found.append(sample_bd3lm.Generated([*ids, *tokens.encode(" " + text), end], 3, True))
         return found
-    monkeypatch.setattr(sampler, "generate", generate)
+    monkeypatch.setattr(sample_bd3lm, "generate", generate)
     how = elbo.Eval(rows, tokens, batch_rows=3, repeats=1, seed=0, bf16=False, chosen=asked)
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(1, 1)})
     model.embed = model["embed"]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from core.cli import UserError
-from diffusion import sampler
+from diffusion import sample_bd3lm
 from diffusion.choices import EXECUTION, FILL, PLAN, QUESTION
 from diffusion.problems import load_tokenizer
 from tests.helpers.block_problems import LAYOUTS, load
@@ -19,7 +19,7 @@ def test_a_sampler_that_writes_the_truth_sees_what_training_saw(demo, name):
         part = slice(*documents.offsets[d:d + 2])
         truth = np.stack([documents.ids[part], documents.position[part], documents.block[part]])
         region = documents.region[part]
-        context, (pinned, first) = sampler.question_state(problem, tokens, layout)
+        context, (pinned, first) = sample_bd3lm.question_state(problem, tokens, layout)
         for own in (PLAN, EXECUTION)[:2 if layout.system == "hdp" else 1]:
             start = truth.shape[1] - (truth[1] >= first).sum()
             assert (context[0] == truth[0][:start]).all() and (context[1] == truth[1][:start]).all()
@@ -28,26 +28,26 @@ def test_a_sampler_that_writes_the_truth_sees_what_training_saw(demo, name):
             body = truth[:, (truth[1] >= first) & (truth[1] < stop)]
             assert body[0][:len(pinned)].tolist() == pinned
             size = layout.region_block(own)
-            assert body.shape[1] % size == 0 and body.shape[1] // size <= sampler.room(first, own, layout)
+            assert body.shape[1] % size == 0 and body.shape[1] // size <= sample_bd3lm.room(first, own, layout)
             if layout.system == "gsm8k":
-                assert first + size * sampler.room(first, own, layout) <= layout.max_length
-            finished, ended = sampler.finish_region(body[0].tolist(), len(pinned), tokens.end)
+                assert first + size * sample_bd3lm.room(first, own, layout) <= layout.max_length
+            finished, ended = sample_bd3lm.finish_region(body[0].tolist(), len(pinned), tokens.end)
             assert ended and finished == body[0].tolist()
-            text = sampler.region_text(finished, len(pinned), tokens)
+            text = sample_bd3lm.region_text(finished, len(pinned), tokens)
             if own == PLAN and layout.system == "hdp":
                 assert text == problem.plan
-                context, (pinned, first) = sampler.execution_state(context, finished, tokens, layout)
+                context, (pinned, first) = sample_bd3lm.execution_state(context, finished, tokens, layout)
         expected = problem.solution if layout.system == "gsm8k" else f"{problem.solution}\n#### {problem.answer}"
-        assert text == expected and sampler.score(text, problem.answer) == (True, True)
+        assert text == expected and sample_bd3lm.score(text, problem.answer) == (True, True)
         assert set(region) <= {QUESTION, PLAN, EXECUTION, FILL}
 
 
 def test_a_question_that_is_too_long_is_refused(demo):
     found, tokens, _ = load(demo, LAYOUTS["hdp"])
     with pytest.raises(UserError, match=r"demo_0\): its question has \d+ tokens, more than --question_budget 8"):
-        sampler.question_state(found[0], tokens, replace(LAYOUTS["hdp"], question_budget=8))
+        sample_bd3lm.question_state(found[0], tokens, replace(LAYOUTS["hdp"], question_budget=8))
     with pytest.raises(UserError, match=r"its question has \d+ tokens, no room in --max_length 16"):
-        sampler.question_state(found[0], load_tokenizer(demo, "gsm8k"), replace(LAYOUTS["gsm8k"], max_length=16))
+        sample_bd3lm.question_state(found[0], load_tokenizer(demo, "gsm8k"), replace(LAYOUTS["gsm8k"], max_length=16))
 
 
 @pytest.mark.parametrize("text, gold, strict, flexible", [
@@ -59,14 +59,14 @@ def test_a_question_that_is_too_long_is_refused(demo):
     ("he owes -$5", "-5", False, True), ("8$-$5", "5", False, True),
 ])
 def test_scores(text, gold, strict, flexible):
-    assert sampler.score(text, gold) == (strict, flexible)
+    assert sample_bd3lm.score(text, gold) == (strict, flexible)
 
 
 def test_text_ends_at_the_first_end_token(demo):
     tokens = load_tokenizer(demo, "hdp")
     ids = [tokens.execution, *tokens.encode(" 3+4 = 7 <|answer|> 7<|pad|> 9<|pad|>")]
-    finished, ended = sampler.finish_region(ids, 1, tokens.end)
+    finished, ended = sample_bd3lm.finish_region(ids, 1, tokens.end)
     stop = ids.index(tokens.pad)
     assert ended and finished == ids[:stop] + [tokens.pad] * (len(ids) - stop)
-    assert sampler.region_text(finished, 1, tokens) == sampler.region_text(ids, 1, tokens) == "3+4 = 7\n#### 7"
-    assert sampler.finish_region([tokens.end, 5, 6], 1, tokens.end) == ([tokens.end, 5, 6], False)
+    assert sample_bd3lm.region_text(finished, 1, tokens) == sample_bd3lm.region_text(ids, 1, tokens) == "3+4 = 7\n#### 7"
+    assert sample_bd3lm.finish_region([tokens.end, 5, 6], 1, tokens.end) == ([tokens.end, 5, 6], False)

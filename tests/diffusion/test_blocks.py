@@ -148,7 +148,7 @@ def test_batches_hold_every_document_once_and_whole(demo, name, pack):
     packs = list(rank_packs(order, 0, 1, 1, epochs=1)) + [[]]
     loader = blocks.make_loader(rows, packs, 4, rows.noisy_length, num_workers=0, prefetch_factor=None)
     fields = ("ids", "position", "block", "target", "region")
-    seen, counted = [], np.zeros(3, int)
+    seen, counted = [], 0
     for batch, numbers in zip(loader, packs, strict=True):
         assert batch.input_ids.shape == (4, length) and batch.noisy.shape == (4, rows.noisy_length)
         assert batch.group.dtype == batch.noisy.dtype == torch.int64 and batch.target.dtype == torch.bool
@@ -171,15 +171,13 @@ def test_batches_hold_every_document_once_and_whole(demo, name, pack):
             assert (batch.input_ids[r][doc < 0] == tokens.pad).all()
         assert sorted(groups) == list(range(batch.n_groups))
         assert batch.n_targets == batch.target.sum() == rows.per_row(documents.n_targets)[numbers].sum()
-        assert batch.tokens == rows.per_row(documents.tokens)[numbers].sum()
-        assert batch.documents == sum(len(rows.members[n]) for n in numbers)
-        counted += [batch.n_targets, batch.tokens, batch.documents]
+        counted += batch.n_targets
     wanted = []
     for d in train:
         part = slice(*documents.offsets[d:d + 2])
         wanted.append(tuple(tuple(getattr(documents, f)[part].tolist()) for f in fields))
     assert sorted(seen) == sorted(wanted)
-    assert counted.tolist() == [documents.n_targets[train].sum(), documents.tokens[train].sum(), len(train)]
+    assert counted == documents.n_targets[train].sum()
 
 
 @pytest.mark.parametrize("name", ["gsm8k-question", "hdp-sizes"])

@@ -97,4 +97,5 @@ def test_train_and_answer(folder, tmp_path, capsys):
     with pytest.raises(UserError) as caught:
         sample_bd3lm.main([*common, "--chat", str(tmp_path / "bad.jsonl")])
     said = str(caught.value)
-    assert "line 1: message 1 has no text" in said and "contains the control token <|im_end|>; remove it" in said and 'line 2: has no list "messages" with something asked' in said
+    assert ":1: message 1 has no text" in said and ":3: contains the control token <|im_end|>; remove it" in said
+    assert ':2: has no list "messages"' in said

@@ -1,4 +1,4 @@
-"""generate.py of an exported folder: without this repository, the tokens of our sampler."""
+"""generate.py of an exported folder: without this repository, the tokens of our sample_bd3lm."""
 import json
 import runpy
 import shutil
@@ -11,10 +11,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from diffusion import published, sampler
+from diffusion import published, sample_bd3lm
 from diffusion.choices import Layout
 from diffusion.problems import Problem
-from diffusion.sampler import load_solver, question_state, room
+from diffusion.sample_bd3lm import load_solver, question_state, room
 from tests.diffusion.test_decoder import CHAT, ROWS, SHAPE
 from tests.helpers.block_runs import train_bd3lm
 from tests.helpers.progress import PATIENCE_S
@@ -64,12 +64,12 @@ def python(*words):
 def our_answers(run, asked, threshold, temperature, seed):
     """Ids up to the end token that sample_bd3lm.py's functions write, one question at a time."""
     args = types.SimpleNamespace(checkpoint=run, pick="newest", ema=True, device="cpu", bf16=False)
-    _, solver = load_solver(args, sampler.Sampling("confidence", threshold=threshold, temperature=temperature))
+    _, solver = load_solver(args, sample_bd3lm.Sampling("confidence", threshold=threshold, temperature=temperature))
     tokens, layout, found = solver.tokens, solver.layout, []
     for question in asked:
         state = question_state(Problem("", question, "", ""), tokens, layout)
         pinned, first = state[1]
-        made, = sampler.generate(solver.model, [state], [room(first, 1, layout)], layout.block_size, tokens.end,
+        made, = sample_bd3lm.generate(solver.model, [state], [room(first, 1, layout)], layout.block_size, tokens.end,
                                  solver.how, torch.Generator().manual_seed(seed))
         ids = made.ids[len(pinned):]
         found.append(ids[:ids.index(tokens.end)] if tokens.end in ids else ids)

@@ -10,7 +10,7 @@ import torch
 
 from diffusion import choices, dit, evaluate
 from diffusion.problems import load_tokenizer
-from diffusion.sampler import Sampling, Solver, prefill
+from diffusion.sample_bd3lm import Sampling, Solver, prefill
 from tests.helpers.block_runs import train_bd3lm
 
 PAIRS = [("Question: Ben has 3 pens.\nAnswer:", " Ben has"), ("1", " 3*6 = 18"), ("Who?", " Anna")]

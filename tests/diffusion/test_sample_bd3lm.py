@@ -19,11 +19,10 @@ from diffusion import (
     noise,
     published,
     sample_bd3lm,
-    sampler,
 )
 from diffusion.choices import Layout
 from diffusion.problems import load_tokenizer, read_problems
-from diffusion.sampler import Sampling
+from diffusion.sample_bd3lm import Sampling
 from tests.helpers.block_runs import as_checkpoint
 
 LAYOUTS = {
@@ -162,7 +161,7 @@ def test_prompts_of_lm_eval(trained):
         return
     wanted = run(folder, file, "--order", "confidence")["answers"]
     model, _ = published.load_checkpoint(folder / "checkpoint-5")
-    solver = sampler.Solver(model, tokens, documents.layout, Sampling("confidence", temperature=0.0))
+    solver = sample_bd3lm.Solver(model, tokens, documents.layout, Sampling("confidence", temperature=0.0))
     ours = evaluate.harness_model(object, solver, 3, 16)
     prompts = [f"Question: {answer['question']}\nAnswer:" for answer in wanted] + ["word " * 200]
     stops = [[], "\n", ["####"], ["no", "\n####"]]
@@ -181,12 +180,12 @@ def test_the_execution_depends_on_the_generated_plan(trained, monkeypatch):
     if documents.layout.system != "hdp":
         pytest.skip("has no plan")
     seen = []
-    generate = sampler.generate
+    generate = sample_bd3lm.generate
 
     def spy(model, states, rooms, block_size, *how):
         seen.append((*zip(*states), rooms, block_size))
         return generate(model, states, rooms, block_size, *how)
-    monkeypatch.setattr(sampler, "generate", spy)
+    monkeypatch.setattr(sample_bd3lm, "generate", spy)
     run(folder, file, "--limit", 1)
     (plan_context, plan_pinned, plan_rooms, plan_size), (context, pinned, rooms, size) = seen
     assert (plan_pinned[0], plan_rooms, plan_size) == (([tokens.plan], 48), [4], 8)

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion import sampler
+from diffusion import sample_bd3lm
 from tests.helpers.block_rows import MASK, chi_square, network
 
 
@@ -15,10 +15,10 @@ def questions():
 
 
 @pytest.mark.parametrize("how", [
-    sampler.Sampling(), sampler.Sampling("confidence", 1.0, 0), sampler.Sampling("confidence", 0.12, top_p=0.8)], ids=str)
+    sample_bd3lm.Sampling(), sample_bd3lm.Sampling("confidence", 1.0, 0), sample_bd3lm.Sampling("confidence", 0.12, top_p=0.8)], ids=str)
 def test_every_order_fills_its_room_and_counts_its_passes(how):
     model, (contexts, pinned, rooms) = network().eval(), questions()
-    found = sampler.generate(model, zip(contexts, pinned), rooms, 4, 99, how, torch.Generator().manual_seed(1))
+    found = sample_bd3lm.generate(model, zip(contexts, pinned), rooms, 4, 99, how, torch.Generator().manual_seed(1))
     for i, result in enumerate(found):
         given, free = len(pinned[i][0]), 4 * rooms[i] - len(pinned[i][0])
         assert result.ids[:given] == pinned[i][0] and len(result.ids) == 4 * rooms[i] and not result.ended
@@ -28,17 +28,17 @@ def test_every_order_fills_its_room_and_counts_its_passes(how):
 
 def test_one_sure_pass_a_block_and_none_without_room():
     model, (contexts, pinned, _) = network().eval(), questions()
-    results = sampler.generate(model, zip(contexts, pinned), [3, 0, 1], 4, 99,
-                               sampler.Sampling("confidence", threshold=0.0))
+    results = sample_bd3lm.generate(model, zip(contexts, pinned), [3, 0, 1], 4, 99,
+                               sample_bd3lm.Sampling("confidence", threshold=0.0))
     assert [r.forwards for r in results] == [3, 0, 1] and [len(r.ids) for r in results] == [12, 0, 4]
 
 
 def test_a_problem_ends_with_its_end_token_and_the_others_go_on():
     model, (contexts, pinned, _) = network().eval(), questions()
-    how = sampler.Sampling("confidence", 1.0, 0)
-    free = sampler.generate(model, zip(contexts, pinned), [3] * 3, 4, 99, how)
+    how = sample_bd3lm.Sampling("confidence", 1.0, 0)
+    free = sample_bd3lm.generate(model, zip(contexts, pinned), [3] * 3, 4, 99, how)
     end = free[0].ids[5]        # in the second block of the first problem
-    ended = sampler.generate(model, zip(contexts, pinned), [3] * 3, 4, end, how)
+    ended = sample_bd3lm.generate(model, zip(contexts, pinned), [3] * 3, 4, end, how)
     for i, (whole, cut) in enumerate(zip(free, ended)):
         own = whole.ids[len(pinned[i][0]):]
         at = own.index(end) + len(pinned[i][0]) if end in own else None
@@ -49,20 +49,20 @@ def test_a_problem_ends_with_its_end_token_and_the_others_go_on():
 
 def test_a_block_that_was_given_is_like_one_that_was_written():
     """Places, block numbers, keys and values of later blocks: one call for two blocks writes what two calls do."""
-    model, how = network().eval(), sampler.Sampling("confidence", 1.0, 0)
+    model, how = network().eval(), sample_bd3lm.Sampling("confidence", 1.0, 0)
     context = np.stack([np.arange(8), np.arange(8), np.arange(8) // 4])
-    whole, = sampler.generate(model, [(context, ([], 8))], [2], 4, 99, how)
-    first, = sampler.generate(model, [(context, ([], 8))], [1], 4, 99, how)
+    whole, = sample_bd3lm.generate(model, [(context, ([], 8))], [2], 4, 99, how)
+    first, = sample_bd3lm.generate(model, [(context, ([], 8))], [1], 4, 99, how)
     assert whole.ids[:4] == first.ids
     block = np.stack([first.ids, np.arange(8, 12), np.full(4, 2)])
-    second, = sampler.generate(model, [(np.concatenate([context, block], 1), ([], 12))], [1], 4, 99, how)
+    second, = sample_bd3lm.generate(model, [(np.concatenate([context, block], 1), ([], 12))], [1], 4, 99, how)
     assert whole.ids[4:] == second.ids
 
 
 def test_an_end_token_that_was_given_ends_nothing():
     model = network().eval()
     context = np.stack([np.arange(8), np.arange(8), np.arange(8) // 4])
-    result, = sampler.generate(model, [(context, ([3, 4], 8))], [1], 4, 4, sampler.Sampling("confidence", 1.0, 0))
+    result, = sample_bd3lm.generate(model, [(context, ([3, 4], 8))], [1], 4, 4, sample_bd3lm.Sampling("confidence", 1.0, 0))
     assert result.ids[:2] == [3, 4] and 4 not in result.ids[2:] and not result.ended
 
 
@@ -72,7 +72,7 @@ def test_temperature_and_nucleus():
     many = p.log().expand(20000, -1)
 
     def pick(temperature, top_p):
-        return sampler.pick(many, sampler.Sampling(temperature=temperature, top_p=top_p), None)
+        return sample_bd3lm.pick(many, sample_bd3lm.Sampling(temperature=temperature, top_p=top_p), None)
     ids, sure = pick(1.0, 1.0)
     assert chi_square(np.bincount(ids, minlength=5), p.numpy().astype(float)) < 0
     torch.testing.assert_close(sure.float(), p[ids])

@@ -4,7 +4,7 @@ import math
 import numpy as np
 import torch
 
-from diffusion import dit, noise, sampler
+from diffusion import dit, noise, sample_bd3lm
 
 V, MASK = 21, 20
 CONFIG = dit.Config(V, MASK, hidden_size=32, layers=3, heads=2, cond_size=8, dropout=0.0)
@@ -27,7 +27,7 @@ def make_blocks(rows, length, width, everything=False):
     """
     shape = (len(rows), length)
     ids, position, doc, block, group = (torch.full(shape, fill) for fill in (7, 0, -1, 0, -1))
-    target, noisy, groups, documents = torch.zeros(shape, dtype=torch.bool), torch.full((len(rows), width), -1), 0, 0
+    target, noisy, groups = torch.zeros(shape, dtype=torch.bool), torch.full((len(rows), width), -1), 0
     for r, docs in enumerate(rows):
         at = 0
         for number, table in enumerate(docs):
@@ -37,14 +37,14 @@ def make_blocks(rows, length, width, everything=False):
             for b in table[:, 1].unique():
                 if (own := table[:, 1] == b).any() and (table[own, 2] > 0).any():
                     group[r, to][own], groups = groups, groups + 1
-            at, documents = at + len(table) + (at == 0), documents + 1
+            at += len(table) + (at == 0)
         copies = ((doc[r] >= 0) & ((group[r] >= 0) | everything)).nonzero()[:, 0]
         noisy[r, :len(copies)] = copies
     at = noisy.clamp(min=0)
     tiles = dit.tile_states(torch.cat([doc.gather(1, at).masked_fill(noisy < 0, -1), doc], 1).numpy(),
                             torch.cat([block.gather(1, at), block], 1).numpy(), width)
     return noise.Blocks(ids, position, doc, block, target, target.long(), noisy, group, groups, int(target.sum()),
-                        documents, int((doc >= 0).sum()), tiles)
+                        tiles)
 
 
 def noised(batch, seed=0, **options):
@@ -95,7 +95,7 @@ def contexts_of(batch, row, doc, number):
 def sampled_hidden(model, batch, inputs, row, doc, number):
     """Hidden states of one noisy block as the sampler computes them: clean tokens into a cache, then the block."""
     context, here = contexts_of(batch, row, doc, number)
-    past = sampler.prefill(model, *context[:, None], torch.ones(1, context.shape[1], dtype=torch.bool))
+    past = sample_bd3lm.prefill(model, *context[:, None], torch.ones(1, context.shape[1], dtype=torch.bool))
     copies = [i for i, p in enumerate(batch.noisy[row].tolist()) if p >= 0 and here[p]]
     seen = torch.ones(1, 1, len(copies), context.shape[1] + len(copies), dtype=torch.bool)
     hidden, _ = model.extend(inputs.tokens[row:row + 1, copies], inputs.position[row:row + 1, copies], seen, past)

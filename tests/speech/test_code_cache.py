@@ -5,10 +5,9 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
-from core import loading
+from core import loading, watchdog
 from core.cli import UserError
 from speech.codes import (
     KEY,
@@ -122,7 +121,7 @@ def test_codes_that_change_after_the_start_are_refused_when_they_are_read(cache)
     with pytest.raises(UserError, match=f"{shard}: a clip in it has another checksum; start the same command again"):
         reader.codes(*found[3].tolist())
     loader = DataLoader(found.tolist(), batch_size=None, num_workers=1, multiprocessing_context="fork",
-                        collate_fn=lambda row: torch.from_numpy(reader.codes(*row)))
+                        collate_fn=lambda row: reader.codes(*row), worker_init_fn=watchdog.init_loader)
     with pytest.raises(UserError, match=f"^{shard}: .* and its clips are encoded again$"):
         list(loading.each(loader))                  # one line, whoever reads
     shard.rename(f"{shard}.damaged-1")              # another run has set it aside

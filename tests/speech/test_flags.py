@@ -33,13 +33,11 @@ def test_the_list_is_frozen():
     accepted = {action.dest for action in parser._actions} - {
         flag.removeprefix("--") for flag in (*cli.OLD_NAMES, *cli.WITHOUT_EFFECT)}
     assert accepted == {*shown, *HIDDEN.split()} - {"train_data_dir", "eval_data_dir"}
-    assert not {f"--{name}" for name in shown} & {*cli.OLD_NAMES, *cli.WITHOUT_EFFECT, *cli.GONE}
+    assert not {f"--{name}" for name in shown} & {*cli.OLD_NAMES, *cli.WITHOUT_EFFECT}
 
 
 @pytest.mark.parametrize("words, status, said", [
     (["--help"], 0, ""), (["--hlep"], 2, "error: --hlep: no such flag; the nearest one is --help, --help lists all"),
-    ([*REQUIRED, "--best_by", "wer"], 2, "error: --best_by: this flag is gone; speak with saved checkpoints"),
-    ([*REQUIRED, "--min_lr_ratio", "0.1"], 2, "error: --min_lr_ratio: this flag is gone; the rate falls to 0"),
     ([*REQUIRED, "--output_dir", "/proc/no", "--seed", "-1"], 1, "error: --seed is -1")])
 def test_help_and_mistakes_come_before_torch(words, status, said):
     watch = ("import runpy, sys\nsys.argv = sys.argv[1:]\nsys.path[0] = '.'\ntry:\n"

@@ -81,7 +81,7 @@ def test_target_that_matches_nothing_is_named(tiny, targets, named):
     with pytest.raises(UserError) as error:
         lora.add_lora(base(tiny), 4, 8, 0.0, targets, "base")
     assert f"--lora_target_modules {named} matches no linear layer" in str(error.value)
-    assert all(preset in str(error.value) for preset in ("attention", "attention+audio_mlp", "all-linear"))
+    assert "use all-linear or out of: " in str(error.value)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])

@@ -1,7 +1,5 @@
 """A prepared folder trains as its sources do, wherever it is; checks find what is wrong, and say all of it."""
-import itertools
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -14,10 +12,9 @@ import torch
 from core.cli import UserError
 from core.dist import World
 from data import make_loader, make_table
-from speech import audit, prepare_tts
+from speech import prepare_tts
 from speech.choices import CHECKS, SOUND_ERRORS
-from speech.codes import Encoding, file_key
-from speech.conversations import Clip
+from speech.codes import Encoding
 from speech.dataset import Table, split_samples, usable_samples
 from speech.rows import Reading, Sources
 from tests.helpers.trainer import speech_main
@@ -40,14 +37,12 @@ def written(path, rows):
     return path
 
 
-def prepared(tiny, tokenizer, ids, source, out, drop=(), held_out=None, weight=1.0, reading=None, cache=None,
-             recogniser=None, max_cer=None):
+def prepared(tiny, tokenizer, ids, source, out, drop=(), held_out=None, weight=1.0, reading=None, cache=None):
     """The report of prepare() in this process."""
     out.mkdir(exist_ok=True)
     sources = Sources([(source, weight)], held_out, reading or Reading(), drop=drop)
     encoding = Encoding(tiny.codec, cache or out / "codes", ids.num_codebooks, wait_limit_s=60)
-    limits = audit.Limits(0.32, 60.0, max_cer)
-    return prepare_tts.prepare(WORLD, tokenizer, ids, sources, encoding, out, limits, recogniser)
+    return prepare_tts.prepare(WORLD, tokenizer, ids, sources, encoding, out, 0.32, 60.0)
 
 
 def opened(tiny, tokenizer, ids, train, out, held_out=None, reading=None):
@@ -113,20 +108,18 @@ def test_a_prepared_folder_gives_the_batches_of_its_source(tiny, tokenizer, ids,
     direct = opened(tiny, tokenizer, ids, [(speech, 1.0)], tmp_path / "a", reading=reading)
     mapped = opened(tiny, tokenizer, ids, [(folder, 1.0)], tmp_path / "b")
     assert same(batches(direct, ids), batches(mapped, ids))
-    both = opened(tiny, tokenizer, ids, [(folder, 0.5), (folder, 2.0)], tmp_path / "c", held_out=folder)
-    assert same(batches(both, ids), 3 * batches(mapped, ids))
-    assert [(s["weight"], s["held_out"]) for s in both.sources] == [(0.5, False), (2.0, False), (1.0, True)]
-    train, held_out = split_samples(both, 0.1, 42)
-    assert len(train) == 12 + 48 and held_out.tolist() == list(range(48, 72))
+    half = opened(tiny, tokenizer, ids, [(folder, 0.5)], tmp_path / "c")
+    assert len(split_samples(half, 0, 42)[0]) == 12
+    with pytest.raises(UserError, match="a prepared folder is given alone; prepare all data together"):
+        opened(tiny, tokenizer, ids, [(folder, 0.5)], tmp_path / "c", held_out=speech)
 
 
 def test_a_trainer_leaves_a_prepared_folder_alone(tiny, tokenizer, ids, speech, folder, tmp_path):
     """As its own output folder, where tables of earlier starts are deleted."""
     mine = tmp_path / "mine"
     shutil.copytree(folder, mine)
-    for train in ([(speech, 1.0)], [(mine, 1.0), (folder, 1.0)]):
-        with pytest.raises(UserError, match="is a folder of prepare_tts.py; give another one"):
-            opened(tiny, tokenizer, ids, train, mine)
+    with pytest.raises(UserError, match="is a folder of prepare_tts.py; give another one"):
+        opened(tiny, tokenizer, ids, [(speech, 1.0)], mine)
     out = tmp_path / "out"
     out.mkdir()
     (out / "problems.jsonl").write_text("of an earlier start\n")       # else each start would add the same lines
@@ -247,38 +240,3 @@ def test_validation_audio_in_training_is_found(tiny, tokenizer, ids, faulty, tmp
     assert "eval\\x1b[31m.jsonl (JSON)" in said and "\x1b" not in said
     with pytest.raises(UserError, match="the audio of each is in the validation data too"):
         usable_samples(table, np.array([2]), np.array([4, 5]), **limits)
-
-
-HEARD = """import sys, soundfile, numpy as np
-open(sys.argv[1], "a").write(f"{len(sys.argv) - 2}\\n")
-for path in sys.argv[2:]:
-    wave, rate = soundfile.read(path)
-    hertz = np.abs(np.fft.rfft(wave)).argmax() * rate / len(wave)
-    print(f"a tone of {hertz:.0f} hertz" if hertz < 240 else "nothing")
-"""
-
-
-def test_what_a_recogniser_hears_is_compared_with_the_texts(tiny, tokenizer, ids, faulty, tmp_path):
-    """A command that hears the pitch; what it has heard is kept, by files whose last line may be cut off."""
-    rows = [{"audio": f"good{i}.wav", "text": f"A tone of {200 + i + 40 * (i == 3)} Hertz!"} for i in range(6)]
-    source = written(faulty.parent / "tones.jsonl", [*rows, {"audio": "again.wav", "text": "Something else."}])
-    first = faulty.parent / "good0.wav"     # its date gives it a key that ends in a zero, which NumPy takes for none
-    date = next(ns for ns in itertools.count() if not file_key(Clip(str(first)), first.stat().st_size, ns)[-1])
-    os.utime(first, ns=(date, date))
-    (tmp_path / "hear.py").write_text(HEARD)
-    command = f"{sys.executable} {tmp_path / 'hear.py'} {tmp_path / 'calls'}"
-    by = {"asr_model": None, "asr_command": command, "language": None}
-    report = prepared(tiny, tokenizer, ids, source, tmp_path / "a", recogniser=by)
-    assert report["samples"] == 7 and "transcript" not in report["checks"]
-    found = [json.loads(line) for line in (tmp_path / "a" / "transcripts.jsonl").read_text().splitlines()]
-    assert [row["cer"] for row in found] == [0, 0, 0, 0.0667, 0, 0, found[6]["cer"]]
-    assert found[6]["heard"] == "nothing" and found[6]["cer"] > 0.5
-    assert report["transcripts"]["mean_cer"] == pytest.approx(np.mean([row["cer"] for row in found]), abs=1e-4)
-    (journal,) = (tmp_path / "a" / "heard").glob("*.jsonl")
-    journal.write_text(journal.read_text()[:-20])       # a kill while it was writing
-    report = prepared(tiny, tokenizer, ids, source, tmp_path / "a", recogniser=by, max_cer=0.05, drop=("transcript",))
-    assert (tmp_path / "calls").read_text().split() == ["1", "7", "1"]       # a silent clip first
-    assert report["samples"] == 5 and report["checks"]["transcript"] == {"samples": 2, "dropped": True}
-    assert listed(tmp_path / "a")["transcript"] == [3, 6] and report["transcripts"]["mean_cer_kept"] == 0
-    prepared(tiny, tokenizer, ids, source, tmp_path / "a", recogniser=by | {"language": "de"})
-    assert (tmp_path / "calls").read_text().split()[3:] == ["1", "7"]
