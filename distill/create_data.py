@@ -179,7 +179,7 @@ def read_input(path):
         require(not empty, f"{where}: line {(empty or [0])[0]} is empty ({len(empty)} such lines); "
                            "delete them")
         return [Line([{"role": "user", "content": line}]) for line in lines], []
-    found, answered, unread = [], 0, set()
+    found, answered, unread, notices = [], 0, set(), []
     for number, line in enumerate(lines, 1):
         try:
             record = json_files.loads(line)
@@ -191,7 +191,6 @@ def read_input(path):
         answered += had_answer
         unread |= record.keys() - {"messages", "tools", "conversations"}
         found.append(Line(messages, tools))
-    notices = []
     if answered:
         notices.append(f"{answered:,} conversations end with an answer, which is asked for again")
     if unread:
@@ -331,9 +330,9 @@ def draw_seed(seed, number, attempt):
 def label_lines(args, answers, draw, parser, asked, todo, journal, answered=False):
     """Ask until every line of `todo` has a label or no attempts left; note each in the journal.
 
-    answers: of open_teacher, with the Sampling `draw`. asked(number): (messages, tools) that a
-    line's teacher gets. answered: whether the teacher has answered any line before. Raises
-    UserError when it refuses, or leaves unanswered, one line after the other.
+    answers: of open_teacher, with the Sampling `draw`. asked(number): (messages, tools) for the
+    teacher. answered: whether it has answered any line before. UserError when it answers none of
+    many lines one after the other.
     """
     tries = {number: [] for number in todo}         # line: [(Answer, Found)]
     waiting, held = list(todo), []
@@ -416,8 +415,8 @@ def log_line(count, total, seconds):
 
 
 def leave_on_signals():
-    """A signal ends this process as an exception would: finished lines are noted, the engine ends
-    its children. Ctrl-C as well: a shell starts background processes with it ignored.
+    """A signal ends this process as an exception would, so the engine ends its children. Ctrl-C as
+    well: a shell starts background processes with it ignored.
     """
     signals = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:       # nohup keeps it from us

@@ -99,9 +99,7 @@ def draw(model, prompts, seeds, tokens, ends, args):
 
 
 class Sampler:
-    """draw(...) asks the server for answers by the adapters of the last refresh(...), which stay
-    loaded, and in their folder.
-    """
+    """draw(...) asks the server for answers by the adapters of the last refresh(...)."""
 
     def __init__(self, args, world):
         """Collective. args: its base_url, output_dir, on a disk that the server sees, and
