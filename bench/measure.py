@@ -18,7 +18,7 @@ import torch
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "transformers", "peft", "trl", "torchao")      # named in a report if installed
-FOLDERS = ("--results_dir", "--work_dir")      # flags that change nothing of what is measured
+FOLDERS = ("--results_dir", "--work_dir")      # flags that do not change the measurement
 
 
 def synchronize(device):

@@ -38,7 +38,7 @@ def tracked():
 
 
 def read_list(words):
-    """([(file, old, new, tests)], [what is stale]) of planted.json."""
+    """([(file, old, new, tests)], [stale entries]) of planted.json."""
     product = [name for name in tracked() if name.endswith(".py")
                and not name.startswith(("tests/", "bench/", "minimal/"))]
     faults, stale = [], []
@@ -89,7 +89,7 @@ def plant(copy, name, old, new):
 
 
 def run_tests(copy, tests, log):
-    """Start pytest in a fork of this process, which has the slow imports behind it -> pid."""
+    """Start pytest in a fork of this process, which has done the slow imports -> pid."""
     if pid := os.fork():
         return pid
     os.setsid()
@@ -130,7 +130,7 @@ def wait(running):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", help="parts of paths; default: every file")
-    parser.add_argument("--draw", type=int, default=0, help="so many random faults besides")
+    parser.add_argument("--draw", type=int, default=0, help="number of additional random faults")
     parser.add_argument("--seed", type=int, default=0, help="of --draw")
     parser.add_argument("--slow", action="store_true", help="whole runs as well")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")

@@ -1,4 +1,4 @@
-"""How fast does each trainer train, beside others on the same files? Whole processes, in turn.
+"""How fast does each trainer train, and others on the same files? Whole processes, in turn.
 
     python bench/speed.py speech            # or chats, blocks: small models on a CPU, minutes
     python bench/speed.py speech --lora     # adapters instead of all weights
@@ -7,7 +7,7 @@
 Each way is a command as a user would type it: ours by its trainer, the plain script of minimal/, or
 transformers' Trainer (hf_trainer.py). A run trains two epochs and the second one counts: the same
 samples for all, with loading. The ways take turns, and the median over --rounds is shown. In its
-first step minimal/ (speech, blocks) or Trainer (chats) must have the loss of ours; else nothing
+first step minimal/ (speech, blocks) or Trainer (chats) must have our loss; else nothing
 more is measured. On a GPU all compute in bf16, and compiled ways are among them. With one thread on
 a CPU (OMP_NUM_THREADS=1) seconds are those that a process ran on a core, which other work on the
 machine hardly changes.
@@ -74,7 +74,7 @@ def make_files(name, folder, shape, samples, fill=None):
 
 
 def length(name, epochs, steps):
-    """Flags of so many epochs; block diffusion counts steps."""
+    """Flags of this many epochs; block diffusion counts steps."""
     return ["--max_steps", steps] if name == "blocks" else ["--num_train_epochs", epochs]
 
 
@@ -158,7 +158,7 @@ def seconds_of(pid):
 
 def run(command, out):
     """Train into a folder -> {"seconds" of the second epoch, "steps" of it, "rows" of
-    metrics.jsonl}, or {"error"}. Lines that begin with "step" tell the time.
+    metrics.jsonl}, or {"error"}. Lines that begin with "step" give the time.
     """
     words = [*map(str, command), "--output_dir", str(out), "--learning_rate", "1e-4",
              "--logging_steps", "1"]

@@ -1,6 +1,6 @@
 """Causal attention inside each packed document, for transformers' models: registered under the name ATTENTION.
 
-A model built with attn_implementation=ATTENTION runs its own forward on one flat axis that holds many documents; the
+A model built with attn_implementation=ATTENTION runs its forward on one flat axis that holds many documents; the
 caller passes cu_seq_lens_q and max_length_q along.
 """
 import inspect
@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from core import fused
 from core.cli import UserError
 
-# torch 2.11 takes fewer key heads without being told
+# torch 2.11 takes fewer key heads without this flag
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 ATTENTION = "packed_documents"
 
@@ -27,7 +27,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     SDPA document by document, same result.
     """
     if cu_seq_lens_q is None:
-        raise UserError(f"{type(module).__name__} is not told where documents end: this architecture cannot be packed")
+        raise UserError(f"{type(module).__name__} does not get the ends of documents: this architecture cannot be packed")
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))       # (S, heads, D)
     if q.is_cuda and v.dtype in fused.FLASH:
         q, k = q.to(v.dtype), k.to(v.dtype)     # autocast: rotary embedding leaves them in fp32

@@ -2,7 +2,7 @@
 
 A frozen weight is rounded once, when it has been loaded: one copy for the forward product and one, turned, for the
 backward product, a byte a value each, so together as large as the bfloat16 weight that they replace. Rows are rounded
-when they come, each with a scale of its own, and so is each row of the weights: what a row gives does not depend on
+when they come, each with one scale, and so is each row of the weights: what a row gives does not depend on
 what else is in the pack. All is e4m3 (arXiv 2209.05433), gradients too: with a scale for each row they keep more of
 their digits than in e5m2. A frozen weight has no gradient; torchao's training API computes one all the same and rounds
 the weight again in every step, so it is not used.
@@ -29,7 +29,7 @@ def rounded_kernel(rows):
     return (rows / scales).to(FLOAT8), scales
 
 
-# An operator of its own: fused with what stands before it in a compiled layer, whose packs have
+# A separate operator: fused with the ones before it in a compiled layer, whose packs have
 # other numbers of rows, Inductor cannot split its loops (CantSplit; pytorch issue 183696).
 compiled_rounded = low_rank.define_operator(
     "rounded", "(Tensor rows) -> (Tensor, Tensor)",

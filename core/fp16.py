@@ -1,6 +1,6 @@
 """--fp16: the loss is scaled, so that gradients do not vanish in float16; steps that overflow are skipped.
 
-As torch.amp.GradScaler does it: half the scale after an overflow, twice the scale after so many
+As torch.amp.GradScaler does it: half the scale after an overflow, twice the scale after this many
 steps without. But whether a step overflowed is asked of the global gradient norm, which is the same
 on every rank, and no step waits for the answer.
 """

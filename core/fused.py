@@ -48,11 +48,11 @@ def _compiled(function):
 @functools.cache
 def compiles(kind):
     """Whether torch.compile can build for devices of a kind; one small kernel is tried, a notice
-    says what is missing. Triton's launcher wants a C compiler and Python.h, a CPU's code C++.
+    names the missing part. Triton's launcher wants a C compiler and Python.h, a CPU's code C++.
     """
     try:
         torch.compile(lambda x: x + 1)(torch.zeros(8, device=kind))
-    except Exception as error:      # of a compiler that is not there, is broken, or lacks headers
+    except Exception as error:      # no compiler, a broken one, or no headers
         error = getattr(error, "inner_exception", error)
         why = cli.printable(str(error).strip().partition("\n")[0], 80)
         language = "C++" if kind == "cpu" else "C"
@@ -92,7 +92,7 @@ def kernel(function, *args):
 
 
 def stream_dtype(x):
-    """dtype of hidden states x between layers: autocast's, or their own. Embeddings in fp32 would
+    """dtype of hidden states x between layers: autocast's, or theirs. Embeddings in fp32 would
     make all that is added to them fp32, twice the bytes of each norm, addition and gradient.
     """
     kind = x.device.type

@@ -77,7 +77,7 @@ class Lists:
         return len(self.offsets) - 1
 
     def __getitem__(self, i):
-        """List i as an array; IndexError behind the last one."""
+        """List i as an array; IndexError after the last one."""
         if not 0 <= i < len(self):
             raise IndexError(i)
         offsets = self.offsets.array()

@@ -1,4 +1,4 @@
-"""Frozen linear layers of one input under LoRA adapters, as one operation with a gradient of its own.
+"""Frozen linear layers of one input under LoRA adapters, as one operation with its gradient.
 
 Layer by layer, autograd makes the gradient of the input once for each frozen weight and once for
 each adapter, and adds them up, a pass over memory as wide as the layer each time. Here each product

@@ -13,8 +13,8 @@ from torch import nn
 
 from core.cli import UserError
 
-BLOCK, SCALES, TABLE = 64, 256, 256     # values a scale, scales a scale of theirs, values of a byte
-PLACE = 256                             # a part begins at a multiple of so many bytes
+BLOCK, SCALES, TABLE = 64, 256, 256     # values a scale, scales a second scale, values of a byte
+PLACE = 256                             # a part begins at a multiple of these bytes
 
 
 def sizes(values):

@@ -149,7 +149,7 @@ class StepMonitor:
         if zero:
             self.before_error()
         require(not zero, f"step {step}: the gradient norm is exactly 0, so nothing is learnt; look "
-                "at what is trained (--lora_target_modules, --freeze_llm), at the weight of the "
+                "at the trained modules (--lora_target_modules, --freeze_llm), at the weight of the "
                 "loss, and whether the run learns without --compile")
         if not bad:
             self.in_a_row = 0

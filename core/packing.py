@@ -30,7 +30,7 @@ class EpochPlan:
         return len(self.offsets) - 1
 
     def pack(self, p):
-        """Sample indices (n,) of pack p; empty for the zero-weight packs behind the last one."""
+        """Sample indices (n,) of pack p; empty for the zero-weight packs after the last one."""
         return self.samples[self.offsets[p]:self.offsets[p + 1]] if p < len(self) else self.samples[:0]
 
 
@@ -81,7 +81,7 @@ def _reordered(plan, packs):
     """EpochPlan of the packs (n_packs,) of another one, in this order."""
     sizes = np.diff(plan.offsets)[packs]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
-    # where each sample of the new order stands in the old one, without a loop over millions of them
+    # the place of each sample of the new order in the old one, without a loop over millions of them
     places = np.arange(offsets[-1]) + np.repeat(plan.offsets[packs] - offsets[:-1], sizes)
     return EpochPlan(plan.samples[places], offsets)
 
@@ -123,7 +123,7 @@ class PackOrder:
         """EpochPlan of `epoch`; the last two asked for are kept (the loader reads ahead into the next epoch)."""
         plan = self._plans.get(epoch)
         if plan is None:
-            # a generator of its own: no epoch's order depends on which others were asked for
+            # another generator: no epoch's order depends on which others were asked for
             plan = self._plan(np.random.default_rng((self.seed, epoch, 1)))
             # a new dict: the loader's thread asks, too
             self._plans = {e: p for e, p in self._plans.items() if e >= epoch - 1} | {epoch: plan}

@@ -13,9 +13,9 @@ SHOWN = 20                  # problems in an error
 
 
 class Problem(str):
-    """A line about a sample: "NAME: what is wrong".
+    """A line about a sample: "NAME: REASON".
 
-    name: where the sample stands, which begins with its file. check: what found it, as --drop_bad
+    name: the place of the sample, which begins with its file. check: what found it, as --drop_bad
     names it. sample: its number in a table of all, if there is one already; names are not unique
     where a file is given twice.
     """
@@ -27,7 +27,7 @@ class Problem(str):
 
 
 def problem(name, check, what, file="", sample=None):
-    """Problem of the sample that stands at `name`; both texts made printable."""
+    """Problem of the sample at `name`; both texts made printable."""
     name, what = printable(name), printable(what)
     return Problem(f"{name}: {what}", name, what, check, str(file), sample)
 

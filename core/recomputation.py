@@ -1,6 +1,6 @@
-"""Activation checkpointing of decoder layers: what of a layer is kept for the backward pass, what is computed again.
+"""Activation checkpointing of decoder layers: which of a layer's tensors are kept for the backward pass.
 
-"all" keeps a layer's input and computes the whole layer again. "selective" also keeps what is expensive: the outputs of
+"all" keeps a layer's input and computes the whole layer again. "selective" also keeps the expensive ones: the outputs of
 attention and of the matrix products; norms, activations, rotary embedding, dropout, casts, and the wide outputs of
 adapters (cheap for their size) are computed again, and so is FlexAttention, which is compiled by itself and cannot be
 looked into. Gradients are the same bits either way.

@@ -57,7 +57,7 @@ def check_free(folder, flag="--output_dir", name="run"):
     """Raise UserError while another process owns a folder, after patience(). Makes no file."""
     path = Path(folder) / f"{name}.lock"
     if path not in _held:
-        with contextlib.suppress(OSError):      # no such file, or acquire will say what is wrong
+        with contextlib.suppress(OSError):      # no such file, or acquire names the error
             os.close(wait_for(lambda: try_lock(path, make=False), path, flag))
 
 

@@ -1,18 +1,17 @@
 #!/usr/bin/env bash
-# Teacher labels on one node of 8 GPUs: 8 / (TP x PP) instances of distill/create_data.py side by
-# side, one shard each.
+# Teacher labels on one node of 8 GPUs: 8 / (TP x PP) instances of distill/create_data.py, one shard
+# each.
 #
 #   bash launch/create_data_h100x8.sh INPUT [OUTPUT [TP]] [flags of distill/create_data.py]
 #
-# OUTPUT is ./data/prompt_distillation_lang.jsonl by default; it appears when every line is finished.
-# TP is 4 by default; 1 suits a 30B-A3B teacher in bf16 on 80 GB as well. DRY_RUN=1 checks, prints
-# the commands and ends. Ctrl-C, SIGTERM or a dying instance leave no process and lose nothing that
-# was finished: rerun the same command to resume, also with another TP.
+# OUTPUT (default: ./data/prompt_distillation_lang.jsonl) appears when every line is finished. TP
+# (default: 4) may be 1 for a 30B-A3B teacher in bf16 on 80 GB. DRY_RUN=1 checks and prints the
+# commands. Ctrl-C, SIGTERM or a dying instance leave no process and lose no finished line: rerun
+# the same command to resume, also with another TP.
 set -euo pipefail
 LAUNCHER=create_data_h100x8
 
 allocator=${PYTORCH_ALLOC_CONF:-}
-# shellcheck source=launch/env.sh
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
 # vLLM's all-reduce (TP > 1) cannot share such memory
 if [ -z "$allocator" ]; then unset PYTORCH_ALLOC_CONF; fi
@@ -25,9 +24,8 @@ GPUS=${GPUS:-$(count_gpus)}             # GPUs to use
 MAX_RESTARTS=${MAX_RESTARTS:-2}         # of each instance that fails
 RESTART_S=${RESTART_S:-10}              # seconds before that
 STOP_S=${STOP_S:-60}                    # seconds that instances get to end; then they are killed
-LOG_EVERY_S=${LOG_EVERY_S:-30}          # seconds between progress lines
 DRY_RUN=${DRY_RUN:-0}                   # 1: check, print the commands, end
-known=(MODEL PP MAX_MODEL_LEN ENGINE GPUS RESTART_S STOP_S LOG_EVERY_S)
+known=(MODEL PP MAX_MODEL_LEN ENGINE GPUS RESTART_S STOP_S)
 OTHERS='' known_settings                # those of the student may be set for both launchers
 
 given=()
@@ -40,9 +38,8 @@ need_number PP
 [ $((GPUS % (tp * PP))) = 0 ] ||
     die "$GPUS GPUs cannot be shared out to instances of TP $tp x PP $PP (GPUS)"
 need_file "$input" INPUT
-engine=()
-if [ "$ENGINE" = vllm ]; then engine=(vllm); fi
-use_environment python torch "${engine[@]}"
+read -ra packages <<<"torch $([ "$ENGINE" != vllm ] || echo vllm)"
+use_environment python "${packages[@]}"
 
 instances=$((GPUS / (tp * PP))) devices=()
 if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then IFS=, read -ra devices <<<"$CUDA_VISIBLE_DEVICES"; fi
@@ -66,7 +63,7 @@ fi
 logs=$output.work mark=LABELS=$HOSTNAME-$$ pids=() tries=() failed=() asked='' deadline=0
 mkdir -p "$logs"
 
-start() {           # NUMBER, in a process group of its own, which Ctrl-C does not reach
+start() {           # NUMBER, in another process group, which Ctrl-C does not reach
     set -m
     "${tied[@]}" env "$mark.$1" CUDA_VISIBLE_DEVICES="$(slice "$1")" "${command[@]}" \
         --shard "$1/$instances" </dev/null >>"$logs/instance-$1.log" 2>&1 &
@@ -85,15 +82,8 @@ done
 
 say "$instances instances of TP $tp x PP $PP on ${devices[*]:0:GPUS}; logs $logs/instance-*.log"
 for ((i = 0; i < instances; i++)); do start $i; done
-next=$LOG_EVERY_S
 while [ ${#pids[@]} -gt 0 ]; do
     sleep 0.5 & wait $! || true         # a signal ends wait
-    if ((!asked && SECONDS >= next)); then
-        next=$((SECONDS + LOG_EVERY_S))
-        for i in "${!pids[@]}"; do
-            say "instance $i: $(grep '^lines ' "$logs/instance-$i.log" | tail -n 1)"
-        done
-    fi
     for i in "${!pids[@]}"; do
         if kill -0 "${pids[i]}" 2>/dev/null && ! ((asked && SECONDS >= deadline)); then continue; fi
         # what it left would keep its GPUs; vLLM's processes empty their environment
@@ -105,8 +95,7 @@ while [ ${#pids[@]} -gt 0 ]; do
         if [ $status = 0 ] || ((asked)); then continue; fi
         say "instance $i ended with status $status: $(tail -n 1 "$logs/instance-$i.log")"
         if ((tries[i] >= MAX_RESTARTS)); then failed+=("$i"); continue; fi
-        tries[i]=$((tries[i] + 1))
-        say "instance $i starts again in $RESTART_S s (${tries[i]} of $MAX_RESTARTS)"
+        say "instance $i starts again in $RESTART_S s ($((++tries[i])) of $MAX_RESTARTS)"
         sleep "$RESTART_S"
         ((asked)) || start "$i"
     done

@@ -4,16 +4,13 @@
 #   bash launch/distill_demo.sh [flags of distill/train_sft.py]
 #   QUESTIONS=lines.txt PROMPT=system.txt FOLLOWS='^Ahoy' TOPIC= OUT=mine bash launch/...   your own
 #
-# SmolLM2-135M-Instruct behind a system prompt is the teacher; the same model, without the prompt,
-# learns by LoRA on 2 processes to answer as if it had read it. A control learns from the same
-# questions with each other's answers. Both are judged by questions about things that no training
-# question names. Exit status 0 only if the student closed half of the gap to its teacher, in
-# divergence and in following the prompt, and the control did not. Ctrl-C and SIGTERM save; the same
-# command resumes.
+# SmolLM2-135M-Instruct with a system prompt is the teacher; the same model learns by LoRA on 2
+# processes to answer like it without the prompt. A control learns from the same questions with each
+# other's answers. Both are judged on questions about things that no training question names. Exit
+# status 0 only if the student closed half of the gap to its teacher, in divergence and in following
+# the prompt, and the control did not. Ctrl-C and SIGTERM save; rerun the same command to resume.
 set -euo pipefail
-# shellcheck disable=SC2034     # env.sh's messages begin with it
 LAUNCHER=distill_demo
-# shellcheck source=launch/env.sh
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
 
 setting OUT distill_out                 # everything is written below this folder
@@ -35,16 +32,16 @@ known_settings
 
 need_number GROUP_SIZE BATCH STEPS ANSWER_TOKENS RANKS
 for name in HELD_OUT MIN_CLOSED; do
-    [[ ${!name} =~ ^(0|1|0?\.[0-9]+|1\.0+|0\.0*)$ ]] || die "$name=${!name}: a share from 0 to 1"
+    [[ ${!name} =~ ^([01]|0?\.[0-9]+|[01]\.0*)$ ]] || die "$name=${!name}: a share from 0 to 1"
 done
 [[ $KEEP = [01] ]] || die "KEEP=$KEEP: 0 or 1"
-for name in QUESTIONS PROMPT; do need_file "${!name}" $name; done
+need_file "$QUESTIONS" QUESTIONS
+need_file "$PROMPT" PROMPT
 OUT=$(realpath -m "$OUT")
 for name in QUESTIONS PROMPT STUDENT; do        # setup.sh changes the folder
     if [ -e "${!name}" ]; then printf -v $name %s "$(realpath "${!name}")"; fi
 done
 
-# shellcheck source=launch/setup.sh
 source "$REPO/launch/setup.sh"
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 RANKS=${RANKS:-$((gpus == 0 ? 2 : gpus))}
@@ -54,9 +51,7 @@ if [ "$gpus" != 0 ]; then precision=(--bf16); fi      # many CPUs are slower wit
 export PYTHONPATH=$OUT/packages${PYTHONPATH:+:$PYTHONPATH} HF_HUB_DISABLE_PROGRESS_BARS=1
 mkdir -p "$OUT/steps"
 
-# shellcheck disable=SC2317,SC2329     # supervise calls these
 ask() { kill -TERM -- "-$1"; }
-# shellcheck disable=SC2317,SC2329
 end() { kill -INT -- "-$1"; }       # node.sh, asked before, ends the trainers
 step() {        # NAME PRODUCT COMMAND...: run it unless this very command has made PRODUCT
     local name=$1 product=$2 status=0
@@ -88,7 +83,7 @@ label() {       # NAME QUESTIONS MAX_TOKENS [flags]
         --batch_size 66 --chunk_size 1024 --temperature 0 --max_retries 0 --max_tokens "${@:3}"
 }
 label answers "$QUESTIONS" "$ANSWER_TOKENS" --prompt_file "$PROMPT" --prompt_role system
-# each question with the answer to another one: its form can be learned, not what belongs to it
+# each question with the answer to another one, of which only the form can be learned
 swap='import json, sys
 rows = [json.loads(line) for line in open(sys.argv[1], encoding="utf-8")]
 for row, other in zip(rows, rows[len(rows) // 2:] + rows):
@@ -98,7 +93,7 @@ for row, other in zip(rows, rows[len(rows) // 2:] + rows):
 step swapped "$OUT/swapped.jsonl" bash -c 'python -c "$0" "$1" >"$2"' "$swap" \
     "$OUT/answers.jsonl" "$OUT/swapped.jsonl"
 kept=() unrelated=()
-if [ "$KEEP" = 1 ]; then        # the base itself answers, behind no prompt
+if [ "$KEEP" = 1 ]; then        # the base itself answers, without a prompt
     for name in keep unrelated; do
         label $name distill/demo/$name.txt 200 --prompt_file distill/prompts/none.txt
     done
@@ -128,7 +123,6 @@ echo "== result"
 python core/report.py "$OUT/training"
 cat "$judged/evaluation.txt"
 cut=$(grep -c 'cut off at --max_tokens' "$OUT/answers.rejected.jsonl" || true)
-[ "$cut" = 0 ] ||
-    echo "notice     $cut of $(wc -l <"$QUESTIONS") questions are not trained: their answers had" \
-        "no end after ANSWER_TOKENS=$ANSWER_TOKENS tokens; more tokens with another OUT keep them"
+[ "$cut" = 0 ] || echo "notice     $cut of $(wc -l <"$QUESTIONS") questions are not trained:" \
+    "their answers had no end after ANSWER_TOKENS=$ANSWER_TOKENS tokens; set more, and another OUT"
 echo "done       $(sed -n 's/^verdict *//p' "$judged/evaluation.txt"); $OUT/training/report.html"

@@ -1,14 +1,10 @@
 #!/usr/bin/env bash
-# Settings and checks shared by the launchers; sourced, not run. Settings of the shell win:
-# NCCL_DEBUG=INFO sbatch ...
+# Settings and checks of all launchers, which source it. Settings of the shell win.
 
 REPO=$(cd -P "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 
 for word; do        # --help prints the comment at the top of the launcher
-    case $word in -h | --help)
-        sed -n '2,${/^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p}' "$0"
-        exit ;;
-    esac
+    case $word in -h | --help) sed -n '2,${/^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p}' "$0"; exit ;; esac
 done
 
 say() { echo "${LAUNCHER:-launch}: $*" >&2; }
@@ -26,13 +22,9 @@ shown() { printf '%q ' "$@" | sed -E 's,://[^/?# ]*@,://,g'; }
 
 # The GPUs torch will see: those the driver lists, or fewer when CUDA_VISIBLE_DEVICES says so.
 count_gpus() {
-    local listed visible=()
-    listed=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
-    IFS=, read -ra visible <<<"${CUDA_VISIBLE_DEVICES-}"
-    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ] && [ ${#visible[@]} -lt "$listed" ]; then
-        listed=${#visible[@]}
-    fi
-    echo "$listed"
+    { nvidia-smi -L 2>/dev/null || true; } | awk -v ids="${CUDA_VISIBLE_DEVICES-all}" '
+        /^GPU / { n++ }
+        END { if (ids != "all" && split(ids, id, ",") < n) n = split(ids, id, ","); print n + 0 }'
 }
 
 # The CPUs we may use: Slurm's share, else what affinity allows (nproc obeys OMP_NUM_THREADS).
@@ -60,11 +52,9 @@ flag_value() {
         --config=*) file=${!i#*=} ;;
         esac
     done
-    if [ -z "$given" ] && grep -qs "^${flag#--}:" "$file"; then
-        value=$(sed -n "s/^${flag#--}:[[:space:]]*//p" "$file" |
-            sed "s/[[:space:]]*#.*//; s/^[\"']\(.*\)[\"']\$/\1/")
-    fi
-    echo "$value"
+    [ -n "$given" ] || value=$(sed -n "s/[[:space:]]*#.*//; s/^${flag#--}:[[:space:]]*//p" "$file" \
+        2>/dev/null | sed "s/^[\"']\(.*\)[\"']\$/\1/") || true
+    echo "${value:-$2}"
 }
 
 # The launcher's arguments; the names of its settings; what goes to its trainer; defaults of a
@@ -73,8 +63,8 @@ arguments=("$@") known=() flags=()
 declare -A defaults
 
 # setting NAME DEFAULT [FLAG [FOLDER_FLAG]]: a variable that people may set. Its value goes to the
-# trainer after FLAG (FOLDER_FLAG for a folder) unless it is empty; FLAG "-": the launcher passes it.
-# Arguments and --config override the default.
+# trainer after FLAG (FOLDER_FLAG for a folder) unless it is empty; the launcher passes that of FLAG
+# "-". Arguments and --config override the default.
 setting() {
     local set=${!1+yes} flag
     known+=("$1")
@@ -101,21 +91,18 @@ OTHERS="BATCH BATCH_SIZE BLOCK_SIZE CODEC DATA DATA_PATH EPOCHS EVAL_STEPS GLOBA
 
 # Refuse a variable that would do nothing: one of OTHERS, or a misspelt one of `known`.
 known_settings() {
-    local name near
-    for name in $OTHERS; do
-        if [ -z "${!name+set}" ] || [[ " ${known[*]} " = *" $name "* ]]; then continue; fi
-        die "$name=${!name}: not a setting of this launcher; it has ${known[*]}"
-    done
-    near=$(compgen -e | python3 -ISc 'import difflib, sys
-for name in set(sys.stdin.read().split()) - {*sys.argv, "RANK", "TOKEN"}:  # of other programs
-    for near in difflib.get_close_matches(name, sys.argv[1:], 1, 0.85): print(name, near)' \
-        "${known[@]}" VENV CONDA_ENV NPROC_PER_NODE MASTER_PORT PORT_BASE MAX_RESTARTS \
-        MAX_REQUEUES LOG_DIR DRY_RUN SRUN_ARGS MIN_GPUS 2>/dev/null) || near=''
-    [ -z "$near" ] || die "${near%% *} is set, which is not a setting; the nearest is ${near##* }"
+    local wrong
+    wrong=$(compgen -e | python3 -ISc 'import difflib, sys
+known, others = sys.argv[1].split(), sys.argv[2].split()
+for name in sorted({*sys.stdin.read().split()} - {*known, "RANK", "TOKEN"}):    # of other programs
+    if name in others or difflib.get_close_matches(name, known, 1, 0.85): print(name)' \
+        "${known[*]} VENV CONDA_ENV NPROC_PER_NODE MASTER_PORT PORT_BASE MAX_RESTARTS MAX_REQUEUES \
+        LOG_DIR DRY_RUN SRUN_ARGS MIN_GPUS" "$OTHERS" 2>/dev/null) || wrong=''
+    [ -z "$wrong" ] || die "${wrong%%$'\n'*} is not a setting of this launcher; it has ${known[*]}"
 }
 
-# translate ARGUMENT...: key=value overrides of other people's scripts -> flags, by the array
-# `overrides`, KEY to FLAG, of the launcher. The result is `arguments`.
+# translate ARGUMENT...: key=value overrides of other scripts -> flags, in `arguments`, by the
+# launcher's array `overrides` of KEY to FLAG.
 translate() {
     local argument key flag value
     arguments=()
@@ -123,32 +110,26 @@ translate() {
         key=${argument%%=*} key=${key##*+} value=${argument#*=} flag=''
         if [[ $argument == *=* && $key == [a-z]* ]]; then
             flag=${overrides[$key]:-}
-            [[ -n $flag || $key != *.* ]] || die "$argument: not one of the overrides that are" \
-                "known here; give the flag ($TRAINER --help all)"
+            [[ -n $flag || $key != *.* ]] ||
+                die "$argument: not a known override; give the flag ($TRAINER --help all)"
         fi
         case $flag=$value in
         =*) arguments+=("$argument"); continue ;;
         --bf16=bf*) value=true ;;
         --bf16=16* | --bf16=fp16)
-            say "$argument: float16 would need its losses scaled; using bfloat16"
-            value=true ;;
+            value=true; say "$argument: float16 would need its losses scaled; using bfloat16" ;;
         --bf16=fp32 | --bf16=float32 | --bf16=32*) value=false ;;
         --attn_backend=flash_attn)
-            say "$argument: flash attention has no block masks; using flex"
-            value=flex ;;
+            value=flex; say "$argument: flash attention has no block masks; using flex" ;;
         esac
         arguments+=("$flag" "$value")
     done
 }
 
-# read_switches FLAG...: SWITCHES, REPORT_TO and LORA as flags, in `switches`; the FLAGs where all
-# weights are trained and the trainer does not choose.
+# read_switches FLAG...: SWITCHES, REPORT_TO and LORA as flags, in `switches`; the FLAGs if LORA=0
+# and there is no --auto.
 read_switches() {
-    local reports
-    # shellcheck disable=SC2153     # setting() made it
-    read -ra switches <<<"$SWITCHES"
-    read -ra reports <<<"${REPORT_TO:-}"
-    if [ -n "${REPORT_TO:-}" ]; then switches+=(--report_to "${reports[@]}"); fi
+    read -ra switches <<<"$SWITCHES ${REPORT_TO:+--report_to $REPORT_TO}"
     case $LORA in
     1) switches+=(--use_lora) ;;
     0) has_flag --auto "${switches[@]}" || switches+=("$@") ;;
@@ -159,31 +140,23 @@ read_switches() {
 
 # -- the Python environment ------------------------------------------------------------------------
 
-# on_path PROGRAM PACKAGE...: whether PATH has this program, and its python these packages.
-on_path() {
-    command -v "$1" >/dev/null && python -c 'import importlib.util as u, sys
-sys.exit(not all(map(u.find_spec, sys.argv[1:])))' "${@:2}" 2>/dev/null
-}
-
-has_conda_env() { command -v conda >/dev/null && conda env list | grep "^$1 " >/dev/null; }
-
 # use_environment PROGRAM PACKAGE...: activate VENV, or CONDA_ENV; with neither the environment of
 # this shell if it has all that is named, else the .venv of launch/setup.sh. VENV=none: as it is.
 use_environment() {
     local folder=${VENV:-}
     if [ -z "$folder" ] && [ -n "${CONDA_ENV:-}" ]; then
-        has_conda_env "$CONDA_ENV" || die "CONDA_ENV=$CONDA_ENV: no such conda environment"
         set +u          # conda's scripts read variables that may be unset
-        eval "$(conda shell.bash hook)"
-        conda activate "$CONDA_ENV"
+        { eval "$(conda shell.bash hook)" && conda activate "$CONDA_ENV"; } 2>/dev/null ||
+            die "CONDA_ENV=$CONDA_ENV: no such conda environment"
         set -u
-    elif [ -z "$folder" ] && ! on_path "$@" && [ -x "$REPO/.venv/bin/$1" ]; then
+    elif [ -z "$folder" ] && [ -x "$REPO/.venv/bin/$1" ] && ! { command -v "$1" && python -c '
+import importlib.util as u, sys
+sys.exit(not all(map(u.find_spec, sys.argv[1:])))' "${@:2}"; } >/dev/null 2>&1; then
         folder=$REPO/.venv
         say "environment: $folder"
     fi
     if [ -n "$folder" ] && [ "$folder" != none ]; then
         need_file "$folder/bin/activate" VENV
-        # shellcheck disable=SC1091
         source "$folder/bin/activate"
     fi
     command -v "$1" >/dev/null ||
@@ -192,11 +165,10 @@ use_environment() {
 
 # -- settings for torch ----------------------------------------------------------------------------
 
-# Growing segments fit batches of changing length without fragments. CUDA 12's older name of the
-# variable wins if it is set. Not set here: TORCH_NCCL_ASYNC_ERROR_HANDLING (its default ends a rank
-# whose collective failed; the 1 of older advice can block the dump below) and
-# CUDA_DEVICE_MAX_CONNECTIONS (1 is for tensor parallelism; DDP and FSDP lose overlap).
-if [ -z "${PYTORCH_CUDA_ALLOC_CONF:-}" ]; then
+# Not set here: TORCH_NCCL_ASYNC_ERROR_HANDLING (by default a rank whose collective failed ends; the
+# 1 of older advice can block the dump below) and CUDA_DEVICE_MAX_CONNECTIONS (1 is for tensor
+# parallelism; DDP and FSDP lose overlap).
+if [ -z "${PYTORCH_CUDA_ALLOC_CONF:-}" ]; then      # older name of the next; batches vary in length
     export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 fi
 export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}       # a rank's last collectives,
@@ -204,13 +176,11 @@ export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}      # writte
 if [ "${MAX_RESTARTS:-0}" != 0 ]; then      # the agent's store would have addresses of dead ranks
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 fi
-# shellcheck disable=SC2034     # torchrun on one machine: a free port, no host name needed
 one_machine=(--rdzv-backend=c10d --rdzv-endpoint="127.0.0.1:${MASTER_PORT:-0}"
     --local-addr=127.0.0.1)
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}        # nodes that end warn for a page
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}                           # INFO shows rings and networks
-export NCCL_IB_TIMEOUT=${NCCL_IB_TIMEOUT:-22}       # InfiniBand: 17 s, a switch may reroute,
-export NCCL_IB_RETRY_CNT=${NCCL_IB_RETRY_CNT:-7}    # as often as it can
+export NCCL_IB_TIMEOUT=${NCCL_IB_TIMEOUT:-22} NCCL_IB_RETRY_CNT=${NCCL_IB_RETRY_CNT:-7}
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}  # threads do not survive a fork
 export PYTHONUNBUFFERED=1                           # a killed process's last words are in the log
 
@@ -219,13 +189,12 @@ export PYTHONUNBUFFERED=1                           # a killed process's last wo
 REPEAT_S=${REPEAT_S:-5}  # seconds until a request to stop is repeated: a starting trainer misses it
 
 # In front of a command: the kernel sends it SIGTERM when this shell is killed.
-# shellcheck disable=SC2034
 tied=(python3 -ISc 'import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 15)      # PR_SET_PDEATHSIG, SIGTERM
 os.execvp(sys.argv[1], sys.argv[1:])')
 
-# kill_marked NAME=VALUE: kill every process with this in its environment, in whatever session; again,
-# for one that was just being started.
+# kill_marked NAME=VALUE: kill every process with this in its environment, three times, as one may
+# just be starting.
 kill_marked() {
     local pids
     for _ in 1 2 3; do      # grep fails for processes that ended meanwhile
@@ -240,9 +209,7 @@ kill_marked() {
 # first signal.
 supervise() {
     local ask=$1 end=$2 pid='' early='' reminder='' status signalled
-    shift 2
     asked=''
-    # shellcheck disable=SC2317,SC2329     # the traps call it
     stop() {                # without `return`: in a trap that interrupts wait, bash would leave
         signalled=1
         if [ -z "$pid" ]; then
@@ -250,7 +217,7 @@ supervise() {
         elif [ -z "$asked" ]; then
             asked=$1
             say "$1: asking what runs to save and stop"
-            set -m          # a process group, so that its sleep ends with it; bounded, as we may die
+            set -m      # a process group, so that its sleep ends with it; bounded, as we may die
             (trap '' USR1 TERM HUP INT
              for _ in {1..200}; do "$ask" "$pid" || true; sleep "$REPEAT_S"; done) 2>/dev/null &
             reminder=$!
@@ -258,12 +225,10 @@ supervise() {
             set +m
         fi
     }
-    trap 'stop USR1' USR1
-    trap 'stop TERM' TERM
-    trap 'stop HUP' HUP
+    trap 'stop USR1' USR1; trap 'stop TERM' TERM; trap 'stop HUP' HUP
     trap 'if [ -n "$asked" ]; then "$end" "$pid"; fi; stop INT' INT
-    set -m                  # in a process group of its own: Ctrl-C comes to this shell alone
-    (trap '' USR1; exec "$@") &     # ignored until the child listens: an early one is not its death
+    set -m                  # in another process group: Ctrl-C comes to this shell alone
+    (trap '' USR1; exec "${@:3}") &     # ignored until the child listens, or an early one kills it
     pid=$!
     set +m
     if [ -n "$early" ]; then stop "$early"; fi

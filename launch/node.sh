@@ -5,7 +5,6 @@ trap '' USR1                # first of all: nothing here may die of a request to
 set -euo pipefail
 LAUNCHER=${SLURMD_NODENAME:-$HOSTNAME}
 NEED_GPUS=${NEED_GPUS:-0}   # GPUs this node must have
-# shellcheck source=launch/env.sh
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
 
 log=$1 copy=''
@@ -19,7 +18,6 @@ fi
 
 # Trainers are torchrun's children. It gets no signal itself: it would kill them 30 s later, saved
 # or not. That is what it does when this shell is killed: `tied` sends it SIGTERM.
-# shellcheck disable=SC2317,SC2329     # supervise calls it
 ask_trainers() {
     local trainers
     trainers=$(grep -ls "^PPid:[[:space:]]*$1\$" /proc/[0-9]*/status | cut -d/ -f3) || true
@@ -27,7 +25,7 @@ ask_trainers() {
     kill -USR1 $trainers
 }
 
-mark=LAUNCH_ID=$HOSTNAME-$$     # torchrun puts trainers into sessions of their own
+mark=LAUNCH_ID=$HOSTNAME-$$     # torchrun puts trainers into other sessions
 end_marked() { kill_marked "$mark"; }
 status=0
 supervise ask_trainers end_marked "${tied[@]}" env "$mark" "$@" || status=$?

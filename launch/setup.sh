@@ -29,10 +29,8 @@ if [ "$VENV" = none ]; then PYTHON=python; fi
 cd "$setup_root"
 
 setup_error() { echo "setup: error: $*" >&2; exit 1; }
-
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
     setup_error "$PYTHON is missing or older than 3.11; set PYTHON=python3.11"
-
 case $VERSIONS in
 locked | newest) TORCH_VERSION=${TORCH_VERSION:-2.13.0} ;;
 oldest) TORCH_VERSION=${TORCH_VERSION:-2.11.0} ;;
@@ -58,20 +56,14 @@ print("torch==" + sys.argv[1], *sorted(x for x in found if "[" not in x), sep="\
 
 if [ "$VENV" != none ]; then
     if [ ! -x "$VENV/bin/pip" ]; then
-        "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || setup_error "$PYTHON cannot make a" \
-            "venv: sudo apt-get install python3-venv, or set PYTHON to another one"
-        "$PYTHON" -m venv "$VENV"
+        "$PYTHON" -m venv "$VENV" || setup_error "$PYTHON makes no venv: install python3-venv"
     fi
-    # shellcheck disable=SC1091
     source "$VENV/bin/activate"
-    installed=$(cat requirements.txt pyproject.toml requirements.lock | cksum)
-    installed="torch $TORCH_VERSION, $VERSIONS, $installed"
+    installed="torch $TORCH_VERSION, $VERSIONS, $(cat requirements.* pyproject.toml | cksum)"
     if [ "$(cat "$VENV/installed" 2>/dev/null)" != "$installed" ]; then
         rm -f "$VENV/installed"
-        echo "setup: installing torch $TORCH_VERSION and requirements.txt ($VERSIONS) into $VENV" \
-            "(minutes the first time)"
+        echo "setup: installing torch $TORCH_VERSION and requirements.txt ($VERSIONS) into $VENV"
         if [ "$TORCH_CPU" = 1 ]; then
-            echo "setup: torch without CUDA, so about 0.4 GB to download and 1.6 GB on disk"
             torch=torch==$TORCH_VERSION+cpu
             get "$torch" 2>/dev/null ||
                 get --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$torch" ||
@@ -79,8 +71,8 @@ if [ "$VENV" != none ]; then
                     "TORCH_CPU=0 takes one with CUDA"
         else
             pip show --quiet torch 2>/dev/null ||
-                echo "setup: PyPI's torch for Linux has CUDA with it: about 3 GB to download," \
-                    "6.5 GB on disk. TORCH_CPU=1 takes one without: 0.4 GB, 1.6 GB on disk"
+                echo "setup: torch with CUDA: 3 GB to download, 6.5 GB on disk. TORCH_CPU=1 takes" \
+                    "one without: 0.4 GB, 1.6 GB on disk"
             get torch=="$TORCH_VERSION"
         fi
         install_packages
@@ -88,29 +80,18 @@ if [ "$VENV" != none ]; then
     fi
 fi
 
-# torchaudio links CUDA libraries. Beside a CPU-only torch its import fails, and every transformers
+# torchaudio links CUDA libraries. With a CPU-only torch its import fails, and every transformers
 # import with it; its Python part, all that the codec uses, works once the extension is gone.
 if ! python -c 'import torchaudio' 2>/dev/null; then
-    folder=$(python -c 'import importlib.util as u
-spec = u.find_spec("torchaudio")
-print(spec.submodule_search_locations[0] if spec else "")')
-    if [ -z "$folder" ]; then
+    folder=$(python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/torchaudio
+    if [ ! -e "$folder" ]; then
         echo "setup: torchaudio is not installed: training works from a filled --code_cache only"
     elif [ "$VENV" = none ]; then
-        setup_error "torchaudio does not fit this torch; mend it with: rm $folder/lib/*.so"
+        setup_error "torchaudio does not fit this torch; rm $folder/lib/*.so repairs it"
     else
         rm -f "$folder"/lib/*.so
         python -c 'import torchaudio' ||
-            setup_error "torchaudio cannot be imported beside torch $TORCH_VERSION"
-        echo "setup: removed torchaudio's CUDA extension, which a CPU-only torch cannot load;" \
-            "the codec does not use it"
+            setup_error "torchaudio cannot be imported with torch $TORCH_VERSION"
+        echo "setup: removed torchaudio's CUDA extension, which this torch cannot load"
     fi
-fi
-
-# Triton builds a launcher for each kernel, where there is a GPU
-include=$(python -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
-compiler=$(command -v "${CC:-gcc}" || true)
-if [ "$TORCH_CPU" != 1 ] && { [ -z "$compiler" ] || [ ! -e "$include/Python.h" ]; }; then
-    echo "setup: there is no ${CC:-gcc} or no $include/Python.h, so kernels of torch.compile" \
-        "cannot be built for a GPU: sudo apt-get install gcc python3-dev"
 fi

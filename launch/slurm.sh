@@ -11,15 +11,13 @@
 set -euo pipefail
 LAUNCHER=${LAUNCHER:-slurm}                     # what messages begin with
 
-# shellcheck source=launch/env.sh
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
 
 TRAINER=${TRAINER:-}                            # the script that torchrun starts
 AFTER=${AFTER:-}                                # lines of bash that run once, here, after training
 MIN_GPUS=${MIN_GPUS:-1}                         # GPUs this node must have; 0: train on CPUs as well
 NPROC_PER_NODE=${NPROC_PER_NODE:-}              # trainers a node; default: one a GPU
-PORT_BASE=${PORT_BASE:-}                        # plus job id % 1000: the first node's port; default
-                                                # 29500 on several nodes
+PORT_BASE=${PORT_BASE:-}                        # (29500) + job id % 1000: the first node's port
 MASTER_PORT=${MASTER_PORT:-}                    # that port itself
 MAX_RESTARTS=${MAX_RESTARTS:-0}                 # torchrun's own; 0: Slurm restarts, on other nodes
 MAX_REQUEUES=${MAX_REQUEUES:-100}               # how often a job may requeue itself
@@ -28,7 +26,7 @@ SRUN_ARGS=${SRUN_ARGS:-}                        # further arguments of srun
 SRUN_WAIT=${SRUN_WAIT:-60}                      # seconds after a node's end until others are killed
 LOG_DIR=${LOG_DIR:-}                            # nodes' logs; in a job default OUTPUT_DIR/node_logs
 DRY_RUN=${DRY_RUN:-0}                           # 1: check, print the commands, end
-export -n LAUNCHER TRAINER AFTER                # launchers that AFTER calls have their own
+export -n LAUNCHER TRAINER AFTER                # launchers that AFTER calls set them
 
 OUTPUT_DIR=$(flag_value --output_dir ./output "$@")
 MARKER=$OUTPUT_DIR/requeue                      # left by trainers that were asked to stop and saved
@@ -44,13 +42,11 @@ need_file "$TRAINER" TRAINER
 gpus=$(count_gpus)
 [ "$gpus" -ge "$MIN_GPUS" ] || [ "$DRY_RUN" = 1 ] ||
     die "$HOSTNAME has $gpus GPUs, $MIN_GPUS are needed (MIN_GPUS=0 trains on CPUs)"
-if [ -z "$NPROC_PER_NODE" ]; then
-    [ "$gpus" -ge "${SLURM_GPUS_ON_NODE:-0}" ] || die "Slurm gave $SLURM_GPUS_ON_NODE GPUs on" \
-        "$HOSTNAME, the driver shows $gpus; NPROC_PER_NODE=1 trains without"
-    NPROC_PER_NODE=$((gpus > 0 ? gpus : 1))
-elif [ "$gpus" -gt 0 ] && [ "$NPROC_PER_NODE" -gt "$gpus" ]; then
+[ -n "$NPROC_PER_NODE" ] || [ "$gpus" -ge "${SLURM_GPUS_ON_NODE:-0}" ] || die "Slurm gave" \
+    "$SLURM_GPUS_ON_NODE GPUs on $HOSTNAME, the driver shows $gpus; NPROC_PER_NODE=1 trains without"
+NPROC_PER_NODE=${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}
+[ "$gpus" = 0 ] || [ "$NPROC_PER_NODE" -le "$gpus" ] ||
     die "NPROC_PER_NODE=$NPROC_PER_NODE, but $HOSTNAME has $gpus GPUs"
-fi
 if [ "$gpus" = 0 ]; then
     say "no GPU on $HOSTNAME: trainers run on CPUs, $NPROC_PER_NODE a node (NPROC_PER_NODE)"
 else
@@ -108,18 +104,15 @@ rm -f "$MARKER"
 if [ -z "$job$AFTER" ]; then exec "${command[@]}"; fi       # node.sh does the rest
 if [ -n "$job" ]; then
     if [ "$restart" = 0 ]; then rm -f "$PROGRESS"; fi       # another cluster's job of this number
-    # and the rank, when one hangs
-    export TORCH_FR_DUMP_TEMP_FILE=${TORCH_FR_DUMP_TEMP_FILE:-$LOG_DIR/$job-flight-}
+    export TORCH_FR_DUMP_TEMP_FILE=${TORCH_FR_DUMP_TEMP_FILE:-$LOG_DIR/$job-flight-}    # of a hang
     say "job $job, start $((restart + 1)), on $SLURM_JOB_NODELIST: $nodes x $NPROC_PER_NODE" \
-        "trainers, $OMP_NUM_THREADS threads each; ${port:+port $port; }node" \
-        "logs $LOG_DIR/$job-*.log"
+        "trainers; ${port:+port $port; }node logs $LOG_DIR/$job-*.log"
 else
     command=("${tied[@]}" "${command[@]}")      # Slurm ends the step of a killed launcher
 fi
 
-# srun passes USR1 on to every task, and ends the step on TERM. Without it: node.sh asks its
-# trainers, once it catches TERM, bit 14 (USR1 it was started without), and ends them on INT.
-# shellcheck disable=SC2317,SC2329     # supervise calls these
+# srun passes USR1 on to every task, and ends the step on TERM. node.sh asks its trainers on TERM,
+# once it catches it (bit 14), and ends them on INT.
 ask() {
     if [ -n "$job" ]; then
         kill -USR1 "$1"
@@ -127,30 +120,27 @@ ask() {
         kill -TERM "$1"
     fi
 }
-# shellcheck disable=SC2317,SC2329
 end() { if [ -n "$job" ]; then kill -TERM "$1"; else kill -INT "$1"; fi; }
 status=0
 supervise ask end "${command[@]}" || status=$?
 
 # -- what comes next -------------------------------------------------------------------------------
 
-# A lost node never told Slurm that its part has ended, so the step is still listed after srun; or
-# it starts nothing any more. The exit status does not tell: trainers that lose a peer fail as after
-# any error. When Slurm misses the node before --wait is over, it requeues the job by itself.
+# A lost node leaves its step listed after srun, or starts nothing any more. The exit status does
+# not show it: trainers that lose a peer fail as after any error.
 node_lost() {
     for _ in {1..10}; do
         if ! squeue --noheader --steps --jobs="$job" --format=%i | grep -qE '\.[0-9]+$'; then
-            if timeout 60 "${on_nodes[@]}" true; then return 1; fi
-            return 0
+            if timeout 60 "${on_nodes[@]}" true; then return 1; else return 0; fi
         fi
         sleep 1
     done
 }
 
-# Both signs may also come of an error that repeats: processes that end slowly, a probe that waits.
-# So the job goes on only if there is a newer checkpoint than at its last such requeue.
+# Both may also come of an error that repeats. So the job goes on only with a newer checkpoint than
+# at its last such requeue.
 progressed() {
-    local noted newest
+    local newest noted
     noted=$(cat "$PROGRESS" 2>/dev/null) || noted=-1        # the first such requeue
     newest=$(find "$OUTPUT_DIR" -maxdepth 1 | sed -n 's|.*/checkpoint-\([0-9]*\)$|\1|p' | sort -n |
         tail -n 1)
@@ -162,8 +152,7 @@ requeue() {         # REASON; does not return
     local state
     [ -n "$job" ] || exit $status
     state=$(scontrol show job "$job" | sed -n 's/^ *JobState=\([A-Z_]*\).*/\1/p')
-    # scancel, or Slurm requeues it
-    [ "$state" = RUNNING ] || { say "$1; the job is $state"; exit $status; }
+    [ "$state" = RUNNING ] || { say "$1; the job is $state"; exit $status; }    # scancel, requeue
     [ "$restart" -lt "$MAX_REQUEUES" ] ||
         die "$1; not requeued, this was start $((restart + 1)) (MAX_REQUEUES)"
     [ "$1" != "$lost" ] || progressed ||
@@ -183,7 +172,6 @@ fi
 [ -z "$asked" ] || requeue "asked to stop by SIG$asked when training was over"
 
 trap - TERM HUP INT     # USR1 stays ignored until AFTER is supervised
-# shellcheck disable=SC2317,SC2329     # supervise calls it
 end_after() { kill -TERM -- "-$1"; }
 # shellcheck disable=SC2016     # the inner shells expand them
 supervise end_after end_after bash -o pipefail -c 'bash -euo pipefail -c "$1" 2>&1 | tee -a "$0"' \

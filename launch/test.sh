@@ -10,10 +10,9 @@ set -euo pipefail
 TEST_PROCESSES=${TEST_PROCESSES:-4}
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
-# shellcheck source=launch/setup.sh
 source "$here/setup.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
 unset PYTHONDONTWRITEBYTECODE       # hundreds of processes would compile the same modules
-# the launchers under test find their own; this environment is active
+# the launchers under test find an environment; this one is active
 export -n VENV VERSIONS TORCH_VERSION
 exec python -m pytest -q -rs --durations=10 -n "$TEST_PROCESSES" --dist loadfile "$@"

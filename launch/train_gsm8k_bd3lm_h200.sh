@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Train BD3-LM block diffusion on GSM8K on one H200, then answer the test problems; or on chats
-# (SYSTEM=chat), then bound the likelihood of the test chats. Arguments go to
-# diffusion/train_bd3lm.py; overrides as BD3-LM's own scripts take them (loader.num_workers=16)
-# become its flags.
+# (SYSTEM=chat), then bound the likelihood of the test chats. Arguments go to train_bd3lm.py; so do
+# overrides of BD3-LM's scripts (loader.num_workers=16), as its flags.
 #
 #   sbatch launch/train_gsm8k_bd3lm_h200.sh             one GPU, data and tokenizer from the hub
 #   TRAIN_DATA=train.jsonl TEST_DATA=test.jsonl TOKENIZER=tokenizer.json bash launch/...    offline
@@ -10,8 +9,8 @@
 #   INIT_FROM=kuleshov-group/bd3lm-owt-block_size16 sbatch launch/...   published weights: better
 #   bash launch/train_gsm8k_bd3lm_h200.sh --demo        small, on problems it makes itself; no GPU
 #
-# DRY_RUN=1, signals, requeueing: launch/slurm.sh, which this one calls. A job whose time is over
-# while it answers problems is requeued too, and answers them again.
+# DRY_RUN=1, signals, requeueing: launch/slurm.sh, which this one calls. A job whose time ends while
+# it answers problems is requeued, too.
 #
 #SBATCH --job-name=train_gsm8k_bd3lm --output=%x-%j.out --open-mode=append
 #SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=18
@@ -22,8 +21,7 @@ export LAUNCHER=${LAUNCHER:-train_gsm8k_bd3lm_h200}
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")  # sbatch runs a copy; Slurm knows the original
 [ -e "$here/env.sh" ] || here=$(cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(scontrol show job \
     "${SLURM_JOB_ID:-0}" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1|p")" 2>/dev/null) ||
-    { echo "$LAUNCHER: error: no env.sh beside it: sbatch FILE, not sbatch < FILE" >&2; exit 1; }
-# shellcheck source=launch/env.sh
+    { echo "$LAUNCHER: error: env.sh not found: sbatch FILE, not sbatch < FILE" >&2; exit 1; }
 source "$here/env.sh"
 
 export TRAINER=${TRAINER:-$REPO/diffusion/train_bd3lm.py}
@@ -53,19 +51,17 @@ setting GRAD_ACCUM ''               # micro-steps a step
 setting LR '' --learning_rate       # default: the preset's, by the root of the step
 setting WARMUP_STEPS '' --warmup_steps          # default: the preset's, as that of the next
 setting MAX_STEPS '' --max_steps    # optimizer steps
-hub=$([ "$SYSTEM" = chat ] || echo openai/gsm8k)
+hub=$([ "$SYSTEM" != gsm8k ] || echo openai/gsm8k)
 setting TRAIN_DATA "$hub"           # JSONL, JSON, dataset folder or hub name
 setting TEST_DATA "$hub"            # the same, answered after training; empty: not
 setting TOKENIZER ''                # GPT-2's files, a tokenizer.json, or a hub name (gpt2)
 setting OUTPUT_DIR ''               # default outputs/SYSTEM_h200, or _demo
 setting SIZE small                  # model: nano, tiny, small, medium
-# shellcheck disable=SC2153         # setting() made it
 setting BLOCK_SIZE "$([ "$PRESET" = sdar ] && echo 4 || echo 16)"               # tokens of a block
 setting GPUS 1                      # trainers, which share the problems of a step
 setting WORKERS $((cpus > 16 ? 16 : cpus > 1 ? cpus - 1 : 1))       # loader processes a trainer
 setting SWITCHES '--bf16 --tf32 --compile --pack --drop_too_long --auto'        # SWITCHES= for none
 setting SAMPLE_FLAGS '--bf16 --drop_too_long'                       # flags of the sampler
-known+=(HDP_LAYOUT)
 known_settings
 
 demo='' plan='' after='' batch=$GLOBAL_BATCH_SIZE$BATCH_SIZE$GRAD_ACCUM
@@ -79,17 +75,14 @@ preset=${presets[${PRESET:-none}]:-}
 need_number GLOBAL_BATCH_SIZE BATCH_SIZE GRAD_ACCUM GPUS
 
 if [ -n "$demo" ]; then     # small: two CPU cores show falling bounds and an accuracy in minutes
-    [ -z "$batch" ] || die "the demo has a batch of its own"
-    # with HDP one seed of eight had 80.5 % right after 3,200 steps
+    [ -z "$batch" ] || die "the demo sets its batch itself"
+    # sdpa: for under 128 noisy copies a row torch may compile flex without a backward pass
     settings=(--model_size nano --dropout 0 --block_size 8 --max_length 96 --question_budget 48
         --plan_budget 32 --execution_budget 48 --row_length 128 --per_device_train_batch_size 8
-        --gradient_accumulation_steps 1 --learning_rate 2e-3 --warmup_steps 100
-        --lr_scheduler cosine --adam_beta2 0.98
-        --max_steps "$([ "$SYSTEM" = hdp ] && echo 4000 || echo 3200)"
-        --t_range 0.4 1.0 --ema_decay 0.99 --eval_steps 400 --save_steps 0
-        --logging_steps 200 --num_workers 1 --report_to none
-        # for under 128 noisy copies a row torch may compile flex without a backward pass
-        --attn_backend sdpa)
+        --gradient_accumulation_steps 1 --learning_rate 2e-3 --warmup_steps 100 --adam_beta2 0.98
+        --lr_scheduler cosine --max_steps "$([ "$SYSTEM" = hdp ] && echo 4000 || echo 3200)"
+        --t_range 0.4 1.0 --ema_decay 0.99 --eval_steps 400 --save_steps 0 --logging_steps 200
+        --num_workers 1 --report_to none --attn_backend sdpa)
     if [ "$SYSTEM" != chat ]; then settings+=(--strip_calculator); fi
     # on busy cores more threads make small steps many times slower
     export MIN_GPUS=0 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -106,7 +99,7 @@ else
     if has_flag --per_device_train_batch_size "$@" ||
         has_flag --gradient_accumulation_steps "$@"; then
         [ -z "$batch" ] || die "the batch is set by variables and by flags: leave one out"
-    else    # the trainer derives what is not set: GLOBAL_BATCH_SIZE = BATCH_SIZE x GRAD_ACCUM x GPUS
+    else    # the trainer derives the rest: GLOBAL_BATCH_SIZE = BATCH_SIZE x GRAD_ACCUM x GPUS
         if [ -z "$BATCH_SIZE" ] || [ -z "$GRAD_ACCUM" ]; then
             GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-$preset}
         fi

@@ -15,14 +15,7 @@ export LAUNCHER=train_hdp_diffusion_h200
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")  # sbatch runs a copy; Slurm knows the original
 [ -e "$here/env.sh" ] || here=$(cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(scontrol show job \
     "${SLURM_JOB_ID:-0}" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1|p")" 2>/dev/null) ||
-    { echo "$LAUNCHER: error: no env.sh beside it: sbatch FILE, not sbatch < FILE" >&2; exit 1; }
-# shellcheck source=launch/env.sh
-source "$here/env.sh"
+    { echo "$LAUNCHER: error: env.sh not found: sbatch FILE, not sbatch < FILE" >&2; exit 1; }
 
-export SYSTEM=hdp
-export TRAIN_DATA=${TRAIN_DATA:-}           # HDP JSON: question, plan, execution, answer
-export TEST_DATA=${TEST_DATA:-}             # the same for the test problems; empty: no accuracy
-[ "${HDP_LAYOUT:-hierarchical}" = hierarchical ] ||
-    die "HDP_LAYOUT=$HDP_LAYOUT is gone; leave it out: the hierarchy has the same mask, unpadded"
-
-exec bash "$REPO/launch/train_gsm8k_bd3lm_h200.sh" "$@"
+export SYSTEM=hdp       # TRAIN_DATA, TEST_DATA: HDP JSON of question, plan, execution, answer
+source "$here/train_gsm8k_bd3lm_h200.sh"

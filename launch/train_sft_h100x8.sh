@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Fine-tuning of a 4B student on chats on one node of 8 H100 GPUs: all weights, or with LORA=1
-# adapters.
+# Fine-tune a 4B student on chats on one node of 8 H100: all weights, or adapters with LORA=1.
 #
 #   TRAIN_FILE=labels.jsonl bash launch/train_sft_h100x8.sh OUT [flags of distill/train_sft.py]
 #   TRAIN_FILE=labels.jsonl sbatch launch/train_sft_h100x8.sh OUT ...       the same as a Slurm job
@@ -17,8 +16,7 @@ export LAUNCHER=train_sft_h100x8
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")  # sbatch runs a copy; Slurm knows the original
 [ -e "$here/env.sh" ] || here=$(cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(scontrol show job \
     "${SLURM_JOB_ID:-0}" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1|p")" 2>/dev/null) ||
-    { echo "$LAUNCHER: error: no env.sh beside it: sbatch FILE, not sbatch < FILE" >&2; exit 1; }
-# shellcheck source=launch/env.sh
+    { echo "$LAUNCHER: error: env.sh not found: sbatch FILE, not sbatch < FILE" >&2; exit 1; }
 source "$here/env.sh"
 
 export TRAINER=${TRAINER:-$REPO/distill/train_sft.py}       # the script that torchrun starts
@@ -27,17 +25,12 @@ case ${1:-} in
 esac
 out=$1
 declare -A overrides=(          # as people have them of verl's scripts
-    [data.micro_batch_size_per_gpu]=--per_device_train_batch_size
-    [data.train_batch_size]=--global_batch_size
-    [data.train_files]=--train_data_file
-    [data.val_files]=--eval_data_file
-    [data.max_length]=--max_length
-    [model.partial_pretrain]=--model_path
-    [model.path]=--model_path
-    [model.fsdp_config.model_dtype]=--bf16
+    [data.micro_batch_size_per_gpu]=--per_device_train_batch_size [data.max_length]=--max_length
+    [data.train_batch_size]=--global_batch_size [data.train_files]=--train_data_file
+    [data.val_files]=--eval_data_file [trainer.total_epochs]=--num_train_epochs
+    [model.fsdp_config.model_dtype]=--bf16 [model.partial_pretrain]=--model_path
+    [model.path]=--model_path [optim.lr]=--learning_rate
     [model.enable_gradient_checkpointing]=--gradient_checkpointing
-    [optim.lr]=--learning_rate
-    [trainer.total_epochs]=--num_train_epochs
     [trainer.default_local_dir]=--output_dir)
 translate "${@:2}"
 
@@ -56,10 +49,10 @@ setting WARMUP_STEPS '' --warmup_steps                      # optimizer steps
 setting LORA 0 -                                            # 1: adapters; 0: full fine-tuning
 setting LOADERS 2 --num_workers                             # loader processes a GPU
 setting LOGGING_STEPS 5 --logging_steps                     # optimizer steps between log lines
-setting REPORT_TO tensorboard -  # beside metrics.jsonl; several, separated by spaces
+setting REPORT_TO tensorboard -  # besides metrics.jsonl; several, separated by spaces
 setting SWITCHES '--bf16 --tf32 --auto' -  # flags without a value; SWITCHES= gives none of them
 known_settings
 read_switches ''
 
-exec bash "$REPO/launch/slurm.sh" "${flags[@]}" --output_dir "$out" "${switches[@]}" \
-    "${arguments[@]}"
+flags+=(--output_dir "$out" "${switches[@]}" "${arguments[@]}")
+exec bash "$REPO/launch/slurm.sh" "${flags[@]}"

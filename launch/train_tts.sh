@@ -17,8 +17,7 @@ export LAUNCHER=${LAUNCHER:-train_tts}
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")  # sbatch runs a copy; Slurm knows the original
 [ -e "$here/env.sh" ] || here=$(cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(scontrol show job \
     "${SLURM_JOB_ID:-0}" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1|p")" 2>/dev/null) ||
-    { echo "$LAUNCHER: error: no env.sh beside it: sbatch FILE, not sbatch < FILE" >&2; exit 1; }
-# shellcheck source=launch/env.sh
+    { echo "$LAUNCHER: error: env.sh not found: sbatch FILE, not sbatch < FILE" >&2; exit 1; }
 source "$here/env.sh"
 
 export TRAINER=${TRAINER:-$REPO/train_v2_ddp.py}        # the script that torchrun starts
@@ -47,12 +46,14 @@ setting LORA_TARGETS '' --lora_target_modules               # layers that get ad
 setting LOADERS '' --num_workers                            # loader processes a GPU
 setting PREPROCESS '' --preprocess_num_proc                 # processes that decode audio
 setting LOGGING_STEPS '' --logging_steps                    # optimizer steps between log lines
-setting REPORT_TO '' -                              # beside metrics.jsonl, separated by spaces
+setting REPORT_TO '' -                              # besides metrics.jsonl, separated by spaces
 known_settings
 read_switches --parallel fsdp
 [ -n "$TRAIN_DATA" ] || has_flag --train_data_file "$@" || has_flag --train_data_dir "$@" ||
     has_flag --config "$@" || die "TRAIN_DATA is not set: a ChatML file or a folder of them"
 
-if [ -z "${VENV:-}${CONDA_ENV:-}" ] && has_conda_env tts_env; then export CONDA_ENV=tts_env; fi
+if [ -z "${VENV:-}" ] && conda env list 2>/dev/null | grep '^tts_env ' >/dev/null; then
+    export CONDA_ENV=${CONDA_ENV:-tts_env}
+fi
 
 exec bash "$REPO/launch/slurm.sh" "${flags[@]}" "${switches[@]}" "$@"

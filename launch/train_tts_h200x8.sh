@@ -13,8 +13,7 @@ export LAUNCHER=train_tts_h200x8
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")  # sbatch runs a copy; Slurm knows the original
 [ -e "$here/env.sh" ] || here=$(cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(scontrol show job \
     "${SLURM_JOB_ID:-0}" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1|p")" 2>/dev/null) ||
-    { echo "$LAUNCHER: error: no env.sh beside it: sbatch FILE, not sbatch < FILE" >&2; exit 1; }
-# shellcheck source=launch/env.sh
+    { echo "$LAUNCHER: error: env.sh not found: sbatch FILE, not sbatch < FILE" >&2; exit 1; }
 source "$here/env.sh"
 
 declare -A defaults=(           # empty: the trainer's own
@@ -24,5 +23,4 @@ declare -A defaults=(           # empty: the trainer's own
     [LOADERS]=4 [LOGGING_STEPS]=5 [REPORT_TO]=tensorboard [SWITCHES]='--bf16 --tf32 --auto')
 cpus=$(count_cpus)      # 32 decode audio, fewer where there are fewer than 128
 defaults[PREPROCESS]=$((cpus < 128 ? (cpus + 3) / 4 : 32))
-# shellcheck source=launch/train_tts.sh
 source "$here/train_tts.sh"

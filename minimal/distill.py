@@ -7,9 +7,9 @@
     python minimal/distill.py --model_path Qwen/Qwen2.5-0.5B-Instruct --prompt_file prompt.txt \
         --questions_file questions.txt
 
-The model answers the questions behind the prompt; a copy without the prompt learns these answers
+The model answers the questions with the prompt; a copy without the prompt learns these answers
 (--loss ce) or the whole distribution of each of their tokens (--loss kl). Questions that were held
-out judge it: the copy beside the model with and without its prompt. A test holds losses and
+out judge it: the copy and the model with and without its prompt. A test holds losses and
 gradients of ce equal to those of distill/train_sft.py on the same answers, which is this script
 made fast (packing, FSDP2, LoRA, vLLM) and hard to kill.
 """
@@ -64,7 +64,7 @@ def load(source):
 
 
 def write(path, text):
-    """A file of this name is whole: written beside, then renamed."""
+    """A file of this name is whole: written under another name, then renamed."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text)
     os.replace(temporary, path)
@@ -83,7 +83,7 @@ def request(question, system=""):
 def labelled(question, answer, system=""):
     """(ids, number of them that are not trained): trained are the answer and its end-of-turn token.
 
-    What the template puts behind that token, such as a line break, is cut off.
+    What the template puts after that token, such as a line break, is cut off.
     """
     messages = [{"role": "system", "content": system}] if system else []
     messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -172,17 +172,17 @@ if checkpoints:
 
 
 def loss_of(chosen):
-    """Sum over trained tokens: cross-entropy, or KL(teacher behind its prompt, student)."""
+    """Sum over trained tokens: cross-entropy, or KL(teacher with its prompt, student)."""
     logits, targets = logits_of(student, [rows[i] for i in chosen])
     if args.loss == "ce":
         return F.cross_entropy(logits, targets, reduction="sum")
-    with torch.no_grad():               # the same tokens in the same order, behind the prompt
+    with torch.no_grad():               # the same tokens in the same order, after the prompt
         wanted = logits_of(teacher, [prompted[i] for i in chosen])[0].log_softmax(-1)
     return F.kl_div(logits.log_softmax(-1), wanted, reduction="sum", log_target=True)
 
 
 def save():
-    """checkpoint-N, whole or not at all: written beside, synced, renamed; the one before goes."""
+    """checkpoint-N, whole or not at all: temporary name, sync, rename; the one before goes."""
     building, final = out / f"checkpoint-{step}.building", out / f"checkpoint-{step}"
     shutil.rmtree(building, ignore_errors=True)
     student.save_pretrained(building)       # what from_pretrained loads

@@ -36,7 +36,7 @@ p.add_argument("--max_length", type=int, default=512, help="tokens of a problem,
 p.add_argument("--per_device_train_batch_size", type=int, default=32, help="problems a micro-step")
 p.add_argument("--gradient_accumulation_steps", type=int, default=4)
 p.add_argument("--max_steps", type=int, default=10_000, help="optimizer steps")
-p.add_argument("--learning_rate", type=float, default=5e-4, help="constant behind the warm-up")
+p.add_argument("--learning_rate", type=float, default=5e-4, help="constant after the warm-up")
 p.add_argument("--warmup_steps", type=int, default=1000)
 p.add_argument("--ema_decay", type=float, default=0.9999, help="of the averaged weights")
 p.add_argument("--bf16", action="store_true", help="autocast")
@@ -50,7 +50,7 @@ out = Path(args.output_dir)
 out.mkdir(parents=True, exist_ok=True)
 L = args.max_length     # a row: one problem, padded
 
-# ---- Data: a problem -> tokens in blocks; the answer's tokens are what is noised and trained
+# ---- Data: a problem -> tokens in blocks; the answer's tokens are noised and trained
 
 file = args.tokenizer if os.path.exists(args.tokenizer) else None
 tokenizer = Tokenizer.from_file(file) if file else Tokenizer.from_pretrained(args.tokenizer)
@@ -59,7 +59,7 @@ END, MASK = tokenizer.token_to_id("<|endoftext|>"), tokenizer.token_to_id("<|mas
 
 
 def head_of(question):
-    """Ids of what stands before the answer."""
+    """Ids of the text before the answer."""
     text = f"Question: {question.strip()}\nAnswer:"
     return [END, *tokenizer.encode(text, add_special_tokens=False).ids]
 
@@ -99,7 +99,7 @@ def blocks_of(is_target):
 
 
 def draw(purpose, number, groups, rows):
-    """Random numbers of a step: t (groups,), one from each of as many strata, and (rows, L)."""
+    """Random numbers of a step: t (groups,), one from each stratum, and (rows, L)."""
     rng = np.random.default_rng((args.seed, purpose, *number))
     strata = rng.permutation(groups)
     level = (strata + rng.random(groups)) / groups
@@ -123,7 +123,7 @@ def diffuse(tokens, is_target, level, uniform):
 def attention_mask(tokens):
     """(n, L) clean tokens -> (n, 1, 2L, 2L) bool: who (rows) sees whom (columns).
 
-    A noisy token sees its own noisy block and the clean blocks before it; a clean token its own
+    A noisy token sees its noisy block and the clean blocks before it; a clean token its own
     clean block and those before it. Nobody sees padding, which sees itself.
     """
     block = torch.arange(L, device=tokens.device).repeat(2) // args.block_size

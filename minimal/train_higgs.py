@@ -66,7 +66,7 @@ if device.type == "cuda":
 if world_size > 1 or args.parallel == "fsdp":
     alone = {} if world_size > 1 else {"rank": 0, "world_size": 1, "store": dist.HashStore()}
     dist.init_process_group(**alone)       # gloo for tensors on CPUs, NCCL for those on GPUs
-IGNORE = -100       # label of what is not trained
+IGNORE = -100       # label of tokens that are not trained
 out = Path(args.output_dir)
 (out / "codes").mkdir(parents=True, exist_ok=True)
 
@@ -83,7 +83,7 @@ def all_sum(tensor):        # over ranks, in place
 class Higgs(torch.nn.Module):
     def __init__(self, net, native):
         super().__init__()
-        self.net = net                  # what is trained: the native model, or PEFT around it
+        self.net = net                  # the trained model: native, or PEFT around it
         self._native = [native]         # in a list, or its weights would be registered twice
 
     def forward(self, batch):
@@ -151,12 +151,12 @@ def pieces_of(conversation):
     pieces, turns, messages = [("<|begin_of_text|>", False)], [], conversation["messages"]
     roles = [message["role"] for message in messages]
     assert set(roles) <= {"system", "user", "assistant"}, f"these roles are not read here: {roles}"
-    first = conversation.get("start_index")     # of what is trained
+    first = conversation.get("start_index")     # first trained turn
     assert first is None or roles[first:].count("assistant") == 1, "start_index: several turns"
     for message in messages:
         role, parts = message["role"], parts_of(message["content"])
         clips = [part for part in parts if isinstance(part, tuple)]
-        if role == "user" and clips:            # a reference: it becomes turns of its own
+        if role == "user" and clips:            # a reference: it becomes two turns
             assert list(map(type, parts)) == [str, tuple, str], "a reference is text, clip, text"
             turns += [("user", parts[:1]), ("assistant", clips)]
             parts = [INSTRUCTION.sub("", parts[2])]
@@ -168,14 +168,14 @@ def pieces_of(conversation):
     if turns[0][0] != "system":
         turns, spoken = [("system", ["Generate audio following instruction."]), *turns], spoken + 1
     for i, (role, parts) in enumerate(turns):
-        said = []
+        spelt = []
         for part in parts:
             clip = isinstance(part, tuple)
-            said += ["<|audio_out_bos|>", part, "<|audio_eos|>"] if clip else [part]
+            spelt += ["<|audio_out_bos|>", part, "<|audio_eos|>"] if clip else [part]
         goes_on = role == "assistant" and [r for r, _ in turns[i + 1:i + 2]] == ["assistant"]
-        said.append("<|eom_id|>" if goes_on else "<|eot_id|>")
+        spelt.append("<|eom_id|>" if goes_on else "<|eot_id|>")
         pieces.append((f"<|start_header_id|>{role}<|end_header_id|>\n\n", False))
-        pieces += [(piece, i == spoken) for piece in said]
+        pieces += [(piece, i == spoken) for piece in spelt]
     return pieces
 
 
@@ -245,7 +245,7 @@ steps_per_epoch = math.ceil(len(train_ids) / size / batches_per_step)
 
 
 def batches_of(step):
-    """All ranks' batches by seed and step: arrays of sample numbers, empty behind an epoch."""
+    """All ranks' batches by seed and step: arrays of sample numbers, empty after an epoch."""
     epoch, place = divmod(step, steps_per_epoch)
     order = train_ids[np.random.default_rng((args.seed, epoch, 1)).permutation(len(train_ids))]
     first = place * batches_per_step
@@ -266,7 +266,7 @@ def load(numbers):
 for layer in native.model.layers if args.compile else ():
     layer.compile()
 model = Higgs(net, native).train()
-if args.parallel == "fsdp":     # weights are gathered a layer at a time, and freed behind it
+if args.parallel == "fsdp":     # weights are gathered layer by layer, then freed
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if args.bf16 else None,
                                   reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in native.model.layers:
@@ -305,7 +305,7 @@ def evaluate():
 
 
 def save():
-    """checkpoint-N, whole or not at all: written beside, synced, renamed. On every rank."""
+    """checkpoint-N, whole or not at all: temporary name, sync, rename. On every rank."""
     weights = states.get_model_state_dict(net, options=whole)       # whole on rank 0, of any ranks
     moments = states.get_optimizer_state_dict(model, optimizer, options=whole)
     if rank:

@@ -101,11 +101,9 @@ def disk(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def pool(tmp_path_factory):
-    """Ranks of any trainer without its start-up time: what takes it, they all import (the others 0.1 s more)."""
-    ranks = Pool(4, tmp_path_factory.mktemp("pool"))
-    yield ranks
-    ranks.close()
+def pool(quick_python, tmp_path_factory):
+    """Ranks of any trainer with their imports done."""
+    return Pool(quick_python, tmp_path_factory.mktemp("pool"))
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """The layout: what the root holds, who imports whom, and copies of each system that work in somebody's repository."""
 import ast
-import json
 import os
 import re
 import subprocess
@@ -61,20 +60,20 @@ def test_no_folder_grows(folder):
     assert sum(lines.values()) <= CEILINGS[folder], f"{sum(lines.values())} lines; largest: {largest}"
 
 
-# Riddles that plain English does without, in code, help and messages, and how often they are there: these only fall.
-RIDDLES = {r"\bwhat is\b": 111,
-           r"\b(its|their) own\b|\bof (ours|theirs)\b": 87,
-           r"\bbehind\b": 92,
-           r"\bbeside\b": 84,
-           r"\b(stands?|stood)\b": 66,
-           r"\b(so|as) (many|often)\b": 60,
-           r"\b(told|said|tells?)\b": 149,
-           r"\b(anew|mend(s|ed)?|lack(s|ing)?)\b": 34}
+# Riddles that plain English does without, in code, help, messages and guides, and their number: these only fall.
+RIDDLES = {r"\bwhat is\b": 86,
+           r"\b(its|their) own\b|\bof (ours|theirs)\b": 65,
+           r"\bbehind\b": 81,
+           r"\bbeside\b": 61,
+           r"\b(stands?|stood)\b": 59,
+           r"\b(so|as) (many|often)\b": 41,
+           r"\b(told|said|tells?)\b": 118,
+           r"\b(anew|mend(s|ed)?|lack(s|ing)?)\b": 33}
 
 
 def test_riddles_only_fall():
-    text = "\n".join((ROOT / path).read_text() for path in tracked() if path.suffix in (".py", ".sh")
-                     and path.parts[0] != "tests" and path.parts[0][0] != "." and (ROOT / path).exists())
+    text = "\n".join((ROOT / path).read_text() for path in tracked() if path.suffix in (".py", ".sh", ".md")
+                     and path.parts[0] not in ("tests", "CHANGELOG.md") and (ROOT / path).exists())
     found = {pattern: len(re.findall(pattern, text, re.IGNORECASE)) for pattern in RIDDLES}
     assert not {pattern: count for pattern, count in found.items() if count > RIDDLES[pattern]}
 
@@ -162,30 +161,17 @@ def mine(tmp_path_factory):
         assert (home / "mine" / name).read_text().startswith(text)
 
 
-def assert_trains(python, repository, script, flags, starts=2):
-    """Two runs of one command, from the user's root to a first save and from the copy's folder on; or only the first.
-
-    The user's root is on PYTHONPATH, where many have it.
-    """
+def assert_trains(python, repository, script, flags):
+    """A run to a first save from the user's root, which is on PYTHONPATH, where many have it."""
     copy = next(repository / part for part in ("higgs", "blocks", "distill") if (repository / part / script).exists())
-    out = repository.parent / f"out-{copy.name}-{len(list(repository.parent.iterdir()))}"
-    shown = []
-    for cwd, name, steps in ((repository, f"{copy.name}/{script}", 2), (copy, script, 4))[:starts]:
-        done = subprocess.run(
-            [python, name, *map(str, flags), "--output_dir", str(out), "--logging_dir", f"{out}-logs",
-             "--report_to", "none", "--logging_steps", "1", "--num_workers", "1", "--save_steps", "2", "--max_steps",
-             str(steps)],
-            cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": str(repository)})
-        assert done.returncode == 0, done.stdout[-4000:]
-        assert (out / f"checkpoint-{steps}" / "manifest.json").exists()
-        shown.append(done.stdout)
-    assert "resumed from" not in shown[0]
-    if starts == 1:
-        return
-    assert f"resumed from {out}/checkpoint-2" in shown[1], shown[1]
-    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert sorted(set(steps)) == [1, 2, 3, 4]
+    out = repository.parent / f"out-{copy.name}"
+    done = subprocess.run(
+        [python, f"{copy.name}/{script}", *map(str, flags), "--output_dir", str(out), "--logging_dir", f"{out}-logs",
+         "--report_to", "none", "--logging_steps", "1", "--num_workers", "1", "--save_steps", "2", "--max_steps", "2"],
+        cwd=repository, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=os.environ | {"PYTHONPATH": str(repository)})
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert (out / "checkpoint-2" / "manifest.json").exists()
 
 
 def test_readme_has_the_three_lines():
@@ -207,7 +193,7 @@ def test_a_copy_of_the_speech_trainer(quick_python, mine, tiny, tmp_path):
 def test_a_copy_of_block_diffusion(quick_python, mine):
     assert_trains(quick_python, mine, "diffusion/train_bd3lm.py", [
         "--demo", "100", "--model_size", "nano", "--eval_repeats", "1", "--per_device_train_batch_size", "4",
-        "--warmup_steps", "1"], starts=1)
+        "--warmup_steps", "1"])
 
 
 def test_a_copy_of_the_chat_trainer(quick_python, mine, tmp_path):
@@ -215,4 +201,4 @@ def test_a_copy_of_the_chat_trainer(quick_python, mine, tmp_path):
     data = chats.write(tmp_path / "chats.jsonl", chats.conversations(24))
     assert_trains(quick_python, mine, "distill/train_sft.py", [
         "--model_path", student, "--train_data_file", data, "--per_device_train_batch_size", "2",
-        "--gradient_accumulation_steps", "1"], starts=1)
+        "--gradient_accumulation_steps", "1"])

@@ -1,14 +1,9 @@
 """train_bd3lm.py, a script of module-level code, in this process or in ranks of the pool."""
-import gc
 import json
-import runpy
-import sys
-from types import SimpleNamespace
-from unittest import mock
 
 from core import checkpoint
 from diffusion import choices
-from tests.helpers.trainer import ROOT, run_script, script_flags
+from tests.helpers.trainer import run_script, trainer_of
 
 SCRIPT = "diffusion/train_bd3lm.py"
 MAIN = "tests.helpers.block_runs.ranks_main"     # of pool.run
@@ -17,21 +12,6 @@ MAIN = "tests.helpers.block_runs.ranks_main"     # of pool.run
 def ranks_main(argv):
     """The trainer on a command line; an error is one line, as in a process of its own."""
     run_script(SCRIPT, argv)
-
-
-def main(argv):
-    """The trainer in this process; UserError for what is wrong."""
-    hook = sys.excepthook
-    with mock.patch("faulthandler.enable"), mock.patch.object(sys, "argv", [
-            str(ROOT / SCRIPT), *map(str, argv)]):
-        try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        except SystemExit as ended:
-            if ended.code:
-                raise
-        finally:
-            gc.enable()
-            sys.excepthook = hook
 
 
 def newest(output_dir):
@@ -48,11 +28,6 @@ def as_checkpoint(folder, state):
     (folder / checkpoint.MANIFEST).write_text(json.dumps({"step": state.get("step", 0), "files": files}))
 
 
-def build_parser():
-    return script_flags(SCRIPT)[0]
-
-
-# what tests of flags ask of a trainer that has a main()
-train_bd3lm = SimpleNamespace(
-    __name__="diffusion.train_bd3lm", main=main, build_parser=build_parser, layout_of=choices.layout_of,
-    check_flags=lambda args, world_size: choices.check_flags(args, world_size, build_parser()))
+train_bd3lm = trainer_of(
+    SCRIPT, layout_of=choices.layout_of,
+    check_flags=lambda args, world_size: choices.check_flags(args, world_size, train_bd3lm.build_parser()))

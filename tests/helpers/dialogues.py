@@ -34,15 +34,15 @@ CONVERSATIONS = [
 ]
 
 
-def table_of(conversations, tokenizer, ids, folder):
+def table_of(conversations, tokenizer, ids, folder, codes_of=codes_of):
     """A Table of conversations whose clips have random codes, through the trainer's own writer and reader."""
     builder, problems = TableBuilder(tokenizer, ids), []
     builder.add([Sample(f"sample {i}", turns) for i, turns in enumerate(conversations)], problems)
     assert not problems
-    frames = np.array([int(c.seconds) for c in builder.clips], np.int64)
     folder.mkdir(exist_ok=True)
-    codes = [codes_of(c) for c in builder.clips] or [np.empty((0, BOOKS), np.int16)]
-    save_file({"codes": np.concatenate(codes)}, folder / "codes-0.safetensors")
+    codes = [codes_of(c) for c in builder.clips]
+    frames = np.array([len(c) for c in codes], np.int64)
+    save_file({"codes": np.concatenate([*codes, np.empty((0, BOOKS), np.int16)])}, folder / "codes-0.safetensors")
     where = np.stack([np.zeros_like(frames), np.cumsum(frames) - frames, frames], axis=1)
     builder.write(folder / "table", folder, ["codes-0.safetensors"], where)
     return Table(folder / "table")

@@ -2,8 +2,8 @@
 
 For whole programs that come to their end by themselves: bash and torchrun start it as any other. The process that they
 see hands its arguments, environment, folder, streams and ignored signals over, passes signals on and ends as the fork
-has ended, or takes it along. A fork imports what is ours anew, from where it is told; a command (-c) without torch is
-left to the real interpreter. Settings that torch and transformers read while they are imported, such as
+has ended, or takes it along. A script imports what is ours again, from where it is; a command (-c) has it, and one
+without torch is left to the real interpreter. Settings that torch and transformers read while they are imported, such as
 HF_HUB_OFFLINE=1, are this server's.
 """
 import contextlib
@@ -15,6 +15,8 @@ import socket
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+LATE = ("speech.v2", "distill.packed_lm", "diffusion.elbo", "numpy.ma", "matplotlib.figure",
+        "matplotlib.backends.backend_agg")      # some jobs import them
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -73,9 +75,13 @@ def ask(path, words):
     os._exit(status)
 
 
+def die_with_parent():
+    import ctypes
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)      # PR_SET_PDEATHSIG: no process outlives the one that it works for
+
+
 def watch(connection):
     """Fork a job; pass signals on to it, or SIGKILL when who asked is gone; tell how it ended."""
-    from tests.helpers.pool import die_with_parent
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     die_with_parent()
     message, streams, _, _ = socket.recv_fds(connection, 2**20, 3)
@@ -121,6 +127,10 @@ def work(streams, words, folder, environment, ignored):
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=stream is sys.stderr or bool(environment.get("PYTHONUNBUFFERED")))
     kind, status = words[0], 0
+    for name, module in list(sys.modules.items()) if kind != "-c" else ():
+        file = getattr(module, "__file__", None) or sys.prefix
+        if file.startswith(ROOT) and not file.startswith(sys.prefix) and not name.startswith(("tests", "__main__")):
+            del sys.modules[name]
     sys.argv = words if kind not in ("-m", "-c") else [kind, *words[2:]]
     sys.path[0] = folder if kind in ("-m", "-c") else os.path.dirname(os.path.realpath(kind))
     sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
@@ -150,15 +160,11 @@ def work(streams, words, folder, environment, ignored):
 def serve(listener, parent):
     """Import, then fork for each who asks."""
     import gc
-
-    from tests.helpers.pool import die_with_parent
+    import importlib
     die_with_parent()
     if os.getppid() != parent:      # it died before that
         return
     gc.disable()
-    with contextlib.suppress(ImportError):      # it need not be there
-        import matplotlib.backends.backend_agg
-        import matplotlib.figure  # noqa: F401
     import torch.distributed.run
     import torch.nn.attention.varlen
     import torch.utils.tensorboard  # noqa: F401
@@ -167,11 +173,10 @@ def serve(listener, parent):
 
     from tests.helpers import imports  # noqa: F401
     get_checkpoint_conversion_mapping("llama")      # PEFT asks; a thousand patterns are compiled once
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None) or sys.prefix
-        if file.startswith(ROOT) and not file.startswith(sys.prefix) and not name.startswith(("tests", "__main__")):
-            del sys.modules[name]
-    gc.freeze()
+    for name in LATE:
+        with contextlib.suppress(ImportError):      # matplotlib need not be there
+            importlib.import_module(name)
+    gc.freeze()     # forks share its pages
     gc.enable()
     while True:
         connection, _ = listener.accept()

@@ -6,15 +6,14 @@ import hashlib
 
 import numpy as np
 import torch
-from safetensors.numpy import save_file
 from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 
 from data import SpeechSamples
 from speech.codes import FRAME_RATE
-from speech.dataset import Table, TableBuilder
-from speech.conversations import Clip, Sample, Turn
+from speech.conversations import Clip, Turn
 from speech import v2
 from speech.labels import IGNORE, token_ids
+from tests.helpers import dialogues
 
 
 def native(folder):
@@ -57,15 +56,7 @@ TEXT_ONLY = [SYSTEM, *ask("Which way?", "Turn left where the road meets the mill
 def samples_of(model_folder, config, conversations, folder):
     """(TokenIds, [sample dict as SpeechSamples gives it]) of lists of Turns; folder: an empty one to write in."""
     ids = token_ids(tokenizer := AutoTokenizer.from_pretrained(model_folder), config)
-    builder, problems = TableBuilder(tokenizer, ids), []
-    builder.add([Sample(f"sample {i}", turns) for i, turns in enumerate(conversations)], problems)
-    assert not problems
-    codes = [codes_of(c) for c in builder.clips]
-    save_file({"codes": np.concatenate([*codes, np.zeros((1, 8), np.int16)])}, folder / "shard.safetensors")
-    frames = np.array([len(c) for c in codes], np.int64)
-    where = np.stack([np.zeros_like(frames), np.cumsum(frames) - frames, frames], axis=1)
-    builder.write(folder / "table", folder, ["shard.safetensors"], where)
-    data = SpeechSamples(Table(folder / "table"), ids)
+    data = SpeechSamples(dialogues.table_of(conversations, tokenizer, ids, folder, codes_of), ids)
     return ids, [data[i] for i in range(len(data))]
 
 

@@ -2,6 +2,7 @@
 import argparse
 import contextlib
 import copy
+import gc
 import json
 import os
 import runpy
@@ -99,6 +100,20 @@ def run_script(script, argv):
         sys.excepthook, sys.argv = before
 
 
+def run_here(script, argv):
+    """As run_script, but an error is raised, and the process is afterwards as it was."""
+    hook = sys.excepthook
+    with mock.patch("faulthandler.enable"), mock.patch.object(sys, "argv", [str(ROOT / script), *map(str, argv)]):
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as ended:
+            if ended.code:
+                raise
+        finally:
+            gc.enable()
+            sys.excepthook = hook
+
+
 def speech_main(argv):
     """train_v2_ddp.py on a command line, in this process."""
     run_script("train_v2_ddp.py", argv)
@@ -128,10 +143,15 @@ def script_flags(script="train_v2_ddp.py"):
     return caught.value.args
 
 
-# what tests of flags ask of a trainer that has a main()
-speech_trainer = SimpleNamespace(
-    __name__="train_v2_ddp", build_parser=lambda: script_flags()[0],
-    check_flags=lambda args, world_size: script_flags()[1](args, world_size))
+def trainer_of(script, **more):
+    """What tests of flags ask of a trainer that has a main()."""
+    return SimpleNamespace(**{
+        "__name__": script[:-3].replace("/", "."), "main": lambda argv: run_here(script, argv),
+        "build_parser": lambda: script_flags(script)[0],
+        "check_flags": lambda args, world_size: script_flags(script)[1](args, world_size), **more})
+
+
+speech_trainer = trainer_of("train_v2_ddp.py")
 
 
 def trainer_command(tiny, output_dir, *flags, ranks=1, python=sys.executable):

@@ -1,9 +1,9 @@
 """The chat trainer with torch.compile doing nothing, for a test of what is compiled that cannot wait for it."""
 import torch._dynamo
 
-from tests.helpers.students import train_sft as trainer
+from tests.helpers.students import run_trainer
 
 
 def train_sft(argv):
     torch._dynamo.config.disable = True
-    trainer.main(argv)
+    run_trainer(argv)

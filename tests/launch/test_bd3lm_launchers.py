@@ -2,7 +2,6 @@
 import json
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,26 +9,16 @@ import pytest
 from core import cli
 from diffusion import evaluate, sample_bd3lm
 from tests.helpers.block_runs import train_bd3lm
-from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
-from tests.launch.test_launchers import environment
+from tests.launch.test_launchers import launch
 
-LAUNCHERS = {"gsm8k": "train_gsm8k_bd3lm_h200.sh", "hdp": "train_hdp_diffusion_h200.sh"}
-
-
+GSM8K, HDP = "train_gsm8k_bd3lm_h200.sh", "train_hdp_diffusion_h200.sh"
 ODD = ["--output_dir", "a folder", "--wandb_project", "it's \"here\" $HOME *", "--resume", ""]
-
 
 @pytest.fixture(autouse=True)
 def many_cpus(monkeypatch):
     """The trainer gives loaders no more CPUs than there are."""
     monkeypatch.setattr(cli, "usable_cpus", lambda: 64)
-
-
-def launch(launcher, *args, cwd=None, **settings):
-    """Run a launcher to its end; returns the finished process with stdout and stderr."""
-    return subprocess.run(["bash", str(ROOT / "launch" / launcher), *map(str, args)], text=True, capture_output=True,
-                          cwd=cwd, timeout=PATIENCE_S, env=environment(**settings))
 
 
 def printed(done):
@@ -54,17 +43,15 @@ def printed(done):
 def test_settings_and_arguments_reach_the_trainer_and_the_last_word_is_the_users(tmp_path):
     data = tmp_path / "my data.json"
     data.touch()
-    done = launch(LAUNCHERS["hdp"], "--block_size", "8", "--max_steps", "7", *ODD, DRY_RUN="1", MIN_GPUS="0",
+    done = launch(HDP, "--block_size", "8", "--max_steps", "7", *ODD, DRY_RUN="1", MIN_GPUS="0",
                   SIZE="tiny", TRAIN_DATA=str(data), TOKENIZER="tok", BLOCK_SIZE="32", WORKERS="3", SWITCHES="",
-                  GPUS="2", HDP_LAYOUT="hierarchical", TEST_DATA="e.json", SAMPLE_FLAGS="--limit 5")
+                  GPUS="2", TEST_DATA="e.json", SAMPLE_FLAGS="--limit 5")
     words, args, sample = printed(done)
     train_bd3lm.check_flags(args, 1)
     layout = train_bd3lm.layout_of(args)
     assert words[-len(ODD):] == ODD and "--nproc-per-node=2" in words
     assert (args.train_data_file, args.tokenizer, args.model_size, args.num_workers) == (str(data), "tok", "tiny", 3)
     assert (layout.block_size, args.max_steps, args.bf16) == (8, 7, False)
-    gone = launch(LAUNCHERS["hdp"], DRY_RUN="1", MIN_GPUS="0", HDP_LAYOUT="flat")
-    assert gone.returncode and "HDP_LAYOUT=flat is gone" in gone.stderr
     assert (sample.checkpoint, sample.limit, sample.bf16) == ("a folder", 5, False)
 
 
@@ -73,11 +60,11 @@ def test_chats_take_the_same_launcher(tmp_path):
     there = {"DRY_RUN": "1", "MIN_GPUS": "0", "SYSTEM": "chat"}
     data = tmp_path / "a.jsonl"
     data.touch()
-    _, args, sample = printed(launch(LAUNCHERS["gsm8k"], TRAIN_DATA=str(data), TEST_DATA="b.jsonl", **there))
+    _, args, sample = printed(launch(GSM8K, TRAIN_DATA=str(data), TEST_DATA="b.jsonl", **there))
     train_bd3lm.check_flags(args, 1)
     assert args.system == "chat" and (sample.bound, sample.tasks) == ("b.jsonl", None)
-    assert "TRAIN_DATA is not set" in launch(LAUNCHERS["gsm8k"], **there).stderr
-    _, args, sample = printed(launch(LAUNCHERS["gsm8k"], "--demo", **there))
+    assert "TRAIN_DATA is not set" in launch(GSM8K, **there).stderr
+    _, args, sample = printed(launch(GSM8K, "--demo", **there))
     train_bd3lm.check_flags(args, 1)
     assert sample.test_file == "outputs/chat_demo/demo/test.jsonl" and not args.strip_calculator
 
@@ -87,8 +74,8 @@ def test_chats_take_the_same_launcher(tmp_path):
 
 @pytest.mark.slow
 def test_the_demo_trains_and_answers(tmp_path, quick):
-    done = launch(LAUNCHERS["hdp"], "--demo", 60, "--max_steps", 12, "--eval_steps", 6, "--warmup_steps", 2,
-                  "--logging_steps", 2, "--output_dir", "out", cwd=tmp_path, **quick)
+    done = launch(HDP, "--demo", "60", "--max_steps", "12", "--eval_steps", "6", "--warmup_steps", "2",
+                  "--logging_steps", "2", "--output_dir", "out", cwd=tmp_path, **quick)
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]      # too short to learn it, and it says so
     assert re.search(r"^verdict    FAILED: not 80 % of the answers are right; .* of 8 problems were answered right; ",
                      done.stdout, re.M)

@@ -100,8 +100,8 @@ def test_train_tts_settings(tmp_path):
 
 @pytest.mark.parametrize("launcher", ["train_tts.sh", "train_tts_h200x8.sh"])
 @pytest.mark.parametrize("settings, args, said", [
-    ({"WARMUP": "5"}, [], "WARMUP=5: not a setting of this launcher; it has .*WARMUP_STEPS"),
-    ({"BATCHSIZE": "3"}, [], "BATCHSIZE is set, which is not a setting; the nearest is BATCH_SIZE"),
+    ({"WARMUP": "5"}, [], "WARMUP is not a setting of this launcher; it has .*WARMUP_STEPS"),
+    ({"BATCHSIZE": "3"}, [], "BATCHSIZE is not a setting of this launcher; it has .*BATCH_SIZE"),
     ({"LR": "1"}, ["--learning_rate=2"], "LR is set and --learning_rate is given: leave one of them out"),
     ({"LORA": "yes"}, [], "LORA=yes: 1 or 0")])
 def test_what_a_launcher_would_ignore_is_refused(launcher, settings, args, said):
@@ -199,9 +199,9 @@ def test_auto_leaves_the_split_of_a_step_to_the_trainer(settings, problems):
     ({"BATCH_SIZE": "64", "GRAD_ACCUM": "8", "GLOBAL_BATCH_SIZE": "768"}, [],
      "--global_batch_size 768: cannot be split; 64 problems x 8 micro-steps x 1 ranks = 512"),
     ({"BATCH_SIZE": "x"}, [], "BATCH_SIZE=x: a number"),
-    ({"BATCH_SIZE": "64"}, ["--demo"], "the demo has a batch of its own"),
+    ({"BATCH_SIZE": "64"}, ["--demo"], "the demo sets its batch itself"),
     ({"LR": "1"}, ["--learning_rate", "2"], "LR is set and --learning_rate is given"),
-    ({}, ["model.depth=3"], "model.depth=3: not one of the overrides")])
+    ({}, ["model.depth=3"], "model.depth=3: not a known override")])
 def test_what_a_block_diffusion_launcher_refuses(settings, args, said):
     done = launch(BD3LM, *args, DRY_RUN="1", MIN_GPUS="0", **settings)
     assert done.returncode and said in done.stderr.splitlines()[-1]
@@ -234,7 +234,7 @@ def test_student_on_what_the_teacher_wrote(tmp_path):
     assert (args.output_dir, args.bf16, args.learning_rate) == ("./models/prompt_distillation", True, 1e-5)
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (8, 2)
     done = launch("train_sft_h100x8.sh", "out", "algorithm.x=1", cwd=tmp_path, DRY_RUN="1")
-    assert done.returncode == 1 and "algorithm.x=1: not one of the overrides" in done.stderr
+    assert done.returncode == 1 and "algorithm.x=1: not a known override" in done.stderr
     done = launch("create_data_h100x8.sh", cwd=tmp_path, DRY_RUN="1", GPUS="8")
     assert done.returncode == 1 and "INPUT is not set" in done.stderr
 

@@ -27,7 +27,7 @@ def refused(tmp_path, **settings):
 
 
 @pytest.mark.parametrize("settings, message", [
-    ({"STORY": "language"}, "STORY=language: not a setting of this launcher"),
+    ({"STORY": "language"}, "STORY is not a setting of this launcher"),
     ({"BATCH": "0"}, "BATCH=0: a number from 1 on"),
     ({"MIN_CLOSED": "2"}, "MIN_CLOSED=2: a share from 0 to 1"),
     ({"QUESTIONS": "/nowhere/q.txt"}, "QUESTIONS: no such file: /nowhere/q.txt")])

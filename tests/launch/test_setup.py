@@ -66,11 +66,10 @@ def test_set_up_installs_once_and_mends_torchaudio(new_machine):
     assert done.returncode == 0, done.stderr
     venv = new_machine.repository / ".venv"
     assert f"installing torch 2.13.0 and requirements.txt (locked) into {venv}" in done.stdout
-    assert "CUDA with it: about 3 GB to download" in done.stdout and "TORCH_CPU=1 takes one without" in done.stdout
+    assert "torch with CUDA: 3 GB to download" in done.stdout and "TORCH_CPU=1 takes one without" in done.stdout
     assert "removed torchaudio's CUDA extension" in done.stdout
     again = new_machine()
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
-    assert "there is no nowhere or no " in new_machine(CC="nowhere").stdout      # a GPU's kernels need it
     (new_machine.repository / "requirements.txt").write_text("torch>=2.11\n")
     make_wheel(new_machine.folder / "wheels", "torchaudio", "2.12.0")
     done = new_machine()

@@ -254,14 +254,6 @@ def test_what_is_cancelled_or_fails_leaves_no_process_and_is_not_queued_again(su
     assert "not requeued, this was start 2 (MAX_REQUEUES)" in fails.log
 
 
-def test_h200_launcher_finds_its_repository_from_the_spool_folder(cluster, tmp_path):
-    job = Job(tmp_path / "job", "--train_data_file", ROOT / "README.md", launcher=str(LAUNCHER)[:-3] + "_h200x8.sh",
-              DRY_RUN="1", MIN_GPUS="0", NPROC_PER_NODE="8", OMP_NUM_THREADS="")
-    assert job.end() == ("COMPLETED", 0), job.log
-    assert "OMP_NUM_THREADS=8 srun --nodes=1" in job.log
-    assert f"{ROOT}/train_v2_ddp.py --" in job.log and " --auto " in job.log
-
-
 # -- what follows training ---------------------------------------------------------------------------------------------
 
 STOPS = """
@@ -309,20 +301,21 @@ def test_block_diffusion_is_queued_again_while_training_and_while_answering(clus
     wait_until(lambda: not job.processes(), "end of the job's processes", every=0.2)
 
 
-@pytest.mark.parametrize("where", ["relative", "elsewhere"])
-def test_launchers_find_the_repository_however_they_are_named(cluster, tmp_path, where):
-    """sbatch launch/train_sft_h100x8.sh in the repository, and with --chdir."""
-    (tmp_path / "job").mkdir()
+@pytest.mark.parametrize("words, trainer, data", [
+    ("launch/train_sft_h100x8.sh out", "distill/train_sft.py", "TRAIN_FILE"),
+    ("--chdir=/tmp launch/train_tts_h200x8.sh", "train_v2_ddp.py", "TRAIN_DATA")])
+def test_launchers_find_the_repository_however_they_are_named(cluster, tmp_path, words, trainer, data):
+    """From Slurm's copy, submitted in the repository, or with --chdir."""
     log = tmp_path / "job.log"
-    more = [f"--chdir={tmp_path}"] if where == "elsewhere" else []
-    done = subprocess.run(["sbatch", "--parsable", f"--output={log}", *more, "launch/train_sft_h100x8.sh", "out"],
-                          cwd=ROOT, text=True, capture_output=True,
-                          env={**os.environ, "PATH": f"{Path(shutil.which('python')).parent}:{os.environ['PATH']}",
-                               "VENV": "none", "DRY_RUN": "1", "NPROC_PER_NODE": "8",
-                               "TRAIN_FILE": str(ROOT / "README.md")})
+    done = subprocess.run(["sbatch", "--parsable", f"--output={log}", *words.split()], cwd=ROOT, text=True,
+                          capture_output=True, env={
+                              **os.environ, "PATH": f"{Path(shutil.which('python')).parent}:{os.environ['PATH']}",
+                              "VENV": "none", "DRY_RUN": "1", "NPROC_PER_NODE": "8", "OMP_NUM_THREADS": "",
+                              data: str(ROOT / "README.md")})
     assert done.returncode == 0, done.stderr
     wait_until(lambda: log.exists() and ("--train_data_file" in log.read_text() or "rror" in log.read_text()), "output")
-    assert f"{ROOT}/distill/train_sft.py --model_path" in log.read_text(), log.read_text()
+    found = log.read_text()
+    assert f"{ROOT}/{trainer} --model_path" in found and "OMP_NUM_THREADS=8 srun --nodes=1" in found, found
 
 
 def test_a_launcher_on_standard_input_is_refused_in_one_line(cluster, tmp_path):
@@ -332,4 +325,4 @@ def test_a_launcher_on_standard_input_is_refused_in_one_line(cluster, tmp_path):
         done = subprocess.run(["sbatch", "--parsable", "--wait", f"--output={log}"], stdin=file, cwd=tmp_path,
                               text=True, capture_output=True)
     assert done.returncode == 1, done.stderr
-    assert log.read_text() == "train_tts: error: no env.sh beside it: sbatch FILE, not sbatch < FILE\n"
+    assert log.read_text() == "train_tts: error: env.sh not found: sbatch FILE, not sbatch < FILE\n"
