@@ -75,14 +75,6 @@ class Documents:
         """Where document d is in the user's files."""
         return self.problems[d].name
 
-    def fingerprint(self, numbers):
-        """Hash of the documents with these numbers, for recognising the same data on resume."""
-        digest = hashlib.sha256()
-        for d in numbers:
-            for array in (self.ids, self.position, self.block, self.target, self.region):
-                digest.update(array[self.offsets[d]:self.offsets[d + 1]].tobytes())
-        return digest.hexdigest()[:16]
-
 
 def pieces(problem, layout):
     """The texts of a problem that are tokenised on their own, between special tokens."""
@@ -212,7 +204,11 @@ class Rows(Dataset):
 
     def fingerprint(self):
         """Hash of the documents in the order of the rows, to recognise the same data on resume."""
-        return self.documents.fingerprint(d for members in self.members for d in members)
+        digest, d = hashlib.sha256(), self.documents
+        for number in (number for members in self.members for number in members):
+            for array in (d.ids, d.position, d.block, d.target, d.region):
+                digest.update(array[d.offsets[number]:d.offsets[number + 1]].tobytes())
+        return digest.hexdigest()[:16]
 
     def __getitem__(self, r):
         return self.documents, self.members[r]

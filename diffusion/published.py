@@ -135,14 +135,12 @@ def open_start(world, args, layout, tokenizer):
     """(Layout, folder of --init_from or None, tokenizer) of a run with --init_from or a chat
     template; args.tokenizer becomes the folder by whose template chats are read. Collective.
     """
-    path = None
-    if args.init_from:      # one rank downloads for all
-        path = dist.rank0(world, find, args.init_from)
-        if not args.tokenizer and (is_causal(path) or (path / "tokenizer.json").is_file()):
-            tokenizer = path
+    # one rank downloads for all
+    path = dist.rank0(world, find, args.init_from) if args.init_from else None
+    if path and not args.tokenizer and (is_causal(path) or (path / "tokenizer.json").is_file()):
+        tokenizer = path
     if args.chat or args.system == "chat":
-        args.tokenizer = str(tokenizer)
-        layout = with_chat(layout, tokenizer)
+        args.tokenizer, layout = str(tokenizer), with_chat(layout, tokenizer)
     else:
         layout = with_form(layout, path)
     size = path and trained_form(path).get("block_size")
