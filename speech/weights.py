@@ -57,7 +57,7 @@ class Wrapped(torch.nn.Module):
 def find_checkpoint(name, flag, model_types, advice):
     """(local folder, its config.json as a dict) of a folder or hub name. Raises UserError.
 
-    advice: {model_type of another checkpoint: what to tell the user who gave it}.
+    advice: {model_type of another checkpoint: advice to the user who gave it}.
     """
     folder = tensor_io.find_folder(name, flag)
     try:
@@ -199,11 +199,11 @@ def reset_buffers(model, device):
 
 
 # --------------------------------------------------------------------------------------------------
-# Files beside the weights
+# Files besides the weights
 
 
 def save_config(model, tokenizer, folder, source, codec=None):
-    """The files of a native checkpoint beside its weights -> {file: why it had to be made}.
+    """The files of a native checkpoint besides its weights -> {file: why it had to be made}.
 
     codec: folder or hub name that the processor names; None: what source names, else the hub's.
     """
