@@ -107,8 +107,8 @@ def read_folder(folder, config):
     if config.native.tie_word_embeddings and "lm_head.weight" in tensors:
         head = tensors.pop("lm_head.weight")
         require(table is None or torch.equal(head, table),
-                f"--init_from {folder}: config.json has tie_word_embeddings true, but lm_head.weight "
-                "is not the embedding; set it to false to keep that head")
+                f"--init_from {folder}: config.json has tie_word_embeddings true, but "
+                "lm_head.weight is not the embedding; set it to false to keep that head")
     require(table is None or len(table) <= config.vocab_size,
             f"--init_from {folder}: its embedding has more rows than its config.json says")
     return tensors

@@ -105,17 +105,19 @@ def bound_file(args, folder, solver):
     if dropped := settle(bad, ("too_long",) * args.drop_too_long, hint=blocks.length_hint(bad)):
         print(f"data       dropped: {dropped}")
     exact = choices.bound_range(layout)[0] == 1         # then all draws are the same
-    rows = blocks.make_rows(documents, np.arange(len(documents)), int(documents.lengths.max()), True)
+    n, draws = len(documents), 1 if exact else args.draws
+    rows = blocks.make_rows(documents, np.arange(n), int(documents.lengths.max()), True)
     found = elbo.bound(dist.World(device=device), solver.model, elbo.Eval(
-        rows, solver.tokens, args.batch_size, 1 if exact else args.draws, args.seed, args.bf16), int)
-    bits, nats, error = (found.get(f"eval/{name}", 0.0) for name in ("bits_per_token", "nll", "stderr"))
+        rows, solver.tokens, args.batch_size, draws, args.seed, args.bf16), int)
+    nats, error = found["eval/nll"], found.get("eval/stderr", 0.0)
+    bits, bits_error = nats / math.log(2), error / math.log(2)
     tokens = int(sum(rows.targets(region).sum() for region in range(choices.FILL)))
     write(args, folder, f"bound-{folder.name}-{Path(args.bound).stem}.json", {"summary": {
-        "texts": len(documents), "tokens": tokens, "exact": exact, "nats_per_token": nats,
-        "nats_stderr": error, "bits_per_token": bits, "bits_stderr": error / math.log(2)}})
+        "texts": n, "tokens": tokens, "exact": exact, "nats_per_token": nats,
+        "nats_stderr": error, "bits_per_token": bits, "bits_stderr": bits_error}})
     print(f"bound      {'nll =' if exact else 'nll <='} {nats:.4f} +- {error:.4f} nats/token, "
-          f"{bits:.4f} +- {error / math.log(2):.4f} bits/token; {tokens} tokens in {len(documents)} "
-          f"texts, {args.draws} draws of the noise")
+          f"{bits:.4f} +- {bits_error:.4f} bits/token; {tokens} tokens in {n} texts, {draws} draws "
+          "of the noise")
 
 
 def write(args, folder, name, found):
