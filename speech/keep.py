@@ -22,7 +22,6 @@ from speech.codes import FRAME_RATE, load_codec
 from speech.conversations import Clip
 from speech import speak, versions
 from speech.labels import IGNORE, TokenIds
-from speech.loss import total_loss
 
 FILE = "keep.npz"       # in OUTPUT_DIR: the codes that the base spoke
 SECONDS = 30.0          # that a row's speech may take
@@ -173,7 +172,7 @@ class Keeper:
         with dist.gradient_sync(wrapped, False):
             with autocast():
                 apart = wrapped(batch.to(world.device), keep=True)
-            loss = total_loss(apart, cells, 0.0, 1, 0.0)
+            loss = versions.total_loss(apart, cells, 0.0, 1, 0.0)
             # as much as the weight says on an average step
             times = self.args.keep_weight * self.args.keep_every * world.size
             (loss * (times * scale)).backward()

@@ -1,7 +1,7 @@
 """Higgs-Audio V2 checkpoints: find, check, load into any sharding, save what from_pretrained reads.
 
 A model starts empty on torch's meta device and reads its weights row by row, so no process holds
-more than it trains. Native checkpoints and the original 2025 format (layout_2025.py) are
+more than it trains. Native checkpoints and the original 2025 format (export.py) are
 read; missing, unexpected or misshapen weights stop the run.
 """
 import json
@@ -33,22 +33,6 @@ EXTRA_FILES = ("processor_config.json", "preprocessor_config.json", "chat_templa
 SWAPPED = "--model_path and --audio_tokenizer_path are swapped"
 BUFFERS = {"rotary_emb.inv_freq", "rotary_emb.original_inv_freq",
            "embed_audio_tokens.audio_tokens_offsets"}
-
-
-class Wrapped(torch.nn.Module):
-    """A native model, or the PeftModel around it, as net; forward is the version's."""
-
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-        # in a list, where torch does not look for modules: else parameters would be there twice
-        self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
-
-    @property
-    def base_model(self):
-        """The native model, adapters inside."""
-        return self._base[0]
-
 
 # --------------------------------------------------------------------------------------------------
 # Folders and configuration
@@ -96,8 +80,8 @@ def native_config(config):
     if config["model_type"] == "higgs_audio_v2":
         native = HiggsAudioV2Config.from_dict(config)
     else:
-        from speech import layout_2025
-        native = HiggsAudioV2Config(**layout_2025.native_settings(config))
+        from speech import export
+        native = HiggsAudioV2Config(**export.native_settings(config))
     if native.codebook_size <= native.audio_stream_eos_id:
         raise UserError(f"config.json has codebook_size {native.codebook_size}, but end-of-stream "
                         f"is code {native.audio_stream_eos_id}: it must be "
@@ -158,9 +142,9 @@ def weight_parts(folder, config):
     found = open_model(folder)
     if config["model_type"] == "higgs_audio_v2":
         return {name: [part] for name, part in found.items()}
-    from speech import layout_2025
+    from speech import export
     return {name: [found[part] for part in parts]
-            for name, parts in layout_2025.native_names(found).items()}
+            for name, parts in export.native_names(found).items()}
 
 
 def check_weights(model, parts, folder):
@@ -214,34 +198,22 @@ def save_config(model, tokenizer, folder, source, codec=None):
     for name in EXTRA_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    if not (source / "processor_config.json").is_file():
-        save_processor(folder, tokenizer)
+    path = folder / "processor_config.json"
+    if not (source / path.name).is_file():
+        from transformers import HiggsAudioV2Processor
+        template = Path(__file__).with_name("chat_template.jinja").read_text()
+        feature_extractor().save_pretrained(folder)
+        HiggsAudioV2Processor(feature_extractor(), tokenizer, audio_tokenizer=None,
+                              chat_template=template).save_pretrained(folder)
         made = dict.fromkeys(EXTRA_FILES, f"{source} has none; made for the released codec "
                              f"(24 kHz, 960 samples a frame), named {codec or HUB_CODEC}")
     if codec or made:
-        name_codec(folder, codec or HUB_CODEC)
+        # by hand: a processor can only name a codec that is loaded, and loading takes torchaudio
+        config = json.loads(path.read_text()) | {"audio_tokenizer": {
+            "audio_tokenizer_class": "HiggsAudioV2TokenizerModel",
+            "audio_tokenizer_name_or_path": codec or HUB_CODEC}}
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     return made
-
-
-def name_codec(folder, codec):
-    """Write into a folder's processor files which codec is theirs: a folder or hub name."""
-    # by hand: a processor can only name a codec that is loaded, and loading one takes torchaudio
-    path = folder / "processor_config.json"
-    config = json.loads(path.read_text()) | {"audio_tokenizer": {
-        "audio_tokenizer_class": "HiggsAudioV2TokenizerModel",
-        "audio_tokenizer_name_or_path": codec}}
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def save_processor(folder, tokenizer):
-    """Processor files for a base without any; the codec's name is still to be put in."""
-    from transformers import HiggsAudioV2Processor
-    extractor = feature_extractor()
-    extractor.save_pretrained(folder)
-    template = Path(__file__).with_name("chat_template.jinja").read_text()
-    processor = HiggsAudioV2Processor(extractor, tokenizer, audio_tokenizer=None,
-                                      chat_template=template)
-    processor.save_pretrained(folder)
 
 
 def feature_extractor():

@@ -17,13 +17,7 @@ from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 from speech import make_tiny
 from tests.helpers import spoken as speech
 from tests.helpers.runs import CLOCK, CUTS, moments, newest, rows, tensors
-from tests.helpers.trainer import (
-    Run,
-    Tiny,
-    speech_main,
-    train_forked,
-    trainer_arguments,
-)
+from tests.helpers.trainer import Run, Tiny, speech_main, train_forked, trainer_arguments
 
 LR = 2e-4
 # 19 of 24 samples are trained, 12 a step: an epoch's second step has 7, so some ranks get empty packs

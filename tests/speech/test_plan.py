@@ -14,14 +14,8 @@ from core.memory import Setup, step_bytes
 from data import collate
 from speech import labels_v3, v2, v3
 from speech import plan as speech_plan
-from speech.codes import (
-    codec_config,
-    codec_frames,
-    decode_audio,
-    encode_clip,
-    header_frames,
-    load_codec,
-)
+from speech.codes import (codec_config, codec_frames, decode_audio, encode_clip, header_frames,
+                          load_codec)
 from speech.dataset import split_validation
 from speech.weights import empty_model
 from tests.helpers.live_bytes import by_lengths, real_peak
