@@ -22,6 +22,7 @@ from core import cli, json_files, metrics
 from core.cli import UserError, require
 
 WIDTH, HEIGHT, LEFT, POINTS = 420, 200, 62, 400
+BEFORE = "before", "base"   # how names of what was spoken before training begin
 STEPS, SAMPLES = 5, 8       # most steps whose samples are shown, and of each the first by name
 COLORS = "#1f6feb", "#d9480f", "#1a7f37", "#9333c0", "#b07d00", "#0b8594", "#c2255c", "#5f6b7a"
 FACTS = {"wer": "word errors {:.0%}", "speaker_similarity": "similarity {:.2f}",
@@ -37,7 +38,7 @@ h2 {{ margin-top: 36px; border-bottom: 1px solid #8886 }}
 .grid {{ display: grid; gap: 14px; grid-template-columns: repeat(auto-fill, minmax(300px, 1fr)) }}
 figure {{ margin: 0; min-width: 0 }} svg {{ width: 100%; font-size: 12px; fill: #808894 }}
 .verdict {{ border-left: 4px solid #1f6feb }} table {{ border-collapse: collapse }}
-td {{ text-align: left; padding: 3px 18px 3px 0; border-top: 1px solid #8886 }}
+td {{ padding: 3px 18px 3px 0; border-top: 1px solid #8886; overflow-wrap: break-word }}
 audio, img {{ display: block; width: 100%; max-width: 420px }} .wide {{ overflow-x: auto }}
 blockquote {{ margin: 0 0 8px; white-space: pre-line }}
 .settings {{ columns: 340px; font-size: 14px; padding: 0; list-style: none }}
@@ -197,7 +198,7 @@ def sample_rows(samples):
                    for name, text in sorted(rows, key=lambda prompt: natural(prompt[0])))
 
 
-def summary(folder, rows, settings, evaluations):
+def summary(title, folder, rows, settings, evaluations):
     """Verdict, where the run stands, and its flags."""
     saved = [path.parent.name for path in folder.glob("checkpoint-*/manifest.json")]
     state = [f"last logged step {max((row['step'] for row in rows), default=0):,}",
@@ -207,7 +208,7 @@ def summary(folder, rows, settings, evaluations):
     flags = [f"<li>{escape(name)} <b>{escape(value)}</b>" for name, value in settings]
     clauses = [f"<li>{escape(clause[0].upper() + clause[1:])}."
                for clause in metrics.verdict(rows, evaluations)]
-    return (f'<h2>{escape(folder.resolve().name)}</h2><ul class="verdict">{"".join(clauses)}</ul>'
+    return (f'<h2>{escape(title)}</h2><ul class="verdict">{"".join(clauses)}</ul>'
             f'<p>{escape("; ".join(state))}</p><h3>Settings</h3><ul class="settings">'
             f'{"".join(flags)}</ul>')
 
@@ -221,17 +222,18 @@ def write_report(runs, args):
     paths = [path.resolve() for folder in runs for path in sorted(folder.rglob("evaluation.json"))
              if path.is_file()]
     evaluations = [read_evaluation(path) for path in dict.fromkeys(paths)]
+    evaluations.sort(key=lambda one: not one["name"].startswith(BEFORE))
     groups = {True: [], False: []}      # spoken before training, and not
     for folder in map(Path, args.samples):
         name = folder.resolve().name
         require(any(folder.glob("*.wav")),
                 f"--samples {name}: no .wav file in it; give a folder of generate_tts.py")
-        groups[name.startswith(("before", "base"))].append((name, folder))
+        groups[name.startswith(BEFORE)].append((name, folder))
     steps = [(f"{run.name} {path.name}" if len(runs) > 1 else path.name.replace("-", " "), path)
              for run in runs for path in find_steps(run)]
     samples = [sample for label, folder in groups[True] + steps + groups[False]
                for sample in read_samples(folder, label)]
-    body = "".join(summary(folder, *run, [
+    body = "".join(summary(folder.resolve().name if len(runs) > 1 else "Verdict", folder, *run, [
         one for one in evaluations if len(runs) == 1 or folder.resolve() in one["path"].parents])
         for folder, run in runs.items())
     parts = {**charts(runs), "Samples": sample_rows(samples),

@@ -57,7 +57,13 @@ def schedule_lines(args, ranks, total_steps, steps_per_epoch, step, resume, inte
     return [f"steps      {total_steps} ({steps_per_epoch} an epoch), {cli.counted(packs, 'pack')} a "
             f"step = {cli.counted(ranks, 'rank')} x "
             f"{cli.counted(args.gradient_accumulation_steps, 'micro-step')}; ", intervals,
-            f"start      step {step}, {f'resumed from {resume}' if resume else 'base model'}"]
+            start_line(step, total_steps, resume)]
+
+
+def start_line(step, total_steps, resume, base="base model"):
+    """The line of where a run starts."""
+    return (f"start      step {step}, {f'resumed from {resume}' if resume else base}"
+            + f"; already finished: raise --max_steps above {total_steps}" * (step >= total_steps))
 
 
 def open_log(args, world, step, eval_due):

@@ -240,8 +240,7 @@ print0(f"{run.device_line(args, world)}, {args.parallel}", elbo.model_line(confi
        f"a step is {step_rows} rows ({step_problems:,.0f} problems) = "
        f"{cli.counted(ranks, 'rank')} x {cli.counted(accumulation, 'micro-step')} x {batch_rows}; "
        f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}", intervals,
-       f"start      step {step}, "
-       + (f"resumed from {resume}" if resume else start.words if start else "new weights"))
+       run.start_line(step, total_steps, resume, start.words if start else "new weights"))
 if dry:
     elbo.plan_memory(*planned, order, total_steps - step)
     print("dry run ok")

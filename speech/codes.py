@@ -864,8 +864,8 @@ class Progress:
         """Count n clips and so many seconds of audio."""
         done = self.count("clips", n)
         hours = self.count("milliseconds", round(1000 * seconds)) / 3.6e6
-        speed = hours / (time.monotonic() - self.start)
-        self.bar.set_postfix_str(f"{hours:.2f} h of audio, {speed:.2g} h/s", refresh=False)
+        speed = 3600 * hours / (time.monotonic() - self.start)
+        self.bar.set_postfix_str(f"{hours:.2f} h of audio, {speed:,.0f} x real time", refresh=False)
         self.bar.update(done - self.bar.n)
 
     def wait_for_all(self, limit_s):

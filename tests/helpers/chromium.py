@@ -132,7 +132,9 @@ class Page:
         return [event["params"]["request"]["url"] for event in self.events()
                 if event["method"] == "Network.requestWillBeSent"]
 
-    def picture(self, path):
-        """The whole page as PNG."""
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"]
+    def picture(self, path, height=None):
+        """The whole page, or its upper part, as PNG."""
+        width, whole = self.run("[innerWidth, document.documentElement.scrollHeight]")
+        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip={
+            "x": 0, "y": 0, "width": width, "height": height or whole, "scale": 1})["data"]
         Path(path).write_bytes(base64.b64decode(shot))

@@ -116,6 +116,8 @@ def test_resumed_run_equals_uninterrupted(shared, stopped, complete, tmp_path):
 
     before = tensors(resumed)
     again = complete(output_dir, *DROPOUT)                                  # a finished run has nothing left to do
+    assert "already finished: raise --max_steps above 12" in again.output
+    assert "already finished" not in resumed.output
     assert_same_bits(shared("dropout"), again)
     assert all(torch.equal(before[name], tensor) for name, tensor in tensors(again).items())
     assert steps_of(output_dir) == [6, 8, 12]
