@@ -108,16 +108,12 @@ def word_rates(references, hypotheses, language=None):
     """([{"wer", "cer"} of each text], {"wer", "cer"} of all: errors of all over words of all); None
     without words.
     """
-    rows, totals = [], {"wer": np.zeros(2, int), "cer": np.zeros(2, int)}
-    for said, heard in zip(references, hypotheses, strict=True):
-        found = {"wer": word_errors([said], [heard], language),
-                 "cer": character_errors([said], [heard], language)}
-        rows.append({key: errors / length if length else None
-                     for key, (errors, length) in found.items()})
-        for key, counts in found.items():
-            totals[key] += counts
-    return rows, {key: float(errors / length) if length else None
-                  for key, (errors, length) in totals.items()}
+    def rates(said, heard):
+        counts = {"wer": word_errors(said, heard, language),
+                  "cer": character_errors(said, heard, language)}
+        return {name: errors / units if units else None for name, (errors, units) in counts.items()}
+    rows = [rates([said], [heard]) for said, heard in zip(references, hypotheses, strict=True)]
+    return rows, rates(references, hypotheses)
 
 
 # --------------------------------------------------------------------------------------------------
