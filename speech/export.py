@@ -11,6 +11,7 @@ import math
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 
 from core import adapters, tensor_io
 from core.cli import UserError
@@ -68,15 +69,18 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
         tensors = version.whole_files(tensors, folder, codec)
     sizes = {name: math.prod(tensor_io.shape_of(found)) * kind.itemsize
              for name, (found, kind, _) in tensors.items()}
-    files, total, made = plan_files(sizes, shard_bytes), sum(sizes.values()), {}
+    plan = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes)
+    files, total, made = plan.filename_to_tensors, sum(sizes.values()), {}
     with new_folder(output_dir, total) as building:
         for file, inside in files.items():
             written = {name: read(*tensors[name]) for name in inside}
             weights.check_finite(written, f"{source}, with its adapter," if folds else source)
             tensor_io.save(written, building / file)
         if len(files) > 1:
-            places = {name: file for file, inside in files.items() for name in inside}
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+            index = {"metadata": plan.metadata,
+                     "weight_map": dict(sorted(plan.tensor_to_filename.items()))}
             (building / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         if not third:
             model.config.dtype = dtypes["model.embed_tokens.weight"]
@@ -143,19 +147,6 @@ def find_folds(model, adapter):
     return found | {f"{name}.weight": fold(name, module.scaling["default"])
                     for name, module in net.get_base_model().named_modules()
                     if hasattr(module, "lora_A")}
-
-
-def plan_files(sizes, limit):
-    """{file: [names]}: in order, each file up to `limit` bytes, or one larger tensor."""
-    files = [{}]
-    for name, size in sizes.items():
-        if files[-1] and sum(files[-1].values()) + size > limit:
-            files.append({})
-        files[-1][name] = size
-    if len(files) == 1:
-        return {"model.safetensors": list(files[0])}
-    return {f"model-{number:05d}-of-{len(files):05d}.safetensors": list(inside)
-            for number, inside in enumerate(files, 1)}
 
 
 def read(parts, dtype, fold):

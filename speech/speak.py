@@ -41,7 +41,7 @@ from speech.rows import read_samples
 from speech.text_normalization import heard
 
 from core import adapters  # isort: skip      # after weights
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList  # isort: skip
+from transformers import GenerationConfig, StoppingCriteriaList  # isort: skip
 
 MIN_TOKENS = 8          # transformers' delay processor miscounts on shorter prompts
 DRAW_FLAGS = ("temperature", "top_k", "top_p", "ras_window", "ras_repeats")
@@ -347,26 +347,19 @@ def sampling(config, max_seconds, **given):
                             eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
 
 
-class Deadline(StoppingCriteria):
-    """Ends generation at a time.monotonic() moment, or when asked() says so."""
-
-    def __init__(self, moment, asked):
-        self.moment, self.asked = moment, asked
-
-    def __call__(self, input_ids, scores, **kwargs):
-        done = bool(time.monotonic() > self.moment or self.asked())
-        return torch.full((len(input_ids),), done, device=input_ids.device)
-
-
 @torch.no_grad()
 def generate(native, prompts, ids, settings, seed, device, moment=float("inf"),
              asked=lambda: False):
     """[(codes (T, 8) int64, ended_by "eos" | "length" | "time")] of a batch of Prompts.
 
     native: the model on the device, adapters inside, in eval mode. settings: from sampling(). The
-    draws depend on seed and batch alone, and leave torch's random state as it was. moment, asked:
-    as for Deadline.
+    draws depend on seed and batch alone, and leave torch's random state as it was. Ends at the
+    time.monotonic() `moment`, or when asked() says so.
     """
+    def is_over(input_ids, scores, **kwargs):
+        over = bool(time.monotonic() > moment or asked())
+        return torch.full((len(input_ids),), over, device=device)
+
     if versions.is_third(native.config.model_type):
         inputs = [(p.tokens, p.is_audio, p.audio_ids) for p in prompts]
         spoken = versions.module(native.config).generate(
@@ -383,7 +376,7 @@ def generate(native, prompts, ids, settings, seed, device, moment=float("inf"),
             torch.manual_seed(seed)
             # synced_gpus would ask every rank at each step, by default whenever FSDP2 is seen
             out = native.generate(**batch, return_dict_in_generate=True, synced_gpus=False,
-                                  stopping_criteria=StoppingCriteriaList([Deadline(moment, asked)]))
+                                  stopping_criteria=StoppingCriteriaList([is_over]))
     finally:
         native.generation_config = own
     rows, most = out.audio_sequences[:, before:].cpu().numpy(), settings.max_new_tokens
