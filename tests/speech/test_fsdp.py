@@ -151,7 +151,7 @@ def test_offloading_changes_no_bit(shared):
 
 @pytest.mark.slow
 def test_compiled_layers_train_the_same(pool, odd, shared, tmp_path):
-    """With FSDP2's hooks, for one step, as each shape takes much g++; test_v2.py has layers meet several shapes."""
+    """With FSDP2's hooks, for one step, as each shape takes much g++; test_learns.py has layers meet several shapes."""
     name = "full fsdp 2x6x1 --disable_eval --max_steps 1"
     ranks, flags = flags_of(f"{name} --compile")
     output = in_ranks(pool, ranks, "train_compiled", trainer_arguments(odd, tmp_path / "out", *flags))
