@@ -146,6 +146,7 @@ from core.problems import collect
 from data import SpeechSamples, collate, make_loader, prepare_table
 from speech import text_normalization, versions, weights
 from speech.dataset import data_facts, samples_line, split_samples, usable_samples
+from speech.loss import SUMS, batch_sums, decays, eval_line, step_work, total_loss, train_line
 
 # ---- Ranks. A dry run joins no other process and writes nothing.
 world, watch, work_dir = run.start(args)
@@ -300,14 +301,14 @@ wrapped = dist.wrap_ddp(model, world) if args.parallel == "ddp" else model
 # only now: sharding has replaced the parameters
 trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
-                              (0.9, args.adam_beta2), versions.decays)
+                              (0.9, args.adam_beta2), decays)
 if args.fp16:
     from core.fp16 import Scaler
     scaler = Scaler(device, state.get("scaler"))
 if keep_loss:
     watch.report_progress("the base speaks --keep", args.wait_timeout)
     lines.append(keep_loss.speak(world, model, autocast))
-n_sums = ids.num_codebooks + versions.SUMS      # numbers that a step adds up for the log
+n_sums = ids.num_codebooks + SUMS      # numbers that a step adds up for the log
 
 
 def forward_backward(batch, n_audio, n_text, sync):
@@ -319,10 +320,10 @@ def forward_backward(batch, n_audio, n_text, sync):
     with dist.gradient_sync(wrapped, sync):     # exchanged once a step, when complete
         with autocast():
             audio, text, ends = wrapped(batch)
-        loss = versions.total_loss(audio, n_audio, text, n_text, args.text_loss_weight)
+        loss = total_loss(audio, n_audio, text, n_text, args.text_loss_weight)
         # DDP and FSDP2 average gradients over ranks, the loss is a mean over all of them
         (loss * (world.size * (scaler.scale if scaler else 1.0))).backward()
-    return loss, versions.batch_sums(audio, text, ends, batch)
+    return loss, batch_sums(audio, text, ends, batch)
 
 
 if device.type == "cuda":       # the largest pack, once: it must not fail hours into the run
@@ -357,7 +358,7 @@ def evaluate():
             return None
         with autocast():
             losses = model(batch.to(device))
-        total += versions.batch_sums(*losses, batch)
+        total += batch_sums(*losses, batch)
     return module.loss_report(dist.all_reduce(world, total).tolist(), args.text_loss_weight,
                               "eval")
 
@@ -372,7 +373,7 @@ def validate():
     if values is None:
         return None
     if values:
-        print0(versions.eval_line(step, values))
+        print0(eval_line(step, values))
     if prompts:
         watch.report_progress(f"sample prompts at step {step}", args.wait_timeout)
         values |= prompts.speak(world, model, step, log, autocast)
@@ -437,7 +438,7 @@ while step < total_steps and not stopping:
     # next batch: of which samples the step consists on all ranks, each rank knows from the order
     if first_pack >= order.packs_per_epoch:
         epoch, first_pack = epoch + 1, 0
-    work = versions.step_work(config, table, train_ids[
+    work = step_work(config, table, train_ids[
         order.window(epoch, first_pack, per_step)], args.use_lora)
     n_audio, n_text = work["audio_targets"], work["text_targets"]
     step_sums = torch.zeros_like(sums)      # stays on the device; nothing here waits for it
@@ -495,7 +496,7 @@ while step < total_steps and not stopping:
                    "train/bad_steps": monitor.skipped, **timer.report(world)}
         if main_rank:
             log.write(step, values)
-        print0(versions.train_line(step, total_steps, values))
+        print0(train_line(step, total_steps, values))
 
     # validate; a request to stop counts one step late, so that no step waits for the device
     eval_due = validates and (last or args.eval_steps > 0 and step % args.eval_steps == 0)

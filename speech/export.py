@@ -18,19 +18,6 @@ from core.cli import UserError
 from core.checkpoint import new_folder
 from speech import text_normalization, versions, weights
 
-# of the layout of 2025: its names, ours
-NAMES = (("audio_codebook_embeddings.", "model.embed_audio_tokens.embed_audio_tokens."),
-         ("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."),
-         ("norm.", "model.norm."),
-         ("audio_decoder_proj.", ""))       # last: every native name begins with ""
-EXTRA_IDS = ("audio_delay_token_id", "bos_token_id", "eos_token_id")    # config.json lacks them
-DROPPED = ("audio_codebook_weights", "inv_freq")
-SPLIT = {f".{kind}_{part}.weight": (".weight", order) for kind in ("embedding", "linear")
-         for order, part in enumerate(("frozen", "trainable"))}     # to be joined in this order
-TEXT_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-             "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act",
-             "max_position_embeddings")
-
 
 def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**9, adapter=None,
            codec=None, base_dtype=None):
@@ -156,57 +143,13 @@ def read(parts, dtype, fold):
 
 
 # --------------------------------------------------------------------------------------------------
-# The layout of 2025: names of tensors and config.json, from there to the native ones and back
-
-
-def native_settings(config):
-    """Keywords of HiggsAudioV2Config for a 2025 config.json dict. UserError for other variants."""
-    text = config.get("text_config", {})
-    layers = list(range(text.get("num_hidden_layers", 28)))
-    released = {"audio_adapter_type": ["dual_ffn", "dual_ffn_fast_forward"],
-                "audio_dual_ffn_layers": [layers], "use_audio_out_self_attention": [False, None],
-                "use_audio_out_embed_projector": [False, None], "audio_embed_avg": [False, None],
-                "skip_audio_tower": [True]}
-    wrong = [key for key, values in released.items() if config.get(key) not in values]
-    if wrong:
-        raise UserError("this 2025-format model has parts the native class lacks: "
-                        + ", ".join(f"{key}={config.get(key)!r}" for key in wrong))
-    return {**{key: text[key] for key in TEXT_KEYS if key in text},
-            "num_codebooks": config.get("audio_num_codebooks", 8),
-            "codebook_size": config.get("audio_codebook_size", 1024) + 2,
-            "audio_token_id": config["audio_out_token_idx"],
-            "audio_bos_token_id": config["audio_out_bos_token_id"],
-            "pad_token_id": config.get("pad_token_id", 128001),
-            **{key: config[key] for key in EXTRA_IDS if key in config},
-            "audio_stream_bos_id": config.get("audio_stream_bos_id", 1024),
-            "audio_stream_eos_id": config.get("audio_stream_eos_id", 1025)}
-
-
-def native_names(names):
-    """{native name: [2025 names to join along dimension 0]}; some are split in two there.
-
-    Names: transformers' convert_higgs_audio_v2_to_hf.py. Raises UserError.
-    """
-    parts = {}
-    for original in names:
-        if any(drop in original for drop in DROPPED):
-            continue
-        name, order = original, 0
-        for suffix, (plain, place) in SPLIT.items():
-            if name.endswith(suffix):
-                name, order = name.removesuffix(suffix) + plain, place
-        name = next((new + name.removeprefix(old) for old, new in NAMES if name.startswith(old)),
-                    name)
-        if order in parts.setdefault(name, {}):
-            raise UserError(f"two tensors of the checkpoint map to {name}")
-        parts[name][order] = original
-    return {name: [found[i] for i in sorted(found)] for name, found in parts.items()}
+# The layout of 2025
 
 
 def original_names(names):
     """{native name: 2025 name}: the inverse of native_names; split tensors stay joined."""
-    return {name: next(old + name.removeprefix(new) for old, new in NAMES if name.startswith(new))
-            for name in names}
+    return {name: next(old + name.removeprefix(new) for old, new in weights.NAMES
+                       if name.startswith(new)) for name in names}
 
 
 def original_config(native, tokenizer, dtype):
@@ -219,7 +162,7 @@ def original_config(native, tokenizer, dtype):
     def token(name):
         return tokenizer.convert_tokens_to_ids(name)
     text = {key: getattr(native, key) for key in (
-        *TEXT_KEYS, "initializer_range", "attention_bias", "attention_dropout", "mlp_bias")}
+        *weights.TEXT_KEYS, "initializer_range", "attention_bias", "attention_dropout", "mlp_bias")}
     text |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": dtype,
              "bos_token_id": token("<|begin_of_text|>"), "eos_token_id": token("<|end_of_text|>"),
              "max_position_embeddings": 131072,     # a server may refuse more than native's 2048
@@ -227,7 +170,7 @@ def original_config(native, tokenizer, dtype):
                  "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
                  "rope_type": "llama3", "original_max_position_embeddings": 8192}}
     usual = type(native)()
-    extra = {key: getattr(native, key) for key in EXTRA_IDS
+    extra = {key: getattr(native, key) for key in weights.EXTRA_IDS
              if getattr(native, key) != getattr(usual, key)}
     return extra | {
         "model_type": "higgs_audio", "architectures": ["HiggsAudioModel"], "text_config": text,

@@ -21,6 +21,7 @@ from core.watchdog import Stopped, stop_requested
 from speech.codes import FRAME_RATE, load_codec
 from speech.conversations import Clip
 from speech import speak, versions
+from speech.loss import total_loss
 from speech.labels import IGNORE, TokenIds
 
 FILE = "keep.npz"       # in OUTPUT_DIR: the codes that the base spoke
@@ -172,7 +173,7 @@ class Keeper:
         with dist.gradient_sync(wrapped, False):
             with autocast():
                 apart = wrapped(batch.to(world.device), keep=True)
-            loss = versions.total_loss(apart, cells, 0.0, 1, 0.0)
+            loss = total_loss(apart, cells, 0.0, 1, 0.0)
             # as much as the weight says on an average step
             times = self.args.keep_weight * self.args.keep_every * world.size
             (loss * (times * scale)).backward()

@@ -11,6 +11,7 @@ from speech import v2, versions
 from speech.codes import FRAME_RATE
 from speech.dataset import samples_line
 from speech.labels import PackedBatch
+from speech.loss import step_work
 
 SHARE = {True: 0.70, False: 0.72}   # {LoRA: share of the matrix rate that a step reaches by count}
 
@@ -124,7 +125,7 @@ def print_all(args, ranks, model, data, order, step, total_steps, steps_per_epoc
     new_frames = int(table.where[new, 2].sum())
     share, epoch_steps = args.warmup_steps / max(1, total_steps), -(
         -order.packs_per_epoch // (ranks * setup.accumulation))
-    work = versions.step_work(model.base_model.config, table, data.train, args.use_lora)
+    work = step_work(model.base_model.config, table, data.train, args.use_lora)
     flops = work["flops"] * left / steps_per_epoch / ranks / SHARE[args.use_lora or args.freeze_llm]
     steps, intervals, start = lines
     plans.print_plan(args, setup, found, f"{tokens:,} tokens", model.base_model, [

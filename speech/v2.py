@@ -15,7 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from core.cli import UserError
 from core import fused
-from speech import versions, weights  # first: it explains a torchaudio that breaks transformers
+from speech import loss, weights  # first: it explains a torchaudio that breaks transformers
 from speech.labels import IGNORE, token_ids  # noqa: F401  (of versions.module)
 
 from transformers.models.higgs_audio_v2 import modeling_higgs_audio_v2 as modeling  # isort: skip
@@ -209,7 +209,7 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
                     self.audio_mlp(self.audio_post_attention_layernorm(audio)))
 
 
-class PackedHiggs(versions.Wrapped):
+class PackedHiggs(loss.Wrapped):
     """What DDP wraps: forward(batch) -> sums, not means, so that any split of a step adds up. net:
     the native model, or the PeftModel around it. recompute: of flags.MODES, or None.
     """
@@ -257,9 +257,9 @@ packed = PackedHiggs        # of module()
 
 
 def loss_report(sums, text_weight, prefix):
-    """versions.loss_report: a clip has one end-of-stream in each codebook."""
-    books = len(sums) - versions.SUMS
-    return versions.loss_report(sums, text_weight, prefix, [1] * books)
+    """loss.loss_report: a clip has one end-of-stream in each codebook."""
+    books = len(sums) - loss.SUMS
+    return loss.loss_report(sums, text_weight, prefix, [1] * books)
 
 
 def freeze_unreachable(model, text_loss_weight):

@@ -18,7 +18,7 @@ from core import fused, tensor_io
 from core.cli import UserError, require
 from core.document_attention import ATTENTION
 from core.checkpoint import new_folder
-from speech import versions, weights  # first: it explains a torchaudio that breaks transformers
+from speech import loss, weights  # first: it explains a torchaudio that breaks transformers
 from speech.labels_v3 import TOKENS, Ids, delay, label_mask, undelay  # noqa: F401
 
 from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3Config, Qwen3Model  # isort: skip
@@ -184,7 +184,7 @@ class Higgs3(nn.Module):
         return flat.view(*hidden.shape[:-1], self.config.num_codebooks, self.config.codebook_size)
 
 
-class PackedHiggs3(versions.Wrapped):
+class PackedHiggs3(loss.Wrapped):
     """Higgs3 on packed batches, with adapters or without; text is not trained."""
 
     def __init__(self, net, recompute=None):
@@ -214,9 +214,9 @@ packed = PackedHiggs3       # of module()
 
 
 def loss_report(sums, text_weight, prefix):
-    """versions.loss_report: a clip has K - 1 - k end-of-stream targets in codebook k."""
-    books = len(sums) - versions.SUMS
-    return versions.loss_report(sums, text_weight, prefix, range(books)[::-1])
+    """loss.loss_report: a clip has K - 1 - k end-of-stream targets in codebook k."""
+    books = len(sums) - loss.SUMS
+    return loss.loss_report(sums, text_weight, prefix, range(books)[::-1])
 
 
 # --------------------------------------------------------------------------------------------------

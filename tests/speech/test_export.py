@@ -380,7 +380,7 @@ def test_original_config_gives_the_released_native_config():
     """The rope spelling differs but must not matter."""
     config = published_config()
     native, text = weights.native_config(config), config["text_config"]
-    expected = {key: text[key] for key in export.TEXT_KEYS} | {
+    expected = {key: text[key] for key in weights.TEXT_KEYS} | {
         "num_codebooks": 8, "codebook_size": 1026, "audio_delay_token_id": 128014, "bos_token_id": 1,
         "eos_token_id": 128009, "audio_stream_bos_id": 1024, "audio_stream_eos_id": 1025, "tie_word_embeddings": False,
         "audio_token_id": 128016, "pad_token_id": 128001, "audio_bos_token_id": 128013}

@@ -7,7 +7,7 @@ from core import optim
 from data import collate
 from speech import v2
 from speech.labels import delay_rows
-from speech.versions import decays
+from speech.loss import decays
 from tests.helpers import spoken
 
 CLIP = spoken.clip("by heart", 14)
