@@ -83,7 +83,7 @@ def attach(model, config, base_name=None, autocast=True):
 def check_config(folder, refused=(), whole=()):
     """Raise UserError unless a folder has the configuration of a LoRA adapter of which nothing but FIELDS is set.
 
-    refused: those of FIELDS that must not be set either. whole: modules that may be saved beside the adapters.
+    refused: those of FIELDS that must not be set either. whole: modules that may be saved with the adapters.
     """
     path = Path(folder) / "adapter_config.json"
     if not path.is_file():
@@ -175,7 +175,7 @@ def switched_off(model):
 
 
 def save_config(model, folder):
-    """adapter_config.json; beside adapter_weights in adapter_model.safetensors PeftModel.from_pretrained loads it."""
+    """adapter_config.json; with adapter_weights in adapter_model.safetensors PeftModel.from_pretrained loads it."""
     config = copy.copy(model.peft_config["default"])
     config.inference_mode = True
     config.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Flags of a script, one line for a mistake in them, and what is printed of users' files.
+"""Flags of a script, one line for a mistake in them, and safe printing of users' files.
 
 Standard library only: a script parses its flags before it imports torch, so --help and a mistake
 answer at once: p = cli.Parser("..."); p.flag("--output_dir", "output", "everything is written here");
@@ -36,7 +36,7 @@ OLD_NAMES = {
     "--dataloader_num_workers": "--num_workers", "--lr_scheduler_type": "--lr_scheduler",
     "--deepspeed": "--parallel", "--torch_compile": "--compile",
     "--disable_evaluation": "--disable_eval", "--resume_from_checkpoint": "--resume"}
-# Accepted without effect: {flag: (the flag of ours beside which it is accepted, its values)}
+# Accepted without effect: {flag: (our flag that must be given, its values)}
 WITHOUT_EFFECT = {
     "--optim": ("--weight_decay", ("adamw_torch_fused", "adamw_torch")),
     "--dataloader_pin_memory": ("--num_workers", TRUE),
@@ -85,7 +85,7 @@ def error_text(message, lines=60):
 
 
 def print_error(text, short=""):
-    """Print why this process exits, and leave it to torchrun, which repeats it at its own end.
+    """Print why this process exits, and leave it to torchrun, which repeats it at its end.
 
     short: what torchrun gets instead of the text.
     """
@@ -218,7 +218,7 @@ def parse(parser, check=None, argv=None):
         prepare_process(words)
     accept_old_names(parser)
     try:
-        check_names(parser, words)      # before argparse complains of what is missing
+        check_names(parser, words)      # before argparse complains of missing flags
         # later words count, so flags of the command line override the file's
         words = read_config(parser, words) + words
         args = parser.parse_args(words, Args())
@@ -520,7 +520,7 @@ def check_drop_bad(args, checks):
 
 
 def set_intervals(args, total_steps, before, validates, **own):
-    """Set the intervals that no flag names, by the length of the run -> lines that tell them.
+    """Set the intervals that no flag names, by the length of the run -> lines that show them.
 
     before: the flags of the checkpoint to resume, or {}: that run's intervals stay, however long
     this one is. own: {flag: steps} of a trainer with other defaults. validates: whether there is

@@ -76,7 +76,7 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
 
     timeout_s: limit of one gradient collective. wait_timeout_s: limit of a wait in rank0(),
     all_gather() or barrier(). fsdp: a single process gets a process group as well. cpu_offload:
-    collectives on CPU tensors beside the GPU's. Raises UserError when a node has more processes
+    collectives on CPU tensors besides the GPU's. Raises UserError when a node has more processes
     than GPUs, or torchrun restarted workers on a used store.
     """
     global _world
@@ -105,7 +105,7 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
         store = dist.PrefixStore("trainer", world.store) if size > 1 else dist.HashStore()
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit,
                                 device_id=device if cuda else None)
-        # torch has put its own there, which prints nothing of a hook that ends the process
+        # torch has put another there, which prints nothing of a hook that ends the process
         sys.excepthook = report_error
     if size > 1:        # new_group ignores the default group's limit
         world.slow_group = dist.new_group(
@@ -131,7 +131,7 @@ def finish():
 
 
 def seed_everything(seed, rank=0):
-    """Seed python, numpy and torch; with its rank, a rank has dropout of its own."""
+    """Seed python, numpy and torch; with its rank, a rank has other dropout."""
     random.seed(seed + rank)
     np.random.seed((seed + rank) % 2**32)
     torch.manual_seed(seed + rank)
@@ -245,7 +245,7 @@ def error_names_file(path):
     try:
         yield
     except OSError as error:
-        if error.errno is None:     # numpy's: so many requested, so many written
+        if error.errno is None:     # numpy's: N requested, M written
             raise UserError(f"{path} cannot be written ({error})")
         error.filename, error.filename2 = str(path), None
         raise
@@ -324,7 +324,7 @@ def autocast(device, dtype):
 def choose_compile(world, args, against=""):
     """--compile as True or False, the same on all ranks. against: what auto yields to, in words.
 
-    A notice on rank 0 says what auto chose, or what compiling lacks here. Collective.
+    A notice on rank 0 says what auto chose, or what compiling needs here. Collective.
     """
     from core import cli, fused
     if getattr(args, "gradient_checkpointing", None) == "selective":
@@ -348,7 +348,7 @@ def compile_layers(layers, **options):
     torch._inductor.config.triton.mix_order_reduction = False
     # else each layer is cut where DDP's buckets end, which a layer is too small to gain from
     torch._dynamo.config.optimize_ddp = False
-    # torch's key of a compiled graph lacks the vector width: code made for 16 floats at a time,
+    # torch's key of a compiled graph has no vector width: code made for 16 floats at a time,
     # found by a machine with 8, leaves half of its results unwritten (torch 2.13)
     tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
     width = torch.backends.cpu.get_cpu_capability()

@@ -122,7 +122,7 @@ class LiveBytes(TorchDispatchMode):
         return out if self.in_kernel else self.note(out)
 
     def note(self, made):
-        """Count what is new, until it is freed; returns it."""
+        """Count new tensors until they are freed; returns them."""
         for tensor in tree_leaves(made):
             storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
             if storage is not None and storage._cdata not in self.sizes:
@@ -239,7 +239,7 @@ def with_layers(step, count):
 
 
 def give_shapes(model, dtype):
-    """Give a module fake tensors of the same shapes; parameters of a dtype, or of their own."""
+    """Give a module fake tensors of the same shapes; parameters of a dtype, or of theirs."""
     made = {None: None}
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -465,7 +465,7 @@ def earlier_choice(args, ranks):
 
 
 # --------------------------------------------------------------------------------------------------
-# --dry_run: what this machine lacks is a UserError
+# --dry_run: too little of anything here is a UserError
 
 
 def size(n):
@@ -490,7 +490,7 @@ def check_memory(found, args):
 
 
 def host_memory(args, meminfo="/proc/meminfo"):
-    """Bytes: --host_memory, or what is free here, or what Slurm gives the job, if that is less."""
+    """Bytes: --host_memory, or the free memory here, or the job's by Slurm, if that is less."""
     if getattr(args, "host_memory", None):
         return args.host_memory * GIB
     free = 1024 * int(re.search(r"MemAvailable: +(\d+) kB", Path(meminfo).read_text())[1])

@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 
 from core import json_files
 
-# Dense bf16 tensor-core peak, FLOP/s, from the makers' datasheets; SXM unless said otherwise
+# Dense bf16 tensor-core peak, FLOP/s, from the makers' datasheets; SXM unless noted
 PEAK_BF16 = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
              "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
              "A10": 125e12, "RTX 4090": 165e12}
@@ -54,7 +54,7 @@ def model_text(model, adapters):
 
 class StepTimer:
     """Work and seconds of the steps since the last log line; pauses do not count, nor does the
-    run's first step, which compiles and allocates, unless it has a log line of its own.
+    run's first step, which compiles and allocates, unless it has a log line.
 
         with timer.waiting():
             batch = next(batches)
@@ -124,13 +124,13 @@ class MetricsLog:
     """Rank 0's record of a run. Make it on rank 0 only. report_to: some of cli.TRACKERS.
 
     Lines of metrics.jsonl and TensorBoard points later than resumed_step (work lost in a crash) are
-    dropped first, so no step stands there twice. A metrics.jsonl with other lines than ours is
+    dropped first, so no step is there twice. A metrics.jsonl with other lines than ours is
     moved aside whole, its good lines go on in a new one. config: flags, for the trackers.
     """
 
     def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, project=None,
                  eval_due=False):
-        """eval_due: resumed_step is validated again, so what was said of it before is dropped."""
+        """eval_due: resumed_step is validated again, so its earlier numbers are dropped."""
         from core import checkpoint, dist  # which import torch
         self.naming = dist.error_names_file
         self.path = Path(output_dir) / "metrics.jsonl"
@@ -206,9 +206,9 @@ def tensorboard(logging_dir, resumed_step, config):
 # ---- Read
 
 def read_rows(path):
-    """(rows of a metrics.jsonl, what is wrong with it or "").
+    """(rows of a metrics.jsonl, its fault or "").
 
-    A row is a JSON object with an integer "step"; all there are come back, also those behind a line
+    A row is a JSON object with an integer "step"; all there are come back, also those after a line
     that is none. A last line that a kill cut off is no fault.
     """
     path, rows, wrong = Path(path), [], []
@@ -235,7 +235,7 @@ def read_metrics(path):
 
 
 def curve(rows, name):
-    """[(step, value)] of one metric by step, without what is missing or not finite."""
+    """[(step, value)] of one metric by step, without missing or infinite values."""
     found = sorted((row["step"], row[name]) for row in rows
                    if isinstance(row.get(name), (int, float)))
     return [(step, value) for step, value in found if math.isfinite(value)]

@@ -138,7 +138,7 @@ def chart(title, curves):
     return f"<details><summary>{escape(title)}: {low:.4g} at every step</summary>{drawn}</details>"
 
 
-SECTIONS = {        # of the page: which curves stand in it
+SECTIONS = {        # of the page: its curves
     "Loss": r"(train|eval)/(loss|nll|audio_loss|text_loss|audio_loss_codebook_\d+)",
     "Speech": r"eval/.*|train/(eos_accuracy|stop_recall)",
     "Optimisation": r"train/(learning_rate|grad_norm)",
@@ -147,7 +147,7 @@ SECTIONS = {        # of the page: which curves stand in it
 
 
 def charts(runs):
-    """{section: HTML}. train/x and eval/x of all runs share a chart; x_0, x_1 have their own."""
+    """{section: HTML}. train/x and eval/x of all runs share a chart; x_0, x_1 have another."""
     curves, sections = {}, {name: [] for name in SECTIONS}
     for folder, (rows, _) in runs.items():
         for name in dict.fromkeys(name for row in rows for name in row if name != "step"):
@@ -199,7 +199,7 @@ def sample_rows(samples):
 
 
 def summary(title, folder, rows, settings, evaluations):
-    """Verdict, where the run stands, and its flags."""
+    """Verdict, progress of the run, and its flags."""
     saved = [path.parent.name for path in folder.glob("checkpoint-*/manifest.json")]
     state = [f"last logged step {max((row['step'] for row in rows), default=0):,}",
              f"checkpoints: {', '.join(sorted(saved, key=natural)) or 'none yet'}"]
@@ -218,7 +218,7 @@ def summary(title, folder, rows, settings, evaluations):
 
 
 def write_report(runs, args):
-    """Write the page and print what is in it. runs: {folder: read_run()}. Raises UserError."""
+    """Write the page and print its content. runs: {folder: read_run()}. Raises UserError."""
     paths = [path.resolve() for folder in runs for path in sorted(folder.rglob("evaluation.json"))
              if path.is_file()]
     evaluations = [read_evaluation(path) for path in dict.fromkeys(paths)]

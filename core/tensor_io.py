@@ -80,7 +80,7 @@ def full_tensor(tensor):
 def find_folder(name, flag, more=()):
     """Local folder of a model given as a path or hub name, which is downloaded. Raises UserError.
 
-    more: patterns of files to download beside configuration, tokenizer and safetensors.
+    more: patterns of files to download besides configuration, tokenizer and safetensors.
     """
     folder = Path(name)
     if folder.is_dir():
@@ -243,7 +243,7 @@ def load(world, folder, stem, tensors):
 
 
 def writers(ranks):
-    """Which of so many ranks write sharded tensors: at most WRITERS, spread over the nodes."""
+    """Which ranks write sharded tensors: at most WRITERS, spread over the nodes."""
     return range(0, ranks, -(-ranks // WRITERS))
 
 

@@ -1,7 +1,7 @@
 """Signals that ask a run to save and stop; and a rank that hangs is named, with where it hangs.
 
 SIGTERM and SIGUSR1 only set a flag; the loop asks for it, saves, leaves the file OUTPUT_DIR/requeue
-for the launcher and exits with status 0. A thread of each rank tells the run's store how far its
+for the launcher and exits with status 0. A thread of each rank reports to the run's store how far its
 main thread has come. When one makes no progress for its time limit, the ranks that are furthest
 behind are named, each prints its stack, and all end with status 1, before the process group's own
 limit. A save may take longer than a step; a rank whose thread is silent, since its process or node
@@ -42,10 +42,10 @@ class Stopped(Exception):
 
 
 def init_loader(worker_id):
-    """worker_init_fn of every DataLoader: loader processes end when the trainer tells them to, or
+    """worker_init_fn of every DataLoader: loader processes end when the trainer stops them, or
     with it. A signal sent to all processes must not take the trainer's data away.
 
-    A connection to a killed trainer, and a lack of file numbers, print no traceback here: what the
+    A connection to a killed trainer, and too many open files, print no traceback here: what the
     trainer and its peers say of it must be seen.
     """
     lifetime.end_with_trainer()
@@ -77,7 +77,7 @@ def report_unsent(queue, error, item):
 
 
 def disarm():
-    """The run is over: ranks may end at their own pace, and a signal comes too late to kill."""
+    """The run is over: ranks may end one by one, and a signal comes too late to kill."""
     for number in SIGNALS:      # ignored: the interpreter's end gives handlers back to the default
         signal.signal(number, signal.SIG_IGN)
     _at_rest.set()
@@ -118,7 +118,7 @@ def any_stop(world, output_dir):
 
 
 def leave_marker(output_dir, text):
-    """Tell the launcher that this run stopped because it was asked to and wants to be started again."""
+    """Leave OUTPUT_DIR/requeue for the launcher: this run was asked to stop and is to be started again."""
     write_text(Path(output_dir) / MARKER, text + "\n")
 
 
@@ -181,7 +181,7 @@ class Watchdog:
                       f"({str(error).splitlines()[0]})")
 
     def _watch_store(self):
-        """See, in a thread of its own, a store whose host is frozen: no call to it ends."""
+        """See, in another thread, a store whose host is frozen: no call to it ends."""
         while not _at_rest.is_set():
             before = time.monotonic()
             time.sleep(self.beat_s)
@@ -212,7 +212,7 @@ class Watchdog:
         return time.monotonic() - max(self.heard[1], self.woke)
 
     def _states(self):
-        """{rank: [beat, count, where, host and process]} as last told."""
+        """{rank: [beat, count, where, host and process]} as last reported."""
         keys = [f"watch/{rank}" for rank in range(self.world.size)]
         if self.store.check(keys):      # two requests, not two for each rank
             return dict(enumerate(map(json.loads, self.store.multi_get(keys))))
@@ -220,7 +220,7 @@ class Watchdog:
                 if self.store.check([key])}
 
     def _judge(self, before, now, stuck):
-        """Name the ranks that hang: those that do not beat, else those furthest behind, else none."""
+        """Name the ranks that hang: those that do not beat, else the slowest, else none."""
         silent = [rank for rank in now if rank in before and now[rank][0] == before[rank][0]]
         slowest = min(state[1] for state in now.values())
         behind = silent or [rank for rank in now if now[rank][1] == slowest]

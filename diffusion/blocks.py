@@ -43,7 +43,6 @@ class Documents:
     offsets: np.ndarray     # (n + 1,) int64
     problems: list          # Problem of each document
     pad: int                # id on padding, which has doc -1 in a batch
-    dropped: int            # problems left out, as they are too long or hold a special token
 
     def __len__(self):
         return len(self.problems)
@@ -95,9 +94,7 @@ def pieces(problem, layout):
 
 
 def regions_of(ids, tokens, layout):
-    """Token ids of a problem's pieces -> [(region, ids, pinned)]: the first `pinned` ids are given,
-    not generated. An end token follows every generated region; the fill comes later.
-    """
+    """Ids of a problem's pieces -> [(region, ids, how many of them are given, not generated)]."""
     if layout.system != "hdp":
         head = prompt_ids(ids[0], tokens, layout)
         return [(PLAN, head + ids[1] + [tokens.end], len(head))]
@@ -113,14 +110,13 @@ def prompt_ids(ids, tokens, layout):
 
 def too_long(regions, layout):
     """What is longer than its budget, in words, or ""."""
-    budgets = {QUESTION: ("its question has", "question_budget"),
-               PLAN: ("its plan has", "plan_budget"),
-               EXECUTION: ("its execution has", "execution_budget")}
-    if layout.system != "hdp":
-        budgets = {PLAN: ("it has", "max_length")}
-    return ", ".join(f"{words} {len(ids)} tokens, markers and end token included, more than --{flag} "
-                     f"{getattr(layout, flag)}" for region, ids, _ in regions
-                     for words, flag in [budgets[region]] if len(ids) > getattr(layout, flag))
+    flags = {PLAN: "max_length"}
+    if layout.system == "hdp":
+        flags = {QUESTION: "question_budget", PLAN: "plan_budget", EXECUTION: "execution_budget"}
+    return ", ".join(
+        f"it{f's {flag[:-7]}' * (layout.system == 'hdp')} has {len(ids)} tokens, markers and end token "
+        f"included, more than --{flag} {getattr(layout, flag)}" for region, ids, _ in regions
+        for flag in [flags[region]] if len(ids) > getattr(layout, flag))
 
 
 def make_document(regions, tokens, layout):
@@ -163,16 +159,15 @@ def make_documents(problems, tokens, layout, bad=None, path=""):
     kept, parts, wrong = [], [], []
     for p, group in zip(problems, texts):
         ids = [next(encoded).ids for _ in group]
+        regions = [(PLAN, p.ids, p.given)] if p.ids else regions_of(ids, tokens, layout)
         if token := tokens.find_control_token(p.question, p.plan, p.solution, p.answer):
             why = f"its text holds the special token {token}; remove it"
             wrong.append(bad_problem(p.name, "control_token", why, path))
-            continue
-        regions = [(PLAN, p.ids, p.given)] if p.ids else regions_of(ids, tokens, layout)
-        if excess := too_long(regions, layout):
+        elif excess := too_long(regions, layout):
             wrong.append(bad_problem(p.name, "too_long", excess, path))
-            continue
-        kept.append(p)
-        parts.append(make_document(regions, tokens, layout))
+        else:
+            kept.append(p)
+            parts.append(make_document(regions, tokens, layout))
     if bad is None:
         settle(wrong, hint=length_hint(wrong))
     else:
@@ -183,8 +178,7 @@ def make_documents(problems, tokens, layout, bad=None, path=""):
         raise UserError(f"{path or 'data'}: none of {len(wrong)} problems can be used{first}")
     ids, position, block, target, region, group = np.concatenate(parts, axis=1)
     offsets = np.cumsum([0] + [part.shape[1] for part in parts])
-    return Documents(layout, ids, position, block, target > 0, region, group, offsets, kept,
-                     tokens.pad, len(wrong))
+    return Documents(layout, ids, position, block, target > 0, region, group, offsets, kept, tokens.pad)
 
 
 def split_validation(n, share, seed):
@@ -198,10 +192,7 @@ def split_validation(n, share, seed):
 
 
 class Rows(Dataset):
-    """Fixed-length rows of whole documents; item r is (Documents, numbers of those in row r).
-
-    members: a list of document numbers for each row, of `length` tokens and noisy_length copies.
-    """
+    """Rows of whole documents (members), of `length` tokens and noisy_length copies."""
 
     def __init__(self, documents, members, length, noisy_length):
         self.documents, self.members = documents, [list(m) for m in members]
@@ -301,9 +292,8 @@ def data_lines(rows, eval_rows, table):
     """Two lines about what is trained on. table: row_table(rows)."""
     lengths = np.concatenate([rows.documents.tokens[m] for m in rows.members])
     held_out = sum(len(m) for m in eval_rows.members) if eval_rows else 0
-    dropped = f", {rows.documents.dropped} dropped" if rows.documents.dropped else ""
     filled = table["clean"].sum() / (len(rows) * rows.length)
-    return (f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; "
+    return (f"problems   {table['samples'].sum()} to train, {held_out} to validate; "
             f"tokens mean {lengths.mean():.0f} max {lengths.max()}",
             f"rows       {len(rows)} of {rows.length} clean and {rows.noisy_length} noisy tokens, "
             f"{filled:.1%} of the clean ones filled, {table['samples'].mean():.2f} problems each")
@@ -311,25 +301,25 @@ def data_lines(rows, eval_rows, table):
 
 def collate(rows, batch_rows, length, noisy_length, pad):
     """List of items of Rows -> Blocks of batch_rows rows, topped up with empty ones."""
-    joined = {name: np.full((batch_rows, length), value) for name, value in {
-        "ids": pad, "position": 0, "doc": -1, "block": 0, "target": False, "region": 0,
-        "group": -1}.items()}
+    fields = {"ids": pad, "position": 0, "block": 0, "target": False, "region": 0, "group": -1}
+    joined = {name: np.full((batch_rows, length), value)
+              for name, value in (fields | {"doc": -1}).items()}
     noisy, groups = np.full((batch_rows, noisy_length), -1), 0
     for r, (d, members) in enumerate(rows):
         at = 0
         for number, document in enumerate(members):
             part = slice(*d.offsets[document:document + 2])
             to = r, slice(at, at + part.stop - part.start)
-            for name in ("ids", "position", "block", "target", "region"):
+            for name in fields:
                 joined[name][to] = getattr(d, name)[part]
             joined["doc"][to] = number
-            joined["group"][to] = np.where(d.group[part] >= 0, d.group[part] + groups, -1)
+            joined["group"][to] += np.where(d.group[part] >= 0, groups, 0)
             at, groups = to[1].stop, groups + int(d.n_groups[document])
         places = np.flatnonzero(joined["group"][r] >= 0)
         noisy[r, :len(places)] = places
-    copied, at = noisy >= 0, noisy.clip(min=0)
+    at = noisy.clip(min=0)
     doc, block = (np.take_along_axis(joined[key], at, 1) for key in ("doc", "block"))
-    tiles = dit.tile_states(np.concatenate([np.where(copied, doc, -1), joined["doc"]], 1),
+    tiles = dit.tile_states(np.concatenate([np.where(noisy >= 0, doc, -1), joined["doc"]], 1),
                             np.concatenate([block, joined["block"]], 1), noisy_length)
     tensors = {key: torch.from_numpy(array) for key, array in joined.items()}
     return Blocks(input_ids=tensors.pop("ids"), noisy=torch.from_numpy(noisy), n_groups=groups,
@@ -351,9 +341,8 @@ def row_table(rows):
     pairs: of query and key that may attend.
     """
     d = rows.documents
-    table = {f"targets_{region}": rows.targets(region) for region in range(4)}
-    return table | {"targets": rows.per_row(d.n_targets), "groups": rows.per_row(d.n_groups),
-                    "tokens": rows.per_row(d.tokens), "noisy": rows.per_row(d.noisy_lengths),
-                    "clean": rows.per_row(d.lengths),
-                    "samples": np.array([len(m) for m in rows.members]),
-                    "pairs": rows.per_row(d.pairs)}
+    sums = {"targets": d.n_targets, "groups": d.n_groups, "tokens": d.tokens,
+            "noisy": d.noisy_lengths, "clean": d.lengths, "pairs": d.pairs}
+    return {**{f"targets_{region}": rows.targets(region) for region in range(4)},
+            **{name: rows.per_row(values) for name, values in sums.items()},
+            "samples": np.array([len(m) for m in rows.members])}

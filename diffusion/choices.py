@@ -109,11 +109,11 @@ def range_fits(t_range, block_size):
 def check_range(t_range, layout):
     """Raise UserError for a range that is none, or that no share of some full block lies in."""
     low, high = t_range
-    require(0 < low <= high <= 1, f"noise range {low:g} to {high:g}: it must lie above 0, up to 1, "
-                               "lower end first")
+    where = f"noise range {low:g} to {high:g}: "
+    require(0 < low <= high <= 1, f"{where}it must lie above 0, up to 1, lower end first")
     for size in layout.block_sizes():
-        require(range_fits(t_range, size), f"noise range {low:g} to {high:g}: no number of masked "
-                                        f"tokens out of {size} lies in it; widen it")
+        require(range_fits(t_range, size),
+                f"{where}no number of masked tokens out of {size} lies in it; widen it")
 
 
 # ---- Flags of the trainer

@@ -20,12 +20,11 @@ from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from core import fused, tensor_io
-from core.cli import UserError, require
+from core.cli import require
 from diffusion import dit
 
 ATTENTION = "noisy_and_clean_blocks"
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "sdar")     # SDAR is Qwen3 under another mask
-LENGTH_ROPE = ("dynamic", "longrope")
 
 
 def block_attention(module, query, key, value, attention_mask, block_masks, **_):
@@ -65,29 +64,27 @@ class Config:
 
 
 def config_of(folder, source, vocab_size, mask_id, dropout):
-    """Config of a language model with the config.json `source`; vocab_size, if its own table is
-    smaller. Raises UserError, which names the folder.
-    """
-    def refuse(what):
-        raise UserError(f"--init_from {folder}: its config.json has {what}")
-
-    kind = source.get("model_type")
+    """Config of a language model with the config.json `source`. UserError names the folder."""
+    kind, wrong = source.get("model_type"), ""
     rope = source.get("rope_parameters") or source.get("rope_scaling") or {}
-    if kind not in KINDS:
-        refuse(f"model_type {kind}; models of type {', '.join(KINDS)} can be converted")
-    if source.get("use_sliding_window") or (kind == "mistral" and source.get("sliding_window")):
-        refuse("a sliding window, which blocks do not have")
-    if source.get("quantization_config"):
-        refuse("a quantization_config; give the model that is not quantised")
-    if (rope_type := rope.get("rope_type", rope.get("type"))) in LENGTH_ROPE:
-        refuse(f"rope {rope_type}, which depends on the longest text of a batch")
+    rope_type = rope.get("rope_type", rope.get("type"))
     config = Config(vocab_size, mask_id, source, dropout)
-    try:
-        config.vocab_size = max(vocab_size, source.get("vocab_size", 0))
-        if config.native.num_attention_heads % config.kv_heads:
-            raise ValueError("num_attention_heads is no multiple of num_key_value_heads")
-    except Exception as error:      # a dozen kinds, of transformers' checks
-        refuse(f"what transformers refuses ({str(error).splitlines()[0]:.120})")
+    if kind not in KINDS:
+        wrong = f"model_type {kind}; models of type {', '.join(KINDS)} can be converted"
+    elif source.get("use_sliding_window") or (kind == "mistral" and source.get("sliding_window")):
+        wrong = "a sliding window, which blocks do not have"
+    elif source.get("quantization_config"):
+        wrong = "a quantization_config; give the model that is not quantised"
+    elif rope_type in ("dynamic", "longrope"):
+        wrong = f"rope {rope_type}, which depends on the longest text of a batch"
+    else:
+        try:
+            config.vocab_size = max(vocab_size, source.get("vocab_size", 0))
+            if config.native.num_attention_heads % config.kv_heads:
+                raise ValueError("num_attention_heads is no multiple of num_key_value_heads")
+        except Exception as error:      # a dozen kinds, of transformers' checks
+            wrong = f"what transformers refuses ({str(error).splitlines()[0]:.120})"
+    require(not wrong, f"--init_from {folder}: its config.json has {wrong}")
     return config
 
 
@@ -232,14 +229,6 @@ def base_weights(model):
     return {name.replace(".base_layer.", "."): parameter
             for name, parameter in model.named_parameters()
             if ".lora_" not in name and name != "mask_row"}
-
-
-def begin_adapters(model, tensors, seed):
-    """Fill new adapters, which change nothing yet, and the mask's row, from a start's tensors."""
-    from core import adapters
-    adapters.init_adapters(model.adapted[0], seed)
-    row = tensors["model.embed_tokens.weight"][model.config.mask_id]
-    tensor_io.fill(model.mask_row, row)
 
 
 @torch.no_grad()

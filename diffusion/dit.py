@@ -23,7 +23,7 @@ from core import fused
 # hidden size, layers, heads, width of the conditioning; nano is for demos and tests
 SIZES = {"nano": (64, 2, 4, 16), "tiny": (256, 8, 8, 64), "small": (768, 12, 12, 128),
          "medium": (1024, 24, 16, 128)}
-HEAD_ROWS = 8192        # logits of so many rows at a time; the backward pass computes more again
+HEAD_ROWS = 8192        # logits of this many rows at a time; the backward pass computes more again
 ROW_STEP = 128          # on a GPU logits have a multiple of this many rows: few sizes to allocate
 TILE = 128              # queries and keys of a tile, flex_attention's unit of work
 # with its default of 4 warps the forward spills 920 bytes a thread on sm_90, with 8 none
@@ -60,8 +60,8 @@ def attends(doc, block, n_noisy):
     """The mask as a function of (row, head, query, key) indices, as FlexAttention takes it.
 
     doc, block: (B, S) ints; doc is -1 on padding. Tokens 0 to n_noisy - 1 of a row are noisy
-    copies, the rest is clean. A query sees, in its own document, its own block in its own half and
-    clean tokens of earlier blocks; noise is seen by its own noisy block only. Padding is seen by
+    copies, the rest is clean. A query sees, in its document, its block in its half and
+    clean tokens of earlier blocks; noise is seen by its noisy block only. Padding is seen by
     nobody but itself, so that no row of the softmax is empty.
     """
     def rule(b, h, q, k):
@@ -157,7 +157,7 @@ def attend(q, k, v, queries, mask, clean_mask):
     """Attention of q, k, v (B, heads, S, D) -> (B, S or queries, heads, D): of the first `queries`
     tokens by mask, of the others by clean_mask, which may be None, to each other.
     """
-    whole = queries == q.shape[2]       # a slice has a backward pass of its own, even of all
+    whole = queries == q.shape[2]       # a slice has a backward pass, even of all
     out = attention(q if whole else q[:, :, :queries], k, v, mask)
     if clean_mask is not None:
         q, k, v = (t[:, :, queries:] for t in (q, k, v))
@@ -364,7 +364,7 @@ class DiT(Network):
         return self.norm(hidden, *constants(self.modulation, self.condition(), 2))
 
     def extend(self, tokens, position, mask, past):
-        """Hidden states (B, T, H) of one more block behind cached ones, and its own
+        """Hidden states (B, T, H) of one more block after cached ones, and its
         [(keys, values)] for the cache.
 
         tokens, position (B, T). past: [(keys, values)] of every layer, (B, heads, P, D). mask
@@ -379,7 +379,7 @@ class DiT(Network):
 
     @staticmethod
     def decays(name, parameter):
-        """Weight decay shrinks matrices, not the embedding: rows a batch lacks would shrink."""
+        """Weight decay shrinks matrices, not the embedding: rows in no batch would shrink."""
         return parameter.ndim > 1 and name != "embed.weight"
 
     def flops(self, tokens, rows, pairs):

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from core import dist, tensor_io
 from core.cli import named
@@ -19,31 +18,23 @@ from diffusion import blocks, dit, noise
 from diffusion.choices import FILL, FULL, bound_range, range_fits
 from diffusion.dit import trained
 
-ANSWERS = "question", "answer", "execution", "fill"
-REGIONS = {"gsm8k": ANSWERS, "chat": ANSWERS, "hdp": ("question", "plan", "execution", "fill")}
+REGIONS = {system: ("question", word, "execution", "fill")
+           for system, word in (("gsm8k", "answer"), ("chat", "answer"), ("hdp", "plan"))}
 SEARCH_BATCHES = 4  # of a search of the noise range
 
 # ---- Averaged weights
 
 
-def local(tensor):
-    """This rank's part of a tensor that may be sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class Average:
-    """Exponential moving average of a model's trained weights, which are in place and sharded.
-
-    Its decay is min(decay, (1 + n) / (10 + n)) at update n = 1, 2, ...
-    """
+    """EMA of a model's trained weights; its decay at update n is min(decay, (1 + n) / (10 + n))."""
 
     def __init__(self, model, decay):
         self.decay, self.parameters = decay, trained(model)
         self.shadow = {name: p.detach().clone() for name, p in self.parameters.items()}
-        self.updates = torch.zeros((), device=local(next(iter(self.shadow.values()))).device)
+        self.updates = torch.zeros((), device=next(model.parameters()).device)
 
     def _pairs(self):
-        return zip(*([local(t.detach()) for t in tensors.values()]
+        return zip(*([tensor_io.local_rows(t.detach())[0] for t in tensors.values()]
                      for tensors in (self.parameters, self.shadow)))
 
     @torch.no_grad()
@@ -81,9 +72,7 @@ class Eval(NamedTuple):
 
 
 def validate(world, model, average, how, t_range, asked_to_stop):
-    """(values, noise range to train on from here) by the averaged weights, or None when asked to
-    stop. Collective. t_range: trained on so far.
-    """
+    """(values, t range to train on) by the averaged weights; None: asked to stop. Collective."""
     dist.reshard(model)
     average.swap()
     model.eval()
@@ -99,10 +88,7 @@ def validate(world, model, average, how, t_range, asked_to_stop):
 
 
 def share_of_batches(world, rows, batch_rows, most=None):
-    """Yield (number, Blocks) of this rank's part of the first `most` batches of rows, in order.
-
-    Every rank gets equally many; the last ones may hold padding only.
-    """
+    """Yield (number, Blocks) of a share of the first batches: equally many on all ranks."""
     batches = min(most or len(rows), -(-len(rows) // batch_rows))
     for number in range(world.rank, -(-batches // world.size) * world.size, world.size):
         first = number * batch_rows if number < batches else len(rows)
@@ -111,10 +97,9 @@ def share_of_batches(world, rows, batch_rows, most=None):
                                      rows.documents.pad)
 
 
-def weighted_losses(model, inputs, device, bf16):
-    """(R,) float64 weighted losses of noised inputs, on the device."""
-    inputs = inputs.to(device)
-    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+def weighted_losses(model, inputs, bf16):
+    """(R,) float64 weighted losses of noised inputs, on their device."""
+    with torch.autocast(inputs.tokens.device.type, torch.bfloat16, enabled=bf16):
         losses = model(inputs)
     return losses.double() * inputs.weights
 
@@ -139,12 +124,10 @@ def bound(world, model, how, asked_to_stop):
         for repeat in range(repeats):
             draws = noise.draw(how.seed, "validation", (number, repeat), batch.n_groups,
                                *batch.doc.shape)
-            inputs = noise.diffuse(batch, draws, how.tokens.mask, bound_range(layout))
-            losses = weighted_losses(model, inputs, device, how.bf16)
-            region, group = (numbers.flatten()[inputs.places].to(device)
-                             for numbers in (batch.region, batch.group))
-            sums[repeat].index_add_(0, region, losses)
-            of_block[repeat].index_add_(0, group, losses)
+            inputs = noise.diffuse(batch, draws, how.tokens.mask, bound_range(layout)).to(device)
+            losses = weighted_losses(model, inputs, how.bf16)
+            sums[repeat].index_add_(0, inputs.region, losses)
+            of_block[repeat].index_add_(0, inputs.group, losses)
         if repeats > 1 and batch.n_groups:      # none: what tops up the last round of ranks
             variance += of_block.var(0).sum() / repeats
     sums, variance = dist.all_reduce(world, sums), dist.all_reduce(world, variance)
@@ -153,9 +136,7 @@ def bound(world, model, how, asked_to_stop):
 
 
 def report(sums, variance, targets, regions):
-    """Sums of losses (repeats, 4) of the regions, variance of the total's mean over repeats, and
-    targets (4,) -> {"eval/...": float}.
-    """
+    """Sums of losses (repeats, 4), their mean's variance, targets (4,) -> {"eval/...": float}."""
     losses, text = sums.mean(0), max(1, targets[:FILL].sum())
     nll = losses.sum() / text
     values = {"loss": losses.sum() / max(1, targets.sum()), "nll": nll,
@@ -176,12 +157,8 @@ def model_line(config, name):
 
 
 def loss_report(sums, regions):
-    """Sums (10,) of all ranks since the last line -> {name: value}.
-
-    Weighted losses and targets of each region, plain losses of masked tokens, how many these are.
-    """
-    losses, targets = sums[:4].tolist(), sums[4:8].tolist()
-    cross_entropy, masked = sums[8:].tolist()
+    """Sums (10,): losses and targets of 4 regions, plain losses, masked tokens -> {name: value}."""
+    losses, targets, (cross_entropy, masked) = (part.tolist() for part in sums.split((4, 4, 2)))
     if not sum(targets):        # every step was skipped: no loss to claim
         return dict.fromkeys(("train/loss", "train/masked_loss", "train/masked"), float("nan"))
     return {"train/loss": sum(losses) / sum(targets),
@@ -200,14 +177,11 @@ def eval_line(step, v, regions):
         parts += (f" | right {v['eval/accuracy']:.1%}, by the last number "
                   f"{v['eval/accuracy_flexible']:.1%}")
     return (f"eval   step {step:>6} | nll <= {v['eval/nll']:.4f}{error} nats/token | "
-            f"{v['eval/bits_per_token']:.4f} bits/token | perplexity <= "
-            f"{v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} | {parts}")
+            f"perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} | {parts}")
 
 
 def improved(best, values):
-    """Whether a validation has a better bound or accuracy than any before; `best`, {name: value},
-    takes them over. Bounds may rise while answers still get better, so either counts.
-    """
+    """Whether a bound or an accuracy beats those of `best`, {name: value}, which is updated."""
     news = {"nll": values["eval/nll"]}
     if "eval/accuracy" in values:
         news["wrong"] = 1 - values["eval/accuracy"]
@@ -250,11 +224,10 @@ def search_range(world, model, how, asked_to_stop):
         draws = noise.draw(how.seed, "search", number, batch.n_groups, *batch.doc.shape)
         sizes = torch.bincount(batch.group[batch.target], minlength=batch.n_groups).to(device)
         for index, t_range in enumerate(tried):
-            inputs = noise.diffuse(batch, draws, how.tokens.mask, t_range, how.weighting)
-            losses = weighted_losses(model, inputs, device, how.bf16)
+            inputs = noise.diffuse(batch, draws, how.tokens.mask, t_range, how.weighting).to(device)
+            losses = weighted_losses(model, inputs, how.bf16)
             per_block = torch.zeros(batch.n_groups, dtype=torch.float64, device=device)
-            per_block.index_add_(0, batch.group.flatten()[inputs.places].to(device), losses)
-            per_block /= sizes
+            per_block.index_add_(0, inputs.group, losses).div_(sizes)
             moments[index] += torch.stack([per_block.sum(), per_block.square().sum(),
                                            torch.full_like(losses.sum(), batch.n_groups)])
     total, squares, n = dist.all_reduce(world, moments).T
@@ -275,43 +248,25 @@ def choose_problems(rows, n, tokens, seed):
 
 
 def accuracy(world, model, how):
-    """{"eval/accuracy": strict, ...}. Collective. model: in eval mode, with the weights to judge,
-    sharded or not. how: Eval.
-    """
+    """{"eval/accuracy": strict, ...} of a model in eval mode, sharded or not. Collective."""
     from diffusion.sample_bd3lm import Sampling, Solver, answer_batch, score
-    began, answers, whole = time.monotonic(), [], whole_model(model)
-    solver = Solver(whole, how.tokens, how.rows.documents.layout,
+    began, answers = time.monotonic(), []
+    solver = Solver(model, how.tokens, how.rows.documents.layout,
                     Sampling("confidence", temperature=0.0), how.bf16)
     mine = how.chosen[world.rank::world.size]
-    for first in range(0, len(mine), how.batch_rows):
-        batch = mine[first:first + how.batch_rows]
-        # lengths change with every block: compiled layers would be compiled again for each
-        with torch.compiler.set_stance("force_eager"):
+    # lengths change with every block: compiled layers would be compiled again for each
+    with dist.gathered(model), torch.compiler.set_stance("force_eager"):
+        for first in range(0, len(mine), how.batch_rows):
+            batch = mine[first:first + how.batch_rows]
             written = answer_batch(solver, [state for _, state in batch], how.seed)
-        for (problem, _), answer in zip(batch, written):
-            answers.append((*score(answer["text"], problem.answer), answer["ended"],
-                            answer["forwards"]))
-    del whole, solver
+            answers += [(*score(answer["text"], problem.answer), answer["ended"],
+                         answer["forwards"]) for (problem, _), answer in zip(batch, written)]
     answers = [answer for found in dist.all_gather(world, answers) for answer in found]
     right, flexible, ended, forwards = np.mean(answers, axis=0, dtype=float).tolist()
     return {"eval/accuracy": right, "eval/accuracy_flexible": flexible,
             "eval/accuracy_stderr": math.sqrt(right * (1 - right) / len(answers)),
             "eval/ended": ended, "eval/nfe": forwards,
             "eval/accuracy_seconds": time.monotonic() - began}
-
-
-@torch.no_grad()
-def whole_model(model):
-    """The model itself, or a copy that is not sharded, whose passes need no other rank."""
-    dist.reshard(model)
-    parameters = dict(model.named_parameters())
-    if not any(isinstance(p, DTensor) for p in parameters.values()):
-        return model
-    with torch.random.fork_rng(devices=[]):     # its first weights are drawn, for nothing
-        copy = model.config.network(model.config).to(model.embed.weight.device).eval()
-    for name, parameter in copy.named_parameters():
-        parameter.copy_(tensor_io.full_tensor(parameters[name]))
-    return copy
 
 
 # ---- --dry_run and --auto, by core/memory.py, which an ordinary run does not import
@@ -326,7 +281,7 @@ def step_of(config, backend):
         dense, few = (torch.zeros(size, dtype=torch.int64) for size in ((rows, every), (masked,)))
         inputs = noise.Inputs(
             tokens=dense, position=dense.clone(), doc=dense.int(), block=dense.int(), rows=few,
-            labels=few.clone(), weights=torch.ones(masked), places=few.clone(), n_noisy=n_noisy,
+            labels=few.clone(), weights=torch.ones(masked), region=few, group=few, n_noisy=n_noisy,
             tiles=torch.zeros(rows, tiles, tiles, dtype=torch.int8), layout=None)
         return (model(inputs) * inputs.weights).sum()
     with torch.device("meta"):
@@ -336,9 +291,7 @@ def step_of(config, backend):
 
 
 def setups(args, setup, rows, row_tokens):
-    """Setups with micro-steps of so many rows of an optimizer step, of all ranks, the fastest first:
-    as few as fit. row_tokens: that a row is computed on.
-    """
+    """Setups of `rows` rows a step on all ranks, the fastest first: as few micro-steps as fit."""
     from core import memory
     splits = [(max(1, round(rows / setup.ranks)), 1)]
     while splits[-1][0] > 1 and splits[-1][0] * row_tokens > memory.LARGE:

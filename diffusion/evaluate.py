@@ -73,10 +73,10 @@ def draw_bounds(solver, documents, draws, batch_rows, seed):
         for number in range(draws):
             drawn = noise.draw(seed, "validation", (first, number), batch.n_groups,
                                *batch.doc.shape)
-            inputs = noise.diffuse(batch, drawn, solver.tokens.mask, t_range)
-            losses = elbo.weighted_losses(solver.model, inputs, device, solver.bf16).cpu()
+            inputs = noise.diffuse(batch, drawn, solver.tokens.mask, t_range).to(device)
+            losses = elbo.weighted_losses(solver.model, inputs, solver.bf16).cpu()
             sums = torch.zeros(len(rows), dtype=torch.float64)
-            sums.index_add_(0, inputs.places // rows.length, losses)
+            sums.index_add_(0, inputs.rows.cpu() // inputs.n_noisy, losses)
             nats[numbers, number] = sums.numpy()
     return nats
 
@@ -108,29 +108,31 @@ def bound_file(args, folder, solver):
     problems, bad = blocks.read_any(args.bound, args.split, layout, folder, solver.tokens)
     problems = problems[:args.limit or len(problems)]
     documents = blocks.make_documents(problems, solver.tokens, layout, bad, args.bound)
-    allowed = ("too_long",) * args.drop_too_long
-    if dropped := settle(bad, allowed, hint=blocks.length_hint(bad)):
+    if dropped := settle(bad, ("too_long",) * args.drop_too_long, hint=blocks.length_hint(bad)):
         print(f"data       dropped: {dropped}")
     nats = draw_bounds(solver, documents, args.draws, args.batch_size, args.seed)
     errors = standard_errors(nats)
     counts = documents.per_document(documents.target & (documents.region != choices.FILL))
-    mean = nats.mean(1).sum() / counts.sum()
-    error = math.sqrt((errors ** 2).sum()) / counts.sum()
-    exact = nats.shape[1] == 1 and choices.bound_range(layout)[0] == 1
+    mean, error = nats.mean(1).sum() / counts.sum(), np.linalg.norm(errors) / counts.sum()
+    exact = choices.bound_range(layout)[0] == 1
     summary = {"texts": len(nats), "tokens": int(counts.sum()), "exact": exact,
                "nats_per_token": float(mean), "nats_stderr": float(error),
                "bits_per_token": float(mean) / math.log(2), "bits_stderr": error / math.log(2)}
     texts = [{"name": p.name, "nats": float(mean), "stderr": float(e), "tokens": int(n)}
              for p, mean, e, n in zip(documents.problems, nats.mean(1), errors, counts)]
-    name = f"bound-{folder.name}-{Path(args.bound).stem}.json"
-    output = Path(args.output or folder.parent / name)
-    checkpoint.prepare_folder(output.parent, "--output")
-    checkpoint.write_json(output, {"checkpoint": str(folder), "settings": cli.stored(args),
-                                   "summary": summary, "texts": texts})
+    write(args, folder, f"bound-{folder.name}-{Path(args.bound).stem}.json",
+          {"summary": summary, "texts": texts})
     print(f"bound      {'nll =' if exact else 'nll <='} {mean:.4f} +- {error:.4f} nats/token, "
           f"{summary['bits_per_token']:.4f} +- {summary['bits_stderr']:.4f} bits/token; "
-          f"{summary['tokens']} tokens in {len(nats)} texts, {nats.shape[1]} draws of the noise\n"
-          f"texts      {output}")
+          f"{summary['tokens']} tokens in {len(nats)} texts, {nats.shape[1]} draws of the noise")
+
+
+def write(args, folder, name, found):
+    """Write results to --output, or to a file of this name beside the checkpoint's folder."""
+    path = Path(args.output or folder.parent / name)
+    checkpoint.prepare_folder(path.parent, "--output")
+    checkpoint.write_json(path, {"checkpoint": str(folder), "settings": cli.stored(args), **found})
+    print(f"results    {path}")
 
 
 # ---- lm-eval-harness
@@ -171,7 +173,7 @@ def harness_model(base, solver, batch_size, draws):
             whether greedy decoding would write it is not looked at. A context that is too long
             loses its first tokens; a continuation without room by itself gets minus infinity.
             """
-            pairs, numbers, found = [], [], [-math.inf] * len(requests)
+            pairs, found = {}, [-math.inf] * len(requests)
             self.bounds += len(requests)
             for number, request in enumerate(requests):
                 ids, head = tokens.encode(request.args[1]), context_ids(request.args[0])
@@ -179,11 +181,11 @@ def harness_model(base, solver, batch_size, draws):
                 left = layout.max_length - len(ids)
                 self.too_long += len(head) > left
                 if left > 0:
-                    numbers.append(number)
-                    pairs.append((f"request {number}", head[-left:], ids))
+                    pairs[number] = f"request {number}", head[-left:], ids
             if pairs:
-                nats = draw_bounds(solver, continuations(solver, pairs), draws, batch_size, 0)
-                for number, mean in zip(numbers, nats.mean(1)):
+                documents = continuations(solver, pairs.values())
+                nats = draw_bounds(solver, documents, draws, batch_size, 0)
+                for number, mean in zip(pairs, nats.mean(1)):
                     found[number] = -float(mean)
             return [(value, False) for value in found]
 
@@ -195,11 +197,9 @@ def harness_model(base, solver, batch_size, draws):
 
 def run_tasks(args, folder, solver):
     """Run lm-eval's tasks, print and write their scores."""
-    try:
-        import lm_eval
-        from lm_eval.api.model import LM
-    except ImportError:
-        raise UserError("lm_eval is not installed: pip install lm_eval")
+    cli.require_package("lm_eval", "--tasks")
+    import lm_eval
+    from lm_eval.api.model import LM
     layout = solver.layout
     require(layout.system != "hdp", f"--checkpoint {folder}: is an hdp model, which writes a plan "
                                  "first; give one of --system gsm8k or chat")
@@ -208,11 +208,6 @@ def run_tasks(args, folder, solver):
         model=ours, tasks=args.tasks, num_fewshot=args.num_fewshot, limit=args.limit or None,
         bootstrap_iters=0, log_samples=False,
         task_manager=lm_eval.tasks.TaskManager(include_path=args.include_path))
-    output = Path(args.output or folder.parent / f"lm-eval-{folder.name}.json")
-    checkpoint.write_json(output, {
-        "checkpoint": str(folder), "lm_eval": lm_eval.__version__, "settings": cli.stored(args),
-        "too_long": ours.too_long, "monte_carlo_bounds": ours.bounds,
-        "results": json.loads(json.dumps(found["results"], default=str))})
     for task, metrics in found["results"].items():
         for name, value in metrics.items():
             if isinstance(value, float):
@@ -220,8 +215,11 @@ def run_tasks(args, folder, solver):
     print(f"bounds     of {ours.bounds} likelihoods, Monte Carlo of {args.draws} draws\n"
           f"settings   lm_eval {lm_eval.__version__}, {args.num_fewshot} examples, {args.order}, "
           f"temperature 0, blocks of {layout.block_size}, at most {layout.max_length} tokens, "
-          f"{'averaged' if args.ema else 'last'} weights; {ours.too_long} questions too long\n"
-          f"results    {output}")
+          f"{'averaged' if args.ema else 'last'} weights; {ours.too_long} questions too long")
+    write(args, folder, f"lm-eval-{folder.name}.json", {
+        "lm_eval": lm_eval.__version__, "too_long": ours.too_long,
+        "monte_carlo_bounds": ours.bounds,
+        "results": json.loads(json.dumps(found["results"], default=str))})
 
 
 def main(argv=None):

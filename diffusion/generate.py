@@ -4,7 +4,7 @@ and tokenizers only; transformers' own generate() would write nonsense.
     python generate.py "Ben has 3 boxes of 6 pens. How many pens has he?"
     python generate.py --temperature 1 --threshold 0.8 "..."
 
-published.py of flat-trainers puts it beside a language model that was converted to block diffusion,
+published.py of flat-trainers puts it next to a language model that was converted to block diffusion,
 and its answers are those of sample_bd3lm.py --order confidence, token by token. From Python:
 
     model, tokenizer, form = load("FOLDER")
@@ -69,7 +69,7 @@ def run(model, ids, first, cache, block_size):
 
 @torch.no_grad()
 def generate(model, ids, form, threshold=0.9, temperature=0.0, max_length=None, seed=0):
-    """Ids of the answer to a prompt's ids, without the end token, or as many as there is room for.
+    """Ids of the answer to a prompt's ids, without the end token, or up to the room there is.
 
     threshold, 0 to 1: probability of tokens that a pass writes. temperature: 0 = the likeliest
     token. max_length: tokens of prompt and answer; default: as in training.

@@ -1,17 +1,14 @@
-r"""Plans for GSM8K's problems, by rule or by a teacher; and the arithmetic problems of the demos.
+"""Plans for GSM8K's problems, by rule or by a teacher; and the arithmetic problems of the demos.
 
     python diffusion/make_problems.py plans --input train.jsonl --output train_hdp.json
 
 `plans` turns GSM8K into the HDP form {id, question, plan, execution, answer, plan_source: "rule"}.
 A rule's plan names the operation of each calculator mark and the words after its result, never a
-number. Expect less of it than of a teacher's plans (plan_source: "teacher"), which take three
-steps:
+number. A teacher's plans (plan_source: "teacher") are better, and take three steps:
 
     python diffusion/make_problems.py lines --input train.jsonl --output lines.txt
-    python distill/create_data.py --input_file lines.txt --prompt_file prompts/gsm8k_plan.txt \
-        --parser whole --temperature 0.6 --top_p 0.9 --output_file plans.jsonl --model_name TEACHER
-    python diffusion/make_problems.py plans --input train.jsonl --teacher plans.jsonl \
-        --output train_hdp.json
+    python distill/create_data.py --input_file lines.txt --prompt_file prompts/gsm8k_plan.txt ...
+    python diffusion/make_problems.py plans --input train.jsonl --teacher plans.jsonl ...
 """
 import json
 import random
@@ -81,10 +78,7 @@ def teacher_line(problem):
 
 
 def read_teacher(path, problems):
-    """Plans of a chat JSONL that create_data.py made from the teacher_lines of these problems.
-
-    In their order. UserError when one has no plan, or the file was made from other problems.
-    """
+    """Plans of these problems from the chat JSONL that create_data.py made. UserError."""
     plans, text = {}, json_files.read_text(path, "--teacher ").removesuffix("\n")
     for number, line in enumerate(text.split("\n"), 1):
         where = f"--teacher {path} line {number}"
@@ -105,9 +99,7 @@ def read_teacher(path, problems):
 
 
 def make_plans(path, split="train", teacher=None):
-    """GSM8K file, dataset folder or hub name -> list of dicts of the HDP form. teacher: chat JSONL
-    of create_data.py with the plans; None: plans by rule.
-    """
+    """GSM8K file or hub name -> [dict of the HDP form]. teacher: chat JSONL; None: by rule."""
     problems, entries = read_problems(path, split, "gsm8k"), []
     worked = [problem.solution.rpartition("####")[0] for problem in problems]
     plans = read_teacher(teacher, problems) if teacher else map(rule_plan, worked)
@@ -183,10 +175,6 @@ def train_tokenizer(texts):
     return bpe
 
 
-def write_lines(path, entries):
-    checkpoint.write_text(path, "".join(json.dumps(entry) + "\n" for entry in entries))
-
-
 def write_demo(folder, n_train=2000, n_test=200, seed=0):
     """Write train.jsonl (GSM8K's form), train_hdp.json, train_chat.jsonl, the same of test,
     tokenizer.json and chat/, a tokenizer with a template, to a folder.
@@ -194,16 +182,18 @@ def write_demo(folder, n_train=2000, n_test=200, seed=0):
     folder = Path(folder)
     checkpoint.prepare_folder(folder / "chat", "demo folder")
     problems = draw_problems(n_train + n_test, seed)
-    train, test = problems[:n_train], problems[n_train:]
-    for split, part in (("train", train), ("test", test)):
-        write_lines(folder / f"{split}.jsonl",
-                    [{"question": p["question"], "answer": p["solution"]} for p in part])
+    train = problems[:n_train]
+    for split, part in (("train", train), ("test", problems[n_train:])):
         checkpoint.write_json(folder / f"{split}_hdp.json", [
             {key: value for key, value in p.items() if key != "solution"} for p in part])
-        write_lines(folder / f"{split}_chat.jsonl", [
-            {"messages": [{"role": "user", "content": p["question"]},
-                          {"role": "assistant", "content": CALCULATOR.sub("", p["solution"])}]}
-            for p in part])
+        forms = {"": [{"question": p["question"], "answer": p["solution"]} for p in part],
+                 "_chat": [{"messages": [
+                     {"role": "user", "content": p["question"]},
+                     {"role": "assistant", "content": CALCULATOR.sub("", p["solution"])}]}
+                     for p in part]}
+        for form, entries in forms.items():
+            text = "".join(json.dumps(entry) + "\n" for entry in entries)
+            checkpoint.write_text(folder / f"{split}{form}.jsonl", text)
     tokenizer = train_tokenizer([text for p in train for text in (
         f"Question: {p['question']}\nAnswer: {p['solution']}", f" {p['plan']}",
         f" {p['execution']} ")])
@@ -216,9 +206,7 @@ def write_demo(folder, n_train=2000, n_test=200, seed=0):
 
 
 def prepare_demo(folder, system, n):
-    """write_demo of n problems to train and a tenth, but 8 at least, to validate -> (training file,
-    validation file, tokenizer folder) of a system, as text.
-    """
+    """write_demo for a run of n problems -> (training file, validation file, tokenizer folder)."""
     folder = Path(folder)
     write_demo(folder, n, max(8, n // 10))
     ending = {"gsm8k": ".jsonl", "hdp": "_hdp.json", "chat": "_chat.jsonl"}[system]

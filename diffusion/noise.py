@@ -50,19 +50,13 @@ class Inputs(NamedTuple):
     rows: torch.Tensor          # (R,) int64     masked targets, in the flat (B * N) noisy copies
     labels: torch.Tensor        # (R,) int64     their clean tokens
     weights: torch.Tensor       # (R,) float32   factor of their cross-entropy
-    places: torch.Tensor        # (R,) int64     their places in the flat (B * L) clean tokens
+    region: torch.Tensor        # (R,) int64     as in Blocks, of each
+    group: torch.Tensor         # (R,) int64
     tiles: torch.Tensor         # as in Blocks
     n_noisy: int                # N
     layout: bytes               # equal for batches that need the same attention mask
 
     to = loading.to
-
-
-def send(tensor, device):
-    """A CPU tensor on a device. Pinned first: else the host waits until the GPU is idle."""
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 # ---- Random numbers and noise
@@ -141,18 +135,18 @@ def diffuse(batch, draws, mask_id, t_range=FULL, weighting="elbo"):
     masked[batch.target] = choose_masked(batch, t, draws, t_range)
 
     copied, at = batch.noisy >= 0, batch.noisy.clamp(min=0)
-    clean = batch.input_ids.gather(1, at)
+    clean, region, group = (numbers.gather(1, at)
+                            for numbers in (batch.input_ids, batch.region, batch.group))
     hidden = masked.gather(1, at) & copied
     if hidden.sum() != masked.sum() or (batch.group[batch.target] < 0).any():
         raise ValueError("a target has no noisy copy or no group")
-    places = (torch.arange(len(at))[:, None] * batch.target.shape[1] + at)[hidden]
-    weights = torch.ones(len(places))
+    weights = torch.ones(int(hidden.sum()))
     if weighting == "elbo" and low <= 0.5:
-        weights = (1 / t)[batch.group.flatten()[places]].float()
+        weights = (1 / t)[group[hidden]].float()
     doc = torch.cat([batch.doc.gather(1, at).masked_fill(~copied, -1), batch.doc], 1).int()
     block = torch.cat([batch.block.gather(1, at), batch.block], 1).int()
     layout = hashlib.sha256(doc.numpy().tobytes() + block.numpy().tobytes()).digest()
     return Inputs(torch.cat([clean.masked_fill(hidden, mask_id), batch.input_ids], 1),
                   torch.cat([batch.position.gather(1, at), batch.position], 1), doc, block,
-                  hidden.flatten().nonzero()[:, 0], clean[hidden], weights, places, batch.tiles,
-                  at.shape[1], layout)
+                  hidden.flatten().nonzero()[:, 0], clean[hidden], weights, region[hidden],
+                  group[hidden], batch.tiles, at.shape[1], layout)

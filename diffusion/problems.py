@@ -170,9 +170,7 @@ class Tokens:
 
 
 def load_tokenizer(name, system, end_token=""):
-    """Tokens from a tokenizer.json, its folder, or a hub name such as gpt2. end_token: of gsm8k's
-    answers; "": <|endoftext|>. Raises UserError.
-    """
+    """Tokens of a tokenizer.json, its folder or hub name. end_token: of answers. UserError."""
     path = Path(name)
     hint = "give a folder with tokenizer.json, or gpt2 when online"
     require(path.exists() or HUB_NAME.fullmatch(str(name)),
@@ -258,8 +256,13 @@ def read_chats(path, folder, tokens, bad):
     encoder, found = chat_encoder(folder, "last"), []
     for records, wrong in chat.read_chunks(path, 1024):
         bad += [problem(p.name, "invalid", p.what, path) for p in wrong]
-        answers = [(f"{path}:{line}", i, record) for line, record in records
-                   for i in trained_answers(record["messages"])]
+        answers = []
+        for line, record in records:
+            places = [i for i, message in enumerate(record["messages"])
+                      if message["role"] == "assistant" and message.get("weight", 1)]
+            # without an answer to train the last message, for the encoder to say why
+            answers += [(f"{path}:{line}", i, record)
+                        for i in places or [len(record["messages"]) - 1]]
         results = encoder.encode([record["messages"][:i + 1] for _, i, record in answers],
                                  [record.get("tools") for _, _, record in answers])
         for (name, i, _), result in zip(answers, results):
@@ -277,17 +280,8 @@ def read_chats(path, folder, tokens, bad):
     return found
 
 
-def trained_answers(messages):
-    """Places of the answers to train; without one the last message, for the encoder to say why."""
-    found = [i for i, message in enumerate(messages)
-             if message["role"] == "assistant" and message.get("weight", 1)]
-    return found or [len(messages) - 1]
-
-
 def read_chat_prompts(path, folder, tokens):
-    """Problems without answers of a chat file: all up to the place where the next answer begins; an
-    answer at the end is left out. Raises UserError.
-    """
+    """Problems of a chat file, each without its last answer. Raises UserError."""
     from core import chat
     encoder, found, wrong = chat_encoder(folder), [], []
     for number, line in chat.numbered_lines(path, 1024):

@@ -114,7 +114,7 @@ class Start(NamedTuple):
     """Weights that a run starts from, fit for its vocabulary."""
     tensors: dict       # {our name: CPU tensor}
     identity: str       # hash of the files they come from
-    words: str          # what they are
+    words: str          # of the log
     source: dict        # config.json of the language model that they come from; {}: of none
 
 
@@ -152,23 +152,19 @@ def open_start(world, args, layout, tokenizer):
     return layout, path, tokenizer
 
 
-def config_json(path):
-    return json_files.read_object(path / "config.json")
-
-
 def is_ours(path):
     """Whether a path of find() is a checkpoint of this trainer, not of train_sft.py."""
-    return (path / checkpoint.MANIFEST).exists() and "model" in config_json(path)
+    return (path / checkpoint.MANIFEST).exists() and "model" in json_files.read_object(path / "config.json")
 
 
 def is_causal(path):
     """Whether a path of find() is a language model that predicts the next token."""
-    return not is_ours(path) and config_json(path).get("model_type") not in ("bd3lm", "mdlm", None)
+    return not is_ours(path) and json_files.read_object(path / "config.json").get("model_type") not in ("bd3lm", "mdlm", None)
 
 
 def config_for(path, model_size, tokens, dropout):
     """Config of a run's network. path: of find(); model_size: of a DiT. Raises UserError."""
-    about, ours = config_json(path), is_ours(path)
+    about, ours = json_files.read_object(path / "config.json"), is_ours(path)
     source = about.get("source") if ours else about if is_causal(path) else None
     if not source:
         return dit.config_of(model_size, tokens.vocab_size, tokens.mask, dropout)
@@ -178,9 +174,7 @@ def config_for(path, model_size, tokens, dropout):
 
 
 def with_chat(layout, folder):
-    """A Layout with questions in a tokenizer folder's chat template, thinking off, and answers that
-    end as its turns do. UserError without a template.
-    """
+    """A Layout with questions and ends as in a tokenizer folder's chat template. UserError."""
     try:
         tokenizer = auto_tokenizer(folder)
         prompt = tokenizer.apply_chat_template(
@@ -197,7 +191,7 @@ def with_chat(layout, folder):
 
 def trained_form(path):
     """{prompt, end_token, block_size} that a path of find() was trained on, as far as it says."""
-    about = config_json(path)
+    about = json_files.read_object(path / "config.json")
     form = about.get("layout") or about.get("block_diffusion") or {}
     return about | form if is_causal(path) else form
 
@@ -229,7 +223,7 @@ def read(path, config, tokens, seed=0):
         tensors = dict(model.named_parameters())
     elif is_causal(path):
         from diffusion import decoder
-        which, source, tensors = "causal", config_json(path), decoder.read_folder(path, config)
+        which, source, tensors = "causal", json_files.read_object(path / "config.json"), decoder.read_folder(path, config)
         with contextlib.suppress(UserError):        # --tokenizer names another folder
             own = read_tokenizer(path).get_vocab()
         rows = len(tensors.get("model.embed_tokens.weight", ()))
@@ -264,10 +258,7 @@ def read(path, config, tokens, seed=0):
 
 
 def with_lora(config, path, bf16, name, lora):
-    """A Config whose network has adapters, frozen weights in bfloat16 with bf16. Raises UserError.
-
-    path: of find(), name: as the user gave it. lora: other arguments of decoder.add_adapters.
-    """
+    """A Config whose network has adapters; frozen weights are bfloat16 with bf16. UserError."""
     require(is_causal(path), "--use_lora needs --init_from of a language model; other weights are "
                              "trained whole")
     from diffusion import decoder
@@ -278,18 +269,21 @@ def with_lora(config, path, bf16, name, lora):
 
 
 def fill(model, given, seed, resumed):
-    """Put a Start's weights into a network and begin its adapters. resumed: a checkpoint follows,
-    which has all that is trained; of adapters that is not the language model below them.
+    """Put a Start's weights into a network and begin its adapters, which change nothing yet. resumed:
+    a checkpoint follows, which has all that is trained, not the language model under adapters.
     """
     lora, weights = getattr(model.config, "lora", None), dict(model.named_parameters())
     if lora:
+        from core import adapters
         from diffusion import decoder
         weights = decoder.base_weights(model)
     if lora or not resumed:
         for name, parameter in weights.items():
             tensor_io.fill(parameter, given.tensors[name])
     if lora and not resumed:
-        decoder.begin_adapters(model, given.tensors, seed)
+        adapters.init_adapters(model.adapted[0], seed)
+        row = given.tensors["model.embed_tokens.weight"][model.config.mask_id]
+        tensor_io.fill(model.mask_row, row)
 
 
 def check_size(path, tensors, config, hint=""):
@@ -374,7 +368,7 @@ def from_official(state, config, path):
 
 def read_official(path, config):
     """{our name: CPU tensor} of a published folder, for a DiT of this Config. Raises UserError."""
-    about = config_json(path)
+    about = json_files.read_object(path / "config.json")
     for key, right in (("time_conditioning", False), ("causal", False), ("adaln", True)):
         require(about.get(key, right) == right,
                 f"{path}: its config.json has {key} {about.get(key)}, which is not supported")

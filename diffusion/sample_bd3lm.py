@@ -111,9 +111,7 @@ def prefill(model, tokens, position, block, known):
 
 
 def pick(logits, how, generator):
-    """Draw one token from each row of logits (n, V) -> (ids (n,), their probabilities (n,) under
-    the logits). how: Sampling. generator: on the device of the logits, or None.
-    """
+    """Draw one token from each row of logits (n, V) -> (ids (n,), their probabilities (n,))."""
     logits = logits.double()
     plain = logits.softmax(-1)
     if how.temperature == 0:
@@ -129,10 +127,7 @@ def pick(logits, how, generator):
 
 
 def unmask(model, hidden, tokens, masked, how, generator):
-    """Put tokens at some of the masked places, at least at one in each row that has any; in place.
-
-    hidden (B, T, H), tokens (B, T), masked (B, T) bool.
-    """
+    """Write some of the masked tokens (B, T), in place; hidden (B, T, H). At least one a row."""
     if how.order == "first_hitting":
         chance = torch.rand(tokens.shape, generator=generator, device=tokens.device)
         chance.masked_fill_(~masked, -1)
@@ -391,17 +386,6 @@ def summarise(answers, seconds):
                     written / max(1, passes), "tokens_per_second": written / max(seconds, 1e-9)}
 
 
-def print_answer(answer):
-    scored = ""
-    if "strict" in answer:
-        word = "right by the last number" if answer["flexible"] else "wrong"
-        scored = f": {'right' if answer['strict'] else word}, the answer is {answer['answer']}"
-    print(f"-- {answer['name']}{scored}\n   question  {printable(answer['question'], 2000)}")
-    for part in ("plan", "text"):
-        if part in answer:
-            print(f"   {part:<9} {answer[part]!r}")
-
-
 def print_summary(total, output, least):
     """The last lines. total: of summarise; output: file of the answers; least: share of right."""
     if total["too_long"]:
@@ -450,7 +434,13 @@ def main(argv=None):
         checkpoint.write_json(output, {"checkpoint": str(folder), "settings": cli.stored(args),
                                        "summary": total, "answers": answers})
     for answer in answers[:args.show] if source else answers:
-        print_answer(answer)
+        scored = ""
+        if "strict" in answer:
+            word = "right by the last number" if answer["flexible"] else "wrong"
+            scored = f": {'right' if answer['strict'] else word}, the answer is {answer['answer']}"
+        print(f"-- {answer['name']}{scored}\n   question  {printable(answer['question'], 2000)}")
+        for part in [part for part in ("plan", "text") if part in answer]:
+            print(f"   {part:<9} {answer[part]!r}")
     print_summary(total, output or "above", args.min_accuracy)
     if args.min_accuracy and total["strict"] < args.min_accuracy:
         sys.exit(1)

@@ -10,9 +10,7 @@ saving, then the loop. The loss is a bound on the negative log-likelihood (noise
 every target of the whole optimizer step, all ranks and micro-steps. The noise is drawn for the
 whole step as well, so any split of a step over ranks and micro-steps trains the same model.
 
-Validation, early stopping and samples use the averaged weights. 50,000 steps of 512 problems are
-3,400 passes over GSM8K's 7,473: such a run memorises, so watch eval/nll and keep
---early_stop_patience on.
+Validation, early stopping and samples use the averaged weights.
 
 SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop: the step is finished, a checkpoint saved, and
 OUTPUT_DIR/requeue left for the launcher; exit status 0. Rerun the same command to resume.
@@ -42,14 +40,12 @@ flag("--dry_run", None, "check everything, print the plan for this many GPUs (de
 choices.data(p)
 flag("--num_workers", min(16, cli.cpus_per_rank()), "loader processes per rank, 0 = in the trainer")
 # model and noise
-flag("--model_size", "small", "nano is for demos and tests",
-     choices=("nano", "tiny", "small", "medium"))
+flag("--model_size", "small", "nano is for demos", choices=("nano", "tiny", "small", "medium"))
 flag("--init_from", None, "folder or hub name of BD3-LM or MDLM weights, a causal language model "
      "such as Llama or Qwen3, or a checkpoint or export of this trainer", metavar="WEIGHTS")
 flag("--dropout", 0.1, "on the output of attention and MLP, 0 to 1")
-flag("--t_range", None, "noise levels trained on; a clipped range also clips the masked share of "
-     "every block (default: 0.001 to 1; 1 where all blocks are single tokens)", type=float, nargs=2,
-     metavar=("LOW", "HIGH"))
+flag("--t_range", None, "noise levels trained on, and shares of a block that may be masked "
+     "(default: all; 1 for single tokens)", type=float, nargs=2, metavar=("LOW", "HIGH"))
 flag("--clip_search_widths", (), "after each validation train on the range of such a width whose "
      "loss varies least", type=float, nargs="*", metavar="WIDTH")
 flag("--loss_weighting", "elbo", "the bound's weights, or all 1", choices=("elbo", "ce"))
@@ -68,22 +64,17 @@ flag("--batch_preset", None, "defaults of the next two, and of rate, warm-up and
          f"{name} {n} x {steps}, {lr:g}" for name, (n, steps, lr, *_) in PRESETS.items()),
      choices=tuple(PRESETS))
 flag("--problems_per_batch", None, "problems per micro-step and rank (default: preset's)", type=int)
-flag("--gradient_accumulation_steps", None, "micro-steps per optimizer step (default: preset's)",
-     type=int)
-flag("--per_device_train_batch_size", None, "rows per micro-step and rank (default: as many as "
-     "hold --problems_per_batch on average)", type=int)
-flag("--global_batch_size", 0, "problems per optimizer step, of all ranks: what is not given of "
-     "the first two follows (default with --auto: the preset's)")
+flag("--gradient_accumulation_steps", None, "micro-steps per step (default: preset's)", type=int)
+flag("--per_device_train_batch_size", None, "rows, instead of --problems_per_batch", type=int)
+flag("--global_batch_size", 0, "problems per step of all ranks; sets what is open of the first two")
 flag("--per_device_eval_batch_size", 32, "rows per validation batch")
 flag("--max_steps", None, "optimizer steps (default: preset's)", type=int)
 # optimization
-flag("--learning_rate", None, "peak learning rate (default: preset's; 10 times that with "
-     "--use_lora)", type=float)
+flag("--learning_rate", None, "peak (default: preset's; 10 times that with --use_lora)", type=float)
 flag("--lr_scheduler", "constant", "after warm-up", choices=("cosine", "linear", "constant"),
      type=cli.alias(constant_with_warmup="constant"))
 flag("--warmup_steps", None, "optimizer steps of linear warm-up (default: preset's)", type=int)
-flag("--scale_lr_from_batch", 0, "multiply the rate by sqrt(problems per optimizer step / N), 0 = "
-     "off", metavar="N")
+flag("--scale_lr_from_batch", 0, "multiply the rate by sqrt(problems / N), 0 = off", metavar="N")
 flag("--weight_decay", 0.0, "AdamW decay of matrices, not of the embedding")
 flag("--adam_beta2", 0.999, "AdamW decay of the variance")
 flag("--max_grad_norm", 1.0, "clip the global gradient norm, 0 = off")
@@ -114,12 +105,10 @@ flag("--report_to", ["tensorboard"], f"{', '.join(cli.TRACKERS)} or none", nargs
 flag("--wandb_project", "flat-trainers", "project at W&B and trackio")
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 500)", type=int)
 flag("--eval_repeats", 4, "draws of the noise in a validation, for its error bar")
-flag("--eval_accuracy", 0, "answer this many held-out problems in every validation, 0 = none",
-     metavar="PROBLEMS")
+flag("--eval_accuracy", 0, "held-out problems to answer in every validation", metavar="PROBLEMS")
 flag("--best_by", "bound", "what makes a checkpoint the best one; accuracy: strict, of "
      "--eval_accuracy, ties go to the better bound", choices=("bound", "accuracy"))
-flag("--early_stop_patience", 10, "stop after this many validations without a better bound or "
-     "accuracy, 0 = never")
+flag("--early_stop_patience", 10, "validations without a better bound or accuracy, 0 = never stop")
 flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 2000)", type=int)
 flag("--save_total_limit", 3, "newest checkpoints kept beside the best, 0 = all")
 flag("--resume", "auto", "auto (newest whole checkpoint in OUTPUT_DIR), none, or a folder",
@@ -156,7 +145,6 @@ if args.tf32:
 backend = args.attn_backend or ("flex" if device.type == "cuda" else "sdpa")
 require(dry or backend == "sdpa" or device.type == "cuda", "--attn_backend flex trains on CUDA "
         "only: torch has no backward for it on a CPU; drop the flag")
-dtype = torch.bfloat16 if args.bf16 else None
 
 # ---- Data: problems -> documents of numbered blocks -> rows. Every rank holds all, so ranks never have
 # to ask each other which rows a step has, or how many targets.
@@ -184,9 +172,8 @@ lora = args.use_lora and {
 if lora:
     config = published.with_lora(config, folder, args.bf16, args.init_from, lora)
 table, regions = blocks.row_table(rows), elbo.REGIONS[args.system]
-chosen = []         # problems that a validation answers
-if args.eval_accuracy and eval_rows:
-    chosen = elbo.choose_problems(eval_rows, args.eval_accuracy, tokens, args.seed)
+chosen = elbo.choose_problems(eval_rows, args.eval_accuracy, tokens, args.seed) if (
+    eval_rows and args.eval_accuracy) else []       # problems that a validation answers
 how = elbo.Eval(eval_rows, tokens, args.per_device_eval_batch_size, args.eval_repeats, args.seed,
                 args.bf16, args.clip_search_widths, args.loss_weighting, chosen)
 per_row = table["samples"].mean()
@@ -340,7 +327,6 @@ if eval_due:
         if not (stopping and resume):
             save()      # again, so that it is not validated twice
 
-
 patience = args.early_stop_patience or math.inf
 while step < total_steps and not stopping and stale < patience:
     # next batch: which rows the step has on all ranks each rank knows from the order; the loss
@@ -366,20 +352,18 @@ while step < total_steps and not stopping and stale < patience:
         # else this rank's loss would be divided by another count than the others'
         assert batch.n_targets == table["targets"][mine].sum(), "loader and plan disagree"
         part = draws.part(first, batch_rows, first_groups[min(first, len(window))], batch.n_groups)
-        inputs = noise.diffuse(batch, part, tokens.mask, t_range, args.loss_weighting)
-        region = noise.send(batch.region.flatten()[inputs.places], device)
-        inputs = inputs.to(device)
+        inputs = noise.diffuse(batch, part, tokens.mask, t_range, args.loss_weighting).to(device)
 
         # forward, loss, backward; ranks exchange gradients once a step, when they are complete
         with dist.gradient_sync(wrapped, micro == accumulation - 1):
-            with dist.autocast(device, dtype):
+            with dist.autocast(device, torch.bfloat16 if args.bf16 else None):
                 losses = wrapped(inputs)        # cross-entropy of each masked token
             weighted = losses * inputs.weights  # so that their sum bounds the likelihood
             loss = weighted.sum() / work["targets"]
             # DDP and FSDP2 average gradients over ranks, the loss is a mean over all of them
             (loss * world.size).backward()
         monitor.watch(loss, [document for row in mine for document in rows.members[row]])
-        step_sums[:4].index_add_(0, region, weighted.detach().double())
+        step_sums[:4].index_add_(0, inputs.region, weighted.detach().double())
         step_sums[8].add_(losses.detach().double().sum())
         step_sums[9].add_(len(inputs.rows))
     if main_rank:               # the plan knows those of all ranks
@@ -400,9 +384,9 @@ while step < total_steps and not stopping and stale < patience:
 
     # log; here the host waits for the device
     last = step == total_steps
-    masked = work["targets"] * sum(t_range) / 2     # on average
     timer.count({"tokens": work["tokens"], "samples": work["samples"], "flops": model.flops(
-        work["noisy"] + work["clean"], masked, work["pairs"])}, step_rows * rows.length)
+        work["noisy"] + work["clean"], work["targets"] * sum(t_range) / 2, work["pairs"])},
+        step_rows * rows.length)
     if last or step % args.logging_steps == 0:
         values = elbo.loss_report(dist.all_reduce(world, sums).cpu(), regions)
         sums.zero_()
@@ -438,8 +422,7 @@ while step < total_steps and not stopping and stale < patience:
             save()
 
 early = f"no better bound{' or accuracy' * bool(chosen)} in {stale} validations; "
-best = "; best " + {"bound": "bound {:.4f} nats/token", "accuracy": "{:.2%} wrong"}[
-    args.best_by].format(best_loss) + f" at step {best_step}"
+best = f"{best_loss:.2%} wrong" if args.best_by == "accuracy" else f"bound {best_loss:.4f} nats/token"
+best = f"; best {best} at step {best_step}" * (best_step is not None)
 run.end(args, watch, checkpoints, log, step, total_steps, stopping,
-        f"{early * (step < total_steps)}{monitor.skipped} steps skipped"
-        f"{best * (best_step is not None)}")
+        f"{early * (step < total_steps)}{monitor.skipped} steps skipped{best}")

@@ -7,7 +7,7 @@ r"""Judge a student of train_sft.py by questions it has not seen: what has it le
     python distill/evaluate.py ... --eval_data_file unseen.jsonl
 
 Columns: "base" is the model before training, "student" the checkpoint, adapters or all weights;
-"base + prompt" or "teacher" is what the run learned from, or the base behind --prompt_file;
+"base + prompt" or "teacher" is the run's teacher, or the base with --prompt_file;
 "control" another run's student, which should not have learned. All answer the held-out questions
 greedily, as the student was trained; the questions are those of OUTPUT_DIR/held_out.jsonl, whose
 hash the checkpoint holds, and none of them may have been trained.
@@ -25,7 +25,7 @@ import re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ stands beside this folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # the folder of core/
 
 from core import cli
 from core.cli import UserError, require
@@ -33,7 +33,7 @@ from distill import teachers
 from distill.labels import LINES, PARSERS, Parser, make_parser, read_label
 
 BASE, STUDENT, CONTROL = "base", "student", "control"
-PROMPTED, TEACHER = "base + prompt", "teacher"      # the base behind the prompt, or another model
+PROMPTED, TEACHER = "base + prompt", "teacher"      # the base with the prompt, or another model
 TOPIC = "{topic}"
 SHARES = ("agreement", "accuracy", "follows", "exact", "labelled", "ended")
 # flags of a run, by which it read its data

@@ -1,7 +1,7 @@
 """A teacher's answer -> its label, or the reason why it has none. Never a guess.
 
 A label counts only if the teacher ended by itself, and if the label is one of the allowed ones and
-stands behind the last closing thinking tag, on the last line that has the wanted form as a whole. A
+comes after the last closing thinking tag, on the last line that has the wanted form as a whole. A
 quoted example of the form, a thought that was cut off and an answer with two labels on a line
 therefore give no label. Standard library only.
 """

@@ -31,7 +31,7 @@ def log_probs(logits, ids=None):
         return logits.log_softmax(-1).clamp(min=FLOOR)
     rest = logits.scatter(1, ids, -math.inf).logsumexp(-1, keepdim=True)
     # these few numbers are normalised in fp64: a divergence is a small difference of logarithms, and
-    # an error of 1e-7 in their total would stand in it undiminished
+    # an error of 1e-7 in their total would stay in it
     return torch.cat([logits.gather(1, ids), rest], 1).double().log_softmax(-1).clamp(min=FLOOR)
 
 
@@ -81,7 +81,7 @@ def loss_sums(teaching, logits, targets, *teacher):
 
 
 def chunked_loss(hidden, head, targets, chunk, teacher=(), prompted=None, teacher_head=None):
-    """loss_sums of rows (R, H) behind a head (weight, bias), `chunk` of them at a time.
+    """loss_sums of rows (R, H) under a head (weight, bias), `chunk` of them at a time.
 
     teacher: the teacher's tensors for these rows: its rows (R, H'), or its ids and log-probabilities.
     prompted: (w, kind, beta, k). teacher_head: the teacher's, None: the student's.

@@ -33,7 +33,7 @@ def check_model(model):
     """Raise UserError when packed documents would not be independent, or the loss another than transformers' own."""
     name, config = type(model).__name__, model.config
     if not model._supports_attention_backend:
-        raise UserError(f"{name} has an attention of its own that cannot be replaced: it cannot be packed")
+        raise UserError(f"{name} has a custom attention that cannot be replaced: it cannot be packed")
     other = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS
     if getattr(model, "_is_stateful", False) or other:
         raise UserError(f"{name} has layers that carry state from one packed document into the next"
@@ -112,7 +112,7 @@ class PackedLM(nn.Module):
 
     def rows(self, batch, behind=False):
         """(((R, H) what the head reads where a trained token is predicted,), (weight, bias) of the
-        head). behind: of the same tokens behind the teacher's prompt.
+        head). behind: of the same tokens after the teacher's prompt.
         """
         ids, positions, bounds, longest, places = (
             (batch.prompted_ids, batch.prompted_positions, batch.prompted_cu_seqlens,
@@ -222,7 +222,7 @@ def eval_line(step, values):
 
 
 def decays(name, parameter):
-    """Weight decay shrinks matrices, not norms, and not embeddings: rows a batch lacks would shrink unseen."""
+    """Weight decay shrinks matrices, not norms, and not embeddings: rows that are in no batch would shrink unseen."""
     return parameter.ndim > 1 and "embed" not in name and "wte" not in name and "wpe" not in name
 
 
@@ -260,7 +260,7 @@ def flops(values, config, tokens, targets, pairs, lora, forward_only=False):
     """Model FLOPs of forward and backward, or of forward alone.
 
     values: of layer_weights. A matrix with N weights costs 2N a row forward, 2N for the input gradient and, when it is
-    trained, 2N for its own gradient: 4N under LoRA, 6N in full; the head runs on trained rows only. pairs: sum over
+    trained, 2N for its gradient: 4N under LoRA, 6N in full; the head runs on trained rows only. pairs: sum over
     documents of n (n + 1) / 2 attended pairs, each 4 * heads * head_dim forward and twice that backward; a sliding
     window is not subtracted. Recomputation and adapters are not counted.
     """

@@ -12,7 +12,7 @@ from distill.chat_data import PackedChats, samples_line
 
 
 def loss(model, tokens, targets, kept=False):
-    """Loss of a PackedLM on so many tokens, of which some are trained. kept: of --keep."""
+    """Loss of a PackedLM on this many tokens, of which some are trained. kept: of --keep."""
     def numbers(*shape):
         return torch.zeros(shape, dtype=torch.int64)
     places, rows, teacher = numbers(tokens), numbers(targets), ()

@@ -87,7 +87,7 @@ class Server:
                 future.cancel()
 
     async def fetch(self, path, body=None, within=None):
-        """GET, or POST of a JSON body -> bytes, within so many seconds, or the timeout.
+        """GET, or POST of a JSON body -> bytes, within this many seconds, or the timeout.
 
         Raises OSError; Refused for an error status, an answer that is too long or compressed, and
         a redirection, which could lead to another host that the key is not for.
@@ -195,7 +195,7 @@ def root_cause(error):
     while error := error.__cause__ or error.__context__:
         if isinstance(error, OSError) and error.errno:
             words = str(error)      # negative: a name's
-            if error.errno > 0:     # asyncio has words of its own
+            if error.errno > 0:     # asyncio has other words
                 words = f"[Errno {error.errno}] {os.strerror(error.errno)}"
     return words
 

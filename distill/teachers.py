@@ -1,4 +1,4 @@
-"""Teachers that answer conversations, behind one call: answers = open_teacher(...), which takes an
+"""Teachers that answer conversations, by one call: answers = open_teacher(...), which takes an
 iterable of Requests and yields (Request, Answer) in any order.
 
 vllm           in this process; equal beginnings of prompts are computed once
@@ -60,7 +60,7 @@ class Sampling:
 
     @property
     def template_flags(self):
-        """What the chat template gets beside messages and tools."""
+        """Arguments of the chat template besides messages and tools."""
         return {} if self.thinking == "default" else {"enable_thinking": self.thinking == "on"}
 
 
@@ -85,7 +85,7 @@ def open_teacher(engine, name, draw, **options):
 
 
 class Prompt(NamedTuple):
-    """role user: text around the last user message; system: a message of its own; none: nothing."""
+    """role user: text around the last user message; system: a separate message; none: nothing."""
     role: str
     before: str
     after: str = ""
@@ -246,7 +246,7 @@ def answers_of(model, tokenizer, draw, ends, max_model_len=0, batch_size=16, chu
     return answers
 
 
-# ---- Behind a server
+# ---- On a server
 
 
 def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0,
@@ -260,7 +260,7 @@ def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0,
         listed = json_files.loads(server.wait(server.fetch("/models")))["data"]
         models = [str(model["id"]) for model in listed]
     except MALFORMED as error:
-        raise UserError(f"--base_url {server.url}: {explain(error)}; start the server, or mend the "
+        raise UserError(f"--base_url {server.url}: {explain(error)}; start the server, or correct the "
                         "address (it mostly ends in /v1)")
     require(name in models,
             f"--model_name {name}: the server has {', '.join(models) or 'no models'}")
@@ -297,7 +297,7 @@ async def ask_server(server, name, draw, fields, request, patience):
             await server.fetch("/models")
         except MALFORMED:
             raise UserError(f"{line}: no answer from {server.url} in {patience:g} s: {why}; "
-                            "what is finished is kept, rerun the same command to resume")
+                            "finished lines are kept, rerun the same command to resume")
         return Answer(f"no answer in {patience:g} s: {why}", "no_answer")
 
 

@@ -125,7 +125,7 @@ def write_prepared(folder, table, tokenizer, ids, codec_dir, reading, report):
     sizes = {str(path.relative_to(folder) if path.is_relative_to(folder) else path):
              path.stat().st_size for path in files}
     sums = {path.relative_to(folder).as_posix(): checkpoint.sha256(path)
-            for path in Path(table).iterdir()}      # codes have checksums of their own
+            for path in Path(table).iterdir()}      # codes have other checksums
     about = {"table": Path(table).name, "files": sizes, "sha256": sums,
              "tokenizer": tokenizer_fingerprint(tokenizer, ids),
              "codec": codec_fingerprint(codec_dir), "reading": asdict(reading), "report": report}
@@ -180,7 +180,7 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
                                 "prepare it again")
         for name, default in asdict(type(reading)()).items():
             value, was = getattr(reading, name), about["reading"].get(name, default)
-            # a default may stand for any value, but of the texts, as checkpoints keep that
+            # a default may be any value, but of the texts, as checkpoints keep that
             fits = (was,) if name == "normalize" else (default, was)
             if value not in fits and name not in ("seed", "lone_reference"):
                 was, value = ({True: "on", False: "off"}.get(x, x) for x in (was, value))

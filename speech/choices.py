@@ -170,14 +170,14 @@ def data(group):
         help="data of any format that docs/data.md lists; several are mixed: the weight is how "
         "often an epoch goes over one (1 without it)")
     add("--train_data_dir", nargs="+", metavar="PATH[:WEIGHT]", help="the same for folders: made "
-        "by prepare_tts.py, with metadata.json, audio with texts beside it")
+        "by prepare_tts.py, with metadata.json, audio with texts next to it")
     add("--eval_data_file", help="validation data; without it --validation_split is held out")
     add("--eval_data_dir", help="validation folder, as --train_data_dir")
     add("--columns", default="", metavar="MEANING=NAME,...",
         help="columns of a table by their names, or by number where it has no header: audio=clip,"
         "text=caption; also speaker, language, ref_audio and the others that docs/data.md lists")
     add("--task_type", choices=TASK_TYPES, default="single_speaker_smart_voice",
-        help="shape of the prompt, of samples that name none themselves; ChatML has its own")
+        help="shape of the prompt, of samples that name none themselves; ChatML has them")
     cli.switch(group, "--ref_audio_in_system_message",
                help="put reference clips into the scene description; not ChatML")
     add("--normalize_text", choices=ON_OFF, help="texts to speak: punctuation and sound tags as "

@@ -47,7 +47,7 @@ flag("--normalize_text", None, "punctuation and sound tags as boson-ai's inferen
 # how
 flag("--temperature", None, "of the draws; 0 = greedy (default: 1 for V2, 0.8 for TTS 3)",
      type=float)
-flag("--top_k", None, "draw from so many likeliest codes, 0 = all (default: 50 for V2, 30 for TTS "
+flag("--top_k", None, "draw from this many likeliest codes, 0 = all (default: 50 for V2, 30 for TTS "
      "3)", type=int)
 flag("--top_p", None, "draw from the likeliest codes of this total probability (default: 0.95 for "
      "V2, 0.8 for TTS 3)", type=float)
@@ -71,7 +71,7 @@ choices.speakers(p)
 flag("--output_dir", "./spoken", "folder for the results; shared by all nodes")
 switch("--overwrite", "delete results of an earlier run in there first")
 flag("--max_cer", None, "with --best_of: write best.jsonl, training data, of the takes that ended "
-     "by themselves with at most so many character errors, through their codes", type=float,
+     "by themselves with at most this share of character errors, through their codes", type=float,
      metavar="SHARE")
 switch("--save_codes", "also write <name>.npy, the codec codes (frames, 8) int16")
 

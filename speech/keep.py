@@ -1,7 +1,7 @@
 """--keep: what the base can do, and training shall not undo: voices, tags, languages, dialogues.
 
-The base speaks the rows of a file once, before the first step. Every so many steps the model being
-trained gets packs of that speech beside its own, and is held near the base there: KL(base || model)
+The base speaks the rows of a file once, before the first step. At intervals the model being
+trained gets packs of that speech besides its data, and is held near the base there: KL(base || model)
 over the codebooks, at every code. The base is the model with its adapters switched off, so no
 second one is in memory. No recordings are needed.
 """
@@ -34,7 +34,7 @@ def load(args, tokenizer, ids, config, codec_dir, world):
     """
     def prepare():
         samples = speak.read_prompts(args.keep, args.normalize_text == "on")
-        for sample in samples:      # the base says it anew
+        for sample in samples:      # the base says it
             sample.turns[-1].parts[-1] = Clip("")
         longest = args.max_length or versions.module(config).positions(config)
         longest = min(longest, args.max_tokens_per_batch or longest)
@@ -52,7 +52,7 @@ def load(args, tokenizer, ids, config, codec_dir, world):
 
 
 def with_speech(prompt, codes, ids):
-    """What labels.assemble makes of a prompt and the (T, K) codes behind it, which are trained."""
+    """What labels.assemble makes of a prompt and the (T, K) codes after it, which are trained."""
     place, trained = np.array([ids.audio_placeholder_id]), np.array([True])
     spoken, heard = ids.assemble(place, trained, [codes]), prompt.audio_ids
     sample = {"input_ids": np.concatenate([prompt.tokens, spoken["input_ids"]]),

@@ -24,7 +24,7 @@ CONTROL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
 @dataclass
 class TokenIds:
     """Ids from the tokenizer and the model's config, and their layout; as labels_v3.Ids."""
-    audio: int              # <|AUDIO_OUT|>, stands for one row of codes
+    audio: int              # <|AUDIO_OUT|>, one for each row of codes
     delay: int              # marks the last num_codebooks - 1 rows of a clip
     pad: int
     num_codebooks: int
@@ -35,7 +35,7 @@ class TokenIds:
 
     @property
     def audio_placeholder_id(self):
-        """What stands for a whole clip in a table's tokens."""
+        """The token of a whole clip in a table."""
         return self.audio
 
     def known_tags(self, tokenizer):
@@ -52,15 +52,15 @@ class TokenIds:
         return [(sample.name, conversation_pieces(sample))], []
 
     def rows(self, frames, trained):
-        """Rows that a clip of so many frames takes; ints or arrays."""
+        """Rows that a clip of this many frames takes; ints or arrays."""
         return frames + self.num_codebooks + 1 + 0 * trained
 
     def targets(self, frames):
-        """Trained codes of a clip of so many frames."""
+        """Trained codes of a clip of this many frames."""
         return self.num_codebooks * (frames + 1)
 
     def predicting(self, frames):
-        """Rows that predict a trained clip of so many frames."""
+        """Rows that predict a trained clip of this many frames."""
         return frames + self.num_codebooks
 
     def assemble(self, tokens, labelled, codes):
@@ -69,7 +69,7 @@ class TokenIds:
         tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of
         input_ids (n,), is_audio (n,), text_labels (n,), audio_ids (a, 8), audio_labels (a, 8).
         """
-        # in the table a clip is one token; here it takes as many rows as its codes
+        # in the table a clip is one token; here it takes a row for each of its codes
         places = np.flatnonzero(tokens == self.audio)
         repeats = np.ones(len(tokens), np.int64)
         rows, labels, placeholders = [], [], []
@@ -114,7 +114,7 @@ def token_ids(tokenizer, config):
 
 def conversation_pieces(sample):
     """[(text or Clip, labelled)] of the token stream: the official template, turn by turn."""
-    # written out, not by the tokenizer's template: the pieces tell what is trained
+    # written out, not by the tokenizer's template: the pieces show which tokens are trained
     pieces = [("<|begin_of_text|>", False)]
     for number, turn in enumerate(sample.turns):
         pieces.append((f"<|start_header_id|>{turn.role}<|end_header_id|>\n\n", False))
@@ -168,12 +168,12 @@ def audio_targets(sample):
     """(R,) positions in a sample that predict a row of codes, (R, 8) that row, IGNORE where not
     trained.
 
-    sample: of assemble, whose labels stand beside the rows they belong to, or of
+    sample: of assemble, whose labels are in the rows they belong to, or of
     labels_v3.assemble.
     """
     if "audio_at" in sample:
         return sample["audio_at"], sample["audio_targets"]
-    # a row predicts the one behind it; row 0 of a clip is never a label, so none reaches into the
+    # a row predicts the one after it; row 0 of a clip is never a label, so none reaches into the
     # next clip
     following = sample["audio_labels"][1:]
     trained = np.flatnonzero((following != IGNORE).any(axis=1))

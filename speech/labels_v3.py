@@ -24,7 +24,7 @@ from speech.labels import IGNORE
 
 TOKENS = {"tts": "<|tts|>", "text": "<|text|>", "audio": "<|audio|>", "ref_audio": "<|ref_audio|>",
           "ref_text": "<|ref_text|>"}
-AUDIO_PLACEHOLDER = -100    # stands for a whole clip in a table, as in the released config.json
+AUDIO_PLACEHOLDER = -100    # of a whole clip in a table, as in the released config.json
 MIN_FRAMES = 8          # the servers look for the end from row 8 on: a shorter clip could not end
 TAG = re.compile(r"<\|[a-z_]+:[a-z_]+\|>")          # control tags, as <|emotion:elation|>
 SPEAKER = re.compile(r"\[SPEAKER\d+\]\s*")
@@ -44,7 +44,7 @@ class Ids:
     stream_eos: int = 1025      # EOC
     audio_placeholder_id = AUDIO_PLACEHOLDER
     min_frames = MIN_FRAMES
-    lone_reference = True       # a reference may stand without its text
+    lone_reference = True       # a reference may have no text
 
     def forbidden(self, tokenizer):
         """{id: token} of what no text may spell: every added token but control tags."""
@@ -60,15 +60,15 @@ class Ids:
         return streams(sample, self)
 
     def rows(self, frames, trained):
-        """Input rows of a clip of so many frames: a trained clip's last row is never one."""
+        """Input rows of a clip of this many frames: a trained clip's last row is never one."""
         return frames + self.num_codebooks - 1 - trained
 
     def targets(self, frames):
-        """Trained codes and EOC of a clip of so many frames."""
+        """Trained codes and EOC of a clip of this many frames."""
         return self.num_codebooks * frames + self.num_codebooks * (self.num_codebooks - 1) // 2
 
     def predicting(self, frames):
-        """Rows that predict a trained clip of so many frames."""
+        """Rows that predict a trained clip of this many frames."""
         return frames + self.num_codebooks - 1
 
     def assemble(self, tokens, labelled, codes):
@@ -93,7 +93,7 @@ class Ids:
         is_audio = np.repeat(tokens == AUDIO_PLACEHOLDER, repeats)
         input_ids = np.where(is_audio, self.pad, np.repeat(tokens, repeats))
         empty = np.empty((0, self.num_codebooks), np.int64)
-        # targets stand at the places that predict them; V2's stand beside their own rows
+        # targets are at the places that predict them; V2's are at their rows
         return {"input_ids": input_ids, "is_audio": is_audio,
                 "text_labels": np.full(len(input_ids), IGNORE),
                 "audio_ids": np.concatenate([empty, *rows]), "audio_at": at,
@@ -173,10 +173,10 @@ def streams(sample, ids):
 
 
 def said_by_clip(turn, asked):
-    """[(text, Clip)] of an assistant's turn. Of several clips each says what stands between it and
+    """[(text, Clip)] of an assistant's turn. Of several clips each says the text between it and
     the clip before.
 
-    asked: the user's text before the turn, which the first clip says where no text stands before
+    asked: the user's text before the turn, which the first clip says where no text precedes
     that.
     """
     if len(turn.clips) < 2:
@@ -189,7 +189,7 @@ def said_by_clip(turn, asked):
             found.append((words.strip() or ("" if found else asked), part))
             words = ""
     if words.strip() and turn.trained:
-        raise BadSample("has text behind the last of several clips: put each text before its clip")
+        raise BadSample("has text after the last of several clips: put each text before its clip")
     return found
 
 

@@ -5,7 +5,7 @@
     python speech/pick_checkpoint.py out --by loss      # by validation loss; nothing is spoken
 
 The base is judged as well: a checkpoint that is no better is not worth taking. Speech and what was
-heard stay in OUT/picked/; rerun the same command to judge only what is new. Keep all checkpoints
+heard stay in OUT/picked/; rerun the same command to judge only new checkpoints. Keep all checkpoints
 for this (--save_total_limit 0). With --follow it judges checkpoints as they appear, until the run
 has ended; after --patience of them without a better one it writes OUT/stop, and the run saves and
 ends.
@@ -72,7 +72,7 @@ from core import checkpoint, dist, json_files, metrics, run_lock
 from speech import judges
 
 dist.single_process()
-if args.asr_command:        # a wrong path is found now, not behind the first checkpoint
+if args.asr_command:        # a wrong path is found now, not after the first checkpoint
     judges.load_judges(asr_command=args.asr_command, asr_time_limit=args.asr_time_limit)
 out, (metric, name, form, more) = Path(args.output_dir), MEASURES[args.by]
 

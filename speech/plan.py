@@ -17,7 +17,7 @@ SHARE = {True: 0.70, False: 0.72}   # {LoRA: share of the matrix rate that a ste
 
 
 class Data(NamedTuple):
-    """What is trained, validated and spoken."""
+    """Trained, validated and spoken samples."""
     table: object           # dataset.SampleTable, whose new clips are not encoded
     ids: object             # labels.TokenIds
     train: np.ndarray       # numbers of samples
@@ -54,7 +54,7 @@ def kept_rows(keeper):
 
 
 def loss(model, text, audio, audio_rows, text_rows, keep=False):
-    """Loss of a versions.packed on a pack of so many rows. keep: of --keep."""
+    """Loss of a versions.packed on a pack of this many rows. keep: of --keep."""
     def numbers(*shape):
         return torch.zeros(shape, dtype=torch.int64)
     rows, books = text + audio, model.base_model.config.num_codebooks

@@ -7,13 +7,13 @@
 
 Training on the folder starts at once and needs neither the audio nor torchaudio. The same command
 again goes on where it was stopped: codes are kept as they are made. OUTPUT_DIR/problems.jsonl lists
-all that is wrong with the data, OUTPUT_DIR/prepared.json says what is in them.
+all that is wrong with the data, OUTPUT_DIR/prepared.json describes them.
 """
 import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))     # core/ stands beside this folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))     # the folder of core/
 
 from core import cli
 from core.cli import UserError, require, usable_cpus
@@ -111,7 +111,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
               f"{time.monotonic() - start:.1f} s)", flush=True)
         if found.stopping:
             print(f"notice     {found.stopping} rows stop this: they are listed once the audio of "
-                  "the others is encoded, with what is wrong with that", flush=True)
+                  "the others is encoded, with its faults", flush=True)
 
     def write():
         cache, shards, where = codes
@@ -120,7 +120,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
             builder, parts, where, measures_of(cache, shards, where), least, most)
         refused = found.counts.total()
         found.add(problems)
-        found.settle("\nfix: mend them, or drop them with --drop_bad")
+        found.settle("\nfix: correct them, or drop them with --drop_bad")
         left_out = np.zeros(len(builder), bool)
         left_out[[p.sample for p in problems if p.sample is not None and p.check in drop]] = True
         require(not left_out.all(),

@@ -58,7 +58,7 @@ class Prompt:
     """What the model sees before it speaks."""
     name: str               # of the files to be written
     source: str             # its place in the user's files
-    text: str               # what is to be heard
+    text: str               # text to be heard
     tokens: np.ndarray      # (n,) int64 up to <|audio_out_bos|>, a row of codes for each <|AUDIO_OUT|>
     audio_ids: np.ndarray   # (a, 8) int64 delayed codes of the clips in it
     is_audio: np.ndarray    # (n,) bool, where those are among the tokens
@@ -106,10 +106,10 @@ def canonical_prompt(name, entry, paths, normalize=False):
         turns.append(Turn("assistant", [Clip("")], None))
     sample = Sample(name, [trimmed(t) for t in turns], str(entry.get("speaker") or ""), recognised)
     if not spoken_text(sample):
-        raise BadSample("has no text to speak: no user text stands before the clip to generate")
+        raise BadSample("has no text to speak: no user text precedes the clip to generate")
     if normalize:
         if entry.get("start_index") is not None:
-            # the prompt may lack the clip that would be trained
+            # the prompt may have no clip that would be trained
             with contextlib.suppress(BadSample):
                 mark_trained(turns, entry["start_index"], rewritten, len(entry["messages"]))
         turns[-1].trained = True
@@ -201,7 +201,7 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
     """
     builder, problems, codes, sounds = TableBuilder(tokenizer, ids), [], {}, set()
     for sample in samples:
-        sample.turns[-1].trained = True         # what is to be spoken is what would be trained
+        sample.turns[-1].trained = True         # the turn to speak is the one that would be trained
     builder.add(samples, problems)
     for what, n in sorted(builder.left_out.items()):
         print(f"notice     {n} prompts {what}")
@@ -237,7 +237,7 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
             recorded = target.path and not holds_codes(target.path)
             length = clip_seconds(target) if recorded else None
         except ValueError as error:
-            problems.append(f"{sample.name}: its true recording {target.path} {error}; mend it, or "
+            problems.append(f"{sample.name}: its true recording {target.path} {error}; repair it, or "
                             "leave it out")
         prompts.append(Prompt(
             f"{number:04d}", sample.name, spoken_text(sample), row["input_ids"], row["audio_ids"],
@@ -247,7 +247,7 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
         assert size >= MIN_TOKENS or not isinstance(ids, TokenIds)
         if size > room:
             problems.append(f"{sample.name}: {size} tokens; the model's positions have room for "
-                            f"{max(0, room)} beside the speech to come: shorten it, or allow fewer "
+                            f"{max(0, room)} besides the speech to come: shorten it, or allow fewer "
                             "seconds of speech")
     if problems:
         raise UserError(problem_text(problems))
@@ -304,7 +304,7 @@ def load_model(folder, config, adapter, dtype, device, four_bits=False):
     load = weights.load_weights
     if four_bits:
         from core import nf4
-        for name, parameter in native.named_parameters():      # what is frozen is converted
+        for name, parameter in native.named_parameters():      # frozen weights are converted
             parameter.requires_grad_("lora_" in name)
         nf4.convert(module.layers(native))
         load = partial(nf4.load_weights, native, load)
@@ -318,7 +318,7 @@ def load_model(folder, config, adapter, dtype, device, four_bits=False):
 
 
 def draws(config, given):
-    """{name of DRAW_FLAGS: value}: what is given, else the model's default. UserError."""
+    """{name of DRAW_FLAGS: value}: the flag's, else the model's default. UserError."""
     given = {name: value for name, value in given.items() if value is not None}
     own = versions.module(config).DRAWS
     require(given.keys() <= own.keys(), "--ras_window and --ras_repeats: not of Higgs TTS 3")
@@ -413,7 +413,7 @@ def decode(codec, codes):
 
 
 def speak(native, codec, ids, settings, prompts, seed, takes=1, listeners=None):
-    """[(codes, ended_by, wave, {fact: value})] of each Prompt: of so many takes the best.
+    """[(codes, ended_by, wave, {fact: value})] of each Prompt: the best of N takes.
 
     A take ranks by its end (by itself or not), then by character errors, then by likeness to the
     voice. listeners: judges.Judges or None. A faultless take ends the search, unless likeness is
@@ -575,7 +575,7 @@ def speak_parts(texts, references, prepare, speak_some, listeners=None, write=No
 
 
 def stream(path):
-    """write(wave so far), for --stream: adds what is new to a WAV file, or raw to stdout ("-").
+    """write(wave so far), for --stream: adds the new part to a WAV file, or raw to stdout ("-").
 
     In a pipe the file's length is the largest there is. UserError for one that nobody reads.
     """
@@ -613,7 +613,7 @@ def stream(path):
 
 
 def record(prompt, codes, ended_by, seed, real_time_factor):
-    """What is known about one spoken Prompt, for its JSON file."""
+    """Facts about one spoken Prompt, for its JSON file."""
     clip, voice = prompt.target, prompt.references[-1] if prompt.references else None
     return {"name": prompt.name, "text": prompt.text, "source": prompt.source, "seed": seed,
             "frames": len(codes), "seconds": len(codes) / FRAME_RATE,

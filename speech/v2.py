@@ -20,9 +20,9 @@ from speech.labels import IGNORE, token_ids  # noqa: F401  (of versions.module)
 
 from transformers.models.higgs_audio_v2 import modeling_higgs_audio_v2 as modeling  # isort: skip
 
-# torch 2.11 takes fewer key heads without being told
+# torch 2.11 takes fewer key heads without this flag
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-LICENCE = None          # nothing to be said of it
+LICENCE = None          # no notice needed
 TERMS = """The base is under the Boson Higgs Audio 2 Community License Agreement, which is built on
 the Llama 3 licence: pass on both licence texts and their notice ("Built with Higgs Materials
 licensed from Boson AI USA, Inc. ...")."""       # of a model card
@@ -32,7 +32,7 @@ WHOLE_MODULES = ()      # modules that an adapter may hold as a whole
 DRAWS = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "ras_window": 7, "ras_repeats": 2}
 
 # --------------------------------------------------------------------------------------------------
-# What speech/versions.py's module() promises, beside what is imported above and follows below
+# What speech/versions.py's module() promises, besides the imports above and the code below
 
 load_tokenizer, reset_buffers = weights.load_tokenizer, weights.reset_buffers
 read_config, save_config = weights.native_config, weights.save_config
@@ -168,7 +168,7 @@ def _attention_by_sample(q, k, v, seqlens):
 
 class Packed(NamedTuple):
     """What all layers need of a batch: (S,) tensors, cos and sin (S, D)."""
-    n_text: int                 # rows of text, which stand first
+    n_text: int                 # rows of text, which come first
     order: torch.Tensor         # sequence position of each row
     seq_index: torch.Tensor     # row of each sequence position
     cos: torch.Tensor
@@ -179,7 +179,7 @@ class Packed(NamedTuple):
 
 
 class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
-    """The native layer with a forward of its own for packed batches: where `packed` is given."""
+    """The native layer with another forward for packed batches: where `packed` is given."""
 
     def __init_subclass__(cls, **kwargs):
         """FSDP2 subclasses: transformers would wrap the forward once more, compiled too."""

@@ -45,7 +45,7 @@ class Head:
         return self.norm(f"{name}.bn", self.conv(f"{name}.conv", x).relu())
 
     def block(self, name, x, dilation):
-        """(1, C, T) -> the same: convolutions of parts, each behind the one before; squeeze and excitation."""
+        """(1, C, T) -> the same: convolutions of parts, each after the one before; squeeze and excitation."""
         *parts, rest = self.layer(f"{name}.Conv1dReluBn1", x).chunk(8, dim=1)
         found, of = [], f"{name}.Res2Conv1dReluBn"
         for i, part in enumerate(parts):

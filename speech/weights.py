@@ -54,7 +54,7 @@ TEXT_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layer
 def find_checkpoint(name, flag, model_types, advice):
     """(local folder, its config.json as a dict) of a folder or hub name. Raises UserError.
 
-    advice: {model_type of another checkpoint: what to tell the user who gave it}.
+    advice: {model_type of another checkpoint: advice to the user who gave it}.
     """
     folder = tensor_io.find_folder(name, flag)
     try:
@@ -237,11 +237,11 @@ def reset_buffers(model, device):
 
 
 # --------------------------------------------------------------------------------------------------
-# Files beside the weights
+# Files besides the weights
 
 
 def save_config(model, tokenizer, folder, source, codec=None):
-    """The files of a native checkpoint beside its weights -> {file: why it had to be made}.
+    """The files of a native checkpoint besides its weights -> {file: why it had to be made}.
 
     codec: folder or hub name that the processor names; None: what source names, else the hub's.
     """

@@ -61,14 +61,14 @@ def test_no_folder_grows(folder):
 
 
 # Riddles that plain English does without, in code, help, messages and guides, and their number: these only fall.
-RIDDLES = {r"\bwhat is\b": 86,
-           r"\b(its|their) own\b|\bof (ours|theirs)\b": 65,
-           r"\bbehind\b": 81,
-           r"\bbeside\b": 61,
-           r"\b(stands?|stood)\b": 59,
-           r"\b(so|as) (many|often)\b": 41,
-           r"\b(told|said|tells?)\b": 118,
-           r"\b(anew|mend(s|ed)?|lack(s|ing)?)\b": 33}
+RIDDLES = {r"\bwhat is\b": 71,
+           r"\b(its|their) own\b|\bof (ours|theirs)\b": 47,
+           r"\bbehind\b": 70,
+           r"\bbeside\b": 49,
+           r"\b(stands?|stood)\b": 41,
+           r"\b(so|as) (many|often)\b": 28,
+           r"\b(told|said|tells?)\b": 112,
+           r"\b(anew|mend(s|ed)?|lack(s|ing)?)\b": 27}
 
 
 def test_riddles_only_fall():

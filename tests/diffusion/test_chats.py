@@ -4,14 +4,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from core.cli import UserError
 from core.dist import World
 from diffusion import blocks, choices, dit, elbo, problems, published, sample_bd3lm
 from diffusion.problems import load_tokenizer
-from tests.diffusion.test_decoder import CHAT
 from tests.helpers.block_runs import train_bd3lm
 from tests.helpers.chats import ask, write
 
@@ -20,13 +18,9 @@ TALK = [{"role": "system", "content": "Be short."}, *ask("How many pens has Ben?
 
 
 @pytest.fixture(scope="module")
-def folder(demo, tmp_path_factory):
+def folder(demo):
     """Folder of the demo's tokenizer with a chat template."""
-    core = Tokenizer.from_file(str(demo / "tokenizer.json"))
-    core.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    made = tmp_path_factory.mktemp("chat")
-    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", chat_template=CHAT).save_pretrained(made)
-    return made
+    return demo / "chat"
 
 
 def parts(folder, system, block_size=8):

@@ -29,6 +29,7 @@ from diffusion import (
     decoder,
     dit,
     elbo,
+    make_problems,
     problems,
     published,
     sample_bd3lm,
@@ -46,8 +47,6 @@ SDAR_MASK, SDAR_ROWS = 500, 520     # the mask's id and the rows of SDAR, 151,66
 KINDS = {"llama": LlamaConfig(tie_word_embeddings=True, rope_theta=500.0, vocab_size=ROWS + 1, **SHAPE),
          "qwen3": Qwen3Config(head_dim=16, tie_word_embeddings=False, vocab_size=ROWS + 1 + SPARE, **SHAPE),
          "qwen2": Qwen2Config(tie_word_embeddings=True, vocab_size=ROWS + 1, **SHAPE)}
-CHAT = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +62,7 @@ def models(demo, tmp_path_factory):
                 parameter.data += 0.3 * torch.randn_like(parameter)
         model.save_pretrained(folder)
         Tokenizer.from_file(str(demo / "tokenizer.json")).save(str(folder / "tokenizer.json"))
-    chat = Tokenizer.from_file(str(demo / "tokenizer.json"))
-    chat.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=chat, eos_token="<|im_end|>", chat_template=CHAT)
-    made["chat"] = tmp_path_factory.mktemp("chat")
-    wrapped.save_pretrained(made["chat"])
+    made["chat"] = shutil.copytree(demo / "chat", tmp_path_factory.mktemp("chat") / "model")
     config = Qwen3Config(head_dim=16, tie_word_embeddings=True, vocab_size=ROWS + 3, **SHAPE)
     AutoModelForCausalLM.from_config(config).save_pretrained(made["chat"])
     return made
@@ -116,21 +111,6 @@ def test_hidden_states_are_those_of_transformers_under_the_same_mask(models, kin
     flat[:, tokens.mask] = -torch.inf
     torch.testing.assert_close(losses, torch.nn.functional.cross_entropy(flat, inputs.labels, reduction="none"),
                                rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@torch.no_grad()
-def test_the_clean_pass_in_blocks_of_one_is_the_language_model(models, kind):
-    """Its logits at every place, through the sampler's cache; blocks of one are causal."""
-    model, tokens, theirs = opened(models[kind])
-    ids = torch.randint(ROWS, (2, 9), generator=torch.Generator().manual_seed(1))
-    at = torch.arange(9).expand(2, 9)
-    wanted = theirs(input_ids=ids).logits
-    past = sample_bd3lm.prefill(model, ids[:, :4], at[:, :4], at[:, :4], torch.ones(2, 4, dtype=torch.bool))
-    seen = torch.cat([torch.ones(5, 4), torch.ones(5, 5).tril()], 1).bool()[None, None].expand(2, -1, -1, -1)
-    hidden, _ = model.extend(ids[:, 4:], at[:, 4:], seen, past)
-    keep = [i for i in range(wanted.shape[-1]) if i != tokens.mask]
-    torch.testing.assert_close(model.logits(hidden)[..., keep], wanted[:, 4:, keep], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -198,7 +178,7 @@ def test_folders_of_slow_tokenizers_are_read_as_transformers_reads_them(models, 
     (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, parts["model"]["merges"])]) + "\n")
     added = {str(number): {"content": name, "special": True} for number, name in ends.items()}
     about = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
-             "added_tokens_decoder": added, "chat_template": CHAT}
+             "added_tokens_decoder": added, "chat_template": make_problems.CHAT}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "sdar"}))
     transformers.logging.set_verbosity_warning()
@@ -425,7 +405,7 @@ def sdar(demo, tmp_path_factory):
     tokenizer = Tokenizer.from_file(str(demo / "tokenizer.json"))
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer.add_tokens([f"<{i}>" for i in range(SDAR_MASK - tokenizer.get_vocab_size())])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=CHAT).save_pretrained(base)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=make_problems.CHAT).save_pretrained(base)
     shape = SHAPE | {"hidden_size": 16, "num_hidden_layers": 2, "initializer_range": 0.5}
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(Qwen3Config(head_dim=8, tie_word_embeddings=True, vocab_size=SDAR_ROWS,

@@ -79,7 +79,7 @@ def test_search_takes_the_range_of_least_variance(demo, monkeypatch):
             batch = blocks.collate([rows[r] for r in range(4 * number, 4 * number + 4)], 4, 96, rows.noisy_length, 0)
             draws = noise.draw(42, "search", number, batch.n_groups, 4, 96)
             inputs = noise.diffuse(batch, draws, tokens.mask, t_range)
-            losses, groups = (model(inputs) * inputs.weights).tolist(), batch.group.flatten()[inputs.places].tolist()
+            losses, groups = (model(inputs) * inputs.weights).tolist(), inputs.group.tolist()
             for group in range(batch.n_groups):
                 size = int((batch.group[batch.target] == group).sum())
                 per_block.append(sum(loss for loss, g in zip(losses, groups) if g == group) / size)

@@ -4,6 +4,7 @@ masks or blocks than the source has, and a kill leaves no half folder. Scripts r
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,10 +18,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 from tests.helpers.chats import ask, write
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
-
-CHAT = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-
 
 def run(script, *words, kill_at=""):
     """(status, output) of a script of diffusion/. kill_at: a line of Python before it, to be killed by."""
@@ -50,10 +47,8 @@ def refused(done, *words):
 @pytest.fixture
 def qwen(demo, tmp_path):
     """Folder of a tiny Qwen3 with rows for all its tokens and one to spare, and a chat template."""
-    folder = tmp_path / "qwen"
-    core = Tokenizer.from_file(str(demo / "tokenizer.json"))
-    core.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", chat_template=CHAT).save_pretrained(folder)
+    folder = shutil.copytree(demo / "chat", tmp_path / "qwen")
+    core = Tokenizer.from_file(str(folder / "tokenizer.json"))
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(Qwen3Config(
         vocab_size=core.get_vocab_size() + 1, hidden_size=16, intermediate_size=24, num_hidden_layers=2, head_dim=8,

@@ -1,6 +1,5 @@
 """generate.py of an exported folder: without this repository, the tokens of our sample_bd3lm."""
 import json
-import runpy
 import shutil
 import subprocess
 import sys
@@ -9,13 +8,13 @@ import types
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from diffusion import published, sample_bd3lm
 from diffusion.choices import Layout
 from diffusion.problems import Problem
 from diffusion.sample_bd3lm import load_solver, question_state, room
-from tests.diffusion.test_decoder import CHAT, ROWS, SHAPE
+from tests.diffusion.test_decoder import ROWS, SHAPE
 from tests.helpers.block_runs import train_bd3lm
 from tests.helpers.progress import PATIENCE_S
 
@@ -37,10 +36,8 @@ assert not any(name.partition(".")[0] in ("diffusion", "common", "core") for nam
 @pytest.fixture(scope="module")
 def exported(demo, tmp_path_factory):
     """(OUTPUT_DIR of a run from a tiny Qwen3, its export)."""
-    base, out = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("run")
-    core = Tokenizer.from_file(str(demo / "tokenizer.json"))
-    core.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", chat_template=CHAT).save_pretrained(base)
+    out = tmp_path_factory.mktemp("run")
+    base = shutil.copytree(demo / "chat", out / "base")
     torch.manual_seed(0)
     shape = SHAPE | {"initializer_range": 0.4}
     AutoModelForCausalLM.from_config(Qwen3Config(head_dim=16, vocab_size=ROWS + 3, rope_theta=300.0,
@@ -76,19 +73,8 @@ def our_answers(run, asked, threshold, temperature, seed):
     return found
 
 
-def run_here(folder, words, monkeypatch, capsys):
-    """How generate.py of a folder ends in this process, as SystemExit; None: by itself."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, words)])
-    capsys.readouterr()
-    try:
-        runpy.run_path(str(folder / "generate.py"), run_name="__main__")
-    except SystemExit as end:
-        return end
-
-
 @pytest.mark.slow
-def test_the_file_beside_an_export_writes_our_tokens(exported, tmp_path, monkeypatch, capsys):
+def test_the_file_beside_an_export_writes_our_tokens(exported, tmp_path):
     """Also where config.json is SDAR's."""
     run, folder = exported
     sdar = shutil.copytree(folder, tmp_path / "sdar")
@@ -100,6 +86,6 @@ def test_the_file_beside_an_export_writes_our_tokens(exported, tmp_path, monkeyp
     ours = [ids for threshold, temperature in ((0.9, 0.0), (0.02, 0.0), (0.02, 1.0))
             for ids in our_answers(run, ASK, threshold, temperature, 7)]
     assert theirs == ours and of_sdar == ours[1] and len({str(ids) for ids in ours}) >= 8
-    run_here(folder, [ASK[0], ASK[0], "--device", "cpu"], monkeypatch, capsys)
     tokens = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    assert capsys.readouterr().out == f"{tokens.decode(ours[0], skip_special_tokens=False).strip()}\n" * 2
+    assert python(folder / "generate.py", ASK[0], ASK[0], "--device", "cpu") == (
+        f"{tokens.decode(ours[0], skip_special_tokens=False).strip()}\n" * 2)

@@ -78,9 +78,10 @@ def test_only_targets_are_masked_and_weighted():
         draws = noise.draw(1, "train", 0, batch.n_groups, *batch.doc.shape)
         inputs = noise.diffuse(batch, draws, MASK, **options)
         low, high = options.get("t_range", FULL)
-        t = (low + (high - low) * draws.levels)[batch.group.flatten()[inputs.places]]
-        assert batch.target.flatten()[inputs.places].all()
-        assert torch.equal(batch.input_ids.flatten()[inputs.places], inputs.labels)
+        t = (low + (high - low) * draws.levels)[inputs.group]
+        at = batch.noisy.flatten()[inputs.rows] + inputs.rows // inputs.n_noisy * batch.target.shape[1]
+        assert batch.target.flatten()[at].all() and torch.equal(batch.input_ids.flatten()[at], inputs.labels)
+        assert torch.equal(batch.group.flatten()[at], inputs.group)
         assert (inputs.tokens[:, :24].flatten()[inputs.rows] == MASK).all()
         assert (inputs.tokens == MASK).sum() == len(inputs.rows)
         plain = low > 0.5 or "weighting" in options

@@ -93,7 +93,7 @@ def inputs_of(noisy, clean, size, rows):
     """noise.Inputs of one problem whose noisy copies `rows` are trained."""
     at = torch.arange(len(noisy)).repeat(2)[None]
     return noise.Inputs(torch.cat([noisy, clean])[None], at, torch.zeros_like(at), at // size, rows, clean[rows],
-                        torch.ones(len(rows)), rows, None, len(noisy), None)
+                        torch.ones(len(rows)), rows, rows, None, len(noisy), None)
 
 
 def logits_of(model, noisy, clean, size):

@@ -5,9 +5,6 @@ import os
 import re
 import shutil
 import signal
-import threading
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -127,16 +124,6 @@ def test_a_run_goes_on_with_another_number_of_ranks(pool, demo, shared, tmp_path
     assert_same_training(shared(f"{SPLITS[0]} {SEARCH}"), Run(0, "", output), CLOCK | CUTS)
 
 
-def interrupted(arguments, metrics, step):
-    """Train; SIGTERM comes to this rank when the log has reached a step."""
-    def watch():
-        while not (Path(metrics).exists() and f'"step": {step},' in Path(metrics).read_text()):
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
-    threading.Thread(target=watch, daemon=True).start()
-    train_bd3lm.main(arguments)
-
-
 def asked_at(arguments, step):
     """Train; SIGTERM comes while an optimizer step is under way, and is heeded after the next one."""
     real, calls = optim.guarded_step, []
@@ -182,17 +169,6 @@ def test_a_stop_that_cuts_a_validation_changes_nothing(pool, demo, shared, tmp_p
     assert [metas[0][key] for key in keys] == [metas[1][key] for key in keys] and not metas[0]["eval_due"]
     one, other = states(newest(whole)), states(newest(resumed))
     assert one.keys() == other.keys() and all(torch.equal(tensor, other[key]) for key, tensor in one.items())
-
-
-@pytest.mark.race
-def test_a_signal_saves_and_leaves_the_marker(pool, demo, tmp_path):
-    output = tmp_path / "out"
-    flags = arguments(demo, output, "--max_steps", 100_000, "--eval_steps", 0, "--per_device_train_batch_size", 1)
-    statuses, printed = pool.run(2, f"{__name__}.interrupted", flags, str(output / "metrics.jsonl"), 3)
-    assert statuses == [0, 0], printed
-    (step, folder), = checkpoint.list_checkpoints(output)
-    assert 3 <= step < 100_000 and checkpoint.damage(folder) == ""
-    assert "SIGTERM" in (output / "requeue").read_text() and f"at step {step} of 100000; checkpoint saved" in printed
 
 
 def test_the_average_in_a_checkpoint_follows_its_formula(shared):
@@ -294,16 +270,6 @@ def test_no_better_bound_stops_the_run_for_good(pool, demo, tmp_path):
     assert [step for step, _ in checkpoint.list_checkpoints(run.output_dir)] == [1, 3]
     again = complete(pool, demo, tmp_path / "out", *flags, ranks=2)
     assert "done       step 3; no better bound in 2 validations; 0 steps skipped" in again.output and len(rows(run)) == 6
-
-
-@pytest.mark.slow
-def test_a_loss_that_is_not_finite_stops_the_run(pool, demo, tmp_path):
-    run = complete(pool, demo, tmp_path / "out", "--learning_rate", 1e38, "--warmup_steps", 0, "--max_steps", 50,
-                   "--max_bad_steps", 3, "--eval_steps", 0, "--weight_decay", 0, ranks=2, ok=False)
-    assert run.status == 1
-    error, = [line for line in run.output.splitlines() if line.startswith("error: ")]
-    assert "3 steps in a row had a non-finite gradient" in error and re.search(r"train.jsonl line \d+", error)
-    assert "Traceback" not in run.output
 
 
 def poisoned(arguments, call):
@@ -419,24 +385,6 @@ def test_presets_fill_what_the_command_line_leaves_open():
     assert flags() == (4, 5e-4, 5000, 50_000)
     assert flags("--batch_preset", "source", "--learning_rate", "0.1") == (16, 0.1, 1000, 10_000)
     assert flags("--batch_preset", "extreme", "--warmup_steps", "0")[:3] == (4, 7e-4, 0)
-
-
-@pytest.mark.slow
-def test_a_preset_means_problems_packed_or_not(demo, tmp_path, capsys):
-    """24 problems in rows of 96 or of 192 tokens: 64 x 4 problems a step, in fewer and fewer rows."""
-    rows = {}
-    for more in ("--no-pack", "--row_length 96", "--row_length 192"):
-        train_bd3lm.main(["--train_data_file", str(demo / "train.jsonl"), "--tokenizer", str(demo), "--output_dir",
-                          str(tmp_path), "--batch_preset", "conservative", "--max_length", "96", "--block_size", "8",
-                          "--model_size", "nano", "--validation_split", "0", "--report_to", "none", "--dry_run",
-                          "--scale_lr_from_batch", "64", *more.split()])
-        printed = capsys.readouterr().out
-        step = re.search(r"a step is (\d+) rows \((\d+) problems\)", printed)
-        rate = float(re.search(r"peak lr (\S+),", printed)[1])
-        assert rate == pytest.approx(4e-4 * math.sqrt(int(step[2]) / 64), rel=0.02), more
-        rows[more] = int(step[1])
-        assert abs(int(step[2]) / 256 - 1) < 0.1, more
-    assert 256 == rows["--no-pack"] > rows["--row_length 96"] > 1.8 * rows["--row_length 192"]
 
 
 @pytest.mark.parametrize("flags,expected", [

@@ -343,7 +343,7 @@ def test_servers_that_do_not_help(server, tmp_path):
     assert printed.splitlines()[-1].startswith(f"error: --base_url http://127.0.0.1:{port}/v1: ")
     assert "refused; start the server" in printed
     printed = label(tmp_path, *flags(tmp_path, server, "--base_url", server.url + "/else"), ok=False)
-    assert "HTTP 404 Not Found; start the server, or mend the address" in printed
+    assert "HTTP 404 Not Found; start the server, or correct the address" in printed
     files(tmp_path, [f"de refused {i}" for i in range(3)])
     printed = label(tmp_path, *flags(tmp_path, server, output="b.jsonl"), ok=False)
     assert "error: the server answers none of 3 lines" in printed and "HTTP 403 not allowed" in printed

@@ -42,25 +42,20 @@ class Chromium:
         return self
 
     def __exit__(self, *_):
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
         os.close(self.commands)
         os.close(self.answers)
-        try:
-            self.process.wait(timeout=PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
         self.log.close()
 
-    def call(self, method, session=None, seconds=PATIENCE_S, **parameters):
+    def call(self, method, session=None, **parameters):
         """Send one command, return its result; events that come meanwhile are kept."""
         self.last += 1
-        message = {"id": self.last, "method": method, "params": parameters}
-        if session:
-            message["sessionId"] = session
+        message = {"id": self.last, "method": method, "params": parameters} | ({"sessionId": session} if session else {})
         os.write(self.commands, json.dumps(message).encode() + b"\0")
-        end = time.monotonic() + seconds
+        end = time.monotonic() + PATIENCE_S
         while (answer := self.receive(end)).get("id") != self.last:
-            assert time.monotonic() < end, f"{method}: no answer in {seconds} s"
+            assert time.monotonic() < end, f"{method}: no answer in {PATIENCE_S} s"
         assert "error" not in answer, f"{method}: {answer['error']}"
         return answer["result"]
 
@@ -115,16 +110,8 @@ class Page:
     @property
     def errors(self):
         self.run("0")       # what was sent before has come in
-        found = []
-        for event in self.events():
-            facts = event["params"]
-            if event["method"] == "Runtime.exceptionThrown":
-                found.append(facts["exceptionDetails"]["exception"].get("description", ""))
-            elif event["method"] == "Log.entryAdded" and facts["entry"]["level"] in ("error", "warning"):
-                found.append(facts["entry"]["text"])
-            elif event["method"] == "Runtime.consoleAPICalled" and facts["type"] in ("error", "warning", "assert"):
-                found.append(str(facts["args"]))
-        return found
+        return [event["params"] for event in self.events() if event["method"] in (
+            "Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")]
 
     @property
     def requests(self):

@@ -8,4 +8,4 @@ def run(script, argv):
         script.main([str(word) for word in argv])
     except UserError as error:
         print_error(error_text(f"error: {error}"))
-        raise SystemExit(error.status)
+        raise SystemExit(1)

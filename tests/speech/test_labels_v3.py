@@ -98,7 +98,7 @@ def test_clips_of_one_message_say_what_stands_before_each(ids3):
     assert [one[0], two[0]] == ["sample 0 clip 0", "sample 0 clip 1"]
     (one, _), _ = ids3.streams(spoken(("user", "Read.", False), ("assistant", [A, "Second.", B], True)))
     assert words(one[1])[-3] == "Read."
-    for parts, why in ([A, B], "no text"), ([A, "First.", B, "Second."], "behind the last"):
+    for parts, why in ([A, B], "no text"), ([A, "First.", B, "Second."], "after the last"):
         with pytest.raises(BadSample, match=why):
             ids3.streams(spoken(("user", "Read.", False), ("assistant", parts, True)))
 
