@@ -180,7 +180,9 @@ def mean(values):
 
 def table(runs):
     """Lines of the table, one a metric; with several runs the difference from the first."""
-    heads = [run["name"] for run in runs] + ["difference"] * (len(runs) - 1)
+    names = [Path(run["name"]).name for run in runs]
+    names = names if len(set(names)) == len(runs) else [run["name"] for run in runs]
+    heads = names + ["difference"] * (len(runs) - 1)
     width = max(12, *map(len, heads))
     lines = [f"{'metric':<19}{'unit':<12}" + "".join(f" {head:>{width}}" for head in heads)]
     for key, unit in METRICS.items():
