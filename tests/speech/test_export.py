@@ -223,7 +223,7 @@ def test_native_export_of_a_2025_base_can_generate(tiny, original, tmp_path):
 def test_merged_model_equals_the_adapter_on_its_base(tiny, adapter, data, tmp_path, layout):
     folder, net = adapter
     merge(str(tiny.model), folder, tmp_path / "out", layout=layout, shard_bytes=3 * 10**6)
-    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) == 4
+    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) == 3      # the two large tables by themselves
     named = read(tmp_path / "out", "model.safetensors.index.json")["weight_map"].keys()
     assert named == (NAMES.keys() if layout == "2025" else set(NAMES.values()))
     back = tmp_path / "out"
