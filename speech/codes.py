@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 from core import checkpoint, json_files, loading, run_lock, tensor_io, watchdog
 from core.cli import UserError, problem_text
 from core.dist import all_gather, rank0
-from core.indexing import parallel_map_ordered
+from core.loading import parallel_map_ordered
 from speech.choices import LONGEST_CLIP_S
 from speech.conversations import AUDIO_FILES, FILLED_S
 

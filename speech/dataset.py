@@ -25,7 +25,7 @@ import numpy as np
 
 from core.cli import UserError, counted, printable
 from core.dist import error_names_file
-from core.indexing import Column, Lists, token_lists
+from core.loading import Column, Lists, token_lists
 from core.problems import problem, settle
 from speech.codes import FRAME_RATE, CodeReader
 from speech.conversations import OTHER_MARKS, BadSample, Clip, marks_speakers_otherwise
