@@ -146,7 +146,7 @@ from core.problems import collect
 from data import SpeechSamples, collate, make_loader, prepare_table
 from speech import text_normalization, versions, weights
 from speech.dataset import data_facts, samples_line, split_samples, usable_samples
-from speech.loss import Sums, decays, eval_line, step_work, total_loss, train_line
+from speech.loss import SUMS, batch_sums, decays, eval_line, step_work, total_loss, train_line
 
 # ---- Ranks. A dry run joins no other process and writes nothing.
 world, watch, work_dir = run.start(args)
@@ -307,7 +307,7 @@ if args.fp16:
 if keep_loss:
     watch.report_progress("the base speaks --keep", args.wait_timeout)
     lines.append(keep_loss.speak(world, model, autocast))
-n_sums = Sums.size(ids.num_codebooks)       # numbers that a step adds up for the log
+n_sums = ids.num_codebooks + SUMS      # numbers that a step adds up for the log
 
 
 def forward_backward(batch, n_audio, n_text, sync):
@@ -322,7 +322,7 @@ def forward_backward(batch, n_audio, n_text, sync):
         loss = total_loss(audio, n_audio, text, n_text, args.text_loss_weight)
         # DDP and FSDP2 average gradients over ranks, the loss is a mean over all of them
         (loss * (world.size * (scaler.scale if scaler else 1.0))).backward()
-    return loss, Sums.of_batch(audio, text, ends, batch)
+    return loss, batch_sums(audio, text, ends, batch)
 
 
 if device.type == "cuda":       # the largest pack, once: it must not fail hours into the run
@@ -357,7 +357,7 @@ def evaluate():
             return None
         with autocast():
             losses = model(batch.to(device))
-        total += Sums.of_batch(*losses, batch)
+        total += batch_sums(*losses, batch)
     return module.loss_report(dist.all_reduce(world, total).tolist(), args.text_loss_weight,
                               "eval")
 
@@ -437,8 +437,8 @@ while step < total_steps and not stopping:
     # next batch: of which samples the step consists on all ranks, each rank knows from the order
     if first_pack >= order.packs_per_epoch:
         epoch, first_pack = epoch + 1, 0
-    work = step_work(config, table, train_ids[order.window(epoch, first_pack, per_step)],
-                     args.use_lora)
+    work = step_work(config, table, train_ids[
+        order.window(epoch, first_pack, per_step)], args.use_lora)
     n_audio, n_text = work["audio_targets"], work["text_targets"]
     step_sums = torch.zeros_like(sums)      # stays on the device; nothing here waits for it
     for micro in range(accumulation):

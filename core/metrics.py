@@ -169,23 +169,18 @@ class MetricsLog:
         if self.wandb:
             self.wandb.log(values, step=step)
 
-    def write_speech(self, step, name, wave, rate, picture):
-        """A sound and its picture, to all but metrics.jsonl.
-
-        wave (n,) float32 in -1..1 at `rate` Hz, picture (H, W, 3) uint8.
+    def write_speech(self, step, name, wave, rate):
+        """A sound, (n,) float32 in -1..1 at `rate` Hz, to all but metrics.jsonl; none if it is empty.
         """
         wave = wave.clip(-1, 1)
-        if self.board:
+        if self.board and len(wave):
             with self.naming(self.board.log_dir):
-                if len(wave):       # TensorBoard cannot take silence of no length
-                    self.board.add_audio(name, wave[None], step, rate)
-                self.board.add_image(f"{name}/mel", picture, step, dataformats="HWC")
+                self.board.add_audio(name, wave[None], step, rate)
                 self.board.flush()
-        if self.wandb:
+        if self.wandb and len(wave):
             import wandb
             samples = (wave * 32767).astype("int16")    # floats would be made as loud as can be
-            sound = {name: wandb.Audio(samples, sample_rate=rate)} if len(wave) else {}
-            self.wandb.log({**sound, f"{name}/mel": wandb.Image(picture)}, step=step)
+            self.wandb.log({name: wandb.Audio(samples, sample_rate=rate)}, step=step)
 
     def close(self):
         """Flush and close every writer."""

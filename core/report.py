@@ -175,16 +175,15 @@ def read_samples(folder, label):
         return path.is_file() and path.resolve().is_relative_to(folder)
     waves = sorted(filter(is_ours, folder.glob("*.wav")), key=lambda path: natural(path.stem))
     for path in waves[:SAMPLES]:
-        notes, picture = path.with_suffix(".json"), path.with_suffix(".png")
+        notes = path.with_suffix(".json")
         about = cli.without_secrets(json_files.read_object(notes)) if is_ours(notes) else {}
         words = [text.format(about[key]) for key, text in FACTS.items()
                  if isinstance(about.get(key), (int, float))]
         words += [f"cut off by {about['ended_by']}"] * (about.get("ended_by", "eos") != "eos")
         words += [f"heard: {about.get('heard')}"] * ("heard" in about)
-        image = is_ours(picture) and f'<img alt="mel" src="{data_uri(picture, "image/png")}">'
         found.append((path.stem, str(about.get("text", "")),
                       f'<figure><figcaption>{escape(label)}</figcaption><audio controls preload="'
-                      f'metadata" src="{data_uri(path, "audio/wav")}"></audio>{image or ""}'
+                      f'metadata" src="{data_uri(path, "audio/wav")}"></audio>'
                       f'<small>{escape(" · ".join(words))}</small></figure>'))
     return found
 

@@ -40,11 +40,11 @@ esac
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 get() { pip install --quiet "$@"; }
 
-install_packages() {    # requirements.txt and the extra test, which has demo and judge
+install_packages() {    # requirements.txt and the extra test, which has demo
     local packages
     mapfile -t packages < <(python -c 'import sys, tomllib
 extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
-found = {line for name in ("demo", "judge", "test") for line in extras.get(name, ())}
+found = {line for name in ("demo", "test") for line in extras.get(name, ())}
 print("torch==" + sys.argv[1], *sorted(x for x in found if "[" not in x), sep="\n")' \
         "$TORCH_VERSION")
     case $VERSIONS in

@@ -11,11 +11,12 @@ import math
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 
 from core import adapters, tensor_io
 from core.cli import UserError
 from core.checkpoint import new_folder
-from speech import layout_2025, text_normalization, versions, weights
+from speech import text_normalization, versions, weights
 
 
 def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**9, adapter=None,
@@ -49,26 +50,29 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     dtypes = {name: getattr(torch, wanted) if wanted else parts[name][0][:1].dtype
               for name in shapes}
     # name in the files: (Slices to join, dtype, what an adapter adds)
-    names = layout_2025.original_names(shapes) if original else {name: name for name in shapes}
+    names = original_names(shapes) if original else {name: name for name in shapes}
     tensors = {names[name]: (parts[name], dtypes[name], folds.get(name)) for name in shapes}
     if third:
         tensors = version.whole_files(tensors, folder, codec)
     sizes = {name: math.prod(tensor_io.shape_of(found)) * kind.itemsize
              for name, (found, kind, _) in tensors.items()}
-    files, total, made = plan_files(sizes, shard_bytes), sum(sizes.values()), {}
+    plan = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes)
+    files, total, made = plan.filename_to_tensors, sum(sizes.values()), {}
     with new_folder(output_dir, total) as building:
         for file, inside in files.items():
             written = {name: read(*tensors[name]) for name in inside}
             weights.check_finite(written, f"{source}, with its adapter," if folds else source)
             tensor_io.save(written, building / file)
         if len(files) > 1:
-            places = {name: file for file, inside in files.items() for name in inside}
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+            index = {"metadata": plan.metadata,
+                     "weight_map": dict(sorted(plan.tensor_to_filename.items()))}
             (building / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         if not third:
             model.config.dtype = dtypes["model.embed_tokens.weight"]
         if original:
-            layout_2025.save_original_config(model.config, tokenizer, building, config)
+            save_original_config(model.config, tokenizer, building, config)
         else:
             made = version.save_config(model, tokenizer, building, folder, codec)
         if setting := text_normalization.saved_setting(adapter or folder):
@@ -132,20 +136,86 @@ def find_folds(model, adapter):
                     if hasattr(module, "lora_A")}
 
 
-def plan_files(sizes, limit):
-    """{file: [names]}: in order, each file up to `limit` bytes, or one larger tensor."""
-    files = [{}]
-    for name, size in sizes.items():
-        if files[-1] and sum(files[-1].values()) + size > limit:
-            files.append({})
-        files[-1][name] = size
-    if len(files) == 1:
-        return {"model.safetensors": list(files[0])}
-    return {f"model-{number:05d}-of-{len(files):05d}.safetensors": list(inside)
-            for number, inside in enumerate(files, 1)}
-
-
 def read(parts, dtype, fold):
     """One whole tensor from its Slices, in `dtype`; fold works on it in fp32."""
     tensor = torch.cat([part[:] for part in parts]) if len(parts) > 1 else parts[0][:]
     return (fold(tensor.float()) if fold else tensor).to(dtype).contiguous()
+
+
+# --------------------------------------------------------------------------------------------------
+# The layout of 2025
+
+
+def original_names(names):
+    """{native name: 2025 name}: the inverse of native_names; split tensors stay joined."""
+    return {name: next(old + name.removeprefix(new) for old, new in weights.NAMES
+                       if name.startswith(new)) for name in names}
+
+
+def original_config(native, tokenizer, dtype):
+    """config.json dict of the 2025 layout for a native config, key by key as released.
+
+    The rope parameters are Llama 3.2's spelling, numerically the native ones. Ids that the layout
+    has no place for are added where they differ from the released model's; boson's config class
+    keeps keys it does not know.
+    """
+    def token(name):
+        return tokenizer.convert_tokens_to_ids(name)
+    text = {key: getattr(native, key) for key in (
+        *weights.TEXT_KEYS, "initializer_range", "attention_bias", "attention_dropout", "mlp_bias")}
+    text |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": dtype,
+             "bos_token_id": token("<|begin_of_text|>"), "eos_token_id": token("<|end_of_text|>"),
+             "max_position_embeddings": 131072,     # a server may refuse more than native's 2048
+             "rope_theta": 500000.0, "rope_scaling": {
+                 "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                 "rope_type": "llama3", "original_max_position_embeddings": 8192}}
+    usual = type(native)()
+    extra = {key: getattr(native, key) for key in weights.EXTRA_IDS
+             if getattr(native, key) != getattr(usual, key)}
+    return extra | {
+        "model_type": "higgs_audio", "architectures": ["HiggsAudioModel"], "text_config": text,
+        "torch_dtype": dtype, "hidden_size": native.hidden_size,
+        "audio_adapter_type": "dual_ffn_fast_forward", "audio_decoder_proj_num_layers": 0,
+        "audio_dual_ffn_layers": list(range(native.num_hidden_layers)), "audio_embed_avg": False,
+        "audio_ffn_hidden_size": native.hidden_size,
+        "audio_ffn_intermediate_size": native.intermediate_size,
+        "audio_num_codebooks": native.num_codebooks,
+        "audio_codebook_size": native.codebook_size - 2,
+        "audio_stream_bos_id": native.audio_stream_bos_id,
+        "audio_stream_eos_id": native.audio_stream_eos_id,
+        "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>",
+        "audio_in_token": "<|AUDIO|>", "audio_out_bos_token": "<|audio_out_bos|>",
+        "audio_out_token": "<|AUDIO_OUT|>", "audio_eos_token_id": token("<|audio_eos|>"),
+        "audio_in_token_idx": token("<|AUDIO|>"),
+        "audio_out_bos_token_id": native.audio_bos_token_id,
+        "audio_out_token_idx": native.audio_token_id, "pad_token_id": native.pad_token_id,
+        "skip_audio_tower": True, "use_delay_pattern": True, "encode_audio_in_tokens": True,
+        "encode_whisper_embed": False, "use_audio_out_embed_projector": False,
+        "use_audio_out_self_attention": False, "use_rq_transformer": False}
+
+
+def save_original_config(native, tokenizer, folder, config):
+    """The files of a 2025 checkpoint beside its weights; config: config.json of the source.
+
+    boson-ai's code runs on transformers 4.46, which does not know the tokenizer class name that
+    newer ones write.
+    """
+    def write(name, values, **options):
+        (folder / name).write_text(json.dumps(values, indent=2, **options) + "\n")
+    dtype = str(native.dtype).removeprefix("torch.")
+    original = config | {"torch_dtype": dtype} if config["model_type"] == "higgs_audio" else \
+        original_config(native, tokenizer, dtype)
+    write("config.json", original, sort_keys=True)
+    write("generation_config.json", {
+        "_from_model_config": True, "pad_token_id": native.pad_token_id,
+        "transformers_version": "4.46.3",
+        "bos_token_id": tokenizer.convert_tokens_to_ids("<|begin_of_text|>"),
+        "eos_token_id": tokenizer.convert_tokens_to_ids("<|end_of_text|>")})
+    tokenizer.save_pretrained(folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)    # the native processor's
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    for key in ("backend", "processor_class", "is_local"):
+        settings.pop(key, None)
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    write("tokenizer_config.json", settings | {"tokenizer_class": "PreTrainedTokenizerFast"})

@@ -5,10 +5,10 @@
         --text "Good morning." --output_dir spoken
     torchrun --nproc_per_node=8 speech/generate_tts.py ... --prompts prompts.json  # GPUs share them
 
-For each prompt: <name>.wav (24 kHz), <name>.png (mel spectrogram) and <name>.json with text, seed,
-frames, seconds, real_time_factor (seconds of computing per second of speech, of its whole batch)
-and ended_by: "eos" when the model stopped by itself, "length" when --max_seconds cut it off. The
-same seed and batch size give the same speech on any number of GPUs.
+For each prompt: <name>.wav (24 kHz) and <name>.json with text, seed, frames, seconds,
+real_time_factor (seconds of computing per second of speech, of its whole batch) and ended_by: "eos"
+when the model stopped by itself, "length" when --max_seconds cut it off. The same seed and batch
+size give the same speech on any number of GPUs.
 """
 import sys
 from pathlib import Path
@@ -139,7 +139,7 @@ def earlier_results():
     """Claim the output folder -> files of an earlier run in it, which only --overwrite allows."""
     checkpoint.claim_output(args.output_dir)
     old = [path for path in Path(args.output_dir).iterdir() if path.name == BEST
-           or path.suffix in (".wav", ".png", ".json", ".npy") and path.stem.isdigit()]
+           or path.suffix in (".wav", ".json", ".npy") and path.stem.isdigit()]
     require(args.overwrite or not old, f"--output_dir {args.output_dir} holds an earlier run's "
             f"results ({old[0].name if old else ''}, {len(old)} files): give another folder, or "
             "--overwrite")
@@ -272,8 +272,7 @@ def speak_batch(prompts, seed):
             checkpoint.write_atomically(
                 Path(args.output_dir) / f"{prompt.name}.npy",
                 lambda path, codes=codes: speak.save_codes(path, codes))
-        picture = speak.mel_picture(wave, prompt.text)
-        speak.write_sample(args.output_dir, prompt.name, wave, picture, about)
+        speak.write_sample(args.output_dir, prompt.name, wave, about)
         rtf = f"{about['real_time_factor']:6.2f}" if total else "     -"
         notice = "" if about["frames"] else "  <- no speech: end-of-stream came at once"
         if ended_by != "eos":

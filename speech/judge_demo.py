@@ -51,6 +51,11 @@ import json
 import random
 
 import numpy as np
+import torch
+
+from core import checkpoint, dist, metrics
+from speech import judges, speak
+from speech.codes import load_codec
 
 DIGITS = "zero one two three four five six seven eight nine".split()
 GRAMMAR = f"#JSGF V1.0; grammar digits; public <sentence> = ({' | '.join(DIGITS)})+;"
@@ -80,29 +85,25 @@ def draw(count, seed, known):
 
 def read_spoken(folder):
     """([text], [wave], [(T, 8) codes], [ended_by]) of what generate_tts.py wrote. UserError."""
-    from speech.judges import read_audio
-    texts, waves, codes, ends = [], [], [], []
-    for path in sorted(path for path in Path(folder).glob("*.json") if path.stem.isdigit()):
-        cli.require(path.with_suffix(".npy").exists(),
-                    f"{path.with_suffix('.npy')}: is missing; speak with --save_codes")
-        about = json.loads(path.read_text())
-        texts.append(about["text"].strip(". "))
-        ends.append(about["ended_by"])
-        waves.append(read_audio(path.with_suffix(".wav")))
-        codes.append(np.load(path.with_suffix(".npy")))
-    cli.require(texts, f"{folder}: holds no speech; generate_tts.py writes it")
-    return texts, waves, codes, ends
+    paths = sorted(path for path in Path(folder).glob("*.json") if path.stem.isdigit())
+    cli.require(paths, f"{folder}: holds no speech; generate_tts.py writes it")
+    about = [json.loads(path.read_text()) for path in paths]
+    cli.require(all(path.with_suffix(".npy").exists() for path in paths),
+                f"{folder}: holds no codes; speak with --save_codes")
+    return ([of["text"].strip(". ") for of in about],
+            [judges.read_audio(path.with_suffix(".wav")) for path in paths],
+            [np.load(path.with_suffix(".npy")) for path in paths], [of["ended_by"] for of in about])
 
 
 def read_originals(path):
-    from speech.judges import read_audio
-    found, files = {}, {}       # read whole: a seek in ogg decodes all before
+    """{text: wave} of a ChatML file. Its audio is read whole: a seek in ogg decodes all before."""
+    found, files = {}, {}
     for sample in json.loads(Path(path).read_text()):
         _, user, assistant = sample["messages"]
         clip = assistant["content"]
         file = clip["audio_url"]
         if file not in files:
-            files[file] = read_audio(Path(path).parent / file)
+            files[file] = judges.read_audio(Path(path).parent / file)
         first, length = (round(clip[key] * RATE) for key in ("offset", "duration"))
         found[user["content"]] = files[file][first:first + length]
     return found
@@ -114,7 +115,6 @@ def read_originals(path):
 
 def judge(texts, waves, codes, ends):
     """{measure: value} of what one model spoke."""
-    from speech import judges
     heard = judges.recognise_pocketsphinx(waves, RATE, GRAMMAR)
     errors = [judges.word_errors([text], [said])[0] for text, said in zip(texts, heard)]
     shuffled, words = judges.word_errors(texts[SHIFT:] + texts[:SHIFT], heard)
@@ -139,10 +139,6 @@ def judge_all(voice_dir, spoken):
 
     spoken: read_spoken of the base and of the adapter. Raises UserError.
     """
-    import torch
-
-    from speech import speak
-    from speech.codes import load_codec
     texts, waves, codes, ends = spoken[0]
     texts_after, waves_after, codes_after, ends_after = spoken[1]
     cli.require(texts == texts_after,
@@ -199,7 +195,6 @@ def main():
         for digits in draw(int(args.values[0]), args.seed, {text for of in texts for text in of}):
             print(" ".join(DIGITS[int(digit)] for digit in digits) + ".")
         return
-    from core import checkpoint, dist, metrics
     dist.single_process()
     cli.require_package("pocketsphinx", "the recogniser")
     spoken = [read_spoken(folder) for folder in args.values]

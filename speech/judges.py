@@ -2,7 +2,7 @@
 
     heard = judges.recognise_pocketsphinx(waves, 24000, "#JSGF V1.0; ... = (one | two)+;")
     errors, words = judges.word_errors(["one two", "two"], heard)
-    cosines = judges.likeness(waves, reference_waves, 24000, judges.load_judges(...).embed)
+    voices = [judges.voice(wave, 24000, judges.load_judges(...).embed) for wave in waves]
 
 Waves are (n,) float32 mono in -1..1. No model named here is a requirement of training; each is
 imported, or said to be missing, where it is used.
@@ -108,16 +108,12 @@ def word_rates(references, hypotheses, language=None):
     """([{"wer", "cer"} of each text], {"wer", "cer"} of all: errors of all over words of all); None
     without words.
     """
-    rows, totals = [], {"wer": np.zeros(2, int), "cer": np.zeros(2, int)}
-    for said, heard in zip(references, hypotheses, strict=True):
-        found = {"wer": word_errors([said], [heard], language),
-                 "cer": character_errors([said], [heard], language)}
-        rows.append({key: errors / length if length else None
-                     for key, (errors, length) in found.items()})
-        for key, counts in found.items():
-            totals[key] += counts
-    return rows, {key: float(errors / length) if length else None
-                  for key, (errors, length) in totals.items()}
+    def rates(said, heard):
+        counts = {"wer": word_errors(said, heard, language),
+                  "cer": character_errors(said, heard, language)}
+        return {name: errors / units if units else None for name, (errors, units) in counts.items()}
+    rows = [rates([said], [heard]) for said, heard in zip(references, hypotheses, strict=True)]
+    return rows, rates(references, hypotheses)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -188,15 +184,17 @@ def recognise_command(waves, rate, command, time_limit=None):
     return [line.strip() for line in lines]
 
 
-def load_model(flag, path, class_name, unused=()):
-    """(transformers model, its feature extractor). unused: beginnings of weights that may be
-    missing. Raises UserError.
+def load_model(flag, path, class_name=None, unused=()):
+    """(transformers model, its feature extractor, its tokenizer): of any recogniser, or of a class,
+    which has no tokenizer. unused: beginnings of weights that may be missing. Raises UserError.
     """
+    tokenizer, recogniser = None, class_name is None
     try:
         import transformers
         transformers.logging.disable_progress_bar()
         transformers.logging.set_verbosity_error()      # missing weights are told below
-        if class_name is None:      # of a recogniser: it says itself how it writes
+        if recogniser:      # it says itself how it writes
+            tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
             config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
             ctc = (config.architectures or [""])[0].endswith("ForCTC")
             class_name = "AutoModelForCTC" if ctc else "AutoModelForSpeechSeq2Seq"
@@ -210,24 +208,13 @@ def load_model(flag, path, class_name, unused=()):
     if missing:     # transformers would go on with random ones
         raise UserError(f"{flag} {path}: is not such a model: {len(missing)} weights are missing, "
                         f"first {missing[0]}")
-    return model.eval(), extractor
-
-
-def load_recogniser(path):
-    """(model, feature extractor, tokenizer) of any recogniser of transformers. Raises UserError."""
-    model, extractor = load_model("--asr_model", path, None)
-    from transformers import AutoTokenizer
-    try:
-        return model, extractor, AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:
-        raise UserError(f"--asr_model {path}: its tokenizer cannot be loaded "
-                        f"({(str(error).splitlines() or [''])[0]})")
+    return model.eval(), extractor, tokenizer
 
 
 @torch.inference_mode()
 def recognise_transformers(waves, rate, recogniser, language=None, batch_size=8, names=None,
                            notes=None):
-    """[text] by load_recogniser's, greedy. Raises UserError for a language unknown to Whisper.
+    """[text] by load_model's, greedy. Raises UserError for a language unknown to Whisper.
 
     language: for Whisper, None: it finds out. Whisper hears the first 30 s: notes gets a line with
     the name of a longer clip. Others hear one clip at a time: padding would change what group norms
@@ -273,8 +260,8 @@ def load_x_vectors(path):
 
     One clip at a time: padding would change what group norms see. Raises UserError.
     """
-    model, extractor = load_model("--speaker_model", path, "AutoModelForAudioXVector",
-                                  ("classifier.", "objective."))
+    model, extractor, _ = load_model("--speaker_model", path, "AutoModelForAudioXVector",
+                                     ("classifier.", "objective."))
 
     @torch.inference_mode()
     def embed(wave):
@@ -284,24 +271,19 @@ def load_x_vectors(path):
     return embed, model
 
 
-def likeness(waves, reference_waves, rate, embed):
-    """[cosine or None] of each wave's voice and its reference's; None where one is shorter than
-    SHORTEST_VOICE_S.
+def voice(wave, rate, embed):
+    """embed's vector, or None for a wave shorter than SHORTEST_VOICE_S.
 
-    embed: of load_x_vectors or verification.load. Take your own recordings' as the yardstick.
+    embed: of load_x_vectors or verification.load.
     """
-    known = {}
+    if len(wave) < SHORTEST_VOICE_S * rate:
+        return None
+    return embed(resample(np.asarray(wave, np.float32), rate, RATE))
 
-    def voice(wave):
-        if len(wave) < SHORTEST_VOICE_S * rate:
-            return None
-        if id(wave) not in known:       # one reference may serve all
-            known[id(wave)] = wave, embed(resample(np.asarray(wave, np.float32), rate, RATE))
-        return known[id(wave)][1]
-    both = [(voice(wave), voice(reference))
-            for wave, reference in zip(waves, reference_waves, strict=True)]
-    return [None if ours is None or theirs is None else float(ours @ theirs)
-            for ours, theirs in both]
+
+def cosine(a, b):
+    """Likeness of two voice()s, or None. Take your own recordings' as the yardstick."""
+    return None if a is None or b is None else float(a @ b)
 
 
 def dnsmos(waves, rate):
@@ -310,11 +292,9 @@ def dnsmos(waves, rate):
     None for an empty wave. It judges noise and distortion, not words; short clips are repeated up
     to 9 s. Raises UserError.
     """
-    require_package("speechmos", "--mos", "speechmos onnxruntime")
-    try:
-        from speechmos import dnsmos as model
-    except ImportError as error:
-        raise UserError(f"--mos: pip install speechmos onnxruntime ({error})")
+    for package in ("speechmos", "onnxruntime"):
+        require_package(package, "--mos", "speechmos onnxruntime")
+    from speechmos import dnsmos as model
     waves = [resample(np.asarray(wave, np.float32), rate, RATE) for wave in waves]
     return [float(model.run(np.clip(wave, -1, 1), sr=RATE)["ovrl_mos"]) if len(wave) else None
             for wave in waves]
@@ -360,7 +340,7 @@ def load_judges(asr_model=None, asr_command=None, speaker_model=None, mos=False,
         def hear(waves, rate, names, notes):
             return recognise_pocketsphinx(waves, rate)
     elif asr_model:
-        recogniser = load_recogniser(asr_model)
+        recogniser = load_model("--asr_model", asr_model)
         models.append(recogniser[0])
 
         def hear(waves, rate, names, notes):

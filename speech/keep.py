@@ -21,8 +21,8 @@ from core.watchdog import Stopped, stop_requested
 from speech.codes import FRAME_RATE, load_codec
 from speech.conversations import Clip
 from speech import speak, versions
-from speech.labels import IGNORE, TokenIds
 from speech.loss import total_loss
+from speech.labels import IGNORE, TokenIds
 
 FILE = "keep.npz"       # in OUTPUT_DIR: the codes that the base spoke
 SECONDS = 30.0          # that a row's speech may take

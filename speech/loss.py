@@ -1,6 +1,4 @@
-"""The training loss and its sums: what Higgs-Audio V2 and Higgs TTS 3 have in common."""
-from typing import NamedTuple
-
+"""What Higgs-Audio V2 and Higgs TTS 3 have in common: forward, loss, its sums, and what is logged."""
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -9,48 +7,87 @@ from core.metrics import duration
 from speech.codes import FRAME_RATE
 from speech.labels import IGNORE
 
+SUMS = 8        # of batch_sums() besides the codebooks'
 
-class Ends(NamedTuple):
-    """Sums over the end-of-stream targets: cross-entropy, how many argmax gets right, how many
-    there are.
 
-    stops, false_stops: of codebook 0 alone, which ends speech: ends that argmax gets right, and
-    codes that argmax takes for an end.
+class Wrapped(torch.nn.Module):
+    """What DDP wraps: forward(batch) -> sums, not means, so that any split of a step adds up.
+
+    net: the native model, or the PeftModel around it. v2.py and v3.py have hidden_states(batch)
+    and audio_logits(hidden, batch).
     """
-    loss: float
-    correct: float
-    targets: float
-    stops: float
-    false_stops: float
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+        # in a list, where torch does not look for modules: else parameters would be there twice
+        self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
+
+    @property
+    def base_model(self):
+        """The native model, adapters inside."""
+        return self._base[0]
+
+    def text_loss(self, hidden, batch):
+        """() fp32 cross-entropy of the text targets: none are trained."""
+        return torch.zeros((), device=hidden.device)
+
+    def forward(self, batch, keep=False):
+        """(audio (K,), text (), ends (5,)) of a labels.PackedBatch: fp32 sums over its targets.
+
+        audio: cross-entropy per codebook; text: cross-entropy. ends (detached): of the
+        end-of-stream targets cross-entropy, correct argmax and number; of codebook 0 alone, whose
+        first one ends speech, how many of those are right, and how many codes are taken for one.
+        keep: divergence() instead.
+        """
+        if keep:
+            return divergence(self, batch)
+        config = self.base_model.config
+        hidden = self.hidden_states(batch)
+        logits = self.audio_logits(hidden, batch).flatten(0, 1)     # (R * K, C)
+        targets = batch.audio_targets.view(-1)
+        losses = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+        text = self.text_loss(hidden, batch)
+        with torch.no_grad():
+            eos, shape = config.audio_stream_eos_id, batch.audio_targets.shape
+            is_eos, says_eos = targets == eos, logits.argmax(-1) == eos
+            by_book, says = is_eos.view(shape), says_eos.view(shape)[:, 0]
+            first = by_book[:, 0] & ~by_book[:, 1:2].any(1)
+            false = says & ~by_book[:, 0] & (batch.audio_targets[:, 0] != IGNORE)
+            ends = torch.stack([(losses.detach() * is_eos).sum(), (says_eos & is_eos).sum(),
+                                is_eos.sum(), (first & says).sum(), false.sum()]).float()
+        return losses.view(shape).sum(0), text, ends
 
 
-class Sums(NamedTuple):
-    """Sums over the targets of batches: tensors on the device, or floats in a report."""
-    audio: torch.Tensor     # (K,) cross-entropy of each codebook
-    text: torch.Tensor      # () cross-entropy
-    ends: Ends              # (5,)
-    audio_targets: int      # trained codes, of all codebooks
-    text_targets: int
+def batch_sums(audio, text, ends, batch):
+    """(K + SUMS,) float64: what Wrapped returns, and its targets of audio (all codebooks) and text.
+    Waits for no device.
+    """
+    losses = torch.cat([audio.detach(), text.detach()[None], ends]).double()
+    counts = [torch.full((1,), batch.counts[name], dtype=torch.float64, device=losses.device)
+              for name in ("audio_targets", "text_targets")]
+    return torch.cat([losses, *counts])
 
-    @staticmethod
-    def of_batch(audio, text, ends, batch):
-        """(K + 8,) float64 of what the model returns for a batch; waits for no device."""
-        losses = torch.cat([audio.detach(), text.detach()[None], ends]).double()
-        counts = [torch.full((1,), batch.counts[name], dtype=torch.float64, device=losses.device)
-                  for name in ("audio_targets", "text_targets")]
-        return torch.cat([losses, *counts])
 
-    @classmethod
-    def size(cls, codebooks):
-        """How many numbers of_batch() has."""
-        return codebooks + 3 + len(Ends._fields)
+def loss_report(sums, text_weight, prefix, ends_of):
+    """Numbers of batch_sums(), summed over all ranks -> {"prefix/name": float}; NaN where no target
+    was counted, since every step was skipped.
 
-    @classmethod
-    def of(cls, numbers):
-        """The Sums, as floats, of the list of of_batch()'s numbers."""
-        books = len(numbers) - cls.size(0)
-        text, *ends = numbers[books:-2]
-        return cls(numbers[:books], text, Ends(*ends), *numbers[-2:])
+    ends_of: how many end-of-stream targets a clip has in each codebook. stop_recall: right ends of
+    codebook 0 per clip; false_stop_rate: its false ends per code.
+    """
+    *audio, text, ends_loss, ends_right, ends, stops, false_stops, n_audio, n_text = sums
+    books, clips = len(audio), ends / sum(ends_of)
+    codes, audio_loss = (n_audio - ends) / books, sum(audio) / max(1, n_audio)
+    total = total_loss(audio, n_audio, text, n_text, text_weight) if n_text else audio_loss
+    values = {"loss": total, "audio_loss": audio_loss, "text_loss": text / max(1, n_text),
+              "eos_loss": ends_loss / max(1, ends), "eos_accuracy": ends_right / max(1, ends),
+              "stop_recall": stops / max(1, clips), "false_stop_rate": false_stops / max(1, codes)}
+    values |= {f"audio_loss_codebook_{k}": loss / max(1, codes + clips * ends_of[k])
+               for k, loss in enumerate(audio)}
+    if n_audio + n_text == 0:
+        values = dict.fromkeys(values, float("nan"))
+    return {f"{prefix}/{name}": value for name, value in values.items()}
 
 
 def total_loss(audio, n_audio, text, n_text, text_weight):
@@ -63,7 +100,7 @@ def total_loss(audio, n_audio, text, n_text, text_weight):
 def divergence(model, batch):
     """(K,) fp32: KL(base || model) of each codebook in nats, summed over the batch's trained cells.
 
-    For --keep. model: a versions.packed with adapters; switched off they leave the base, which gets
+    For --keep. model: a Wrapped with adapters; switched off they leave the base, which gets
     no gradient and no dropout. Where the model knows what the base knows, it is 0.
     """
     from core import adapters
@@ -75,15 +112,6 @@ def divergence(model, batch):
     ours = model.audio_logits(model.hidden_states(batch), batch).log_softmax(-1)
     apart = F.kl_div(ours, base, log_target=True, reduction="none").sum(-1)
     return (apart * (batch.audio_targets != IGNORE)).sum(0)
-
-
-def named(values, sums, prefix):
-    """{"prefix/name": value} of a report; NaN where no target was counted, since every step was
-    skipped.
-    """
-    if sums.audio_targets + sums.text_targets == 0:
-        values = dict.fromkeys(values, float("nan"))
-    return {f"{prefix}/{name}": value for name, value in values.items()}
 
 
 def decays(name, parameter):

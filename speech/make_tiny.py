@@ -176,8 +176,7 @@ def make_model(out_dir, tokenizer, seed=0, **config_overrides):
     folder = Path(out_dir) / "model"
     model.save_pretrained(folder)
     allow_others(folder)
-    weights.save_processor(folder, tokenizer)
-    weights.name_codec(folder, str((Path(out_dir) / "codec").resolve()))
+    weights.save_config(model, tokenizer, folder, out_dir, str((Path(out_dir) / "codec").resolve()))
     return model
 
 

@@ -106,8 +106,7 @@ def judge(folder, place):
                  "speaker_model"]
         listeners = [word for flag in given if getattr(args, flag)
                      for word in (f"--{flag}", getattr(args, flag))]
-        device = [] if args.device == "auto" else ["--device", args.device]
-        command("evaluate_tts.py", said, *listeners, *device)
+        command("evaluate_tts.py", said, *listeners, "--device", args.device)
     return json_files.read_object(said / "evaluation.json")["metrics"].get(metric)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from core import dist
-from core.cli import UserError, require_package
+from core.cli import UserError
 from core.dist import gathered
 from core.watchdog import stop_requested
 from speech import speak, versions
@@ -33,7 +33,6 @@ def load(args, tokenizer, ids, config, codec_dir, world):
             raise UserError(f"--sample_prompts {args.sample_prompts}: {len(samples)} prompts; each "
                             f"validation speaks all of them, so at most {MAX_PROMPTS} are taken "
                             "(generate_tts.py speaks any number)")
-        require_package("matplotlib", "--sample_prompts draws spectrograms")
         settings = speak.sampling(config, args.sample_seconds)
         codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
         room = versions.module(config).positions(config) - settings.max_new_tokens
@@ -106,9 +105,8 @@ class Speaker:
                 zip(self.prompts, spoken, waves)):
             about = speak.record(prompt, codes, ended_by, self.seed + number // BATCH,
                                  took / total if total else None)
-            picture = speak.mel_picture(wave, f"step {step}: {prompt.text}")
-            speak.write_sample(folder, prompt.name, wave, picture, {**about, "step": step})
-            log.write_speech(step, f"samples/{prompt.name}", wave, speak.SAMPLE_RATE, picture)
+            speak.write_sample(folder, prompt.name, wave, {**about, "step": step})
+            log.write_speech(step, f"samples/{prompt.name}", wave, speak.SAMPLE_RATE)
             if about["target_seconds"] and ended_by != "time":
                 ratios.append(about["seconds"] / about["target_seconds"])
         whole, why, stopping = len(ends) - ends.count("time"), "", stop_requested()

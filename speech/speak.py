@@ -30,49 +30,24 @@ from core.cli import UserError, problem_text, require
 from core.dist import error_names_file
 from core.json_files import read_text
 from speech import versions, weights    # weights explains a torchaudio that breaks transformers
-from speech.codes import (
-    FRAME_RATE,
-    SAMPLE_RATE,
-    SAVED,
-    check_codes,
-    decode_audio,
-    encode_clip,
-    filled,
-    holds_codes,
-    open_sound,
-    read_codes,
-    readable,
-)
+from speech.codes import (FRAME_RATE, SAMPLE_RATE, SAVED, check_codes, decode_audio, encode_clip,
+                          filled, holds_codes, open_sound, read_codes, readable)
 from speech.dataset import TableBuilder
-from speech.conversations import (
-    DEFAULT_SYSTEM,
-    SCENE,
-    BadSample,
-    Clip,
-    Paths,
-    Sample,
-    Turn,
-    canonical_turns,
-    mark_trained,
-    normalise_requests,
-    system_parts,
-    trimmed,
-)
+from speech.conversations import (DEFAULT_SYSTEM, SCENE, BadSample, Clip, Paths, Sample, Turn,
+                                  canonical_turns, mark_trained, normalise_requests, system_parts,
+                                  trimmed)
 from speech.labels import TokenIds
 from speech.rows import read_samples
 from speech.text_normalization import heard
 
 from core import adapters  # isort: skip      # after weights
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList  # isort: skip
+from transformers import GenerationConfig, StoppingCriteriaList  # isort: skip
 
 MIN_TOKENS = 8          # transformers' delay processor miscounts on shorter prompts
 DRAW_FLAGS = ("temperature", "top_k", "top_p", "ras_window", "ras_repeats")
 STRIDE = 1_000_003      # between the seeds of a prompt's takes: batches number theirs one by one
 PAUSE_S = 0.12          # of silence between parts of a long text
 FADE_S = 0.01           # at both ends of a part, so that a joint makes no click
-MEL_BANDS, MEL_WINDOW, MEL_HOP = 80, 1024, 240      # 10 ms a column
-# scripts that matplotlib's font would draw as boxes
-UNDRAWN = re.compile("[\u0590-\u1dff\u2e80-\U0010ffff]")
 
 # --------------------------------------------------------------------------------------------------
 # Prompts
@@ -372,26 +347,19 @@ def sampling(config, max_seconds, **given):
                             eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
 
 
-class Deadline(StoppingCriteria):
-    """Ends generation at a time.monotonic() moment, or when asked() says so."""
-
-    def __init__(self, moment, asked):
-        self.moment, self.asked = moment, asked
-
-    def __call__(self, input_ids, scores, **kwargs):
-        done = bool(time.monotonic() > self.moment or self.asked())
-        return torch.full((len(input_ids),), done, device=input_ids.device)
-
-
 @torch.no_grad()
 def generate(native, prompts, ids, settings, seed, device, moment=float("inf"),
              asked=lambda: False):
     """[(codes (T, 8) int64, ended_by "eos" | "length" | "time")] of a batch of Prompts.
 
     native: the model on the device, adapters inside, in eval mode. settings: from sampling(). The
-    draws depend on seed and batch alone, and leave torch's random state as it was. moment, asked:
-    as for Deadline.
+    draws depend on seed and batch alone, and leave torch's random state as it was. Ends at the
+    time.monotonic() `moment`, or when asked() says so.
     """
+    def is_over(input_ids, scores, **kwargs):
+        over = bool(time.monotonic() > moment or asked())
+        return torch.full((len(input_ids),), over, device=device)
+
     if versions.is_third(native.config.model_type):
         inputs = [(p.tokens, p.is_audio, p.audio_ids) for p in prompts]
         spoken = versions.module(native.config).generate(
@@ -408,7 +376,7 @@ def generate(native, prompts, ids, settings, seed, device, moment=float("inf"),
             torch.manual_seed(seed)
             # synced_gpus would ask every rank at each step, by default whenever FSDP2 is seen
             out = native.generate(**batch, return_dict_in_generate=True, synced_gpus=False,
-                                  stopping_criteria=StoppingCriteriaList([Deadline(moment, asked)]))
+                                  stopping_criteria=StoppingCriteriaList([is_over]))
     finally:
         native.generation_config = own
     rows, most = out.audio_sequences[:, before:].cpu().numpy(), settings.max_new_tokens
@@ -484,13 +452,14 @@ def listen(prompts, waves, listeners, device):
             said = listeners.hear(waves, SAMPLE_RATE, names, [])
             rates, _ = judges.word_rates(texts, said, listeners.language)
             facts = [{"heard": text, **row} for text, row in zip(said, rates)]
-        if listeners.embed:
-            clips = [p.references[-1] if p.references else p.target for p in prompts]
-            known = {clip: judges.read_audio(clip.path, clip.offset, clip.duration)
-                     for clip in clips if clip}
-            voices = [known.get(clip, np.zeros(0, np.float32)) for clip in clips]
-            likes = judges.likeness(waves, voices, SAMPLE_RATE, listeners.embed)
-            facts = [{**about, "speaker_similarity": like} for about, like in zip(facts, likes)]
+        voices = {}     # of clips: one may serve all
+        for prompt, wave, about in zip(prompts, waves, facts) if listeners.embed else ():
+            clip = prompt.references[-1] if prompt.references else prompt.target
+            if clip not in voices:
+                voices[clip] = clip and judges.voice(judges.read_audio(
+                    clip.path, clip.offset, clip.duration), SAMPLE_RATE, listeners.embed)
+            ours = judges.voice(wave, SAMPLE_RATE, listeners.embed)
+            about["speaker_similarity"] = judges.cosine(ours, voices[clip])
     return facts
 
 
@@ -640,36 +609,7 @@ def stream(path):
 
 
 # --------------------------------------------------------------------------------------------------
-# Pictures and files
-
-
-def log_mel(wave):
-    """(80, columns) mel spectrogram in dB of a 24 kHz waveform, a column every 10 ms."""
-    from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
-    wave = np.pad(wave, (0, max(0, MEL_WINDOW - len(wave))))
-    filters = mel_filter_bank(MEL_WINDOW // 2 + 1, MEL_BANDS, 0.0, SAMPLE_RATE / 2, SAMPLE_RATE,
-                              "slaney", "slaney")
-    return spectrogram(wave, window_function(MEL_WINDOW, "hann"), MEL_WINDOW, MEL_HOP, power=2.0,
-                       mel_filters=filters, mel_floor=1e-10, log_mel="dB")
-
-
-def mel_picture(wave, title):
-    """(H, W, 3) uint8 picture of a waveform's mel spectrogram, to be read at half its size."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(4.4, 2.5), dpi=160, layout="constrained")
-    canvas, axes = FigureCanvasAgg(figure), figure.subplots()
-    mel = log_mel(wave)
-    picture = axes.imshow(mel, origin="lower", aspect="auto", cmap="magma", vmin=mel.max() - 80,
-                          vmax=mel.max(), extent=(0, mel.shape[1] * MEL_HOP / SAMPLE_RATE, 0,
-                                                  MEL_BANDS))
-    title = UNDRAWN.sub("\N{MIDDLE DOT}", title)
-    title = title if len(title) <= 60 else title[:57] + "..."
-    axes.set(xlabel="seconds", ylabel="mel band, 0 to 12 kHz", title=title)
-    axes.title.set(fontsize=9, parse_math=False)
-    figure.colorbar(picture, label="dB")
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+# Files
 
 
 def record(prompt, codes, ended_by, seed, real_time_factor):
@@ -689,22 +629,20 @@ def save_codes(path, codes):
         np.save(file, codes.astype(np.int16))
 
 
-def write_sample(folder, name, wave, picture, about):
-    """Write <name>.wav (24 kHz, 16 bit), <name>.png and then <name>.json; each appears whole.
+def write_sample(folder, name, wave, about):
+    """Write <name>.wav (24 kHz, 16 bit) and then <name>.json; each appears whole.
 
     The JSON file has `about` and "clipped": samples beyond full scale, which 16 bits cut off.
     Raises UserError for a waveform that is not finite.
     """
-    import matplotlib.image
     import soundfile
     folder = Path(folder)
     require(np.isfinite(wave).all(), f"{folder / name}.wav: the codec has made samples that are "
             "not finite numbers")
     about = {**about, "clipped": int((np.abs(wave) > 1).sum())}
     folder.mkdir(parents=True, exist_ok=True)
-    sound, image = io.BytesIO(), io.BytesIO()       # soundfile cannot say that a disk is full
+    sound = io.BytesIO()        # soundfile cannot say that a disk is full
     soundfile.write(sound, wave, SAMPLE_RATE, subtype="PCM_16", format="WAV")
-    matplotlib.image.imsave(image, picture, format="png")
-    for suffix, data in (("wav", sound.getvalue()), ("png", image.getvalue()),
+    for suffix, data in (("wav", sound.getvalue()),
                          ("json", (json.dumps(about, indent=1) + "\n").encode())):
         write_atomically(folder / f"{name}.{suffix}", lambda path, data=data: path.write_bytes(data))

@@ -15,9 +15,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 from core.cli import UserError
 from core import fused
-from speech import weights  # first: explains a torchaudio that breaks transformers
+from speech import loss, weights  # first: it explains a torchaudio that breaks transformers
 from speech.labels import IGNORE, token_ids  # noqa: F401  (of versions.module)
-from speech.loss import Sums, divergence, named, total_loss
 
 from transformers.models.higgs_audio_v2 import modeling_higgs_audio_v2 as modeling  # isort: skip
 
@@ -210,7 +209,7 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
                     self.audio_mlp(self.audio_post_attention_layernorm(audio)))
 
 
-class PackedHiggs(weights.Wrapped):
+class PackedHiggs(loss.Wrapped):
     """What DDP wraps: forward(batch) -> sums, not means, so that any split of a step adds up. net:
     the native model, or the PeftModel around it. recompute: of flags.MODES, or None.
     """
@@ -249,56 +248,18 @@ class PackedHiggs(weights.Wrapped):
         logits = head(hidden.index_select(0, batch.audio_rows)).float()
         return logits.view(-1, config.num_codebooks, config.codebook_size)
 
-    def forward(self, batch, keep=False):
-        """(audio (K,), text (), eos (5,)) of a labels.PackedBatch: fp32 sums over its targets.
-
-        audio: cross-entropy per codebook; text: cross-entropy. eos (detached): of the end-of-stream
-        targets cross-entropy, correct argmax and number; of codebook 0 alone, which ends speech,
-        correct end-of-streams and false ones (argmax is end-of-stream, the target a code).
-        keep: loss.divergence instead.
-        """
-        if keep:
-            return divergence(self, batch)
-        config, base = self.base_model.config, self.base_model
-        hidden = self.hidden_states(batch)
-        logits = self.audio_logits(hidden, batch).flatten(0, 1)     # (R * K, C)
-        targets = batch.audio_targets.view(-1)              # (R * K,)
-        losses = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
-        text_logits = base.text_lm_head(hidden.index_select(0, batch.text_rows)).float()
-        text = F.cross_entropy(text_logits, batch.text_targets, ignore_index=IGNORE,
-                               reduction="sum")
-        with torch.no_grad():
-            is_eos = targets == config.audio_stream_eos_id
-            says_eos = logits.argmax(-1) == config.audio_stream_eos_id
-            correct, false = ((says_eos & where).view(-1, config.num_codebooks)
-                              for where in (is_eos, ~is_eos & (targets != IGNORE)))
-            eos = torch.stack([(losses.detach() * is_eos).sum(), correct.sum(), is_eos.sum(),
-                               correct[:, 0].sum(), false[:, 0].sum()]).float()
-        return losses.view(-1, config.num_codebooks).sum(0), text, eos
+    def text_loss(self, hidden, batch):
+        logits = self.base_model.text_lm_head(hidden.index_select(0, batch.text_rows)).float()
+        return F.cross_entropy(logits, batch.text_targets, ignore_index=IGNORE, reduction="sum")
 
 
 packed = PackedHiggs        # of module()
 
 
 def loss_report(sums, text_weight, prefix):
-    """Numbers of loss.Sums.of_batch, summed over all ranks -> {metric name: float}.
-
-    Each codebook has one K-th of the audio and of the end-of-stream targets; there are as many ends
-    of one as clips. stop_recall: right ends of codebook 0 per clip; false_stop_rate: its false ends
-    per target that is a code.
-    """
-    sums = Sums.of(sums)
-    audio, ends = sums.audio, sums.ends
-    n_audio, n_text = sums.audio_targets, sums.text_targets
-    books = len(audio)
-    values = {"loss": total_loss(audio, n_audio, sums.text, n_text, text_weight),
-              "audio_loss": sum(audio) / max(1, n_audio), "text_loss": sums.text / max(1, n_text),
-              "eos_loss": ends.loss / max(1, ends.targets),
-              "eos_accuracy": ends.correct / max(1, ends.targets),
-              "stop_recall": ends.stops * books / max(1, ends.targets),
-              "false_stop_rate": ends.false_stops * books / max(1, n_audio - ends.targets)}
-    values |= {f"audio_loss_codebook_{k}": s * books / max(1, n_audio) for k, s in enumerate(audio)}
-    return named(values, sums, prefix)
+    """loss.loss_report: a clip has one end-of-stream in each codebook."""
+    books = len(sums) - loss.SUMS
+    return loss.loss_report(sums, text_weight, prefix, [1] * books)
 
 
 def freeze_unreachable(model, text_loss_weight):

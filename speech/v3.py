@@ -18,10 +18,8 @@ from core import fused, tensor_io
 from core.cli import UserError, require
 from core.document_attention import ATTENTION
 from core.checkpoint import new_folder
-from speech import weights  # first: it explains a torchaudio that breaks every transformers import
-from speech.labels import IGNORE
+from speech import loss, weights  # first: it explains a torchaudio that breaks transformers
 from speech.labels_v3 import TOKENS, Ids, delay, label_mask, undelay  # noqa: F401
-from speech.loss import Sums, divergence, named
 
 from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3Config, Qwen3Model  # isort: skip
 
@@ -186,8 +184,8 @@ class Higgs3(nn.Module):
         return flat.view(*hidden.shape[:-1], self.config.num_codebooks, self.config.codebook_size)
 
 
-class PackedHiggs3(weights.Wrapped):
-    """What DDP wraps, as PackedHiggs: forward(batch) -> sums."""
+class PackedHiggs3(loss.Wrapped):
+    """Higgs3 on packed batches, with adapters or without; text is not trained."""
 
     def __init__(self, net, recompute=None):
         super().__init__(net)
@@ -211,51 +209,14 @@ class PackedHiggs3(weights.Wrapped):
         places = torch.cat([batch.text_pos, batch.audio_pos]).index_select(0, batch.audio_rows)
         return self.base_model.logits(hidden.index_select(0, places))
 
-    def forward(self, batch, keep=False):
-        """(audio (K,), text (), eos (5,)) of a labels.PackedBatch: fp32 sums, as PackedHiggs' are.
-
-        text is 0: text is not trained. eos (detached): of the EOC targets cross-entropy, correct
-        argmax and number; of codebook 0, whose first EOC ends speech, how many of those first ones
-        are right, and how many codes are taken for EOC. keep: loss.divergence instead.
-        """
-        if keep:
-            return divergence(self, batch)
-        config = self.base_model.config
-        books, eos = config.num_codebooks, config.audio_stream_eos_id
-        logits = self.audio_logits(self.hidden_states(batch), batch).flatten(0, 1)
-        targets = batch.audio_targets.view(-1)
-        losses = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
-        with torch.no_grad():
-            is_eos, says_eos = targets == eos, logits.argmax(-1) == eos
-            by_book, says = is_eos.view(-1, books), says_eos.view(-1, books)
-            first = by_book[:, 0] & ~by_book[:, 1] if books > 1 else by_book[:, 0]
-            false = says[:, 0] & ~by_book[:, 0] & (batch.audio_targets[:, 0] != IGNORE)
-            ends = torch.stack([(losses.detach() * is_eos).sum(), (says_eos & is_eos).sum(),
-                                is_eos.sum(), (first & says[:, 0]).sum(), false.sum()]).float()
-        return losses.view(-1, books).sum(0), losses.new_zeros(()), ends
-
 
 packed = PackedHiggs3       # of module()
 
 
 def loss_report(sums, text_weight, prefix):
-    """v2.loss_report with the counts of this layout; text is not trained.
-
-    A clip of T frames has T codes in each codebook and K - 1 - k EOC in codebook k.
-    """
-    sums = Sums.of(sums)
-    audio, ends, n_audio = sums.audio, sums.ends, sums.audio_targets
-    books = len(audio)
-    clips, loss = 2 * ends.targets / (books * (books - 1)), sum(audio) / max(1, n_audio)
-    codes = (n_audio - ends.targets) / books
-    values = {"loss": loss, "audio_loss": loss, "text_loss": 0.0,
-              "eos_loss": ends.loss / max(1, ends.targets),
-              "eos_accuracy": ends.correct / max(1, ends.targets),
-              "stop_recall": ends.stops / max(1, clips),
-              "false_stop_rate": ends.false_stops / max(1, codes)}
-    values |= {f"audio_loss_codebook_{k}": s / max(1, codes + clips * (books - 1 - k))
-               for k, s in enumerate(audio)}
-    return named(values, sums, prefix)
+    """loss.loss_report: a clip has K - 1 - k end-of-stream targets in codebook k."""
+    books = len(sums) - loss.SUMS
+    return loss.loss_report(sums, text_weight, prefix, range(books)[::-1])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -335,8 +296,7 @@ def whole_files(tensors, folder, codec=None):
 def codec_parts(folder):
     """{codec's own name: Slice} of the codec inside a folder's weights; {} if none. UserError."""
     found = tensor_io.open_tensors(tensor_io.files_of(folder, "model"))
-    return {name.removeprefix(CODEC): part for name, part in found.items()
-            if name.startswith(CODEC)}
+    return {name.removeprefix(CODEC): found[name] for name in found if name.startswith(CODEC)}
 
 
 def unpack_codec(folder, config_dict, into):
@@ -353,21 +313,16 @@ def unpack_codec(folder, config_dict, into):
         **config_dict.get("audio_tokenizer_config", RELEASED_CODEC))
     with torch.device("meta"):
         state = HiggsAudioV2TokenizerModel(config).state_dict()
-    wanted = {name: tuple(value.shape) for name, value in state.items()}
-    for name in parts.keys() - wanted.keys():
+    for name in parts.keys() - state.keys():
         stem, _, half = name.rpartition(".weight_")
         parts[f"{stem}.{NORMED[half]}" if half in NORMED else name] = parts.pop(name)
-    for name in wanted.keys() & parts.keys():
-        shape = tuple(parts[name].get_shape())
-        require(shape == wanted[name], f"{folder}: its codec is another one than the released: "
-                f"{name} has the shape {list(shape)}; {other}")
-    missing = sorted(wanted.keys() - parts.keys())
-    require(not missing, f"{folder}: its codec lacks {len(missing)} weights, first "
-            f"{', '.join(missing[:5])}; {other}")
-    if extra := sorted(parts.keys() - wanted.keys()):
+    if extra := sorted(parts.keys() - state.keys()):
         print(f"codec      {len(extra)} tensors of the checkpoint's codec are not used, first "
               f"{', '.join(extra[:3])}")
-    parts = {name: parts[name] for name in wanted}
+    parts = {name: parts[name] for name in state.keys() & parts.keys()}
+    problem = tensor_io.mismatch({name: value.shape for name, value in state.items()},
+                                 {name: [part] for name, part in parts.items()})
+    require(not problem, f"{folder}: its codec is another one than the released: {problem}; {other}")
     if into.exists():
         there = {}
         if (into / "config.json").is_file():

@@ -1,8 +1,8 @@
 """Higgs-Audio V2 checkpoints: find, check, load into any sharding, save what from_pretrained reads.
 
 A model starts empty on torch's meta device and reads its weights row by row, so no process holds
-more than it trains. Native checkpoints and the original 2025 format (layout_2025.py) are
-read; missing, unexpected or misshapen weights stop the run.
+more than it trains. Native checkpoints and the original 2025 format of boson-ai's code are read;
+missing, unexpected or misshapen weights stop the run.
 """
 import json
 import shutil
@@ -33,21 +33,18 @@ EXTRA_FILES = ("processor_config.json", "preprocessor_config.json", "chat_templa
 SWAPPED = "--model_path and --audio_tokenizer_path are swapped"
 BUFFERS = {"rotary_emb.inv_freq", "rotary_emb.original_inv_freq",
            "embed_audio_tokens.audio_tokens_offsets"}
-
-
-class Wrapped(torch.nn.Module):
-    """A native model, or the PeftModel around it, as net; forward is the version's."""
-
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-        # in a list, where torch does not look for modules: else parameters would be there twice
-        self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
-
-    @property
-    def base_model(self):
-        """The native model, adapters inside."""
-        return self._base[0]
+# of the layout of 2025: its names, ours
+NAMES = (("audio_codebook_embeddings.", "model.embed_audio_tokens.embed_audio_tokens."),
+         ("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."),
+         ("norm.", "model.norm."),
+         ("audio_decoder_proj.", ""))       # last: every native name begins with ""
+EXTRA_IDS = ("audio_delay_token_id", "bos_token_id", "eos_token_id")    # config.json lacks them
+DROPPED = ("audio_codebook_weights", "inv_freq")
+SPLIT = {f".{kind}_{part}.weight": (".weight", order) for kind in ("embedding", "linear")
+         for order, part in enumerate(("frozen", "trainable"))}     # to be joined in this order
+TEXT_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+             "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act",
+             "max_position_embeddings")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -96,13 +93,56 @@ def native_config(config):
     if config["model_type"] == "higgs_audio_v2":
         native = HiggsAudioV2Config.from_dict(config)
     else:
-        from speech import layout_2025
-        native = HiggsAudioV2Config(**layout_2025.native_settings(config))
+        native = HiggsAudioV2Config(**native_settings(config))
     if native.codebook_size <= native.audio_stream_eos_id:
         raise UserError(f"config.json has codebook_size {native.codebook_size}, but end-of-stream "
                         f"is code {native.audio_stream_eos_id}: it must be "
                         f"{native.audio_stream_eos_id + 1}")
     return native
+
+
+def native_settings(config):
+    """Keywords of HiggsAudioV2Config for a 2025 config.json dict. UserError for other variants."""
+    text = config.get("text_config", {})
+    layers = list(range(text.get("num_hidden_layers", 28)))
+    released = {"audio_adapter_type": ["dual_ffn", "dual_ffn_fast_forward"],
+                "audio_dual_ffn_layers": [layers], "use_audio_out_self_attention": [False, None],
+                "use_audio_out_embed_projector": [False, None], "audio_embed_avg": [False, None],
+                "skip_audio_tower": [True]}
+    wrong = [key for key, values in released.items() if config.get(key) not in values]
+    if wrong:
+        raise UserError("this 2025-format model has parts the native class lacks: "
+                        + ", ".join(f"{key}={config.get(key)!r}" for key in wrong))
+    return {**{key: text[key] for key in TEXT_KEYS if key in text},
+            "num_codebooks": config.get("audio_num_codebooks", 8),
+            "codebook_size": config.get("audio_codebook_size", 1024) + 2,
+            "audio_token_id": config["audio_out_token_idx"],
+            "audio_bos_token_id": config["audio_out_bos_token_id"],
+            "pad_token_id": config.get("pad_token_id", 128001),
+            **{key: config[key] for key in EXTRA_IDS if key in config},
+            "audio_stream_bos_id": config.get("audio_stream_bos_id", 1024),
+            "audio_stream_eos_id": config.get("audio_stream_eos_id", 1025)}
+
+
+def native_names(names):
+    """{native name: [2025 names to join along dimension 0]}; some are split in two there.
+
+    Names: transformers' convert_higgs_audio_v2_to_hf.py. Raises UserError.
+    """
+    parts = {}
+    for original in names:
+        if any(drop in original for drop in DROPPED):
+            continue
+        name, order = original, 0
+        for suffix, (plain, place) in SPLIT.items():
+            if name.endswith(suffix):
+                name, order = name.removesuffix(suffix) + plain, place
+        name = next((new + name.removeprefix(old) for old, new in NAMES if name.startswith(old)),
+                    name)
+        if order in parts.setdefault(name, {}):
+            raise UserError(f"two tensors of the checkpoint map to {name}")
+        parts[name][order] = original
+    return {name: [found[i] for i in sorted(found)] for name, found in parts.items()}
 
 
 def load_tokenizer(folder):
@@ -158,9 +198,7 @@ def weight_parts(folder, config):
     found = open_model(folder)
     if config["model_type"] == "higgs_audio_v2":
         return {name: [part] for name, part in found.items()}
-    from speech import layout_2025
-    return {name: [found[part] for part in parts]
-            for name, parts in layout_2025.native_names(found).items()}
+    return {name: [found[part] for part in parts] for name, parts in native_names(found).items()}
 
 
 def check_weights(model, parts, folder):
@@ -214,34 +252,22 @@ def save_config(model, tokenizer, folder, source, codec=None):
     for name in EXTRA_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    if not (source / "processor_config.json").is_file():
-        save_processor(folder, tokenizer)
+    path = folder / "processor_config.json"
+    if not (source / path.name).is_file():
+        from transformers import HiggsAudioV2Processor
+        template = Path(__file__).with_name("chat_template.jinja").read_text()
+        feature_extractor().save_pretrained(folder)
+        HiggsAudioV2Processor(feature_extractor(), tokenizer, audio_tokenizer=None,
+                              chat_template=template).save_pretrained(folder)
         made = dict.fromkeys(EXTRA_FILES, f"{source} has none; made for the released codec "
                              f"(24 kHz, 960 samples a frame), named {codec or HUB_CODEC}")
     if codec or made:
-        name_codec(folder, codec or HUB_CODEC)
+        # by hand: a processor can only name a codec that is loaded, and loading takes torchaudio
+        config = json.loads(path.read_text()) | {"audio_tokenizer": {
+            "audio_tokenizer_class": "HiggsAudioV2TokenizerModel",
+            "audio_tokenizer_name_or_path": codec or HUB_CODEC}}
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     return made
-
-
-def name_codec(folder, codec):
-    """Write into a folder's processor files which codec is theirs: a folder or hub name."""
-    # by hand: a processor can only name a codec that is loaded, and loading one takes torchaudio
-    path = folder / "processor_config.json"
-    config = json.loads(path.read_text()) | {"audio_tokenizer": {
-        "audio_tokenizer_class": "HiggsAudioV2TokenizerModel",
-        "audio_tokenizer_name_or_path": codec}}
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def save_processor(folder, tokenizer):
-    """Processor files for a base without any; the codec's name is still to be put in."""
-    from transformers import HiggsAudioV2Processor
-    extractor = feature_extractor()
-    extractor.save_pretrained(folder)
-    template = Path(__file__).with_name("chat_template.jinja").read_text()
-    processor = HiggsAudioV2Processor(extractor, tokenizer, audio_tokenizer=None,
-                                      chat_template=template)
-    processor.save_pretrained(folder)
 
 
 def feature_extractor():

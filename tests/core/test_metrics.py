@@ -74,8 +74,8 @@ def test_every_tracker_gets_numbers_and_speech_offline(tmp_path, monkeypatch, na
         record = MetricsLog(tmp_path, tmp_path / "logs", names, {"seed": 1}, start, "project")
         for step in (1, 2) if start == 0 else (3,):
             record.write(step, {"train/loss": 1 / step, "train/grad_norm": math.nan})
-        record.write_speech(step, "samples/0", np.full(2400, 0.5, np.float32), 24000, np.zeros((4, 6, 3), np.uint8))
-        record.write_speech(step, "samples/1", np.zeros(0, np.float32), 24000, np.zeros((4, 6, 3), np.uint8))
+        record.write_speech(step, "samples/0", np.full(2400, 0.5, np.float32), 24000)
+        record.write_speech(step, "samples/1", np.zeros(0, np.float32), 24000)
         record.close()
     for name in names:
         losses, sounds = {"tensorboard": board_of, "wandb": wandb_of}[name](tmp_path)

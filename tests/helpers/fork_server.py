@@ -15,8 +15,7 @@ import socket
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-LATE = ("speech.v2", "distill.packed_lm", "diffusion.elbo", "numpy.ma", "matplotlib.figure",
-        "matplotlib.backends.backend_agg")      # some jobs import them
+LATE = ("speech.v2", "distill.packed_lm", "diffusion.elbo", "numpy.ma")      # some jobs import them
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -174,8 +173,7 @@ def serve(listener, parent):
     from tests.helpers import imports  # noqa: F401
     get_checkpoint_conversion_mapping("llama")      # PEFT asks; a thousand patterns are compiled once
     for name in LATE:
-        with contextlib.suppress(ImportError):      # matplotlib need not be there
-            importlib.import_module(name)
+        importlib.import_module(name)
     gc.freeze()     # forks share its pages
     gc.enable()
     while True:

@@ -6,16 +6,9 @@ import pytest
 import soundfile
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Wav2Vec2FeatureExtractor,
-    WavLMConfig,
-    WavLMForXVector,
-    WhisperConfig,
-    WhisperFeatureExtractor,
-    WhisperForConditionalGeneration,
-)
+from transformers import (GenerationConfig, PreTrainedTokenizerFast, Wav2Vec2FeatureExtractor,
+                          WavLMConfig, WavLMForXVector, WhisperConfig, WhisperFeatureExtractor,
+                          WhisperForConditionalGeneration)
 
 from core.cli import UserError
 from speech import judges, make_tiny, speak
@@ -135,7 +128,7 @@ def test_what_generate_tts_writes_is_read(waves, targets, speaker, tmp_path):
         prompt = speak.Prompt(f"{i:04d}", "here", TEXTS[i], None, None, None,
                               [Clip(str(long), offset + seconds)] * (i == 2), target, target and speak.clip_seconds(target))
         about = speak.record(prompt, np.zeros((25, 8)), "eos" if i else "length", 0, 1.5)
-        speak.write_sample(folder, f"{i:04d}", waves[i], np.zeros((8, 8, 3), np.uint8), about)
+        speak.write_sample(folder, f"{i:04d}", waves[i], about)
     found = run(folder, "--speaker_model", speaker)
     assert list(by_name(found, "length_ratio").values()) == [1, 1, None]
     assert list(by_name(found, "stop_rate").values()) == [0, 1, 1]
@@ -143,12 +136,11 @@ def test_what_generate_tts_writes_is_read(waves, targets, speaker, tmp_path):
 
 
 def test_speech_beyond_full_scale_is_counted_and_what_is_no_speech_refused(tmp_path):
-    picture = np.zeros((8, 8, 3), np.uint8)
-    speak.write_sample(tmp_path, "0000", np.float32([0.5, 1.5, -2, 1, -1]), picture, {"text": "a"})
+    speak.write_sample(tmp_path, "0000", np.float32([0.5, 1.5, -2, 1, -1]), {"text": "a"})
     assert json.loads((tmp_path / "0000.json").read_text()) == {"text": "a", "clipped": 2}
     assert np.abs(soundfile.read(tmp_path / "0000.wav")[0] - [0.5, 1, -1, 1, -1]).max() < 1e-4
     with pytest.raises(UserError, match="0001.wav: the codec has made samples that are not finite"):
-        speak.write_sample(tmp_path, "0001", np.float32([0, np.nan]), picture, {})
+        speak.write_sample(tmp_path, "0001", np.float32([0, np.nan]), {})
     assert not list(tmp_path.glob("0001*"))
 
 
@@ -209,9 +201,8 @@ def test_bad_flags_and_folders(waves, targets, listener, speaker, tmp_path, caps
     (tmp_path / "empty").mkdir()
     for args, parts in [
             ([tmp_path / "gone"], ["gone: no such folder"]), ([tmp_path / "empty"], ["empty: holds no .wav"]),
-            ([good, other], [f"0002 is in {other}, but not in {good} (1 such", "same prompts"]),
-            ([good, renamed], ["0001 has another text"]),
-            ([good, "--reference_dir", tmp_path / "empty"], ["empty: has no 0000.wav"]),
+            ([good, other], [f"0002 is not the same in {other} and {good} (1 such", "same prompts"]),
+            ([good, renamed], ["0001 is not the same in"]),
             ([good, "--language", "en"], ["--language", "--asr_model"]),
             ([good, "--speaker_model", listener], ["--speaker_model", "cannot be loaded as AutoModelForAudioXVector"]),
             ([good, "--asr_model", speaker], ["--asr_model"])]:

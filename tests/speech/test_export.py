@@ -12,14 +12,12 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoTokenizer,
-    HiggsAudioV2Config,
-    HiggsAudioV2ForConditionalGeneration,
-)
+from transformers import AutoTokenizer, HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration, LlamaConfig
+from transformers.models.higgs_audio_v2.modeling_higgs_audio_v2 import HiggsAudioV2RotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from core.cli import UserError
-from speech import export, layout_2025, weights
+from speech import export, weights
 from speech.speak import load_model
 from tests.helpers import spoken
 from tests.helpers.merging import merge
@@ -128,7 +126,8 @@ def original(tiny, tmp_path_factory):
     for name, kinds in SPLIT.items():
         whole = state.pop(f"{name}.weight")
         state |= {f"{name}.{kind}.weight": rows.clone() for kind, rows in zip(kinds, (whole[:570], whole[570:]))}
-    state["audio_codebook_weights"] = torch.ones(8) / 8
+    state |= {"audio_codebook_weights": torch.ones(8) / 8, "rotary_emb.inv_freq": torch.rand(16),
+              "layers.0.self_attn.rotary_emb.inv_freq": torch.rand(16)}        # for nothing
     AutoTokenizer.from_pretrained(tiny.model).save_pretrained(folder)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     save_file(state, folder / "model.safetensors", {"format": "pt"})
@@ -173,7 +172,7 @@ def test_2025_config_is_the_published_one(tiny, served):
                                               (15, "<|AUDIO|>"))}
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     tokenizer.convert_tokens_to_ids = ids.__getitem__       # the real tokenizer is on the hub
-    assert layout_2025.original_config(real, tokenizer, "bfloat16") == published_config()
+    assert export.original_config(real, tokenizer, "bfloat16") == published_config()
 
 
 def test_native_to_2025_to_native_is_bit_equal(tiny, served, tmp_path):
@@ -190,7 +189,7 @@ def test_2025_to_native_to_2025_is_bit_equal_and_says_what_it_joined(original, t
     assert "2 tensors that the source splits into a frozen and a trainable part are joined" in notes
     merge(str(tmp_path / "native"), None, tmp_path / "again", None, layout="2025")
     state = load_file(original / "model.safetensors")
-    del state["audio_codebook_weights"]
+    state = {name: value for name, value in state.items() if "codebook_weights" not in name and "inv_freq" not in name}
     for name, kinds in SPLIT.items():
         state[f"{name}.weight"] = torch.cat([state.pop(f"{name}.{kind}.weight") for kind in kinds])
     again = tensors(tmp_path / "again")
@@ -224,7 +223,7 @@ def test_native_export_of_a_2025_base_can_generate(tiny, original, tmp_path):
 def test_merged_model_equals_the_adapter_on_its_base(tiny, adapter, data, tmp_path, layout):
     folder, net = adapter
     merge(str(tiny.model), folder, tmp_path / "out", layout=layout, shard_bytes=3 * 10**6)
-    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) == 4
+    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) == 3      # the two large tables by themselves
     named = read(tmp_path / "out", "model.safetensors.index.json")["weight_map"].keys()
     assert named == (NAMES.keys() if layout == "2025" else set(NAMES.values()))
     back = tmp_path / "out"
@@ -239,12 +238,9 @@ def test_merged_model_equals_the_adapter_on_its_base(tiny, adapter, data, tmp_pa
     assert torch.equal(*rows)
 
 
-@pytest.mark.parametrize("kind", [
-    {"use_rslora": True}, {"use_dora": True}, {"rank_pattern": {"q_proj": 2}},
-    {"alpha_pattern": {"o_proj": 3}}], ids=str)
+@pytest.mark.parametrize("kind", [{"use_rslora": True}, {"use_dora": True}, {"rank_pattern": {"q_proj": 2}},
+                                  {"alpha_pattern": {"o_proj": 3}}], ids=str)
 def test_weights_are_those_of_pefts_own_merge(tiny, tmp_path, kind):
-    if "layers_to_transform" in kind:
-        kind = {**kind, "layers_pattern": "layers"}
     folder, net = make_adapter(tiny, tmp_path / "adapter", **kind)
     merge(str(tiny.model), folder, tmp_path / "out")
     got, expected = tensors(tmp_path / "out"), net.merge_and_unload().state_dict()
@@ -362,3 +358,70 @@ def test_a_killed_export_leaves_no_folder_of_that_name_and_the_next_one_cleans_u
     assert left.name.startswith(".out.new") and (left / "model.safetensors").is_file()
     merge(str(tiny.model), None, tmp_path / "out", None)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Folders that are read: every weight is there, or the run stops
+
+
+def opened(folder):
+    return load_model(folder, read(folder, "config.json"), None, torch.float32, "cpu")
+
+
+def test_original_weights_compute_what_the_native_ones_do(tiny, original, data):
+    model, expected = opened(original), load(tiny.model, dtype=torch.bfloat16).float()
+    got = model.state_dict()
+    assert got.keys() == expected.state_dict().keys() and all(torch.equal(got[n], t) for n, t in expected.state_dict().items())
+    assert model.config.codebook_size == 1026 and model.config.audio_stream_eos_id == 1025
+    assert torch.equal(logits(model, data), logits(expected, data))
+
+
+def test_original_config_gives_the_released_native_config():
+    """The rope spelling differs but must not matter."""
+    config = published_config()
+    native, text = weights.native_config(config), config["text_config"]
+    expected = {key: text[key] for key in weights.TEXT_KEYS} | {
+        "num_codebooks": 8, "codebook_size": 1026, "audio_delay_token_id": 128014, "bos_token_id": 1,
+        "eos_token_id": 128009, "audio_stream_bos_id": 1024, "audio_stream_eos_id": 1025, "tie_word_embeddings": False,
+        "audio_token_id": 128016, "pad_token_id": 128001, "audio_bos_token_id": 128013}
+    assert {key: getattr(native, key) for key in expected} == expected
+    llama = LlamaConfig(hidden_size=3072, num_attention_heads=24, head_dim=128, max_position_embeddings=131072,
+                        rope_parameters={"rope_theta": 500000.0, **text["rope_scaling"]})
+    assert torch.equal(LlamaRotaryEmbedding(llama).inv_freq, HiggsAudioV2RotaryEmbedding(native).inv_freq)
+
+
+@pytest.mark.parametrize("key, value", [("audio_adapter_type", "stack"), ("audio_dual_ffn_layers", [0])])
+def test_unsupported_original_variant_is_named(key, value):
+    with pytest.raises(UserError) as error:
+        weights.native_config({**published_config(), key: value})
+    assert str(error.value).endswith(f"the native class lacks: {key}={value!r}")
+
+
+UP, NORM, ODD = "model.layers.1.audio_mlp.up_proj.weight", "model.norm.weight", "model.layers.0.audio_attn.q_proj.weight"
+KEYS, HEAD = "model.layers.1.self_attn.k_proj.weight", "text_lm_head.weight"
+# (weights that are put in, None: taken out; what is said)
+BROKEN = [({UP: None, NORM: None}, ["2 missing keys", UP, NORM]), ({ODD: torch.ones(2, 2)}, ["1 unexpected key", ODD]),
+          ({KEYS: torch.ones(32, 128)}, ["1 mismatched key", f"{KEYS} (32, 128) instead of (64, 128)"]),
+          ({HEAD: None}, ["1 missing key", HEAD, "dropped the text head", "base model"])]
+
+
+@pytest.mark.parametrize("layout", ["native", "2025"])
+@pytest.mark.parametrize("change, parts", BROKEN)
+def test_checkpoint_that_does_not_fit_stops_with_the_weights_names(tiny, served, tmp_path, change, parts, layout):
+    """transformers only prints a report, and trains on random weights."""
+    folder = shutil.copytree(served if layout == "2025" else tiny.model, tmp_path / "model")
+    theirs = {native: old for old, native in NAMES.items()} | {ODD: ODD.removeprefix("model.")}
+    change = {theirs[name] if layout == "2025" else name: value for name, value in change.items()}
+    state = {name: value for name, value in (tensors(folder) | change).items() if value is not None}
+    save_file(state, folder / "model.safetensors")
+    with pytest.raises(UserError) as error:
+        opened(folder)
+    assert all(part in str(error.value) for part in [str(folder), *parts]) and "\n" not in str(error.value)
+
+
+def test_codebook_size_without_the_stream_tokens_is_refused(tiny, tmp_path):
+    """transformers' default of 1024: an all-BOS row would index past the table, or another codebook's rows."""
+    folder = shutil.copytree(tiny.model, tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps(read(folder, "config.json") | {"codebook_size": 1024}))
+    with pytest.raises(UserError, match="codebook_size 1024.*must be 1026"):
+        opened(folder)

@@ -17,13 +17,7 @@ from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 from speech import make_tiny
 from tests.helpers import spoken as speech
 from tests.helpers.runs import CLOCK, CUTS, moments, newest, rows, tensors
-from tests.helpers.trainer import (
-    Run,
-    Tiny,
-    speech_main,
-    train_forked,
-    trainer_arguments,
-)
+from tests.helpers.trainer import Run, Tiny, speech_main, train_forked, trainer_arguments
 
 LR = 2e-4
 # 19 of 24 samples are trained, 12 a step: an epoch's second step has 7, so some ranks get empty packs
@@ -157,7 +151,7 @@ def test_offloading_changes_no_bit(shared):
 
 @pytest.mark.slow
 def test_compiled_layers_train_the_same(pool, odd, shared, tmp_path):
-    """With FSDP2's hooks, for one step, as each shape takes much g++; test_v2.py has layers meet several shapes."""
+    """With FSDP2's hooks, for one step, as each shape takes much g++; test_learns.py has layers meet several shapes."""
     name = "full fsdp 2x6x1 --disable_eval --max_steps 1"
     ranks, flags = flags_of(f"{name} --compile")
     output = in_ranks(pool, ranks, "train_compiled", trainer_arguments(odd, tmp_path / "out", *flags))

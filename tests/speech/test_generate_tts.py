@@ -215,7 +215,7 @@ def test_a_model_that_learnt_clips_by_heart_gives_back_their_codes(pool, tiny, s
 
 
 def test_validation_hears_the_model_learn(learnt):
-    """Stop rate and length ratio in the log, sound and picture in TensorBoard, the same as in the WAV files."""
+    """Stop rate and length ratio in the log, sound in TensorBoard, the same as in the WAV files."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     folder, output = learnt
     rows = {row["step"]: row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
@@ -223,7 +223,7 @@ def test_validation_hears_the_model_learn(learnt):
     assert rows.keys() == {50, 100} and rows[100]["eval/stop_rate"] == 1.0
     assert abs(rows[100]["eval/length_ratio"] - 1) < 0.05
     assert "speech step    100 | 3 of 3 prompts" in output
-    board = EventAccumulator(f"{folder}-logs/out", size_guidance={"audio": 0, "images": 0}).Reload()
+    board = EventAccumulator(f"{folder}-logs/out", size_guidance={"audio": 0}).Reload()
     assert {"samples/0000", "samples/0002"} <= set(board.Tags()["audio"])
     events = board.Audio("samples/0001")
     assert [event.step for event in events] == [50, 100] and events[0].sample_rate == 24000
@@ -350,5 +350,5 @@ def test_overwriting_deletes_results_and_nothing_else(pool, tiny, tmp_path):
         "--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec, "--output_dir", tmp_path / "out", "--text",
         "Yes.", "--max_seconds", 0.2, "--overwrite")])
     assert statuses == [0], output
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {"notes.json", "mine.wav", "0000.wav", "0000.png",
-                                                            "0000.json", "run.lock"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"notes.json", "mine.wav", "0000.wav", "0000.json",
+                                                            "run.lock"}

@@ -22,14 +22,6 @@ def test_a_batch_without_targets_has_no_loss():
     assert loss.total_loss(torch.zeros(8), 0, torch.tensor(0.0), 0, 1.0).item() == 0
 
 
-def test_sums_survive_their_flat_form():
-    ends = loss.Ends(*torch.arange(5.0))
-    batch = SimpleNamespace(counts={"audio_targets": 3, "text_targets": 4})
-    sums = loss.Sums.of_batch(torch.tensor([7.0, 8.0]), torch.tensor(9.0), torch.stack(ends), batch)
-    assert len(sums) == loss.Sums.size(2)
-    assert loss.Sums.of(sums.tolist()) == ([7.0, 8.0], 9.0, loss.Ends(0, 1, 2, 3, 4), 3, 4)
-
-
 def test_matrices_decay_but_no_norms_and_no_embeddings():
     matrix, vector = torch.zeros(2, 2), torch.zeros(2)
     assert loss.decays("layers.0.q_proj.weight", matrix) and not loss.decays("layers.0.norm.weight", vector)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from transformers import HiggsAudioV2Config
 
 import lora
 from core import document_attention
@@ -14,17 +13,10 @@ from core.memory import Setup, step_bytes
 from data import collate
 from speech import labels_v3, v2, v3
 from speech import plan as speech_plan
-from speech.codes import (
-    codec_config,
-    codec_frames,
-    decode_audio,
-    encode_clip,
-    header_frames,
-    load_codec,
-)
+from speech.codes import (codec_config, codec_frames, decode_audio, encode_clip, header_frames,
+                          load_codec)
 from speech.conversations import Clip
 from speech.dataset import split_validation
-from speech.weights import empty_model
 from tests.helpers.live_bytes import by_lengths, real_peak
 from tests.helpers.small_speech import pack_of, small_model
 from tests.speech import test_bad_input
@@ -74,18 +66,6 @@ def test_what_is_counted_of_higgs_tts_3(targets, bf16, recompute, table, monkeyp
     batch = collate([{"number": i, **ids.assemble(tokens, trained, codes)} for i in range(4)], ids)
     monkeypatch.setattr(document_attention, "_attention_by_document", by_lengths(list(batch.seqlens)))
     check_step(model, model, batch, Setup(1, bf16=bf16, recompute=recompute), 0)
-
-
-REAL = {"vocab_size": 128256, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
-        "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 2048,
-        "num_codebooks": 8, "codebook_size": 1026, "audio_token_id": 128016, "audio_bos_token_id": 128013,
-        "audio_delay_token_id": 128014, "pad_token_id": 128001, "eos_token_id": 128009, "bos_token_id": 1}
-
-
-@pytest.fixture(scope="module")
-def real():
-    """The 3B model with its text head, empty: full fine-tuning, fp32."""
-    return empty_model(HiggsAudioV2Config(**REAL), torch.float32)
 
 
 @pytest.fixture(scope="module")

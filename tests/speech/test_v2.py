@@ -3,11 +3,9 @@ import os
 
 import pytest
 import torch
-import torch._dynamo.utils
 from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
 
 import lora
-from core import dist
 from data import collate
 from speech import v2
 from speech.weights import native_config
@@ -115,63 +113,6 @@ def test_empty_pack_weighs_nothing_and_touches_every_trainable_weight(tiny, data
     assert len(trainable) == (2 * 2 * 10 if method == "lora" else 33)
     for name, parameter in trainable.items():
         assert parameter.grad is not None and not parameter.grad.any(), name
-
-
-def test_recomputation_gives_the_same_gradients_and_really_recomputes(tiny, data, packed):
-    ids, samples = data
-    batch = collate(list(samples.values()), ids)
-    calls = []
-
-    def run(model):
-        model.net.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))
-        calls.clear()
-        loss = spoken.total(model.train(), batch)
-        loss.backward()
-        return loss, spoken.gradients(model.net), len(calls)
-
-    loss, plain, once = run(packed)
-    again, recomputed, twice = run(v2.PackedHiggs(spoken.native(tiny.model), recompute="all"))
-    assert (once, twice) == (1, 2)
-    torch.testing.assert_close(again, loss, rtol=1e-6, atol=0)
-    assert_same_gradients(recomputed, plain, 1e-6)
-
-
-def test_recomputation_reaches_adapters_through_a_frozen_base(tiny, data):
-    """The first layer's input needs no gradient under LoRA; the reentrant kind would lose its adapters."""
-    ids, samples = data
-    results = []
-    for recompute in (None, "all"):
-        torch.manual_seed(0)
-        net = lora.add_lora(spoken.native(tiny.model), 4, 8, 0.0, "all-linear", "base")
-        fill_adapters(net)
-        packed = v2.PackedHiggs(net, recompute).train()
-        spoken.total(packed, collate([samples["cloning"]], ids)).backward()
-        results.append({n: p.grad for n, p in net.named_parameters() if p.requires_grad})
-    assert len(results[0]) == 40 and all(g.any() for n, g in results[0].items() if "layers.0" in n)
-    for name, grad in results[0].items():
-        torch.testing.assert_close(results[1][name], grad, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_compiled_layers_give_the_same_loss_and_gradients(tiny, data, packed):
-    """Traced as --compile traces them; test_fsdp trains with its inductor, which takes a minute of g++."""
-    ids, samples = data
-    names = list(packed.net.state_dict())
-    picked = [samples["cloning"], samples["multi-turn"]]
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    compiled = v2.PackedHiggs(spoken.native(tiny.model))
-    dist.compile_layers(compiled.net.model.layers, backend="aot_eager")
-    for batch in (collate(picked, ids), collate(picked[:1], ids, 128)):         # of unlike shapes and sample counts
-        packed.zero_grad()
-        compiled.zero_grad()
-        expected, loss = spoken.total(packed, batch), spoken.total(compiled, batch)
-        expected.backward()
-        loss.backward()
-        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-        assert_same_gradients(spoken.gradients(compiled.net), spoken.gradients(packed.net))
-    assert torch._dynamo.utils.counters["frames"]["ok"] > 0
-    assert list(compiled.net.state_dict()) == names     # no _orig_mod: checkpoints stay loadable
 
 
 @pytest.mark.skipif(os.environ.get("TEST_DEVICE") != "cuda", reason="set TEST_DEVICE=cuda to use a GPU")

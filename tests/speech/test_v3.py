@@ -3,6 +3,7 @@ import json
 import math
 import shutil
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from core.cli import UserError
+from data import collate
 from speech import v3
-from speech.labels import IGNORE, PackedBatch
+from speech.labels import IGNORE
 from tests.helpers import higgs3
 
 BOC, EOC = 1024, 1025
@@ -105,25 +107,13 @@ def prompt_of(ids, sample):
 
 
 def pack(ids, samples):
-    """PackedBatch of samples_of, by the rules of the layout: rows 0 to L - 2 are inputs, 0 to L - 1 targets."""
-    tokens, audio, inputs, at, targets, lengths, start = [], [], [], [], [], [], 0
-    for sample in samples:
-        input_ids, is_audio, ref_rows = prompt_of(ids, sample)
-        rows, frames = v3.delay(sample[3]), len(sample[3])
-        tokens += [*input_ids.tolist(), *[ids.pad] * (len(rows) - 1)]
-        audio += [*is_audio.tolist(), *[True] * (len(rows) - 1)]
-        inputs += [rows[:0] if ref_rows is None else ref_rows, rows[:-1]]
-        at.append(torch.arange(len(rows)) + start + len(input_ids) - 1)
-        targets.append(rows.masked_fill(~v3.label_mask(frames), IGNORE))
-        lengths.append(len(input_ids) + len(rows) - 1)
-        start += lengths[-1]
-    audio = torch.tensor(audio)
-    text_pos, audio_pos = (~audio).nonzero()[:, 0], audio.nonzero()[:, 0]
-    none, order = torch.empty(0, dtype=torch.int64), torch.cat([text_pos, audio_pos]).argsort()
-    return PackedBatch(torch.tensor(tokens), torch.cat([torch.arange(n) for n in lengths]),
-                       torch.tensor([0, *lengths]).cumsum(0).int(), torch.cat(inputs), audio_pos, text_pos,
-                       order, order[torch.cat(at)], torch.cat(targets), none, none,
-                       max(lengths), tuple(lengths), (), {})
+    """PackedBatch of samples_of, as the trainer makes it."""
+    found, place = [], ids.audio_placeholder_id
+    for number, (before, reference, after, target) in enumerate(samples):
+        tokens = np.array([*before, *[place] * (reference is not None), *after, place])
+        codes = [clip.numpy() for clip in (reference, target) if clip is not None]
+        found.append({"number": number, **ids.assemble(tokens, np.arange(len(tokens)) == len(tokens) - 1, codes)})
+    return collate(found, ids)
 
 
 @pytest.mark.slow
