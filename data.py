@@ -72,7 +72,7 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
         found.add(builder.without_audio(bad, parts) if bad else [])
         settle(found)
         # a relative path would be the table's own
-        builder.write(folder, os.path.abspath(cache), shards, where, parts)
+        builder.write(os.path.abspath(cache), shards, where, parts)
         return folder
 
     try:

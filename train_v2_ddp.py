@@ -303,8 +303,7 @@ trainable = [parameter for parameter in model.parameters() if parameter.requires
 optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
                               (0.9, args.adam_beta2), decays)
 if args.fp16:
-    from core.fp16 import Scaler
-    scaler = Scaler(device, state.get("scaler"))
+    scaler = optim.Scaler(device, state.get("scaler"))
 if keep_loss:
     watch.report_progress("the base speaks --keep", args.wait_timeout)
     lines.append(keep_loss.speak(world, model, autocast))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from core import json_files
 from core.cli import UserError, require
-from core.indexing import token_lists
+from core.loading import token_lists
 from core.json_files import HALF_CHARACTER
 from core.problems import problem
 
@@ -200,8 +200,7 @@ def lines_of(path, size):
         if Path(path).suffix != ".parquet":
             yield from json_files.lines(file, path)
             return
-    from core.hub import table_rows
-    yield from table_rows(path, size)
+    yield from json_files.table_rows(path, size)
 
 
 def called(tool):

@@ -206,16 +206,19 @@ class CheckpointManager:
 
         weights: {name: parameter}, plain or sharded, saved as STEM.safetensors under these names
         (split: see tensor_io.stage); name them after dist.reshard(model), or FSDP2's are the
-        gathered ones. save_config(folder): writes the files beside it, on rank 0.
-        state: JSON-able dict for trainer_state/state.json; rank 0's counts. Rotation
-        keeps the checkpoint of its "best_step". files: {relative path: write(path)} of more files of this rank.
+        gathered ones. save_config(folder): writes the small files beside it, on rank 0, at once.
+        state: JSON-able dict for trainer_state/state.json; rank 0's counts. Rotation keeps the
+        checkpoint of its "best_step". files: {relative path: write(path)} of more files.
         """
         self.wait()     # one at a time: two would hold twice the copies in host memory
         if self.world.is_main:
             remove_named(self.output_dir, UNFINISHED)
             try:
-                (self.building(step) / STATE).mkdir(parents=True)
-            except OSError as error:
+                (building := self.building(step)).mkdir(parents=True)
+                save_config(building)
+                configs = os.listdir(building)
+                (building / STATE).mkdir()
+            except Exception as error:      # of the tokenizers' own kind, too
                 raise self.failure(step, error)
         dist.barrier(self.world)
         dist.reshard(model)
@@ -227,7 +230,7 @@ class CheckpointManager:
             rng, text = pickled(rng), json.dumps(state, indent=1)
             share |= {f"{STATE}/rng.pt": lambda path: path.write_bytes(rng),
                       f"{STATE}/state.json": lambda path: path.write_text(text),
-                      "*": save_config}
+                      **dict.fromkeys(configs, lambda path: None)}        # are there already
         self.saves += 1
         self.share_written.clear()
         # not a daemon: the interpreter's end waits for a checkpoint under way
@@ -373,28 +376,16 @@ def check_identity(path, state, identity, *keys):
 def write_files(folder, files):
     """Call each write(path), sync; {relative path: {"bytes", "sha256"}} of what is on disk.
 
-    Under "*" write(folder) writes several files. Raises OSError, which names the file.
+    Raises OSError, which names the file.
     """
     written = {}
     for name, write in files.items():
-        names = [name]
-        with error_names_file(folder / name):
-            if name == "*":     # into a folder of its own, or other ranks' files would look like it
-                part = folder / f".part-{os.getpid()}"
-                part.mkdir()
-                write(part)
-                names = sorted(os.listdir(part))
-                for file in names:
-                    os.rename(part / file, folder / file)
-                part.rmdir()
-            else:
-                write(folder / name)
-        for file in names:
-            with error_names_file(folder / file):   # some disks say only now that they are full
-                fsync(folder / file)
-                size = (folder / file).stat().st_size
-            # of what can be read back, not of what was in memory
-            written[file] = {"bytes": size, "sha256": sha256(folder / file)}
+        path = folder / name
+        with error_names_file(path):
+            write(path)
+            fsync(path)         # some disks say only now that they are full
+        # of what can be read back, not of what was in memory
+        written[name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
     return written
 
 

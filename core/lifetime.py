@@ -10,17 +10,15 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 
 POLL_S = 0.5        # seconds between two looks at the parent
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)      # save and stop
 PR_SET_PDEATHSIG = 1        # of prctl(2)
-BETWEEN = "import runpy, sys; runpy.run_path(sys.argv[1])['between'](*sys.argv[2:])"
+LIBC = ctypes.CDLL(None)
 
 _requested = []     # names of SIGNALS that came
 
@@ -38,27 +36,13 @@ def stop_requested():
 
 def _ask_kernel(number):
     """This process gets signal `number` when the thread that started it ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-
-
-def end_with(parent, end):
-    """From now on a thread calls end() when process `parent` is not this one's parent any more."""
-    def watch():
-        while os.getppid() == parent:
-            time.sleep(POLL_S)
-        end()
-    _ask_kernel(signal.SIGCONT)     # a process that is stopped goes on, to its end
-    threading.Thread(target=watch, daemon=True, name="lifetime").start()
+    LIBC.prctl(PR_SET_PDEATHSIG, number)
 
 
 def start(command, **options):
-    """subprocess.Popen of a command (list) that ends with this process, and so does what it starts,
-    unless that leaves its process group. options: of Popen. OSError when there is no such program.
-    """
-    if shutil.which(command[0]) is None:
-        raise OSError(f"{command[0]}: no such program")
-    first = [sys.executable, "-IS", "-c", BETWEEN, __file__, str(os.getpid())]
-    return subprocess.Popen([*first, *command], process_group=0, **options)
+    """subprocess.Popen of a command (list) that ends with this process. options: of Popen."""
+    return subprocess.Popen(command, process_group=0,
+                            preexec_fn=lambda: _ask_kernel(signal.SIGKILL), **options)
 
 
 def end(process):
@@ -66,23 +50,6 @@ def end(process):
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def between(parent, *command):
-    """The program between start() and its command: waits for it, and kills both with parent."""
-    end_with(int(parent), lambda: os.killpg(0, signal.SIGKILL))
-    status = subprocess.call(command)
-    sys.exit(status if status >= 0 else 128 - status)       # of a signal, as a shell tells it
-
-
-def last_line(words):
-    """Print a last line, without what torch's threads say of a store that is gone."""
-    terminal, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-    time.sleep(2 * POLL_S)      # the node's other ranks have looked and ended by then
-    threading.Timer(POLL_S, os._exit, [1]).start()      # nobody may read the pipe
-    os.write(terminal, f"\n{words}\n".encode())         # a progress bar may stand on the line
 
 
 def end_with_trainer():
@@ -96,11 +63,24 @@ def end_with_torchrun():
     """To be called by every script, first of all; for a process that torchrun has started."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")       # no stacks of a store that is gone
-        end_with(os.getppid(), _end_rank)
+        _ask_kernel(signal.SIGCONT)     # a process that is stopped goes on, to its end
+        threading.Thread(target=_watch, args=(os.getppid(),), daemon=True, name="lifetime").start()
+
+
+def _watch(parent):
+    while os.getppid() == parent:
+        time.sleep(POLL_S)
+    _end_rank()
 
 
 def _end_rank():
+    """Say so, as the last line: without what torch's threads say of a store that is gone."""
     if os.environ.get("LOCAL_RANK", "0") == "0":        # one a node
-        with contextlib.suppress(OSError):
-            last_line("error: torchrun has ended; its ranks end with it")
+        terminal, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        time.sleep(2 * POLL_S)      # the node's other ranks have looked and ended by then
+        threading.Timer(POLL_S, os._exit, [1]).start()      # nobody may read the pipe
+        with contextlib.suppress(OSError):      # a progress bar may stand on the line
+            os.write(terminal, b"\nerror: torchrun has ended; its ranks end with it\n")
     os._exit(1)

@@ -4,8 +4,11 @@ import math
 import torch
 from torch.distributed.tensor import DTensor
 
+from core import cli, fused
 from core.cli import require
 from core.dist import all_gather, all_max
+
+FIRST_SCALE, GROW = 65536.0, 2000       # of --fp16; steps without an overflow after which it doubles
 
 
 def build_adamw(named_parameters, lr, weight_decay, betas, decays):
@@ -93,6 +96,39 @@ def take_step(optimizer, lr, norm):
     return bad
 
 
+class Scaler:
+    """--fp16: the loss is scaled, or gradients would vanish; steps that overflow are skipped.
+
+    As torch.amp.GradScaler does it: half the scale after an overflow, twice the scale after GROW
+    steps without. But whether a step overflowed is asked of the global gradient norm, the same on
+    every rank, and no step waits for the answer. scale, and steps since it changed, are 0-d tensors
+    on the device; both are saved.
+    """
+
+    def __init__(self, device, saved=None):
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+            fused.FLASH = ()
+            cli.notice("no flash attention (sm_{}{}): SDPA, sample by sample".format(
+                *torch.cuda.get_device_capability(device)))
+        self.scale, self.steps = torch.tensor(saved or [FIRST_SCALE, 0.0], device=device)
+
+    def unscale(self, parameters):
+        """Make the scaled gradients true ones, in place."""
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        torch._foreach_mul_(grads, 1 / self.scale)
+
+    def update(self, bad):
+        """After a step; bad: 0-d, 1 where it was skipped."""
+        steps = torch.where(bad > 0, 0.0, self.steps + 1)
+        grown = torch.where(steps >= GROW, self.scale * 2, self.scale)
+        self.scale.copy_(torch.where(bad > 0, (self.scale / 2).clamp(min=1.0), grown))
+        self.steps.copy_(torch.where(steps >= GROW, 0.0, steps))
+
+    def saved(self):
+        """[scale, steps] as python numbers."""
+        return [self.scale.item(), self.steps.item()]
+
+
 class StepMonitor:
     """What the host must know of each step, fetched one step late so that the device never waits:
     was its gradient not finite, or exactly 0; did any rank ask to stop.
@@ -102,7 +138,7 @@ class StepMonitor:
 
     def __init__(self, world, sample_name, max_bad_steps=5, skipped=0, scaler=None,
                  before_error=lambda: None):
-        """sample_name(i): the file and row of sample i. scaler: of fp16.py, or None. before_error:
+        """sample_name(i): the file and row of sample i. scaler: Scaler or None. before_error:
         called on every rank before the run is given up, to complete the checkpoint under way.
         """
         self.before_error = before_error

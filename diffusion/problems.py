@@ -92,15 +92,13 @@ def read_entries(path, split):
     require(place.exists() or "/" in str(path) and HUB_NAME.fullmatch(str(path)),
             f"{path}: no such file or folder")
     if not place.exists():
-        from core import hub
-        with hub.asking(path):
+        with json_files.asking(path):
             from huggingface_hub import snapshot_download
             place = Path(snapshot_download(str(path), repo_type="dataset",
                                            allow_patterns=["*.json*", "*.parquet"]))
     for file in [place] if place.is_file() else find_split(place, split):
         if file.suffix in (".parquet", ".arrow"):
-            from core import hub
-            unit, entries = "sample", enumerate(hub.table_rows(file))
+            unit, entries = "sample", enumerate(json_files.table_rows(file))
         else:
             unit, read = json_files.read_entries(file)
             entries = read(lambda number: True)

@@ -20,7 +20,7 @@ from core import checkpoint, cli, dist, loading
 from core.chat import group_key, question, read_chunks, records_at
 from core.cli import UserError, require
 from core.dist import error_names_file
-from core.indexing import Column, parallel_map_ordered
+from core.loading import Column, parallel_map_ordered
 from core.problems import Problems, problem
 from distill.labels import LINES
 

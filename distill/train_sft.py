@@ -328,8 +328,7 @@ optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args
                               (0.9, args.adam_beta2), packed_lm.decays)
 scaler = None
 if args.fp16:
-    from core.fp16 import Scaler
-    scaler = Scaler(device, state.get("scaler"))
+    scaler = optim.Scaler(device, state.get("scaler"))
 dist.seed_everything(args.seed, world.rank)     # other dropout on every rank
 if resume:
     checkpoints.restore(resume, model, optimizer)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from core import checkpoint, json_files
-from core.cli import UserError
+from core.cli import UserError, require
 from core.dist import rank0
 from core.problems import LIST, problem
 from speech.codes import FRAME_RATE, MEASURES, codec_fingerprint
@@ -35,11 +35,9 @@ def targets(builder):
 
 
 def find_problems(builder, sources, where, measures, least, most):
-    """[Problem] of samples, in the order of the checks; those with a clip that has no codes are
-    passed over.
-
-    builder: TableBuilder. sources: of rows.read_all. where: (n_clips, 4) of
-    ensure_codes. measures: (n_clips, 5) of measures_of. least, most: seconds of a clip.
+    """[Problem] of samples, by check; those with a clip that has no codes are passed over. builder:
+    TableBuilder. sources: of rows.read_all. where: (n_clips, 4) of ensure_codes. measures:
+    (n_clips, 5) of measures_of. least, most: seconds of a clip.
     """
     numbers, offsets = builder.used_clips()
     target, facts, found = targets(builder), builder.facts.array(), []
@@ -135,9 +133,7 @@ def write_prepared(folder, table, tokenizer, ids, codec_dir, reading, report):
 def look_into(folder):
     """The contents of prepared.json of a folder that has all its files. Raises UserError."""
     def need(fits, why):
-        if not fits:
-            raise UserError(f"{folder}: is damaged, {why}; copy it again from where it was "
-                            "prepared, or prepare it again")
+        require(fits, f"{folder}: is damaged, {why}; copy it again, or prepare it again")
     try:
         about = json_files.read_object(Path(folder) / PREPARED)
     except UserError as error:
@@ -158,10 +154,8 @@ def look_into(folder):
 
 
 def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
-    """Table of a prepared folder, on every rank.
-
-    sources: rows.Sources, whose reading must have the defaults or what the folder was prepared
-    with. Raises UserError.
+    """Table of a prepared folder, on every rank. UserError unless the reading of sources (Sources)
+    has the defaults or what the folder was prepared with.
     """
     (path, weight, _), *others = sources.all()
     reading = sources.reading
@@ -169,8 +163,7 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
     def check():
         if others:
             raise UserError(f"{path} and {others[0][0]}: a prepared folder is given alone; prepare "
-                            "all data together (prepare_tts.py --train_data_file A B:0.5 "
-                            "--eval_data_file C)")
+                            "all data together (--train_data_file A B:0.5 --eval_data_file C)")
         about = look_into(path)
         for what, mine, flag in (
                 ("tokenizer", tokenizer_fingerprint(tokenizer, ids), "--model_path"),

@@ -1,7 +1,7 @@
 """Audio files -> codec codes, each clip once, ever: decode, encode, and the cache that runs share.
 
-    folder, shards, where = codes.ensure_codes(world, clips, codes.Encoding(codec_dir, cache_dir, 8))
-    codes.CodeReader(folder, shards).codes(*where[0].tolist())       # (T, 8) int16 of the first clip
+    folder, shards, where = codes.ensure_codes(world, clips, codes.Encoding(codec, cache, 8))
+    codes.CodeReader(folder, shards).codes(*where[0].tolist())      # (T, 8) int16 of the first clip
 
 A file is hashed and decoded piece by piece, averaged to mono, cut, and resampled to 24 kHz. Each
 distinct content is encoded once, clip by clip: zeros behind the shorter ones of a batch would
@@ -20,7 +20,6 @@ import time
 import uuid
 import zlib
 from array import array
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +28,13 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+from torch.distributed import HashStore
 from torch.utils.data import DataLoader
 
 from core import checkpoint, json_files, loading, run_lock, tensor_io, watchdog
 from core.cli import UserError, problem_text
 from core.dist import all_gather, rank0
-from core.indexing import parallel_map_ordered
+from core.loading import parallel_map_ordered
 from speech.choices import LONGEST_CLIP_S
 from speech.conversations import AUDIO_FILES, FILLED_S
 
@@ -61,9 +61,8 @@ BYTES_PER_SECOND = {".wav": 64_000, ".flac": 32_000, ".mp3": 12_000, ".ogg": 10_
 
 
 def decode_audio(path, cuts):
-    """(sha256 hex of a file, [mono float32 waveform (n,) at 24 kHz of each cut]).
-
-    cuts: [(offset seconds or None, duration seconds or None)].
+    """(sha256 hex of a file, [mono float32 waveform (n,) at 24 kHz of each cut]); cuts: [(offset,
+    duration)] in seconds or None.
     """
     digest, rate, parts = decode_file(path, cuts)
     return digest, [cut_wave(part, rate, *cut) for part, cut in zip(parts, cuts)]
@@ -171,18 +170,13 @@ def place_of(offset):
 
 
 def check_seconds(there, offset=None, length=None):
-    """Refuse a cut that is too long, or too short, or of which the end is not in its recording.
-
-    there: seconds of it that are in the recording.
-    """
+    """Refuse a cut of which `there` seconds are in its recording: too many, too few, or not all."""
     if there > LONGEST_CLIP_S:
         raise ValueError(f"lasts {there / 60:.1f} minutes, of which at most "
-                         f"{LONGEST_CLIP_S / 60:.1f} are decoded: cut it into clips of at most "
-                         f"{LONGEST_CLIP_S} s")
+                         f"{LONGEST_CLIP_S / 60:.1f} are decoded: cut it")
     if length and there and length - there > PAST_S:
         raise ValueError(f"ends {length - there:.2f} s before the cut from {offset:g} to "
-                         f"{offset + length:g} s does: the times are of another recording, or not "
-                         "in seconds")
+                         f"{offset + length:g} s: times of another recording, or not seconds")
     if round(there * SAMPLE_RATE) < MIN_SAMPLES:
         raise ValueError(f"is too short: {there:.3f} s{place_of(offset)}; a clip needs "
                          f"{MIN_SAMPLES / SAMPLE_RATE} s")
@@ -252,27 +246,20 @@ def codec_frames(samples, config):
     return -(-n // config.semantic_downsample_factor)
 
 
-def header_frames(path, cuts, config, num_codebooks):
-    """[codec frames of each cut (offset, duration, filled)] of a file, from its header alone.
-
-    A file that is damaged behind its header is found only when it is decoded.
-    """
-    if holds_codes(path):
-        found = read_codes(path)[1]
-        for offset, *_ in cuts:
-            check_codes(found, offset, num_codebooks, config.codebook_size)
-        return [len(found)] * len(cuts)
-    with readable(path) as file, open_sound(file) as audio:
-        rate, frames = audio.samplerate, audio.frames
-    found = []
-    for offset, length, fill in cuts:
-        start = round((offset or 0) * rate)
-        there = max(0, min(frames, start + round(length * rate) if length else frames) - start)
-        samples = (2 * there * SAMPLE_RATE + rate) // (2 * rate)    # soxr's, rounded half up
-        check_seconds(samples / SAMPLE_RATE, offset, length)
-        samples = max(samples, round(FILLED_S * SAMPLE_RATE)) if fill else samples
-        found.append(codec_frames(samples, config))
-    return found
+def header_frames(clip, config, num_codebooks):
+    """Codec frames of a Clip from its file's header alone; damage behind that is found later."""
+    if holds_codes(clip.path):
+        found = read_codes(clip.path)[1]
+        check_codes(found, clip.offset, num_codebooks, config.codebook_size)
+        return len(found)
+    with readable(clip.path) as file, open_sound(file) as audio:
+        rate, stop = audio.samplerate, audio.frames
+    start = round((clip.offset or 0) * rate)
+    if clip.duration:
+        stop = min(stop, start + round(clip.duration * rate))
+    samples = (2 * max(0, stop - start) * SAMPLE_RATE + rate) // (2 * rate)   # soxr rounds half up
+    check_seconds(samples / SAMPLE_RATE, clip.offset, clip.duration)
+    return codec_frames(max(samples, round(FILLED_S * SAMPLE_RATE) * clip.filled), config)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -288,8 +275,8 @@ def codec_config(codec_dir, num_codebooks):
     except Exception as error:
         raise UserError(f"{codec_dir}: codec cannot be loaded ({str(error).splitlines()[0]})")
     if rates != (SAMPLE_RATE, FRAME_RATE):
-        raise UserError(f"{codec_dir}: codec runs at {rates[0]} Hz and {rates[1]} frames/s; "
-                        f"Higgs-Audio V2 needs {SAMPLE_RATE} Hz and {FRAME_RATE}")
+        raise UserError(f"{codec_dir}: codec runs at {rates[0]} Hz and {rates[1]} frames/s, not at "
+                        f"{SAMPLE_RATE} and {FRAME_RATE}")
     bandwidth = num_codebooks * config.frame_rate * config.codebook_nbits / 1000
     if bandwidth not in config.target_bandwidths:
         raise UserError(f"{codec_dir}: {num_codebooks} codebooks need bandwidth {bandwidth}, "
@@ -302,9 +289,8 @@ def check_encoder():
     try:
         import torchaudio  # noqa: F401  (the codec resamples with it; transformers says less)
     except ImportError:
-        raise UserError("encoding new audio needs torchaudio, which is not installed (training "
-                        "from a filled --code_cache does not): run launch/setup.sh or pip install "
-                        "torchaudio==2.11.0")
+        raise UserError("encoding new audio needs torchaudio, which is not installed: run "
+                        "launch/setup.sh or pip install torchaudio==2.11.0")
 
 
 def load_codec(codec_dir, device, num_codebooks):
@@ -318,8 +304,7 @@ def load_codec(codec_dir, device, num_codebooks):
     except Exception as error:
         raise UserError(f"{codec_dir}: codec cannot be loaded ({str(error).splitlines()[0]})")
     if lost := sorted(info["missing_keys"]) + sorted(info["unexpected_keys"]):
-        raise UserError(f"{codec_dir}: {len(lost)} missing or unexpected codec weights, first "
-                        f"{lost[:5]}")
+        raise UserError(f"{codec_dir}: {len(lost)} missing or unexpected weights, first {lost[:5]}")
     for name, weight in codec.named_parameters():
         if not tensor_io.is_finite(weight):
             raise UserError(f"{codec_dir}: {name} holds NaN or infinity; it cannot be used")
@@ -349,10 +334,8 @@ def encode_clip(codec, wave, bandwidth, num_codebooks):
 
 @dataclass(frozen=True)
 class Encoding:
-    """How clips become codes, and where these lie.
-
-    processes: that decode, on this node. wait_limit_s: seconds to wait for another run that fills
-    the cache.
+    """How clips become codes, and where these lie. processes: that decode, on this node.
+    wait_limit_s: seconds to wait for another run that fills the cache.
     """
     codec_dir: Path
     cache_dir: Path
@@ -360,19 +343,14 @@ class Encoding:
     processes: int = 0
     wait_limit_s: float = 6 * 3600
 
-    def folder(self):
-        """The part of the cache that is of this codec. Raises UserError."""
-        return Path(self.cache_dir) / codec_fingerprint(self.codec_dir)
-
 
 def codec_fingerprint(codec_dir):
     """16 hex digits of the codec's config and weights and of PIPELINE. Raises UserError."""
     digest = hashlib.sha256(PIPELINE)
     weights = sorted(Path(codec_dir).glob("*.safetensors"))
     if not weights:
-        raise UserError(f"{codec_dir}: holds no *.safetensors weights; the 2025 codec format "
-                        "(model.pth) is not read, use the native one "
-                        "(bosonai/higgs-audio-v2-tokenizer, main)")
+        raise UserError(f"{codec_dir}: holds no *.safetensors weights; take the native codec, "
+                        "bosonai/higgs-audio-v2-tokenizer, not model.pth of 2025")
     for path in sorted([*weights, *Path(codec_dir).glob("config.json")]):
         digest.update(path.name.encode())
         with json_files.open_file(path) as file:
@@ -391,9 +369,8 @@ def cut_text(clip, filled):
 
 
 def content_key(file_digest, clip, filled=False):
-    """16 bytes of a file's content (its SHA-256 in hex digits) and a Clip's cut of it.
-
-    filled: zeros were added; a clip that is long enough has the key of the plain one.
+    """16 bytes of a file's content (its SHA-256 in hex digits) and a Clip's cut of it. filled:
+    zeros were added; a clip that is long enough has the key of the plain one.
     """
     return key_of(file_digest, cut_text(clip, filled))
 
@@ -446,8 +423,7 @@ class Batch:
                    "lengths": np.array(list(map(len, self.codes)), np.int32),
                    "keys": raw(self.keys), "files": raw(self.files),
                    "file_keys": raw(self.file_keys), "checksums": np.array(sums, np.uint32)}
-        about = {"clips": str(len(self.keys)), "files": str(len(self.files)),
-                 "sha256": digest_columns(columns)}
+        about = {"sha256": digest_columns(columns)}
         tensors = {"codes": np.ascontiguousarray(codes), **columns}     # written as memory lies
         try:
             checkpoint.write_atomically(
@@ -473,9 +449,8 @@ def shard_names(folder):
 
 
 def read_shard(path, names):
-    """({name: array} of those tensors that a shard has, its notes).
-
-    ValueError when it is damaged. UserError when it cannot be read, which says nothing about it.
+    """({name: array} of those tensors that a shard has, its notes). ValueError when it is damaged;
+    UserError when it cannot be read, which says nothing about it.
     """
     try:
         # open() says what is wrong: to safe_open every reason is the same
@@ -635,9 +610,8 @@ class CodeReader:
         except (OSError, SafetensorError) as error:
             why = f"cannot be read ({error})"
         if why:
-            raise UserError(f"{path}: a clip in it {why}; start the same command again, for a "
-                            "prepared folder that of prepare_tts.py: what is damaged is set aside, "
-                            "and its clips are encoded again")
+            raise UserError(f"{path}: a clip in it {why}; start the same command again (for a "
+                            "prepared folder prepare_tts.py), and its clips are encoded again")
         return found
 
     def __getstate__(self):
@@ -673,7 +647,7 @@ def ensure_codes(world, clips, how, bad=None):
 
     def is_complete():
         nonlocal folder, index, found, unknown
-        folder = how.folder()
+        folder = Path(how.cache_dir) / codec_fingerprint(how.codec_dir)
         index, found, unknown = look_up(folder, clips, how.processes)
         return not len(unknown) and not index.damaged
 
@@ -682,8 +656,8 @@ def ensure_codes(world, clips, how, bad=None):
         try:
             cleanup.enter_context(lock_cache(folder, 0.9 * how.wait_limit_s))
         except OSError as error:
-            raise UserError(f"--code_cache {how.cache_dir}: lacks {len(unknown)} of "
-                            f"{len(clips)} clips and cannot be written ({error.strerror})")
+            raise UserError(f"--code_cache {how.cache_dir}: lacks {len(unknown)} of {len(clips)} "
+                            f"clips and cannot be written ({error.strerror})")
         except watchdog.Stopped:
             return folder, None
         # another run was filling it meanwhile
@@ -732,10 +706,7 @@ def lock_cache(folder, wait_s):
 
 
 def share_work(clips, unknown, world_size):
-    """Per rank, the list of (path, (size, date), {number: clip}) to encode, longest first.
-
-    unknown: of CacheIndex.find_clips.
-    """
+    """Per rank, the list of (path, (size, date), {number: clip}) to encode, longest first."""
     files = {}
     for i, *about in unknown.tolist():
         files.setdefault(clips[i].path, (tuple(about), {}))[1][i] = clips[i]
@@ -750,42 +721,32 @@ def share_work(clips, unknown, world_size):
             for rank in range(world_size)]
 
 
-class Jobs:
-    """share_work's list for one rank as a Dataset: (i, sha256 of file i, [for each cut its waveform
-    (n,) or saved codes (T, K), and its measures; or text of why there are none]).
+def decode_job(job):
+    """(sha256 hex of a file of share_work's, [for each cut its wave (n,) or saved codes (T, K), and
+    its measures; or text of why there are none]).
     """
+    path, _, cuts = job
 
-    def __init__(self, work):
-        self.work = work
-
-    def __len__(self):
-        return len(self.work)
-
-    def __getitem__(self, i):
-        path, _, cuts = self.work[i]
-        try:
-            if holds_codes(path):
-                digest, found = read_codes(path)
-                seconds = np.array([len(found) / FRAME_RATE, *[np.nan] * 4], np.float32)
-                return i, digest, [(found, seconds)] * len(cuts)
-            digest, rate, parts = decode_file(
-                path, [(clip.offset, clip.duration) for clip in cuts.values()])
-        except ValueError as error:
-            return i, "", [str(error)] * len(cuts)
-        return i, digest, [self.wave(part, rate, clip) for clip, part in zip(cuts.values(), parts)]
-
-    def wave(self, part, rate, clip):
+    def wave(part, clip):
         try:        # numpy: tensors would travel through /dev/shm, which containers keep small
             found = cut_wave(part, rate, clip.offset, clip.duration)
             return filled(found) if clip.filled else found, measure(part, rate)
         except ValueError as error:
             return str(error)
 
+    try:
+        if holds_codes(path):
+            digest, found = read_codes(path)
+            seconds = np.array([len(found) / FRAME_RATE, *[np.nan] * 4], np.float32)
+            return digest, [(found, seconds)] * len(cuts)
+        digest, rate, parts = decode_file(path, [(c.offset, c.duration) for c in cuts.values()])
+    except ValueError as error:
+        return "", [str(error)] * len(cuts)
+    return digest, list(map(wave, parts, cuts.values()))
+
 
 def encode_share(world, work, folder, how):
-    """Decode and encode this rank's share of `work`, writing shards -> {clip number: file and
-    reason} of those that have no codes.
-    """
+    """Encode this rank's share of `work` into shards -> {clip: file and reason} of what fails."""
     bad, progress = {}, Progress(world, work)
     try:
         if work[world.rank]:
@@ -801,11 +762,10 @@ def encode_files(world, mine, folder, how, progress, bad):
     batch, flushed = Batch(folder, how.num_codebooks), time.monotonic()
     codec, bandwidth = load_codec(how.codec_dir, world.device, how.num_codebooks)
     workers = min(len(mine), max(1, how.processes // world.local_size) if how.processes else 0)
-    loader = DataLoader(Jobs(mine), batch_size=None, num_workers=workers,
-                        collate_fn=lambda item: item, worker_init_fn=watchdog.init_loader,
+    loader = DataLoader(mine, batch_size=None, num_workers=workers, collate_fn=decode_job,
+                        worker_init_fn=watchdog.init_loader,
                         multiprocessing_context="fork" if workers else None)
-    for i, digest, waves in loading.each(loader):
-        path, about, cuts = mine[i]
+    for (digest, waves), (path, about, cuts) in zip(loading.each(loader), mine):
         heard = 0.0
         for (number, clip), found in zip(cuts.items(), waves):
             if isinstance(found, str):
@@ -816,8 +776,7 @@ def encode_files(world, mine, folder, how, progress, bad):
             heard += seconds
             key = content_key(digest, clip, clip.filled and not saved and seconds < FILLED_S)
             # the same content under two paths is encoded by the rank that claims it first
-            if key not in seen and not index.has(key) and (
-                    not world.store or world.store.add(f"claim/{key.hex()}", 1) == 1):
+            if key not in seen and not index.has(key) and progress.count(key.hex(), 1) == 1:
                 try:
                     if saved:
                         size = codec.config.codebook_size
@@ -849,16 +808,14 @@ class Progress:
     def __init__(self, world, work):
         """work: of share_work."""
         from tqdm import tqdm
-        self.world, self.counts, self.start = world, Counter(), time.monotonic() - 1e-3
+        self.world, self.store = world, world.store or HashStore()
+        self.start = time.monotonic() - 1e-3
         self.bar = tqdm(total=sum(len(cuts) for share in work for *_, cuts in share), unit="clip",
                         desc="encoding audio", disable=not world.is_main,
                         mininterval=0.1 if sys.stderr.isatty() else 30)
 
     def count(self, name, n=0):
-        if self.world.store:
-            return self.world.store.add(f"encoding audio/{name}", n)
-        self.counts[name] += n
-        return self.counts[name]
+        return self.store.add(f"encoding audio/{name}", n)
 
     def add(self, n, seconds):
         """Count n clips and so many seconds of audio."""
@@ -883,11 +840,9 @@ class Progress:
 
 
 def plan_codes(clips, how, bad=None):
-    """What ensure_codes would return, without encoding, writing or locking: -1, -1, frames for a
-    clip that the cache lacks. UserError where nothing can be encoded.
-    """
+    """What ensure_codes would return, without encoding: -1, -1, frames for a new clip."""
     config, _ = codec_config(how.codec_dir, how.num_codebooks)
-    folder = how.folder()
+    folder = Path(how.cache_dir) / codec_fingerprint(how.codec_dir)
     index, where, unknown = look_up(folder, clips, how.processes)
     if index.damaged:
         print(f"notice     {len(index.damaged)} shards of the code cache are damaged: a run sets "
@@ -895,22 +850,16 @@ def plan_codes(clips, how, bad=None):
     unusable = {} if bad is None else bad
 
     def frames(i):
-        clip = clips[i]
         try:
-            cut = clip.offset, clip.duration, clip.filled
-            return header_frames(clip.path, [cut], config, how.num_codebooks)[0]
+            return header_frames(clips[i], config, how.num_codebooks)
         except ValueError as error:
-            unusable[i] = f"{clip.path}: {error}"
+            unusable[i] = f"{clips[i].path}: {error}"
             return 0
 
     with ThreadPoolExecutor(16) as pool:        # waits for the file system, not for the processor
         where[unknown[:, 0], 2] = list(pool.map(frames, unknown[:, 0].tolist()))
-    problems = list(dict.fromkeys(unusable[i] for i in sorted(unusable))) if bad is None else []
+    if bad is None and unusable:
+        raise UserError(problem_text(list(dict.fromkeys(unusable[i] for i in sorted(unusable)))))
     if len(unknown):
-        try:
-            check_encoder()
-        except UserError as error:
-            problems.append(str(error))
-    if problems:
-        raise UserError(problem_text(problems))
+        check_encoder()
     return folder, [], where

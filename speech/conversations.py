@@ -73,13 +73,13 @@ class Turn:
 @dataclass
 class Sample:
     """A canonical conversation. name: where it stands in the user's files; speaker, language: the
-    data's labels. recognised: {a key of text_normalization.RECOGNISED: the words it is about}.
-    notes: [(check, text)] of what is odd about it, and does not stop a run.
+    data's labels. recognised: keys of text_normalization.RECOGNISED. notes: [(check, text)] of what
+    is odd about it, and does not stop a run.
     """
     name: str
     turns: list
     speaker: str = ""
-    recognised: dict = field(default_factory=dict)
+    recognised: set = field(default_factory=set)
     language: str = ""
     notes: list = field(default_factory=list)
 
@@ -209,8 +209,7 @@ def sample_text(sample):
 def message_parts(message, paths):
     """(role, parts) of one raw message; parts are str or Clip. Raises BadSample."""
     if not isinstance(message, dict):
-        raise BadSample(f"a message is a {type(message).__name__}, not an object with 'role' and "
-                        "'content'")
+        raise BadSample(f"a message is a {type(message).__name__}, not an object")
     role, content = message.get("role"), message.get("content")
     if role not in ("system", "scene", "user", "assistant"):
         raise BadSample(f"unknown role {role!r}; known: system, scene, user, assistant")
@@ -224,14 +223,12 @@ def message_parts(message, paths):
             parts.append(clip_of(item, paths))
             continue
         if kind != "text":
-            raise BadSample(f"unknown content type {kind!r} in a message of role {role!r}; known: "
-                            "text, audio")
+            raise BadSample(f"unknown content type {kind!r} of role {role!r}; known: text, audio")
         text = item.get("text")
         if not isinstance(text, str):
             raise BadSample(f"a text item of role {role!r} has no string 'text'")
         if not text.isascii() and HALF_CHARACTER.search(text):
-            raise BadSample(f"a text of role {role!r} holds half a character (\\ud800 to \\udfff): "
-                            f"{text!r}")
+            raise BadSample(f"a text of role {role!r} holds half a character: {text!r}")
         if text.strip():
             parts.append(text)
     return role, parts
@@ -240,18 +237,15 @@ def message_parts(message, paths):
 def clip_of(item, paths):
     name = item.get("audio_url") or item.get("url") or item.get("path")
     if not name:
-        if item.get("raw_audio"):
-            raise BadSample("inline 'raw_audio' is not supported; write it to a file and set "
-                            "'audio_url'")
-        raise BadSample("an audio item has no 'audio_url'")
+        raise BadSample("inline 'raw_audio' is not supported; set 'audio_url' to a file of it"
+                        if item.get("raw_audio") else "an audio item has no 'audio_url'")
     offset, duration = item.get("offset"), item.get("duration")
     for key, value in (("offset", offset), ("duration", duration)):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if value is not None and not (number and 0 <= value < 1e7):
             raise BadSample(f"'{key}' of {name!r} is {value!r}, not seconds")
     if offset is not None and duration == 0:
-        raise BadSample(f"{name!r} lasts 0 s from offset {offset} s on; without a duration the "
-                        "rest of the file is meant")
+        raise BadSample(f"{name!r} lasts 0 s from offset {offset} s on")
     # duration alone is the dataset's note on the clip's length; only an offset makes it a cut
     cut = duration if offset is not None else None
     return Clip(paths.find(str(name)), offset, cut, float(duration or 0))
@@ -264,9 +258,8 @@ def marks_speakers_otherwise(text):
 
 def system_parts(text, scene="", voices=None, references=False):
     """(what a system turn says, scene description or "") for a text, as boson-ai's generation.py.
-
-    Of several [SPEAKER*] without reference clips, the scene says their voices. voices: {tag: words
-    about it}; unknown ones are feminine and masculine in turn.
+    Of several [SPEAKER*] without references the scene says their voices. voices: {tag: words about
+    it}; unknown ones are feminine and masculine in turn.
     """
     tags = sorted(set(TAG.findall(text)))
     if references or len(tags) < 2:
@@ -291,8 +284,7 @@ def canonical_sample(name, entry, paths, normalize=False):
     mark_trained(turns, entry.get("start_index"), rewritten, len(entry["messages"]))
     for before, turn in zip(turns, turns[1:]):
         if turn.trained and not turn.text and not (before.role == "user" and before.text.strip()):
-            raise BadSample("the trained clip has no text: no user text stands before it and the "
-                            "assistant has none")
+            raise BadSample("the trained clip has no text before it")
     if normalize:
         normalise_requests(turns)
     return Sample(name, [trimmed(turn) for turn in turns], str(entry.get("speaker") or ""),
@@ -306,9 +298,7 @@ def normalise_requests(turns):
 
 
 def canonical_turns(entry, paths):
-    """(canonical turns of a raw sample, whether a user's reference audio was moved to turns of its
-    own, what Sample.recognised is).
-    """
+    """(canonical turns, whether a user's reference audio got its own turns, Sample.recognised)."""
     messages = entry.get("messages") if isinstance(entry, dict) else None
     if not isinstance(messages, list) or not messages:
         raise BadSample("has no list 'messages'")
@@ -316,13 +306,13 @@ def canonical_turns(entry, paths):
     told = {key: misc[key].strip() if isinstance(misc.get(key), str) else ""
             for key in ("ref_transcript", "target_transcript")}
     parsed = [message_parts(message, paths) for message in messages]
-    turns, scenes, rewritten, recognised = [], [], False, {}
+    turns, scenes, rewritten, recognised = [], [], False, set()
     for index, (role, parts) in enumerate(parsed):
         if role == "scene":
             scenes.append(parts)
         elif role == "user" and any(isinstance(part, Clip) for part in parts):
-            answer = next((Turn(r, p, 0).text for r, p in parsed[index + 1:] if r == "assistant"), "")
-            answer = answer.strip() or told["target_transcript"]
+            answers = [Turn(r, p, 0).text for r, p in parsed[index + 1:] if r == "assistant"]
+            answer = "".join(answers[:1]).strip() or told["target_transcript"]
             turns += reference_turns(parts, index, answer, told["ref_transcript"], recognised)
             rewritten = True
         elif role == "assistant":
@@ -388,8 +378,8 @@ def reference_turns(parts, index, answer, ref_transcript, recognised):
         target = "".join(waiting).strip()
     target = recognise(target, answer, recognised)[0] or answer
     if not target:
-        raise BadSample("no target text: the user message has none after its reference audio, nor "
-                        "has the assistant")
+        raise BadSample("no target text: neither the user, after the reference, nor the assistant "
+                        "says it")
     turns = []
     for transcript, clip in pairs:
         if not transcript:
@@ -400,19 +390,15 @@ def reference_turns(parts, index, answer, ref_transcript, recognised):
 
 
 def recognise(asked, answer, recognised):
-    """text_normalization.target_text; recognised takes what it found, and the words it is about."""
+    """text_normalization.target_text; the set `recognised` takes what it found."""
     target, how = text_normalization.target_text(asked, answer)
-    if how == "punctuation":
-        recognised[how] = target
-    elif how == "instruction":
-        recognised[how] = text_normalization.words_before(asked.strip(), target)
+    recognised |= {how} & text_normalization.RECOGNISED.keys()
     return target, how
 
 
 def without_repeated_text(parts, before, recognised):
-    """Parts of an assistant message without the text that only repeats what the user asked to hear.
-
-    The user's turn `before` then loses what stood before that text.
+    """Parts of an assistant message without text that only repeats the request of the user's turn
+    `before`, which then loses what stood before that text.
     """
     answer = "".join(part for part in parts if isinstance(part, str)).strip()
     clips = [part for part in parts if isinstance(part, Clip)]
@@ -439,8 +425,7 @@ def mark_trained(turns, start_index, rewritten, n_messages):
     for turn in given:
         turn.trained = turn.source >= start_index
     if not any(turn.trained for turn in speaking):
-        raise BadSample(f"start_index {start_index} of {n_messages} messages leaves no assistant "
-                        "audio to train")
+        raise BadSample(f"start_index {start_index} of {n_messages} messages leaves nothing to train")
 
 
 def trimmed(turn):

@@ -2,7 +2,7 @@
 
     python speech/convert.py my_corpus --output train.jsonl
     python speech/convert.py clips.csv --columns audio=clip,text=caption --output train.jsonl
-    python speech/convert.py 'shards/*.parquet' --output train.jsonl     # audio is unpacked beside it
+    python speech/convert.py 'shards/*.parquet' --output train.jsonl   # audio is unpacked beside it
 
 Reads tables with a header (.csv .tsv .json .jsonl; columns are known by name), tables without one
 (audio|text, LJSpeech, Piper, the .list of GPT-SoVITS), Kaldi folders, metadata.json of the GUIs,
@@ -14,10 +14,13 @@ reason; look at the first sample that is printed, and into the file.
 import contextlib
 import csv
 import glob
+import hashlib
+import heapq
 import html
 import io
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -31,9 +34,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ stand
 
 from core import cli, json_files
 from core.cli import UserError, counted, error_text, printable, require
-from speech import choices, prompts
+from speech import choices
+from speech.choices import DEFAULT_SYSTEM, TASK_TYPES
 from speech.conversations import (
     AUDIO_FILES,
+    SCENE,
     BadSample,
     Paths,
     Reading,
@@ -42,11 +47,12 @@ from speech.conversations import (
     is_chatml,
     label_of,
     sample_text,
+    system_parts,
 )
 
 OTHER_AUDIO = (".m4a", ".aac", ".mp4", ".webm", ".wma", ".amr")     # libsndfile does not read them
 TEXTS = (".txt", ".normalized.txt", ".lab")                         # beside an audio file
-CUES = (".srt", ".vtt")                                             # with times: cuts of a recording
+CUES = (".srt", ".vtt")                                             # of recordings: with times
 LISTS = (".json", ".jsonl", ".csv", ".tsv", ".list", ".lst", ".txt")
 COLUMNS = {     # what a column means, by its name in lower case; the first that is there counts
     "audio": "audio audio_file audio_path audio_filepath audio_filename audio_url wav wav_path "
@@ -77,6 +83,11 @@ ODD = {         # of texts that are used all the same: {what is said of them: pa
         r"&(?:#\d+|#x[0-9a-f]+|[a-z]{2,8});", re.I),
     "look like text in a wrong encoding": re.compile("Ã[\x80-¿]|â€|Â[\x80-¿]|�"),
     "hold control characters": re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f]")}
+PHONEMES = "give the texts of which they were made, Higgs-Audio does not read these"
+OUTSIDE = "name audio that is not below the folder of the list"
+SPOKEN_BY = re.compile(r"^\s*Speaker\s+(\d+)\s*:\s*", re.I | re.M)     # as VibeVoice writes it
+CANDIDATES = 64         # clips of a speaker among which references are chosen
+GOOD_SECONDS = (3, 15)  # of a reference, where the data say how long clips are
 SHARD_S = 600           # of sound in a FLAC file that audio is unpacked into
 DEPTH, LOOK = 3, 20     # levels of folders, and rows, that are looked through
 
@@ -92,10 +103,9 @@ class Undecided(UserError):
 
 def find_columns(names, given):
     """{meaning: column name}. given: {meaning: name} of --columns."""
-    lower = {}
+    lower, found = {}, {}
     for name in names:
         lower.setdefault(str(name).strip().lower(), name)
-    found = {}
     for meaning, spellings in COLUMNS.items():
         for spelling in [given[meaning].lower()] if meaning in given else spellings.split():
             if spelling in lower:
@@ -122,17 +132,15 @@ def open_json(path, given):
     first = json_files.json_value(path) if path.suffix == ".json" else None
     if isinstance(first, dict) and "samples" in first:
         return "metadata.json", read_metadata(path, first["samples"])
-    require(not (isinstance(first, dict) and "segments" in first), f"{path}: is what a recogniser "
-            "heard in one recording; give the folder in which it stands beside that recording")
+    require(not (isinstance(first, dict) and "segments" in first),
+            f"{path}: is of a recogniser; give the folder in which it stands beside its recording")
     unit, read = json_files.read_entries(path)
     entries = [entry for _, entry in itertools.islice(read(lambda number: True),
                                                       None if given else LOOK)]
-    names = list(dict.fromkeys(key for entry in entries if isinstance(entry, dict)
-                               for key in entry))
-    require(names or not entries, f"{path}: holds neither samples with 'messages' nor rows with "
-                                  "columns of audio and text")
-    require("audio_codes" not in names, f"{path}: holds audio_codes, another trainer's; give the "
-                                        "list from which they were made")
+    names = list(dict.fromkeys(key for one in entries if isinstance(one, dict) for key in one))
+    require(names or not entries, f"{path}: holds neither 'messages' nor columns of audio and text")
+    require("audio_codes" not in names,
+            f"{path}: holds audio_codes, another trainer's; give the list of which they were made")
     if names and "messages" not in names:
         check_columns(path, names, given)
     return "JSON", ((f"{unit} {number + 1}", json_row(entry, given))
@@ -159,11 +167,9 @@ def swift_row(entry):
     spoken = sum(answer.count("<audio>") for answer in answers)
     asked = sum(m["content"].count("<audio>") for m in messages) - spoken
     if asked and not spoken:
-        return BadSample("its <audio> is in the user's message: that is speech to understand, not "
-                         "to speak")
+        return BadSample("its <audio> is the user's: that is speech to understand, not to speak")
     if spoken > 1 or asked or len(clips) != 1 or not answers:
-        return BadSample(f"{asked + spoken} <audio> and {len(clips)} audios: one spoken clip a "
-                         "sample is read")
+        return BadSample(f"{asked + spoken} <audio> and {len(clips)} audios, not one spoken clip")
     requests = [m["content"] for m in messages if m.get("role") == "user"]
     text = answers[-1].replace("<audio>", "").strip() or (requests or [""])[-1]
     ref = entry.get("ref_audios")
@@ -182,24 +188,22 @@ def read_metadata(path, samples):
                 raise BadSample(f"has no {key!r}")
             moved = path.parent / str(raw.get("split") or "") / value
             return str(moved) if not (path.parent / value).exists() and moved.exists() else value
-        return {**{key: raw.get(key) for key in ("id", "scene", "language", "split", "duration",
-                                                 "voices")},
-                "audio": inside("audio_file"), "text_name": "transcript_file",
+        kept = ("id", "scene", "language", "split", "duration", "voices")
+        return {**{key: raw.get(key) for key in kept}, "audio": inside("audio_file"),
                 "text_file": path.parent / inside("transcript_file"),
+                "text_name": "transcript_file", "ref_speakers": raw.get("ref_speakers") or [],
                 "ref_audio": inside("ref_audio_file") if raw.get("ref_audio_file") else None,
-                "ref_text": raw.get("ref_transcript"), "ref_speakers": raw.get("ref_speakers") or [],
+                "ref_text": raw.get("ref_transcript"),
                 "speaker": raw.get("speaker_id") or raw.get("speaker_name"),
                 "task_type": raw.get("training_task_type") or raw.get("task_type")}
 
     for number, raw in enumerate(samples, 1):
-        place = f"sample {number}"
-        if not isinstance(raw, dict):
-            yield place, BadSample(f"is a {type(raw).__name__}, not an object")
-            continue
+        place, label = f"sample {number}", raw.get("id") if isinstance(raw, dict) else None
         try:
+            if not isinstance(raw, dict):
+                raise BadSample(f"is a {type(raw).__name__}, not an object")
             yield place, row_of(raw)
         except BadSample as error:
-            label = raw.get("id")
             yield f"{place} ({printable(label, 80)})" if label else place, error
 
 
@@ -214,23 +218,20 @@ def lines_of(path):
 
 
 def fields_of(line, separator, as_written=False):
-    """Fields of a line; one whose quotes do not fit is split at every separator.
-
-    as_written: quotes count only where Python's csv module would have written them, as in tables
-    without a header: Piper's are made by it, LJSpeech has quotes of its own.
+    """Fields of a line; one whose quotes do not fit is split at every separator. as_written: quotes
+    count only where Python's csv module would write them, as Piper does; LJSpeech's are text.
     """
-    if '"' not in line:
-        return line.split(separator)
-    try:
+    with contextlib.suppress(csv.Error):
         fields = next(csv.reader([line], delimiter=separator, strict=True, skipinitialspace=True))
-    except csv.Error:
-        return line.split(separator)
-    for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL) if as_written else ():
-        again = io.StringIO()
-        csv.writer(again, delimiter=separator, quoting=quoting, lineterminator="").writerow(fields)
-        if again.getvalue() == line:
+        if '"' in line and not as_written:
             return fields
-    return line.split(separator) if as_written else fields
+        for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL) if '"' in line else ():
+            again = io.StringIO()
+            csv.writer(again, delimiter=separator, quoting=quoting,
+                       lineterminator="").writerow(fields)
+            if again.getvalue() == line:
+                return fields
+    return line.split(separator)
 
 
 def open_table(path, given):
@@ -257,17 +258,16 @@ def read_table(path, separator, given):
     names = [name.strip() for name in next(rows)[1]]
     columns = {meaning: names.index(name) for meaning, name in find_columns(names, given).items()}
     for number, row in rows:
-        if len(row) != len(names):
-            yield f"line {number}", BadSample(f"has {len(row)} fields, the header has "
-                                              f"{len(names)}: {separator.join(row)[:80]!r}")
-        else:
-            yield f"line {number}", {meaning: row[at].strip() for meaning, at in columns.items()}
+        fits = len(row) == len(names)
+        yield f"line {number}", {meaning: row[at].strip() for meaning, at in columns.items()} \
+            if fits else BadSample(f"has {len(row)} fields, the header has {len(names)}: "
+                                   f"{separator.join(row)[:80]!r}")
 
 
 def csv_rows(path):
     """(number of the first line, row) of CSV; UserError names the line of an open quote."""
-    text = (line + "\n" for line in lines_of(path))
-    reader = csv.reader(text, strict=True, skipinitialspace=True)
+    reader = csv.reader((line + "\n" for line in lines_of(path)), strict=True,
+                        skipinitialspace=True)
     while True:
         line = reader.line_num + 1
         try:
@@ -276,14 +276,12 @@ def csv_rows(path):
             return
         except csv.Error as error:
             raise UserError(f"{path}: its quotes do not fit in the row that begins at line {line} "
-                            f"({error}); a quote inside a field is written twice, and the field "
-                            'stands in quotes: "so ""it"" is"')
+                            f'({error}); write one inside a field twice: "so ""it"" is"')
 
 
 def open_headerless(path, head, given):
-    """(about, rows) of lines of 2 to 4 fields without a header, of which the first names audio.
-
-    What the others are is judged over all rows; undecided: UserError that asks for --columns.
+    """(about, rows) of lines of 2 to 4 fields without a header, of which the first names audio;
+    what the others are is judged over all rows.
     """
     paths, why = audio_paths(path.parent), f"nor 2 to 4 fields as all others: {head[0][:80]!r}"
     at = int(given.get("audio", 1)) - 1
@@ -295,8 +293,8 @@ def open_headerless(path, head, given):
             why = (f"and its first field names no audio files: {rows[0][0].strip()[:80]!r} is not "
                    f"there; looked in {', '.join(paths.places())}")
     else:
-        raise UserError(f"{path}: is not a table that is known: its first line has neither a "
-                        f"column of audio and one of text, {why}; give it a first line: audio,text")
+        raise UserError(f"{path}: is not a table that is known: its first line has neither columns "
+                        f"of audio and of text, {why}; give it a first line: audio,text")
     width = len(rows[0])
     rows = [(number, [field.strip() for field in fields_of(line, separator, as_written=True)])
             for number, line in enumerate(lines_of(path), 1) if line.strip()]
@@ -304,7 +302,8 @@ def open_headerless(path, head, given):
         meanings_of(path, [row for _, row in rows if len(row) == width])
 
     def row_of(row):
-        if len(row) != width and not (width == 3 > len(row) == 2 and "normalised" in meanings.values()):
+        shorter = width == 3 > len(row) == 2 and "normalised" in meanings.values()
+        if len(row) != width and not shorter:
             return BadSample(f"has {len(row)} fields, not {width}: {separator.join(row)[:80]!r}")
         found = {meaning: row[at] for at, meaning in meanings.items() if at < len(row)}
         text = found.pop("normalised", "") or found["text"]
@@ -317,9 +316,8 @@ def meanings_of(path, rows):
     """{number of a field: its meaning} of a table without a header; Undecided where it is open."""
     columns = [[value for value in column if value] for column in zip(*rows)]
     if any(map(phonemes, columns)):
-        raise Undecided(f"{path}: its texts are phonemes, such as "
-                        f"{next(filter(phonemes, columns))[0][:40]!r}, which Higgs-Audio does not "
-                        "read; give the texts from which they were made")
+        found = next(filter(phonemes, columns))[0][:60]
+        raise Undecided(f"{path}: its texts are phonemes, such as {found!r}: {PHONEMES}")
     prose, found = [is_prose(column) for column in columns], None
     if prose[1] and not any(columns[2:]):
         found = "audio text"
@@ -337,7 +335,7 @@ def meanings_of(path, rows):
     shown = ", ".join(f"{number} {column[0][:40]!r}" if column else f"{number} empty"
                       for number, column in enumerate(columns, 1))
     raise Undecided(f"{path}: has no header, and what its fields mean is not certain: {shown}; "
-                    "name them by their numbers, for example --columns audio=1,text=2")
+                    "name them by number, for example --columns audio=1,text=2")
 
 
 def is_prose(values):
@@ -359,8 +357,8 @@ def read_kaldi(folder):
     """wav.scp, text and maybe segments, utt2spk; a pipe in wav.scp is never run."""
     def pairs(name):
         found = {}
-        there = (folder / name).exists()
-        for number, line in enumerate(lines_of(folder / name) if there else (), 1):
+        for number, line in enumerate(
+                lines_of(folder / name) if (folder / name).exists() else (), 1):
             key, value = (*line.split(None, 1), "", "")[:2]
             require(key not in found, f"{folder / name}: line {number} has {key!r} again")
             if key:
@@ -369,7 +367,7 @@ def read_kaldi(folder):
     audio, texts, segments, speakers = map(pairs, ("wav.scp", "text", "segments", "utt2spk"))
     for key, where in audio.items():
         require(not where.endswith("|"), f"{folder / 'wav.scp'}: {key} is a command, which is not "
-                "run; write its output to files (wav-copy) and name those")
+                "run; write its output to files (wav-copy)")
     for key in dict.fromkeys([*texts, *(segments or audio)]):
         recording, start, end = (segments.get(key, key).split() + ["", "", ""])[:3]
         row = {"id": key, "audio": audio.get(recording), "text": texts.get(key),
@@ -391,36 +389,32 @@ def read_kaldi(folder):
 
 def walk(folder):
     """(folder, names of its files) of a tree in order, hidden ones left out; links once."""
-    seen = set()
+    seen = {os.path.realpath(folder)}
     for at, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(at)
-        new = real not in seen
-        folders[:] = sorted(name for name in folders if not name.startswith(".")) if new else []
-        if new:
-            yield Path(at), sorted(name for name in names if not name.startswith("."))
-        seen.add(real)
+        inside = {os.path.realpath(os.path.join(at, name)): name
+                  for name in sorted(folders, reverse=True) if name[0] != "."}
+        folders[:] = sorted(name for path, name in inside.items() if path not in seen)
+        seen.update(inside)
+        yield Path(at), sorted(name for name in names if name[0] != ".")
 
 
 def read_sidecar(folder):
     """Rows of the clips of a tree; a subfolder is taken for a speaker."""
     for place, names in walk(folder):
-        there, mirrors = {name.lower(): name for name in names}, text_folders(folder, place)
-        known = dict((*line.split(None, 1), "")[:2] for name in names
-                     if name.endswith(".trans.txt") for line in lines_of(place / name))  # LibriSpeech
+        there = {name.lower(): name for name in names}
+        known = dict((*line.split(None, 1), "")[:2] for name in names       # LibriSpeech
+                     if name.endswith(".trans.txt") for line in lines_of(place / name))
         for name in names:
             stem, ending = os.path.splitext(name)
-            if ending.lower() not in AUDIO_FILES + OTHER_AUDIO:
+            base, sound = stem.lower(), ending.lower()
+            if sound not in AUDIO_FILES + OTHER_AUDIO:
                 continue
             at = str((place / name).relative_to(folder))
-            base, sound = stem.lower(), ending.lower()
             wanted = [f"{one}{end}" for end in (*CUES, *TEXTS, ".json", ".tsv")
                       for one in (base, f"{base}{sound}")]
             in_a_language = re.escape(base) + r"\.[a-z]{2,3}(-[a-z]+)?\.(srt|vtt)"
             wanted += sorted(one for one in there if re.fullmatch(in_a_language, one))
-            text = next(itertools.chain(
-                (place / there[one] for one in wanted if one in there),
-                (path for other in mirrors for end in (*CUES, *TEXTS)
-                 if (path := other / f"{stem}{end}").is_file())), None)
+            text = next((place / there[one] for one in wanted if one in there), None)
             plain = place == folder or place.name.lower() in NO_SPEAKER
             row = {"audio": at, "id": os.path.join(os.path.dirname(at), stem),
                    "speaker": "" if plain else str(place.relative_to(folder))}
@@ -440,38 +434,25 @@ def read_sidecar(folder):
                     row["speaker"] = stem.split("_")[0]
                 try:
                     yield from cuts_of(at, row, text)
-                except BadSample as error:
-                    yield at, error
-                except UserError as error:
-                    yield at, BadSample(error)
-
-
-def text_folders(folder, place):
-    """Folders that mirror one of audio: txt/anna for wav/anna."""
-    parts = place.relative_to(folder).parts
-    found = (folder.joinpath(*parts[:i], name, *parts[i + 1:])
-             for i, part in enumerate(parts) if part.lower() in NO_SPEAKER
-             for name in ("txt", "txts", "text", "texts", "transcripts"))
-    return [path for path in found if path.is_dir()]
+                except (BadSample, UserError) as error:
+                    yield at, error if isinstance(error, BadSample) else BadSample(error)
 
 
 def cuts_of(at, row, path):
-    """(place, row) of a clip: one, or one for each entry of subtitles, Audacity's labels, or a
-    recogniser's segments.
-    """
-    text, ending = json_files.read_text(path), path.suffix.lower()
-    if ending == ".json":
+    """(place, row) of a clip, or of each entry of subtitles, labels, or a recogniser's segments."""
+    text, ending, found = json_files.read_text(path), path.suffix.lower(), None
+    if ending in CUES:
+        found = subtitles(path.name, text)
+    elif ending == ".json":
         data = json_files.read_object(path)
         names = {key.lower(): key for key in data}
         key = next((names[key] for key in ("text", "transcript", "reference_text")
                     if key in names), None)
-        found = None
         if isinstance(data.get("segments"), list):      # whisper, whisperX
             found = [(s.get("start"), s.get("end"), s.get("text")) for s in data["segments"]
                      if isinstance(s, dict)]
         elif key is None:
-            raise BadSample(f"{path.name} has none of text, transcript, reference_text",
-                            "empty_text")
+            raise BadSample(f"{path.name} has no text, transcript or reference_text", "empty_text")
         else:
             text, row = str(data[key]), {**row, "normalize_text": data.get("normalize_text")}
     elif ending == ".tsv":                              # whisper, in milliseconds
@@ -480,7 +461,7 @@ def cuts_of(at, row, path):
             raise BadSample(f"{path.name} does not begin with start, end, text")
         found = [(float(cut[0]) / 1000, float(cut[1]) / 1000, cut[2]) for cut in rows[1:]]
     else:
-        found = subtitles(path.name, text) if ending in CUES else labels(text)
+        found = labels(text)
     if found is None:
         yield at, {**row, "text": text}
     for number, cut in enumerate(found or (), 1):
@@ -551,7 +532,7 @@ def labels(text):
 
 
 class Unpacked:
-    """FLAC files of about SHARD_S seconds, in `folder`, into which other files' sound is written."""
+    """FLAC files of about SHARD_S seconds in `folder`, which take the sound of other files."""
 
     def __init__(self, folder):
         self.folder, self.open, self.count = Path(folder), {}, 0
@@ -561,32 +542,43 @@ class Unpacked:
         self.count += 1
         return self.folder / f"{self.count - 1:07}{ending}"
 
+    def row(self, row, value):
+        """A row with the place of its sound; BadSample. value: a path, the bytes of an audio file
+        or of codes, or {array, sampling_rate}.
+        """
+        if not isinstance(value, (bytes, dict)):
+            return {**row, "audio": value}
+        if row.get("offset") not in (None, "") or row.get("end") not in (None, ""):
+            return BadSample("has an offset into audio that is inside the file: cut it first")
+        try:
+            text_of(row)                                # nothing is unpacked in vain
+            if isinstance(value, bytes) and value[:6] == b"\x93NUMPY":      # of --save_codes
+                path = self.new_path(".npy")
+                path.write_bytes(value)
+                return {**row, "audio": str(path), "duration": None}
+            return {**row, **self.add(value)}
+        except BadSample as error:
+            return error
+        except (ValueError, RuntimeError) as error:     # of open_sound, NumPy and libsndfile
+            return BadSample(f"is not readable audio ({error})", "audio")
+
     def add(self, value):
-        """{"audio", "offset", "duration"} of an audio file's bytes, or {array, sampling_rate}."""
+        """{"audio", "offset", "duration"} of sound that was written."""
         import numpy as np
         import soundfile
+
+        from speech.codes import open_sound
         if isinstance(value, dict):
             wave, rate = np.asarray(value["array"], np.float32), int(value["sampling_rate"])
-        elif value[:6] == b"\x93NUMPY":                     # codes of --save_codes
-            path = self.new_path(".npy")
-            path.write_bytes(value)
-            return {"audio": str(path)}
         else:
-            from speech.codes import open_sound
-            try:
-                with open_sound(io.BytesIO(value)) as file:
-                    wave, rate = file.read(dtype="float32"), file.samplerate
-            except soundfile.SoundFileError as error:
-                raise BadSample(f"is not readable audio ({error})", "audio")
-            except ValueError as error:
-                raise BadSample(str(error), "audio")
+            with open_sound(io.BytesIO(value)) as file:
+                wave, rate = file.read(dtype="float32"), file.samplerate
         wave = wave.mean(axis=1) if wave.ndim == 2 else wave
-        file, done = self.open.get(rate, (None, 0))
-        if file is None or done > SHARD_S * rate:
+        file, done = self.open.get(rate, (None, SHARD_S * rate))
+        if done >= SHARD_S * rate:
             if file:
                 file.close()
-            path = self.new_path(".flac")
-            file, done = soundfile.SoundFile(path, "w", rate, 1, "PCM_16", format="FLAC"), 0
+            file, done = soundfile.SoundFile(self.new_path(".flac"), "w", rate, 1, "PCM_16"), 0
         file.write(wave)
         self.open[rate] = file, done + len(wave)
         return {"audio": str(file.name), "offset": done / rate, "duration": len(wave) / rate}
@@ -595,98 +587,54 @@ class Unpacked:
         for file, _ in self.open.values():
             file.close()
 
-    def row(self, row, value):
-        """A row with the place of its sound, or with the path that it names; BadSample."""
-        if not isinstance(value, (bytes, dict)):
-            return {**row, "audio": value}
-        if row.get("offset") not in (None, "") or row.get("end") not in (None, ""):
-            return BadSample("has an offset into audio that is inside the file: cut it first")
-        text = row.get("text")
-        if not isinstance(text, str) or text.strip().lower() in NOTHING:
-            return BadSample(f"its text is {text!r}", "empty_text")     # nothing unpacked in vain
-        try:
-            return {**row, "duration": None, **self.add(value)}
-        except BadSample as error:
-            return error
+
+def column_batches(path):
+    """Record batches of a parquet or an arrow file, or an arrow stream."""
+    import pyarrow
+    from pyarrow import parquet
+    with pyarrow.memory_map(str(path)) as source:
+        start = source.read(6)
+        source.seek(0)
+        if start[:4] == b"PAR1":
+            yield from parquet.ParquetFile(source).iter_batches(64)
+        elif start == b"ARROW1":
+            file = pyarrow.ipc.open_file(source)
+            yield from map(file.get_batch, range(file.num_record_batches))
+        else:
+            yield from pyarrow.ipc.open_stream(source)
 
 
-def open_columns(paths, given, unpacked):
-    """(about, rows) of parquet and arrow files."""
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise UserError(f"{paths[0]}: reading parquet and arrow files needs pyarrow: pip install "
-                        "pyarrow")
-
-    def batches(path):
-        with pyarrow.memory_map(str(path)) as source:
-            start = source.read(6)
-            source.seek(0)
-            if start[:4] == b"PAR1":
-                yield from parquet.ParquetFile(source).iter_batches(64)
-            elif start == b"ARROW1":
-                file = pyarrow.ipc.open_file(source)
-                yield from map(file.get_batch, range(file.num_record_batches))
-            else:
-                yield from pyarrow.ipc.open_stream(source)
-
-    def audio_column(path, row):
-        """{"audio": name of the column}: the one that holds sound, or that is called so."""
+def read_columns(path, given, unpacked):
+    """Rows of a parquet or arrow file; sound is in the column called so, or in the only one."""
+    def row_of(row, number):
         named = find_columns(row, given).get("audio")
         inside = [name for name, value in row.items() if isinstance(value, bytes)
                   or isinstance(value, dict) and {"bytes", "path", "array"} & value.keys()]
-        if named in inside or named and "audio" in given or not inside:
-            return {}
-        require(len(inside) == 1, f"{path}: has several columns of audio, {', '.join(inside)}; "
-                                  "name it: --columns audio=NAME")
-        return {"audio": inside[0]}
-
-    def row_of(path, row, number):
-        found = check_columns(path, row, given | audio_column(path, row))
-        row = {meaning: row[name] for meaning, name in found.items()}
-        value, name = row["audio"], row["audio"]
+        mine = dict(given)
+        if inside and named not in inside and "audio" not in given:
+            require(len(inside) == 1, f"{path}: has several columns of audio, {', '.join(inside)}; "
+                                      "name it: --columns audio=NAME")
+            mine["audio"] = inside[0]
+        found = {meaning: row[name] for meaning, name in check_columns(path, row, mine).items()}
+        value = name = found["audio"]
         if isinstance(value, dict):
             name = value.get("path")
             value = value.get("bytes") or (value if value.get("array") is not None else name)
-        name = os.path.basename(name or "") if not isinstance(name, bytes) else ""
-        row["id"] = row.get("id") or name or f"row {number}"
-        return unpacked.row(row, value)
+        name = "" if isinstance(name, bytes) else os.path.basename(name or "")
+        return unpacked.row(found | {"id": found.get("id") or name or f"row {number}"}, value)
 
-    def read():
-        for path in paths:
-            try:
-                rows = (row for batch in batches(path) for row in batch.to_pylist())
-                for number, row in enumerate(rows, 1):
-                    yield f"{path.name} row {number}", row_of(path, row, number)
-            except (pyarrow.ArrowException, OSError) as error:
-                raise UserError(f"{path}: cannot be read ({str(error).splitlines()[0]})")
-    return f"{len(paths)} files of columns", read()
+    rows = (row for batch in column_batches(path) for row in batch.to_pylist())
+    for number, row in enumerate(rows, 1):
+        yield f"{path.name} row {number}", row_of(row, number)
 
 
-def open_tars(paths, given, unpacked):
-    """(about, rows) of WebDataset shards: neighbours whose names are equal up to the first dot are
-    one sample, where that joins two clips up to the last.
+def read_tar(path, given, unpacked):
+    """Rows of a WebDataset shard: members of one name up to the first dot are a sample, where these
+    have two clips up to the last.
     """
-    def members_of(tar, size):
-        """(key, name, size, bytes) of the files in a tar; EOFError where it is cut off."""
-        for member in tar:
-            if member.offset_data + member.size > size:     # tarfile takes it for the last one
-                raise EOFError(f"{member.name} is not all there")
-            folder, base = os.path.split(member.name)
-            if member.isfile() and not base.startswith("."):
-                fits = member.size <= json_files.LONGEST
-                yield (os.path.join(folder, base.split(".")[0]), member.name, member.size,
-                       tar.extractfile(member).read() if fits else b"")
-        tar.fileobj.seek(tar.offset)
-        if tar.fileobj.read(512).strip(b"\0") or size < tar.offset + 512:
-            raise EOFError("its end is not there")
-
     def row_of(members):
         row, text, sound = {}, None, None
-        for _, name, size, data in members:
-            if size > json_files.LONGEST:
-                return BadSample(f"{name} is longer than {json_files.LONGEST >> 20} MiB")
+        for name, data in members:
             if name.lower().endswith(AUDIO_FILES + OTHER_AUDIO):
                 sound = name, data
             elif name.endswith(".json") and isinstance(found := json_files.loads(data), dict):
@@ -695,33 +643,29 @@ def open_tars(paths, given, unpacked):
             elif name.endswith(TEXTS) and text is None:
                 text = data.decode("utf-8-sig")
         if sound is None:
-            return BadSample(f"has no audio file: {', '.join(name for _, name, *_ in members)}")
+            return BadSample(f"has no audio file: {', '.join(name for name, _ in members)}")
         row |= {"text": row.get("text") if text is None else text, "id": sound[0]}
-        if row["text"] is None:
-            return BadSample("has no text beside its audio", "empty_text")
         return unpacked.row(row, sound[1])
 
-    def read():
-        for path in paths:
-            try:
-                with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
-                    members = members_of(tar, os.path.getsize(path))
-                    for _, run in itertools.groupby(members, key=lambda member: member[0]):
-                        group, parts = list(run), {}
-                        clips = sum(name.lower().endswith(AUDIO_FILES) for _, name, *_ in group)
-                        for member in group:
-                            key = member[1].rpartition(".")[0] if clips > 1 else ""
-                            parts.setdefault(key, []).append(member)
-                        for part in parts.values():
-                            try:
-                                row = row_of(part)
-                            except ValueError as error:     # of JSON, or no UTF-8
-                                row = BadSample(str(error))
-                            yield f"{path.name} {part[0][1]}", row
-            except (tarfile.TarError, EOFError) as error:
-                raise UserError(f"{path}: cannot be read as a tar ({error}); the file may be cut "
-                                "off")
-    return f"{len(paths)} tar files", read()
+    def first_dot(member):
+        return os.path.join(os.path.dirname(member[0]), os.path.basename(member[0]).split(".")[0])
+
+    with tarfile.open(path, mode="r:") as tar:
+        members = ((member.name, tar.extractfile(member).read()) for member in tar
+                   if member.isfile() and not os.path.basename(member.name).startswith("."))
+        for group in (list(found) for _, found in itertools.groupby(members, key=first_dot)):
+            clips, parts = sum(name.lower().endswith(AUDIO_FILES) for name, _ in group), {}
+            for member in group:
+                parts.setdefault(member[0].rpartition(".")[0] * (clips > 1), []).append(member)
+            for part in parts.values():
+                try:
+                    row = row_of(part)
+                except ValueError as error:     # of JSON, or no UTF-8
+                    row = BadSample(str(error))
+                yield f"{path.name} {part[0][0]}", row
+        tar.fileobj.seek(tar.offset)
+        if tar.fileobj.read(512) != bytes(512):     # tarfile takes what is cut off for the end
+            raise EOFError("its end is not there")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -736,33 +680,12 @@ def tab_lines(path):
 
 def vctk(folder):
     """Of its two microphones the second one, as its authors advise."""
-    wav48 = sorted(folder.glob("wav48*"))[-1]
     for text in sorted(folder.glob("txt/*/*.txt")):
-        clips = [wav48 / text.parent.name / f"{text.stem}{end}"
+        clips = [sorted(folder.glob("wav48*"))[-1] / text.parent.name / f"{text.stem}{end}"
                  for end in ("_mic2.flac", "_mic1.flac", ".flac", ".wav")]
         audio = next((clip for clip in clips if clip.exists()), clips[0])
         yield {"id": text.stem, "audio": str(audio), "text_file": text,
                "speaker": text.parent.name, "language": "en"}
-
-
-def aishell3(folder):
-    """In a text every second word is the pinyin of the one before."""
-    for name, text in tab_lines(folder / "content.txt"):
-        yield {"id": Path(name).stem, "audio": f"wav/{name[:7]}/{name}", "speaker": name[:7],
-               "language": "zh", "text": "".join(text.split()[::2])}
-
-
-def mls(folder):
-    for name, text in tab_lines(folder / "transcripts.txt"):
-        speaker, book = (*name.split("_"), "", "")[:2]
-        yield {"id": name, "audio": f"audio/{speaker}/{book}/{name}", "speaker": speaker,
-               "text": text}
-
-
-def wenetspeech4tts(folder):
-    for path in sorted(folder.glob("txts/*.txt")):
-        yield {"id": path.stem, "audio": f"wavs/{path.stem}", "language": "zh",
-               "text": next(iter(tab_lines(path)), ("", ""))[1]}
 
 
 def gigaspeech(folder):
@@ -781,11 +704,20 @@ def gigaspeech(folder):
                        "language": data.get("language")}
 
 
-CORPORA = {     # {name: (patterns of names that its folder holds, reader)}
-    "VCTK": (("txt", "wav48.*"), vctk), "AISHELL-3": (("content.txt", "wav"), aishell3),
-    "Multilingual LibriSpeech": (("transcripts.txt", "audio"), mls),
-    "WenetSpeech4TTS": (("txts", "wavs"), wenetspeech4tts),
-    "GigaSpeech": (("GigaSpeech.json",), gigaspeech)}
+CORPORA = {     # {name: (patterns of names that its folder holds, rows of the folder)}
+    "VCTK": (("txt", "wav48.*"), vctk), "GigaSpeech": (("GigaSpeech.json",), gigaspeech),
+    "AISHELL-3": (("content.txt", "wav"), lambda folder: (      # behind each word is its pinyin
+        {"id": Path(name).stem, "audio": f"wav/{name[:7]}/{name}", "speaker": name[:7],
+         "language": "zh", "text": "".join(text.split()[::2])}
+        for name, text in tab_lines(folder / "content.txt"))),
+    "Multilingual LibriSpeech": (("transcripts.txt", "audio"), lambda folder: (
+        {"id": name, "audio": f"audio/{'/'.join(name.split('_')[:2])}/{name}",
+         "speaker": name.split("_")[0], "text": text}
+        for name, text in tab_lines(folder / "transcripts.txt"))),
+    "WenetSpeech4TTS": (("txts", "wavs"), lambda folder: (
+        {"id": path.stem, "audio": f"wavs/{path.stem}", "language": "zh",
+         "text": next(iter(tab_lines(path)), ("", ""))[1]}
+        for path in sorted(folder.glob("txts/*.txt"))))}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -807,10 +739,9 @@ def open_source(name, given, unpacked):
     if shards := sorted(glob.glob(str(name))):
         return path, *open_shards(list(map(Path, shards)), given, unpacked)
     require("://" not in str(name), f"{name}: URLs are not read; copy the data here first")
-    hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name))
+    hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name)) and not path.suffix
     raise UserError(f"{name}: there is no such file or folder" + (
-        f"; of a data set on the hub: hf download {name} --repo-type dataset --local-dir FOLDER, "
-        "then give FOLDER" if hub and not path.suffix else ""))
+        f"; on the hub: hf download {name} --repo-type dataset --local-dir FOLDER" if hub else ""))
 
 
 def kind_of(path):
@@ -818,10 +749,10 @@ def kind_of(path):
     with json_files.open_file(path) as file:
         head = file.read(512)
     require(head[:2] != b"\x1f\x8b", f"{path}: is compressed; unpack it first (gunzip, tar xzf)")
-    require(head[:4] != b"PK\x03\x04", f"{path}: is a zip file; unpack it first; save an Excel "
-                                       "table as CSV UTF-8")
-    require(head[:4] not in (b"RIFF", b"fLaC", b"OggS") and head[:3] != b"ID3", f"{path}: is an "
-            "audio file; give the folder with the texts, or a list of audio and text")
+    require(head[:4] != b"PK\x03\x04", f"{path}: is a zip file: unpack it, or save an "
+            "Excel table as CSV")
+    require(head[:4] not in (b"RIFF", b"fLaC", b"OggS") and head[:3] != b"ID3",
+            f"{path}: is an audio file; give the folder with the texts, or a list of both")
     if head[:4] in (b"PAR1", b"ARRO", b"\xff\xff\xff\xff"):
         return "columns"
     return "tar" if head[257:262] == b"ustar" else ""
@@ -831,9 +762,20 @@ def open_shards(paths, given, unpacked):
     """(about, rows) of files that hold audio and texts, all of one kind."""
     kinds = list(map(kind_of, paths))
     for path, kind in zip(paths, kinds):
-        require(kind and kind == kinds[0], f"{path}: is no parquet, arrow or tar file as the "
-                                           "others are; give files of one kind")
-    return (open_tars if kinds[0] == "tar" else open_columns)(paths, given, unpacked)
+        require(kind and kind == kinds[0], f"{path}: is no {kinds[0] or 'tar'} file, as others are")
+    if kinds[0] == "columns":
+        cli.require_package("pyarrow", f"{paths[0]}: parquet and arrow files")
+    read = read_tar if kinds[0] == "tar" else read_columns
+
+    def rows():
+        for path in paths:
+            try:
+                yield from read(path, given, unpacked)
+            except (tarfile.TarError, EOFError, OSError, ValueError) as error:   # pyarrow's as well
+                why = f" as a tar ({error}); the file may be cut off" if read == read_tar else \
+                    f" ({str(error).splitlines()[0]})"
+                raise UserError(f"{path}: cannot be read{why}")
+    return f"{len(paths)} {'tar files' if read == read_tar else 'files of columns'}", rows()
 
 
 def open_file(path, given, unpacked):
@@ -857,23 +799,20 @@ def open_folder(folder, given, unpacked):
             return next(iter(found.values()))
         level = [path for place in level for path in sorted(place.iterdir())
                  if path.is_dir() and not path.name.startswith(".")][:200]
-    first = None
-    for place, row in read_sidecar(folder):
-        first = first or (place, row)
-        if not isinstance(row, BadSample):
-            return folder, "audio files with their texts beside them", read_sidecar(folder)
-    why = f"; of the files there: {refused[0]}" if refused else ""
+    first = next(read_sidecar(folder), None)
+    if any(not isinstance(row, BadSample) for _, row in read_sidecar(folder)):
+        return folder, "audio files with their texts beside them", read_sidecar(folder)
     require(first, str(refused[0]) if refused else
             f"{folder}: has neither a list nor audio files ({', '.join(AUDIO_FILES)})")
-    raise UserError(f"{folder}: has audio, such as {printable(first[0], 80)}, but no list of texts; "
-                    f"it {first[1]}{why}")
+    why = f"; of the files there: {refused[0]}" if refused else ""
+    raise UserError(f"{folder}: has audio, such as {printable(first[0], 80)}, but no list of "
+                    f"texts; it {first[1]}{why}")
 
 
 def lists_in(place, depth, given, unpacked, refused):
     """{path to give: open_source of it} of one folder; refused takes why others are not read."""
     names = sorted(path.name for path in place.iterdir())
-    require("raw.arrow" not in names, f"{place}: is F5-TTS's prepared folder; give the csv that it "
-                                      "was made of")
+    require("raw.arrow" not in names, f"{place}: is F5-TTS's prepared folder; give its csv")
     for name, (needs, read) in CORPORA.items():
         if all(any(re.fullmatch(one, there) for there in names) for one in needs):
             rows = ((f"row {number}", row) for number, row in enumerate(read(place), 1))
@@ -900,9 +839,9 @@ def lists_in(place, depth, given, unpacked, refused):
     texts = any(name.split(".")[0] in spoken for name in names if name.endswith(TEXTS))
     if len(lists) > 100 or texts and depth or saved:        # a folder of texts
         lists = [name for name in lists if name.startswith("metadata.")]
-    for name in lists:
+    for path in (place / name for name in lists):
         try:
-            found[place / name] = (place / name, *open_file(place / name, given, unpacked))
+            found[path] = (path, *open_file(path, given, unpacked))
         except Undecided:
             raise
         except UserError as error:
@@ -915,9 +854,8 @@ def lists_in(place, depth, given, unpacked, refused):
 
 
 def checked(row, paths, plain):
-    """A row whose audio is there, by its absolute path, and whose text is one. BadSample.
-
-    paths: of a list's audio. plain: of ChatML's.
+    """A row whose audio is there, by its absolute path, and whose text is one. Raises BadSample.
+    paths: of a list's audio; plain: of ChatML's.
     """
     if isinstance(row, BadSample):
         raise row
@@ -928,32 +866,194 @@ def checked(row, paths, plain):
                         item.get(key), str):
                     item[key] = plain.find(item[key])
         return row
-    name, text = row.get("audio"), row.get("text")
+    name, speakers = row.get("audio"), row.get("ref_speakers")
     if not isinstance(name, str) or not name.strip():
         raise BadSample(f"has no audio, but {name!r}")
-    if isinstance(text, str) and text.strip().lower() in NOTHING:
-        raise BadSample(f"its text is {text!r}" if text.strip() else "its text is empty",
-                        "empty_text")
-    row = {**row, "text": prompts.row_text(row), "audio": paths.find(name), "name": name,
-           "text_file": None}
-    for speaker in row.get("ref_speakers") if isinstance(row.get("ref_speakers"), list) else ():
-        if isinstance(speaker, dict) and isinstance(speaker.get("ref_audio_file"), str):
-            speaker["ref_audio_file"] = paths.find(speaker["ref_audio_file"])
-    if isinstance(row.get("ref_audio"), str) and row["ref_audio"]:
-        row["ref_audio"] = paths.find(row["ref_audio"])
-    prompts.audio_item(row)
+    row = {**row, "text": text_of(row), "audio": paths.find(name), "name": name, "text_file": None}
+    for of, key in [(row, "ref_audio"), *((one, "ref_audio_file") for one in (
+            speakers if isinstance(speakers, list) else ()) if isinstance(one, dict))]:
+        if isinstance(of.get(key), str) and of[key]:
+            of[key] = paths.find(of[key])
+    audio_item(row)
     return row
+
+
+def row_entry(row, reading, pool, paths):
+    """(raw ChatML sample, [(check, note)]) of a row; pool: of note_candidate. Raises BadSample."""
+    notes, task = [], row.get("task_type")
+    if task in (None, "", "audio_generation"):      # JimmyMa99's converter writes it everywhere
+        task = reading.task_type
+    if task not in TASK_TYPES:
+        raise BadSample(f"unknown task_type {task!r}; known: {', '.join(TASK_TYPES)}")
+    text, references = row["text"], chosen_references(row, task, reading, pool, paths, notes)
+    for value in [value for *words, _ in references for value in words]:
+        if not isinstance(value, str):
+            raise BadSample(f"a reference's tag or transcript is {value!r}, not text")
+    scene = row.get("scene")
+    scene = f"Audio is recorded from {str(scene).replace('_', ' ')}." if scene else ""
+    turns = []
+    if reading.ref_in_system and references:
+        system = [DEFAULT_SYSTEM, "\n\n<|scene_desc_start|>\n" + f"{scene}\n\n" * bool(scene)]
+        for i, (tag, _, audio) in enumerate(references):
+            system += ["\n" * bool(i) + f"{tag.strip('[] ') or 'SPEAKER0'}:", audio]
+        system.append("\n<|scene_desc_end|>")
+    else:
+        voices = row.get("voices") if isinstance(row.get("voices"), dict) else {}
+        said, scene = system_parts(text, scene, voices, bool(references))
+        system = [said] + ["\n\n" + SCENE.format(scene)] * bool(scene)
+        for tag, transcript, audio in references:
+            said = tag + transcript.strip()
+            turns += [{"role": "user", "content": said}] * bool(said)
+            turns.append({"role": "assistant", "content": audio})
+    system = [{"type": "text", "text": part} if isinstance(part, str) else part for part in system]
+    kept = {name: row.get(name) for name in ("speaker", "language", "split", "normalize_text")}
+    return {"messages": [{"role": "system", "content": system}, *turns,
+                         {"role": "user", "content": text},
+                         {"role": "assistant", "content": audio_item(row)}],
+            **kept, "misc": {"sample_id": row.get("id")}}, notes
+
+
+def read_text(path, name=""):
+    """Text of a file of its own. name: of what names it, for the BadSample."""
+    try:
+        return json_files.read_text(Path(path), name and f"{name} ").strip()
+    except UserError as error:
+        raise BadSample(error)
+
+
+def text_of(row):
+    """The text to speak of a row. Raises BadSample when there is none."""
+    text = row.get("text")
+    if row.get("text_file"):
+        text = read_text(row["text_file"], row.get("text_name", ""))
+    if text is not None and not isinstance(text, str):
+        raise BadSample(f"its text is {text!r}, not text")
+    # ms-swift's placeholder, kept by some converters
+    text = tagged((text or "").replace("<audio>", "").strip())
+    if text.lower() in NOTHING:
+        raise BadSample(f"its text is {text!r}" if text else "its text is empty", "empty_text")
+    if len(text) > json_files.LONGEST:                 # the tokenizer would end this process
+        raise BadSample(f"its text is longer than {json_files.LONGEST >> 20} MiB")
+    return text
+
+
+def tagged(text):
+    """Text with "Speaker 3:" before its lines -> "[SPEAKER0]", or without it where one speaks."""
+    spoken = SPOKEN_BY.findall(text)
+    if not spoken or not SPOKEN_BY.match(text):
+        return text
+    numbers = {number: i for i, number in enumerate(dict.fromkeys(spoken))}
+    alone = len(numbers) == 1
+    return SPOKEN_BY.sub("" if alone else lambda m: f"[SPEAKER{numbers[m[1]]}] ", text)
+
+
+def audio_item(row):
+    """ChatML audio item of a row. Its offset makes it a cut, up to its end if that is known."""
+    offset, duration, end = (number_of(row, key) for key in ("offset", "duration", "end"))
+    if offset is None and end is not None and end >= 0:
+        offset = 0.0
+    if end is not None and offset is not None:
+        duration = end - offset if end >= 0 else None       # Kaldi's -1: to the end of the file
+        if duration is not None and duration <= 0:
+            raise BadSample(f"ends at {end} s, where it does not last: it begins at {offset} s")
+    return {"type": "audio", "audio_url": row["audio"], "offset": offset, "duration": duration}
+
+
+def number_of(row, key):
+    value = row.get(key)
+    if value in (None, ""):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise BadSample(f"its {key} is {value!r}, not seconds")
+    return number if math.isfinite(number) else None
+
+
+# --------------------------------------------------------------------------------------------------
+# References
+
+
+def chosen_references(row, task, reading, pool, paths, notes):
+    """[(tag, transcript, audio item)] before the text of a row, as --reference says."""
+    drawn = share_of("share", row, reading.seed) < reading.reference_share
+    if reading.reference == "none" or not drawn:
+        return []
+    if reading.reference == "same_speaker":
+        if chosen := another_clip(row, pool, reading.seed):
+            return [("", chosen["text"], audio_item(chosen))]
+        notes.append(("no_second_clip", f"its speaker {row.get('speaker')!r} has no other clip"))
+        return []
+    if task == "multi_speaker_voice_cloning":
+        found, speakers = [], row.get("ref_speakers")
+        for one in speakers if isinstance(speakers, list) else []:
+            if not (isinstance(one, dict)
+                    and one.get("ref_audio_file") and one.get("ref_transcript")):
+                raise BadSample("a ref_speakers entry lacks 'ref_audio_file' or 'ref_transcript'")
+            tag = str(one.get("speaker_tag") or f"SPEAKER{len(found)}").strip("[]")
+            audio = audio_item({"audio": one["ref_audio_file"]})
+            found.append((f"[{tag}] ", one["ref_transcript"], audio))
+        if not found:
+            raise BadSample("multi_speaker_voice_cloning needs a list 'ref_speakers'")
+        return found
+    audio, text = row.get("ref_audio"), row.get("ref_text")
+    if "ref_speakers" in row:       # a metadata.json, where the task type decides
+        if task != "zero_shot_voice_cloning":
+            if audio or row["ref_speakers"]:
+                notes.append(("unused_reference", f"{task} uses no reference clips"))
+            return []
+        if not (audio and text):
+            raise BadSample("zero_shot_voice_cloning needs 'ref_audio_file' and 'ref_transcript'")
+    if not audio and not row.get("voice_prompts"):
+        return []
+    if audio and not text:
+        beside = Path(paths.find(audio)).with_suffix(".txt")
+        text = read_text(beside) if beside.is_file() else ""
+    if audio and (text or reading.lone_reference):
+        return [("", text or "", audio_item({"audio": audio}))]
+    notes.append(("no_reference_text", f"what its reference {audio!r} says is not known"))
+    return []
+
+
+def share_of(what, row, seed):
+    """Number from 0 to 1 that belongs to a row, whatever the order of the rows."""
+    key = f"{seed}\0{what}\0{row['name']}\0{row.get('offset')}".encode("utf-8", "backslashreplace")
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) / 2**64
+
+
+def note_candidate(pool, row, reading, number):
+    """Take row `number` into {speaker: heap of CANDIDATES clips}: those of a good length first."""
+    if reading.reference != "same_speaker" or not row.get("speaker"):
+        return
+    seconds = audio_item(row)["duration"]
+    odd = bool(seconds) and not GOOD_SECONDS[0] <= seconds <= GOOD_SECONDS[1]
+    entry = (-odd, -share_of("candidate", row, reading.seed), number, row)
+    heap = pool.setdefault(str(row["speaker"]), [])
+    if len(heap) < CANDIDATES:
+        heapq.heappush(heap, entry)
+    else:
+        heapq.heappushpop(heap, entry)      # the worst one goes
+
+
+def another_clip(row, pool, seed):
+    """Row of another clip of a row's speaker, chosen by the row itself; None where is none."""
+    mine = row["name"], row.get("offset")
+    found = sorted(pool.get(str(row.get("speaker")), ()), reverse=True)
+    others = [other for *_, other in found if (other["name"], other.get("offset")) != mine]
+    return others[int(share_of("reference", row, seed) * len(others))] if others else None
+
+
+# --------------------------------------------------------------------------------------------------
+# A whole source
 
 
 def stop_if_odd(source, texts):
     """UserError where texts can hardly be what is spoken. texts: Counter of them."""
     total, (text, most) = texts.total(), texts.most_common(1)[0]
     require(total < 8 or most <= total / 2, f"{source}: {most} of {total} texts are equal, "
-            f"{text[:60]!r}: this column is hardly what is spoken; name the columns: --columns "
-            "text=NAME")
-    require(not phonemes(list(itertools.islice(texts, 1000))), f"{source}: its texts are phonemes, "
-            f"such as {text[:60]!r}, which Higgs-Audio does not read; give the texts from which "
-            "they were made")
+            f"{text[:60]!r}: hardly what is spoken; name the column: --columns text=NAME")
+    require(not phonemes(list(itertools.islice(texts, 1000))),
+            f"{source}: its texts are phonemes, such as {text[:60]!r}: {PHONEMES}")
 
 
 def made_of(source, how):
@@ -969,13 +1069,11 @@ def is_held_out(row):
     return str(row.get("split")).strip().lower() in HELD_OUT
 
 
-def to_chatml(source, out_path, *, held_out=False, problems=None, **how):
-    """Write a source of any format as ChatML .jsonl; returns its path. UserError where nothing can
-    be read.
+def to_chatml(source, out_path, problems, *, held_out=False, **how):
+    """Write a source of any format as ChatML .jsonl. UserError where nothing can be read.
 
-    held_out: whether validation data is asked for: rows whose `split` says so are read as that
-    alone. problems: a list that takes the rows that cannot be used, as core.problems.Problem; None:
-    they are printed. how: of Reading, such as columns="audio=clip,text=caption".
+    problems: a list that takes the Problems of rows that cannot be used. held_out: whether
+    validation data is asked for: rows whose `split` says so are that alone. how: of Reading.
     """
     from core import checkpoint         # they import torch, which --help needs not
     from core.problems import problem
@@ -987,9 +1085,8 @@ def to_chatml(source, out_path, *, held_out=False, problems=None, **how):
         saved = json_files.read_object(note)
         if saved["made"] == made:
             print(f"converted  {printable(source)}: as before, {out_path}", flush=True)
-            if problems is not None:
-                problems += [problem(*row, source) for row in saved["refused"]]
-            return out_path
+            problems += [problem(*row, source) for row in saved["refused"]]
+            return
     note.unlink(missing_ok=True)
     unpacked = Unpacked(out_path.with_suffix(".audio"))
     at, about, rows = open_source(source, given, unpacked)
@@ -998,10 +1095,9 @@ def to_chatml(source, out_path, *, held_out=False, problems=None, **how):
     refused, texts, odd, pool = [], Counter(), {}, {}
     number = other = kept = 0
     marked, first = False, ""
-    outside = "name audio that is not below the folder of the list"
 
-    def refuse(name, error):
-        refused.append(problem(name, error.check, error, source))
+    def note_odd(what, example):
+        odd.setdefault(what, [0, example])[0] += 1
 
     with tempfile.TemporaryFile("w+", encoding="utf-8", dir=out_path.parent) as scratch:
         # all rows first: what is in them decides whether they are what they seem
@@ -1017,17 +1113,17 @@ def to_chatml(source, out_path, *, held_out=False, problems=None, **how):
             try:
                 row = checked(row, paths, plain)
             except BadSample as error:
-                refuse(name, error)
+                refused.append(problem(name, error.check, error, source))
                 continue
             if "messages" not in row:
                 number += 1
                 texts[row["text"]] += 1
                 for what, pattern in ODD.items():
                     if pattern.search(row["text"]):
-                        odd.setdefault(what, [0, row["text"]])[0] += 1
+                        note_odd(what, row["text"])
                 if not os.path.isabs(raw) and not Path(row["audio"]).is_relative_to(base):
-                    odd.setdefault(outside, [0, row["audio"]])[0] += 1
-                prompts.note_candidate(pool, row, reading, number)
+                    note_odd(OUTSIDE, row["audio"])
+                note_candidate(pool, row, reading, number)
             scratch.write(json.dumps([name, row], default=str) + "\n")
         unpacked.close()
         if texts:
@@ -1044,9 +1140,9 @@ def to_chatml(source, out_path, *, held_out=False, problems=None, **how):
                     notes = []
                     try:
                         if "messages" not in row:
-                            row, notes = prompts.row_entry(row, reading, pool, paths)
+                            row, notes = row_entry(row, reading, pool, paths)
                     except BadSample as error:
-                        refuse(name, error)
+                        refused.append(problem(name, error.check, error, source))
                         continue
                     misc = row.get("misc") if isinstance(row.get("misc"), dict) else {}
                     row["misc"] = {**misc, "source": name} | ({"notes": notes} if notes else {})
@@ -1063,15 +1159,13 @@ def to_chatml(source, out_path, *, held_out=False, problems=None, **how):
     counts = ", ".join(f"{n} {check}" for check, n in counts)
     said = [f"converted  {printable(source)} ({printable(about)}): {kept + len(refused)} rows = "
             f"{kept} kept + {len(refused)} refused{f' ({counts})' * bool(counts)}; {out_path}"
-            + (f"; {other} are of another split" if other else "")]
+            + f"; {other} are of another split" * bool(other)]
     said += [f"           first: {printable(first)}"] if first else []
     for what, (n, one) in odd.items():
-        noun = counted(n, "row" if what == outside else "text")
+        noun = counted(n, "row" if what == OUTSIDE else "text")
         said.append(f"           {noun} {what}, such as {printable(one)[:60]!r}")
-    if problems is not None:
-        problems.extend(refused)
-    print("\n".join(said + ([] if problems is not None else refused[:20])), flush=True)
-    return out_path
+    problems.extend(refused)
+    print("\n".join(said), flush=True)
 
 
 def main(argv=None):
@@ -1083,7 +1177,8 @@ def main(argv=None):
                    f"meanings are {', '.join(COLUMNS)}")
     args = cli.parse(p, lambda args, _: choices.check_columns(args.columns), argv)
     try:
-        to_chatml(args.source, args.output, columns=args.columns)
+        to_chatml(args.source, args.output, problems := [], columns=args.columns)
+        print(*problems[:20], sep="\n")
     except UserError as error:
         sys.exit(error_text(f"error: {error}"))
 

@@ -2,7 +2,7 @@
 
     builder = TableBuilder(tokenizer, ids, folder)
     builder.add(samples, problems)                  # speech/rows.py reads them
-    builder.write(folder, *codes.ensure_codes(world, builder.clips, how))
+    builder.write(*codes.ensure_codes(world, builder.clips, how))
     table = Table(folder)
     train, held_out = usable_samples(table, *split_samples(table, None, seed), ...)
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from core.cli import UserError, counted, printable
 from core.dist import error_names_file
-from core.indexing import Column, Lists, token_lists
+from core.loading import Column, Lists, token_lists
 from core.problems import problem, settle
 from speech.codes import FRAME_RATE, CodeReader
 from speech.conversations import OTHER_MARKS, BadSample, Clip, marks_speakers_otherwise
@@ -34,7 +34,6 @@ LIKE_A_TAG = re.compile(r"<\|[^<>|]*\|>")
 SHARE = 0.005           # of the samples, for validation, where --validation_split says nothing
 TABLE = r"table-[0-9a-f]{8}"    # new_table
 PREPARED = "prepared.json"      # of a folder of prepare_tts.py, written last
-ROWS = 2**18            # samples whose columns are in memory together
 # of a sample: hashes of its speaker and text; the letters and digits of that text, 0: no words
 FACTS = np.dtype([("said", np.uint64), ("letters", np.int32), ("speaker", np.uint64),
                   ("language", np.uint64)])
@@ -73,7 +72,7 @@ class Clips:
         self.number_of = {}     # {digest: number}: about 150 bytes of memory a clip
 
     def numbers(self, clips):
-        """Numbers of clips, new or known: [(digest_of, clip_bytes)]."""
+        """Numbers of clips, new or known: [(digest_of, JSON of their fields)]."""
         found, new = [], []
         for digest, text in clips:
             found.append(self.number_of.setdefault(digest, len(self.number_of)))
@@ -91,18 +90,8 @@ class Clips:
             i = range(len(self))[i]
             return self[i:i + 1][0]
         ends, values = self.texts.offsets.array(), self.texts.values.array()
-        return [clip_of(values[ends[n]:ends[n + 1]].tobytes()) for n in range(*i.indices(len(self)))]
-
-
-def clip_bytes(clip):
-    """By JSON, since the keys of speech/codes.py tell 3 s from 3.0 s."""
-    cut = json.dumps([clip.offset, clip.duration, clip.seconds, clip.filled])
-    return os.fsencode(clip.path) + b"\0" + cut.encode()
-
-
-def clip_of(text):
-    path, _, cut = text.rpartition(b"\0")
-    return Clip(os.fsdecode(path), *json.loads(cut))
+        return [Clip(*json.loads(values[ends[n]:ends[n + 1]].tobytes()))
+                for n in range(*i.indices(len(self)))]
 
 
 def digest_of(clip):
@@ -196,7 +185,10 @@ class TableBuilder:
         return {"tokens": (tokens, per_sample(lengths)), "labelled": np.repeat(labels, lengths),
                 "names": joined(name.encode("utf-8", "backslashreplace") for name, _ in good),
                 "text_targets": per_sample(lengths * (labels & ~spoken)),
-                "clips": [(digest_of(clip), clip_bytes(clip)) for clip in clips],
+                # by JSON, since the keys of speech/codes.py tell 3 s from 3.0 s
+                "clips": [(digest_of(clip), json.dumps([clip.path, clip.offset, clip.duration,
+                                                        clip.seconds, clip.filled]).encode())
+                          for clip in clips],
                 "clip_counts": per_sample(spoken), "trained": labels[spoken],
                 "facts": np.array(facts, FACTS), "left_out": left_out}
 
@@ -269,7 +261,7 @@ class TableBuilder:
         where[short, 2] = 0
         return found
 
-    def write(self, folder, cache_folder, shards, where, sources=(), left_out=None):
+    def write(self, cache_folder, shards, where, sources=(), left_out=False):
         """Make the table in `folder`; ends the builder. sources: of rows.read_all. left_out: (n,)
         bool, of samples not used.
 
@@ -277,42 +269,29 @@ class TableBuilder:
         is (n_clips, 4) int64, in the order of `clips`. Samples with a clip of 0 frames, which has
         no codes, are not `audible`, nor are those left out.
         """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         (used, offsets), trained = self.used_clips(), self.trained.array()
-        columns = {name: Column(self.folder / f"{name}.npy", kind) for name, kind in (
-            ("lengths", np.int64), ("frames", np.int64), ("audio_targets", np.int64),
-            ("audible", bool))}
-        for start in range(0, len(self), ROWS):
-            stop = min(start + ROWS, len(self))
-            bounds = offsets[start:stop + 1]
-            part = slice(bounds[0], bounds[-1])
-            frames, bounds = where[used[part], 2], bounds - bounds[0]
+        frames = where[used, 2]
 
-            def per_sample(values, bounds=bounds):      # of its clips; it may have none
-                return np.diff(np.concatenate([[0], np.cumsum(values)])[bounds])
+        def per_sample(values):      # of its clips; it may have none
+            return np.diff(np.concatenate([[0], np.cumsum(values)])[offsets])
 
-            tokens = np.diff(self.tokens.offsets.array()[start:stop + 1])
-            rows = self.ids.rows(frames, trained[part]) - 1      # one token is there
-            targets = np.where(trained[part], self.ids.targets(frames), 0)
-            heard = per_sample(frames == 0) == 0
-            columns["lengths"].append(tokens + per_sample(rows))
-            columns["frames"].append(per_sample(frames))
-            columns["audible"].append(heard if left_out is None else heard & ~left_out[start:stop])
-            columns["audio_targets"].append(per_sample(targets))
+        tokens = np.diff(self.tokens.offsets.array())
+        columns = {
+            "where": where, "frames": per_sample(frames),
+            "lengths": tokens + per_sample(self.ids.rows(frames, trained) - 1),     # one is there
+            "audio_targets": per_sample(np.where(trained, self.ids.targets(frames), 0)),
+            "audible": (per_sample(frames == 0) == 0) & ~np.asarray(left_out)}
         for lists in (self.tokens, self.names, self.used):
             lists.values.close()
             lists.offsets.close()
-        for column in (*columns.values(), self.labelled, self.text_targets):
+        for column in (self.labelled, self.text_targets):
             column.close()
         codes = {"folder": str(cache_folder), "shards": shards, "sources": list(sources)}
         with error_names_file(self.folder):
-            np.save(self.folder / "where.npy", where)
+            for name, values in columns.items():
+                np.save(self.folder / f"{name}.npy", values)
             (self.folder / "codes.json").write_text(json.dumps(codes))
         shutil.rmtree(self.folder / "scratch", ignore_errors=True)     # still mapped: NFS minds
-        if folder != self.folder:
-            for path in self.folder.iterdir():
-                shutil.move(path, folder / path.name)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -439,8 +418,8 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
     train = train[~twice]
     own = own_references(places(table.where, table.clips), table.clip_offsets) if say else []
     if len(own):
-        print(f"data       {counted(len(own), 'sample')} with own_reference: the reference is the "
-              f"clip to speak, which the model learns to copy, as of {printable(table.name(own[0]))}")
+        print(f"data       {counted(len(own), 'sample')} with own_reference: the model learns to copy "
+              f"a reference that is the clip to speak, as of {printable(table.name(own[0]))}")
     limit, flag = min((value, name) for value, name in (
         (max_length, "--max_length"), (max_tokens or np.inf, "--max_tokens_per_batch")))
     settle((problem(table.name(i), "too_long", f"{table.lengths[i]} tokens "

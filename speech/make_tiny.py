@@ -69,8 +69,7 @@ SPECIAL_TOKENS = [
     "<|eom_id|>", "<|eot_id|>", "<|python_tag|>", "<|audio_bos|>", "<|audio_eos|>", "<|audio_out_bos|>",
     "<|reserved_special_token_6|>", "<|AUDIO|>", "<|AUDIO_OUT|>", "<|recipient|>", "<|scene_desc_start|>",
     "<|scene_desc_end|>", "<|reserved_special_token_3|>", "<|reserved_special_token_4|>",
-    "<|reserved_special_token_5|>", "<|reserved_special_token_7|>",
-]  # fmt: skip
+    "<|reserved_special_token_5|>", "<|reserved_special_token_7|>"]
 
 # Some of Higgs TTS 3's added tokens, in the order of their ids, and of its 43 control tags.
 SPECIAL_TOKENS_3 = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|tts|>", "<|audio|>", "<|audio_end|>", "<|text|>",
@@ -78,10 +77,8 @@ SPECIAL_TOKENS_3 = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|tts|>", "<
                     "<|style:whispering|>", "<|sfx:laughter|>", "<|prosody:pause|>"]
 
 # How the Llama 3 family cuts text before byte-pair merging: contractions, words, up to three digits, signs, space.
-WORD_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
+WORD_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+                r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 STORY = """\
 The kettle is singing on the stove. Please leave the window open tonight. Remember this: the door is never locked.
@@ -120,8 +117,7 @@ SOUNDS = {
     "z": (250, 4000, 5500, 0.3, 0.4), "j": (300, 2200, 3500, 0.3, 0.3), "s": (4500, 5800, 7000, 0.0, 0.8),
     "f": (1500, 4500, 6500, 0.0, 0.4), "h": (700, 1500, 2600, 0.0, 0.3), "c": (2000, 3800, 5000, 0.0, 0.6),
     "x": (3000, 5000, 6500, 0.0, 0.6), "p": (500, 1000, 2200, 0.0, 0.2), "t": (3000, 4200, 5500, 0.0, 0.4),
-    "k": (1500, 2200, 3000, 0.0, 0.3), "q": (1500, 2000, 2800, 0.0, 0.3),
-}  # fmt: skip
+    "k": (1500, 2200, 3000, 0.0, 0.3), "q": (1500, 2000, 2800, 0.0, 0.3)}
 PAUSE = (500, 1500, 2500, 0.0, 0.0)
 
 
@@ -132,10 +128,7 @@ def allow_others(folder):
 
 
 def make_tokenizer(out_dir, sentences=SENTENCES):
-    """Trains a byte-level BPE tokenizer of at most 600 ids on sentences, saves it in OUT_DIR/model and returns it.
-
-    The special tokens come last, as in the real one. It adds no begin-of-text token by itself.
-    """
+    """train_bpe's tokenizer, saved in OUT_DIR/model; it adds no begin-of-text token by itself."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=train_bpe(SPECIAL_TOKENS, sentences), bos_token="<|begin_of_text|>",
         eos_token="<|eot_id|>", pad_token="<|end_of_text|>", clean_up_tokenization_spaces=False,
@@ -159,11 +152,8 @@ def train_bpe(special_tokens, sentences=SENTENCES):
 
 
 def make_model(out_dir, tokenizer, seed=0, **config_overrides):
-    """Saves a random float32 language model with its processor in OUT_DIR/model and returns it.
-
-    The text head is part of it, as in the released checkpoint. config_overrides are
-    HiggsAudioV2Config fields; an unknown name is stored there and has no effect. Does not need
-    torchaudio.
+    """Saves a random float32 language model, its text head included, with its processor in
+    OUT_DIR/model and returns it. config_overrides: fields of HiggsAudioV2Config.
     """
     token_id = tokenizer.convert_tokens_to_ids
     special = {name: getattr(tokenizer, name)
@@ -193,9 +183,7 @@ def make_model(out_dir, tokenizer, seed=0, **config_overrides):
 
 def make_codec(out_dir, seed=0):
     """Saves a random codec in OUT_DIR/codec and returns it: (B, 1, n) audio at 24 kHz -> (B, 8,
-    about n / 960) codes.
-
-    Raises ImportError where torchaudio is missing: the codec resamples with it.
+    about n / 960) codes. It resamples with torchaudio: ImportError where that is missing.
     """
     from transformers import DacConfig, HiggsAudioV2TokenizerConfig, HubertConfig
     from transformers import HiggsAudioV2TokenizerModel
@@ -220,9 +208,8 @@ def make_codec(out_dir, seed=0):
 
 
 def make_model3(out_dir, codec, seed=0, **text_overrides):
-    """Saves a random Higgs TTS 3 of two layers in OUT_DIR/model, in the published names and files; returns its folder.
-
-    codec: of make_codec; its weights lie in the same file, as there. text_overrides are fields of text_config.
+    """Saves a random Higgs TTS 3 of two layers in OUT_DIR/model, in the published names and files;
+    returns its folder. codec: of make_codec, for the same file. text_overrides: of text_config.
     """
     folder = Path(out_dir) / "model"
     folder.mkdir(parents=True, exist_ok=True)
@@ -255,8 +242,8 @@ def make_model3(out_dir, codec, seed=0, **text_overrides):
 def synthesise(text, speaker, sample_rate, rng):
     """Speaks text with the numpy voice: pulses and noise, filtered by the formants of each letter.
 
-    speaker is any number >= 0; pitch, vocal tract and pace depend on it alone. rng (numpy Generator) gives the noise.
-    Returns (n,) float32 mono at sample_rate Hz, peak 0.6, 1.6 to 4 seconds long.
+    speaker: any number >= 0; pitch, vocal tract and pace depend on it alone. rng: a Generator, for
+    the noise. Returns (n,) float32 mono at sample_rate Hz, peak 0.6, 1.6 to 4 seconds long.
     """
     tone, pace = speaker * 0.618 % 1, speaker * 0.381 % 1  # multiples of these spread evenly over 0..1
     hop = sample_rate // 100  # 10 ms
@@ -288,14 +275,10 @@ def synthesise(text, speaker, sample_rate, rng):
 
 
 def make_speech(out_dir, clips=48, speakers=4, seed=0):
-    """Writes OUT_DIR/speech/*.wav (PCM_16, every sixth clip stereo), one sentence per clip,
-    speakers taking turns; each has at least two, so that there is another clip to take the voice
-    from.
-
-    Returns a list of {"text", "speaker": number, "path": relative to OUT_DIR, "seconds"}.
+    """Writes OUT_DIR/speech/*.wav (PCM_16, every sixth clip stereo), a sentence a clip, speakers in
+    turn -> [{"text", "speaker": number, "path": relative to OUT_DIR, "seconds"}].
     """
     import soundfile
-
     (Path(out_dir) / "speech").mkdir(parents=True, exist_ok=True)
     speech = []
     for number in range(clips):

@@ -129,7 +129,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
         report["dropped"] += refused
         inside = out in Path(cache).parents
         cache = os.path.relpath(cache, table) if inside else os.path.abspath(cache)
-        builder.write(table, cache, shards, where, parts, left_out)
+        builder.write(cache, shards, where, parts, left_out)
         audit.write_prepared(out, table, tokenizer, ids, encoding.codec_dir, sources.reading,
                              report)
         checkpoint.remove_named(out, rf"(?!{table.name}){TABLE}")

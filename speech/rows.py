@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core.cli import UserError, counted, printable
-from core.indexing import parallel_map_ordered
+from core.loading import parallel_map_ordered
 from core.json_files import SKIPPED, read_entries
 from core.problems import problem
 from speech.conversations import (
@@ -68,16 +68,16 @@ def flag_of(name):
     return FLAGS.get(name, f"--{name}")
 
 
-def open_source(path, reading, held_out=False, folder=None, problems=None, number=0):
+def open_source(path, reading, problems, held_out=False, folder=None, number=0):
     """Source of a path: itself where it is ChatML; else `folder` gets it as ChatML first.
 
-    held_out: whether it is validation data. problems: a list that takes rows that cannot be used.
+    problems: a list that takes rows that cannot be used. held_out: whether it is validation data.
     number: of the path among those of a run.
     """
-    source, plain = chatml_source(path), Reading()
-    if source is not None:
+    if source := chatml_source(path):
         unused = ("task_type", "ref_in_system", "reference", "reference_share", "columns")
-        changed = [flag_of(name) for name in unused if getattr(reading, name) != getattr(plain, name)]
+        changed = [flag_of(name) for name in unused
+                   if getattr(reading, name) != getattr(Reading(), name)]
         if changed:
             print(f"notice     {printable(path)}: ChatML has prompts of its own, in which "
                   f"{', '.join(changed)} changes nothing", flush=True)
@@ -87,7 +87,7 @@ def open_source(path, reading, held_out=False, folder=None, problems=None, numbe
         folder = tempfile.mkdtemp()
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     made = Path(folder) / f"{'eval' if held_out else 'train'}-{number}.jsonl"
-    convert.to_chatml(path, made, held_out=held_out, problems=problems, **vars(reading))
+    convert.to_chatml(path, made, problems, held_out=held_out, **vars(reading))
     unit, read = read_entries(made) if made.stat().st_size else ("row", lambda wanted: ())
     return Source(Path(path), f"as ChatML in {made}", made.parent, unit, read)
 
@@ -104,9 +104,8 @@ def chatml_source(path):
         return None
     talks = [entry for entry in first
              if isinstance(entry, dict) and isinstance(entry.get("messages"), list)]
-    if not talks or not all(map(is_chatml, talks)):
-        return None
-    return Source(path, "JSON samples", path.parent, unit, read)
+    fits = talks and all(map(is_chatml, talks))
+    return Source(path, "JSON samples", path.parent, unit, read) if fits else None
 
 
 def entries_of(source, reading, wanted, make=canonical_sample):
@@ -116,15 +115,14 @@ def entries_of(source, reading, wanted, make=canonical_sample):
         if entry is SKIPPED or not wanted(number):
             yield number, None
             continue
-        name, misc = f"{source.path} {source.unit} {number + 1}", {}
+        name, misc, setting = f"{source.path} {source.unit} {number + 1}", {}, None
         try:
             if isinstance(entry, dict):
                 misc = entry["misc"] if isinstance(entry.get("misc"), dict) else {}
-                label = label_of(entry)
+                label, setting = label_of(entry), entry.get("normalize_text")
                 name += f" ({printable(label, 80)})" if label else ""
                 if isinstance(misc.get("source"), str):     # of convert.py
                     name = misc["source"]
-            setting = entry.get("normalize_text") if isinstance(entry, dict) else None
             if setting not in (None, "", "on", "off"):
                 raise BadSample(f"its normalize_text is {setting!r}; give off, on or nothing")
             # off: as a take was spoken
@@ -142,8 +140,7 @@ def read_samples(path, problems, make=canonical_sample, **reading):
     make: what makes them of ChatML. reading: of Reading. UserError for a file that is unreadable.
     """
     reading = Reading(**reading)
-    source = open_source(path, reading, problems=problems)
-    for _, found in entries_of(source, reading, lambda number: True, make):
+    for _, found in entries_of(open_source(path, reading, problems), reading, lambda n: True, make):
         if isinstance(found, Sample):
             yield found
         elif found is not None:
@@ -176,10 +173,10 @@ def read_all(builder, sources, problems, noted=None, folder=None):
     noted: a list that takes what is odd about samples that are used, as Problems. folder: for what
     is not ChatML. UserError when a source is empty.
     """
-    found, recognised = [], {}  # {key of RECOGNISED: [number of samples, the first one's words]}
+    found = []
     for number, (path, weight, held_out) in enumerate(sources.all()):
         first, lost = len(builder), []
-        source = open_source(path, sources.reading, held_out, folder, lost, number)
+        source = open_source(path, sources.reading, lost, held_out, folder, number)
         notes, refused, shown = Counter(), Counter(p.check for p in lost), []
         problems.add(lost)
 
@@ -194,11 +191,12 @@ def read_all(builder, sources, problems, noted=None, folder=None):
                         kept.append(sample)
                         odd += [problem(sample.name, *note, path) for note in sample.notes]
                 text = sample_text(kept[0]) if kept and start == 0 else ""
-                words = [sample.recognised for sample in kept if sample.recognised]
-                yield builder.chunk(kept, wrong), wrong, odd, text, words
+                chunk = builder.chunk(kept, wrong)
+                chunk["left_out"].update(RECOGNISED[how] for one in kept for how in one.recognised)
+                yield chunk, wrong, odd, text
 
         def take(part, path=path, notes=notes, refused=refused, shown=shown):
-            chunk, wrong, odd, text, words_of = part
+            chunk, wrong, odd, text = part
             builder.append(chunk)
             for p in wrong:
                 p.file = str(path)
@@ -208,8 +206,6 @@ def read_all(builder, sources, problems, noted=None, folder=None):
             if noted is not None:
                 noted.extend(odd)
             shown += [text] * bool(text)
-            for how, words in itertools.chain.from_iterable(map(dict.items, words_of)):
-                recognised.setdefault(how, [0, words])[0] += 1
 
         parallel_map_ordered(chunks, sources.processes, take)
         kept, lost = len(builder) - first, sum(refused.values())
@@ -225,8 +221,6 @@ def read_all(builder, sources, problems, noted=None, folder=None):
             raise UserError(f"{path}: holds no samples" + " that can be used" * bool(refused))
         found.append({"path": str(path), "weight": weight, "held_out": held_out, "first": first,
                       "stop": len(builder)})
-    for how, (count, words) in sorted(recognised.items()):
-        print(f"data       {count} {RECOGNISED[how].format(printable(words, 80))}", flush=True)
     for what, n in sorted(builder.left_out.items()):
         print(f"data       {n} samples {what}", flush=True)
     return found

@@ -68,17 +68,16 @@ class Speaker:
         """
         model.eval()
         with gathered(model), autocast():
-            values = dist.rank0(world, lambda: self.speak_all(
-                model.base_model, step, log, stop_requested))
+            values = dist.rank0(world, self.speak_all, model.base_model, step, log)
         model.train()
         return values
 
-    def speak_all(self, native, step, log, asked):
+    def speak_all(self, native, step, log):
         """Speak and record every prompt -> {metric: float}. native: whole weights, in eval mode.
 
-        After a request to stop (asked()) or TIME_LIMIT seconds the prompts not yet spoken are left
-        out, and the printed line says so, as it does when the GPU's memory does not suffice. Speech
-        that the time limit cut off counts in the stop rate, but not in the length ratio.
+        After a request to stop or TIME_LIMIT seconds the prompts not yet spoken are left out, and
+        the printed line says so, as it does when the GPU's memory does not suffice. Speech that the
+        time limit cut off counts in the stop rate, but not in the length ratio.
         """
         forget_later(self.output_dir, step)     # steps that come once more
         start, spoken, batches = time.monotonic(), [], range(0, len(self.prompts), BATCH)
@@ -87,10 +86,10 @@ class Speaker:
             # each new length would compile the layers once more
             with torch.compiler.set_stance("force_eager"):
                 for first in batches:
-                    if time.monotonic() < end and not asked():
+                    if time.monotonic() < end and not stop_requested():
                         spoken += speak.generate(
                             native, self.prompts[first:first + BATCH], self.ids, self.settings,
-                            self.seed + first // BATCH, self.device, end, asked)
+                            self.seed + first // BATCH, self.device, end, stop_requested)
             # building the codec draws numbers, dropout must not feel it
             with torch.random.fork_rng(devices=[]):
                 codec, _ = load_codec(self.codec_dir, self.device, self.ids.num_codebooks)
@@ -99,23 +98,20 @@ class Speaker:
             print(f"samples step {step:>6} | left out: too little GPU memory is free; give fewer "
                   "prompts or a shorter --sample_seconds")
             return {}
-        return self.record(step, log, asked, spoken, waves, time.monotonic() - start)
-
-    def record(self, step, log, asked, spoken, waves, took):
-        """Write and log what was spoken in `took` seconds -> {metric: float}."""
+        took = time.monotonic() - start
         total = sum(len(codes) for codes, _ in spoken) / FRAME_RATE
         ends, values, ratios = [ended_by for _, ended_by in spoken], {}, []
+        folder = Path(self.output_dir) / "samples" / f"step-{step}"
         for number, (prompt, (codes, ended_by), wave) in enumerate(
                 zip(self.prompts, spoken, waves)):
             about = speak.record(prompt, codes, ended_by, self.seed + number // BATCH,
                                  took / total if total else None)
             picture = speak.mel_picture(wave, f"step {step}: {prompt.text}")
-            folder = Path(self.output_dir) / "samples" / f"step-{step}"
             speak.write_sample(folder, prompt.name, wave, picture, {**about, "step": step})
             log.write_speech(step, f"samples/{prompt.name}", wave, speak.SAMPLE_RATE, picture)
             if about["target_seconds"] and ended_by != "time":
                 ratios.append(about["seconds"] / about["target_seconds"])
-        whole, why, stopping = len(ends) - ends.count("time"), "", asked()
+        whole, why, stopping = len(ends) - ends.count("time"), "", stop_requested()
         if whole < len(self.prompts):       # values of some prompts alone do not compare
             why = " (asked to stop)" if stopping else " (time limit)"
             values["eval/spoken"] = whole / len(self.prompts)

@@ -30,10 +30,9 @@ NOT_HEARD = re.compile(r"<(SE(?:_[se])?)>\[\w+\]</\1>|\[SPEAKER\d+\]|[<>]")     
 
 # the instruction the community form puts before the target text; only this prefix is removed, never text after a colon
 INSTRUCTION = re.compile(r"^\s*please generate speech\b[^:]*:\s*", re.IGNORECASE)
-# what target_text recognised, for a line about all samples of a file; {} is the first one's
-RECOGNISED = {"punctuation": "answers repeat their request in other punctuation; the request's is used, first {!r}",
-              "instruction": "requests have other words before the text that their answer repeats; these are left out, "
-                         "first {!r}"}
+# of samples, by what target_text recognised in them
+RECOGNISED = {"punctuation": "repeat their request in other punctuation: the request's is used",
+              "instruction": "have other words before the text that their answer repeats: these are left out"}
 
 
 def normalise(text):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from core.cli import UserError
-from core import fp16
+from core import optim
 from tests.helpers.students import train_sft
 from distill.losses import linear_loss, loss_sums
 from tests.helpers.trainer import (
@@ -27,8 +27,8 @@ HIGH = 2.0 ** 19        # a first scale that overflows some steps, and then fits
 
 def test_the_scale_is_that_of_torch(monkeypatch):
     """Halved by an overflow, doubled after so many steps without; gradients are divided by it."""
-    monkeypatch.setattr(fp16, "LONG", 5)
-    theirs, ours = torch.amp.GradScaler("cpu", growth_interval=5), fp16.Scaler(torch.device("cpu"))
+    monkeypatch.setattr(optim, "GROW", 5)
+    theirs, ours = torch.amp.GradScaler("cpu", growth_interval=5), optim.Scaler(torch.device("cpu"))
     parameter = torch.nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     grad, scales = torch.randn(3), set()
@@ -45,7 +45,7 @@ def test_the_scale_is_that_of_torch(monkeypatch):
         theirs.update()
         ours.update(torch.tensor(float(bad)))
         if step % 3 == 0:       # saved and restored
-            ours = fp16.Scaler(torch.device("cpu"), ours.saved())
+            ours = optim.Scaler(torch.device("cpu"), ours.saved())
         assert ours.scale.item() == theirs.get_scale()
         scales.add(theirs.get_scale())
     assert len(scales) == 5
@@ -55,17 +55,17 @@ def test_the_scale_is_that_of_torch(monkeypatch):
 
 
 def high(argv):
-    fp16.START = HIGH
+    optim.FIRST_SCALE = HIGH
     speech_main(argv)
 
 
 def low(argv):
-    fp16.START = 2.0 ** 10
+    optim.FIRST_SCALE = 2.0 ** 10
     speech_main(argv)
 
 
 def low_with_a_bad_token(argv):
-    fp16.START = 2.0 ** 10
+    optim.FIRST_SCALE = 2.0 ** 10
     main_with_a_bad_token(argv)
 
 

@@ -1,8 +1,8 @@
 """What clusters do to a run: processes killed, signalled, stopped; disks filled, files damaged. Real runs over gloo.
 
 A kill must cost at most the steps since the last checkpoint, and never a bit of the final weights. To afford many
-starts, most jobs are forked from a server that has done the imports already (multiprocessing's forkserver); they are
-separate processes with sessions of their own. Jobs with torchrun start from nothing.
+starts, ranks are forked from a server that has done the imports already (multiprocessing's forkserver); they are
+separate processes with sessions of their own. Jobs with torchrun: test_signals.py, tests/launch, tests/slurm.
 """
 import contextlib
 import json
@@ -11,19 +11,19 @@ import os
 import random
 import re
 import runpy
-import shutil
 import signal
 import socket
-import subprocess
 import time
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from core import checkpoint, metrics
+from tests.helpers import runs
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT, speech_main, trainer_command
 
@@ -31,8 +31,6 @@ pytestmark = [pytest.mark.race, pytest.mark.slow]
 
 SLOW_DISK = ROOT / "tests" / "helpers" / "slow_disk"
 SEED = int(os.environ.get("TEST_SEED", time.time_ns() % 10**6))     # printed by the tests that draw from it
-CLOCK = {"train/throughput", "train/audio_seconds_per_second", "train/samples_per_second", "train/step_seconds",
-         "train/data_wait_seconds", "train/memory_gib", "system/gpu_memory_allocated", "train/mfu"}
 COMMON = ("--learning_rate", 2e-4, "--per_device_train_batch_size", 1, "--num_train_epochs", 1000)
 LORA = (*COMMON, "--use_lora", "--lora_dropout", 0.1, "--disable_eval")       # dropout makes the random state matter
 KINDS = {       # ranks, flags
@@ -68,90 +66,63 @@ def server():
     """multiprocessing context whose processes are forks of one that has imported the trainer."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.helpers.imports"])
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{before or ''}"
-    multiprocessing.forkserver.ensure_running()
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+        multiprocessing.forkserver.ensure_running()
     return context
 
 
 class Job:
-    """A trainer running in the background, with torchrun or as one forked process a rank."""
+    """A trainer running in the background, one forked process a rank; rank 0 hosts the store."""
 
-    def __init__(self, server, tiny, output_dir, flags, ranks=1, torchrun=False, env=None):
-        """Without torchrun rank 0 hosts the store."""
+    def __init__(self, server, tiny, output_dir, flags, ranks=1, env=None):
         self.output_dir, self.log = output_dir, output_dir.parent / f"log-{uuid.uuid4().hex[:8]}.txt"
         output_dir.parent.mkdir(parents=True, exist_ok=True)
-        env = {"TEST_JOB": uuid.uuid4().hex, **(env or {})}
-        self.mark, self.launcher, self.ranks = f"TEST_JOB={env['TEST_JOB']}", None, []
-        if torchrun:
-            if "SLOW_DISK_S" in env:
-                env["PYTHONPATH"] = os.pathsep.join([str(SLOW_DISK), *filter(None, [os.environ.get("PYTHONPATH")])])
-            with open(self.log, "w") as log:
-                self.launcher = subprocess.Popen(trainer_command(tiny, output_dir, *flags, ranks=ranks), stdout=log,
-                                                 stderr=subprocess.STDOUT, env={**os.environ, **env},
-                                                 cwd=output_dir.parent)
-            return
-        argv, port = trainer_command(tiny, output_dir, *flags)[2:], free_port()
+        self.ranks, argv, port = [], trainer_command(tiny, output_dir, *flags)[2:], free_port()
         for rank in range(ranks):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
                      "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if ranks > 1 else {}
             self.ranks.append(server.Process(target=forked, args=(
-                argv, {**env, **{k: str(v) for k, v in place.items()}}, str(self.log), str(output_dir.parent))))
+                argv, {**(env or {}), **{k: str(v) for k, v in place.items()}}, str(self.log), str(output_dir.parent))))
             self.ranks[-1].start()
 
     def pids(self):
-        """Every living process of the job: launcher, ranks, loaders."""
+        """Every living process of the job: ranks, loaders."""
         sessions, found = {rank.pid for rank in self.ranks}, []
         for folder in Path("/proc").glob("[0-9]*"):
-            try:
+            with contextlib.suppress(OSError):          # gone, or another user's
                 state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-                ours = {int(session), int(folder.name)} & sessions if self.ranks else \
-                    self.mark in (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-            except OSError:         # gone, or another user's
-                continue
-            if ours and state != "Z":
-                found.append(int(folder.name))
+                if {int(session), int(folder.name)} & sessions and state != "Z":
+                    found.append(int(folder.name))
         return found
 
     def rank(self, rank):
         """Pid of a rank."""
-        if self.ranks:
-            return self.ranks[rank].pid
-        for pid in children(self.launcher.pid):
-            if f"RANK={rank}" in Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0"):
-                return pid
-        raise AssertionError(f"no rank {rank} is running\n{self.text()}")
+        return self.ranks[rank].pid
 
     def signal(self, number, pids):
         for pid in pids:
-            try:
+            with contextlib.suppress(ProcessLookupError):       # ended by itself meanwhile
                 os.kill(pid, number)
-            except ProcessLookupError:      # ended by itself meanwhile
-                pass
 
     def running(self):
-        return self.launcher.poll() is None if self.launcher else all(r.exitcode is None for r in self.ranks)
+        return all(rank.exitcode is None for rank in self.ranks)
 
     def wait_for(self, ready):
         """Until ready() is true; its value. The job must not end before, and must get on."""
         return wait_until(ready, "such a moment", self.running, self.text)
 
     def statuses(self):
-        """Exit statuses when all have ended: the launcher's, or each rank's."""
+        """Exit statuses of the ranks when all have ended."""
         def now():
-            return [self.launcher.poll()] if self.launcher else [rank.exitcode for rank in self.ranks]
+            return [rank.exitcode for rank in self.ranks]
         wait_until(lambda: None not in now(), "end of all ranks", progress=lambda: (now(), self.text()))
         return now()
 
     def wait(self):
         """statuses(); no process may be left behind."""
         statuses = self.statuses()
-        wait_until(lambda: not self.pids(), "end of every process",
-                   progress=lambda: [(pid, command(pid)) for pid in self.pids()])
+        wait_until(lambda: not self.pids(), "end of every process", progress=self.pids)
         return statuses
 
     def stand_still(self, ranks):
@@ -166,8 +137,6 @@ class Job:
             time.sleep(0.02)
         for rank in self.ranks:
             rank.join()
-        if self.launcher:
-            self.launcher.wait()
 
     def text(self):
         return self.log.read_text(errors="replace") if self.log.exists() else ""
@@ -203,12 +172,6 @@ def is_stopped(pid):
         return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
 
-def is_pending(number, pid):
-    """True while a stopped process has yet to take this signal."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return bool(int(re.search(r"^ShdPnd:\s+(\S+)", status, re.M)[1], 16) >> number - 1 & 1)
-
-
 def free_port():
     """Below those that the kernel hands out by itself, so it is still free when the run listens to it."""
     while True:
@@ -227,16 +190,9 @@ def children(pid):
     return found
 
 
-def command(pid):
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return "gone"
-
-
 @pytest.fixture
 def launch(server, tiny):
-    """launch(output_dir, *flags, ranks=, torchrun=, env=) -> Job; whatever still runs after the test is killed."""
+    """launch(output_dir, *flags, ranks=, env=) -> Job; whatever still runs after the test is killed."""
     jobs = []
 
     def start(output_dir, *flags, **options):
@@ -300,23 +256,15 @@ def marker(output_dir):
     return path.read_text() if path.exists() else None
 
 
-def tensors(folder, pattern):
-    return {f"{path.name}:{name}": tensor for path in sorted(folder.glob(pattern))
-            for name, tensor in load_file(path).items()}
-
-
 def assert_same_end(output_dir, reference):
     """The last checkpoints agree in every bit of weights and moments, the logs in all that no clock decides."""
-    ours, theirs = (checkpoint.list_checkpoints(folder)[-1][1] for folder in (output_dir, reference))
-    assert ours.name == theirs.name
-    for pattern in ("*.safetensors", "trainer_state/*.safetensors"):
-        a, b = tensors(ours, pattern), tensors(theirs, pattern)
+    ours, theirs = (SimpleNamespace(output_dir=folder) for folder in (output_dir, reference))
+    assert newest(output_dir) == newest(reference)
+    for a, b in ((read(ours), read(theirs)) for read in (runs.tensors, runs.moments)):
         assert a.keys() == b.keys() and a
         different = [name for name in a if not torch.equal(a[name], b[name])]
         assert not different, f"{len(different)} of {len(a)} tensors differ, first {different[0]}"
-    logs = [[{k: v for k, v in row.items() if k not in CLOCK} for row in metrics.read_metrics(folder / "metrics.jsonl")]
-            for folder in (output_dir, reference)]
-    assert logs[0] == logs[1]
+    assert runs.rows(ours) == runs.rows(theirs)
 
 
 def assert_all_whole(output_dir):
@@ -384,27 +332,22 @@ def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path
 # SIGTERM, SIGUSR1
 
 
-@pytest.mark.parametrize("kind, to, number, torchrun", [
-    ("ddp", "launcher", signal.SIGTERM, True),
-    ("fsdp", "rank 1", signal.SIGUSR1, False),
-])
-def test_signal_saves_within_a_step_and_asks_for_requeue(launch, whole, tmp_path, kind, to, number, torchrun):
+@pytest.mark.parametrize("kind, rank, number", [("ddp", 0, signal.SIGTERM), ("fsdp", 1, signal.SIGUSR1)])
+def test_signal_saves_within_a_step_and_asks_for_requeue(launch, whole, tmp_path, kind, rank, number):
     out, (ranks, flags) = tmp_path / "out", KINDS[kind]
-    job = launch(out, *flags, "--save_steps", 0, ranks=ranks, torchrun=torchrun)
+    job = launch(out, *flags, "--save_steps", 0, ranks=ranks)
     job.wait_for(lambda: job.seen(3))
-    pids, asked = [job.launcher.pid] if torchrun else [job.rank(1)], [job.rank(1)]
     with job.stand_still(range(ranks)):
         seen = last_step(out)
-        job.signal(number, pids)
-        job.wait_for(lambda: all(is_pending(number, pid) for pid in asked))     # torchrun hands it on
-    assert job.wait() == ([1] if torchrun else [0] * ranks), job.text()       # torchrun says 1 after SIGTERM
+        job.signal(number, [job.rank(rank)])
+    assert job.wait() == [0] * ranks, job.text()
     # the step under way may be two further than the log, and one more is allowed
     assert steps_of(out) == [newest(out)] and seen < newest(out) <= seen + 3
     assert re.findall("^stopped .*", job.text(), re.M) == [
         f"stopped    {marker(out).strip()} of {flags[flags.index('--max_steps') + 1]}; checkpoint saved; rerun the same command to resume"]
-    who = number.name if to != "rank 1" else "a signal to another rank"
+    who = "a signal to another rank" if rank else number.name
     assert marker(out) == f"asked to stop by {who} at step {newest(out)}\n"
-    assert "Traceback" not in job.text() or torchrun
+    assert "Traceback" not in job.text()
     finish(launch, out, kind)
     assert_same_end(out, whole(kind))
 
@@ -573,47 +516,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(launch, whole, tmp_path)
     assert steps_of(out) == [15]
     finish(launch, out, "lora")     # what stands in it is step 15, although training went on meanwhile
     assert_same_end(out, whole("lora"))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Two runs in one folder
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Damaged checkpoints, rotation
-
-
-def flip_byte(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def test_damaged_checkpoints_are_reported_and_passed_over(launch, whole, tmp_path):
-    """Four kinds of damage on 12, 10, 8 and 6; the run goes on from 4, and keeps one checkpoint."""
-    out, (ranks, flags) = tmp_path / "out", KINDS["fsdp"]
-    job = launch(out, *flags, "--save_steps", 2, "--save_total_limit", 0, ranks=ranks)
-    job.wait_for(lambda: newest(out) >= 12)
-    job.kill_all()
-    for step in steps_of(out):
-        if step > 12:
-            shutil.rmtree(out / f"checkpoint-{step}")
-    manifest = out / "checkpoint-12" / "manifest.json"
-    os.truncate(manifest, manifest.stat().st_size // 2)
-    (out / "checkpoint-10" / "trainer_state" / "rng.pt").unlink()
-    shard = out / "checkpoint-8" / "model-00002-of-00002.safetensors"
-    os.truncate(shard, shard.stat().st_size - 4096)
-    flip_byte(out / "checkpoint-6" / "trainer_state" / "optimizer-00002-of-00002.safetensors")
-    job = launch(out, *flags, "--save_steps", 20, "--save_total_limit", 1, ranks=ranks)
-    assert job.wait() == [0, 0], job.text()
-    assert "start      step 4, resumed from" in job.text()
-    reports = re.findall(r"^checkpoint \S+-(\d+) is damaged \((.*)\); trying the one before", job.text(), re.M)
-    assert [int(step) for step, _ in reports] == [12, 10, 8, 6]
-    for (_, why), words in zip(reports, ("unreadable manifest.json", "trainer_state/rng.pt is missing",
-                                         "model-00002-of-00002.safetensors has ", "has another checksum")):
-        assert words in why
-    assert_same_end(out, whole("fsdp"))
-    assert steps_of(out) == [24]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ CONVERSATIONS = [
 
 def table_of(conversations, tokenizer, ids, folder, codes_of=codes_of):
     """A Table of conversations whose clips have random codes, through the trainer's own writer and reader."""
-    builder, problems = TableBuilder(tokenizer, ids), []
+    builder, problems = TableBuilder(tokenizer, ids, folder / "table"), []
     builder.add([Sample(f"sample {i}", turns) for i, turns in enumerate(conversations)], problems)
     assert not problems
     folder.mkdir(exist_ok=True)
@@ -44,5 +44,5 @@ def table_of(conversations, tokenizer, ids, folder, codes_of=codes_of):
     frames = np.array([len(c) for c in codes], np.int64)
     save_file({"codes": np.concatenate([*codes, np.empty((0, BOOKS), np.int16)])}, folder / "codes-0.safetensors")
     where = np.stack([np.zeros_like(frames), np.cumsum(frames) - frames, frames], axis=1)
-    builder.write(folder / "table", folder, ["codes-0.safetensors"], where)
+    builder.write(folder, ["codes-0.safetensors"], where)
     return Table(folder / "table")

@@ -1,8 +1,8 @@
 """Each mistake a user can make ends the trainer with status 1 and one clear message: file, sample, remedy."""
 import json
-import os
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,6 +36,7 @@ def target_item(sample):
 
 def written(folder, samples, name="train.json"):
     path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(samples))
     return path
 
@@ -81,116 +82,61 @@ def test_data_folder(run, tmp_path):
     assert complains(run(*flags), "metadata.json sample 1 (s1): has no 'transcript_file'")
 
 
-def change(path, value):
-    """A change of a sample: messages[1]["content"][2] = value is change((1, "content", 2), value)."""
-    def apply(sample):
-        at = sample["messages"]
-        for key in path[:-1]:
-            at = at[key]
-        at[path[-1]] = value
-        return sample
-    return apply
+def sample(*messages, **more):
+    return {"messages": [{"role": role, "content": content} for role, content in messages], **more}
 
 
-SAMPLES = {
-    "no messages": (lambda s: {"speaker": "x"}, "has no list 'messages'"),
-    "no target audio": (lambda s: {**s, "messages": s["messages"][:-1]}, "has no target audio"),
-    "unknown role": (change((1, "role"), "narrator"), "unknown role 'narrator'; known: system, scene, user, assistant"),
-    "unknown type": (change((1, "content", 1), {"type": "image", "url": "x"}),
-                     "unknown content type 'image' in a message of role 'user'; known: text, audio"),
-    "half a character": (change((1, "content", 0, "text"), "bad \ud83d"), "holds half a character"),
-    "inline audio": (change((1, "content", 1), {"type": "audio", "audio_url": "", "raw_audio": "UklGRg=="}),
-                     "inline 'raw_audio' is not supported; write it to a file and set 'audio_url'"),
-    "offset a text": (change((1, "content", 1, "offset"), "1.5"), "'offset'", "is '1.5', not seconds"),
-    "no reference text": (change((1, "content"), [{"type": "audio", "audio_url": "speech/{0}"}]),
-                          "has no transcript before it (nor misc.ref_transcript)"),
-    "control token": (change((2, "content", 0, "text"), "Well <|eot_id|> then"),
-                      "text contains the control token <|eot_id|>; remove it"),
-    "start_index beyond": (lambda s: {**s, "start_index": 7}, "start_index 7 of 3 messages")}
+CLIP = {"type": "audio", "audio_url": "clip.wav"}
+SPEECH = ("user", "Well."), ("assistant", CLIP)
+SAMPLES = [
+    ({"speaker": "x"}, "has no list 'messages'"), (sample(SPEECH[0]), "has no target audio"),
+    (sample(("narrator", "x"), *SPEECH), "unknown role 'narrator'; known: system, scene, user, assistant"),
+    (sample(("user", [{"type": "image", "url": "x"}]), *SPEECH), "unknown content type 'image' of role 'user'; known: text, audio"),
+    (sample(("user", "bad \ud83d"), SPEECH[1]), "holds half a character"),
+    (sample(SPEECH[0], ("assistant", {"type": "audio", "raw_audio": "UklGRg=="})),
+     "inline 'raw_audio' is not supported; set 'audio_url' to a file of it"),
+    (sample(SPEECH[0], ("assistant", {**CLIP, "offset": "1.5"})), "'offset' of 'clip.wav' is '1.5', not seconds"),
+    (sample(("user", [CLIP, {"type": "text", "text": "Well."}]), SPEECH[1]), "has no transcript before it (nor misc.ref_transcript)"),
+    (sample(*SPEECH, start_index=7), "start_index 7 of 2 messages")]
 
 
-@pytest.fixture(scope="module")
-def two_good(tiny, data):
-    """Two good samples; the first one's audio names for the {0} above."""
-    samples = tiny.samples()[:2]
-    return samples, os.path.basename(target_item(samples[0])["audio_url"])
-
-
-@pytest.mark.slow
-def test_samples(run, data, two_good):
+def test_samples(tmp_path):
     """Each stands between good ones; all are told of in one list, each once, with its place and name."""
-    good, audio_name = two_good
-    samples = [good[0]]
-    for spoil, *_ in SAMPLES.values():
-        bad = spoil(json.loads(json.dumps(good[0])))
-        if isinstance(bad, dict):
-            text = json.dumps({**bad, "misc": {"sample_id": "odd"}})
-            bad = json.loads(text.replace("{0}", audio_name))
-        samples += [bad, good[1]]
-    path = written(data, samples, "odd.json")
-    done = run("--train_data_file", path)
-    complains(done, f"error: {len(SAMPLES)} problems:", f"{path} sample 2 (odd): has no list")
-    lines = (done.output_dir / "problems.jsonl").read_text().splitlines()
-    found = {row["entry"]: row["problem"] for row in map(json.loads, lines)}
-    assert len(found) == len(lines) == len(SAMPLES)
-    for at, (_, *parts) in zip(range(2, len(samples) + 1, 2), SAMPLES.values()):
-        name = " (odd)" if isinstance(samples[at - 1], dict) else ""
-        said = found[f"sample {at}{name}"]
-        assert all(part in said for part in parts), said
+    (tmp_path / "clip.wav").write_bytes(b"audio")
+    samples = [{**one, "misc": {"sample_id": "odd"}} for bad, _ in SAMPLES for one in (sample(*SPEECH), bad)]
+    path, problems = written(tmp_path, samples, "odd.json"), []
+    assert len(list(read_samples(path, problems))) == len(SAMPLES) == len(problems)
+    for number, (problem, (_, said)) in enumerate(zip(problems, SAMPLES), 1):
+        assert problem.startswith(f"{path} sample {2 * number} (odd): ") and said in problem
 
 
-def test_missing_audio_lists_the_places_tried(run, data, two_good, tmp_path):
-    good, _ = two_good
-    bad = json.loads(json.dumps(good[0]))
-    target_item(bad)["audio_url"] = "clips/gone.wav"
-    path = written(data, [bad], "odd.json")
-    places = [data, data.parent, data.parent.parent, tmp_path]         # the last one: where the trainer was started
-    complains(run("--train_data_file", path), "audio file 'clips/gone.wav' not found; tried ",
-              *[place / "clips/gone.wav" for place in places])
+def test_missing_audio_lists_the_places_tried(tmp_path):
+    path, problems = written(tmp_path / "a" / "b", [sample(SPEECH[0], ("assistant", {**CLIP, "audio_url": "x/gone.wav"}))]), []
+    assert not list(read_samples(path, problems)) and "audio file 'x/gone.wav' not found; tried " in problems[0]
+    assert all(str(place / "x/gone.wav") in problems[0] for place in (path.parent, tmp_path / "a", tmp_path, Path.cwd()))
 
 
-def test_problems_of_training_and_validation_data_come_together(run, data, two_good):
-    good, _ = two_good
-    train = written(data, [{"messages": []}, *good], "train.json")
-    held_out = written(data, [*good, {}], "eval.json")
+def test_problems_of_training_and_validation_data_come_together(run, data, tiny):
+    train = written(data, [{"messages": []}, *tiny.samples()[:2]], "train.json")
+    held_out = written(data, [*tiny.samples()[:2], {}], "eval.json")
     done = run("--train_data_file", train, "--eval_data_file", held_out, evaluate=True)
     message = complains(done, "error: 2 problems:", f"{train} sample 1: has no", f"{held_out} sample 3: has no")
     assert len(message) == 3
 
 
-def spoilt_audio(folder):
-    """{file name: what is said of it}; writes the files."""
-    folder.mkdir(exist_ok=True)
-    tone = 0.3 * np.sin(np.arange(24000) * 0.1)
-    (folder / "empty.wav").write_bytes(b"")
-    (folder / "text.wav").write_text("this is not audio")
-    (folder / "noise.mp3").write_bytes(b"ID3" + np.random.default_rng(0).bytes(2000))
-    soundfile.write(folder / "short.wav", tone[:480], 24000)
-    soundfile.write(folder / "nothing.wav", tone[:0], 24000)
-    soundfile.write(folder / "nan.wav", np.where(np.arange(24000) == 12345, np.nan, tone), 24000, subtype="FLOAT")
-    soundfile.write(folder / "silent.wav", 0 * tone, 24000)
-    soundfile.write(folder / "loud.wav", 3e38 * tone, 24000, subtype="FLOAT")
-    return {"empty.wav": "is an empty file",
-            "text.wav": "is not readable audio (Format not recognised); wav, flac, mp3 and ogg are read",
-            "noise.mp3": "is not readable audio",
-            "short.wav": "is too short: 0.020 s; a clip needs 0.04 s", "nothing.wav": "is too short: 0.000 s",
-            "nan.wav": "contains samples that are not finite numbers", "silent.wav": "is silent: every sample is 0",
-            "loud.wav": "peaks at 9e+37; full scale is 1, so its samples have another scale"}
-
-
-def with_audio(tiny, names):
-    """One sample for each file name as its target."""
-    samples = [json.loads(json.dumps(tiny.samples()[0])) for _ in names]
-    for sample, name in zip(samples, names):
-        target_item(sample)["audio_url"] = name
-    return samples
-
-
 def test_bad_audio_is_listed_together(run, tiny, data):
-    said = spoilt_audio(data / "spoilt")
-    path = written(data, with_audio(tiny, [f"spoilt/{name}" for name in said]) + tiny.samples()[:2], "odd.json")
+    said = {"empty.wav": "is an empty file", "short.wav": "is too short: 0.020 s; a clip needs 0.04 s",
+            "noise.mp3": "is not readable audio"}
+    (data / "spoilt").mkdir()
+    (data / "spoilt" / "empty.wav").write_bytes(b"")
+    (data / "spoilt" / "noise.mp3").write_bytes(b"ID3" + np.random.default_rng(0).bytes(2000))
+    soundfile.write(data / "spoilt" / "short.wav", 0.3 * np.sin(np.arange(480) * 0.1), 24000)
+    samples = [json.loads(json.dumps(tiny.samples()[0])) for _ in said]
+    for one, name in zip(samples, said):
+        target_item(one)["audio_url"] = f"spoilt/{name}"
+    path = written(data, samples + tiny.samples()[:2], "odd.json")
     message = complains(run("--train_data_file", path, "--code_cache", data / "codes"))
-    assert message[0] == "error: 8 problems:" and len(message) == 9
+    assert message[0] == "error: 3 problems:" and len(message) == 4
     for number, (name, why) in enumerate(said.items()):
         line, = (line for line in message if f"its audio {data / 'spoilt' / name}: {why}" in line)
         assert line.startswith(f"  {path} sample {number + 1} (")

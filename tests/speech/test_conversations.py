@@ -234,12 +234,12 @@ def test_folder_and_chatml_give_one_text_which_only_the_target_gets_normalised(f
 
 
 @pytest.mark.parametrize("asked, answer, spoken, recognised", [
-    ("Is it late - Anna", "is it late, Anna?", "Is it late - Anna", {"punctuation": "Is it late - Anna"}),
-    (INSTRUCTION + "你好,世界!", "你好，世界！", "你好,世界!", {"punctuation": "你好,世界!"}),
-    ("Read this: it is late", "It is late.", "It is late.", {"instruction": "Read this:"}),
-    ("请朗读：你好，世界", "你好，世界。", "你好，世界。", {"instruction": "请朗读："}),
-    (INSTRUCTION + "it is late", "it is late", "it is late", {}),
-    ("That is unkind", "kind", None, {}), ("...", "!", None, {}), ("की", "का", None, {})])
+    ("Is it late - Anna", "is it late, Anna?", "Is it late - Anna", {"punctuation"}),
+    (INSTRUCTION + "你好,世界!", "你好，世界！", "你好,世界!", {"punctuation"}),
+    ("Read this: it is late", "It is late.", "It is late.", {"instruction"}),
+    ("请朗读：你好，世界", "你好，世界。", "你好，世界。", {"instruction"}),
+    (INSTRUCTION + "it is late", "it is late", "it is late", set()),
+    ("That is unkind", "kind", None, set()), ("...", "!", None, set()), ("की", "का", None, set())])
 def test_a_request_that_the_answer_repeats_is_recognised(folder, asked, answer, spoken, recognised):
     """Then the target turn is speech alone, as in generation; other words of the answer stay and are trained."""
     for user in ([text(REFERENCE), audio("ref.wav"), text(asked)], [text(asked), text(REFERENCE), audio("ref.wav")]):

@@ -7,7 +7,7 @@ import pytest
 import soundfile
 import torch
 
-from core import indexing
+from core import loading
 from core.cli import UserError
 from core.dist import World
 from core.problems import Problems
@@ -66,7 +66,7 @@ def files_of(sources, tools, folder, processes, task="zero_shot_voice_cloning"):
     n_train = found[0]["stop"]
     clips = builder.clips[:]
     frames = np.array([7 + len(clip.path) + i % 13 for i, clip in enumerate(clips)], np.int64)
-    builder.write(folder, folder / "cache", ["shard"], np.stack([frames * 0, np.cumsum(frames), frames], axis=1))
+    builder.write(folder / "cache", ["shard"], np.stack([frames * 0, np.cumsum(frames), frames], axis=1))
     return {path.name: path.read_bytes().replace(str(folder).encode(), b"")
             for path in folder.iterdir()}, clips, n_train
 
@@ -81,8 +81,7 @@ def test_enough_samples_are_held_out_for_a_best_checkpoint(n, share, held_out):
 @pytest.fixture
 def small_parts(monkeypatch):
     monkeypatch.setattr(rows, "CHUNK", 3)
-    monkeypatch.setattr(speech_table, "ROWS", 8)
-    monkeypatch.setattr(indexing, "HERE", 1)
+    monkeypatch.setattr(loading, "HERE", 1)
 
 
 @pytest.mark.parametrize("kind", ["list", "lines", "folder"])
@@ -139,7 +138,7 @@ def test_a_sample_takes_little_memory(tools, tmp_path):
             builder.append({**chunk, "clips": [(rng.bytes(16), text) for _, text in chunk["clips"]]})
         reading = tracemalloc.get_traced_memory()[1]
         assert len(builder.clips) == n
-        builder.write(tmp_path / "table", tmp_path, [], np.ones((n, 3), np.int64))      # of which 24 bytes
+        builder.write(tmp_path, [], np.ones((n, 3), np.int64))      # of which 24 bytes
         return reading, tracemalloc.get_traced_memory()[1]
     reading, peak = in_a_fork(peaks)
     assert reading / n < 250 and peak / n < 300

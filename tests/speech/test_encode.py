@@ -132,7 +132,7 @@ def test_what_would_fill_the_memory_is_not_decoded(tmp_path, tiny, monkeypatch):
         with pytest.raises(ValueError, match="lasts 10.0 minutes, of which at most 10.0 are decoded: cut it"):
             decode_audio(path, [cut])
         with pytest.raises(ValueError, match="of which at most 10.0 are decoded"):
-            header_frames(path, [(*cut, False)], config, 8)
+            header_frames(Clip(path, *cut), config, 8)
     assert len(decode_audio(path, [(600.0, 1.0), (1.0, 600.0)])[1][0]) == 24000
     monkeypatch.setattr("speech.codes.PIECE", 1 << 12)
     cuts = [(600.0, 1.0), (3.5, 4.25), (0.25, 0.5), (599.0, None)]
@@ -175,7 +175,7 @@ def test_files_written_into_a_pipe_are_refused(tmp_path, tiny):
             at = data.index(data[:2], data.index(b"LAME") + 36)     # behind the frame that says the length
             data = tag + data[at:] + b"TAG".ljust(128)
         (tmp_path / f"b.{kind}").write_bytes(data)
-        for read in (lambda path: decode_audio(path, [(None, None)]), lambda path: header_frames(path, [(None, None, False)], config, 8)):
+        for read in (lambda path: decode_audio(path, [(None, None)]), lambda path: header_frames(Clip(path), config, 8)):
             read(str(tmp_path / f"a.{kind}")), read(str(tmp_path / f"tagged.{kind}"))
             with pytest.raises(ValueError, match="does not say how long it is, .*ffmpeg -i FILE -c copy NEW"):
                 read(str(tmp_path / f"b.{kind}"))

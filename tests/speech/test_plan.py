@@ -22,6 +22,7 @@ from speech.codes import (
     header_frames,
     load_codec,
 )
+from speech.conversations import Clip
 from speech.dataset import split_validation
 from speech.weights import empty_model
 from tests.helpers.live_bytes import by_lengths, real_peak
@@ -105,7 +106,7 @@ def test_frames_from_the_header_are_those_of_the_codec(tiny, codec, tmp_path, ex
         cuts += [(seconds / 3, None), (0.007, seconds / 2), (0.0, seconds + 0.2)] if seconds > 0.1 else []
         _, waves = decode_audio(path, cuts)
         encoded = [len(encode_clip(codec[0], wave, codec[1], 8)) for wave in waves]
-        assert header_frames(str(path), [(*cut, False) for cut in cuts], config, 8) == encoded
+        assert [header_frames(Clip(str(path), *cut), config, 8) for cut in cuts] == encoded
 
 
 def test_frames_of_every_length_around_the_codec_steps(tiny, codec):
@@ -163,7 +164,7 @@ def test_a_dry_run_says_what_the_run_then_does(forked, real_run, tiny, tmp_path)
         path.stat().st_size for path in newest.rglob("*") if path.is_file()) / 2**20, abs=0.1)
 
 
-AGAIN = "data", "two_good", "test_problems_of_training_and_validation_data_come_together"
+AGAIN = "data", "test_problems_of_training_and_validation_data_come_together"
 globals().update({name: getattr(test_bad_input, name) for name in AGAIN}, real_run=test_bad_input.run)
 
 
