@@ -149,13 +149,8 @@ def _with_arguments(call):
 
 def as_question(record):
     """(messages that end with a question, tools or None, whether its answer was left out) of a
-    record that a teacher is to answer: of as_messages, or {"text": ..., "history": [[question,
-    answer], ...]}. ValueError.
+    record that a teacher is to answer. ValueError.
     """
-    if "text" in record:
-        if "messages" in record:
-            raise ValueError('has to have one of "messages" and "text"')
-        record = {"messages": [*of_history(record.get("history")), {"role": "user", "content": record["text"]}]}
     record = as_messages(record, trained=False)
     messages = check_messages(record, answered=False)
     answered = messages[-1]["role"] == "assistant"
@@ -490,14 +485,9 @@ class Encoder:
         at = next((i for i, (a, b) in enumerate(zip(first, whole)) if a != b),
                   min(len(first), len(whole)))
         theirs, ours = (self.tokenizer.decode(ids[at:at + 1]) for ids in (first, whole))
-        advice = "--enable_thinking false (or true)"
-        if self.options:
-            advice = "another --enable_thinking"
-        advice += ", --train_turns last" if self.turns == "all" else ""
         raise ValueError(f"trained turn {number}: by this chat template the {what} is not how the "
-                         f"whole begins: token {at} is {theirs!r} there, {ours!r} in the whole; so "
-                         f"what the model will be given cannot be trained. Try {advice}, or give "
-                         "another template with --chat_template FILE")
+                         f"whole begins: token {at} is {theirs!r} there, {ours!r} in the whole. Try "
+                         "another --enable_thinking, --train_turns last, or --chat_template FILE")
 
     def _is_blank(self, token):
         """Whether a token is white space, and no special one."""

@@ -109,13 +109,9 @@ def prepare_folder(folder, flag="--output_dir"):
 def claim_output(output_dir):
     """prepare_folder; from here on no other run may use it, and what a killed one left is gone."""
     prepare_folder(output_dir)
-    try:
-        run_lock.acquire(output_dir)
-        if gone := remove_named(output_dir, TEMPORARY, UNFINISHED):
-            print(f"removed what a killed run has left in {output_dir}: {', '.join(gone)}",
-                  flush=True)
-    except OSError as error:
-        raise UserError(f"--output_dir {output_dir}: cannot be written ({error.strerror})")
+    run_lock.acquire(output_dir)
+    if gone := remove_named(output_dir, TEMPORARY, UNFINISHED):
+        print(f"removed what a killed run has left in {output_dir}: {', '.join(gone)}", flush=True)
 
 
 @contextlib.contextmanager

@@ -14,8 +14,8 @@ from pathlib import Path
 from core.cli import UserError
 
 LONGEST = 2**26         # bytes of a line
-HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # json joins pairs: what is left stands alone
-SKIPPED = object()      # stands for an entry that was asked to be left out
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # json joins pairs: these are single
+SKIPPED = object()      # in place of an entry that was asked to be left out
 DECODER = json.JSONDecoder(parse_constant={"Infinity": math.inf, "-Infinity": -math.inf}.get)
 
 

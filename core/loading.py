@@ -1,6 +1,6 @@
 """Batches on their way from a loader process to the device: each in one piece of memory, ahead of its use.
 
-A tensor that changes processes is a file of shared memory with a connection of its own, so a batch of many tensors
+A tensor that changes processes is a file of shared memory with its connection, so a batch of many tensors
 takes the trainer milliseconds. Here the tensors of a batch lie one after the other in one buffer: one file, one pinned
 piece of memory, one copy to the GPU. A batch is a dataclass or a NamedTuple whose fields are CPU tensors or plain
 values. The classes use it so:
@@ -85,7 +85,7 @@ def to(batch, device):
 def over_packs(samples, packs, collate, num_workers, prefetch_factor):
     """DataLoader of collate([samples[i] of a pack]) over `packs`, lists of numbers."""
     more = {}
-    if num_workers:     # forked: they share what is mapped
+    if num_workers:     # forked: they share the mapped files
         more = {"prefetch_factor": prefetch_factor, "persistent_workers": True,
                 "multiprocessing_context": "fork"}
     # a generator: else each loader would draw from that of the dropout
@@ -127,7 +127,7 @@ def each(loader):
 def ahead(loader, device=None):
     """Iterator over the batches of a DataLoader, on the device, if one is given; the next two come while one is used.
 
-    A thread takes them over from the loader processes and, for a GPU, copies them on a stream of its own. What goes
+    A thread takes them over from the loader processes and, for a GPU, copies them on another stream. What goes
     wrong in it is raised here. Without loader processes a batch is made by the caller's thread when it is asked for.
     """
     batches = fork_loaders(loader)      # here, and not in the generator: processes are forked before there is a thread

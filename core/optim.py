@@ -55,11 +55,6 @@ def lr_factor(step, total_steps, warmup_steps, scheduler="cosine", min_ratio=0.0
     return min_ratio + (1 - min_ratio) * fall
 
 
-def sqrt_lr(lr, batch, base_batch):
-    """Square-root rule: lr * sqrt(batch / base_batch) keeps Adam's update noise constant as the batch grows."""
-    return lr * math.sqrt(batch / base_batch)
-
-
 def clip_gradients(parameters, max_norm):
     """Global L2 norm of the gradients, a 0-d tensor on their device; scales them to max_norm when max_norm > 0.
 

@@ -102,13 +102,13 @@ def fingerprint(folder):
                               Path(folder) / "config.json"])
 
 
-def fingerprint_files(paths):
-    """Short hash of the names, the sizes and both ends of files."""
+def fingerprint_files(paths, form="{} {}"):
+    """Short hash of the names and sizes, in that form, and of both ends of files."""
     digest = hashlib.sha256()
     for path in paths:
         with error_names_file(path), open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
-            digest.update(f"{path.name} {size}".encode())
+            digest.update(form.format(path.name, size).encode())
             for start in (0, max(0, size - 2**20)):
                 file.seek(start)
                 digest.update(file.read(2**20))

@@ -51,8 +51,8 @@ class Documents:
         """(n,) int64: how many tokens of each document `mask` (T,) holds for."""
         return np.diff(np.concatenate([[0], np.cumsum(mask)])[self.offsets])
 
-    # (n,) of each document: slots in a row; tokens in the loss; tokens that need a noisy copy, those
-    # of blocks with a target; tokens of text and markers, without the fill; blocks with targets
+    # (n,) of each document: slots in a row; tokens in the loss; tokens with a noisy copy, those of
+    # blocks with a target; tokens of text and markers, without the fill; blocks with targets
     lengths = functools.cached_property(lambda self: np.diff(self.offsets))
     n_targets = functools.cached_property(lambda self: self.per_document(self.target))
     noisy_lengths = functools.cached_property(lambda self: self.per_document(self.group >= 0))
@@ -74,14 +74,6 @@ class Documents:
     def name(self, d):
         """Where document d is in the user's files."""
         return self.problems[d].name
-
-    def fingerprint(self, numbers):
-        """Hash of the documents with these numbers, for recognising the same data on resume."""
-        digest = hashlib.sha256()
-        for d in numbers:
-            for array in (self.ids, self.position, self.block, self.target, self.region):
-                digest.update(array[self.offsets[d]:self.offsets[d + 1]].tobytes())
-        return digest.hexdigest()[:16]
 
 
 def pieces(problem, layout):
@@ -114,8 +106,8 @@ def too_long(regions, layout):
     if layout.system == "hdp":
         flags = {QUESTION: "question_budget", PLAN: "plan_budget", EXECUTION: "execution_budget"}
     return ", ".join(
-        f"it{f's {flag[:-7]}' * (layout.system == 'hdp')} has {len(ids)} tokens, markers and end token "
-        f"included, more than --{flag} {getattr(layout, flag)}" for region, ids, _ in regions
+        f"it{f's {flag[:-7]}' * (layout.system == 'hdp')} has {len(ids)} tokens, markers and end "
+        f"token included, more than --{flag} {getattr(layout, flag)}" for region, ids, _ in regions
         for flag in [flags[region]] if len(ids) > getattr(layout, flag))
 
 
@@ -178,7 +170,8 @@ def make_documents(problems, tokens, layout, bad=None, path=""):
         raise UserError(f"{path or 'data'}: none of {len(wrong)} problems can be used{first}")
     ids, position, block, target, region, group = np.concatenate(parts, axis=1)
     offsets = np.cumsum([0] + [part.shape[1] for part in parts])
-    return Documents(layout, ids, position, block, target > 0, region, group, offsets, kept, tokens.pad)
+    return Documents(layout, ids, position, block, target > 0, region, group, offsets, kept,
+                     tokens.pad)
 
 
 def split_validation(n, share, seed):
@@ -212,7 +205,11 @@ class Rows(Dataset):
 
     def fingerprint(self):
         """Hash of the documents in the order of the rows, to recognise the same data on resume."""
-        return self.documents.fingerprint(d for members in self.members for d in members)
+        digest, d = hashlib.sha256(), self.documents
+        for number in (number for members in self.members for number in members):
+            for array in (d.ids, d.position, d.block, d.target, d.region):
+                digest.update(array[d.offsets[number]:d.offsets[number + 1]].tobytes())
+        return digest.hexdigest()[:16]
 
     def __getitem__(self, r):
         return self.documents, self.members[r]

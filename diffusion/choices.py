@@ -127,14 +127,14 @@ def data(p):
     flag("--train_data_file", None, "JSONL, JSON, dataset folder (its train split) or hub name")
     flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
     flag("--validation_split", 0.05, "share of problems held out, 0 = none")
-    flag("--tokenizer", None, "tokenizer.json, its folder, or hub name (default: that of --init_from "
-         "or the demo, else gpt2)")
+    flag("--tokenizer", None, "tokenizer.json, its folder, or hub name (default: of --init_from or "
+         "the demo, else gpt2)")
     switch("--chat", "gsm8k: ask in the tokenizer's chat template, answers end as its turns do")
     flag("--end_token", "", "token that ends an answer (default: gsm8k <|endoftext|>, chat the "
          "tokenizer's end token)", metavar="TOKEN")
-    flag("--demo", None, "make this many arithmetic problems (2000) and a tokenizer in OUTPUT_DIR/demo, "
-         "and train on them", nargs="?", type=int, const=2000, metavar="PROBLEMS")
-    flag("--block_size", 16, "tokens of a block; 1 is autoregressive (default: --init_from's, or 16)")
+    flag("--demo", None, "make this many arithmetic problems (2000) and a tokenizer in "
+         "OUTPUT_DIR/demo, and train on them", nargs="?", type=int, const=2000, metavar="PROBLEMS")
+    flag("--block_size", 16, "tokens of a block, 1: autoregressive (default: --init_from's, or 16)")
     flag("--plan_block_size", 0, "hdp: tokens of a plan block, 0 = --block_size")
     flag("--execution_block_size", 0, "hdp: tokens of an execution block, 0 = --block_size")
     flag("--max_length", 512, "gsm8k, chat: tokens a problem may have")
@@ -165,8 +165,8 @@ def answers(p, order):
     p.flag("--split", "test", "split of a dataset folder or hub name")
     p.flag("--limit", 0, "only the first texts, this many, 0 = all")
     p.switch("--drop_too_long", "leave out what is too long, and count it")
-    p.flag("--order", order, "which masked tokens a pass fills: one at random, or all that are sure "
-           "enough, at least the surest", choices=("first_hitting", "confidence"))
+    p.flag("--order", order, "which masked tokens a pass fills: one at random, or all that are "
+           "sure enough, at least the surest", choices=("first_hitting", "confidence"))
     p.flag("--threshold", 0.9, "confidence: probability a token must have, 0 to 1")
     p.flag("--batch_size", 64, "texts side by side")
     p.flag("--seed", 0, "of all draws")

@@ -58,6 +58,7 @@ class Config:
         return AutoConfig.for_model(kind, **given | {"vocab_size": self.vocab_size})
 
     layers = property(lambda self: self.native.num_hidden_layers)
+    heads = property(lambda self: self.native.num_attention_heads)
     kv_heads = property(lambda self: self.native.num_key_value_heads)
     head_size = property(lambda self: getattr(self.native, "head_dim", None)
                          or self.native.hidden_size // self.native.num_attention_heads)
@@ -106,8 +107,8 @@ def read_folder(folder, config):
     if config.native.tie_word_embeddings and "lm_head.weight" in tensors:
         head = tensors.pop("lm_head.weight")
         require(table is None or torch.equal(head, table),
-                f"--init_from {folder}: config.json has tie_word_embeddings true, but lm_head.weight "
-                "is not the embedding; set it to false to keep that head")
+                f"--init_from {folder}: config.json has tie_word_embeddings true, but "
+                "lm_head.weight is not the embedding; set it to false to keep that head")
     require(table is None or len(table) <= config.vocab_size,
             f"--init_from {folder}: its embedding has more rows than its config.json says")
     return tensors
@@ -179,20 +180,6 @@ class Decoder(dit.Network):
         """As DiT.extend."""
         past = Past(past)
         return self.run(tokens, position, [(tokens.shape[1], mask, None)] * 2, past), past.new
-
-    @staticmethod
-    def decays(name, parameter):
-        """As DiT.decays; a tied table is an embedding."""
-        return parameter.ndim > 1 and "embed_tokens" not in name
-
-    def flops(self, tokens, rows, pairs):
-        """As DiT.flops; frozen matrices have no gradients; adapters are not counted."""
-        native, layers = self.config.native, self.config.layers
-        matrices = sum(p.numel() for name, p in base_weights(self).items()
-                       if p.ndim > 1 and ".layers." in name)
-        products = 2 * tokens * matrices + 2 * rows * native.hidden_size * native.vocab_size
-        heads = native.num_attention_heads * self.config.head_size
-        return (2 if self.config.lora else 3) * products + 3 * 4 * heads * pairs * layers
 
 
 Config.network = Decoder

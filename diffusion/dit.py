@@ -9,6 +9,7 @@ modulation is a learned constant.
 """
 import functools
 import math
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -229,6 +230,23 @@ class Network(nn.Module):
         found = [checkpoint(self.row_losses, *part, use_reentrant=False) for part in parts]
         return torch.cat(found)[:len(inputs.rows)]
 
+    @staticmethod
+    def decays(name, parameter):
+        """Weight decay shrinks matrices, not the embedding: rows in no batch would shrink."""
+        return parameter.ndim > 1 and "embed" not in name
+
+    def flops(self, tokens, rows, pairs):
+        """Model FLOPs of forward and backward, three times the forward, twice where it is frozen.
+
+        tokens: noisy and clean ones; rows: masked ones that reach the head; pairs: (query, key)
+        pairs that may attend. Padding, recomputation and adapters are not counted.
+        """
+        matrices = sum(p.numel() for name, p in self.named_parameters() if p.ndim > 1
+                       and "layers." in name and not re.search("modulation|lora_", name))
+        products = 2 * tokens * matrices + 2 * rows * self.head.weight.numel()
+        scores = 4 * pairs * self.config.heads * self.config.head_size * self.config.layers
+        return (2 if getattr(self.config, "lora", None) else 3) * products + 3 * scores
+
 
 # ---- Layers
 
@@ -376,21 +394,6 @@ class DiT(Network):
             x, own = layer(x, *constant, size, mask, past=pair)
             new.append(own)
         return x, new
-
-    @staticmethod
-    def decays(name, parameter):
-        """Weight decay shrinks matrices, not the embedding: rows in no batch would shrink."""
-        return parameter.ndim > 1 and name != "embed.weight"
-
-    def flops(self, tokens, rows, pairs):
-        """Model FLOPs of forward and backward, three times the forward.
-
-        tokens: noisy and clean ones; rows: masked ones that reach the head; pairs: (query, key)
-        pairs that may attend. Padding and recomputation are not counted.
-        """
-        size, layers = self.config.hidden_size, self.config.layers
-        matrices = 2 * tokens * 12 * size * size * layers + 2 * rows * size * self.config.vocab_size
-        return 3 * (matrices + 4 * size * pairs * layers)
 
 
 Config.network = DiT

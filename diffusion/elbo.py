@@ -190,7 +190,7 @@ def improved(best, values):
     return bool(better)
 
 
-# ---- --clip_search_widths: the noise range under which losses of blocks vary least (BD3-LM's var_min)
+# ---- --clip_search_widths: the noise range under which losses vary least (BD3-LM's var_min)
 
 
 def candidates(widths, block_sizes):

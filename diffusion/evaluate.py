@@ -4,8 +4,8 @@
     pip install lm_eval
     python diffusion/evaluate.py --checkpoint out --tasks gsm8k
 
--log p(text) is at most the mean of the bound's draws (noise.py), each with the standard error of
-its draws; in blocks of one token it is equal, and one draw is enough.
+-log p(text) is at most the mean of the bound's draws (noise.py), told with its standard error; in
+blocks of one token it is equal, and one draw is enough.
 
 Tasks that generate (generate_until) get greedy answers; of the harness's settings for generation
 only `until` counts. Tasks that compare likelihoods (loglikelihood) get the bound of each text. A
@@ -81,12 +81,6 @@ def draw_bounds(solver, documents, draws, batch_rows, seed):
     return nats
 
 
-def standard_errors(nats):
-    """(n,) standard errors of the means of draw_bounds; 0 where one draw is exact."""
-    draws = nats.shape[1]
-    return nats.std(1, ddof=min(1, draws - 1)) / math.sqrt(draws)
-
-
 def continuations(solver, pairs):
     """Documents of (name, ids of a context, ids after it), of which only the latter count.
 
@@ -103,28 +97,27 @@ def continuations(solver, pairs):
 
 
 def bound_file(args, folder, solver):
-    """Print the bound of a file in the form that the model was trained on, and write its texts'."""
-    layout = solver.layout
+    """Print and write the bound of a file's answers, as a validation of the trainer has it."""
+    layout, device = solver.layout, solver.model.embed.weight.device
     problems, bad = blocks.read_any(args.bound, args.split, layout, folder, solver.tokens)
     problems = problems[:args.limit or len(problems)]
     documents = blocks.make_documents(problems, solver.tokens, layout, bad, args.bound)
     if dropped := settle(bad, ("too_long",) * args.drop_too_long, hint=blocks.length_hint(bad)):
         print(f"data       dropped: {dropped}")
-    nats = draw_bounds(solver, documents, args.draws, args.batch_size, args.seed)
-    errors = standard_errors(nats)
-    counts = documents.per_document(documents.target & (documents.region != choices.FILL))
-    mean, error = nats.mean(1).sum() / counts.sum(), np.linalg.norm(errors) / counts.sum()
-    exact = choices.bound_range(layout)[0] == 1
-    summary = {"texts": len(nats), "tokens": int(counts.sum()), "exact": exact,
-               "nats_per_token": float(mean), "nats_stderr": float(error),
-               "bits_per_token": float(mean) / math.log(2), "bits_stderr": error / math.log(2)}
-    texts = [{"name": p.name, "nats": float(mean), "stderr": float(e), "tokens": int(n)}
-             for p, mean, e, n in zip(documents.problems, nats.mean(1), errors, counts)]
-    write(args, folder, f"bound-{folder.name}-{Path(args.bound).stem}.json",
-          {"summary": summary, "texts": texts})
-    print(f"bound      {'nll =' if exact else 'nll <='} {mean:.4f} +- {error:.4f} nats/token, "
-          f"{summary['bits_per_token']:.4f} +- {summary['bits_stderr']:.4f} bits/token; "
-          f"{summary['tokens']} tokens in {len(nats)} texts, {nats.shape[1]} draws of the noise")
+    exact = choices.bound_range(layout)[0] == 1         # then all draws are the same
+    n, draws = len(documents), 1 if exact else args.draws
+    rows = blocks.make_rows(documents, np.arange(n), int(documents.lengths.max()), True)
+    found = elbo.bound(dist.World(device=device), solver.model, elbo.Eval(
+        rows, solver.tokens, args.batch_size, draws, args.seed, args.bf16), int)
+    nats, error = found["eval/nll"], found.get("eval/stderr", 0.0)
+    bits, bits_error = nats / math.log(2), error / math.log(2)
+    tokens = int(sum(rows.targets(region).sum() for region in range(choices.FILL)))
+    write(args, folder, f"bound-{folder.name}-{Path(args.bound).stem}.json", {"summary": {
+        "texts": n, "tokens": tokens, "exact": exact, "nats_per_token": nats,
+        "nats_stderr": error, "bits_per_token": bits, "bits_stderr": bits_error}})
+    print(f"bound      {'nll =' if exact else 'nll <='} {nats:.4f} +- {error:.4f} nats/token, "
+          f"{bits:.4f} +- {bits_error:.4f} bits/token; {tokens} tokens in {n} texts, {draws} draws "
+          "of the noise")
 
 
 def write(args, folder, name, found):

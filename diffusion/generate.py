@@ -4,8 +4,8 @@ and tokenizers only; transformers' own generate() would write nonsense.
     python generate.py "Ben has 3 boxes of 6 pens. How many pens has he?"
     python generate.py --temperature 1 --threshold 0.8 "..."
 
-published.py of flat-trainers puts it next to a language model that was converted to block diffusion,
-and its answers are those of sample_bd3lm.py --order confidence, token by token. From Python:
+published.py of flat-trainers puts it next to a language model converted to block diffusion, and
+its answers are those of sample_bd3lm.py --order confidence, token by token. From Python:
 
     model, tokenizer, form = load("FOLDER")
     ids = generate(model, prompt(tokenizer, form, "..."), form)
@@ -56,15 +56,15 @@ def prompt(tokenizer, form, question):
 
 
 def run(model, ids, first, cache, block_size):
-    """Logits (n, V) of ids (n,) at the places from `first` on, by blocks, after a cache that grows."""
+    """Logits (n, V) of ids (n,) at the places from `first` on, in blocks, after a growing cache."""
     at = torch.arange(first + len(ids), device=ids.device)
     seen = at[first:, None] // block_size >= at // block_size
     bias = torch.zeros(seen.shape, device=ids.device, dtype=model.dtype)
     bias.masked_fill_(~seen, torch.finfo(model.dtype).min)
     # transformers renames it
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    return model(input_ids=ids[None], attention_mask=bias[None, None], position_ids=at[None, first:],
-                 use_cache=True, **{name: cache}).logits[0]
+    return model(input_ids=ids[None], attention_mask=bias[None, None], use_cache=True,
+                 position_ids=at[None, first:], **{name: cache}).logits[0]
 
 
 @torch.no_grad()

@@ -92,9 +92,9 @@ def read_teacher(path, problems):
             raise UserError(f"{where}: is not a record of create_data.py ({error})")
         require(known, f"{where}: was not made from the lines of these problems")
     without = [p.name for number, p in enumerate(problems) if number not in plans]
-    require(not without, f"--teacher {path}: {len(without)} of {len(problems)} problems have no plan, "
-                         f"the first is {''.join(without[:1])}; see .rejected.jsonl, and ask again with more "
-                         "--max_retries")
+    require(not without, f"--teacher {path}: {len(without)} of {len(problems)} problems have no "
+                         f"plan, the first is {''.join(without[:1])}; see .rejected.jsonl, and ask "
+                         "again with more --max_retries")
     return [plans[number] for number in range(len(problems))]
 
 
@@ -113,7 +113,7 @@ def make_plans(path, split="train", teacher=None):
     return entries
 
 
-# ---- The demo's problems, with plans and a small tokenizer of their own: training without a download
+# ---- The demo's problems, with plans and a small tokenizer: training without a download
 
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Hugo")
 THINGS = ("apples", "books", "coins", "marbles", "pens", "shells", "stamps", "stickers")
@@ -157,7 +157,8 @@ def draw_problems(n, seed=0):
         repeats = repeats + 1 if question in found else 0
         require(repeats <= 1000, f"there are not {n} different demo problems; ask for fewer")
         found.setdefault(question, {
-            "id": f"demo_{len(found)}", "question": question, "plan": " ".join(plan).format(**values),
+            "id": f"demo_{len(found)}", "question": question,
+            "plan": " ".join(plan).format(**values),
             "execution": CALCULATOR.sub("", " ".join(steps)), "answer": answer,
             "solution": "\n".join(steps) + f"\n#### {answer}"})
     return list(found.values())

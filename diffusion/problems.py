@@ -182,13 +182,13 @@ def load_tokenizer(name, system, end_token=""):
         raise
     except Exception as error:      # the tokenizers library raises bare Exceptions, the hub a dozen
         why = str(error).partition("\n")[0]
-        raise UserError(f"--tokenizer {name}: is not a tokenizer ({type(error).__name__}: {why:.120}); "
-                        f"{hint}")
+        raise UserError(f"--tokenizer {name}: is not a tokenizer ({type(error).__name__}: "
+                        f"{why:.120}); {hint}")
     end_token = end_token or END
     end = tokenizer.token_to_id(end_token)
     require(end is not None or system == "hdp",
-            f"--tokenizer {name}: has no token {end_token} to end answers with; give one that it has "
-            "(--end_token '</s>'), or --chat where it has a template")
+            f"--tokenizer {name}: has no token {end_token} to end answers with; give one that it "
+            "has (--end_token '</s>'), or --chat where it has a template")
     # a question begins with <|endoftext|>, or with what this tokenizer puts before every text
     begins = [tokenizer.token_to_id(END), *tokenizer.encode("").ids, end]
     begin = next((number for number in begins if number is not None), -1)
@@ -232,8 +232,8 @@ def auto_tokenizer(folder):
         transformers.logging.set_verbosity(before)
 
 
-# ---- Chats: every trained answer is a problem of its own, whose question is all that comes before it in
-# the chat template. A document ends with its answer, since the sampler fills the last block with
+# ---- Chats: every trained answer is a problem, whose question is all that comes before it in the
+# chat template. A document ends with its answer, since the sampler fills the last block with
 # end tokens, which no later turn may hold. The prompt's ids are proven to begin the whole, so what
 # is trained is what is asked for later. Thinking, where a template knows it, is off.
 
@@ -294,7 +294,8 @@ def read_chat_prompts(path, folder, tokens):
             found.append(Problem(f"{path}:{number}", chat.question(messages), "", "", ids=ids,
                                  given=len(ids)))
         except ValueError as error:
-            wrong.append(problem(f"{path}:{number}", "invalid", CHAT_HINT.sub("", str(error)), path))
+            why = CHAT_HINT.sub("", str(error))
+            wrong.append(problem(f"{path}:{number}", "invalid", why, path))
     settle(wrong)
     require(found, f"{path}: holds no chats")
     return found

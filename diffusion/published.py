@@ -99,7 +99,8 @@ def find_checkpoint(name, pick, flag="--checkpoint"):
     for _, newest in reversed(found := checkpoint.list_checkpoints(folder)):
         if not (wrong := checkpoint.damage(newest)):
             best = newest.with_name(f"checkpoint-{state_of(newest).get('best_step')}")
-            return best if pick == "best" and best.is_dir() and not checkpoint.damage(best) else newest
+            good = pick == "best" and best.is_dir() and not checkpoint.damage(best)
+            return best if good else newest
         print(f"checkpoint {newest} is damaged ({wrong}); trying the one before")
     require(not found, f"{flag} {name}: every checkpoint in it is damaged")
     wrong = checkpoint.damage(folder)
@@ -135,14 +136,12 @@ def open_start(world, args, layout, tokenizer):
     """(Layout, folder of --init_from or None, tokenizer) of a run with --init_from or a chat
     template; args.tokenizer becomes the folder by whose template chats are read. Collective.
     """
-    path = None
-    if args.init_from:      # one rank downloads for all
-        path = dist.rank0(world, find, args.init_from)
-        if not args.tokenizer and (is_causal(path) or (path / "tokenizer.json").is_file()):
-            tokenizer = path
+    # one rank downloads for all
+    path = dist.rank0(world, find, args.init_from) if args.init_from else None
+    if path and not args.tokenizer and (is_causal(path) or (path / "tokenizer.json").is_file()):
+        tokenizer = path
     if args.chat or args.system == "chat":
-        args.tokenizer = str(tokenizer)
-        layout = with_chat(layout, tokenizer)
+        args.tokenizer, layout = str(tokenizer), with_chat(layout, tokenizer)
     else:
         layout = with_form(layout, path)
     size = path and trained_form(path).get("block_size")
@@ -152,19 +151,23 @@ def open_start(world, args, layout, tokenizer):
     return layout, path, tokenizer
 
 
+def config_json(path):
+    return json_files.read_object(path / "config.json")
+
+
 def is_ours(path):
     """Whether a path of find() is a checkpoint of this trainer, not of train_sft.py."""
-    return (path / checkpoint.MANIFEST).exists() and "model" in json_files.read_object(path / "config.json")
+    return (path / checkpoint.MANIFEST).exists() and "model" in config_json(path)
 
 
 def is_causal(path):
     """Whether a path of find() is a language model that predicts the next token."""
-    return not is_ours(path) and json_files.read_object(path / "config.json").get("model_type") not in ("bd3lm", "mdlm", None)
+    return not is_ours(path) and config_json(path).get("model_type") not in ("bd3lm", "mdlm", None)
 
 
 def config_for(path, model_size, tokens, dropout):
     """Config of a run's network. path: of find(); model_size: of a DiT. Raises UserError."""
-    about, ours = json_files.read_object(path / "config.json"), is_ours(path)
+    about, ours = config_json(path), is_ours(path)
     source = about.get("source") if ours else about if is_causal(path) else None
     if not source:
         return dit.config_of(model_size, tokens.vocab_size, tokens.mask, dropout)
@@ -191,7 +194,7 @@ def with_chat(layout, folder):
 
 def trained_form(path):
     """{prompt, end_token, block_size} that a path of find() was trained on, as far as it says."""
-    about = json_files.read_object(path / "config.json")
+    about = config_json(path)
     form = about.get("layout") or about.get("block_diffusion") or {}
     return about | form if is_causal(path) else form
 
@@ -223,19 +226,21 @@ def read(path, config, tokens, seed=0):
         tensors = dict(model.named_parameters())
     elif is_causal(path):
         from diffusion import decoder
-        which, source, tensors = "causal", json_files.read_object(path / "config.json"), decoder.read_folder(path, config)
+        which, source = "causal", config_json(path)
+        tensors = decoder.read_folder(path, config)
         with contextlib.suppress(UserError):        # --tokenizer names another folder
             own = read_tokenizer(path).get_vocab()
         rows = len(tensors.get("model.embed_tokens.weight", ()))
         most = max((own or tokens.plain()).values()) + 1
-        require(most <= rows, f"--init_from {path}: tokenizer and model disagree: {most} tokens and "
-                              f"{rows} rows")
+        require(most <= rows, f"--init_from {path}: tokenizer and model disagree: {most} tokens "
+                              f"and {rows} rows")
         markers = {name: own.pop(name) for name in (*MARKERS["hdp"], SDAR_MASK) if name in own}
         form = trained_form(path)
         size, mask = form.get("block_size"), form.get("mask_token_id")
         require(mask in (None, tokens.mask),
-                f"--init_from {path}: its config.json has mask_token_id {mask}, its tokenizer has the "
-                f"mask at {tokens.mask}; name it {SDAR_MASK} in tokenizer.json, or correct config.json")
+                f"--init_from {path}: its config.json has mask_token_id {mask}, its tokenizer has "
+                f"the mask at {tokens.mask}; name it {SDAR_MASK} in tokenizer.json, or correct "
+                "config.json")
     else:       # of GPT-2's tokens and a mask
         tensors = read_official(path, config)
         mask = len(tensors["embed.weight"]) - 1
@@ -254,7 +259,8 @@ def read(path, config, tokens, seed=0):
     files = [file for file in sorted(path.iterdir()) if file.suffix in (".safetensors", ".bin")]
     words = [f"{which} weights of {path}", size and f"trained in blocks of {size}",
              new and f"new rows for {', '.join(new)}"]
-    return Start(tensors, tensor_io.fingerprint_files(files), "; ".join(filter(None, words)), source)
+    words = "; ".join(filter(None, words))
+    return Start(tensors, tensor_io.fingerprint_files(files), words, source)
 
 
 def with_lora(config, path, bf16, name, lora):
@@ -269,8 +275,9 @@ def with_lora(config, path, bf16, name, lora):
 
 
 def fill(model, given, seed, resumed):
-    """Put a Start's weights into a network and begin its adapters, which change nothing yet. resumed:
-    a checkpoint follows, which has all that is trained, not the language model under adapters.
+    """Put a Start's weights into a network and begin its adapters, which change nothing yet.
+
+    resumed: a checkpoint follows, which has all that is trained, not the base under adapters.
     """
     lora, weights = getattr(model.config, "lora", None), dict(model.named_parameters())
     if lora:
@@ -368,7 +375,7 @@ def from_official(state, config, path):
 
 def read_official(path, config):
     """{our name: CPU tensor} of a published folder, for a DiT of this Config. Raises UserError."""
-    about = json_files.read_object(path / "config.json")
+    about = config_json(path)
     for key, right in (("time_conditioning", False), ("causal", False), ("adaln", True)):
         require(about.get(key, right) == right,
                 f"{path}: its config.json has {key} {about.get(key)}, which is not supported")
@@ -380,8 +387,9 @@ def read_official(path, config):
         try:        # runs no code of the file
             state = torch.load(path / "pytorch_model.bin", weights_only=True, map_location="cpu")
         except Exception as error:      # whatever a damaged or hostile pickle brings about
-            raise UserError(f"{path}/pytorch_model.bin: holds more than weights, which is not read, or "
-                            f"is damaged ({type(error).__name__}); convert it to model.safetensors")
+            raise UserError(f"{path}/pytorch_model.bin: holds more than weights, which is not "
+                            f"read, or is damaged ({type(error).__name__}); convert it to "
+                            "model.safetensors")
     return from_official(state, config, path)
 
 

@@ -210,7 +210,7 @@ def generate(model, states, rooms, block_size, end, how=Sampling(), generator=No
 
 
 def question_state(problem, tokens, layout):
-    """What is given before the first generated region: (context, (pinned ids, the first's position)).
+    """What is given before the first generated region: (context, (pinned ids, first's position)).
 
     context: (3, n) int64 ids, position, block of clean tokens. UserError for a question too long.
     """
@@ -398,7 +398,8 @@ def print_summary(total, output, least):
               f"{total['ended']:.1%} ended by themselves")
         if total["strict"] < least:
             found.append(f"FAILED: not {percent(least)} of the answers are right")
-        found.append(f"{percent(total['strict'])} of {total['problems']} problems were answered right")
+        found.append(f"{percent(total['strict'])} of {total['problems']} problems were answered "
+                     "right")
     print(f"speed      NFE {total['nfe']:.1f}, {total['tokens_per_forward']:.2f} tokens a pass, "
           f"{total['tokens_per_second']:,.1f} tok/s, {total['seconds']:.1f} s\nanswers    {output}")
     print(metrics.verdict_line(

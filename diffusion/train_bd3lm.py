@@ -34,8 +34,8 @@ p = cli.Parser("Train block diffusion on questions and answers, or on chats.")
 flag, switch = p.flag, p.switch
 # before the run
 flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
-flag("--dry_run", None, "check everything, print the plan for this many GPUs (default: this launch's)"
-     " and stop; needs no GPU", nargs="?", type=int, const=0, metavar="GPUS")
+flag("--dry_run", None, "check everything, print the plan for this many GPUs (default: this "
+     "launch's) and stop; needs no GPU", nargs="?", type=int, const=0, metavar="GPUS")
 # data
 choices.data(p)
 flag("--num_workers", min(16, cli.cpus_per_rank()), "loader processes per rank, 0 = in the trainer")
@@ -82,7 +82,7 @@ flag("--max_bad_steps", 5, "stop after this many non-finite steps in a row")
 flag("--seed", 42, "of weights, data order, hold-out, noise and dropout")
 # speed and memory
 switch("--auto", "choose batches, --gradient_checkpointing and --parallel by the memory plan")
-flag("--gpu_memory", None, "GiB of one GPU, for a plan (default: the one here, else 80)", type=float)
+flag("--gpu_memory", None, "GiB of a GPU, for a plan (default: the one here, else 80)", type=float)
 flag("--host_memory", None, argparse.SUPPRESS, type=float)      # of a node, free, for a plan
 flag("--parallel", "ddp", "copies of the model, or one sharded over all GPUs (fsdp), over those of "
      "each node (hsdp) or over N each (hsdp:N)", type=cli.sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
@@ -90,7 +90,7 @@ flag("--shard_size", 0, argparse.SUPPRESS)          # the N of --parallel hsdp:N
 switch("--bf16", "bfloat16 compute, float32 weights")
 switch("--tf32", "TF32 for float32 matrix products on CUDA")
 switch("--compile", "torch.compile each layer")
-flag("--gradient_checkpointing", None, "recompute layers in the backward pass, all or selective: all "
+flag("--gradient_checkpointing", None, "recompute layers in the backward pass; selective: all "
      "but attention and products", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
 flag("--attn_backend", None, "block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU); "
      "flex is dense in rows of fewer than 128 noisy copies", choices=("flex", "sdpa"))
@@ -101,7 +101,7 @@ flag("--wait_timeout", 21600, argparse.SUPPRESS)
 flag("--output_dir", "./output", "everything written goes here; shared by all nodes")
 flag("--logging_dir", "./logs", "TensorBoard files go to a folder in here")
 flag("--logging_steps", 50, "optimizer steps between log lines")
-flag("--report_to", ["tensorboard"], f"{', '.join(cli.TRACKERS)} or none", nargs="+", metavar="NAME")
+flag("--report_to", ["tensorboard"], f"{', '.join(cli.TRACKERS)}, none", nargs="+", metavar="NAME")
 flag("--wandb_project", "flat-trainers", "project at W&B and trackio")
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 500)", type=int)
 flag("--eval_repeats", 4, "draws of the noise in a validation, for its error bar")
@@ -146,8 +146,8 @@ backend = args.attn_backend or ("flex" if device.type == "cuda" else "sdpa")
 require(dry or backend == "sdpa" or device.type == "cuda", "--attn_backend flex trains on CUDA "
         "only: torch has no backward for it on a CPU; drop the flag")
 
-# ---- Data: problems -> documents of numbered blocks -> rows. Every rank holds all, so ranks never have
-# to ask each other which rows a step has, or how many targets.
+# ---- Data: problems -> documents of numbered blocks -> rows. Every rank holds all, so ranks never
+# have to ask each other which rows a step has, or how many targets.
 layout, folder, tokenizer = choices.layout_of(args), None, args.tokenizer or "gpt2"
 if args.demo is not None:
     from diffusion import make_problems
@@ -197,8 +197,8 @@ checkpoints = checkpoint.CheckpointManager(
     world, args.output_dir, args.save_total_limit, args.wait_timeout)
 resume, state = checkpoints.latest(args.resume)
 if resume:
-    dist.rank0(world, checkpoint.check_identity, resume, state, identity, "best", "stale", "t_range",
-               "averaged")
+    dist.rank0(world, checkpoint.check_identity, resume, state, identity, "best", "stale",
+               "t_range", "averaged")
 step, epoch, first_pack = (state.get(key, 0) for key in ("step", "epoch", "first"))
 if resume and args.clip_search_widths:
     t_range = tuple(state["t_range"])
@@ -216,8 +216,9 @@ order = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, seed=args.see
 per_step, total_steps = ranks * accumulation, args.max_steps
 step_rows = per_step * batch_rows
 step_problems = step_rows * per_row
-peak_lr = optim.sqrt_lr(args.learning_rate, step_problems,
-                        args.scale_lr_from_batch or step_problems)
+# keeps the noise of Adam's updates as the batch grows
+peak_lr = args.learning_rate * math.sqrt(
+    step_problems / (args.scale_lr_from_batch or step_problems))
 intervals = cli.set_intervals(args, total_steps, state.get("args", {}), bool(validation),
                               eval_steps=500, save_steps=2000)
 kind = folder.name if folder and published.is_causal(folder) else args.model_size
@@ -422,7 +423,9 @@ while step < total_steps and not stopping and stale < patience:
             save()
 
 early = f"no better bound{' or accuracy' * bool(chosen)} in {stale} validations; "
-best = f"{best_loss:.2%} wrong" if args.best_by == "accuracy" else f"bound {best_loss:.4f} nats/token"
+best = f"bound {best_loss:.4f} nats/token"
+if args.best_by == "accuracy":
+    best = f"{best_loss:.2%} wrong"
 best = f"; best {best} at step {best_step}" * (best_step is not None)
 run.end(args, watch, checkpoints, log, step, total_steps, stopping,
         f"{early * (step < total_steps)}{monitor.skipped} steps skipped{best}")

@@ -7,8 +7,6 @@ transformers tensors (experts, rows, columns). Quantised and remote-code models 
 """
 import contextlib
 import copy
-import hashlib
-import os
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from core import checkpoint, tensor_io
 from core.cli import UserError, require
-from core.dist import World, error_names_file
+from core.dist import World
 
 logging.disable_progress_bar()      # of loading weights: each rank would show one
 
@@ -90,16 +88,9 @@ def save_config(model, folder):
 
 
 def fingerprint_weights(folder):
-    """Short hash of a model folder's config and of both ends of each weight file."""
-    digest = hashlib.sha256()
-    for path in [*sorted(Path(folder).glob("*.safetensors")), Path(folder) / "config.json"]:
-        with error_names_file(path), open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            digest.update(f'["{path.name}", {size}]'.encode())
-            for start in (0, max(0, size - 2**20)):
-                file.seek(start)
-                digest.update(file.read(2**20))
-    return digest.hexdigest()[:16]
+    """Short hash of a model folder's config and weight files, as chat checkpoints hold it."""
+    paths = [*sorted(Path(folder).glob("*.safetensors")), Path(folder) / "config.json"]
+    return tensor_io.fingerprint_files(paths, '["{}", {}]')
 
 
 # ---- Empty models
@@ -181,8 +172,8 @@ def decoder_layers(model):
 
 
 def weight_parts(folder, model):
-    """{name: [slice handle]} of the weights in a folder's files, without IGNORED and second names of
-    tied weights; UserError when it has none, or other values for such a second name.
+    """{name: [slice handle]} of the weights in a folder's files, without IGNORED and second names
+    of tied weights; UserError when it has none, or other values for such a second name.
     """
     found = tensor_io.open_tensors(tensor_io.files_of(folder, "model"))
     require(found, f"{folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")

@@ -154,10 +154,8 @@ def write_table(folder, paths, reading, output_dir=None):
     hint = "\nfix: shorten them, raise --max_length, or give --drop_bad too_long"
     bad, first = problems.settle(hint if problems.counts["too_long"] else ""), 0
     for path, count in zip(paths, samples):
-        lines, keys = (columns[name].array()[first:first + count] for name in ("lines", "keys"))
-        # a line of several samples has its id once
-        once = np.flatnonzero(np.diff(lines, prepend=0))
-        check_duplicates(keys[once], lambda i, path=path, at=lines[once]: f"{path}:{at[i]}")
+        check_duplicates(path, *(columns[name].array()[first:first + count]
+                                 for name in ("lines", "keys")))
         first += count
     for column in columns.values():
         column.close()
@@ -244,33 +242,29 @@ def group_numbers(keys, lines, group_size):
     return (lines - 1) // group_size
 
 
-def check_duplicates(keys, name):
-    """UserError when two samples of a file have the same id. keys: (n,), -1 without one. name(i):
-    where sample i is.
-    """
-    known = np.flatnonzero(keys >= 0)
-    order = known[np.argsort(keys[known], kind="stable")]
-    same = np.flatnonzero(keys[order[1:]] == keys[order[:-1]])
-    if len(same):
-        at = same[np.argmin(order[same + 1])]
-        raise UserError(f"{name(order[at + 1])}: has the same id {keys[order[at]]} as "
-                        f"{name(order[at])} ({len(same)} such lines); give each line an id of its "
-                        "own, or join files that create_data.py made of different inputs")
+def check_duplicates(path, lines, keys):
+    """UserError when two lines of a file have the same id. keys: (n,), -1 without one."""
+    lines, once = np.unique(lines, return_index=True)       # one may be several samples
+    keys = keys[once]
+    order = np.argsort(keys, kind="stable")
+    again = order[1:][(np.diff(keys[order]) == 0) & (keys[order[1:]] >= 0)]
+    if len(again):
+        at, first = again.min(), np.flatnonzero(keys == keys[again.min()])[0]
+        raise UserError(f"{path}:{lines[at]}: has the same id {keys[at]} as {path}:{lines[first]} "
+                        f"({len(again)} such lines); give each line an id of its own, or join "
+                        "files that create_data.py made of different inputs")
 
 
 def split_groups(groups, share, seed):
     """(train, held out) sample numbers, whole groups each: a seeded shuffle of the groups, at least
     one group each. share: of the groups, 0 to 1; 0 holds none out. UserError for one group alone.
     """
-    everyone = np.arange(len(groups))
-    if share <= 0:
-        return everyone, everyone[:0]
     names = np.unique(groups)
-    require(len(names) > 1, "all samples are one group, so none can be held out; give "
+    require(not share or len(names) > 1, "all samples are one group, so none can be held out; give "
             "--eval_data_file, a smaller --group_size, or --validation_split 0")
-    held_out = min(max(1, round(len(names) * share)), len(names) - 1)
+    held_out = min(max(1, round(len(names) * share)), len(names) - 1) if share else 0
     out = np.isin(groups, np.random.default_rng((seed, 2)).permutation(names)[:held_out])
-    return everyone[~out], everyone[out]
+    return np.flatnonzero(~out), np.flatnonzero(out)
 
 
 def split_samples(table, n_train, group_size, share, seed):
@@ -281,12 +275,11 @@ def split_samples(table, n_train, group_size, share, seed):
 
 
 def write_held_out(output_dir, table, train, held_out, prompt=None):
-    """Write OUTPUT_DIR/held_out.jsonl, by which evaluations judge -> {"hash" of it, "trained": how
-    many lines, "prompt": the teacher's or None}, for the checkpoint.
+    """Write the samples `held_out` (numbers) to OUTPUT_DIR/held_out.jsonl, which evaluations read
+    -> {"hash" of it or "", "trained": how many, "prompt": the teacher's}, for the checkpoint.
 
-    The samples `held_out` (numbers) as records {"id", "messages", ...}: the id is their own, or
-    their line from 0 where not all have one; "trained_as" names a sample of `train` with the same
-    question. hash "": there are none.
+    A record has an "id", its own, or its line from 0 where not all have one; "trained_as" names a
+    sample of `train` with the same question.
     """
     about = {"hash": "", "trained": len(train), "prompt": prompt and list(prompt)}
     if not len(held_out):
@@ -401,7 +394,7 @@ def collate(samples, pad_to=0, pad_id=0, prompted=False):
                        counts)
 
 
-def make_loader(table, packs, *, num_workers, prefetch_factor, pad_to=0, pad_id=0):
+def make_loader(table, packs, *, num_workers, prefetch_factor=2, pad_to=0, pad_id=0):
     """DataLoader of PackedChats over `packs`, an iterable of lists of sample numbers."""
     def batch(samples):
         return collate(samples, pad_to, pad_id, table.prompted)

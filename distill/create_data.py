@@ -9,8 +9,8 @@
 Only the teacher reads the long prompt; a student trained on the result learns to do without it. An
 answer without a proper label (labels.py) is asked for again with another seed; a line that never
 gets one is in labels.rejected.jsonl with its answers and the reason. Files made of different inputs
-can be joined. A line of .jsonl is a conversation in any form that train_sft.py reads, whose last
-answer, if it ends with one, is asked for again; or {"text": ..., "history": [[question, answer]]}.
+can be joined. A line of .jsonl is a conversation in any form that train_sft.py reads; an answer at
+its end is asked for again.
 
 Rerun the same command to resume: finished lines are in labels.jsonl.work/. --shard I/N does every
 N-th line (launch/create_data_h100x8.sh); who finds all lines finished writes the results.
@@ -179,7 +179,7 @@ def read_input(path):
         require(not empty, f"{where}: line {(empty or [0])[0]} is empty ({len(empty)} such lines); "
                            "delete them")
         return [Line([{"role": "user", "content": line}]) for line in lines], []
-    found, answered, unread = [], 0, set()
+    found, answered, unread, notices = [], 0, set(), []
     for number, line in enumerate(lines, 1):
         try:
             record = json_files.loads(line)
@@ -187,12 +187,10 @@ def read_input(path):
                 raise ValueError("is no JSON object")
             messages, tools, had_answer = chat.as_question(record)
         except ValueError as error:
-            raise UserError(f'{where}: line {number} {printable(error)}; a line is {{"messages": '
-                            '[{"role": ..., "content": ...}, ...]} or {"text": "..."}')
+            raise UserError(f"{where}: line {number} {printable(error)}")
         answered += had_answer
-        unread |= record.keys() - {"messages", "tools", "text", "history", "conversations"}
+        unread |= record.keys() - {"messages", "tools", "conversations"}
         found.append(Line(messages, tools))
-    notices = []
     if answered:
         notices.append(f"{answered:,} conversations end with an answer, which is asked for again")
     if unread:
@@ -209,8 +207,8 @@ def digest(*parts):
 
 
 class Journal:
-    """What this process has finished: {"header": ...}, then a record a line, on disk after SYNC_S. A
-    line half written by a kill is cut off at the next start. UserError while another one writes.
+    """What this process has finished: {"header": ...}, then a record a line, on disk after SYNC_S.
+    A line half written by a kill is cut off at the next start. UserError while another one writes.
     """
 
     def __init__(self, folder, shard, shards, header):
@@ -223,7 +221,7 @@ class Journal:
         checkpoint.fsync(folder)
 
     def add(self, record):
-        """Write a record; before the first one the header, as a start that fails must fix nothing."""
+        """Write a record; before the first one the header: a failed start must fix nothing."""
         rows = [json.dumps(row, ensure_ascii=False) + "\n" for row in (*self.first, record)]
         rest, self.first = memoryview("".join(rows).encode()), []
         with dist.error_names_file(self.path):
@@ -332,9 +330,9 @@ def draw_seed(seed, number, attempt):
 def label_lines(args, answers, draw, parser, asked, todo, journal, answered=False):
     """Ask until every line of `todo` has a label or no attempts left; note each in the journal.
 
-    answers: of open_teacher, with the Sampling `draw`. asked(number): (messages, tools) that a
-    line's teacher gets. answered: whether the teacher has answered any line before. Raises
-    UserError when it refuses, or leaves unanswered, one line after the other.
+    answers: of open_teacher, with the Sampling `draw`. asked(number): (messages, tools) for the
+    teacher. answered: whether it has answered any line before. UserError when it answers none of
+    many lines one after the other.
     """
     tries = {number: [] for number in todo}         # line: [(Answer, Found)]
     waiting, held = list(todo), []
@@ -417,8 +415,8 @@ def log_line(count, total, seconds):
 
 
 def leave_on_signals():
-    """A signal ends this process as an exception would: finished lines are noted, the engine ends
-    its children. Ctrl-C as well: a shell starts background processes with it ignored.
+    """A signal ends this process as an exception would, so the engine ends its children. Ctrl-C as
+    well: a shell starts background processes with it ignored.
     """
     signals = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:       # nohup keeps it from us
@@ -453,7 +451,8 @@ def main(argv=None):
         weights = fingerprint_weights(args.model_name)
     header = {"input_file": f"{len(lines)} lines {digest(*(line.text() for line in lines))}",
               "prompt_file": digest(prompt.before, prompt.after), "model_name": args.model_name,
-              "model": weights, "engine": engine, **{name: getattr(args, name) for name in LABEL_FLAGS}}
+              "model": weights, "engine": engine,
+              **{name: getattr(args, name) for name in LABEL_FLAGS}}
 
     # what is finished
     work, output = Path(args.output_file + ".work"), Path(args.output_file)

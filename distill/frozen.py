@@ -81,8 +81,8 @@ def load_all(model, world, sharding):
     for name, other in models(model):
         packed_lm.load(other, other.parts, world, sharding=sharding)
         if world.is_main:
-            print(f"{name:<10} {sum(p.numel() for p in other.parameters()) / 1e6:,.1f} M parameters, "
-                  f"frozen, in {str(next(other.parameters()).dtype).removeprefix('torch.')}")
+            print(f"{name:<10} {sum(p.numel() for p in other.parameters()) / 1e6:,.1f} M "
+                  f"parameters, frozen, in {str(next(other.parameters()).dtype).removeprefix('torch.')}")
 
 
 def fingerprint(args, table):
@@ -188,10 +188,10 @@ class Keeper:
         self.order = PackOrder(table.lengths, tokens_per_pack=args.max_tokens_per_batch,
                                samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
 
-    def learn(self, step, scale):
-        """Add gradients to a step's, if it is time -> {name: value} to log, or {}. Collective."""
+    def learn(self, step, scale, log):
+        """Add gradients to those of step + 1, if it is time, and log the loss. Collective."""
         if step % self.args.keep_every:
-            return {}
+            return
         accumulation, size = self.args.gradient_accumulation_steps, self.world.size
         per_step = accumulation * size
         an_epoch = -(-self.order.packs_per_epoch // per_step)
@@ -208,4 +208,6 @@ class Keeper:
                     loss = self.model(batch).loss
                 (loss * (size * self.args.keep_weight / targets * scale)).backward()
             total += loss.detach()
-        return {"train/keep_kl": dist.all_reduce(self.world, total).item() / targets}
+        total = dist.all_reduce(self.world, total).item()
+        if log:
+            log.write(step + 1, {"train/keep_kl": total / targets})

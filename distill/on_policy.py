@@ -99,16 +99,14 @@ def draw(model, prompts, seeds, tokens, ends, args):
 
 
 class Sampler:
-    """draw(...) asks the server for answers by the adapters of the last refresh(...), which stay
-    loaded, and in their folder.
-    """
+    """draw(...) asks the server for answers by the adapters of the last refresh(...)."""
 
-    def __init__(self, world, base_url, output_dir, timeout):
-        """Collective. output_dir: on a disk that the server sees. timeout: seconds that a call may
-        take, and its repetitions again.
+    def __init__(self, args, world):
+        """Collective. args: its base_url, output_dir, on a disk that the server sees, and
+        request_timeout, seconds that a call may take, and its repetitions again.
         """
-        self.world, self.server = world, Server(base_url, timeout)
-        self.folder, self.name = Path(os.path.abspath(output_dir)) / "served", None
+        self.world, self.server = world, Server(args.base_url, args.request_timeout)
+        self.folder, self.name = Path(os.path.abspath(args.output_dir)) / "served", None
         self.run = dist.rank0(world, self.begin)
 
     def begin(self):

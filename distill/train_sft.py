@@ -4,13 +4,11 @@
         --train_data_file labels.jsonl --output_dir ./out --bf16
     torchrun ... --use_lora --prompt_file system.txt --prompt_role system
     torchrun ... --teacher_path Qwen/Qwen3-30B-A3B-Instruct-2507 --on_policy 1
-    python distill/train_sft.py --model_path ./tiny --train_data_file chats.jsonl   # needs no GPU
 
-It reads top to bottom: flags, ranks, data, model, resume, order of the data, validation and saving,
-then the loop. The loss is the cross-entropy of the trained tokens (core/chat.py proves which),
-averaged over all of them in an optimizer step, over ranks and micro-steps. With --teacher_path a
-frozen model scores each token of the answers, those of the data or, with --on_policy, the student's
-own, and the student learns its distribution (losses.py).
+It reads top to bottom: flags, data, model, resume, validation, saving, then the loop. The loss is
+the cross-entropy of the trained tokens (core/chat.py proves which), averaged over all of them in
+an optimizer step, on all ranks. With --teacher_path a frozen model scores each token of the answers
+(of the data, or drawn by the student), and the student learns its distribution (losses.py).
 
 SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop: the step is finished, a checkpoint saved, and
 OUTPUT_DIR/requeue left for the launcher; exit status 0. Rerun the same command to resume.
@@ -25,8 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ stand
 from core import cli, run_lock
 from core.cli import require
 
-# LoRA takes about ten times the rate of full fine-tuning (tinker-cookbook)
-LORA_RATE, FULL_RATE = 2e-4, 2e-5
+LORA_RATE, FULL_RATE = 2e-4, 2e-5       # LoRA takes about ten times the rate (tinker-cookbook)
 GLOBAL_BATCH = 128      # samples an optimizer step, unless flags say otherwise
 CHECKS = ("unreadable", "invalid", "template", "teacher", "too_long")    # of --drop_bad
 
@@ -54,10 +51,8 @@ flag("--eval_data_file", None, "validation data; without it --validation_split i
 flag("--validation_split", 0.0, "share of groups held out, by seeded shuffle")
 flag("--group_size", 1, 'neighbours by "id" or line that are held out together')
 flag("--chat_template", None, "Jinja file to use and save instead of the model's template")
-flag("--enable_thinking", "template", "the template's setting; template: its default",
-     choices=("template", "true", "false"))
-flag("--train_turns", "all", "answers that are trained, each as the template writes it at its turn",
-     choices=("all", "last"))
+flag("--enable_thinking", "template", "of the template", choices=("template", "true", "false"))
+flag("--train_turns", "all", "answers trained, each as at its turn", choices=("all", "last"))
 flag("--preprocess_num_proc", min(8, cli.usable_cpus()), "processes that read large files")
 flag("--max_length", 0, "tokens a sample may have, the teacher's too; 0 = the model's positions")
 flag("--drop_bad", None, "list bad samples in OUTPUT_DIR/problems.jsonl instead of stopping; all, "
@@ -69,8 +64,7 @@ flag("--teacher_path", None, "model that scores the answers (default for a promp
 flag("--teacher_url", None, "vLLM server that scores; --teacher_path: its config and tokenizer")
 flag("--teacher_name", None, "the server's name for it (default: --teacher_path)")
 flag("--prompt_file", None, "text that the teacher reads and the student does not")
-flag("--prompt_role", "user", "where it goes: around the last user message, or in a system message",
-     choices=("user", "system"))
+flag("--prompt_role", "user", "in whose last message it goes", choices=("user", "system"))
 flag("--divergence", "forward", "KL(teacher, student), KL(student, teacher), or Jensen-Shannon",
      choices=("forward", "reverse", "js"))
 flag("--js_beta", 0.5, "the teacher's share in js's mixture, between 0 and 1")
@@ -133,7 +127,6 @@ flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 
 flag("--save_total_limit", 2, "newest checkpoints kept besides the best, 0 = all")
 flag("--resume", "auto", "auto (newest whole checkpoint), none, or the folder of a checkpoint",
      type=cli.alias(true="auto", false="none"))
-
 DISTILLING = ("teacher_path teacher_url teacher_name prompt_file prompt_role divergence js_beta "
               "on_policy max_new_tokens base_url request_timeout distill_topk distill_weight keep "
               "keep_weight keep_every").split()
@@ -262,8 +255,8 @@ def empty_model(folder):
 model, parts = empty_model(folder)
 if args.auto or dry:
     from distill import plan
-    if args.auto and plan.choose(args, world, ranks, model, table.lengths[train_ids],
-                                 table.targets[train_ids], kept):
+    lengths, targets = table.lengths[train_ids], table.targets[train_ids]
+    if args.auto and plan.choose(args, world, ranks, model, lengths, targets, kept):
         model, parts = empty_model(folder)
 args.compile = dist.choose_compile(world, args, "shapes change with --keep and a teacher" * bool(
     args.keep or args.teacher_path))
@@ -272,12 +265,11 @@ args.compile = dist.choose_compile(world, args, "shapes change with --keep and a
 identity = None     # what a checkpoint must share with the run that resumes it
 if main_rank:
     trained = ("full", "lora", "lora on nf4")[args.use_lora + (args.base_dtype == "nf4")]
-    identity = {"base model": causal_lm.fingerprint_weights(folder),
-                "set of trained weights": trained, "seed": args.seed,
-                "training data": table.fingerprint(train_ids),
+    pack = f"{args.per_device_train_batch_size} samples"
+    identity = {"base model": causal_lm.fingerprint_weights(folder), "seed": args.seed,
+                "set of trained weights": trained, "training data": table.fingerprint(train_ids),
                 "teacher": frozen.fingerprint(args, kept) if prompt or kept else None,
-                "pack": f"{args.max_tokens_per_batch} tokens" if args.max_tokens_per_batch else
-                        f"{args.per_device_train_batch_size} samples"}
+                "pack": f"{args.max_tokens_per_batch} tokens" if args.max_tokens_per_batch else pack}
 validation = table.fingerprint(eval_ids)        # losses on other data do not compare
 checkpoints = checkpoint.CheckpointManager(
     world, args.output_dir, args.save_total_limit, args.wait_timeout)
@@ -294,8 +286,7 @@ accumulation = args.gradient_accumulation_steps
 per_step = ranks * accumulation
 order = PackOrder(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
                   samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
-# static shapes, unless each sample is there twice
-pad_to = 0 if args.teacher_path else args.max_tokens_per_batch
+pad_to = 0 if args.teacher_path else args.max_tokens_per_batch      # static shapes
 steps_per_epoch, total_steps = run_length(
     order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps,
     {"step": step, "epoch": epoch, "first": first_pack})
@@ -323,10 +314,9 @@ sharding = None if args.parallel == "ddp" else {
 packed_lm.load(model, parts, world, sharding=sharding, compiled=args.compile)
 if model.frozen:
     frozen.load_all(model, world, sharding)
-if args.use_lora and resume:
-    adapters.load_adapters(model.net, resume)
-elif args.use_lora:
-    adapters.init_adapters(model.net, args.seed)
+if args.use_lora:
+    adapters.load_adapters(model.net, resume) if resume else adapters.init_adapters(
+        model.net, args.seed)
 if args.float8:
     from core import float8
     float8.convert(causal_lm.decoder_layers(model.native))
@@ -345,8 +335,7 @@ if resume:
 keeper = frozen.Keeper(args, world, kept, wrapped) if args.keep else None
 if args.on_policy:
     from distill import on_policy
-    sampler = args.base_url and on_policy.Sampler(      # draws instead of this process
-        world, args.base_url, args.output_dir, args.request_timeout)
+    sampler = on_policy.Sampler(args, world) if args.base_url else None     # draws instead
 sizes = packed_lm.sizes_of(model)
 
 
@@ -358,12 +347,10 @@ def evaluate():
                          shuffle=False)
     packs = [[int(eval_ids[i]) for i in pack]
              for pack in rank_packs(held_out, world.rank, world.size, 1, epochs=1)]
-    loader = chat_data.make_loader(table, packs, num_workers=min(1, args.num_workers),
-                                   prefetch_factor=2)
+    loader = chat_data.make_loader(table, packs, num_workers=min(1, args.num_workers))
     total = torch.zeros(model.sums, dtype=torch.float64, device=device)
     for i, batch in enumerate(loading.each(loader)):
-        # often enough for a prompt stop, seldom enough to cost nothing
-        if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):
+        if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):       # seldom: it takes time
             return None
         with dist.autocast(device, dtype):
             total += model(batch.to(device)).stacked().double()
@@ -474,7 +461,8 @@ while step < total_steps and not stopping:
             (found.loss * scale).backward()
         monitor.watch(found.loss, mine)
         step_sums += found.stacked()
-    kept_values = keeper.learn(step, scaler.scale if scaler else 1.0) if keeper else {}
+    if keeper:
+        keeper.learn(step, scaler.scale if scaler else 1.0, log)
 
     # clip
     if scaler:
@@ -498,8 +486,6 @@ while step < total_steps and not stopping:
     # an epoch whose packs do not fill the last step ends with packs of one token of padding
     empty = max(0, first_pack - order.packs_per_epoch)
     timer.count(work, per_step * pad_to or work["tokens"] + empty)
-    if kept_values and main_rank:
-        log.write(step, kept_values)
     if last or step % args.logging_steps == 0:
         values = packed_lm.loss_report(Sums(*dist.all_reduce(world, sums).tolist()), "train")
         sums.zero_()
@@ -522,8 +508,7 @@ while step < total_steps and not stopping:
         checkpoints.check()
         if eval_due and not stopping:
             improved = validate()
-            # asked to stop meanwhile: the next start validates first
-            eval_due = stopping = improved is None
+            eval_due = stopping = improved is None      # asked to stop: the next start validates
 
         # save: every so often, before a stop, and whenever validation is best
         if saving or stopping or improved:

@@ -4,7 +4,7 @@
     codes.CodeReader(folder, shards).codes(*where[0].tolist())      # (T, 8) int16 of the first clip
 
 A file is hashed and decoded piece by piece, averaged to mono, cut, and resampled to 24 kHz. Each
-distinct content is encoded once, clip by clip: zeros behind the shorter ones of a batch would
+distinct content is encoded once, clip by clip: zeros after the shorter ones of a batch would
 change codes. Codes lie in append-only shards under CACHE/<codec fingerprint>/: int16 codes, their
 lengths, a content key for each clip, and for each (path, size, date, cut) the key it had, so that
 later runs look at file dates alone. Shards appear whole, under unique names; one run at a time
@@ -51,13 +51,13 @@ MEASURES = ("seconds", "peak", "rms", "clipped", "dc")      # of measure()
 PIPELINE = b"mono-mean soxr-HQ 24k v2"      # of the fingerprint: another name for other waveforms
 KEY = "S16"                     # 128 bits of SHA-256, compared as bytes
 BLOCK = 8192                    # clips whose file dates are asked for together
-COLUMNS = ("lengths", "keys", "files", "file_keys", "checksums", "measures")    # beside the codes
+COLUMNS = ("lengths", "keys", "files", "file_keys", "checksums", "measures")    # besides the codes
 SHARD_CLIPS, SHARD_SECONDS = 4096, 60.0     # a crash loses at most this much encoding
 BYTES_PER_SECOND = {".wav": 64_000, ".flac": 32_000, ".mp3": 12_000, ".ogg": 10_000}     # typical
 
 
 # --------------------------------------------------------------------------------------------------
-# Decoding. What is wrong with a file is a ValueError with the reason.
+# Decoding. A faulty file is a ValueError with the reason.
 
 
 def decode_audio(path, cuts):
@@ -115,7 +115,7 @@ def open_sound(file):
     file.seek(0)
     head, says = file.read(10), True
     if head[:3] == b"ID3" or head[:1] == b"\xff":
-        # behind an ID3v2 tag, whose size has 7 bits a byte
+        # after an ID3v2 tag, whose size has 7 bits a byte
         size = sum(byte << 7 * (9 - i) for i, byte in enumerate(head[6:], 6))
         file.seek(10 + size if head[:3] == b"ID3" else 0)
         says = re.match(rb"fLaC|.*VBRI|.*(Xing|Info)...[\x01\x03\x05\x07\x09\x0b\x0d\x0f](?!\0{4})",
@@ -183,7 +183,7 @@ def check_seconds(there, offset=None, length=None):
 
 
 def filled(wave):
-    """A waveform at 24 kHz with zeros behind it up to FILLED_S seconds."""
+    """A waveform at 24 kHz with zeros after it up to FILLED_S seconds."""
     return np.pad(wave, (0, max(0, round(FILLED_S * SAMPLE_RATE) - len(wave))))
 
 
@@ -436,7 +436,7 @@ class Batch:
 
 
 def digest_columns(columns):
-    """SHA-256, in hex digits, of a shard's columns beside the codes."""
+    """SHA-256, in hex digits, of a shard's columns besides the codes."""
     digest = hashlib.sha256()
     for name in COLUMNS:
         digest.update(np.ascontiguousarray(columns[name]))
@@ -453,7 +453,7 @@ def read_shard(path, names):
     UserError when it cannot be read, which says nothing about it.
     """
     try:
-        # open() says what is wrong: to safe_open every reason is the same
+        # open() names the reason: to safe_open all are the same
         with open(path, "rb"), safe_open(path, "np") as file:
             there = file.keys()
             return ({name: file.get_tensor(name) for name in names if name in there},
@@ -479,7 +479,7 @@ def read_columns(path):
 
 
 def wrong_codes(path):
-    """What is wrong with the codes of a shard, in words, or ""."""
+    """The damage of a shard's codes, in words, or ""."""
     try:
         found, _ = read_shard(path, ("codes", "lengths", "checksums"))
     except ValueError as why:
@@ -512,7 +512,7 @@ class CacheIndex:
     """Where every cached clip is: sorted keys in numpy arrays, no Python object per clip."""
 
     def __init__(self, folder, damaged=()):
-        """damaged: {shard: what is wrong with it} of those known to be; self.damaged has all."""
+        """damaged: {shard: its damage} of those known to be; self.damaged has all."""
         self.shards, self.damaged, parts = [], dict(damaged), []
         for name in shard_names(folder):
             if name in self.damaged:
@@ -635,7 +635,7 @@ def measures_of(folder, shards, where):
 
 
 def ensure_codes(world, clips, how, bad=None):
-    """Encode what is missing. On every rank; `clips` (unique Clips) matters on rank 0 alone.
+    """Encode missing clips. On every rank; `clips` (unique Clips) matters on rank 0 alone.
 
     -> on rank 0 (folder, shard names, (n, 4) of find_files), else None. A cache that has all clips
     is only read; damaged shards are set aside, and their clips encoded again. how: Encoding. bad: a
@@ -680,7 +680,7 @@ def ensure_codes(world, clips, how, bad=None):
             for part in all_gather(world, encode_share(world, work, place, how)):
                 unusable.update(part)
             if any(all_gather(world, watchdog.stop_requested())):
-                raise watchdog.Stopped("asked to stop while audio was being encoded; what is done "
+                raise watchdog.Stopped("asked to stop while audio was being encoded; finished clips "
                                        "stays in the code cache")
             if world.is_main:
                 index = CacheIndex(folder)
@@ -818,7 +818,7 @@ class Progress:
         return self.store.add(f"encoding audio/{name}", n)
 
     def add(self, n, seconds):
-        """Count n clips and so many seconds of audio."""
+        """Count n clips and their seconds of audio."""
         done = self.count("clips", n)
         hours = self.count("milliseconds", round(1000 * seconds)) / 3.6e6
         speed = 3600 * hours / (time.monotonic() - self.start)

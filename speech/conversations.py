@@ -72,7 +72,7 @@ class Turn:
 
 @dataclass
 class Sample:
-    """A canonical conversation. name: where it stands in the user's files; speaker, language: the
+    """A canonical conversation. name: its place in the user's files; speaker, language: the
     data's labels. recognised: keys of text_normalization.RECOGNISED. notes: [(check, text)] of what
     is odd about it, and does not stop a run.
     """
@@ -104,7 +104,7 @@ class Reading:
 @dataclass
 class Paths:
     """Finds audio files relative to the data file's folder, its parent, its grandparent and the
-    current folder. inside: subfolders of the first, too; endings: that a name may lack.
+    current folder. inside: subfolders of the first, too; endings: that a name may leave out.
     """
     base: Path
     inside: tuple = ()
@@ -325,7 +325,7 @@ def canonical_turns(entry, paths):
         scenes.append([entry["scene"]])
     if not turns or turns[0].role != "system":
         asked = [i for i, turn in enumerate(turns) if turn.role == "user"]
-        # a prompt may lack the last clip, so it is no sign of a reference
+        # a prompt may have no last clip, so it is no sign of a reference
         earlier = turns[:asked[-1]] if asked else []
         heard = any(turn.clips for turn in earlier if turn.role == "assistant")
         system, voices = system_parts("\n".join(turns[i].text for i in asked), references=heard)
@@ -359,7 +359,7 @@ def reference_turns(parts, index, answer, ref_transcript, recognised):
     if len(clips) == 1 and len(texts) == 2:
         instructs = [bool(text_normalization.INSTRUCTION.match(words)) for words in texts]
         if (instructs == [True, False] or is_target(texts[0])) and not is_target(texts[1]):
-            texts.reverse()                 # the instruction stands before the transcript
+            texts.reverse()                 # the instruction precedes the transcript
         pairs, target = [(texts[0], clips[0])], texts[1]
     elif len(clips) == 1 and len(texts) == 1:
         if answer and text_normalization.same(texts[0], ref_transcript):

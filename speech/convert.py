@@ -221,11 +221,13 @@ def fields_of(line, separator, as_written=False):
     """Fields of a line; one whose quotes do not fit is split at every separator. as_written: quotes
     count only where Python's csv module would write them, as Piper does; LJSpeech's are text.
     """
+    if '"' not in line:
+        return line.split(separator)
     with contextlib.suppress(csv.Error):
         fields = next(csv.reader([line], delimiter=separator, strict=True, skipinitialspace=True))
-        if '"' in line and not as_written:
+        if not as_written:
             return fields
-        for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL) if '"' in line else ():
+        for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL):
             again = io.StringIO()
             csv.writer(again, delimiter=separator, quoting=quoting,
                        lineterminator="").writerow(fields)
@@ -762,7 +764,7 @@ def open_shards(paths, given, unpacked):
     """(about, rows) of files that hold audio and texts, all of one kind."""
     kinds = list(map(kind_of, paths))
     for path, kind in zip(paths, kinds):
-        require(kind and kind == kinds[0], f"{path}: is no {kinds[0] or 'tar'} file, as others are")
+        require(kind and kind == kinds[0], f"{path}: is no parquet, arrow or tar file as the others")
     if kinds[0] == "columns":
         cli.require_package("pyarrow", f"{paths[0]}: parquet and arrow files")
     read = read_tar if kinds[0] == "tar" else read_columns
@@ -771,9 +773,10 @@ def open_shards(paths, given, unpacked):
         for path in paths:
             try:
                 yield from read(path, given, unpacked)
-            except (tarfile.TarError, EOFError, OSError, ValueError) as error:   # pyarrow's as well
+            except (tarfile.TarError, EOFError, OSError,        # and pyarrow's
+                    ValueError, NotImplementedError) as error:
                 why = f" as a tar ({error}); the file may be cut off" if read == read_tar else \
-                    f" ({str(error).splitlines()[0]})"
+                    f" ({str(error).partition(chr(10))[0]})"
                 raise UserError(f"{path}: cannot be read{why}")
     return f"{len(paths)} {'tar files' if read == read_tar else 'files of columns'}", rows()
 
@@ -1029,10 +1032,9 @@ def note_candidate(pool, row, reading, number):
     odd = bool(seconds) and not GOOD_SECONDS[0] <= seconds <= GOOD_SECONDS[1]
     entry = (-odd, -share_of("candidate", row, reading.seed), number, row)
     heap = pool.setdefault(str(row["speaker"]), [])
-    if len(heap) < CANDIDATES:
-        heapq.heappush(heap, entry)
-    else:
-        heapq.heappushpop(heap, entry)      # the worst one goes
+    heapq.heappush(heap, entry)
+    if len(heap) > CANDIDATES:
+        heapq.heappop(heap)     # the worst one
 
 
 def another_clip(row, pool, seed):

@@ -40,7 +40,7 @@ FACTS = np.dtype([("said", np.uint64), ("letters", np.int32), ("speaker", np.uin
 
 
 def new_table(folder):
-    """Path for a table, which is made anew at each start; a running job keeps its own."""
+    """Path for a table, which is made at each start; a running job keeps its table."""
     return Path(folder) / f"table-{uuid.uuid4().hex[:8]}"
 
 
@@ -201,7 +201,7 @@ class TableBuilder:
         self.left_out.update(chunk["left_out"])
 
     def tokens_of(self, pieces):
-        """[tokens] of pieces of streams: texts, and Clips, each of which one token stands for."""
+        """[tokens] of pieces of streams: texts, and Clips, each of which is one token."""
         new = {text for text in pieces if type(text) is str and text not in self.known}
         known = {**self.known, **dict(zip(new, self.lists(list(new))))}
         # template pieces repeat in every sample, the samples' own text does not
@@ -250,7 +250,7 @@ class TableBuilder:
                 for i, clip in zip(samples.tolist(), used[at[first]].tolist())]
 
     def shorter_than(self, least, where):
-        """{clip: what is wrong} of trained clips with fewer codec frames, which where[:, 2] then
+        """{clip: fault} of trained clips with fewer codec frames, which where[:, 2] then
         says have none.
         """
         trained = np.unique(self.used_clips()[0][self.trained.array()])
@@ -301,7 +301,7 @@ class TableBuilder:
 class Table:
     """Memory-mapped sample table; every attribute is a numpy array named as in TableBuilder.write.
 
-    sources: [{path, weight, held_out, first, stop}], whose samples stand behind each other.
+    sources: [{path, weight, held_out, first, stop}], whose samples follow each other.
     """
 
     def __init__(self, folder):
@@ -317,7 +317,7 @@ class Table:
 
     def fingerprint(self, numbers):
         """Short hash of tokens, labels, clip lengths and relative numbers of (sorted) samples;
-        behind " audio " one of the checksums of codes.
+        after " audio " one of the checksums of codes.
         """
         if not len(numbers):
             return ""
@@ -328,7 +328,7 @@ class Table:
         digest = hashlib.sha256()
         for values in (self.tokens[tokens], self.labelled[tokens], frames, numbers - first):
             digest.update(np.ascontiguousarray(values))
-        if (checksums < 0).any():       # a dry run lacks some
+        if (checksums < 0).any():       # a dry run has not all
             return digest.hexdigest()[:16]
         return f"{digest.hexdigest()[:16]} audio {hashlib.sha256(checksums).hexdigest()[:16]}"
 
@@ -388,7 +388,7 @@ def places(where, clips):
 
 
 def own_references(place, offsets):
-    """Numbers of the samples whose clip to speak, the last one, is a reference of theirs too.
+    """Numbers of the samples whose clip to speak, the last one, is also a reference there.
 
     place: of the clips of all samples (places). offsets: (n + 1,) of each sample's first one.
     """

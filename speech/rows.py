@@ -59,7 +59,7 @@ class Source:
     path: Path
     about: str          # what was found out, for people
     base: Path          # relative names of audio files begin here
-    unit: str           # what is numbered: "line" of a file or "sample"
+    unit: str           # numbered things: "line" of a file or "sample"
     read: object
 
 
@@ -79,7 +79,7 @@ def open_source(path, reading, problems, held_out=False, folder=None, number=0):
         changed = [flag_of(name) for name in unused
                    if getattr(reading, name) != getattr(Reading(), name)]
         if changed:
-            print(f"notice     {printable(path)}: ChatML has prompts of its own, in which "
+            print(f"notice     {printable(path)}: ChatML has its prompts, in which "
                   f"{', '.join(changed)} changes nothing", flush=True)
         return source
     from speech import convert
@@ -170,7 +170,7 @@ def read_all(builder, sources, problems, noted=None, folder=None):
     """Read and tokenise Sources into a TableBuilder -> sources of its Table.
 
     problems: Problems, which takes the samples that cannot be used, for the caller to settle.
-    noted: a list that takes what is odd about samples that are used, as Problems. folder: for what
+    noted: a list that takes oddities of samples that are used, as Problems. folder: for what
     is not ChatML. UserError when a source is empty.
     """
     found = []

@@ -86,8 +86,8 @@ def same_words(a, b):
 def target_text(asked, answer):
     """(text to speak in the request `asked`, how it was recognised).
 
-    answer: the text that the sample says is heard, "" if it says none. Recognised: "same" as the answer, behind an
-    INSTRUCTION or not; "punctuation" where only that differs; "instruction" where other words stand before the answer's
+    answer: the text that the sample says is heard, "" if it says none. Recognised: "same" as the answer, after an
+    INSTRUCTION or not; "punctuation" where only that differs; "instruction" where other words precede the answer's
     own; None where the request is another text. The text is whole, colons included.
     """
     asked, answer = asked.strip(), answer.strip()
@@ -138,7 +138,7 @@ def saved_setting(folder, name="normalize_text", known=("on", "off")):
 
 
 def setting_to_speak(wanted, model, adapter=None):
-    """(True to normalise what is spoken, a line that says so and why).
+    """(True to normalise spoken text, a line that says so and why).
 
     wanted: --normalize_text, or None for what the checkpoint was trained with. model, adapter: folders.
     """

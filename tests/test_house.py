@@ -61,14 +61,14 @@ def test_no_folder_grows(folder):
 
 
 # Riddles that plain English does without, in code, help, messages and guides, and their number: these only fall.
-RIDDLES = {r"\bwhat is\b": 71,
-           r"\b(its|their) own\b|\bof (ours|theirs)\b": 47,
-           r"\bbehind\b": 70,
-           r"\bbeside\b": 49,
-           r"\b(stands?|stood)\b": 41,
-           r"\b(so|as) (many|often)\b": 28,
-           r"\b(told|said|tells?)\b": 112,
-           r"\b(anew|mend(s|ed)?|lack(s|ing)?)\b": 27}
+RIDDLES = {r"\bwhat is\b": 54,
+           r"\b(its|their) own\b|\bof (ours|theirs)\b": 36,
+           r"\bbehind\b": 61,
+           r"\bbeside\b": 43,
+           r"\b(stands?|stood)\b": 27,
+           r"\b(so|as) (many|often)\b": 21,
+           r"\b(told|said|tells?)\b": 107,
+           r"\b(anew|mend(s|ed)?|lack(s|ing)?)\b": 19}
 
 
 def test_riddles_only_fall():

@@ -36,10 +36,6 @@ def test_learning_rates(step, scheduler, wanted):
     assert optim.lr_factor(step, 12, 4, scheduler, 0.1) == pytest.approx(wanted)
 
 
-def test_rate_of_a_larger_batch():
-    assert optim.sqrt_lr(1e-3, 400, 100) == pytest.approx(2e-3)
-
-
 @pytest.mark.parametrize("most, left", [(0, (3, 4)), (0.5, (0.3, 0.4)), (10, (3, 4))])
 def test_clipping_is_by_the_norm_of_all(most, left):
     found = parameters(1.0, 1.0)

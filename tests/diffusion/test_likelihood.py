@@ -70,8 +70,7 @@ def test_the_mean_of_the_draws_is_the_mean_over_all_orders(demo):
     documents = evaluate.continuations(solver, [("a", context, text)] * 1000)
     found = evaluate.draw_bounds(solver, documents, 50, 500, seed=3)
     error = found.mean(0).std(ddof=1) / math.sqrt(found.shape[1])     # levels are stratified over all documents
-    alone = math.sqrt((evaluate.standard_errors(found) ** 2).sum()) / len(found)
-    assert abs(found.mean() - np.mean(both)) < 4 * error < 0.05 * np.mean(both) and error < alone < 10 * error
+    assert abs(found.mean() - np.mean(both)) < 4 * error < 0.05 * np.mean(both)
     assert abs(both[0] - both[1]) > 4 * error
 
 
@@ -89,12 +88,11 @@ def test_the_bound_of_a_file(demo, tmp_path, capsys):
     common = ["--checkpoint", str(out), "--device", "cpu", "--bound", str(demo / "test.jsonl")]
     evaluate.main([*common, "--draws", "8", "--output", str(tmp_path / "bound.json")])
     found = json.loads((tmp_path / "bound.json").read_text())
-    summary, texts = found["summary"], found["texts"]
+    summary = found["summary"]
     error = math.hypot(summary["nats_stderr"], wanted["eval/stderr"])
     assert abs(summary["nats_per_token"] - wanted["eval/nll"]) < 4 * error and not summary["exact"]
     assert summary["bits_per_token"] == pytest.approx(summary["nats_per_token"] / math.log(2))
-    assert len(texts) == 20 and sum(t["tokens"] for t in texts) == summary["tokens"]
-    assert sum(t["nats"] for t in texts) == pytest.approx(summary["nats_per_token"] * summary["tokens"])
+    assert summary["texts"] == 20 and summary["tokens"] > 20 * 10
     said = capsys.readouterr().out
     assert "bound      nll <= " in said
     with pytest.raises(SystemExit):

@@ -399,7 +399,9 @@ def test_conversations(server, tmp_path):
     call = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
     called = [{"role": "user", "content": "look"}, {"role": "assistant", "content": "", "tool_calls": [call]},
               {"role": "tool", "content": "nothing"}, {"role": "user", "content": "el number 3"}]
-    records = [{"messages": turns}, {"text": "two\nfr lines", "history": [["q", "r"]], "id": 7},
+    history = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"},
+               {"role": "user", "content": "two\nfr lines"}]
+    records = [{"messages": turns}, {"messages": history, "id": 7},
                {"messages": [*turns[1:], {"role": "assistant", "content": "old"}]},
                {"messages": called, "tools": tools}]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -407,8 +409,6 @@ def test_conversations(server, tmp_path):
     printed = label(tmp_path, *given)
     assert "1 conversations end with an answer" in printed and "not read: id" in printed
     found = rows(tmp_path / "labels.jsonl")
-    history = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"},
-               {"role": "user", "content": "two\nfr lines"}]
     assert [row["messages"][:-1] for row in found] == [turns, history, turns[1:], called]
     assert [row["messages"][-1]["content"] for row in found] == ["de", "fr", "de", "el"] and found[3]["tools"] == tools
     sent, = {json.dumps([body["tools"], body["messages"][1]["tool_calls"][0]["function"]]) for body in server.asked()

@@ -269,7 +269,9 @@ def test_both_calls_of_a_refresh_have_one_time_limit(made, tmp_path):
             time.sleep(2)       # behind the 1.5 seconds before a call is repeated twice
         return 503 if loads in (2, 3) else 200, "{}"
     with LoraServer(made / "smollm2") as server:
-        server.answer, sampler = answer, on_policy.Sampler(world, server.url, tmp_path, 3.2)
+        server.answer = answer
+        sampler = on_policy.Sampler(SimpleNamespace(
+            base_url=server.url, output_dir=tmp_path, request_timeout=3.2), world)
         sampler.refresh(model, 0)
         with pytest.raises(UserError, match=r"/unload_lora_adapter: no whole answer in ([0-2](\.\d+)?|3|3\.0\d?|3\.1) s"):
             sampler.refresh(model, 1)

@@ -86,7 +86,8 @@ def test_a_pack_of_many_calls_has_one_time_limit(asks, tmp_path, monkeypatch):
                     prompted_ids=torch.zeros(3 * n, dtype=int), prompted_cu_seqlens=torch.arange(0, 3 * n + 1, 3),
                     prompted_rows=torch.arange(0, 3 * n, 3)))
             else:
-                sampler = on_policy.Sampler(dist.World(), server.url, tmp_path, 1.0)
+                sampler = on_policy.Sampler(SimpleNamespace(
+                    base_url=server.url, output_dir=tmp_path, request_timeout=1.0), dist.World())
                 sampler.draw([[5, 6]] * n, range(n), [1] * n, [2])
         assert len(server.calls) < n
         over.set()

@@ -201,7 +201,7 @@ def test_auto_leaves_the_split_of_a_step_to_the_trainer(settings, problems):
     ({"BATCH_SIZE": "x"}, [], "BATCH_SIZE=x: a number"),
     ({"BATCH_SIZE": "64"}, ["--demo"], "the demo sets its batch itself"),
     ({"LR": "1"}, ["--learning_rate", "2"], "LR is set and --learning_rate is given"),
-    ({}, ["model.depth=3"], "model.depth=3: not a known override")])
+    ({"SYSTEM": "chat"}, [], "TRAIN_DATA is not set"), ({}, ["model.depth=3"], "model.depth=3: not a known override")])
 def test_what_a_block_diffusion_launcher_refuses(settings, args, said):
     done = launch(BD3LM, *args, DRY_RUN="1", MIN_GPUS="0", **settings)
     assert done.returncode and said in done.stderr.splitlines()[-1]

@@ -151,6 +151,7 @@ SETS = {
                         "wavs/c.wav is there: write paths relative to"),
     "unknown column": ({"m.jsonl": '{"audio": "c.wav", "caption": "Hi."}\n'}, "m.jsonl",
                        "no column of text; its columns are audio, caption; .*transcript, .*--columns text=NAME"),
+    "nothing": ({"x/read.md": ""}, "", "has neither a list nor audio files"),
     "no texts": ({"x/c.wav": "", "x/notes.csv": "name,size\nc,1\n"}, "", "has audio, such as x/c.wav, but no list of")}
 
 
@@ -203,7 +204,12 @@ NO_DATA = [
     ("m.csv", b"PK\x03\x04xlsx", "save an Excel table as CSV"),
     ("m.csv", b'audio,text\na.wav,One.\nb.wav,"Two\nc.wav,Three.\nd.wav,"Four"\n', "row that begins at line 3"),
     ("x.txt", b"a|x|y|z\n", "not certain: 1 'a', 2 'x', 3 'y', 4 'z'; name them"),
-    ("x.txt", b"gone|x\n", "names no audio files: 'gone' is not there")]
+    ("x.txt", b"gone|x\n", "names no audio files: 'gone' is not there"),
+    ("x.json", b'"hello"', "holds a JSON str, not a list of samples"),
+    ("x.json", b'[{"messages":\n [{"role": "us', "line 2 column [0-9]+: the file looks truncated"),
+    ("x.json", b'[{"messages": []},\n\n ,{"messages": []}]', "line 3 column 2: Expecting value"),
+    ("x.json", b'["x",\n' * 5000 + "für".encode("latin-1"), "is not UTF-8 text .line 5001"),
+    ("x.json", b"RIFF\xff\xfe\x00\x00WAVEfmt ", "is an audio file; give the folder with the texts")]
 
 
 @pytest.mark.parametrize("name, data, said", NO_DATA)
