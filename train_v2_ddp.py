@@ -144,7 +144,7 @@ from core import watchdog
 from core.packing import PackOrder, rank_packs, run_length
 from core.problems import collect
 from data import SpeechSamples, collate, make_loader, prepare_table
-from speech import text_normalization, weights
+from speech import text_normalization, versions, weights
 from speech.dataset import data_facts, samples_line, split_samples, usable_samples
 from speech.loss import SUMS, batch_sums, decays, eval_line, step_work, total_loss, train_line
 
@@ -162,9 +162,9 @@ print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
 # ---- Model: on the meta device, where it takes no memory. Data: rank 0 tokenises, all ranks map
 # the same table and know the whole order. So no rank has to ask another which samples a step
 # has, or how many targets.
-folder, config_dict, codec_dir = weights.find_files(
+folder, config_dict, codec_dir = versions.find_files(
     world, args.model_path, args.audio_tokenizer_path, work_dir)
-module = weights.module(config_dict)       # speech/v2.py or v3.py, chosen once
+module = versions.module(config_dict)       # speech/v2.py or v3.py, chosen once
 args.normalize_text = module.text_setting(args.normalize_text or "")
 if args.use_lora:
     args.lora_target_modules = args.lora_target_modules or module.LORA_TARGETS

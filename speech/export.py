@@ -16,7 +16,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from core import adapters, tensor_io
 from core.cli import UserError
 from core.checkpoint import new_folder
-from speech import text_normalization, weights
+from speech import text_normalization, versions, weights
 
 
 def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**9, adapter=None,
@@ -30,7 +30,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     output_dir holds something.
     """
     folder, config = weights.find_model(source)
-    version, third = weights.module(config), weights.is_third(config["model_type"])
+    version, third = versions.module(config), versions.is_third(config["model_type"])
     original = layout == "2025" and not third
     if codec and original:
         raise UserError("--audio_tokenizer_path: the 2025 layout names no codec; drop it")
@@ -106,7 +106,7 @@ def find_folds(model, adapter):
     model: on the meta device. Raises UserError when the adapter's files and the model do not fit
     together exactly: PeftModel.from_pretrained would only warn about weights that are missing.
     """
-    whole = weights.module(model.config).WHOLE_MODULES
+    whole = versions.module(model.config).WHOLE_MODULES
     net = adapters.add_saved(model, adapter, whole=whole)
     stored = tensor_io.open_tensors([Path(adapter) / "adapter_model.safetensors"])
     tables = {f"{name}.weight": f"base_model.model.{name}.weight" for name in whole}

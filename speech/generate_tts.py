@@ -127,7 +127,7 @@ import torch
 from tqdm import tqdm
 
 from core import checkpoint, dist
-from speech import speak, text_normalization, weights
+from speech import speak, text_normalization, versions
 from speech.codes import FRAME_RATE, load_codec
 from speech.conversations import system_parts
 
@@ -165,9 +165,9 @@ if args.device != "auto":
     world.device = torch.device(args.device)
 device, main_rank = world.device, world.is_main
 old = dist.rank0(world, earlier_results)
-folder, config_dict, codec_dir = weights.find_files(
+folder, config_dict, codec_dir = versions.find_files(
     world, args.model_path, args.audio_tokenizer_path, args.output_dir)
-module, third = weights.module(config_dict), weights.is_third(config_dict["model_type"])
+module, third = versions.module(config_dict), versions.is_third(config_dict["model_type"])
 require(args.reference_text or not args.reference_audio or third, "--reference_audio and "
         "--reference_text go together: the model needs to know what the clip says")
 normalize, why = text_normalization.setting_to_speak(

@@ -20,7 +20,7 @@ from core.packing import PackOrder
 from core.watchdog import Stopped, stop_requested
 from speech.codes import FRAME_RATE, load_codec
 from speech.conversations import Clip
-from speech import speak, weights
+from speech import speak, versions
 from speech.loss import total_loss
 from speech.labels import IGNORE, TokenIds
 
@@ -36,7 +36,7 @@ def load(args, tokenizer, ids, config, codec_dir, world):
         samples = speak.read_prompts(args.keep, args.normalize_text == "on")
         for sample in samples:      # the base says it
             sample.turns[-1].parts[-1] = Clip("")
-        longest = args.max_length or weights.module(config).positions(config)
+        longest = args.max_length or versions.module(config).positions(config)
         longest = min(longest, args.max_tokens_per_batch or longest)
         # half of a small pack is left to the prompt
         settings = speak.sampling(config, min(SECONDS, longest / 2 / FRAME_RATE))
@@ -86,7 +86,7 @@ class Keeper:
         """Have the base speak the rows, unless OUTPUT_DIR has its codes -> a line about it.
         Collective: rank 0 speaks, the others wait.
 
-        model: a packed model with adapters. Raises UserError when too little speech comes to an
+        model: a versions.packed with adapters. Raises UserError when too little speech comes to an
         end, and Stopped.
         """
         model.eval()

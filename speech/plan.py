@@ -7,7 +7,7 @@ import torch
 
 from core import memory as plans
 from core.packing import PackOrder
-from speech import v2, weights
+from speech import v2, versions
 from speech.codes import FRAME_RATE
 from speech.dataset import samples_line
 from speech.labels import PackedBatch
@@ -54,7 +54,7 @@ def kept_rows(keeper):
 
 
 def loss(model, text, audio, audio_rows, text_rows, keep=False):
-    """Loss of a packed model on a pack of this many rows. keep: of --keep."""
+    """Loss of a versions.packed on a pack of this many rows. keep: of --keep."""
     def numbers(*shape):
         return torch.zeros(shape, dtype=torch.int64)
     rows, books = text + audio, model.base_model.config.num_codebooks
@@ -68,7 +68,7 @@ def loss(model, text, audio, audio_rows, text_rows, keep=False):
 
 
 def layers_of(model):
-    return weights.module(model.base_model.config).layers(model.base_model)
+    return versions.module(model.base_model.config).layers(model.base_model)
 
 
 def step_of(model):

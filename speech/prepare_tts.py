@@ -85,7 +85,7 @@ import numpy as np
 
 from core import checkpoint, dist, lifetime, watchdog
 from core.problems import LIST, Problems
-from speech import audit, weights
+from speech import audit, versions
 from speech.codes import FRAME_RATE, Encoding, ensure_codes, measures_of
 from speech.dataset import TABLE, TableBuilder, new_table
 from speech.rows import Reading, Sources, read_all
@@ -181,9 +181,9 @@ def main():
     require(args.device != "cuda" or world.device.type == "cuda",
             "--device cuda: there is no GPU here")
     dist.rank0(world, checkpoint.claim_output, args.output_dir)
-    folder, config_dict, codec_dir = weights.find_files(
+    folder, config_dict, codec_dir = versions.find_files(
         world, args.model_path, args.audio_tokenizer_path, args.output_dir)
-    module = weights.module(config_dict)
+    module = versions.module(config_dict)
     args.normalize_text = module.text_setting(args.normalize_text or "")
     tokenizer = module.load_tokenizer(folder)
     ids = module.token_ids(tokenizer, module.read_config(config_dict))

@@ -15,7 +15,7 @@ from core import dist
 from core.cli import UserError
 from core.dist import gathered
 from core.watchdog import stop_requested
-from speech import speak, weights
+from speech import speak, versions
 from speech.codes import FRAME_RATE, load_codec
 
 TIME_LIMIT = 120    # seconds that speaking may take at one validation
@@ -35,7 +35,7 @@ def load(args, tokenizer, ids, config, codec_dir, world):
                             "(generate_tts.py speaks any number)")
         settings = speak.sampling(config, args.sample_seconds)
         codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
-        room = weights.module(config).positions(config) - settings.max_new_tokens
+        room = versions.module(config).positions(config) - settings.max_new_tokens
         return speak.prepare(samples, tokenizer, ids, codec, bandwidth, room), settings
 
     prompts, settings = dist.rank0(world, prepare)
@@ -62,7 +62,7 @@ class Speaker:
     seed: int
 
     def speak(self, world, model, step, log, autocast):
-        """{eval/...: float} of the prompts spoken by model, a packed model. Collective: rank 0
+        """{eval/...: float} of the prompts spoken by model, a versions.packed. Collective: rank 0
         speaks and writes to log, the others wait.
         """
         model.eval()

@@ -29,7 +29,7 @@ from core.checkpoint import write_atomically
 from core.cli import UserError, problem_text, require
 from core.dist import error_names_file
 from core.json_files import read_text
-from speech import weights    # weights explains a torchaudio that breaks transformers
+from speech import versions, weights    # weights explains a torchaudio that breaks transformers
 from speech.codes import (FRAME_RATE, SAMPLE_RATE, SAVED, check_codes, decode_audio, encode_clip,
                           filled, holds_codes, open_sound, read_codes, readable)
 from speech.dataset import TableBuilder
@@ -293,7 +293,7 @@ def load_model(folder, config, adapter, dtype, device, four_bits=False):
     config: the folder's config.json dict. adapter: PEFT folder or None. four_bits: the base's
     layers as nf4.py has them. Raises UserError.
     """
-    module = weights.module(config)
+    module = versions.module(config)
     native = net = module.empty_model(config, dtype, folder)
     parts = module.weight_parts(folder, config)
     weights.check_weights(native, parts, folder)
@@ -320,7 +320,7 @@ def load_model(folder, config, adapter, dtype, device, four_bits=False):
 def draws(config, given):
     """{name of DRAW_FLAGS: value}: the flag's, else the model's default. UserError."""
     given = {name: value for name, value in given.items() if value is not None}
-    own = weights.module(config).DRAWS
+    own = versions.module(config).DRAWS
     require(given.keys() <= own.keys(), "--ras_window and --ras_repeats: not of Higgs TTS 3")
     return {**own, **given}
 
@@ -334,8 +334,8 @@ def sampling(config, max_seconds, **given):
     without an end-of-stream id: generation would not stop.
     """
     how, frames = draws(config, given), max(1, round(max_seconds * FRAME_RATE))
-    if weights.is_third(config.model_type):
-        return weights.module(config).Sampling(
+    if versions.is_third(config.model_type):
+        return versions.module(config).Sampling(
             **how, max_new_tokens=frames + config.num_codebooks - 1)
     ras = how["temperature"] and how["ras_window"] and how["ras_repeats"]
     drawn = {"do_sample": False}
@@ -360,9 +360,9 @@ def generate(native, prompts, ids, settings, seed, device, moment=float("inf"),
         over = bool(time.monotonic() > moment or asked())
         return torch.full((len(input_ids),), over, device=device)
 
-    if weights.is_third(native.config.model_type):
+    if versions.is_third(native.config.model_type):
         inputs = [(p.tokens, p.is_audio, p.audio_ids) for p in prompts]
-        spoken = weights.module(native.config).generate(
+        spoken = versions.module(native.config).generate(
             native, inputs, settings, seed, lambda: time.monotonic() > moment or asked())
         # a row cut off early may hold special codes; the servers decode those as code 0, too
         return [(np.where(codes.numpy() < ids.stream_bos, codes.numpy(), 0), how)

@@ -55,7 +55,7 @@ OWN_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_
              "vocab.json", "merges.txt", "chat_template.jinja", "LICENSE", "NOTICE")
 
 # --------------------------------------------------------------------------------------------------
-# What weights.module() promises, beside what is imported above and follows below
+# What speech/versions.py's module() promises, beside what is imported above and follows below
 
 
 def text_setting(wanted):

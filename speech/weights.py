@@ -88,39 +88,6 @@ def find_codec(name, flag="--audio_tokenizer_path"):
         None: "the 2025 codec format is not read, use the native one"})
 
 
-def is_third(model_type):
-    """Whether a model_type, of config.json or of read_config, is that of Higgs TTS 3."""
-    return model_type in ("higgs_multimodal_qwen3", "qwen3")
-
-
-def module(config):
-    """speech.v3 or v2: modules of the same functions and constants, of which one is imported.
-
-    config: config.json as a dict, or what read_config made of it.
-    """
-    if is_third(config["model_type"] if isinstance(config, dict) else config.model_type):
-        from speech import v3
-        return v3
-    from speech import v2
-    return v2
-
-
-def find_files(world, model_path, codec_path, output_dir):
-    """(model folder, its config.json as a dict, codec folder). Raises UserError. Collective.
-    codec_path None: the codec inside the checkpoint, unpacked in output_dir.
-    """
-    for find, path in ((find_model, model_path), (find_codec, codec_path)):
-        if path:        # hub names are downloaded before the others look
-            dist.rank0(world, find, path)
-    folder, config = find_model(model_path)
-    if world.is_main and module(config).LICENCE:
-        print(f"licence    {module(config).LICENCE}", flush=True)
-    if codec_path:
-        return folder, config, find_codec(codec_path)[0]
-    unpack, into = module(config).unpack_codec, Path(output_dir) / "codec"
-    return folder, config, dist.rank0(world, unpack, folder, config, into)
-
-
 def native_config(config):
     """HiggsAudioV2Config of a config.json dict, native or 2025 format. Raises UserError."""
     if config["model_type"] == "higgs_audio_v2":
