@@ -85,23 +85,20 @@ def edit_distance(a, b):
     return row[-1]
 
 
-def count_errors(references, hypotheses, language, units):
-    """(errors, units of the references) over all texts. units: a text -> its words or letters."""
+def word_errors(references, hypotheses, language=None, split=str.split):
+    """(errors, words of the references) over all texts; errors / words is the WER.
+
+    language: of normaliser. split: a text -> its words, or its characters.
+    """
     clean, errors, length = normaliser(language), 0, 0
     for said, heard in zip(references, hypotheses, strict=True):
-        said, heard = units(clean(said).strip()), units(clean(heard).strip())
+        said, heard = split(clean(said).strip()), split(clean(heard).strip())
         errors, length = errors + edit_distance(said, heard), length + len(said)
     return errors, length
 
 
-def word_errors(references, hypotheses, language=None):
-    """(errors, words of the references); errors / words is the WER. language: of normaliser."""
-    return count_errors(references, hypotheses, language, str.split)
-
-
-def character_errors(references, hypotheses, language=None):
-    """(errors, characters of the references) over all texts; spaces do not count."""
-    return count_errors(references, hypotheses, language, lambda text: text.replace(" ", ""))
+def characters(text):
+    return text.replace(" ", "")
 
 
 def word_rates(references, hypotheses, language=None):
@@ -109,8 +106,8 @@ def word_rates(references, hypotheses, language=None):
     without words.
     """
     def rates(said, heard):
-        counts = {"wer": word_errors(said, heard, language),
-                  "cer": character_errors(said, heard, language)}
+        counts = {name: word_errors(said, heard, language, split)
+                  for name, split in (("wer", str.split), ("cer", characters))}
         return {name: errors / units if units else None for name, (errors, units) in counts.items()}
     rows = [rates([said], [heard]) for said, heard in zip(references, hypotheses, strict=True)]
     return rows, rates(references, hypotheses)
