@@ -1,4 +1,6 @@
-"""LoRA adapters in any model, plain or sharded: add, fill, save, load; the files are PEFT's own format."""
+"""LoRA adapters in any model, plain or sharded: add, fill, save, load; the files are PEFT's own
+format.
+"""
 import contextlib
 import copy
 import math
@@ -16,22 +18,28 @@ from core.cli import UserError
 
 WHOLE = ".modules_to_save."             # in the names of modules that are trained as a whole
 MAGNITUDE = "lora_magnitude_vector"     # PEFT's name of DoRA's lengths
-# Fields of PEFT's LoraConfig that its layers compute with, or that matter in training alone. An adapter that sets any
-# other one (modules_to_save, bias, what a newer PEFT adds) would be computed wrongly here, or in part.
-FIELDS = {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "use_dora", "rank_pattern",
-          "alpha_pattern", "layers_to_transform", "layers_pattern", "init_lora_weights", "lora_dropout", "eva_config",
-          "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
-          "inference_mode", "qalora_group_size", "megatron_core", "runtime_config"}
-INITS = (True, False, None, "gaussian", "eva", "orthogonal")        # of adapters alone; others change the base as well
+# Fields of PEFT's LoraConfig that its layers compute with, or that matter in training alone. An
+# adapter that sets any other one (modules_to_save, bias, what a newer PEFT adds) would be computed
+# wrongly here, or in part.
+FIELDS = {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "use_dora",
+          "rank_pattern",
+          "alpha_pattern", "layers_to_transform", "layers_pattern", "init_lora_weights",
+          "lora_dropout", "eva_config",
+          "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path",
+          "revision", "inference_mode", "qalora_group_size", "megatron_core", "runtime_config"}
+# of adapters alone; others change the base as well
+INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 class AddingLinear(Linear):
     """PEFT's LoRA linear layer whose update is added by the matrix product that makes it.
 
-    PEFT's own forward writes the update, scales it and adds it: three more passes over memory as wide as the output,
-    which at rank 16 take longer than the products. Same numbers but for rounding, same names and files.
+    PEFT's own forward writes the update, scales it and adds it: three more passes over memory as
+    wide as the output, which at rank 16 take longer than the products. Same numbers but for
+    rounding, same names and files.
     """
-    adds_in_place = True        # False copies the base's output first: recomputation may have kept it
+    # False copies the base's output first: recomputation may have kept it
+    adds_in_place = True
 
     def forward(self, x, *args, **kwargs):
         """x (..., in) -> (..., out)."""
@@ -40,15 +48,17 @@ class AddingLinear(Linear):
         return low_rank.outputs(x, self)[0]
 
 
-def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=False, dora=False, task="CAUSAL_LM",
-             whole=None):
+def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=False, dora=False,
+             task="CAUSAL_LM", whole=None):
     """Wrap a model in fp32 adapters; the base is frozen. rslora, dora: of PEFT's LoraConfig.
 
-    layers: its decoder layers; only linear modules in them get adapters. targets: "all-linear" or comma-separated
-    module name endings. base_name: written into the adapter's config. task: of PEFT's; None: not a transformers model.
-    whole: modules that are trained as they are. Raises UserError when a target matches nothing.
+    layers: its decoder layers; only linear modules in them get adapters. targets: "all-linear" or
+    comma-separated module name endings. base_name: written into the adapter's config. task: of
+    PEFT's; None: not a transformers model. whole: modules that are trained as they are. Raises
+    UserError when a target matches nothing.
     """
-    linear = {name for layer in layers for name, module in layer.named_modules() if isinstance(module, torch.nn.Linear)}
+    linear = {name for layer in layers for name, module in layer.named_modules()
+              if isinstance(module, torch.nn.Linear)}
     if targets == "all-linear":
         names = sorted({name.rpartition(".")[2] for name in linear})
     else:
@@ -58,7 +68,8 @@ def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=Fal
             endings = ", ".join(sorted({other.rpartition(".")[2] for other in linear}))
             raise UserError(f"--lora_target_modules {name!r} matches no linear layer; use all-linear or out of: "
                             f"{endings or 'none, this model has no linear layers'}")
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none",
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names,
+                        bias="none",
                         use_rslora=rslora, use_dora=dora, task_type=task, modules_to_save=whole)
     return attach(model, config, base_name)
 
@@ -68,22 +79,26 @@ def attach(model, config, base_name=None, autocast=True):
 
     autocast: it will run under that, or all in fp32; else PEFT casts the inputs itself.
     """
-    with warnings.catch_warnings():     # peft asks transformers in a way that newer transformers finds old
+    # peft asks transformers in a way that newer transformers finds old
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         wrapped = get_peft_model(model, config)
     # now: get_peft_model overwrites it
     config.base_model_name_or_path = os.path.abspath(base_name) if base_name and os.path.isdir(base_name) else base_name
     for module in wrapped.modules():
-        if autocast and type(module) is Linear and not config.use_dora:     # DoRA's own forward is PEFT's
+        # DoRA's own forward is PEFT's
+        if autocast and type(module) is Linear and not config.use_dora:
             module.cast_input_dtype_enabled = False     # PEFT need not cast inputs to fp32 first
             module.__class__ = AddingLinear
     return wrapped
 
 
 def check_config(folder, refused=(), whole=()):
-    """Raise UserError unless a folder has the configuration of a LoRA adapter of which nothing but FIELDS is set.
+    """Raise UserError unless a folder has the configuration of a LoRA adapter of which nothing but
+    FIELDS is set.
 
-    refused: those of FIELDS that must not be set either. whole: modules that may be saved with the adapters.
+    refused: those of FIELDS that must not be set either. whole: modules that may be saved with the
+    adapters.
     """
     path = Path(folder) / "adapter_config.json"
     if not path.is_file():
@@ -96,9 +111,10 @@ def check_config(folder, refused=(), whole=()):
     missing = [key for key in ("r", "lora_alpha", "target_modules") if key not in saved]
     if missing:
         raise UserError(f"{path}: has no {' and no '.join(missing)}")
-    odd = [name for name, value in saved.items() if (name not in FIELDS or name in refused) and value
-           and value != getattr(usual, name, None)
-           and not (name == "modules_to_save" and isinstance(value, list) and set(map(str, value)) <= set(whole))]
+    odd = [name for name, value in saved.items() if (name not in FIELDS or name in refused)
+           and value and value != getattr(usual, name, None)
+           and not (name == "modules_to_save" and isinstance(value, list)
+                    and set(map(str, value)) <= set(whole))]
     if saved.get("init_lora_weights") not in INITS:
         odd.append(f"init_lora_weights {saved['init_lora_weights']!r}")
     if odd:
@@ -106,15 +122,17 @@ def check_config(folder, refused=(), whole=()):
 
 
 def add_saved(model, folder, refused=(), whole=()):
-    """Wrap a model in the adapters of a PEFT folder, their weights not yet loaded. Raises UserError.
+    """Wrap a model in the adapters of a PEFT folder, their weights not yet loaded. Raises
+    UserError.
 
-    They are computed by PEFT's own forward: plain LoRA, rsLoRA, DoRA, ranks and scales by layer. refused,
-    whole: of check_config.
+    They are computed by PEFT's own forward: plain LoRA, rsLoRA, DoRA, ranks and scales by layer.
+    refused, whole: of check_config.
     """
     check_config(folder, refused, whole)
     try:
         config = LoraConfig.from_pretrained(folder)
-        config.base_model_name_or_path = None       # peft would warn that this base has another name
+        # peft would warn that this base has another name
+        config.base_model_name_or_path = None
         config.init_lora_weights = True             # the weights come from the file
         return attach(model, config, autocast=False)
     except Exception as error:      # PEFT's checks raise a dozen kinds
@@ -125,19 +143,21 @@ def add_saved(model, folder, refused=(), whole=()):
 def base_weights(model):
     """{the base's own name: parameter} of the base inside a PeftModel."""
     named = model.get_base_model().named_parameters()
-    return {name.replace(".base_layer.", ".").replace(".original_module.", "."): parameter for name, parameter in named
-            if ".lora_" not in name and WHOLE not in name}
+    return {name.replace(".base_layer.", ".").replace(".original_module.", "."): parameter
+            for name, parameter in named if ".lora_" not in name and WHOLE not in name}
 
 
 def adapter_weights(model):
     """{name in adapter_model.safetensors: parameter}."""
-    trained = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name or WHOLE in name}
+    trained = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name
+               or WHOLE in name}
     return get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False)
 
 
 def init_adapters(model, seed):
-    """Fill new adapters: A as PEFT does (Kaiming uniform), B with zeros, DoRA's magnitudes with the lengths of the
-    base's rows, whole modules with the base's; that must be there already. The same for any sharding of the same seed.
+    """Fill new adapters: A as PEFT does (Kaiming uniform), B with zeros, DoRA's magnitudes with the
+    lengths of the base's rows, whole modules with the base's; that must be there already. The same
+    for any sharding of the same seed.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in adapter_weights(model).items():
@@ -150,11 +170,13 @@ def init_adapters(model, seed):
     for module in model.get_base_model().modules():
         for whole in getattr(module, "modules_to_save", {}).values():
             for ours, base in zip(whole.parameters(), module.original_module.parameters()):
-                ours, base = (getattr(tensor, "_local_tensor", tensor).detach() for tensor in (ours, base))
+                ours, base = (getattr(tensor, "_local_tensor", tensor).detach()
+                              for tensor in (ours, base))
                 ours.copy_(base)
         for magnitude in getattr(module, MAGNITUDE, {}).values():
             rows, lengths = (getattr(tensor, "_local_tensor", tensor).detach() for tensor in (
-                module.base_layer.weight, magnitude.weight))        # of a shard: both have the same rows
+                # of a shard: both have the same rows
+                module.base_layer.weight, magnitude.weight))
             lengths.copy_(torch.linalg.norm(rows.float(), dim=1))
 
 
@@ -162,9 +184,11 @@ def init_adapters(model, seed):
 def switched_off(model):
     """Within this context the model computes as its base. For a forward without gradients.
 
-    PEFT's own disable_adapter also changes requires_grad, which FSDP2 copies when it gathers a layer.
+    PEFT's own disable_adapter also changes requires_grad, which FSDP2 copies when it gathers a
+    layer.
     """
-    layers = [(module, module._disable_adapters) for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    layers = [(module, module._disable_adapters) for module in model.modules()
+              if isinstance(module, BaseTunerLayer)]
     for layer, _ in layers:
         layer._disable_adapters = True
     try:
@@ -175,14 +199,18 @@ def switched_off(model):
 
 
 def save_config(model, folder):
-    """adapter_config.json; with adapter_weights in adapter_model.safetensors PeftModel.from_pretrained loads it."""
+    """adapter_config.json; with adapter_weights in adapter_model.safetensors
+    PeftModel.from_pretrained loads it.
+    """
     config = copy.copy(model.peft_config["default"])
     config.inference_mode = True
     config.save_pretrained(folder)
 
 
 def load_adapters(model, folder):
-    """Copy a saved adapter into a freshly wrapped model, sharded or not; raises UserError when it does not fit."""
+    """Copy a saved adapter into a freshly wrapped model, sharded or not; raises UserError when it
+    does not fit.
+    """
     saved = json_files.read_object(Path(folder) / "adapter_config.json")
     ours = model.peft_config["default"]
     for key in ("r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "use_dora"):

@@ -178,7 +178,8 @@ def files_of(name):
         return [name]
     if not path.is_dir():
         found = sorted(glob.glob(name))
-        require(found, f"{name}: cannot be read (No such file or directory); of the hub: hf download "
+        require(found,
+                f"{name}: cannot be read (No such file or directory); of the hub: hf download "
                        "OWNER/NAME --repo-type dataset --local-dir FOLDER")
         return found
     for place in (path, path / "data"):
@@ -389,7 +390,8 @@ class Encoder:
         tools: [list of tools or None] of the conversations.
         """
         jobs = [attempt(self._texts, *pair) for pair in zip(chats, tools or [None] * len(chats))]
-        texts = {text: None for job in jobs if isinstance(job, list) for part in job for text in part}
+        texts = {text: None for job in jobs if isinstance(job, list) for part in job
+                 for text in part}
         texts = dict(zip(texts, self.lists(list(texts))))
         return [job if isinstance(job, ValueError) else attempt(
             self._samples, [[texts[text] for text in part] for part in job], job)
@@ -427,7 +429,8 @@ class Encoder:
     def _texts(self, messages, tools):
         """[(prompt, prompt and answer)] of the trained turns, proven whole."""
         answers = self._answers(messages, tools)
-        found = [(self.render(messages[:i], True, tools), self.render(messages[:i + 1], False, tools))
+        found = [(self.render(messages[:i], True, tools),
+                  self.render(messages[:i + 1], False, tools))
                  for i in answers]
         for i, (prompt, text) in zip(answers, found):
             if not text.startswith(prompt):         # _mask refuses it, naming the tokens

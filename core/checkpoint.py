@@ -230,7 +230,8 @@ class CheckpointManager:
         self.saves += 1
         self.share_written.clear()
         # not a daemon: the interpreter's end waits for a checkpoint under way
-        self.thread = threading.Thread(target=self._write, args=(step, share, state.get("best_step")))
+        self.thread = threading.Thread(target=self._write,
+                                       args=(step, share, state.get("best_step")))
         self.thread.start()
 
     def wait(self):
@@ -276,7 +277,8 @@ class CheckpointManager:
             if self.world.is_main:
                 reports = self._reports() if store else {0: report}
                 if errors := [f"rank {rank}: {why}" for rank, (_, why) in reports.items() if why]:
-                    shutil.rmtree(self.building(step), ignore_errors=True)      # the next needs room
+                    # the next needs room
+                    shutil.rmtree(self.building(step), ignore_errors=True)
                     raise OSError("; ".join(errors))        # of all: disks of nodes differ
                 self._complete(step, [written for written, _ in reports.values()], best_step)
         except Exception as error:      # raised by the main thread, in check() or wait()
@@ -427,7 +429,8 @@ def read_manifest(path):
         return f"no {MANIFEST}"     # a folder that somebody made, or copied in part
     try:
         files = json_files.loads((path / MANIFEST).read_bytes())["files"]
-        if {(type(facts["bytes"]), type(facts["sha256"])) for facts in files.values()} - {(int, str)}:
+        if {(type(facts["bytes"]), type(facts["sha256"]))
+            for facts in files.values()} - {(int, str)}:
             raise ValueError
     except (ValueError, TypeError, KeyError, AttributeError):
         return f"unreadable {MANIFEST}"

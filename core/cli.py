@@ -1,8 +1,8 @@
 """Flags of a script, one line for a mistake in them, and safe printing of users' files.
 
 Standard library only: a script parses its flags before it imports torch, so --help and a mistake
-answer at once: p = cli.Parser("..."); p.flag("--output_dir", "output", "everything is written here");
-args = cli.parse(p, check_flags), where check_flags(args, world_size) may raise UserError.
+answer at once: p = cli.Parser("..."); p.flag("--output_dir", "output", "everything is written
+here"); args = cli.parse(p, check_flags), where check_flags(args, world_size) may raise UserError.
 """
 import argparse
 import contextlib
@@ -119,7 +119,9 @@ def counted(number, noun):
 
 
 def problem_text(lines, shown=20, total=None):
-    """Problems as one message: the first `shown`, and how many there are of `total`, or of these."""
+    """Problems as one message: the first `shown`, and how many there are of `total`, or of
+    these.
+    """
     total = total or len(lines)
     if total == 1:
         return lines[0]
@@ -248,7 +250,8 @@ def prepare_process(words):
     gc.disable()        # a quarter of the time of imports; dist.init() turns it on again
     sys.excepthook = report_interrupt
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if "=" in (value := os.environ.get(name, "")):      # notes have it where torch wants a colon
+        # notes have it where torch wants a colon
+        if "=" in (value := os.environ.get(name, "")):
             os.environ[name] = value.replace("=", ":")
             notice(f"{name}={value} is read as {os.environ[name]}")
 
@@ -362,7 +365,8 @@ def boolean(text):
 
 def compile_flag(parser):
     """--compile of a trainer; dist.choose_compile turns auto into True or False."""
-    parser.add_argument("--compile", nargs="?", const=True, default="auto", metavar="auto|true|false",
+    parser.add_argument("--compile", nargs="?", const=True, default="auto",
+                        metavar="auto|true|false",
                         type=lambda text: text if text == "auto" else boolean(text),
                         help="torch.compile each layer; auto: on GPUs, where it can (default: auto)")
 
@@ -467,7 +471,8 @@ def check_parallel(args, world_size):
     require(not ddp or getattr(args, "reshard_after_forward", True)
             and not getattr(args, "cpu_offload", False),
             "--no-reshard_after_forward and --cpu_offload need --parallel fsdp or hsdp")
-    require(not (args.compile is True and getattr(args, "gradient_checkpointing", None) == "selective"),
+    require(not (args.compile is True
+                 and getattr(args, "gradient_checkpointing", None) == "selective"),
             "--gradient_checkpointing selective does not go with --compile: inside a compiled "
             "layer nothing can be picked out; drop one of the two")
     if args.parallel == "hsdp":

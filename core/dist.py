@@ -391,13 +391,16 @@ def reshard(model):
 
 @contextlib.contextmanager
 def gathered(module):
-    """Within this context every rank holds a sharded module's whole weights, and its forward needs no other rank.
+    """Within this context every rank holds a sharded module's whole weights, and its forward needs
+    no other rank.
 
-    For work on one rank. FSDP2's hooks are off meanwhile: they would note forwards that the other ranks did not run,
-    and the next backward would prefetch layers on this rank alone and hang. Changes nothing for other modules.
+    For work on one rank. FSDP2's hooks are off meanwhile: they would note forwards that the other
+    ranks did not run, and the next backward would prefetch layers on this rank alone and hang.
+    Changes nothing for other modules.
     """
     units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-    hooks = [(table, dict(table)) for unit in units for table in (unit._forward_pre_hooks, unit._forward_hooks)]
+    hooks = [(table, dict(table)) for unit in units
+             for table in (unit._forward_pre_hooks, unit._forward_hooks)]
     for unit in units:
         try:
             unit.unshard()

@@ -1,11 +1,13 @@
-"""Frozen linear layers in float8: both matrix products of a layer under an adapter, forward and input gradient.
+"""Frozen linear layers in float8: both matrix products of a layer under an adapter, forward and
+input gradient.
 
-A frozen weight is rounded once, when it has been loaded: one copy for the forward product and one, turned, for the
-backward product, a byte a value each, so together as large as the bfloat16 weight that they replace. Rows are rounded
-when they come, each with one scale, and so is each row of the weights: what a row gives does not depend on
-what else is in the pack. All is e4m3 (arXiv 2209.05433), gradients too: with a scale for each row they keep more of
-their digits than in e5m2. A frozen weight has no gradient; torchao's training API computes one all the same and rounds
-the weight again in every step, so it is not used.
+A frozen weight is rounded once, when it has been loaded: one copy for the forward product and one,
+turned, for the backward product, a byte a value each, so together as large as the bfloat16 weight
+that they replace. Rows are rounded when they come, each with one scale, and so is each row of the
+weights: what a row gives does not depend on what else is in the pack. All is e4m3 (arXiv
+2209.05433), gradients too: with a scale for each row they keep more of their digits than in e5m2. A
+frozen weight has no gradient; torchao's training API computes one all the same and rounds the
+weight again in every step, so it is not used.
 """
 import torch
 from torch import nn
@@ -18,14 +20,17 @@ MULTIPLE = 16           # of a layer's width and height; the GPU's kernels know 
 
 
 def check_device(device, wanted):
-    """Raise UserError when the GPU has no float8 products. A CPU computes them in float32: slow, to try it."""
+    """Raise UserError when the GPU has no float8 products. A CPU computes them in float32: slow, to
+    try it.
+    """
     if wanted and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise UserError(f"--float8: {torch.cuda.get_device_name(device)} has no float8 products, Ada, Hopper and newer "
                         "GPUs have; drop the flag")
 
 
 def rounded_kernel(rows):
-    scales = rows.abs().amax(dim=-1, keepdim=True).float().clamp(min=1e-12) / torch.finfo(FLOAT8).max
+    scales = rows.abs().amax(dim=-1,
+                             keepdim=True).float().clamp(min=1e-12) / torch.finfo(FLOAT8).max
     return (rows / scales).to(FLOAT8), scales
 
 
@@ -46,11 +51,14 @@ def rounded(rows):
 
 
 def product(rows, weight, scales):
-    """rows (n, width) times the transpose of weight (m, width), float8 as uint8, with (m, 1) scales; bf16 (n, m)."""
+    """rows (n, width) times the transpose of weight (m, width), float8 as uint8, with (m, 1)
+    scales; bf16 (n, m).
+    """
     (rows, row_scales), weight = rounded(rows.contiguous()), weight.view(FLOAT8)
-    if rows.is_cuda and len(rows):      # adding in fewer digits, without which scales by rows are slow on Hopper
-        return torch._scaled_mm(rows, weight.t(), scale_a=row_scales, scale_b=scales.t(), out_dtype=torch.bfloat16,
-                                use_fast_accum=True)
+    # adding in fewer digits, without which scales by rows are slow on Hopper
+    if rows.is_cuda and len(rows):
+        return torch._scaled_mm(rows, weight.t(), scale_a=row_scales, scale_b=scales.t(),
+                                out_dtype=torch.bfloat16, use_fast_accum=True)
     with torch.autocast(rows.device.type, enabled=False):
         return (rows.float() @ weight.float().t() * row_scales * scales.t()).bfloat16()
 
@@ -76,18 +84,23 @@ class Float8Linear(nn.Linear):
         out = _Product.apply(rows, self.weight, self.scales, self.turned, self.turned_scales)
         if self.bias is not None:
             out = out + self.bias.bfloat16()
-        return out if x.dim() == 2 else out.unflatten(0, x.shape[:-1])      # no view: an adapter adds to it in place
+        # no view: an adapter adds to it in place
+        return out if x.dim() == 2 else out.unflatten(0, x.shape[:-1])
 
 
 def convert(layers):
-    """Round the frozen linear layers inside decoder layers, whose weights are loaded -> how many. Raises UserError."""
+    """Round the frozen linear layers inside decoder layers, whose weights are loaded -> how many.
+    Raises UserError.
+    """
     found = [module for layer in layers for module in layer.modules() if type(module) is nn.Linear
-             and not module.weight.requires_grad and not any(n % MULTIPLE for n in module.weight.shape)]
+             and not module.weight.requires_grad
+             and not any(n % MULTIPLE for n in module.weight.shape)]
     if not found:
         raise UserError(f"--float8: no frozen linear layer of this model is a multiple of {MULTIPLE} wide and high")
     for module in found:
         weight, scales = rounded(module.weight)
-        turned, turned_scales = rounded(module.weight.t().contiguous())     # as the GPU's kernels want it to lie
+        # as the GPU's kernels want it to lie
+        turned, turned_scales = rounded(module.weight.t().contiguous())
         module.__class__ = Float8Linear
         # uint8, since DDP's first broadcast knows no float8
         module.weight = nn.Parameter(weight.view(torch.uint8), requires_grad=False)

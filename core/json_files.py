@@ -1,4 +1,5 @@
-"""Text, JSON, JSONL, parquet and arrow files -> what is in them. Whatever is wrong is said in one line, no hang.
+"""Text, JSON, JSONL, parquet and arrow files -> what is in them. Whatever is wrong is said in one
+line, no hang.
 
 Only regular files are read: a pipe may never end, and a run that resumes reads its files again.
 Standard library only.

@@ -62,7 +62,8 @@ def end_with_trainer():
 def end_with_torchrun():
     """To be called by every script, first of all; for a process that torchrun has started."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")       # no stacks of a store that is gone
+        # no stacks of a store that is gone
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         _ask_kernel(signal.SIGCONT)     # a process that is stopped goes on, to its end
         threading.Thread(target=_watch, args=(os.getppid(),), daemon=True, name="lifetime").start()
 

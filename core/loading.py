@@ -1,14 +1,16 @@
-"""Batches on their way from a loader process to the device: each in one piece of memory, ahead of its use.
+"""Batches on their way from a loader process to the device: each in one piece of memory, ahead of
+its use.
 
-A tensor that changes processes is a file of shared memory with its connection, so a batch of many tensors
-takes the trainer milliseconds. Here the tensors of a batch lie one after the other in one buffer: one file, one pinned
-piece of memory, one copy to the GPU. A batch is a dataclass or a NamedTuple whose fields are CPU tensors or plain
-values. The classes use it so:
+A tensor that changes processes is a file of shared memory with its connection, so a batch of many
+tensors takes the trainer milliseconds. Here the tensors of a batch lie one after the other in one
+buffer: one file, one pinned piece of memory, one copy to the GPU. A batch is a dataclass or a
+NamedTuple whose fields are CPU tensors or plain values. The classes use it so:
 
     __reduce__ = loading.reduce     # how pickle, and with it a loader process, hands a batch over
     to = loading.to
 
-For autograd the tensors of a batch are one: changing one in place would spoil what was saved of the others.
+For autograd the tensors of a batch are one: changing one in place would spoil what was saved of the
+others.
 """
 import itertools
 import math
@@ -29,7 +31,8 @@ from core.watchdog import fork_loaders, init_loader
 
 ALIGNMENT = 64      # bytes; kernels may expect 16, views of other types 8
 DEPTH = 2           # batches that are read ahead
-DEATH_S = 10        # a process that is killed closes its connections first; it is dead within this time
+# a process that is killed closes its connections first; it is dead within this time
+DEATH_S = 10
 
 
 def values_of(batch):
@@ -39,7 +42,8 @@ def values_of(batch):
 
 def tensors_of(batch):
     """{field: tensor} of those fields that are tensors."""
-    return {name: value for name, value in values_of(batch).items() if isinstance(value, torch.Tensor)}
+    return {name: value for name, value in values_of(batch).items()
+            if isinstance(value, torch.Tensor)}
 
 
 def pack(tensors, pinned=False):
@@ -63,18 +67,22 @@ def views(buffer, layout):
 
 def unpack(kind, buffer, layout, values):
     """The batch, a `kind` with these other values, whose tensors are views of one buffer."""
-    buffer = buffer.clone()     # out of shared memory: unmapping that takes longer, and whoever drops the batch does it
+    # out of shared memory: unmapping that takes longer, and whoever drops the batch does it
+    buffer = buffer.clone()
     return kind(**values, **views(buffer, layout))
 
 
 def reduce(batch):
     """__reduce__ of a batch: one tensor and a few plain values."""
     tensors, values = tensors_of(batch), values_of(batch)
-    return unpack, (type(batch), *pack(tensors), {name: values[name] for name in values if name not in tensors})
+    return unpack, (type(batch), *pack(tensors),
+                    {name: values[name] for name in values if name not in tensors})
 
 
 def to(batch, device):
-    """The batch on another device, in one copy. To a GPU it goes from pinned memory, and the host does not wait."""
+    """The batch on another device, in one copy. To a GPU it goes from pinned memory, and the host
+    does not wait.
+    """
     device, tensors = torch.device(device), tensors_of(batch)
     if all(tensor.device == device for tensor in tensors.values()):
         return batch
@@ -94,10 +102,12 @@ def over_packs(samples, packs, collate, num_workers, prefetch_factor):
 
 
 def named(error, batches):
-    """An error of next(batches), or the one that names the signal which ended a loader process of that iterator.
+    """An error of next(batches), or the one that names the signal which ended a loader process of
+    that iterator.
 
-    Torch names it only where its SIGCHLD handler comes first. A next() in another thread may find the process gone
-    before ("exited unexpectedly"), or its connection broken off; the exit status says the same in every order.
+    Torch names it only where its SIGCHLD handler comes first. A next() in another thread may find
+    the process gone before ("exited unexpectedly"), or its connection broken off; the exit status
+    says the same in every order.
     """
     if isinstance(error, UserError):        # a loader process's has that one's traceback before it
         return UserError(str(error).rpartition("UserError: ")[2].strip())
@@ -116,7 +126,9 @@ def named(error, batches):
 
 
 def each(loader):
-    """Iterator over a DataLoader's batches as they are asked for, with its errors as named() gives them."""
+    """Iterator over a DataLoader's batches as they are asked for, with its errors as named() gives
+    them.
+    """
     batches = fork_loaders(loader)
     try:
         yield from batches
@@ -125,12 +137,15 @@ def each(loader):
 
 
 def ahead(loader, device=None):
-    """Iterator over the batches of a DataLoader, on the device, if one is given; the next two come while one is used.
+    """Iterator over the batches of a DataLoader, on the device, if one is given; the next two come
+    while one is used.
 
-    A thread takes them over from the loader processes and, for a GPU, copies them on another stream. What goes
-    wrong in it is raised here. Without loader processes a batch is made by the caller's thread when it is asked for.
+    A thread takes them over from the loader processes and, for a GPU, copies them on another
+    stream. What goes wrong in it is raised here. Without loader processes a batch is made by the
+    caller's thread when it is asked for.
     """
-    batches = fork_loaders(loader)      # here, and not in the generator: processes are forked before there is a thread
+    # here, and not in the generator: processes are forked before there is a thread
+    batches = fork_loaders(loader)
     if loader.num_workers:
         return _ahead(batches, device)
     return (batch.to(device) if device else batch for batch in batches)
@@ -162,8 +177,10 @@ def _ahead(batches, device):
             if cuda:
                 using = torch.cuda.current_stream(device)
                 using.wait_event(copied)
-                for tensor in tensors_of(batch).values():       # memory of the other stream, which must not write
-                    tensor.record_stream(using)                 # there again before this one is done with it
+                # memory of the other stream, which must not write
+                for tensor in tensors_of(batch).values():
+                    # there again before this one is done with it
+                    tensor.record_stream(using)
             yield batch
     finally:        # also when the trainer needs no more batches
         reader.shutdown(wait=False, cancel_futures=True)

@@ -47,7 +47,8 @@ def model_text(model, adapters):
     """The line about a model's size. Layers of nf4.py count their values, not their bytes."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     every = sum(p.numel() for p in model.parameters()) + sum(
-        m.in_features * m.out_features - m.weight.numel() for m in model.modules() if hasattr(m, "nf4"))
+        m.in_features * m.out_features - m.weight.numel() for m in model.modules()
+        if hasattr(m, "nf4"))
     return (f"model      {every / 1e6:,.1f} M parameters, {trained / 1e6:,.3f} M trainable "
             f"({'LoRA' if adapters else 'full'})")
 
@@ -86,7 +87,9 @@ class StepTimer:
         self.start += time.monotonic() - start
 
     def count(self, work, slots):
-        """Add one step. work: {"tokens", "samples", "flops", ...} of all ranks; slots: tokens with padding."""
+        """Add one step. work: {"tokens", "samples", "flops", ...} of all ranks; slots: tokens with
+        padding.
+        """
         if self.first is None:
             if self.device.type == "cuda":
                 import torch
@@ -170,7 +173,8 @@ class MetricsLog:
             self.wandb.log(values, step=step)
 
     def write_speech(self, step, name, wave, rate):
-        """A sound, (n,) float32 in -1..1 at `rate` Hz, to all but metrics.jsonl; none if it is empty.
+        """A sound, (n,) float32 in -1..1 at `rate` Hz, to all but metrics.jsonl; none if it is
+        empty.
         """
         wave = wave.clip(-1, 1)
         if self.board and len(wave):

@@ -87,7 +87,9 @@ class NF4Linear(nn.Linear):
 
 
 def convert(layers):
-    """Make the frozen linear layers inside decoder layers NF4Linear, bytes unset. Raises UserError."""
+    """Make the frozen linear layers inside decoder layers NF4Linear, bytes unset. Raises
+    UserError.
+    """
     found = [module for layer in layers for module in layer.modules() if type(module) is nn.Linear
              and not module.weight.requires_grad]
     if not found:

@@ -1,4 +1,6 @@
-"""AdamW groups, learning-rate schedules, gradient clipping, and steps that a bad gradient cannot poison."""
+"""AdamW groups, learning-rate schedules, gradient clipping, and steps that a bad gradient cannot
+poison.
+"""
 import math
 
 import torch
@@ -8,24 +10,30 @@ from core import cli, fused
 from core.cli import require
 from core.dist import all_gather, all_max
 
-FIRST_SCALE, GROW = 65536.0, 2000       # of --fp16; steps without an overflow after which it doubles
+# of --fp16; steps without an overflow after which it doubles
+FIRST_SCALE, GROW = 65536.0, 2000
 
 
 def build_adamw(named_parameters, lr, weight_decay, betas, decays):
-    """Fused AdamW over the trainable parameters in two groups; fused, because guarded_step needs it.
+    """Fused AdamW over the trainable parameters in two groups; fused, because guarded_step needs
+    it.
 
-    named_parameters: iterable of (name, parameter). decays(name, parameter) -> bool says what weight decay may shrink.
+    named_parameters: iterable of (name, parameter). decays(name, parameter) -> bool says what
+    weight decay may shrink.
     """
     decay, keep = [], []
     for name, parameter in named_parameters:
         if parameter.requires_grad:
             (decay if decays(name, parameter) else keep).append(parameter)
-    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": keep, "weight_decay": 0.0}]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=1e-8, fused=True)
+    groups = [{"params": decay, "weight_decay": weight_decay},
+              {"params": keep, "weight_decay": 0.0}]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=1e-8,
+                             fused=True)
 
 
 def state_tensors(optimizer, named_parameters):
-    """{"parameter name.exp_avg" and so on: tensor} of all that AdamW remembers, to be saved or filled in place.
+    """{"parameter name.exp_avg" and so on: tensor} of all that AdamW remembers, to be saved or
+    filled in place.
 
     Parameters that had no step yet get the zeros that their first step would give them.
     """
@@ -35,14 +43,16 @@ def state_tensors(optimizer, named_parameters):
             assert id(parameter) in known, f"{name} is not what the optimizer updates: gathered weights were not freed"
             state = optimizer.state[parameter]
             if not state:
-                state |= {"step": torch.zeros((), device=parameter.device), "exp_avg": torch.zeros_like(parameter),
+                state |= {"step": torch.zeros((), device=parameter.device),
+                          "exp_avg": torch.zeros_like(parameter),
                           "exp_avg_sq": torch.zeros_like(parameter)}
             tensors |= {f"{name}.{key}": value for key, value in state.items()}
     return tensors
 
 
 def lr_factor(step, total_steps, warmup_steps, scheduler="cosine", min_ratio=0.0):
-    """Multiplier of the learning rate for optimizer step `step` (0-based): linear warm-up, then cosine or linear decay.
+    """Multiplier of the learning rate for optimizer step `step` (0-based): linear warm-up, then
+    cosine or linear decay.
 
     Reaches min_ratio at total_steps. The first step already moves: its factor is 1 / warmup_steps.
     """
@@ -56,7 +66,8 @@ def lr_factor(step, total_steps, warmup_steps, scheduler="cosine", min_ratio=0.0
 
 
 def clip_gradients(parameters, max_norm):
-    """Global L2 norm of the gradients, a 0-d tensor on their device; scales them to max_norm when max_norm > 0.
+    """Global L2 norm of the gradients, a 0-d tensor on their device; scales them to max_norm when
+    max_norm > 0.
 
     Collective when the gradients are sharded: the norm is over all shards.
     """
@@ -68,9 +79,11 @@ def clip_gradients(parameters, max_norm):
 
 
 def guarded_step(optimizer, bad):
-    """optimizer.step() that does nothing where `bad` (0-d float tensor on the device) is 1: no host sync to decide.
+    """optimizer.step() that does nothing where `bad` (0-d float tensor on the device) is 1: no host
+    sync to decide.
 
-    Uses the hook that torch's GradScaler uses on fused optimizers; step counters do not advance either.
+    Uses the hook that torch's GradScaler uses on fused optimizers; step counters do not advance
+    either.
     """
     optimizer.grad_scale, optimizer.found_inf = None, bad
     try:
@@ -179,7 +192,8 @@ class StepMonitor:
         self.stop |= stop
         if zero:
             self.before_error()
-        require(not zero, f"step {step}: the gradient norm is exactly 0, so nothing is learnt; look "
+        require(not zero,
+                f"step {step}: the gradient norm is exactly 0, so nothing is learnt; look "
                 "at the trained modules (--lora_target_modules, --freeze_llm), at the weight of the "
                 "loss, and whether the run learns without --compile")
         if not bad:

@@ -1,9 +1,11 @@
-"""Which samples train together, in which order: the same answer on every rank, for every world size.
+"""Which samples train together, in which order: the same answer on every rank, for every world
+size.
 
-The order of packs is a function of (seed, epoch) alone. Micro-step m of an optimizer step on rank r takes pack
-`first + m * world_size + r`, where `first` is the position stored in a checkpoint. So a run can stop on 16 GPUs and
-go on with 8 (accumulation doubled) and see the same data, and loader workers change nothing. The tail of an epoch is
-topped up with empty packs, which weigh nothing, so every rank runs the same number of steps.
+The order of packs is a function of (seed, epoch) alone. Micro-step m of an optimizer step on rank r
+takes pack `first + m * world_size + r`, where `first` is the position stored in a checkpoint. So a
+run can stop on 16 GPUs and go on with 8 (accumulation doubled) and see the same data, and loader
+workers change nothing. The tail of an epoch is topped up with empty packs, which weigh nothing, so
+every rank runs the same number of steps.
 """
 import bisect
 import itertools
@@ -12,17 +14,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# With length grouping, packs that run side by side should be equally long, whatever the number of ranks. So blocks of
-# up to 512 packs that follow each other by length are shuffled, and blocks of one node's 8 within each of those. An
-# epoch has at least 64 of the large ones, or long samples would come first or last.
+# With length grouping, packs that run side by side should be equally long, whatever the number of
+# ranks. So blocks of up to 512 packs that follow each other by length are shuffled, and blocks of
+# one node's 8 within each of those. An epoch has at least 64 of the large ones, or long samples
+# would come first or last.
 LARGE, SMALL, LEAST = 512, 8, 64
 SORT_WINDOW = LEAST * LARGE     # packs sorted by length together
-JITTER = 0.01           # share of its length by which a sample may be sorted wrongly: other neighbours in each epoch
+# share of its length by which a sample may be sorted wrongly: other neighbours in each epoch
+JITTER = 0.01
 
 
 @dataclass
 class EpochPlan:
-    """Packs of one epoch: pack p holds samples[offsets[p]:offsets[p + 1]]; indices beyond the last pack are empty."""
+    """Packs of one epoch: pack p holds samples[offsets[p]:offsets[p + 1]]; indices beyond the last
+    pack are empty.
+    """
     samples: np.ndarray     # (n_samples,) int64
     offsets: np.ndarray     # (n_packs + 1,) int64
 
@@ -49,7 +55,8 @@ def windows(lengths, order, budget):
         window = order[start:start + 4096]
         # long samples first: short ones then fill what those leave
         window = window[np.argsort(-lengths[window], kind="stable")]
-        bins, free, open_bins = [], [], []      # the last two: remaining tokens, ascending, and whose they are
+        # the last two: remaining tokens, ascending, and whose they are
+        bins, free, open_bins = [], [], []
         for i, n in zip(window.tolist(), lengths[window].tolist()):
             if n > budget:
                 raise ValueError(f"sample {i} has {n} tokens, more than the {budget} of a pack")
@@ -87,7 +94,9 @@ def _reordered(plan, packs):
 
 
 def _shuffled(packs, size, rng):
-    """Packs (n,) in blocks of `size` that are shuffled; a short last block stays last, or it would shift the others."""
+    """Packs (n,) in blocks of `size` that are shuffled; a short last block stays last, or it would
+    shift the others.
+    """
     full = len(packs) // size
     blocks = packs[:full * size].reshape(full, size)[rng.permutation(full)]
     return np.concatenate([blocks.ravel(), packs[full * size:]])
@@ -96,13 +105,15 @@ def _shuffled(packs, size, rng):
 class PackOrder:
     """Deterministic packs of every epoch.
 
-    lengths: (n,) tokens per sample. tokens_per_pack > 0: whole samples up to a token budget; which samples share a pack
-    is then fixed by the seed and epochs shuffle the packs. Else samples_per_pack > 0 decides, a fixed count.
-    group_by_length: packs of similar lengths (fixed count only), shuffled in blocks so that ranks stay balanced.
-    shuffle=False keeps the file's order, for validation.
+    lengths: (n,) tokens per sample. tokens_per_pack > 0: whole samples up to a token budget; which
+    samples share a pack is then fixed by the seed and epochs shuffle the packs. Else
+    samples_per_pack > 0 decides, a fixed count. group_by_length: packs of similar lengths (fixed
+    count only), shuffled in blocks so that ranks stay balanced. shuffle=False keeps the file's
+    order, for validation.
     """
 
-    def __init__(self, lengths, *, samples_per_pack=0, tokens_per_pack=0, seed=0, group_by_length=False, shuffle=True):
+    def __init__(self, lengths, *, samples_per_pack=0, tokens_per_pack=0, seed=0,
+                 group_by_length=False, shuffle=True):
         if max(samples_per_pack, tokens_per_pack) <= 0:
             raise ValueError("give samples_per_pack or tokens_per_pack")
         self.lengths = np.asarray(lengths)
@@ -120,7 +131,9 @@ class PackOrder:
         self.packs_per_epoch = len(self._bins) if self._bins else -(-len(self.lengths) // samples_per_pack)
 
     def epoch(self, epoch):
-        """EpochPlan of `epoch`; the last two asked for are kept (the loader reads ahead into the next epoch)."""
+        """EpochPlan of `epoch`; the last two asked for are kept (the loader reads ahead into the
+        next epoch).
+        """
         plan = self._plans.get(epoch)
         if plan is None:
             # another generator: no epoch's order depends on which others were asked for
@@ -131,7 +144,8 @@ class PackOrder:
 
     def _plan(self, rng):
         if self._bins is not None:
-            return _reordered(self._bins, rng.permutation(len(self._bins))) if self.shuffle else self._bins
+            return _reordered(self._bins,
+                              rng.permutation(len(self._bins))) if self.shuffle else self._bins
         n, size = len(self.lengths), self.samples_per_pack
         order = rng.permutation(n) if self.shuffle else np.arange(n)
         if self.group_by_length:
@@ -156,24 +170,27 @@ class PackOrder:
         return max(map(plan.pack, range(len(plan))), key=lambda pack: self.lengths[pack].sum())
 
     def window(self, epoch, first, count):
-        """Sample indices (n,) of the `count` packs from `first` on: one optimizer step over all ranks."""
+        """Sample indices (n,) of the `count` packs from `first` on: one optimizer step over all
+        ranks.
+        """
         plan = self.epoch(epoch)
         stop = min(first + count, len(plan))        # the last step of an epoch may have fewer
         return plan.samples[plan.offsets[min(first, len(plan))]:plan.offsets[stop]]
 
 
 def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
-    """Yield this rank's packs (lists of sample indices) from position (epoch, first) to the end of `epochs` epochs.
+    """Yield this rank's packs (lists of sample indices) from position (epoch, first) to the end of
+    `epochs` epochs.
 
-    Every rank gets the same number of packs; empty lists are zero-weight packs. Feed it to a DataLoader as its
-    batch_sampler.
+    Every rank gets the same number of packs; empty lists are zero-weight packs. Feed it to a
+    DataLoader as its batch_sampler.
     """
     per_step = world_size * accumulation
     while epoch < epochs:
         plan = order.epoch(epoch)
         for step in range(first, len(plan), per_step):
-            # side by side on the ranks, one after the other in the micro-steps: the same packs make a
-            # step whatever their numbers
+            # side by side on the ranks, one after the other in the micro-steps: the same packs make
+            # a step whatever their numbers
             for micro in range(accumulation):
                 yield plan.pack(step + micro * world_size + rank).tolist()
         epoch, first = epoch + 1, 0         # only the first epoch may begin in its middle
@@ -182,8 +199,8 @@ def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
 def run_length(packs_per_epoch, per_step, epochs, max_steps, position):
     """(optimizer steps per epoch, optimizer steps when the run ends).
 
-    per_step: packs per optimizer step, of all ranks. max_steps: ends the run instead of `epochs`, 0 = by epochs.
-    position: {"step", "epoch", "first"} to start from, as a checkpoint has them.
+    per_step: packs per optimizer step, of all ranks. max_steps: ends the run instead of `epochs`, 0
+    = by epochs. position: {"step", "epoch", "first"} to start from, as a checkpoint has them.
     """
     steps_per_epoch = -(-packs_per_epoch // per_step)
     # the epoch that was left in its middle, then whole ones

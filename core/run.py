@@ -21,7 +21,8 @@ def start(args):
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     else:
         folder, auto = args.output_dir, args.auto        # which may yet choose to shard
-        world = dist.init(args.collective_timeout, args.wait_timeout, auto or args.parallel != "ddp",
+        world = dist.init(args.collective_timeout, args.wait_timeout, auto
+                          or args.parallel != "ddp",
                           "cpu_offload" in args and (auto or args.cpu_offload))
         dist.rank0(world, checkpoint.claim_output, folder)
         dist.rank0(world, watchdog.clear_marker, folder)
@@ -72,8 +73,8 @@ def open_log(args, world, step, eval_due):
         return None
     folder = Path(args.output_dir)
     checkpoint.write_text(folder / cli.CONFIG, cli.config_text(args, sys.argv[0]))
-    return metrics.MetricsLog(folder, Path(args.logging_dir) / folder.resolve().name, args.report_to,
-                              cli.stored(args), step, args.wandb_project, eval_due)
+    return metrics.MetricsLog(folder, Path(args.logging_dir) / folder.resolve().name,
+                              args.report_to, cli.stored(args), step, args.wandb_project, eval_due)
 
 
 def device_line(args, world):
@@ -87,7 +88,8 @@ def device_line(args, world):
 def end(args, watch, checkpoints, log, step, total_steps, stopping, words):
     """Wait for the last checkpoint, say how the run ended, leave the process group.
 
-    stopping: asked to before its end, so the launcher gets its marker. words: of a run that is done.
+    stopping: asked to before its end, so the launcher gets its marker. words: of a run that is
+    done.
     """
     watch.report_progress("waiting for the last checkpoint", args.wait_timeout)
     checkpoints.wait()

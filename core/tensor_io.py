@@ -274,7 +274,8 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
     it cannot change what write(path) writes.
     """
     share, owners, load = {}, {}, dict.fromkeys(writers(world.size), 0)
-    mesh = next((tensor.device_mesh for tensor in named.values() if isinstance(tensor, DTensor)), None)
+    mesh = next((tensor.device_mesh for tensor in named.values() if isinstance(tensor, DTensor)),
+                None)
     # the ranks that together hold the sharded tensors, this one among them; under HSDP a group
     group = () if mesh is None else mesh.mesh.flatten().tolist() if mesh.ndim == 1 else (
         mesh.mesh[mesh.get_coordinate()[0]].tolist())

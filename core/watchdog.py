@@ -1,8 +1,8 @@
 """Signals that ask a run to save and stop; and a rank that hangs is named, with where it hangs.
 
 SIGTERM and SIGUSR1 only set a flag; the loop asks for it, saves, leaves the file OUTPUT_DIR/requeue
-for the launcher and exits with status 0. A thread of each rank reports to the run's store how far its
-main thread has come. When one makes no progress for its time limit, the ranks that are furthest
+for the launcher and exits with status 0. A thread of each rank reports to the run's store how far
+its main thread has come. When one makes no progress for its time limit, the ranks that are furthest
 behind are named, each prints its stack, and all end with status 1, before the process group's own
 limit. A save may take longer than a step; a rank whose thread is silent, since its process or node
 is frozen, is missed after a step's limit in any phase.
@@ -100,30 +100,40 @@ def exit_stopped(world, output_dir, why):
 
 
 def clear_marker(output_dir):
-    """Remove the marker of an earlier run, and a request to stop that was not meant for this one."""
+    """Remove the marker of an earlier run, and a request to stop that was not meant for this
+    one.
+    """
     for name in (MARKER, STOP_FILE):
         (Path(output_dir) / name).unlink(missing_ok=True)
 
 
 def stop_asked(output_dir):
-    """Why this process should save and stop, in words, or None: a signal came, or OUTPUT_DIR/stop is there."""
+    """Why this process should save and stop, in words, or None: a signal came, or OUTPUT_DIR/stop
+    is there.
+    """
     if stop_requested():
         return f"asked to stop by {stop_requested()}"
     return f"asked to stop by {STOP_FILE}" if os.path.exists(os.path.join(output_dir, STOP_FILE)) else None
 
 
 def any_stop(world, output_dir):
-    """Whether any rank was asked to stop; the same on all ranks. Collective, waits for the device."""
+    """Whether any rank was asked to stop; the same on all ranks. Collective, waits for the
+    device.
+    """
     return bool(all_max(world, bool(stop_asked(output_dir))).item())
 
 
 def leave_marker(output_dir, text):
-    """Leave OUTPUT_DIR/requeue for the launcher: this run was asked to stop and is to be started again."""
+    """Leave OUTPUT_DIR/requeue for the launcher: this run was asked to stop and is to be started
+    again.
+    """
     write_text(Path(output_dir) / MARKER, text + "\n")
 
 
 class Watchdog:
-    """Watches this rank's main thread; start it on every rank. A single process waits for nobody."""
+    """Watches this rank's main thread; start it on every rank. A single process waits for
+    nobody.
+    """
 
     def __init__(self, world, limit_s):
         """limit_s: seconds a step may take, or a rank be silent."""
@@ -142,14 +152,16 @@ class Watchdog:
     def report_progress(self, where, limit_s=None):
         """Call on every rank, at the same places, whenever the main thread has come further.
 
-        where: what it does now, for the message. limit_s: how long that may take; default: a step's.
+        where: what it does now, for the message. limit_s: how long that may take; default: a
+        step's.
         """
         self.state = (self.state[0] + 1, where, time.monotonic(), limit_s or self.limit_s)
 
     def _watch(self):
         """Beat. When the main thread does not move for its limit, or the next rank is silent for a
-        step's, note all ranks' beats, and some beats later name the ranks that have not moved since.
-        When a rank has failed, end this process GRACE_S later: the main thread may wait for that one.
+        step's, note all ranks' beats, and some beats later name the ranks that have not moved
+        since. When a rank has failed, end this process GRACE_S later: the main thread may wait for
+        that one.
         """
         before, decide, leave = None, None, None
         me = f"{socket.gethostname()}, process {os.getpid()}"

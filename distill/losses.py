@@ -1,15 +1,17 @@
-"""Losses of a student's logits, a few rows at a time, so that the logits of a batch never exist whole.
+"""Losses of a student's logits, a few rows at a time, so that the logits of a batch never exist
+whole.
 
-Alone, a token's loss is cross-entropy. With a teacher, which scores the same tokens, it is
-(1 - w) CE + w divergence, where p is the teacher's distribution over the vocabulary, q the student's:
+Alone, a token's loss is cross-entropy. With a teacher, which scores the same tokens, it is (1 - w)
+CE + w divergence, where p is the teacher's distribution over the vocabulary, q the student's:
 
     forward   KL(p || q) = sum_i p_i log(p_i / q_i)         covers all that the teacher would say
-    reverse   KL(q || p)                                    keeps the student to what the teacher would say
-    js        b KL(p || m) + (1 - b) KL(q || m),  m = b p + (1 - b) q       (generalised Jensen-Shannon, Lin 1991)
+    reverse   KL(q || p)                                    keeps the student to what the teacher
+    would say js        b KL(p || m) + (1 - b) KL(q || m),  m = b p + (1 - b) q       (generalised
+    Jensen-Shannon, Lin 1991)
 
-With top-k both are first summed up to the teacher's k likeliest tokens and one bucket for everything
-else. By the log-sum inequality that is never more than the divergence over the vocabulary, and zero
-where the two agree. No gradient goes into the teacher.
+With top-k both are first summed up to the teacher's k likeliest tokens and one bucket for
+everything else. By the log-sum inequality that is never more than the divergence over the
+vocabulary, and zero where the two agree. No gradient goes into the teacher.
 """
 import math
 from functools import partial
@@ -24,19 +26,20 @@ FLOOR = -1e4        # least log-probability, whose exponential is 0: logits of -
 
 
 def log_probs(logits, ids=None):
-    """(R, V) fp32 log-probabilities of logits (R, V); with ids (R, K): (R, K + 1) fp64, the last one
-    of all other tokens.
+    """(R, V) fp32 log-probabilities of logits (R, V); with ids (R, K): (R, K + 1) fp64, the last
+    one of all other tokens.
     """
     if ids is None:
         return logits.log_softmax(-1).clamp(min=FLOOR)
     rest = logits.scatter(1, ids, -math.inf).logsumexp(-1, keepdim=True)
-    # these few numbers are normalised in fp64: a divergence is a small difference of logarithms, and
-    # an error of 1e-7 in their total would stay in it
+    # these few numbers are normalised in fp64: a divergence is a small difference of logarithms,
+    # and an error of 1e-7 in their total would stay in it
     return torch.cat([logits.gather(1, ids), rest], 1).double().log_softmax(-1).clamp(min=FLOOR)
 
 
 def divergence(student, teacher, kind, beta=0.5, k=0):
-    """(R,) divergence of student logits (R, V) from teacher logits (R, V), both fp32; fp64 of top-k.
+    """(R,) divergence of student logits (R, V) from teacher logits (R, V), both fp32; fp64 of
+    top-k.
 
     teacher may be (ids (R, k), log-probabilities (R, k + 1) as log_probs gives them).
     kind: forward, reverse or js; beta: b of js, between 0 and 1; k: of top-k, below V; 0: the whole
@@ -59,8 +62,8 @@ def divergence(student, teacher, kind, beta=0.5, k=0):
 
 
 def loss_sums(teaching, logits, targets, *teacher):
-    """(loss, targets that were the likeliest token) of logits (R, V) fp32 and targets (R,), 0-d fp32
-    sums over the rows, of which only the loss has gradients. With a teacher also the sums of
+    """(loss, targets that were the likeliest token) of logits (R, V) fp32 and targets (R,), 0-d
+    fp32 sums over the rows, of which only the loss has gradients. With a teacher also the sums of
     cross-entropies and of divergences.
 
     teaching: None, or (w, kind, beta, k, function of the teacher's rows -> what divergence takes).
@@ -71,7 +74,8 @@ def loss_sums(teaching, logits, targets, *teacher):
     share, kind, beta, k, logits_of = teaching
     ce = logits.logsumexp(-1) - logits.gather(1, targets[:, None])[:, 0]
     own, taught = logits, logits_of(*teacher)
-    if not isinstance(taught, tuple):       # embeddings that are padded otherwise: the ids that both have
+    # embeddings that are padded otherwise: the ids that both have
+    if not isinstance(taught, tuple):
         own, taught = logits[:, :taught.shape[1]], taught[:, :logits.shape[1]]
     apart = divergence(own, taught, kind, beta, k).float()
     return ((1 - share) * ce + share * apart).sum(), right, ce.detach().sum(), apart.detach().sum()
@@ -83,8 +87,9 @@ def loss_sums(teaching, logits, targets, *teacher):
 def chunked_loss(hidden, head, targets, chunk, teacher=(), prompted=None, teacher_head=None):
     """loss_sums of rows (R, H) under a head (weight, bias), `chunk` of them at a time.
 
-    teacher: the teacher's tensors for these rows: its rows (R, H'), or its ids and log-probabilities.
-    prompted: (w, kind, beta, k). teacher_head: the teacher's, None: the student's.
+    teacher: the teacher's tensors for these rows: its rows (R, H'), or its ids and
+    log-probabilities. prompted: (w, kind, beta, k). teacher_head: the teacher's, None: the
+    student's.
     """
     matrix, offset = teacher_head or head
 
@@ -98,19 +103,21 @@ def chunked_loss(hidden, head, targets, chunk, teacher=(), prompted=None, teache
 
 
 def linear_loss(function, hidden, weight, bias, chunk, *rows):
-    """Sums over all rows of function(logits, *rows) of `chunk` rows each, 0-d fp32; the first is the
-    loss, which alone has gradients, to hidden, weight and bias (or None); its backward runs once.
+    """Sums over all rows of function(logits, *rows) of `chunk` rows each, 0-d fp32; the first is
+    the loss, which alone has gradients, to hidden, weight and bias (or None); its backward runs
+    once.
 
     hidden (R, H), weight (V, H), bias (V,), each of rows (R, ...). function: (logits (n, V) fp32,
     *rows) -> tuple of 0-d fp32 sums over the n rows. No rows give what function makes of none.
     """
-    wanted = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias))
+    wanted = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad
+                   for t in (hidden, weight, bias))
     return _LinearLoss.apply(function, chunk, wanted, hidden, weight, bias, *rows)
 
 
 class _LinearLoss(torch.autograd.Function):
-    """The logits of a chunk of rows are made, its loss and the gradient at its logits taken, and both
-    products of the backward pass done at once; so no chunk is computed twice.
+    """The logits of a chunk of rows are made, its loss and the gradient at its logits taken, and
+    both products of the backward pass done at once; so no chunk is computed twice.
 
     The head's gradient is summed over the chunks in fp32, whatever the weight is stored or computed
     in, and rounded once: summed in bfloat16 it would be 1 % off after 64 chunks.
@@ -126,7 +133,8 @@ class _LinearLoss(torch.autograd.Function):
                       for t, need in zip((weight, bias), wanted[1:])]
         matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
         with torch.autocast(kind, enabled=False):
-            sums = [_chunk(function, slice(first, first + chunk), hidden, matrix, offset, rows, ctx.grads)
+            sums = [_chunk(function, slice(first, first + chunk), hidden, matrix, offset, rows,
+                           ctx.grads)
                     for first in range(0, max(1, len(hidden)), chunk)]
         loss, *others = (value.clone() for value in torch.stack(sums).sum(0))
         ctx.mark_non_differentiable(*others)
@@ -135,7 +143,8 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, scale, *_):
         grads, ctx.grads = ctx.grads, None      # scaled in place: once
-        return None, None, None, *(grad if grad is None else grad.mul_(scale) for grad in grads), *[None] * (
+        return None, None, None, *(grad if grad is None else grad.mul_(scale)
+                                   for grad in grads), *[None] * (
             len(ctx.needs_input_grad) - 6)
 
 

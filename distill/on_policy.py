@@ -166,7 +166,8 @@ class Sampler:
                 choice = found["choices"][0]
             ids = choice.get("token_ids")
             good = isinstance(ids, list) and all(type(token) is int for token in ids)
-            require(good and 0 < len(ids) <= limits[i], f"--base_url {self.server.url}/completions: "
+            require(good and 0 < len(ids) <= limits[i],
+                    f"--base_url {self.server.url}/completions: "
                     f"gave no token_ids of 1 to {limits[i]} tokens; vLLM's server does")
             return ids
         found = dict(self.server.each(ask, range(len(prompts))))

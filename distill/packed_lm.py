@@ -1,9 +1,11 @@
-"""transformers' causal language models on packed batches: attention inside each document, loss without logits.
+"""transformers' causal language models on packed batches: attention inside each document, loss
+without logits.
 
-The model's own forward runs, on one flat axis of all conversations and with another attention function, registered
-with transformers. check_model refuses what cannot be packed so: layers that carry state along the axis, heads that do
-more than multiply. The head reads the rows that predict a trained token, in pieces, so the logits of a batch never
-exist whole; inside the wrapped forward, where FSDP2 has gathered its weight once.
+The model's own forward runs, on one flat axis of all conversations and with another attention
+function, registered with transformers. check_model refuses what cannot be packed so: layers that
+carry state along the axis, heads that do more than multiply. The head reads the rows that predict a
+trained token, in pieces, so the logits of a batch never exist whole; inside the wrapped forward,
+where FSDP2 has gathered its weight once.
 """
 import math
 from typing import NamedTuple
@@ -22,15 +24,21 @@ LOGITS = 2**26          # values of logits at a time: 256 MiB in fp32
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 LENGTH_ROPE = {"dynamic", "longrope"}
 KEPT = (1.0, "forward", 0.5, 0)     # --keep: KL(base, student) and nothing else
-# Settings that change logits or attention in a way that the packed forward would miss, and the value that does nothing.
-NEUTRAL = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1,
-           "lm_head_multiplier": 1, "attention_dropout": 0, "attn_pdrop": 0, "attention_chunk_size": None,
-           "output_router_logits": False}       # with it transformers adds the routers' balancing loss
+# Settings that change logits or attention in a way that the packed forward would miss, and the
+# value that does nothing.
+NEUTRAL = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1,
+           "logits_scaling": 1,
+           "lm_head_multiplier": 1, "attention_dropout": 0, "attn_pdrop": 0,
+           "attention_chunk_size": None,
+           # with it transformers adds the routers' balancing loss
+           "output_router_logits": False}
 MIXTURES = {"qwen2_moe", "qwen3_moe", "olmoe"}      # of experts, in the layout of causal_lm.EXPERTS
 
 
 def check_model(model):
-    """Raise UserError when packed documents would not be independent, or the loss another than transformers' own."""
+    """Raise UserError when packed documents would not be independent, or the loss another than
+    transformers' own.
+    """
     name, config = type(model).__name__, model.config
     if not model._supports_attention_backend:
         raise UserError(f"{name} has a custom attention that cannot be replaced: it cannot be packed")
@@ -39,14 +47,16 @@ def check_model(model):
         raise UserError(f"{name} has layers that carry state from one packed document into the next"
                         + (f" ({', '.join(sorted(other))})" if other else ""))
     rope = getattr(config, "rope_parameters", None) or {}       # one, or one for each type of layer
-    if kinds := {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)} & LENGTH_ROPE:
+    if kinds := {part.get("rope_type") for part in (rope, *rope.values())
+                 if isinstance(part, dict)} & LENGTH_ROPE:
         raise UserError(f"{name}: its {kinds.pop()} rotary embedding depends on the longest document of a pack")
     for setting, neutral in NEUTRAL.items():
         if getattr(config, setting, neutral) not in (neutral, None):
             raise UserError(f"{name}: config.json has {setting} {getattr(config, setting)}, which is not supported")
     if any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()):
         raise UserError(f"{name} has attention sinks, which are not supported")
-    if any(".experts." in name for name, _ in model.named_parameters()) and config.model_type not in MIXTURES:
+    if any(".experts." in name
+           for name, _ in model.named_parameters()) and config.model_type not in MIXTURES:
         raise UserError(f"{name} is a mixture of experts of a kind that is not supported; "
                         f"{', '.join(sorted(MIXTURES))} are")
     if not isinstance(model.get_output_embeddings(), nn.Linear):
@@ -143,9 +153,10 @@ class PackedLM(nn.Module):
 def build_empty(folder, dtype, lora=None, recompute=None, prompted=None, four_bits=False):
     """(PackedLM of a model folder, on the meta device, {name: [slice handle]} of its weights).
 
-    lora: None, or adapters.add_lora's (rank, alpha, dropout, targets, base name): then only the adapters require
-    gradients. recompute, prompted: of PackedLM. four_bits: the frozen layers as nf4.py has them. Raises UserError
-    when the folder does not hold exactly the model's weights, or the architecture cannot be packed.
+    lora: None, or adapters.add_lora's (rank, alpha, dropout, targets, base name): then only the
+    adapters require gradients. recompute, prompted: of PackedLM. four_bits: the frozen layers as
+    nf4.py has them. Raises UserError when the folder does not hold exactly the model's weights, or
+    the architecture cannot be packed.
     """
     native = net = causal_lm.empty_model(causal_lm.load_config(folder), dtype, folder, ATTENTION)
     check_model(native)
@@ -161,9 +172,11 @@ def build_empty(folder, dtype, lora=None, recompute=None, prompted=None, four_bi
 
 
 def load(model, parts, world, *, sharding=None, compiled=False):
-    """Move build_empty's model to this rank's device and fill it from its files; adapters stay unset.
+    """Move build_empty's model to this rank's device and fill it from its files; adapters stay
+    unset.
 
-    sharding: options of dist.shard, {"bf16": ...}; None: not sharded. compiled: torch.compile each layer.
+    sharding: options of dist.shard, {"bf16": ...}; None: not sharded. compiled: torch.compile each
+    layer.
     """
     layers = causal_lm.decoder_layers(model.native)
     if compiled:
@@ -184,10 +197,13 @@ def load(model, parts, world, *, sharding=None, compiled=False):
 
 
 def check_resume(model, folder):
-    """Raise UserError when a checkpoint folder does not fit this model, which is empty; adapters, or all weights."""
+    """Raise UserError when a checkpoint folder does not fit this model, which is empty; adapters,
+    or all weights.
+    """
     if model.lora:
         from core import adapters
-        adapters.load_adapters(model.net, folder)       # onto the meta device nothing is copied, shapes are compared
+        # onto the meta device nothing is copied, shapes are compared
+        adapters.load_adapters(model.net, folder)
     else:
         causal_lm.check_weights(model.native, causal_lm.weight_parts(folder, model.native), folder)
 
@@ -201,7 +217,8 @@ def loss_report(sums, prefix):
         return total / count if count else math.nan
     found = {"loss": mean(sums.loss, sums.targets), "accuracy": mean(sums.right, sums.targets)}
     if sums.ce is not None:
-        found |= {"ce_loss": mean(sums.ce, sums.targets), "kl_loss": mean(sums.divergence, sums.targets)}
+        found |= {"ce_loss": mean(sums.ce, sums.targets),
+                  "kl_loss": mean(sums.divergence, sums.targets)}
     return {f"{prefix}/{name}": value for name, value in found.items()}
 
 
@@ -222,7 +239,9 @@ def eval_line(step, values):
 
 
 def decays(name, parameter):
-    """Weight decay shrinks matrices, not norms, and not embeddings: rows that are in no batch would shrink unseen."""
+    """Weight decay shrinks matrices, not norms, and not embeddings: rows that are in no batch would
+    shrink unseen.
+    """
     return parameter.ndim > 1 and "embed" not in name and "wte" not in name and "wpe" not in name
 
 
@@ -231,11 +250,14 @@ def layer_weights(model):
 
     model: transformers'. Of a mixture of experts those of the experts that a token goes to.
     """
-    four_bits = sum(module.in_features * module.out_features for module in model.modules() if hasattr(module, "nf4"))
+    four_bits = sum(module.in_features * module.out_features for module in model.modules()
+                    if hasattr(module, "nf4"))
     return four_bits + sum(
         parameter.numel() * (model.config.num_experts_per_tok if parameter.ndim == 3 else 1)
-        // (parameter.shape[0] if parameter.ndim == 3 else 1) for layer in causal_lm.decoder_layers(model)
-        for name, parameter in layer.named_parameters() if parameter.ndim > 1 and ".lora_" not in name)
+        // (parameter.shape[0] if parameter.ndim == 3 else 1)
+        for layer in causal_lm.decoder_layers(model)
+        for name, parameter in layer.named_parameters() if parameter.ndim > 1
+        and ".lora_" not in name)
 
 
 def sizes_of(model):
@@ -245,7 +267,9 @@ def sizes_of(model):
 
 
 def step_work(table, samples, sizes, lora):
-    """{"tokens", "targets", "samples", "flops"} of a step's samples on all ranks, from the table."""
+    """{"tokens", "targets", "samples", "flops"} of a step's samples on all ranks, from the
+    table.
+    """
     lengths, targets = table.lengths[samples], int(table.targets[samples].sum())
     own, total = table.own[samples] if table.prompted else lengths, 0
     for size, part, forward_only in zip(sizes, (own, lengths - own), (False, True)):
@@ -259,10 +283,11 @@ def step_work(table, samples, sizes, lora):
 def flops(values, config, tokens, targets, pairs, lora, forward_only=False):
     """Model FLOPs of forward and backward, or of forward alone.
 
-    values: of layer_weights. A matrix with N weights costs 2N a row forward, 2N for the input gradient and, when it is
-    trained, 2N for its gradient: 4N under LoRA, 6N in full; the head runs on trained rows only. pairs: sum over
-    documents of n (n + 1) / 2 attended pairs, each 4 * heads * head_dim forward and twice that backward; a sliding
-    window is not subtracted. Recomputation and adapters are not counted.
+    values: of layer_weights. A matrix with N weights costs 2N a row forward, 2N for the input
+    gradient and, when it is trained, 2N for its gradient: 4N under LoRA, 6N in full; the head runs
+    on trained rows only. pairs: sum over documents of n (n + 1) / 2 attended pairs, each 4 * heads
+    * head_dim forward and twice that backward; a sliding window is not subtracted. Recomputation
+    and adapters are not counted.
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rows = tokens * values + targets * config.hidden_size * config.vocab_size

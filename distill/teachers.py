@@ -149,7 +149,8 @@ def chunks(requests, size, tokenizer, flags, limit):
             request.messages, tools=request.tools, add_generation_prompt=True, return_dict=False,
             **flags)) for request in part]
         yield [pair for pair in asked if len(pair[1]) <= limit], [
-            (request, Answer("", "too_long", len(ids))) for request, ids in asked if len(ids) > limit]
+            (request, Answer("", "too_long", len(ids))) for request, ids in asked
+            if len(ids) > limit]
 
 
 def longest_of(config):
@@ -251,8 +252,8 @@ def answers_of(model, tokenizer, draw, ends, max_model_len=0, batch_size=16, chu
 
 def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0,
                 server_patience=600.0):
-    """`answers` by a server that knows the model as `name`; the other arguments are create_data.py's
-    flags.
+    """`answers` by a server that knows the model as `name`; the other arguments are
+    create_data.py's flags.
     """
     from distill.server import MALFORMED, Server, explain
     server = Server(base_url, request_timeout)
@@ -318,8 +319,8 @@ class Fields:
                 if field not in self.dropped and value not in (None, [])}
 
     def drop(self, why, draw):
-        """Whether a refusal is about a field that from now on is left out, or has another name. What
-        the user has set is never left out.
+        """Whether a refusal is about a field that from now on is left out, or has another name.
+        What the user has set is never left out.
         """
         from distill.server import NOT_SET
         if self.max_tokens == "max_tokens" and "max_completion_tokens" in why:

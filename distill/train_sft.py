@@ -269,7 +269,8 @@ if main_rank:
     identity = {"base model": causal_lm.fingerprint_weights(folder), "seed": args.seed,
                 "set of trained weights": trained, "training data": table.fingerprint(train_ids),
                 "teacher": frozen.fingerprint(args, kept) if prompt or kept else None,
-                "pack": f"{args.max_tokens_per_batch} tokens" if args.max_tokens_per_batch else pack}
+                "pack": f"{args.max_tokens_per_batch} tokens" if args.max_tokens_per_batch
+                else pack}
 validation = table.fingerprint(eval_ids)        # losses on other data do not compare
 checkpoints = checkpoint.CheckpointManager(
     world, args.output_dir, args.save_total_limit, args.wait_timeout)

@@ -764,7 +764,8 @@ def open_shards(paths, given, unpacked):
     """(about, rows) of files that hold audio and texts, all of one kind."""
     kinds = list(map(kind_of, paths))
     for path, kind in zip(paths, kinds):
-        require(kind and kind == kinds[0], f"{path}: is no parquet, arrow or tar file as the others")
+        require(kind and kind == kinds[0],
+                f"{path}: is no parquet, arrow or tar file as the others")
     if kinds[0] == "columns":
         cli.require_package("pyarrow", f"{paths[0]}: parquet and arrow files")
     read = read_tar if kinds[0] == "tar" else read_columns

@@ -25,7 +25,8 @@ from speech import choices
 p = cli.Parser("Speak with Higgs-Audio.")
 flag, switch = p.flag, p.switch
 # model
-flag("--model_path", None, "model or full checkpoint, folder or hub name: Higgs-Audio V2 (native or "
+flag("--model_path", None,
+     "model or full checkpoint, folder or hub name: Higgs-Audio V2 (native or "
      "2025 format) or Higgs TTS 3", required=True)
 choices.codec(p)
 flag("--adapter", None, "folder with adapter_model.safetensors, used on top of --model_path")
@@ -35,7 +36,8 @@ flag("--dtype", "auto", "of the base's weights; adapters stay float32; auto: bfl
 choices.base_dtype(p, "nf4 keeps the base's layers in four bits: for 8 to 12 GB")
 # what to say
 flag("--text", None, "one or more texts", nargs="+")
-flag("--prompts", None, "file: one text a line, or with the voice to take in it ChatML .json/.jsonl "
+flag("--prompts", None,
+     "file: one text a line, or with the voice to take in it ChatML .json/.jsonl "
      "or a list of Seed-TTS-eval, .lst")
 flag("--reference_audio", None, "clip whose voice is taken, for texts and lines")
 flag("--reference_text", None, "what --reference_audio says; Higgs TTS 3 clones without it, too")
@@ -47,8 +49,8 @@ flag("--normalize_text", None, "punctuation and sound tags as boson-ai's inferen
 # how
 flag("--temperature", None, "of the draws; 0 = greedy (default: 1 for V2, 0.8 for TTS 3)",
      type=float)
-flag("--top_k", None, "draw from this many likeliest codes, 0 = all (default: 50 for V2, 30 for TTS "
-     "3)", type=int)
+flag("--top_k", None,
+     "draw from this many likeliest codes, 0 = all (default: 50 for V2, 30 for TTS " "3)", type=int)
 flag("--top_p", None, "draw from the likeliest codes of this total probability (default: 0.95 for "
      "V2, 0.8 for TTS 3)", type=float)
 flag("--ras_window", None, "V2's repetition-aware sampling: rows looked back at, 0 = off (default: "
@@ -58,7 +60,8 @@ flag("--ras_repeats", None, "repeats in those rows that make a code be drawn aga
 flag("--max_seconds", 30.0, "of speech; longer speech is cut, and says so")
 flag("--seed", 42, "of the draws")
 flag("--batch_size", 4, "prompts generated together on each device")
-flag("--best_of", 1, "takes of each text, ranked by end-of-stream, then by errors of --asr_model or "
+flag("--best_of", 1,
+     "takes of each text, ranked by end-of-stream, then by errors of --asr_model or "
      "--asr_command, then by --speaker_model; a faultless take ends the search")
 flag("--split_text", 0, "speak texts of more than N characters part by part, cut after sentences "
      "and at tags, which are carried on; each part is spoken after the reference, or after its "
@@ -153,7 +156,8 @@ def read_texts():
     lines = speak.read_lines(args.prompts) if args.prompts else lines
     for name, text in lines if args.split_text and args.reference_audio else ():
         speakers = {speaker for speaker, _ in speak.parts(text, args.split_text)}
-        require(len(speakers) == 1, f"{name}: --split_text would give all its speakers the voice of "
+        require(len(speakers) == 1,
+                f"{name}: --split_text would give all its speakers the voice of "
                 "--reference_audio; drop one of the two flags")
     return speak.text_prompts(lines, normalize, args.reference_audio, args.reference_text,
                               scene=args.scene)

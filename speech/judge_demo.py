@@ -5,8 +5,8 @@
 
 draw prints digit sentences that are in no text of launch/voice, neither training nor held out.
 BEFORE and AFTER hold what generate_tts.py --save_codes made of them, by the base and by the
-adapter. In this codec one constant, codebook 3, is the voice. So the base is judged as it speaks and
-with that constant set to the new voice's, which shows what it takes no training to reach. Exit
+adapter. In this codec one constant, codebook 3, is the voice. So the base is judged as it speaks
+and with that constant set to the new voice's, which shows what it takes no training to reach. Exit
 status 0 only if each holds, of AFTER:
 
     word errors     pocketsphinx, with a grammar that knows digits alone, mistakes at most MAX_WER

@@ -1,9 +1,9 @@
 """--keep: what the base can do, and training shall not undo: voices, tags, languages, dialogues.
 
-The base speaks the rows of a file once, before the first step. At intervals the model being
-trained gets packs of that speech besides its data, and is held near the base there: KL(base || model)
-over the codebooks, at every code. The base is the model with its adapters switched off, so no
-second one is in memory. No recordings are needed.
+The base speaks the rows of a file once, before the first step. At intervals the model being trained
+gets packs of that speech besides its data, and is held near the base there: KL(base || model) over
+the codebooks, at every code. The base is the model with its adapters switched off, so no second one
+is in memory. No recordings are needed.
 """
 import hashlib
 from dataclasses import dataclass, field
@@ -74,7 +74,8 @@ class Keeper:
     settings: object
     ids: object
     args: object            # the trainer's flags
-    fingerprint: str        # of the rows, their references and the seed; then of the base, on rank 0
+    # of the rows, their references and the seed; then of the base, on rank 0
+    fingerprint: str
     samples: list = field(default_factory=list)     # of with_speech
 
     def fingerprint_with(self, base):

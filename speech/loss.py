@@ -1,4 +1,6 @@
-"""What Higgs-Audio V2 and Higgs TTS 3 have in common: forward, loss, its sums, and what is logged."""
+"""What Higgs-Audio V2 and Higgs TTS 3 have in common: forward, loss, its sums, and what is
+logged.
+"""
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -91,8 +93,8 @@ def loss_report(sums, text_weight, prefix, ends_of):
 
 
 def total_loss(audio, n_audio, text, n_text, text_weight):
-    """The training loss from sums over targets and their global numbers: K of audio, one a codebook,
-    and one of text (tensors or floats).
+    """The training loss from sums over targets and their global numbers: K of audio, one a
+    codebook, and one of text (tensors or floats).
     """
     return sum(audio) * (1 / max(1, n_audio)) + text * (text_weight / max(1, n_text))
 

@@ -1,16 +1,19 @@
-"""Makes everything a test or a demo needs without a download: a tiny Higgs-Audio V2, its codec, and spoken clips.
+"""Makes everything a test or a demo needs without a download: a tiny Higgs-Audio V2, its codec, and
+spoken clips.
 
     python speech/make_tiny.py OUT_DIR [--clips 48] [--speakers 4] [--seed 0] [--higgs3]
 
-    OUT_DIR/model       a random two-layer language model in the native format, with tokenizer, template and processor
-    OUT_DIR/codec       a random audio codec of the real geometry: 24 kHz, 25 frames per second, 8 codebooks of 1024
-    OUT_DIR/speech      synthesised sentences as wav files, in mixed sample rates, mono and stereo
-    OUT_DIR/train.json  one ChatML voice-cloning sample per clip, audio paths relative to OUT_DIR
+    OUT_DIR/model       a random two-layer language model in the native format, with tokenizer,
+    template and processor OUT_DIR/codec       a random audio codec of the real geometry: 24 kHz, 25
+    frames per second, 8 codebooks of 1024 OUT_DIR/speech      synthesised sentences as wav files,
+    in mixed sample rates, mono and stereo OUT_DIR/train.json  one ChatML voice-cloning sample per
+    clip, audio paths relative to OUT_DIR
 
-The same seed writes the same files again. The weights are random, so the model cannot speak before it is trained:
-only file formats, shapes, token names and the codec's geometry are those of the real one. OUT_DIR/model names the
-codec by its absolute path, so make it again rather than move it. With --higgs3 OUT_DIR/model is a Higgs TTS 3 in the
-published names instead, the codec's weights inside as there.
+The same seed writes the same files again. The weights are random, so the model cannot speak before
+it is trained: only file formats, shapes, token names and the codec's geometry are those of the real
+one. OUT_DIR/model names the codec by its absolute path, so make it again rather than move it. With
+--higgs3 OUT_DIR/model is a Higgs TTS 3 in the published names instead, the codec's weights inside
+as there.
 """
 
 import sys
@@ -27,7 +30,8 @@ def build_parser():
     p.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder for all of it")
     p.add_argument("--clips", type=int, default=48, help="wav files, and samples in train.json")
     p.add_argument("--speakers", type=int, default=4, help="voices that share the clips")
-    p.add_argument("--seed", type=int, default=0, help="weights, codebooks and the numpy voice's noise")
+    p.add_argument("--seed", type=int, default=0,
+                   help="weights, codebooks and the numpy voice's noise")
     cli.switch(p, "--higgs3", help="a model of Higgs TTS 3's form, not of V2's")
     return p
 
@@ -64,19 +68,26 @@ CLIP_RATES = (22050, 24000, 44100, 16000)  # Hz
 
 # The first 17 stand in the order of ids 128000 to 128016 of the released tokenizer.
 SPECIAL_TOKENS = [
-    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
-    "<|finetune_right_pad_id|>", "<|reserved_special_token_2|>", "<|start_header_id|>", "<|end_header_id|>",
-    "<|eom_id|>", "<|eot_id|>", "<|python_tag|>", "<|audio_bos|>", "<|audio_eos|>", "<|audio_out_bos|>",
-    "<|reserved_special_token_6|>", "<|AUDIO|>", "<|AUDIO_OUT|>", "<|recipient|>", "<|scene_desc_start|>",
+    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>", "<|reserved_special_token_2|>", "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>", "<|eot_id|>", "<|python_tag|>", "<|audio_bos|>", "<|audio_eos|>",
+    "<|audio_out_bos|>",
+    "<|reserved_special_token_6|>", "<|AUDIO|>", "<|AUDIO_OUT|>", "<|recipient|>",
+    "<|scene_desc_start|>",
     "<|scene_desc_end|>", "<|reserved_special_token_3|>", "<|reserved_special_token_4|>",
     "<|reserved_special_token_5|>", "<|reserved_special_token_7|>"]
 
 # Some of Higgs TTS 3's added tokens, in the order of their ids, and of its 43 control tags.
-SPECIAL_TOKENS_3 = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|tts|>", "<|audio|>", "<|audio_end|>", "<|text|>",
-                    "<|text_end|>", "<|eoc|>", "<|ref_audio|>", "<|ref_text|>", "<|emotion:elation|>",
+SPECIAL_TOKENS_3 = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|tts|>", "<|audio|>",
+                    "<|audio_end|>", "<|text|>",
+                    "<|text_end|>", "<|eoc|>", "<|ref_audio|>", "<|ref_text|>",
+                    "<|emotion:elation|>",
                     "<|style:whispering|>", "<|sfx:laughter|>", "<|prosody:pause|>"]
 
-# How the Llama 3 family cuts text before byte-pair merging: contractions, words, up to three digits, signs, space.
+# How the Llama 3 family cuts text before byte-pair merging: contractions, words, up to three
+# digits, signs, space.
 WORD_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
                 r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
@@ -107,22 +118,33 @@ I will call you as soon as we land. Good night, and thank you for the soup.
 """
 SENTENCES = re.split(r"(?<=[.?])\s+", STORY.strip())
 
-# Numpy voice, per letter: three formants in Hz, then how loud its voiced part is and how loud its noise is.
+# Numpy voice, per letter: three formants in Hz, then how loud its voiced part is and how loud its
+# noise is.
 SOUNDS = {
-    "a": (730, 1090, 2440, 1.0, 0.0), "e": (530, 1840, 2480, 1.0, 0.0), "i": (300, 2290, 3010, 0.9, 0.0),
-    "o": (570, 840, 2410, 1.0, 0.0), "u": (300, 870, 2240, 0.9, 0.0), "y": (320, 2000, 2800, 0.8, 0.0),
-    "m": (250, 1100, 2200, 0.5, 0.0), "n": (250, 1500, 2500, 0.5, 0.0), "l": (350, 1000, 2600, 0.6, 0.0),
-    "r": (350, 1200, 1600, 0.6, 0.0), "w": (300, 700, 2200, 0.6, 0.0), "v": (250, 1200, 2400, 0.4, 0.1),
-    "b": (250, 800, 2200, 0.4, 0.0), "d": (250, 1700, 2600, 0.4, 0.1), "g": (250, 1300, 2300, 0.4, 0.0),
-    "z": (250, 4000, 5500, 0.3, 0.4), "j": (300, 2200, 3500, 0.3, 0.3), "s": (4500, 5800, 7000, 0.0, 0.8),
-    "f": (1500, 4500, 6500, 0.0, 0.4), "h": (700, 1500, 2600, 0.0, 0.3), "c": (2000, 3800, 5000, 0.0, 0.6),
-    "x": (3000, 5000, 6500, 0.0, 0.6), "p": (500, 1000, 2200, 0.0, 0.2), "t": (3000, 4200, 5500, 0.0, 0.4),
+    "a": (730, 1090, 2440, 1.0, 0.0), "e": (530, 1840, 2480, 1.0, 0.0),
+    "i": (300, 2290, 3010, 0.9, 0.0),
+    "o": (570, 840, 2410, 1.0, 0.0), "u": (300, 870, 2240, 0.9, 0.0),
+    "y": (320, 2000, 2800, 0.8, 0.0),
+    "m": (250, 1100, 2200, 0.5, 0.0), "n": (250, 1500, 2500, 0.5, 0.0),
+    "l": (350, 1000, 2600, 0.6, 0.0),
+    "r": (350, 1200, 1600, 0.6, 0.0), "w": (300, 700, 2200, 0.6, 0.0),
+    "v": (250, 1200, 2400, 0.4, 0.1),
+    "b": (250, 800, 2200, 0.4, 0.0), "d": (250, 1700, 2600, 0.4, 0.1),
+    "g": (250, 1300, 2300, 0.4, 0.0),
+    "z": (250, 4000, 5500, 0.3, 0.4), "j": (300, 2200, 3500, 0.3, 0.3),
+    "s": (4500, 5800, 7000, 0.0, 0.8),
+    "f": (1500, 4500, 6500, 0.0, 0.4), "h": (700, 1500, 2600, 0.0, 0.3),
+    "c": (2000, 3800, 5000, 0.0, 0.6),
+    "x": (3000, 5000, 6500, 0.0, 0.6), "p": (500, 1000, 2200, 0.0, 0.2),
+    "t": (3000, 4200, 5500, 0.0, 0.4),
     "k": (1500, 2200, 3000, 0.0, 0.3), "q": (1500, 2000, 2800, 0.0, 0.3)}
 PAUSE = (500, 1500, 2500, 0.0, 0.0)
 
 
 def allow_others(folder):
-    """Give the safetensors files that save_pretrained wrote into a folder the mode of its config.json."""
+    """Give the safetensors files that save_pretrained wrote into a folder the mode of its
+    config.json.
+    """
     for path in Path(folder).glob("*.safetensors"):
         path.chmod(stat.S_IMODE((Path(folder) / "config.json").stat().st_mode))
 
@@ -138,7 +160,9 @@ def make_tokenizer(out_dir, sentences=SENTENCES):
 
 
 def train_bpe(special_tokens, sentences=SENTENCES):
-    """Returns a byte-level BPE Tokenizer of at most 600 ids, trained on sentences; the special tokens come last."""
+    """Returns a byte-level BPE Tokenizer of at most 600 ids, trained on sentences; the special
+    tokens come last.
+    """
     bpe = Tokenizer(models.BPE())
     words = pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -187,18 +211,22 @@ def make_codec(out_dir, seed=0):
     from transformers import DacConfig, HiggsAudioV2TokenizerConfig, HubertConfig
     from transformers import HiggsAudioV2TokenizerModel
     sizes = {"encoder_hidden_size": 2, "decoder_hidden_size": 64, "hidden_size": 16}
-    acoustic = DacConfig(downsampling_ratios=CODEC_STRIDES, upsampling_ratios=CODEC_STRIDES, **sizes)
-    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    acoustic = DacConfig(downsampling_ratios=CODEC_STRIDES, upsampling_ratios=CODEC_STRIDES,
+                         **sizes)
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16,
+             "num_attention_heads": 2}
     position = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
     semantic = HubertConfig(conv_dim=(8,) * 7, mask_time_prob=0.0, **sizes, **position)
-    config = HiggsAudioV2TokenizerConfig(       # the last bandwidth, kbit/s, is 8 codebooks of 10 bits
+    # the last bandwidth, kbit/s, is 8 codebooks of 10 bits
+    config = HiggsAudioV2TokenizerConfig(
         target_bandwidths=[0.5, 1, 1.5, 2], codebook_size=1024, codebook_dim=8,
         acoustic_model_config=acoustic, semantic_model_config=semantic)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         codec = HiggsAudioV2TokenizerModel(config).eval()
         for quantizer in codec.quantizer.quantizers:
-            quantizer.codebook.embed.normal_(std=0.05)  # transformers leaves zeros, and then every code is 0
+            # transformers leaves zeros, and then every code is 0
+            quantizer.codebook.embed.normal_(std=0.05)
     folder = Path(out_dir) / "codec"
     codec.save_pretrained(folder)
     allow_others(folder)
@@ -216,16 +244,22 @@ def make_model3(out_dir, codec, seed=0, **text_overrides):
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>",
                 "pad_token": "<|endoftext|>", "model_max_length": 32768}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    text = {"model_type": "qwen3", "vocab_size": VOCAB_SIZE + 8, "hidden_size": 96, "intermediate_size": 192,
-            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-            "rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "hidden_act": "silu", "attention_bias": False,
-            "attention_dropout": 0.0, "tie_word_embeddings": True, "rope_theta": None, "dtype": "float32",
-            "initializer_range": 0.06, **text_overrides}
-    audio = {"model_type": "higgs_audio_encoder", "encoder_type": "discrete", "num_codebooks": 8, "vocab_size": 1026,
+    text = {"model_type": "qwen3", "vocab_size": VOCAB_SIZE + 8, "hidden_size": 96,
+            "intermediate_size": 192,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "head_dim": 32,
+            "rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0, "tie_word_embeddings": True, "rope_theta": None,
+            "dtype": "float32", "initializer_range": 0.06, **text_overrides}
+    audio = {"model_type": "higgs_audio_encoder", "encoder_type": "discrete", "num_codebooks": 8,
+             "vocab_size": 1026,
              "out_dim": text["hidden_size"], "use_delay_pattern": True, "tie_word_embeddings": True}
-    config = {"architectures": ["HiggsMultimodalQwen3ForConditionalGeneration"], "audio_token_id": -100,
+    config = {"architectures": ["HiggsMultimodalQwen3ForConditionalGeneration"],
+              "audio_token_id": -100,
               "model_type": v3.MODEL_TYPE, "audio_encoder_config": audio, "text_config": text,
-              "audio_tokenizer_config": codec.config.to_dict()}     # the released one's is not the tiny one's
+              # the released one's is not the tiny one's
+              "audio_tokenizer_config": codec.config.to_dict()}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -234,7 +268,8 @@ def make_model3(out_dir, codec, seed=0, **text_overrides):
     tensors = v3.published({name: value.detach() for name, value in model.named_parameters()})
     tensors |= {head: tensors[table].clone() for head, table in v3.HEADS.items()}
     tensors |= {v3.CODEC + name: value for name, value in codec.state_dict().items()}
-    tensor_io.save({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+    tensor_io.save({name: value.contiguous() for name, value in tensors.items()},
+                   folder / "model.safetensors")
     return folder
 
 
@@ -244,17 +279,20 @@ def synthesise(text, speaker, sample_rate, rng):
     speaker: any number >= 0; pitch, vocal tract and pace depend on it alone. rng: a Generator, for
     the noise. Returns (n,) float32 mono at sample_rate Hz, peak 0.6, 1.6 to 4 seconds long.
     """
-    tone, pace = speaker * 0.618 % 1, speaker * 0.381 % 1  # multiples of these spread evenly over 0..1
+    # multiples of these spread evenly over 0..1
+    tone, pace = speaker * 0.618 % 1, speaker * 0.381 % 1
     hop = sample_rate // 100  # 10 ms
     frames = round(100 * np.clip(len(text) * (0.058 + 0.018 * pace), 1.6, 3.9))
     sounds = np.array([SOUNDS.get(letter, PAUSE) for letter in text.lower()])
     track = sounds[np.arange(frames) * len(sounds) // frames]
-    track = np.stack([np.convolve(column, np.full(3, 1 / 3), mode="same") for column in track.T], axis=1)
+    track = np.stack([np.convolve(column, np.full(3, 1 / 3), mode="same") for column in track.T],
+                     axis=1)
 
     seconds = np.arange((frames + 1) * hop) / sample_rate
     melody = 1.15 - 0.3 * seconds / seconds[-1] + 0.05 * np.sin(2 * np.pi * (2 + tone) * seconds)
     pitch = 95 * 2 ** (1.2 * tone) * melody
-    pulses = np.diff(np.floor(np.cumsum(pitch / sample_rate)), prepend=0) * np.sqrt(sample_rate / pitch)
+    pulses = np.diff(np.floor(np.cumsum(pitch / sample_rate)),
+                     prepend=0) * np.sqrt(sample_rate / pitch)
     noise = rng.standard_normal(len(seconds))
 
     def windows(signal):
@@ -312,7 +350,8 @@ def voice_cloning_sample(name, reference, target):
         return {"type": "text", "text": content}
 
     def audio(clip, duration=None):
-        return {"type": "audio", "audio_url": clip["path"], "raw_audio": "", "duration": duration, "offset": None}
+        return {"type": "audio", "audio_url": clip["path"], "raw_audio": "", "duration": duration,
+                "offset": None}
 
     system = "You are a helpful assistant capable of generating speech in the voice of the provided reference audio."
     request = f"Please generate speech for given text in reference audio's voice: {target['text']}"

@@ -1,14 +1,15 @@
-"""Which checkpoint speaks best: each speaks the same prompts and is judged; OUT/best links the best.
+"""Which checkpoint speaks best: each speaks the same prompts and is judged; OUT/best links the
+best.
 
     python speech/pick_checkpoint.py out --prompts prompts.txt --asr_model openai/whisper-small
     python speech/pick_checkpoint.py out --prompts prompts.txt --asr_model ... --follow --patience 3
     python speech/pick_checkpoint.py out --by loss      # by validation loss; nothing is spoken
 
 The base is judged as well: a checkpoint that is no better is not worth taking. Speech and what was
-heard stay in OUT/picked/; rerun the same command to judge only new checkpoints. Keep all checkpoints
-for this (--save_total_limit 0). With --follow it judges checkpoints as they appear, until the run
-has ended; after --patience of them without a better one it writes OUT/stop, and the run saves and
-ends.
+heard stay in OUT/picked/; rerun the same command to judge only new checkpoints. Keep all
+checkpoints for this (--save_total_limit 0). With --follow it judges checkpoints as they appear,
+until the run has ended; after --patience of them without a better one it writes OUT/stop, and the
+run saves and ends.
 """
 import sys
 from pathlib import Path
@@ -38,7 +39,8 @@ def build_parser():
     choices.recognisers(p)
     choices.speakers(p)
     p.switch("--follow", "wait for checkpoints that the run is yet to save")
-    p.flag("--patience", 0, "with --follow: end the run after this many checkpoints without a better "
+    p.flag("--patience", 0,
+           "with --follow: end the run after this many checkpoints without a better "
            "one, 0 = never")
     p.flag("--max_seconds", 15.0, "of speech of one prompt")
     p.flag("--batch_size", 4, "prompts spoken together")
@@ -102,8 +104,8 @@ def judge(folder, place):
                 "--overwrite", "--max_seconds", args.max_seconds, "--batch_size", args.batch_size,
                 "--seed", args.seed, "--device", args.device, "--normalize_text",
                 run.get("normalize_text") or "on")
-        given = ["asr_command", "asr_model", *["asr_time_limit"] * bool(args.asr_command), "language",
-                 "speaker_model"]
+        given = ["asr_command", "asr_model", *["asr_time_limit"] * bool(args.asr_command),
+                 "language", "speaker_model"]
         listeners = [word for flag in given if getattr(args, flag)
                      for word in (f"--{flag}", getattr(args, flag))]
         command("evaluate_tts.py", said, *listeners, "--device", args.device)

@@ -59,7 +59,8 @@ class Prompt:
     name: str               # of the files to be written
     source: str             # its place in the user's files
     text: str               # text to be heard
-    tokens: np.ndarray      # (n,) int64 up to <|audio_out_bos|>, a row of codes for each <|AUDIO_OUT|>
+    # (n,) int64 up to <|audio_out_bos|>, a row of codes for each <|AUDIO_OUT|>
+    tokens: np.ndarray
     audio_ids: np.ndarray   # (a, 8) int64 delayed codes of the clips in it
     is_audio: np.ndarray    # (n,) bool, where those are among the tokens
     references: list        # those clips, as far as they are recordings
@@ -645,4 +646,5 @@ def write_sample(folder, name, wave, about):
     soundfile.write(sound, wave, SAMPLE_RATE, subtype="PCM_16", format="WAV")
     for suffix, data in (("wav", sound.getvalue()),
                          ("json", (json.dumps(about, indent=1) + "\n").encode())):
-        write_atomically(folder / f"{name}.{suffix}", lambda path, data=data: path.write_bytes(data))
+        write_atomically(folder / f"{name}.{suffix}", lambda path,
+                         data=data: path.write_bytes(data))

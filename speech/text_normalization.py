@@ -1,9 +1,10 @@
-"""The text of a request, the same in training and in speaking: normalised as boson-ai does, nothing but what to say.
+"""The text of a request, the same in training and in speaking: normalised as boson-ai does, nothing
+but what to say.
 
     normalise("多い，少ない（はい）")      # '多い, 少ない はい.'
 
-Scripts call it through --normalize_text on|off. A checkpoint has its run's setting in text_settings.json, and speech
-follows that. Imports nothing outside the standard library.
+Scripts call it through --normalize_text on|off. A checkpoint has its run's setting in
+text_settings.json, and speech follows that. Imports nothing outside the standard library.
 """
 import json
 import re
@@ -17,18 +18,21 @@ FILE = "text_settings.json"     # in a checkpoint
 
 # boson-ai/higgs-audio examples/generation.py (f04f5df), lines 44-80 and 701-728
 MARKS = str.maketrans({
-    "，": ", ", "。": ".", "：": ":", "；": ";", "？": "?", "！": "!", "（": "(", "）": ")", "【": "[", "】": "]",
-    "《": "<", "》": ">", "“": '"', "”": '"', "‘": "'", "’": "'", "、": ",", "—": "-", "…": "...", "·": ".",
-    "「": '"', "」": '"', "『": '"', "』": '"'})
+    "，": ", ", "。": ".", "：": ":", "；": ";", "？": "?", "！": "!", "（": "(", "）": ")", "【": "[",
+    "】": "]",
+    "《": "<", "》": ">", "“": '"', "”": '"', "‘": "'", "’": "'", "、": ",", "—": "-", "…": "...",
+    "·": ".", "「": '"', "」": '"', "『": '"', "』": '"'})
 SOUNDS = {"[laugh]": "<SE>[Laughter]</SE>", "[humming start]": "<SE_s>[Humming]</SE_s>",
           "[humming end]": "<SE_e>[Humming]</SE_e>", "[music start]": "<SE_s>[Music]</SE_s>",
           "[music end]": "<SE_e>[Music]</SE_e>", "[music]": "<SE>[Music]</SE>",
           "[sing start]": "<SE_s>[Singing]</SE_s>", "[sing end]": "<SE_e>[Singing]</SE_e>",
-          "[applause]": "<SE>[Applause]</SE>", "[cheering]": "<SE>[Cheering]</SE>", "[cough]": "<SE>[Cough]</SE>"}
+          "[applause]": "<SE>[Applause]</SE>", "[cheering]": "<SE>[Cheering]</SE>",
+          "[cough]": "<SE>[Cough]</SE>"}
 ENDINGS = (".", "!", "?", ",", ";", '"', "'", "</SE_e>", "</SE>")
 NOT_HEARD = re.compile(r"<(SE(?:_[se])?)>\[\w+\]</\1>|\[SPEAKER\d+\]|[<>]")     # 《》 are <> by then
 
-# the instruction the community form puts before the target text; only this prefix is removed, never text after a colon
+# the instruction the community form puts before the target text; only this prefix is removed, never
+# text after a colon
 INSTRUCTION = re.compile(r"^\s*please generate speech\b[^:]*:\s*", re.IGNORECASE)
 # of samples, by what target_text recognised in them
 RECOGNISED = {"punctuation": "repeat their request in other punctuation: the request's is used",
@@ -36,7 +40,8 @@ RECOGNISED = {"punctuation": "repeat their request in other punctuation: the req
 
 
 def normalise(text):
-    """Text as boson-ai's own inference gives it to the model: ASCII punctuation, sound tags, tidy lines, a last stop.
+    """Text as boson-ai's own inference gives it to the model: ASCII punctuation, sound tags, tidy
+    lines, a last stop.
 
     Spaces at both ends go, line breaks between lines stay.
     """
@@ -53,7 +58,7 @@ def heard(text):
     return NOT_HEARD.sub(" ", normalise(text))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The text in a request that also says what to do
 
 
@@ -69,7 +74,9 @@ _LETTERS = _Letters()
 
 
 def letters(text):
-    """A text's letters, digits and symbols as one lower case string; texts that differ in punctuation have the same."""
+    """A text's letters, digits and symbols as one lower case string; texts that differ in
+    punctuation have the same.
+    """
     return text.casefold().translate(_LETTERS)
 
 
@@ -86,9 +93,10 @@ def same_words(a, b):
 def target_text(asked, answer):
     """(text to speak in the request `asked`, how it was recognised).
 
-    answer: the text that the sample says is heard, "" if it says none. Recognised: "same" as the answer, after an
-    INSTRUCTION or not; "punctuation" where only that differs; "instruction" where other words precede the answer's
-    own; None where the request is another text. The text is whole, colons included.
+    answer: the text that the sample says is heard, "" if it says none. Recognised: "same" as the
+    answer, after an INSTRUCTION or not; "punctuation" where only that differs; "instruction" where
+    other words precede the answer's own; None where the request is another text. The text is whole,
+    colons included.
     """
     asked, answer = asked.strip(), answer.strip()
     if answer and same(asked, answer):
@@ -106,7 +114,9 @@ def target_text(asked, answer):
 
 
 def words_before(asked, answer):
-    """The words of a request before the answer's words with which it ends; "" where it does not end so."""
+    """The words of a request before the answer's words with which it ends; "" where it does not end
+    so.
+    """
     need, start = len(letters(answer)), len(asked)
     if not need or not letters(asked).endswith(letters(answer)):
         return ""
@@ -116,7 +126,7 @@ def words_before(asked, answer):
     return asked[:start].rstrip() if not need and not letters(asked[start - 1:start]) else ""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The setting of a checkpoint
 
 
@@ -140,7 +150,8 @@ def saved_setting(folder, name="normalize_text", known=("on", "off")):
 def setting_to_speak(wanted, model, adapter=None):
     """(True to normalise spoken text, a line that says so and why).
 
-    wanted: --normalize_text, or None for what the checkpoint was trained with. model, adapter: folders.
+    wanted: --normalize_text, or None for what the checkpoint was trained with. model, adapter:
+    folders.
     """
     folder = adapter or model
     saved = saved_setting(folder)

@@ -21,7 +21,8 @@ from core.checkpoint import new_folder
 from speech import loss, weights  # first: it explains a torchaudio that breaks transformers
 from speech.labels_v3 import TOKENS, Ids, delay, label_mask, undelay  # noqa: F401
 
-from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3Config, Qwen3Model  # isort: skip
+# isort: skip
+from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
 
 MODEL_TYPE = "higgs_multimodal_qwen3"
 LICENCE = ("Higgs TTS 3 weights and what is fine-tuned from them: research and non-commercial use "
@@ -114,7 +115,8 @@ def token_ids(tokenizer, config):
     vocabulary = tokenizer.get_vocab()
     found = {name: vocabulary.get(token) for name, token in TOKENS.items()}
     missing = [TOKENS[name] for name, i in found.items() if i is None and name != "ref_text"]
-    require(not missing, f"the tokenizer in --model_path has no token {''.join(missing[:1])}: it is "
+    require(not missing,
+            f"the tokenizer in --model_path has no token {''.join(missing[:1])}: it is "
             "not that of Higgs TTS 3")
     last = max(vocabulary.values())
     require(last < config.vocab_size,
@@ -322,7 +324,8 @@ def unpack_codec(folder, config_dict, into):
     parts = {name: parts[name] for name in state.keys() & parts.keys()}
     problem = tensor_io.mismatch({name: value.shape for name, value in state.items()},
                                  {name: [part] for name, part in parts.items()})
-    require(not problem, f"{folder}: its codec is another one than the released: {problem}; {other}")
+    require(not problem,
+            f"{folder}: its codec is another one than the released: {problem}; {other}")
     if into.exists():
         there = {}
         if (into / "config.json").is_file():
