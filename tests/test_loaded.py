@@ -22,15 +22,15 @@ def files(folder, names):
 ALL = files(
     "core/", "problems checkpoint cli dist fused json_files lifetime loading metrics optim packing run_lock tensor_io watchdog")
 # LoRA on ChatML, codes in the cache: no other format, no TTS 3, no judge, no plan of memory
-SPEECH = files("core/", "adapters indexing low_rank precision run") | files("", "train_v2_ddp data lora") | files(
+SPEECH = files("core/", "adapters low_rank run") | files("", "train_v2_ddp data lora") | files(
     "speech/", "choices codes conversations dataset rows text_normalization labels loss v2 versions "
     "weights")
-CHATS = files("core/", "chat checkpoint cli dist document_attention indexing precision problems run tensor_io") | files(
+CHATS = files("core/", "chat checkpoint cli dist document_attention problems run tensor_io") | files(
     "distill/", "causal_lm chat_data labels losses packed_lm train_sft")
 BLOCKS = files("core/", "run") | files("diffusion/", "blocks choices dit elbo noise problems train_bd3lm")
 # {script: (files it may load beside ALL, lines of all together)}
-LIMITS = {"train_v2_ddp.py": (SPEECH, 8_640), "distill/train_sft.py": (CHATS, 6_700),
-          "diffusion/train_bd3lm.py": (BLOCKS, 8_500)}
+LIMITS = {"train_v2_ddp.py": (SPEECH, 8_490), "distill/train_sft.py": (CHATS, 6_415),
+          "diffusion/train_bd3lm.py": (BLOCKS, 6_250)}
 WATCH = """
 import atexit, runpy, sys
 sys.argv = sys.argv[1:]
