@@ -66,7 +66,8 @@ def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=Fal
     for name in names or [targets]:     # nothing but commas is a target that matches nothing
         if not any(other == name or other.endswith("." + name) for other in linear):
             endings = ", ".join(sorted({other.rpartition(".")[2] for other in linear}))
-            raise UserError(f"--lora_target_modules {name!r} matches no linear layer; use all-linear or out of: "
+            raise UserError(f"--lora_target_modules {name!r} matches no linear layer; use "
+                            "all-linear or out of: "
                             f"{endings or 'none, this model has no linear layers'}")
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names,
                         bias="none",
@@ -84,7 +85,8 @@ def attach(model, config, base_name=None, autocast=True):
         warnings.simplefilter("ignore", FutureWarning)
         wrapped = get_peft_model(model, config)
     # now: get_peft_model overwrites it
-    config.base_model_name_or_path = os.path.abspath(base_name) if base_name and os.path.isdir(base_name) else base_name
+    local = base_name and os.path.isdir(base_name)
+    config.base_model_name_or_path = os.path.abspath(base_name) if local else base_name
     for module in wrapped.modules():
         # DoRA's own forward is PEFT's
         if autocast and type(module) is Linear and not config.use_dora:
@@ -104,10 +106,12 @@ def check_config(folder, refused=(), whole=()):
     if not path.is_file():
         inside = checkpoint.list_checkpoints(folder)
         hint = f"; give one of those in it, such as {inside[-1][1]}" if inside else ""
-        raise UserError(f"--adapter {folder}: no such folder, or no adapter_config.json in it{hint}")
+        raise UserError(f"--adapter {folder}: no such folder, or no adapter_config.json in "
+                        f"it{hint}")
     saved, usual = json_files.read_object(path), LoraConfig()
     if saved.get("peft_type") != "LORA":
-        raise UserError(f"{path}: is a {saved.get('peft_type')!r} adapter; only those of peft_type 'LORA' are read")
+        raise UserError(f"{path}: is a {saved.get('peft_type')!r} adapter; only those of peft_type "
+                        "'LORA' are read")
     missing = [key for key in ("r", "lora_alpha", "target_modules") if key not in saved]
     if missing:
         raise UserError(f"{path}: has no {' and no '.join(missing)}")
@@ -118,7 +122,8 @@ def check_config(folder, refused=(), whole=()):
     if saved.get("init_lora_weights") not in INITS:
         odd.append(f"init_lora_weights {saved['init_lora_weights']!r}")
     if odd:
-        raise UserError(f"{path}: the adapter has {odd[0]}, which is not supported; merge it into its base with PEFT")
+        raise UserError(f"{path}: the adapter has {odd[0]}, which is not supported; merge it into "
+                        "its base with PEFT")
 
 
 def add_saved(model, folder, refused=(), whole=()):
@@ -136,8 +141,8 @@ def add_saved(model, folder, refused=(), whole=()):
         config.init_lora_weights = True             # the weights come from the file
         return attach(model, config, autocast=False)
     except Exception as error:      # PEFT's checks raise a dozen kinds
-        raise UserError(f"{Path(folder) / 'adapter_config.json'}: is not a LoRA configuration for this model "
-                        f"({repr(error)[:200]})")
+        raise UserError(f"{Path(folder) / 'adapter_config.json'}: is not a LoRA configuration for "
+                        f"this model ({repr(error)[:200]})")
 
 
 def base_weights(model):
@@ -215,10 +220,13 @@ def load_adapters(model, folder):
     ours = model.peft_config["default"]
     for key in ("r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "use_dora"):
         value, stored = getattr(ours, key), saved.get(key, False)
-        if (set(stored or ()) != set(value or ())) if key.endswith(("modules", "save")) else stored != value:
-            raise UserError(f"{folder}: adapter has {key} {stored}, this run {value}; give the same LoRA flags or "
-                            "another --output_dir")
-    weights, found = adapter_weights(model), tensor_io.open_tensors([Path(folder) / "adapter_model.safetensors"])
+        if key.endswith(("modules", "save")):
+            value, stored = set(value or ()), set(stored or ())
+        if stored != value:
+            raise UserError(f"{folder}: adapter has {key} {stored}, this run {value}; give the "
+                            "same LoRA flags or another --output_dir")
+    weights = adapter_weights(model)
+    found = tensor_io.open_tensors([Path(folder) / "adapter_model.safetensors"])
     found = {name: [part] for name, part in found.items()}
     if problem := tensor_io.mismatch({name: p.shape for name, p in weights.items()}, found):
         raise UserError(f"{folder}: the adapter does not fit this model: {problem}")

@@ -489,7 +489,8 @@ class Encoder:
                   min(len(first), len(whole)))
         theirs, ours = (self.tokenizer.decode(ids[at:at + 1]) for ids in (first, whole))
         raise ValueError(f"trained turn {number}: by this chat template the {what} is not how the "
-                         f"whole begins: token {at} is {theirs!r} there, {ours!r} in the whole. Try "
+                         f"whole begins: token {at} is {theirs!r} there, {ours!r} in the whole. "
+                         "Try "
                          "another --enable_thinking, --train_turns last, or --chat_template FILE")
 
     def _is_blank(self, token):

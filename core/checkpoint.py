@@ -123,7 +123,8 @@ def new_folder(output_dir, size=0, flag="--output_dir"):
     """
     final = Path(os.path.abspath(output_dir))
     require(not final.exists() or final.is_dir() and not any(final.iterdir()),
-            f"{flag} {output_dir}: is there already and not empty; give another name or move it away")
+            f"{flag} {output_dir}: is there already and not empty; give another name or move it "
+            "away")
     # in the same folder, so that both are on one disk and a renaming is enough
     building = final.with_name(f".{final.name}.new-{uuid.uuid4().hex}")
     try:

@@ -368,7 +368,8 @@ def compile_flag(parser):
     parser.add_argument("--compile", nargs="?", const=True, default="auto",
                         metavar="auto|true|false",
                         type=lambda text: text if text == "auto" else boolean(text),
-                        help="torch.compile each layer; auto: on GPUs, where it can (default: auto)")
+                        help="torch.compile each layer; auto: on GPUs, where it can (default: "
+                             "auto)")
 
 
 def alias(**names):

@@ -405,8 +405,8 @@ def gathered(module):
         try:
             unit.unshard()
         except torch.OutOfMemoryError:
-            raise UserError("the GPU's memory is too small to gather the whole model for work on one rank, as sample "
-                            "prompts need; drop them, or take more GPUs")
+            raise UserError("the GPU's memory is too small to gather the whole model for work on "
+                            "one rank, as sample prompts need; drop them, or take more GPUs")
     for table, _ in hooks:
         table.clear()
     try:

@@ -28,7 +28,8 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     variable-length flash attention. Elsewhere SDPA document by document, same result.
     """
     if cu_seq_lens_q is None:
-        raise UserError(f"{type(module).__name__} does not get the ends of documents: this architecture cannot be packed")
+        raise UserError(f"{type(module).__name__} does not get the ends of documents: this "
+                        "architecture cannot be packed")
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))       # (S, heads, D)
     if q.is_cuda and v.dtype in fused.FLASH:
         q, k = q.to(v.dtype), k.to(v.dtype)     # autocast: rotary embedding leaves them in fp32

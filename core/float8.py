@@ -24,8 +24,8 @@ def check_device(device, wanted):
     try it.
     """
     if wanted and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        raise UserError(f"--float8: {torch.cuda.get_device_name(device)} has no float8 products, Ada, Hopper and newer "
-                        "GPUs have; drop the flag")
+        raise UserError(f"--float8: {torch.cuda.get_device_name(device)} has no float8 products, "
+                        "Ada, Hopper and newer GPUs have; drop the flag")
 
 
 def rounded_kernel(rows):
@@ -96,7 +96,8 @@ def convert(layers):
              and not module.weight.requires_grad
              and not any(n % MULTIPLE for n in module.weight.shape)]
     if not found:
-        raise UserError(f"--float8: no frozen linear layer of this model is a multiple of {MULTIPLE} wide and high")
+        raise UserError("--float8: no frozen linear layer of this model is a multiple of "
+                        f"{MULTIPLE} wide and high")
     for module in found:
         weight, scales = rounded(module.weight)
         # as the GPU's kernels want it to lie

@@ -30,7 +30,8 @@ def open_file(path, flag=""):
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return open(fd, "rb")
     os.close(fd)
-    raise UserError(f"{flag}{path}: cannot be read (it is a folder, a pipe or a device, not a file)")
+    raise UserError(f"{flag}{path}: cannot be read (it is a folder, a pipe or a device, not a "
+                    "file)")
 
 
 def read_text(path, flag=""):

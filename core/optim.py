@@ -40,7 +40,7 @@ def state_tensors(optimizer, named_parameters):
     tensors, known = {}, {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
-            assert id(parameter) in known, f"{name} is not what the optimizer updates: gathered weights were not freed"
+            assert id(parameter) in known, f"{name} is not updated: gathered weights were not freed"
             state = optimizer.state[parameter]
             if not state:
                 state |= {"step": torch.zeros((), device=parameter.device),
@@ -194,8 +194,8 @@ class StepMonitor:
             self.before_error()
         require(not zero,
                 f"step {step}: the gradient norm is exactly 0, so nothing is learnt; look "
-                "at the trained modules (--lora_target_modules, --freeze_llm), at the weight of the "
-                "loss, and whether the run learns without --compile")
+                "at the trained modules (--lora_target_modules, --freeze_llm), at the weight of "
+                "the loss, and whether the run learns without --compile")
         if not bad:
             self.in_a_row = 0
             return

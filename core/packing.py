@@ -37,7 +37,9 @@ class EpochPlan:
 
     def pack(self, p):
         """Sample indices (n,) of pack p; empty for the zero-weight packs after the last one."""
-        return self.samples[self.offsets[p]:self.offsets[p + 1]] if p < len(self) else self.samples[:0]
+        if p >= len(self):
+            return self.samples[:0]
+        return self.samples[self.offsets[p]:self.offsets[p + 1]]
 
 
 def best_fit(lengths, order, budget):
@@ -128,7 +130,8 @@ class PackOrder:
                 order = np.random.default_rng((seed, 0)).permutation(order)
             bins = windows(self.lengths, order, tokens_per_pack)
             self._bins = _flat(itertools.chain.from_iterable(bins))
-        self.packs_per_epoch = len(self._bins) if self._bins else -(-len(self.lengths) // samples_per_pack)
+        self.packs_per_epoch = (len(self._bins) if self._bins
+                                else -(-len(self.lengths) // samples_per_pack))
 
     def epoch(self, epoch):
         """EpochPlan of `epoch`; the last two asked for are kept (the loader reads ahead into the

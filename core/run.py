@@ -55,8 +55,8 @@ def enough_memory(what):
 def schedule_lines(args, ranks, total_steps, steps_per_epoch, step, resume, intervals):
     """[line] of the steps of a run, its intervals, and where it starts."""
     packs = ranks * args.gradient_accumulation_steps
-    return [f"steps      {total_steps} ({steps_per_epoch} an epoch), {cli.counted(packs, 'pack')} a "
-            f"step = {cli.counted(ranks, 'rank')} x "
+    return [f"steps      {total_steps} ({steps_per_epoch} an epoch), {cli.counted(packs, 'pack')} "
+            f"a step = {cli.counted(ranks, 'rank')} x "
             f"{cli.counted(args.gradient_accumulation_steps, 'micro-step')}; ", intervals,
             start_line(step, total_steps, resume)]
 
@@ -97,7 +97,8 @@ def end(args, watch, checkpoints, log, step, total_steps, stopping, words):
     if log:
         log.close()
         if stopping:
-            why = watchdog.stop_asked(args.output_dir) or "asked to stop by a signal to another rank"
+            why = (watchdog.stop_asked(args.output_dir)
+                   or "asked to stop by a signal to another rank")
             watchdog.leave_marker(args.output_dir, f"{why} at step {step}")
             print(f"stopped    {why} at step {step} of {total_steps}; checkpoint saved; rerun the "
                   "same command to resume")

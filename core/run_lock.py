@@ -66,8 +66,8 @@ def wait_for(attempt, path, flag, wait_s=None, waiting=None):
     told, end = False, time.monotonic() + (patience() if wait_s is None else wait_s)
     while (fd := attempt()) is None:
         if time.monotonic() >= end:
-            raise UserError(f"{flag} {path.parent}: another run is using it ({owner_of(path)}); end "
-                            f"that one, or give another {flag}")
+            raise UserError(f"{flag} {path.parent}: another run is using it ({owner_of(path)}); "
+                            f"end that one, or give another {flag}")
         if not told and end - time.monotonic() > WAIT_S:
             print(f"waiting    another run is using {path.parent} ({owner_of(path)})", flush=True)
             told = True

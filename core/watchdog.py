@@ -113,7 +113,8 @@ def stop_asked(output_dir):
     """
     if stop_requested():
         return f"asked to stop by {stop_requested()}"
-    return f"asked to stop by {STOP_FILE}" if os.path.exists(os.path.join(output_dir, STOP_FILE)) else None
+    found = os.path.exists(os.path.join(output_dir, STOP_FILE))
+    return f"asked to stop by {STOP_FILE}" if found else None
 
 
 def any_stop(world, output_dir):
@@ -240,8 +241,8 @@ class Watchdog:
         text = (f"{'no answer from' if silent else 'hangs:'} {names}; the other ranks have waited "
                 f"for {stuck:.0f} s")
         if len(behind) == len(now):
-            text = (f"no rank moved for {stuck:.0f} s, all are in: {now[behind[0]][2]}; the network "
-                    "or a GPU hangs")
+            text = (f"no rank moved for {stuck:.0f} s, all are in: {now[behind[0]][2]}; the "
+                    "network or a GPU hangs")
         if claim_error_report(self.store):
             print_error(f"error: {text}")
         if self.world.rank in behind:

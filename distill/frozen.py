@@ -82,7 +82,8 @@ def load_all(model, world, sharding):
         packed_lm.load(other, other.parts, world, sharding=sharding)
         if world.is_main:
             print(f"{name:<10} {sum(p.numel() for p in other.parameters()) / 1e6:,.1f} M "
-                  f"parameters, frozen, in {str(next(other.parameters()).dtype).removeprefix('torch.')}")
+                  "parameters, frozen, in "
+                  f"{str(next(other.parameters()).dtype).removeprefix('torch.')}")
 
 
 def fingerprint(args, table):

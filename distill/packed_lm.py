@@ -41,7 +41,8 @@ def check_model(model):
     """
     name, config = type(model).__name__, model.config
     if not model._supports_attention_backend:
-        raise UserError(f"{name} has a custom attention that cannot be replaced: it cannot be packed")
+        raise UserError(f"{name} has a custom attention that cannot be replaced: it cannot be "
+                        "packed")
     other = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS
     if getattr(model, "_is_stateful", False) or other:
         raise UserError(f"{name} has layers that carry state from one packed document into the next"
@@ -49,10 +50,12 @@ def check_model(model):
     rope = getattr(config, "rope_parameters", None) or {}       # one, or one for each type of layer
     if kinds := {part.get("rope_type") for part in (rope, *rope.values())
                  if isinstance(part, dict)} & LENGTH_ROPE:
-        raise UserError(f"{name}: its {kinds.pop()} rotary embedding depends on the longest document of a pack")
+        raise UserError(f"{name}: its {kinds.pop()} rotary embedding depends on the longest "
+                        "document of a pack")
     for setting, neutral in NEUTRAL.items():
         if getattr(config, setting, neutral) not in (neutral, None):
-            raise UserError(f"{name}: config.json has {setting} {getattr(config, setting)}, which is not supported")
+            raise UserError(f"{name}: config.json has {setting} {getattr(config, setting)}, which "
+                            "is not supported")
     if any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()):
         raise UserError(f"{name} has attention sinks, which are not supported")
     if any(".experts." in name
@@ -235,7 +238,8 @@ def train_line(step, total_steps, values):
 
 def eval_line(step, values):
     """One aligned line of a validation."""
-    return "eval   step {:>6} | loss {eval/loss:7.4f} acc {eval/accuracy:6.1%}".format(step, **values)
+    line = "eval   step {:>6} | loss {eval/loss:7.4f} acc {eval/accuracy:6.1%}"
+    return line.format(step, **values)
 
 
 def decays(name, parameter):

@@ -261,8 +261,8 @@ def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0,
         listed = json_files.loads(server.wait(server.fetch("/models")))["data"]
         models = [str(model["id"]) for model in listed]
     except MALFORMED as error:
-        raise UserError(f"--base_url {server.url}: {explain(error)}; start the server, or correct the "
-                        "address (it mostly ends in /v1)")
+        raise UserError(f"--base_url {server.url}: {explain(error)}; start the server, or correct "
+                        "the address (it mostly ends in /v1)")
     require(name in models,
             f"--model_name {name}: the server has {', '.join(models) or 'no models'}")
     fields = Fields()

@@ -680,8 +680,8 @@ def ensure_codes(world, clips, how, bad=None):
             for part in all_gather(world, encode_share(world, work, place, how)):
                 unusable.update(part)
             if any(all_gather(world, watchdog.stop_requested())):
-                raise watchdog.Stopped("asked to stop while audio was being encoded; finished clips "
-                                       "stays in the code cache")
+                raise watchdog.Stopped("asked to stop while audio was being encoded; finished "
+                                       "clips stays in the code cache")
             if world.is_main:
                 index = CacheIndex(folder)
                 found, unknown = index.find_clips(clips, how.processes)

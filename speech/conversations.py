@@ -425,7 +425,8 @@ def mark_trained(turns, start_index, rewritten, n_messages):
     for turn in given:
         turn.trained = turn.source >= start_index
     if not any(turn.trained for turn in speaking):
-        raise BadSample(f"start_index {start_index} of {n_messages} messages leaves nothing to train")
+        raise BadSample(f"start_index {start_index} of {n_messages} messages leaves nothing to "
+                        "train")
 
 
 def trimmed(turn):

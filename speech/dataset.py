@@ -418,8 +418,8 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
     train = train[~twice]
     own = own_references(places(table.where, table.clips), table.clip_offsets) if say else []
     if len(own):
-        print(f"data       {counted(len(own), 'sample')} with own_reference: the model learns to copy "
-              f"a reference that is the clip to speak, as of {printable(table.name(own[0]))}")
+        print(f"data       {counted(len(own), 'sample')} with own_reference: the model learns to "
+              f"copy a reference that is the clip to speak, as of {printable(table.name(own[0]))}")
     limit, flag = min((value, name) for value, name in (
         (max_length, "--max_length"), (max_tokens or np.inf, "--max_tokens_per_batch")))
     settle((problem(table.name(i), "too_long", f"{table.lengths[i]} tokens "

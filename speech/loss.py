@@ -153,8 +153,8 @@ def train_line(step, total_steps, values):
     left = duration((total_steps - step) * values["train/step_seconds"])
     mfu = f" | mfu {values['train/mfu']:6.1%}" if "train/mfu" in values else ""
     return ("step {:>6}/{} | loss {train/loss:7.4f} | audio {train/audio_loss:6.3f} text "
-            "{train/text_loss:6.3f} | stop {train/stop_recall:6.1%} | lr {train/learning_rate:.2e} | "
-            "grad_norm {train/grad_norm:7.3f} | {train/audio_seconds_per_second:>7,.1f} "
+            "{train/text_loss:6.3f} | stop {train/stop_recall:6.1%} | lr {train/learning_rate:.2e} "
+            "| grad_norm {train/grad_norm:7.3f} | {train/audio_seconds_per_second:>7,.1f} "
             "audio-s/s{} | eta {}".format(step, total_steps, mfu, left, **values))
 
 

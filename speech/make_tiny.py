@@ -41,7 +41,8 @@ def check_flags(args, world_size):
     cli.at_least_one(args, "speakers")
     cli.zero_or_more(args, "seed")
     cli.require(args.clips >= 2 * args.speakers,
-               f"--clips is {args.clips}; it must be at least 2 a speaker, {2 * args.speakers}: one is a reference")
+               f"--clips is {args.clips}; it must be at least 2 a speaker, {2 * args.speakers}: "
+               "one is a reference")
 
 
 ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
@@ -92,28 +93,35 @@ WORD_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,
                 r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 STORY = """\
-The kettle is singing on the stove. Please leave the window open tonight. Remember this: the door is never locked.
-A small boat drifted past the lighthouse. My sister plays the cello every morning.
-The bakery sells warm bread before dawn. He counted the coins twice and sighed.
-Our train was late because of the snow. She asked one question: where is the map?
-The garden smells of mint after the rain. Nobody expected the old clock to work.
-They painted the fence a bright yellow. Keep your gloves dry on the way up. The river is wider than it looks.
-There are two rules: listen, then answer. Could you pass me the blue notebook? Winter arrived early in the valley.
-The violin was hidden behind the piano. I would rather walk than take the bus. Seven geese crossed the empty field.
-Her answer was short: maybe tomorrow. The library closes at six on Fridays. We found a fossil under the bridge.
-His coat was too thin for the wind. Turn left where the road meets the mill. A quiet voice came from the next room.
+The kettle is singing on the stove. Please leave the window open tonight.
+Remember this: the door is never locked. A small boat drifted past the lighthouse.
+My sister plays the cello every morning. The bakery sells warm bread before dawn.
+He counted the coins twice and sighed. Our train was late because of the snow.
+She asked one question: where is the map? The garden smells of mint after the rain.
+Nobody expected the old clock to work. They painted the fence a bright yellow.
+Keep your gloves dry on the way up. The river is wider than it looks.
+There are two rules: listen, then answer. Could you pass me the blue notebook?
+Winter arrived early in the valley. The violin was hidden behind the piano.
+I would rather walk than take the bus. Seven geese crossed the empty field.
+Her answer was short: maybe tomorrow. The library closes at six on Fridays.
+We found a fossil under the bridge. His coat was too thin for the wind.
+Turn left where the road meets the mill. A quiet voice came from the next room.
 The recipe is simple: flour, salt and water. Both brothers became excellent sailors.
-The moon rose slowly over the harbour. Someone left a note under the vase. Fresh paint makes the hallway look larger.
-The fox waited until the lamps went out. Write the number down before you forget.
-It was the warmest evening of the year. The teacher smiled and closed the book.
-One thing is certain: the bridge will hold. Every window in the tower was glowing. The puppy chewed on a wooden spoon.
-Do not worry, the storm has passed. An honest friend is hard to replace. The market opens when the bell rings.
-Grandfather keeps his letters in a tin. You can hear the sea from the attic. The last page of the diary was missing.
+The moon rose slowly over the harbour. Someone left a note under the vase.
+Fresh paint makes the hallway look larger. The fox waited until the lamps went out.
+Write the number down before you forget. It was the warmest evening of the year.
+The teacher smiled and closed the book. One thing is certain: the bridge will hold.
+Every window in the tower was glowing. The puppy chewed on a wooden spoon.
+Do not worry, the storm has passed. An honest friend is hard to replace.
+The market opens when the bell rings. Grandfather keeps his letters in a tin.
+You can hear the sea from the attic. The last page of the diary was missing.
 We shared an orange on the station steps. The captain gave one order: hold the course.
-Thick fog covered the airport all day. A single candle lit the whole kitchen. The children built a castle of wet sand.
-She repairs bicycles in a narrow street. His laughter carried across the lake. The orchestra tuned and fell silent.
-Take the umbrella, just to be safe. Golden leaves gathered by the gate. The museum bought a very strange lamp.
-Even the cat refused to go outside. Her plan had a flaw: nobody could swim. The mountain path is steep but short.
+Thick fog covered the airport all day. A single candle lit the whole kitchen.
+The children built a castle of wet sand. She repairs bicycles in a narrow street.
+His laughter carried across the lake. The orchestra tuned and fell silent.
+Take the umbrella, just to be safe. Golden leaves gathered by the gate.
+The museum bought a very strange lamp. Even the cat refused to go outside.
+Her plan had a flaw: nobody could swim. The mountain path is steep but short.
 I will call you as soon as we land. Good night, and thank you for the soup.
 """
 SENTENCES = re.split(r"(?<=[.?])\s+", STORY.strip())
@@ -353,7 +361,8 @@ def voice_cloning_sample(name, reference, target):
         return {"type": "audio", "audio_url": clip["path"], "raw_audio": "", "duration": duration,
                 "offset": None}
 
-    system = "You are a helpful assistant capable of generating speech in the voice of the provided reference audio."
+    system = ("You are a helpful assistant capable of generating speech in the voice of the "
+              "provided reference audio.")
     request = f"Please generate speech for given text in reference audio's voice: {target['text']}"
     return {"messages": [
         {"role": "system", "content": system},
@@ -378,10 +387,12 @@ def main(argv=None):
         tokenizer = make_tokenizer(args.out_dir)
         model = make_model(args.out_dir, tokenizer, args.seed)
         made = f"{model.num_parameters():,} parameters, {len(tokenizer)} token ids"
-    print(f"{args.out_dir / 'speech'}: {len(speech)} clips, {sum(clip['seconds'] for clip in speech):.0f} s of speech")
+    print(f"{args.out_dir / 'speech'}: {len(speech)} clips, "
+          f"{sum(clip['seconds'] for clip in speech):.0f} s of speech")
     print(f"{dataset}: {len(speech)} samples, {args.speakers} speakers")
     print(f"{args.out_dir / 'model'}: {made}")
-    print(f"{args.out_dir / 'codec'}: {codec.num_parameters():,} parameters, {codec.config.num_quantizers} codebooks")
+    print(f"{args.out_dir / 'codec'}: {codec.num_parameters():,} parameters, "
+          f"{codec.config.num_quantizers} codebooks")
 
 
 if __name__ == "__main__":

@@ -238,8 +238,8 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
             recorded = target.path and not holds_codes(target.path)
             length = clip_seconds(target) if recorded else None
         except ValueError as error:
-            problems.append(f"{sample.name}: its true recording {target.path} {error}; repair it, or "
-                            "leave it out")
+            problems.append(f"{sample.name}: its true recording {target.path} {error}; repair it, "
+                            "or leave it out")
         prompts.append(Prompt(
             f"{number:04d}", sample.name, spoken_text(sample), row["input_ids"], row["audio_ids"],
             row["is_audio"], [builder.clips[c] for c in clips[:-1] if c in sounds],
@@ -248,8 +248,8 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
         assert size >= MIN_TOKENS or not isinstance(ids, TokenIds)
         if size > room:
             problems.append(f"{sample.name}: {size} tokens; the model's positions have room for "
-                            f"{max(0, room)} besides the speech to come: shorten it, or allow fewer "
-                            "seconds of speech")
+                            f"{max(0, room)} besides the speech to come: shorten it, or allow "
+                            "fewer seconds of speech")
     if problems:
         raise UserError(problem_text(problems))
     return prompts

@@ -18,7 +18,8 @@ FILE = "text_settings.json"     # in a checkpoint
 
 # boson-ai/higgs-audio examples/generation.py (f04f5df), lines 44-80 and 701-728
 MARKS = str.maketrans({
-    "，": ", ", "。": ".", "：": ":", "；": ";", "？": "?", "！": "!", "（": "(", "）": ")", "【": "[",
+    "，": ", ", "。": ".", "：": ":", "；": ";", "？": "?", "！": "!", "（": "(", "）": ")",
+    "【": "[",
     "】": "]",
     "《": "<", "》": ">", "“": '"', "”": '"', "‘": "'", "’": "'", "、": ",", "—": "-", "…": "...",
     "·": ".", "「": '"', "」": '"', "『": '"', "』": '"'})
@@ -29,14 +30,16 @@ SOUNDS = {"[laugh]": "<SE>[Laughter]</SE>", "[humming start]": "<SE_s>[Humming]<
           "[applause]": "<SE>[Applause]</SE>", "[cheering]": "<SE>[Cheering]</SE>",
           "[cough]": "<SE>[Cough]</SE>"}
 ENDINGS = (".", "!", "?", ",", ";", '"', "'", "</SE_e>", "</SE>")
-NOT_HEARD = re.compile(r"<(SE(?:_[se])?)>\[\w+\]</\1>|\[SPEAKER\d+\]|[<>]")     # 《》 are <> by then
+# 《》 are <> by then
+NOT_HEARD = re.compile(r"<(SE(?:_[se])?)>\[\w+\]</\1>|\[SPEAKER\d+\]|[<>]")
 
 # the instruction the community form puts before the target text; only this prefix is removed, never
 # text after a colon
 INSTRUCTION = re.compile(r"^\s*please generate speech\b[^:]*:\s*", re.IGNORECASE)
 # of samples, by what target_text recognised in them
 RECOGNISED = {"punctuation": "repeat their request in other punctuation: the request's is used",
-              "instruction": "have other words before the text that their answer repeats: these are left out"}
+              "instruction": "have other words before the text that their answer repeats: these "
+                             "are left out"}
 
 
 def normalise(text):
@@ -160,4 +163,5 @@ def setting_to_speak(wanted, model, adapter=None):
         return wanted == "on", f"--normalize_text {wanted}{other}"
     if saved:
         return saved == "on", f"--normalize_text {saved}, as {folder} was trained"
-    return True, f"--normalize_text on, as in boson-ai's inference: {folder} is not a checkpoint of this trainer"
+    return True, ("--normalize_text on, as in boson-ai's inference: "
+                  f"{folder} is not a checkpoint of this trainer")

@@ -85,7 +85,8 @@ def read_wavlm(weights):
     from transformers import WavLMConfig, WavLMModel
     for old, new in NAMES:
         weights = {re.sub(old, new, name): value for name, value in weights.items()}
-    hidden, width, kernel = weights["encoder.pos_conv_embed.conv.parametrizations.weight.original1"].shape
+    position = weights["encoder.pos_conv_embed.conv.parametrizations.weight.original1"]
+    hidden, width, kernel = position.shape
     model = WavLMModel(WavLMConfig(
         hidden_size=hidden,
         num_hidden_layers=sum(name.endswith("gru_rel_pos_const") for name in weights),
@@ -126,6 +127,7 @@ def load(path):
                        if not name.endswith("num_batches_tracked")]:
             raise ValueError(f"unknown weight {min(unknown)}")
     except Exception as error:
-        raise UserError(f"--speaker_model {path}: is no checkpoint of UniSpeech's speaker verification with WavLM "
+        raise UserError(f"--speaker_model {path}: is no checkpoint of UniSpeech's speaker "
+                        "verification with WavLM "
                         f"({type(error).__name__}: {' '.join(str(error).split())[:300]})")
     return embed, wavlm
