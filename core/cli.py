@@ -43,7 +43,8 @@ WITHOUT_EFFECT = {
     "--freeze_audio_tower": ("--freeze_llm", TRUE + FALSE),
     "--freeze_audio_encoder_proj": ("--freeze_llm", TRUE + FALSE),
     "--enable_strategic_logging": ("--freeze_llm", TRUE + FALSE),
-    "--strategic_logging_steps": ("--freeze_llm", None)}
+    "--strategic_logging_steps": ("--freeze_llm", None),
+    "--too_long": ("--group_size", ("stop",))}      # in run.yaml of older chat runs
 # Control characters, line separators, marks that turn the direction of text, halves of characters
 HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
                     "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]")
@@ -314,6 +315,7 @@ def read_config(parser, words):
     require(len(files) == 1, "--config is given twice")
     import yaml  # comes with transformers
     file, found, made = files[0], set(), []
+    require(os.path.isfile(file), f"--config {file}: no such file")     # a pipe would hang
     try:
         tree = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     except OSError as error:

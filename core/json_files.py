@@ -5,6 +5,8 @@ Only regular files are read: a pipe may never end, and a run that resumes reads 
 Standard library only.
 """
 import contextlib
+import errno
+import io
 import json
 import math
 import os
@@ -20,15 +22,37 @@ SKIPPED = object()      # in place of an entry that was asked to be left out
 DECODER = json.JSONDecoder(parse_constant={"Infinity": math.inf, "-Infinity": -math.inf}.get)
 
 
+class _Named(io.FileIO):
+    """A file whose errors of reading are a UserError that names it: a bad disk's come without."""
+
+    def __init__(self, fd, path):
+        super().__init__(fd, "rb")
+        self.path = path
+
+    def readinto(self, buffer):
+        return self._named(super().readinto, buffer)
+
+    def readall(self):
+        return self._named(super().readall)
+
+    def _named(self, read, *args):
+        try:
+            return read(*args)
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be read ({error.strerror})")
+
+
 def open_file(path, flag=""):
     """A regular file, opened for reading bytes; UserError. flag: named before the path, "--x "."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)     # a pipe that nobody writes would hang
     except (OSError, ValueError) as error:      # the latter: a NUL in the name
+        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+            raise       # nothing is wrong with this file
         raise UserError(f"{flag}{path}: cannot be read "
                         f"({getattr(error, 'strerror', None) or error})")
     if stat.S_ISREG(os.fstat(fd).st_mode):
-        return open(fd, "rb")
+        return io.BufferedReader(_Named(fd, f"{flag}{path}"))
     os.close(fd)
     raise UserError(f"{flag}{path}: cannot be read (it is a folder, a pipe or a device, not a "
                     "file)")

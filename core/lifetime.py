@@ -10,15 +10,18 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 POLL_S = 0.5        # seconds between two looks at the parent
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)      # save and stop
 PR_SET_PDEATHSIG = 1        # of prctl(2)
-LIBC = ctypes.CDLL(None)
+BETWEEN = "import runpy, sys; runpy.run_path(sys.argv[1])['between'](*sys.argv[2:])"
 
 _requested = []     # names of SIGNALS that came
 
@@ -36,13 +39,27 @@ def stop_requested():
 
 def _ask_kernel(number):
     """This process gets signal `number` when the thread that started it ends."""
-    LIBC.prctl(PR_SET_PDEATHSIG, number)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def end_with(parent, end):
+    """From now on a thread calls end() when process `parent` is not this one's parent any more."""
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(POLL_S)
+        end()
+    _ask_kernel(signal.SIGCONT)     # a process that is stopped goes on, to its end
+    threading.Thread(target=watch, daemon=True, name="lifetime").start()
 
 
 def start(command, **options):
-    """subprocess.Popen of a command (list) that ends with this process. options: of Popen."""
-    return subprocess.Popen(command, process_group=0,
-                            preexec_fn=lambda: _ask_kernel(signal.SIGKILL), **options)
+    """subprocess.Popen of a command (list) that ends with this process, and so does what it starts,
+    unless that leaves its process group. options: of Popen. OSError when there is no such program.
+    """
+    if shutil.which(command[0]) is None:
+        raise OSError(f"{command[0]}: no such program")
+    first = [sys.executable, "-IS", "-c", BETWEEN, __file__, str(os.getpid())]
+    return subprocess.Popen([*first, *command], process_group=0, **options)
 
 
 def end(process):
@@ -50,6 +67,27 @@ def end(process):
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def between(parent, *command):
+    """The program between start() and its command: waits for it, and kills both with parent."""
+    end_with(int(parent), lambda: os.killpg(0, signal.SIGKILL))
+    status = subprocess.call(command)
+    sys.exit(status if status >= 0 else 128 - status)       # of a signal, as a shell tells it
+
+
+def _last_line(words):
+    """Print a line of its own, behind which nothing comes: not what torch's threads say of a store
+    that is gone.
+    """
+    terminal, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    # the node's other ranks have looked and ended by then; this one must live until they have
+    time.sleep(2 * POLL_S)
+    threading.Timer(POLL_S, os._exit, [1]).start()      # nobody may read the pipe
+    # in one piece; there may be a progress bar on the line
+    os.write(terminal, f"\n{words}\n".encode())
 
 
 def end_with_trainer():
@@ -60,28 +98,32 @@ def end_with_trainer():
 
 
 def end_with_torchrun():
-    """To be called by every script, first of all; for a process that torchrun has started."""
+    """To be called by every script, first of all. Does nothing in a process that torchrun has not
+    started.
+
+    Torchrun itself may have lost its parent, as under nohup.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # no stacks of a store that is gone
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        _ask_kernel(signal.SIGCONT)     # a process that is stopped goes on, to its end
-        threading.Thread(target=_watch, args=(os.getppid(),), daemon=True, name="lifetime").start()
-
-
-def _watch(parent):
-    while os.getppid() == parent:
-        time.sleep(POLL_S)
-    _end_rank()
+        parent = os.getppid()
+        end_with(None if is_adopted(parent) else parent, _end_rank)
 
 
 def _end_rank():
-    """Say so, as the last line: without what torch's threads say of a store that is gone."""
     if os.environ.get("LOCAL_RANK", "0") == "0":        # one a node
-        terminal, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.dup2(nowhere, 2)
-        time.sleep(2 * POLL_S)      # the node's other ranks have looked and ended by then
-        threading.Timer(POLL_S, os._exit, [1]).start()      # nobody may read the pipe
-        with contextlib.suppress(OSError):      # a progress bar may stand on the line
-            os.write(terminal, b"\nerror: torchrun has ended; its ranks end with it\n")
+        with contextlib.suppress(OSError):
+            _last_line("error: torchrun has ended; its ranks end with it")
     os._exit(1)
+
+
+def is_adopted(parent):
+    """True when torchrun ended before this rank could ask: `parent` is neither Python nor a script
+    between the two.
+    """
+    try:
+        program = os.readlink(f"/proc/{parent}/exe")
+        env = Path(f"/proc/{parent}/environ").read_bytes()
+    except OSError:     # another user's
+        return parent == 1
+    return "python" not in os.path.basename(program) and b"TORCHELASTIC_RUN_ID=" not in env

@@ -220,7 +220,8 @@ def read_rows(path):
         return [], ""
     if not path.is_file():
         return [], "it is not a file"
-    lines = path.read_bytes().split(b"\n")
+    with json_files.open_file(path) as file:
+        lines = file.read().split(b"\n")
     for number, line in enumerate(lines, 1):
         try:
             row = json_files.loads(line)

@@ -248,7 +248,10 @@ def choose_problems(rows, n, tokens, seed):
 
 
 def accuracy(world, model, how):
-    """{"eval/accuracy": strict, ...} of a model in eval mode, sharded or not. Collective."""
+    """{"eval/accuracy": strict, ...} of a model in eval mode, sharded or not. Collective.
+
+    Under FSDP2 with --bf16 answers come from weights in bf16; DDP computes in bf16 from fp32.
+    """
     from diffusion.sample_bd3lm import Sampling, Solver, answer_batch, score
     began, answers = time.monotonic(), []
     solver = Solver(model, how.tokens, how.rows.documents.layout,

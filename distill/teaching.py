@@ -108,6 +108,24 @@ def open_side(args, config, tokenizer):
     return prompt, encoder, shorter
 
 
+def check_lesson(args, table, numbers):
+    """UserError where the base teaches itself what it already says: the divergence is 0 for good.
+
+    numbers: of the samples trained. Beside targets of their own (--distill_weight) it is a pull
+    back to the base.
+    """
+    same = Path(args.teacher_path).resolve() == Path(args.model_path).resolve()
+    if not same or args.teacher_url or args.prompt_file or args.distill_weight < 1:
+        return
+    for i in numbers:
+        ids, own = table.tokens[table.offsets[i]:table.offsets[i + 1]], table.own[i]
+        if ids[:own].tolist() != ids[own:].tolist():
+            return
+    raise UserError(f"--teacher_path {args.teacher_path} is --model_path and reads what the "
+                    "student reads, so there is nothing to learn: give --prompt_file, records with "
+                    '"teacher_messages", or --distill_weight below 1')
+
+
 def context(record):
     """(the messages that the teacher gets before the last answer, that answer). ValueError."""
     from core.chat import check_messages

@@ -235,6 +235,8 @@ if args.keep:
                                        reading._replace(prompt=None, behind=None))
 train_ids, eval_ids = chat_data.split_samples(table, n_train, args.group_size,
                                               args.validation_split, args.seed)
+if args.teacher_path:
+    teaching.check_lesson(args, table, train_ids)
 
 
 # ---- Model: on the meta device, where it takes no memory

@@ -561,27 +561,31 @@ class Unpacked:
             return {**row, **self.add(value)}
         except BadSample as error:
             return error
-        except (ValueError, RuntimeError) as error:     # of open_sound, NumPy and libsndfile
-            return BadSample(f"is not readable audio ({error})", "audio")
 
     def add(self, value):
-        """{"audio", "offset", "duration"} of sound that was written."""
+        """{"audio", "offset", "duration"} of sound that was written; BadSample."""
         import numpy as np
         import soundfile
 
         from speech.codes import open_sound
-        if isinstance(value, dict):
-            wave, rate = np.asarray(value["array"], np.float32), int(value["sampling_rate"])
-        else:
-            with open_sound(io.BytesIO(value)) as file:
-                wave, rate = file.read(dtype="float32"), file.samplerate
-        wave = wave.mean(axis=1) if wave.ndim == 2 else wave
+        try:
+            if isinstance(value, dict):
+                wave, rate = np.asarray(value["array"], np.float32), int(value["sampling_rate"])
+            else:
+                with open_sound(io.BytesIO(value)) as file:
+                    wave, rate = file.read(dtype="float32"), file.samplerate
+            wave = wave.mean(axis=1) if wave.ndim == 2 else wave
+        except (ValueError, RuntimeError) as error:     # of open_sound, NumPy and libsndfile
+            raise BadSample(f"is not readable audio ({error})", "audio")
         file, done = self.open.get(rate, (None, SHARD_S * rate))
-        if done >= SHARD_S * rate:
-            if file:
-                file.close()
-            file, done = soundfile.SoundFile(self.new_path(".flac"), "w", rate, 1, "PCM_16"), 0
-        file.write(wave)
+        try:        # a full disk is no fault of this sample
+            if done >= SHARD_S * rate:
+                if file:
+                    file.close()
+                file, done = soundfile.SoundFile(self.new_path(".flac"), "w", rate, 1, "PCM_16"), 0
+            file.write(wave)
+        except (RuntimeError, AssertionError) as error:
+            raise UserError(f"{self.folder}: sound cannot be written ({error or 'disk full?'})")
         self.open[rate] = file, done + len(wave)
         return {"audio": str(file.name), "offset": done / rate, "duration": len(wave) / rate}
 

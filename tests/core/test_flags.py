@@ -1,6 +1,7 @@
 """Command lines that people already have: flags, defaults, what is refused and in which words."""
 import argparse
 import json
+import os
 import re
 import shlex
 import signal
@@ -135,6 +136,15 @@ def test_a_bad_file_of_flags_is_one_line(tmp_path, text, said, capsys):
         configured(tmp_path, text, *REQUIRED)
     err = capsys.readouterr().err
     assert end.value.code == 2 and said in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_a_file_of_flags_of_an_older_chat_run_and_a_pipe(tmp_path, capsys):
+    configured(tmp_path, "too_long: stop\nmodel_path: m\ntrain_data_file: d", script="distill/train_sft.py")
+    (tmp_path / "run.yaml").unlink()
+    os.mkfifo(tmp_path / "run.yaml")
+    with pytest.raises(SystemExit):
+        cli.parse(*script_flags(), ["--config", str(tmp_path / "run.yaml")])
+    assert "run.yaml: no such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [

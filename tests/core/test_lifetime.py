@@ -99,9 +99,9 @@ time.sleep(""")
     assert said.endswith("\nerror: torchrun has ended; its ranks end with it\n")
 
 
-def test_a_command_ends_with_who_has_started_it(start):
-    parent = start(sys.executable, "-c", COMMAND, "sleep", LONG)
-    wait_until(lambda: len(in_session(parent.pid)) == 2, "command", progress=parent.log.read_text)
+def test_a_command_ends_with_who_has_started_it_and_all_that_it_started(start):
+    parent = start(sys.executable, "-c", COMMAND, "sh", "-c", f"sleep {LONG} & wait")
+    wait_until(lambda: len(in_session(parent.pid)) == 4, "command and its child", progress=parent.log.read_text)
     parent.kill()
     assert wait_until(lambda: not in_session(parent.pid), "end of all")
 

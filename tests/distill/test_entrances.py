@@ -67,6 +67,10 @@ def test_a_teacher_that_would_read_the_answer(made, tmp_path, refused):
             "--teacher_path", made / "teacher")
 
 
+def test_a_teacher_that_is_the_student_and_reads_the_same(made, refused):
+    refused("so there is nothing to learn", "--teacher_path", made / "student")
+
+
 def test_more_alternatives_than_tokens(made, refused):
     refused("--distill_topk 401: the models have 401 tokens", "--teacher_path", made / "teacher", "--distill_topk", 401)
 
