@@ -63,8 +63,8 @@ def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kin
     require(whole or not table, "--train_audio_table is for Higgs TTS 3; of V2 --freeze_llm trains "
             "audio embedding and head")
     names = ",".join(LORA_TARGETS.get(targets, [targets]))
-    net = adapters.add_lora(model, [model], rank, alpha, dropout, names, base_name, task=None,
-                            whole=list(whole) if table else None, **kinds)
+    net = adapters.add_lora(model, [model], rank, alpha, dropout, names, base_name, task_type=None,
+                            modules_to_save=list(whole) if table else None, **kinds)
     if table:       # one copy, embedding and head alike
         model.audio_embedding.modules_to_save.float()
     return net

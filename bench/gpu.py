@@ -229,7 +229,7 @@ def right(folder, seconds, only):
 # --------------------------------------------------------------------------------------------------
 # fast: true shapes
 
-WARM_UP, TIMED, PROFILED = 4, 8, 2      # steps
+WARM_UP, TIMED, PROFILED = 12, 8, 2     # steps; WARM_UP as in profile_step.py
 PEAK = 989e12       # bf16 FLOP/s of an H100 or H200 SXM by datasheet, which train/mfu divides by
 BUDGET = 2048 if TINY else 8192         # tokens of a pack
 BATCH = 4 if TINY else 8                # samples of a padded batch
@@ -238,9 +238,10 @@ SHAPES = {"speech": ("3b", 256), "speech3": ("4b", 256), "chats": ("4b", 384),
 if TINY:
     SHAPES = {"speech": ("tiny", 16), "speech3": ("tiny", 16), "chats": ("tiny", 32),
               "blocks": ("tiny", 32)}
-OPTIONS = {"eager": [], "full": [], "lora": ["--use_lora"], "compiled": ["--compile"],
-           "all": ["--lora_target_modules", "all-linear"], "float8": ["--float8"],
-           "fsdp": ["--parallel", "fsdp"], "recomputed": ["--gradient_checkpointing", "selective"]}
+OPTIONS = {"eager": ["--compile", "false"], "compiled": ["--compile"], "full": [],
+           "lora": ["--use_lora"], "all": ["--lora_target_modules", "all-linear"],
+           "float8": ["--float8"], "fsdp": ["--parallel", "fsdp"],
+           "recomputed": ["--gradient_checkpointing", "selective"]}
 JOBS = ["speech lora compiled", "speech lora eager", "speech lora all compiled float8",
         "chats lora compiled", "blocks compiled", "speech lora fsdp", "speech3 lora compiled",
         "speech lora Trainer"]

@@ -3,7 +3,7 @@
     python bench/profile_step.py speech                    # or chats, blocks; a minute or two
     python bench/profile_step.py speech --shape tiny --steps 1     # to try it
 
-The trainer runs as a user starts it, on speed.py's files, packed to a budget. Four steps warm up,
+The trainer runs as a user starts it, on speed.py's files, packed to a budget. Twelve steps warm up,
 then --steps are timed as they are, then as many under the profiler. Self times: without what a
 called operator spends; on a GPU those of kernels, and the rest of the step the GPU waits.
 
@@ -33,7 +33,8 @@ from bench import measure
 from bench.speed import SCRIPTS, SETS, length, make_files, our_command, packed
 from bench.table import origin
 
-WARM_UP, ROWS, WIDTH = 4, 25, 64
+WARM_UP = 12        # steps: kernels of other sizes are compiled in the first ones
+ROWS, WIDTH = 25, 64        # of the table
 GROUPS = {      # the first that a name of an operator or a kernel matches
     "attention": r"attention|flash|fmha|flex",
     "matrix products": r"::(mm|addmm|bmm|baddbmm|_scaled_mm)$|mkldnn|gemm|cutlass|cublas|nvjet|"

@@ -22,11 +22,10 @@ MAGNITUDE = "lora_magnitude_vector"     # PEFT's name of DoRA's lengths
 # adapter that sets any other one (modules_to_save, bias, what a newer PEFT adds) would be computed
 # wrongly here, or in part.
 FIELDS = {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "use_dora",
-          "rank_pattern",
-          "alpha_pattern", "layers_to_transform", "layers_pattern", "init_lora_weights",
-          "lora_dropout", "eva_config",
-          "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path",
-          "revision", "inference_mode", "qalora_group_size", "megatron_core", "runtime_config"}
+          "rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern",
+          "init_lora_weights", "lora_dropout", "eva_config", "peft_type", "task_type",
+          "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+          "qalora_group_size", "megatron_core", "runtime_config"}
 # of adapters alone; others change the base as well
 INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
@@ -49,12 +48,12 @@ class AddingLinear(Linear):
 
 
 def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=False, dora=False,
-             task="CAUSAL_LM", whole=None):
-    """Wrap a model in fp32 adapters; the base is frozen. rslora, dora: of PEFT's LoraConfig.
+             **settings):
+    """Wrap a model in fp32 adapters; the base is frozen. rslora, dora, settings: of PEFT's
+    LoraConfig; task_type None: not a transformers model.
 
     layers: its decoder layers; only linear modules in them get adapters. targets: "all-linear" or
-    comma-separated module name endings. base_name: written into the adapter's config. task: of
-    PEFT's; None: not a transformers model. whole: modules that are trained as they are. Raises
+    comma-separated module name endings. base_name: written into the adapter's config. Raises
     UserError when a target matches nothing.
     """
     linear = {name for layer in layers for name, module in layer.named_modules()
@@ -63,15 +62,15 @@ def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=Fal
         names = sorted({name.rpartition(".")[2] for name in linear})
     else:
         names = [target.strip() for target in targets.split(",") if target.strip()]
-    for name in names or [targets]:     # nothing but commas is a target that matches nothing
+    for name in names or [targets]:     # commas alone match nothing
         if not any(other == name or other.endswith("." + name) for other in linear):
             endings = ", ".join(sorted({other.rpartition(".")[2] for other in linear}))
             raise UserError(f"--lora_target_modules {name!r} matches no linear layer; use "
                             "all-linear or out of: "
                             f"{endings or 'none, this model has no linear layers'}")
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names,
-                        bias="none",
-                        use_rslora=rslora, use_dora=dora, task_type=task, modules_to_save=whole)
+                        bias="none", use_rslora=rslora, use_dora=dora,
+                        **{"task_type": "CAUSAL_LM", **settings})
     return attach(model, config, base_name)
 
 

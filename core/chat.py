@@ -211,7 +211,7 @@ def called(tool):
 
 
 def check_tools(tools):
-    """Names of a list of tools. ValueError for what is no list of them, each with a name."""
+    """Names of a list of tools. ValueError unless it is a list of them, each with a name."""
     names = [called(tool).get("name") for tool in tools] if isinstance(tools, list) else [None]
     if not all(isinstance(name, str) and name for name in names):
         raise ValueError('its "tools" are no list of {"type": "function", "function": '
@@ -297,7 +297,7 @@ def of_history(history):
     history = history or []
     if not isinstance(history, list) or not all(
             isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise ValueError('has a "history" that is no list of [question, answer]')
+        raise ValueError('has a "history" that is not a list of [question, answer]')
     return [{"role": role, "content": text} for pair in history
             for role, text in zip(("user", "assistant"), pair)]
 

@@ -337,8 +337,8 @@ class CheckpointManager:
             require(resume == "auto", f"--resume {path}: {problem}")
             if self.world.is_main:
                 print(f"checkpoint {path} is damaged ({problem}); trying the one before")
-        # to begin anew would throw away what may still be mended
-        require(not candidates, f"{self.output_dir}: every checkpoint is damaged; to start anew, "
+        # starting over would throw away what may still be repaired
+        require(not candidates, f"{self.output_dir}: every checkpoint is damaged; to start over, "
                                 "give another --output_dir or move them away")
         return None, {}
 

@@ -103,8 +103,8 @@ def convert(layers):
         # as the GPU's kernels want it to lie
         turned, turned_scales = rounded(module.weight.t().contiguous())
         module.__class__ = Float8Linear
-        # uint8, since DDP's first broadcast knows no float8
-        module.weight = nn.Parameter(weight.view(torch.uint8), requires_grad=False)
+        # uint8, since DDP's first broadcast knows no float8; in place: a caller may hold parameters
+        module.weight.data = weight.view(torch.uint8)
         module.register_buffer("turned", turned.view(torch.uint8), persistent=False)
         module.register_buffer("scales", scales, persistent=False)
         module.register_buffer("turned_scales", turned_scales, persistent=False)

@@ -134,7 +134,7 @@ class Slice:
 def open_tensors(paths):
     """{tensor name: Slice} over safetensors files; reads only their headers.
 
-    Raises UserError for a file that is no safetensors file, or a name that is in two of them.
+    Raises UserError for a file that is not a safetensors file, or a name that is in two of them.
     """
     found = {}
     for path in paths:

@@ -82,7 +82,7 @@ def config_of(folder, source, vocab_size, mask_id, dropout):
         try:
             config.vocab_size = max(vocab_size, source.get("vocab_size", 0))
             if config.native.num_attention_heads % config.kv_heads:
-                raise ValueError("num_attention_heads is no multiple of num_key_value_heads")
+                raise ValueError("num_attention_heads is not a multiple of num_key_value_heads")
         except Exception as error:      # a dozen kinds, of transformers' checks
             wrong = f"what transformers refuses ({str(error).splitlines()[0]:.120})"
     require(not wrong, f"--init_from {folder}: its config.json has {wrong}")
@@ -203,7 +203,7 @@ def add_adapters(model, lora):
     """
     from core import adapters       # here: PEFT takes seconds to import
     how = [lora[name] for name in ("rank", "alpha", "dropout", "targets", "base", "rslora", "dora")]
-    wrapper = adapters.add_lora(model, model.layers, *how, task=None)
+    wrapper = adapters.add_lora(model, model.layers, *how, task_type=None)
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(getattr(torch, lora["dtype"]))

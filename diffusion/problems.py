@@ -19,7 +19,7 @@ END = "<|endoftext|>"
 MARKERS = {"gsm8k": ("<|mask|>",),
            "hdp": ("<|pad|>", "<|plan|>", "<|execution|>", "<|answer|>", "<|mask|>")}
 SDAR_MASK = "<|MASK|>"      # the mask in SDAR's tokenizers (github.com/JetAstra/SDAR)
-NUMBER = re.compile(r"(?:(?<![\d)])-)?\d[\d,]*(?:\.\d+)?")       # the minus of 5-3 is no sign
+NUMBER = re.compile(r"(?:(?<![\d)])-)?\d[\d,]*(?:\.\d+)?")       # the minus of 5-3 is not a sign
 HUB_NAME = re.compile(r"(?!.*\.jsonl?$)\w[\w.-]*(/[\w.-]+)?")      # openai/gsm8k, gpt2
 CALCULATOR = re.compile(r"<<[^<>]*>>")
 # advice that names flags of the chat trainer
@@ -286,7 +286,7 @@ def read_chat_prompts(path, folder, tokens):
         try:
             record = line if isinstance(line, dict) else json_files.loads(line)
             if not isinstance(record, dict):
-                raise ValueError('is no object with "messages"')
+                raise ValueError('is not an object with "messages"')
             messages, tools, _ = chat.as_question(record)
             if control := encoder.control.search(str([messages, tools])):
                 raise ValueError(f"contains the control token {control[0]}; remove it")

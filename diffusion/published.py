@@ -436,7 +436,7 @@ def sdar_config(about, config, layout):
 
 
 def check_sdar(config):
-    """Raise UserError when a network of this Config is no SDAR model."""
+    """Raise UserError unless a network of this Config is an SDAR model."""
     require(getattr(config, "source", {}).get("model_type") in ("qwen3", "sdar"),
             "--format sdar: SDAR is Qwen3; this model is of another kind: leave --format out, or "
             "start from a Qwen3 model (--init_from)")

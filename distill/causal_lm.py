@@ -69,13 +69,13 @@ def check_vocabulary(tokenizer, config):
 
 
 def load_config(folder):
-    """transformers config of a folder; UserError for what is no plain causal language model."""
+    """transformers config of a folder; UserError unless it is a plain causal language model."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:          # ValueError, KeyError, validation errors
         raise UserError(f"{folder}: its config.json cannot be used ({str(error).splitlines()[0]})")
     require(type(config) in AutoModelForCausalLM._model_mapping, f"{folder}: is a "
-            f"{config.model_type!r} checkpoint, which is no causal language model of transformers")
+            f"{config.model_type!r} checkpoint, not a causal language model of transformers")
     require(not getattr(config, "quantization_config", None),
             f"{folder}: is quantised; give the unquantised model")
     return config

@@ -251,7 +251,7 @@ def check_duplicates(path, lines, keys):
     if len(again):
         at, first = again.min(), np.flatnonzero(keys == keys[again.min()])[0]
         raise UserError(f"{path}:{lines[at]}: has the same id {keys[at]} as {path}:{lines[first]} "
-                        f"({len(again)} such lines); give each line an id of its own, or join "
+                        f"({len(again)} such lines); give each line another id, or join "
                         "files that create_data.py made of different inputs")
 
 

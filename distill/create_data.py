@@ -53,7 +53,7 @@ def build_parser():
     p.flag("--prompt_file", str(PROMPT),
            f"UTF-8 text; for the role user with {teachers.PLACE} once, best at its end")
     p.flag("--prompt_role", "user", "where the prompt goes: around the last user message, or in a "
-           "system message of its own", choices=("user", "system"))
+           "separate system message", choices=("user", "system"))
     p.flag("--parser", "language", "what a label is: the language line, --pattern, or the whole "
            "answer, for free-form answers", choices=PARSERS)
     p.flag("--pattern", None, "--parser regex: form of the label's line, the label in its group")
@@ -128,7 +128,7 @@ def check_flags(args, world_size):
         absent = ""
         if (args.engine, other, engine) == ("auto", "vllm", "transformers"):
             absent = (": there is no vLLM here, see launch/create_data_h100x8.sh; vLLM needs an "
-                      "environment of its own")
+                      "own environment")
         for flag in names if other != engine else ():
             require(flag in ANY_ENGINE or getattr(args, flag) == defaults.get_default(flag),
                     f"--{flag} is for the engine {other}, not {engine}{absent}")
@@ -168,7 +168,7 @@ class Line(NamedTuple):
 
 
 def read_input(path):
-    """([Line], notices). UserError for what is no line or conversation."""
+    """([Line], notices). UserError for anything else."""
     where = f"--input_file {path}"
     # not splitlines: U+2028 does not end a line
     lines = json_files.read_text(path, "--input_file ").removesuffix("\n").split("\n")
@@ -184,7 +184,7 @@ def read_input(path):
         try:
             record = json_files.loads(line)
             if not isinstance(record, dict):
-                raise ValueError("is no JSON object")
+                raise ValueError("is not a JSON object")
             messages, tools, had_answer = chat.as_question(record)
         except ValueError as error:
             raise UserError(f"{where}: line {number} {printable(error)}")
@@ -259,7 +259,7 @@ def read_journals(folder, header):
                     records.setdefault(entry["id"], entry)
             except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
                 raise UserError(f"{path}: line {number} cannot be read ({printable(error, 200)}); "
-                                "mend it, or move the file away: its lines are labelled again")
+                                "repair it, or move the file away: its lines are labelled again")
     return records
 
 

@@ -288,7 +288,7 @@ def read_truth(path, rows, labels):
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{where}:{number}: is not a JSON object with id and label")
         require(type(key) is int and key not in truth,
-                f"{where}:{number}: has the id {key!r}, which is no whole number or there twice")
+                f"{where}:{number}: has the id {key!r}, not a whole number, or there twice")
         require(label is None or label in labels, f"{where}: id {key} has the label {label!r}, "
                 f"which is not one of {', '.join(labels)}")
         truth[key] = label

@@ -113,7 +113,7 @@ def known_tokens(found, k, token):
     except (KeyError, TypeError, AttributeError, ValueError):
         raise UserError(f"gave no prompt_logprobs of the {k} likeliest; vLLM's server does")
     odd = [name for _, name, _ in ranked if not re.fullmatch(r"0|[1-9]\d{0,9}", name)]
-    require(not odd, f"names a token {printable(' '.join(odd[:1]), 20)}, which is no id")
+    require(not odd, f"names a token {printable(' '.join(odd[:1]), 20)}, which is not an id")
     require(str(token) in found, f"gave log-probabilities without that of token {token}, which was "
             "sent: they are of another place")
     best = [(int(name), logprob) for rank, name, logprob in ranked if rank <= k][:k]

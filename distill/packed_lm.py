@@ -27,9 +27,8 @@ KEPT = (1.0, "forward", 0.5, 0)     # --keep: KL(base, student) and nothing else
 # Settings that change logits or attention in a way that the packed forward would miss, and the
 # value that does nothing.
 NEUTRAL = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1,
-           "logits_scaling": 1,
-           "lm_head_multiplier": 1, "attention_dropout": 0, "attn_pdrop": 0,
-           "attention_chunk_size": None,
+           "logits_scaling": 1, "lm_head_multiplier": 1, "attention_dropout": 0,
+           "attn_pdrop": 0, "attention_chunk_size": None,
            # with it transformers adds the routers' balancing loss
            "output_router_logits": False}
 MIXTURES = {"qwen2_moe", "qwen3_moe", "olmoe"}      # of experts, in the layout of causal_lm.EXPERTS

@@ -463,7 +463,7 @@ def read_shard(path, names):
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})")
     except (SafetensorError, ValueError) as error:
-        raise ValueError(f"it is no shard: {error}")
+        raise ValueError(f"it is not a shard: {error}")
 
 
 def read_columns(path):

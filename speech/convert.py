@@ -578,7 +578,7 @@ class Unpacked:
         except (ValueError, RuntimeError) as error:     # of open_sound, NumPy and libsndfile
             raise BadSample(f"is not readable audio ({error})", "audio")
         file, done = self.open.get(rate, (None, SHARD_S * rate))
-        try:        # a full disk is no fault of this sample
+        try:        # a full disk is not the fault of this sample
             if done >= SHARD_S * rate:
                 if file:
                     file.close()
@@ -769,7 +769,7 @@ def open_shards(paths, given, unpacked):
     kinds = list(map(kind_of, paths))
     for path, kind in zip(paths, kinds):
         require(kind and kind == kinds[0],
-                f"{path}: is no parquet, arrow or tar file as the others")
+                f"{path}: is not a parquet, arrow or tar file like the others")
     if kinds[0] == "columns":
         cli.require_package("pyarrow", f"{paths[0]}: parquet and arrow files")
     read = read_tar if kinds[0] == "tar" else read_columns

@@ -70,22 +70,18 @@ CLIP_RATES = (22050, 24000, 44100, 16000)  # Hz
 # The first 17 stand in the order of ids 128000 to 128016 of the released tokenizer.
 SPECIAL_TOKENS = [
     "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>",
-    "<|reserved_special_token_1|>",
-    "<|finetune_right_pad_id|>", "<|reserved_special_token_2|>", "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eom_id|>", "<|eot_id|>", "<|python_tag|>", "<|audio_bos|>", "<|audio_eos|>",
-    "<|audio_out_bos|>",
-    "<|reserved_special_token_6|>", "<|AUDIO|>", "<|AUDIO_OUT|>", "<|recipient|>",
-    "<|scene_desc_start|>",
-    "<|scene_desc_end|>", "<|reserved_special_token_3|>", "<|reserved_special_token_4|>",
-    "<|reserved_special_token_5|>", "<|reserved_special_token_7|>"]
+    "<|reserved_special_token_1|>", "<|finetune_right_pad_id|>", "<|reserved_special_token_2|>",
+    "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>",
+    "<|audio_bos|>", "<|audio_eos|>", "<|audio_out_bos|>", "<|reserved_special_token_6|>",
+    "<|AUDIO|>", "<|AUDIO_OUT|>", "<|recipient|>", "<|scene_desc_start|>", "<|scene_desc_end|>",
+    "<|reserved_special_token_3|>", "<|reserved_special_token_4|>", "<|reserved_special_token_5|>",
+    "<|reserved_special_token_7|>"]
 
 # Some of Higgs TTS 3's added tokens, in the order of their ids, and of its 43 control tags.
 SPECIAL_TOKENS_3 = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|tts|>", "<|audio|>",
-                    "<|audio_end|>", "<|text|>",
-                    "<|text_end|>", "<|eoc|>", "<|ref_audio|>", "<|ref_text|>",
-                    "<|emotion:elation|>",
-                    "<|style:whispering|>", "<|sfx:laughter|>", "<|prosody:pause|>"]
+                    "<|audio_end|>", "<|text|>", "<|text_end|>", "<|eoc|>", "<|ref_audio|>",
+                    "<|ref_text|>", "<|emotion:elation|>", "<|style:whispering|>",
+                    "<|sfx:laughter|>", "<|prosody:pause|>"]
 
 # How the Llama 3 family cuts text before byte-pair merging: contractions, words, up to three
 # digits, signs, space.
@@ -130,21 +126,17 @@ SENTENCES = re.split(r"(?<=[.?])\s+", STORY.strip())
 # noise is.
 SOUNDS = {
     "a": (730, 1090, 2440, 1.0, 0.0), "e": (530, 1840, 2480, 1.0, 0.0),
-    "i": (300, 2290, 3010, 0.9, 0.0),
-    "o": (570, 840, 2410, 1.0, 0.0), "u": (300, 870, 2240, 0.9, 0.0),
-    "y": (320, 2000, 2800, 0.8, 0.0),
+    "i": (300, 2290, 3010, 0.9, 0.0), "o": (570, 840, 2410, 1.0, 0.0),
+    "u": (300, 870, 2240, 0.9, 0.0), "y": (320, 2000, 2800, 0.8, 0.0),
     "m": (250, 1100, 2200, 0.5, 0.0), "n": (250, 1500, 2500, 0.5, 0.0),
-    "l": (350, 1000, 2600, 0.6, 0.0),
-    "r": (350, 1200, 1600, 0.6, 0.0), "w": (300, 700, 2200, 0.6, 0.0),
-    "v": (250, 1200, 2400, 0.4, 0.1),
+    "l": (350, 1000, 2600, 0.6, 0.0), "r": (350, 1200, 1600, 0.6, 0.0),
+    "w": (300, 700, 2200, 0.6, 0.0), "v": (250, 1200, 2400, 0.4, 0.1),
     "b": (250, 800, 2200, 0.4, 0.0), "d": (250, 1700, 2600, 0.4, 0.1),
-    "g": (250, 1300, 2300, 0.4, 0.0),
-    "z": (250, 4000, 5500, 0.3, 0.4), "j": (300, 2200, 3500, 0.3, 0.3),
-    "s": (4500, 5800, 7000, 0.0, 0.8),
+    "g": (250, 1300, 2300, 0.4, 0.0), "z": (250, 4000, 5500, 0.3, 0.4),
+    "j": (300, 2200, 3500, 0.3, 0.3), "s": (4500, 5800, 7000, 0.0, 0.8),
     "f": (1500, 4500, 6500, 0.0, 0.4), "h": (700, 1500, 2600, 0.0, 0.3),
-    "c": (2000, 3800, 5000, 0.0, 0.6),
-    "x": (3000, 5000, 6500, 0.0, 0.6), "p": (500, 1000, 2200, 0.0, 0.2),
-    "t": (3000, 4200, 5500, 0.0, 0.4),
+    "c": (2000, 3800, 5000, 0.0, 0.6), "x": (3000, 5000, 6500, 0.0, 0.6),
+    "p": (500, 1000, 2200, 0.0, 0.2), "t": (3000, 4200, 5500, 0.0, 0.4),
     "k": (1500, 2200, 3000, 0.0, 0.3), "q": (1500, 2000, 2800, 0.0, 0.3)}
 PAUSE = (500, 1500, 2500, 0.0, 0.0)
 
@@ -253,19 +245,17 @@ def make_model3(out_dir, codec, seed=0, **text_overrides):
                 "pad_token": "<|endoftext|>", "model_max_length": 32768}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     text = {"model_type": "qwen3", "vocab_size": VOCAB_SIZE + 8, "hidden_size": 96,
-            "intermediate_size": 192,
-            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-            "head_dim": 32,
-            "rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "hidden_act": "silu",
-            "attention_bias": False,
+            "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 2048, "hidden_act": "silu", "attention_bias": False,
             "attention_dropout": 0.0, "tie_word_embeddings": True, "rope_theta": None,
             "dtype": "float32", "initializer_range": 0.06, **text_overrides}
     audio = {"model_type": "higgs_audio_encoder", "encoder_type": "discrete", "num_codebooks": 8,
-             "vocab_size": 1026,
-             "out_dim": text["hidden_size"], "use_delay_pattern": True, "tie_word_embeddings": True}
+             "vocab_size": 1026, "out_dim": text["hidden_size"], "use_delay_pattern": True,
+             "tie_word_embeddings": True}
     config = {"architectures": ["HiggsMultimodalQwen3ForConditionalGeneration"],
-              "audio_token_id": -100,
-              "model_type": v3.MODEL_TYPE, "audio_encoder_config": audio, "text_config": text,
+              "audio_token_id": -100, "model_type": v3.MODEL_TYPE, "audio_encoder_config": audio,
+              "text_config": text,
               # the released one's is not the tiny one's
               "audio_tokenizer_config": codec.config.to_dict()}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -19,8 +19,7 @@ FILE = "text_settings.json"     # in a checkpoint
 # boson-ai/higgs-audio examples/generation.py (f04f5df), lines 44-80 and 701-728
 MARKS = str.maketrans({
     "，": ", ", "。": ".", "：": ":", "；": ";", "？": "?", "！": "!", "（": "(", "）": ")",
-    "【": "[",
-    "】": "]",
+    "【": "[", "】": "]",
     "《": "<", "》": ">", "“": '"', "”": '"', "‘": "'", "’": "'", "、": ",", "—": "-", "…": "...",
     "·": ".", "「": '"', "」": '"', "『": '"', "』": '"'})
 SOUNDS = {"[laugh]": "<SE>[Laughter]</SE>", "[humming start]": "<SE_s>[Humming]</SE_s>",

@@ -15,14 +15,12 @@ from core.cli import UserError
 UNUSED = "loss_calculator.projection.weight"        # of the checkpoint's training
 # WavLM's names in fairseq -> in transformers
 NAMES = (("^mask_emb", "masked_spec_embed"), (r"(conv_layers\.\d)\.0", r"\1.conv"),
-         ("weight_v", "weight.original1"),
-         (r"(conv_layers\.\d)\.2\.1", r"\1.layer_norm"),
+         ("weight_v", "weight.original1"), (r"(conv_layers\.\d)\.2\.1", r"\1.layer_norm"),
          ("^layer_norm", "feature_projection.layer_norm"),
          ("post_extract_proj", "feature_projection.projection"), ("weight_g", "weight.original0"),
          (r"pos_conv\.0(\.weight)", r"pos_conv.0.parametrizations\1"),
-         (r"pos_conv\.0", "pos_conv_embed.conv"),
-         ("self_attn_layer_norm", "layer_norm"), ("self_attn", "attention"),
-         ("grep_a", "gru_rel_pos_const"),
+         (r"pos_conv\.0", "pos_conv_embed.conv"), ("self_attn_layer_norm", "layer_norm"),
+         ("self_attn", "attention"), ("grep_a", "gru_rel_pos_const"),
          ("grep_linear", "gru_rel_pos_linear"),
          (r"relative_attention_bias\.weight", "rel_attn_embed.weight"),
          ("fc1", "feed_forward.intermediate_dense"), ("fc2", "feed_forward.output_dense"))
@@ -127,7 +125,7 @@ def load(path):
                        if not name.endswith("num_batches_tracked")]:
             raise ValueError(f"unknown weight {min(unknown)}")
     except Exception as error:
-        raise UserError(f"--speaker_model {path}: is no checkpoint of UniSpeech's speaker "
+        raise UserError(f"--speaker_model {path}: is not a checkpoint of UniSpeech's speaker "
                         "verification with WavLM "
                         f"({type(error).__name__}: {' '.join(str(error).split())[:300]})")
     return embed, wavlm

@@ -59,10 +59,12 @@ def test_frozen_layers_are_rounded_and_adapters_learn_nearly_the_same(make, line
                 torch.nn.init.normal_(parameter, 0, 0.05)
         names = [n for n, p in model.named_parameters() if p.requires_grad]
         if name != "bf16":
+            held = list(model.parameters())     # by names, as the trainers' scripts do
             assert float8.convert(layers) == linears
             small = [m for m in model.modules() if isinstance(m, float8.Float8Linear)]
             assert not any(p.requires_grad for m in small for p in m.parameters())
             rounded = sum(m.weight.nbytes + m.turned.nbytes for m in small)
+            assert sum(p.dtype == torch.uint8 for p in held) == linears, "weights in bf16 stay in memory"
             assert rounded == sum(2 * m.in_features * m.out_features for m in small)
         assert names == [n for n, p in model.named_parameters() if p.requires_grad]
         torch.manual_seed(1)

@@ -1,7 +1,7 @@
 """What is printed or kept of users' texts: no passwords, no control characters, bounded."""
 import pytest
 
-from core import cli
+from core import cli, json_files
 
 
 def test_passwords_and_keys_of_addresses_are_not_kept():
@@ -15,3 +15,9 @@ def test_passwords_and_keys_of_addresses_are_not_kept():
     ("x" * 30, "x" * 5 + "[... 20 characters ...]" + "x" * 5), ("http://" + "p" * 30 + "@h", "http://***@h")])
 def test_printed_texts(said, shown):
     assert cli.printable(said, 20 if "@" in said else 10) == shown
+
+
+def test_a_disk_that_fails_while_it_is_read_is_named():
+    """/proc/self/mem opens as a regular file and answers a read with an input/output error, as a bad disk does."""
+    with pytest.raises(cli.UserError, match="--x /proc/self/mem: cannot be read .Input/output error."):
+        json_files.read_text("/proc/self/mem", "--x ")

@@ -421,7 +421,7 @@ def spoil(folder, kind):
 @pytest.mark.parametrize("kind, part", [
     ("missing", "1 missing keys, first model.layers.1.mlp.up_proj.weight"), ("extra", "1 unexpected keys, first stray"),
     ("shape", "up_proj.weight (42, 36) instead of (43, 36)"), ("none", "holds no weights"),
-    ("broken", "model.safetensors: cannot be read"), ("bert", "which is no causal language model"),
+    ("broken", "model.safetensors: cannot be read"), ("bert", "not a causal language model"),
     ("quantised", "is quantised; give the unquantised model"), ("dropout", "attention_dropout 0.1"),
     ("rope", "its dynamic rotary embedding depends on the longest document"),
     ("adapter", "has no config.json; this is an adapter, give its base model"),

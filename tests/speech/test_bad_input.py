@@ -243,7 +243,7 @@ def test_resume_of_what_is_not_there_or_damaged(run, used_copy, tmp_path):
         weights.write_bytes(spoilt)
         complains(run(*LORA, "--resume", used_copy), f"--resume {used_copy}: adapter_model.safetensors", said)
         done = run(*LORA)
-        complains(done, f"{out}: every checkpoint is damaged; to start anew, give another")
+        complains(done, f"{out}: every checkpoint is damaged; to start over, give another")
         assert f"{used_copy} is damaged (adapter_model.safetensors" in done.output
 
 

@@ -1,6 +1,7 @@
 """Every format is told from its neighbours by its content, and its rows become the samples that they are."""
 import io
 import json
+import resource
 import subprocess
 import sys
 import tarfile
@@ -14,7 +15,7 @@ import pytest
 import soundfile
 
 from core.cli import UserError
-from speech import labels_v3
+from speech import convert, labels_v3
 from speech.codes import decode_audio
 from speech.conversations import MULTISPEAKER_SYSTEM
 from speech.rows import read_samples
@@ -526,3 +527,16 @@ def test_tars_with_dots_in_names_and_without_texts(tmp_path):
         file.truncate(20000)
     with pytest.raises(UserError, match="cannot be read as a tar"):
         read(tmp_path / "a.tar")
+
+
+def test_a_full_disk_is_not_the_fault_of_a_sample(tmp_path):
+    """Files may not grow, as on a full disk: the run stops, and no sample is reported as unreadable audio."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    sound = {"array": np.random.default_rng(0).uniform(-1, 1, 400_000), "sampling_rate": 16000}
+    unpacked = convert.Unpacked(tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(UserError, match="sound cannot be written"):
+            unpacked.row({"text": "a"}, sound)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

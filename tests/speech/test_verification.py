@@ -153,5 +153,5 @@ def test_an_embedding_is_the_references(parts, tmp_path):
     (lambda state: state.update(shortcut=torch.zeros(1)), "unknown weight shortcut"),
     (lambda state: state.update({"linear.weight": torch.zeros(16, 7)}), "RuntimeError")])
 def test_a_checkpoint_that_lacks_something_or_has_more_is_refused(parts, tmp_path, change, why):
-    with pytest.raises(UserError, match=rf"tiny.pth: is no checkpoint of UniSpeech's .*{why}"):
+    with pytest.raises(UserError, match=rf"tiny.pth: is not a checkpoint of UniSpeech's .*{why}"):
         verification.load(saved(tmp_path / "tiny.pth", parts, change))
