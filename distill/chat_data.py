@@ -22,12 +22,13 @@ from core.cli import UserError, require
 from core.dist import error_names_file
 from core.loading import Column, parallel_map_ordered
 from core.problems import Problems, problem
-from distill.labels import LINES
 
 PAD_LENGTH = 128        # padding comes in documents this short: attention costs a length's square
 CHUNK = 1024            # lines tokenised together
 HELD_OUT = "held_out.jsonl"
 TABLE = r"table-[0-9a-f]{8}"
+# ids of create_data.py: a digest of the input file x LINES + the line's number; below JSON's 2**53
+LINES = 2**28
 # columns of a table, and the type of each
 COLUMNS = {"tokens": np.int32, "trained": bool, **dict.fromkeys((
     "lengths", "targets", "lines", "keys", "sources", "offsets", "asked", "own"), np.int64)}
@@ -237,7 +238,7 @@ def group_numbers(keys, lines, group_size):
     Translations of one sentence stand side by side: with one in training, another held out would
     flatter the model.
     """
-    if (keys >= 0).all():       # neighbours of the same input file: see labels.LINES
+    if (keys >= 0).all():       # neighbours of the same input file: see LINES
         return keys // LINES * LINES + keys % LINES // group_size
     return (lines - 1) // group_size
 

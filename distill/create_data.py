@@ -7,7 +7,7 @@
         --base_url http://localhost:8000/v1
 
 Only the teacher reads the long prompt; a student trained on the result learns to do without it. An
-answer without a proper label (labels.py) is asked for again with another seed; a line that never
+answer without a proper label (teachers.py) is asked for again with another seed; a line that never
 gets one is in labels.rejected.jsonl with its answers and the reason. Files made of different inputs
 can be joined. A line of .jsonl is a conversation in any form that train_sft.py reads; an answer at
 its end is asked for again.
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ stand
 from core import cli
 from core.cli import UserError, require
 from distill import teachers
-from distill.labels import LINES, PARSERS, UNANSWERED, Found, make_parser, read_label, thoughts
+from distill.teachers import PARSERS, UNANSWERED, Found, make_parser, read_label, thoughts
 
 TEACHER = "Qwen/Qwen3-30B-A3B-Instruct-2507"
 LOG_S = 10                  # seconds between log lines
@@ -151,6 +151,7 @@ from typing import NamedTuple
 
 from core import chat, checkpoint, dist, json_files, run_lock
 from core.cli import printable
+from distill.chat_data import LINES
 
 # ---- What is asked
 

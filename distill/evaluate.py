@@ -1,16 +1,15 @@
 r"""Judge a student of train_sft.py by questions it has not seen: what has it learned and forgotten?
 
     python distill/evaluate.py --checkpoint out/checkpoint-48 --output_dir out/evaluation
-    python distill/evaluate.py ... --parser language --truth_file truth.jsonl \
-        --prompt_file language_id.txt
+    python distill/evaluate.py ... --parser language --prompt_file language_id.txt
     python distill/evaluate.py ... --follows '^Ahoy' --min_closed 0.5 --control other/checkpoint-48
     python distill/evaluate.py ... --eval_data_file unseen.jsonl
 
-Columns: "base" is the model before training, "student" the checkpoint, adapters or all weights;
-"base + prompt" or "teacher" is the run's teacher, or the base with --prompt_file;
-"control" another run's student, which should not have learned. All answer the held-out questions
-greedily, as the student was trained; the questions are those of OUTPUT_DIR/held_out.jsonl, whose
-hash the checkpoint holds, and none of them may have been trained.
+Columns: "base" is the model before training, "student" the checkpoint; "base + prompt" or "teacher"
+is the run's teacher, or the base with --prompt_file; "control" another run's student, which should
+not have learned. All answer the held-out questions greedily, as the student was trained; the
+questions are those of OUTPUT_DIR/held_out.jsonl, whose hash the checkpoint holds, and none of them
+may have been trained.
 
     kl, nll         of the held-out answers, per token: KL(teacher, column), negative log-likelihood
     agreement       with the label in the data; accuracy: with --truth_file, which no teacher made
@@ -18,8 +17,8 @@ hash the checkpoint holds, and none of them may have been trained.
     exact           same words as the teacher's answer (the data's, without a teacher)
     unrelated ...   --unrelated: KL(base, column) on other chats, answers that are the base's
 
-"closed" is the part of the way from base to teacher that a student went. Written: evaluation.json
-with every answer, evaluation.txt with the table.
+"closed" is the part of the way from base to teacher that a student went. evaluation.json gets every
+answer, evaluation.txt the table.
 """
 import re
 import sys
@@ -30,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # the folder 
 from core import cli
 from core.cli import UserError, require
 from distill import teachers
-from distill.labels import LINES, PARSERS, Parser, make_parser, read_label
+from distill.teachers import PARSERS, Parser, make_parser, read_label
 
 BASE, STUDENT, CONTROL = "base", "student", "control"
 PROMPTED, TEACHER = "base + prompt", "teacher"      # the base with the prompt, or another model
@@ -103,6 +102,7 @@ import contextlib
 import hashlib
 import json
 import math
+import operator
 import statistics
 from collections import Counter
 from typing import NamedTuple
@@ -115,12 +115,10 @@ from core.chat import THINKING
 from core.document_attention import ATTENTION
 from core.problems import settle
 from distill import causal_lm, packed_lm
-from distill.chat_data import HELD_OUT, Reading, collate, encode_chunk, kept, question_hash
+from distill.chat_data import HELD_OUT, LINES, Reading, collate, encode_chunk, kept, question_hash
 from distill.losses import chunked_loss
 
-HOLD_OUT = "--validation_split 0.1 --group_size 15"
-UNKNOWN = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform",
-           "trainable_token_indices", "fan_in_fan_out")     # what train_sft.py never sets
+THINKING_FLAG = {"template": "default", "true": "on", "false": "off"}       # of teachers.Sampling
 
 # ---- Checkpoints and models
 
@@ -165,24 +163,11 @@ def find_prompt(args, run):
     without a teacher.
     """
     learned = run.flags.prompt_file or run.flags.teacher_path
-    if args.prompt_file:
-        require(not learned, f"--prompt_file {args.prompt_file}: {run.folder} learned {learned}; "
-                             "drop the flag")
-        return teachers.read_prompt(args.prompt_file, args.prompt_role)
-    # as the run read it, whatever has become of the file
-    return teachers.Prompt(*run.meta["held_out"]["prompt"]) if learned else None
-
-
-def load_model(folder, adapter, dtype, device):
-    """Model of a folder, with the adapter folder `adapter` on top unless None. Raises UserError."""
-    model = causal_lm.load_whole(folder, dtype, device)
-    if adapter:
-        model = adapters.add_saved(model, adapter, UNKNOWN)
-        # not buffers: rotary embeddings stay float32
-        for parameter in adapters.adapter_weights(model).values():
-            parameter.data = parameter.data.to(dtype)
-        adapters.load_adapters(model, adapter)
-    return model.eval()
+    require(not (learned and args.prompt_file),
+            f"--prompt_file {args.prompt_file}: {run.folder} learned {learned}; drop the flag")
+    if learned:     # as the run read it, whatever has become of the file
+        return teachers.Prompt(*run.meta["held_out"]["prompt"])
+    return teachers.read_prompt(args.prompt_file, args.prompt_role) if args.prompt_file else None
 
 
 class Column:
@@ -192,19 +177,13 @@ class Column:
         self.model, self.tokenizer, self.adapted = model, tokenizer, adapted
         self.packed = packed_lm.PackedLM(model).eval()
         self.native = self.packed.native
+        self.usual = self.native.config._attn_implementation
         self.device = model.get_input_embeddings().weight.device
 
-    @contextlib.contextmanager
-    def switched(self, attention=None):
-        """Within this context the model is this column's. attention: by another function."""
-        config, own = self.native.config, contextlib.nullcontext()
-        before = config._attn_implementation
-        config._attn_implementation = attention or before
-        try:
-            with own if self.adapted else adapters.switched_off(self.model):
-                yield
-        finally:
-            config._attn_implementation = before
+    def switched(self, attention):
+        """Within this context the model is this column's; it attends by the function named."""
+        self.native.config._attn_implementation = attention
+        return contextlib.nullcontext() if self.adapted else adapters.switched_off(self.model)
 
     def rows(self, batch, behind):
         """((R, H) what the head reads, (weight, bias) of the head). behind: the teacher's side."""
@@ -213,14 +192,20 @@ class Column:
 
 
 def open_columns(args, run, prompt, device, dtype):
-    """{name: Column} of base, teacher if there is one, and student."""
-    student = load_model(run.base if run.adapter else run.folder,
-                         run.folder if run.adapter else None, dtype, device)
-    base = student if run.adapter else load_model(run.base, None, dtype, device)
+    """{name: Column} of base, teacher if there is one, and student. Raises UserError."""
+    base = student = causal_lm.load_whole(run.base, dtype, device)
+    if run.adapter:
+        student = base = adapters.add_saved(base, run.folder)
+        # not buffers: rotary embeddings stay float32
+        for parameter in adapters.adapter_weights(student).values():
+            parameter.data = parameter.data.to(dtype)
+        adapters.load_adapters(student.eval(), run.folder)
+    else:
+        student = causal_lm.load_whole(run.folder, dtype, device)
     columns = {BASE: Column(base, run.tokenizer)}
     if run.teacher:
         tokenizer = chat.load_tokenizer(run.teacher, run.flags.chat_template)
-        columns[TEACHER] = Column(load_model(run.teacher, None, dtype, device), tokenizer)
+        columns[TEACHER] = Column(causal_lm.load_whole(run.teacher, dtype, device), tokenizer)
     elif prompt:
         columns[PROMPTED] = columns[BASE]
     return columns | {STUDENT: Column(student, run.tokenizer, True)}
@@ -256,8 +241,8 @@ def read_rows(args, run):
         path = run.folder.resolve().parent / HELD_OUT
         about, split = run.meta.get("held_out", {"hash": ""}), "held out by the run"
         require(about["hash"], f"--checkpoint {run.folder}: its run held nothing out, so there is "
-                f"nothing to judge it by; train with {HOLD_OUT}, or give --eval_data_file with "
-                "lines it has not seen")
+                "nothing to judge it by; train with --validation_split 0.1, or give "
+                "--eval_data_file with lines it has not seen")
         text, count = json_files.read_text(path), about["trained"]
         require(hashlib.sha256(text.encode()).hexdigest() == about["hash"],
                 f"{path}: is not what the run of {run.folder} held out: it has changed since; put "
@@ -346,13 +331,13 @@ def likelihoods(column, samples, batch_size, teacher=None, behind=False):
 
 def ask_column(column, ends, thinking, requests, tokens, batch_size):
     """[Answer] of a Column, greedily. ends: ids that trained answers end with."""
-    thinking = {"template": "default", "true": "on", "false": "off"}[thinking]
     causal_lm.stop_at(column.native, ends)
     known = column.native.generation_config.eos_token_id
+    draw = teachers.Sampling(tokens, thinking=THINKING_FLAG[thinking])
     answers = teachers.answers_of(
-        column.native, column.tokenizer, teachers.Sampling(tokens, thinking=thinking),
+        column.native, column.tokenizer, draw,
         sorted(known if isinstance(known, list) else [known]), batch_size=batch_size)
-    with column.switched():
+    with column.switched(column.usual):
         found = {request.id: answer for request, answer in answers(requests)}
     return [found[request.id] for request in requests]
 
@@ -374,18 +359,17 @@ def follows_rule(pattern, topic=None):
     for TOPIC in pattern. A question of None has any topic.
     """
     def follows(question, text):
-        if not topic:
-            return bool(re.search(pattern, text))
-        if question is None:
-            return bool(re.search(pattern.replace(TOPIC, ".+?"), text))
-        found = re.search(topic, question)
-        require(found, f"--topic {topic!r}: is not in the question {question!r}")
-        return bool(re.search(pattern.replace(TOPIC, re.escape(found[1])), text))
+        word = ".+?"
+        if topic and question is not None:
+            found = re.search(topic, question)
+            require(found, f"--topic {topic!r}: is not in the question {question!r}")
+            word = re.escape(found[1])
+        return bool(re.search(pattern.replace(TOPIC, word) if topic else pattern, text))
     return follows if pattern else None
 
 
 def answer_label(parser, answer):
-    """labels.Found: the whole answer is a label, as students write it, or holds one."""
+    """teachers.Found: the whole answer is a label, as students write it, or holds one."""
     text = answer.text.lower() if parser.lower else answer.text
     whole = read_label(Parser(None, parser.labels), text, answer.finish_reason)
     if whole.label is not None or parser.line is None:
@@ -408,12 +392,19 @@ def measure_labels(parser, answers, given, truth, name, notes):
     if reasons := Counter(one.why for one in read if one.label is None).most_common(4):
         words = ", ".join(f"{n:,} {why}" for why, n in reasons)
         notes.append(f"{name}: no label in {labels.count(None)} answers: {words}")
-    found = {"labelled": statistics.fmean(label is not None for label in labels),
-             "agreement": statistics.fmean(a == b for a, b in zip(labels, given))}
-    if truth:
-        known = [(label, true) for label, true in zip(labels, truth) if true is not None]
-        found["accuracy"] = statistics.fmean(a == b for a, b in known) if known else None
-    return found
+    found = {"labelled": 1 - labels.count(None) / len(labels), "agreement": same(labels, given)}
+    return found | ({"accuracy": known_share(labels, truth)} if truth else {})
+
+
+def same(some, others):
+    """Share of pairs that are equal."""
+    return statistics.fmean(map(operator.eq, some, others))
+
+
+def known_share(labels, truth):
+    """same() of the labels whose truth is known; None: of none."""
+    known = [(label, true) for label, true in zip(labels, truth) if true is not None]
+    return same(*zip(*known)) if known else None
 
 
 def measure_forgotten(args, run, columns, found, ends, rule):
@@ -434,10 +425,9 @@ def measure_forgotten(args, run, columns, found, ends, rule):
                              args.max_new_tokens, args.batch_size)
         texts = [answer.text.strip() for answer in answers]
         base = base or texts
-        found[name]["unrelated"] = len(rows)
-        found[name]["unrelated kl"], _ = likelihoods(column, samples, args.batch_size,
-                                                     columns[BASE])
-        found[name]["unrelated same"] = statistics.fmean(map(str.__eq__, texts, base))
+        kl, _ = likelihoods(column, samples, args.batch_size, columns[BASE])
+        found[name] |= {"unrelated": len(rows), "unrelated kl": kl,
+                        "unrelated same": same(texts, base)}
         if rule:
             found[name]["unrelated follows"] = statistics.fmean(rule(None, text) for text in texts)
 
@@ -450,8 +440,7 @@ def table_lines(found, n):
     def cell(measure, value):
         if value is None or measure not in SHARES:
             return "-" if value is None else f"{value:.4g}"
-        low, high = wilson(value, n)
-        return f"{100 * value:.1f}% ({100 * low:.0f}-{100 * high:.0f})"
+        return "{:.1f}% ({:.0f}-{:.0f})".format(*(100 * x for x in (value, *wilson(value, n))))
     measures = dict.fromkeys(measure for row in found.values() for measure in row)
     rows = [["", *found]]
     rows += [[measure, *(cell(measure, row.get(measure)) for row in found.values())]
@@ -463,20 +452,19 @@ def table_lines(found, n):
 
 def verdict_clauses(args, found, closed, n):
     """[clause] about what was learned and what was forgotten."""
-    def shares(measure):
-        return ", ".join(f"{name} {metrics.percent(row[measure])}" for name, row in found.items()
-                         if row.get(measure) is not None)
-    clauses = [f"{what} of {n} answers not trained: {shares(measure)}" for what, measure in (
-        ("agreement", "agreement"), ("truth", "accuracy"), ("following", "follows"),
-        ("word for word", "exact")) if shares(measure)]
+    clauses = []
+    for measure, what in {"agreement": "agreement", "accuracy": "truth", "follows": "following",
+                          "exact": "word for word"}.items():
+        if shares := [f"{name} {metrics.percent(row[measure])}" for name, row in found.items()
+                      if row.get(measure) is not None]:
+            clauses.append(f"{what} of {n} answers not trained: {', '.join(shares)}")
     for name, ways in closed.items():
-        words = (f"{metrics.percent(ways[measure])} of the way in {word}" for measure, word in (
-            ("kl", "divergence"), ("follows", "following")) if ways.get(measure) is not None)
+        words = [f"{metrics.percent(ways[measure])} of the way in {word}" for measure, word in (
+            ("kl", "divergence"), ("follows", "following")) if ways.get(measure) is not None]
         clauses.append(f"the {name} went {' and '.join(words) or 'no way: there is no gap'}")
     if args.unrelated:
-        mine = found[STUDENT]
-        clauses.append(f"on {mine['unrelated']} unrelated questions the student is "
-                       f"{mine['unrelated kl']:.3f} nats a token from the base")
+        clauses.append("on {unrelated} unrelated questions the student is {unrelated kl:.3f} nats "
+                       "a token from the base".format_map(found[STUDENT]))
     if (closed.get(CONTROL, {}).get("follows") or 0) >= (args.min_closed or 0.5):
         clauses.append("the control follows the rule as well, which therefore shows nothing: the "
                        "divergence decides")
@@ -485,14 +473,14 @@ def verdict_clauses(args, found, closed, n):
 
 def check_learned(args, found, closed, goal):
     """UserError unless the student went --min_closed of the way, and the control did not."""
-    ways = [("divergence", "kl"), *([("following rate", "follows")] if args.follows else [])]
-    for words, measure in ways:
+    ways = {"kl": "divergence", **({"follows": "following rate"} if args.follows else {})}
+    for measure, words in ways.items():
         theirs, before = found[goal][measure], found[BASE][measure]
         what = f"{args.checkpoint}: {words}: there is no gap to close"
         require(theirs or measure == "kl", f"{what}: the teacher itself follows the rule in 0 % of "
                 f"its answers, the base in {100 * before:.0f} %")
         require(theirs != before, f"{what}: {theirs:.3g} of the teacher, {before:.3g} of the base")
-    for words, measure in ways:
+    for measure, words in ways.items():
         part = closed[STUDENT][measure]
         require(part >= args.min_closed, f"{args.checkpoint}: {words}: {part:.3f} of the gap is "
                                          f"closed, less than --min_closed {args.min_closed}")
@@ -520,14 +508,13 @@ def main(argv=None):
     questions = [chat.question(row["messages"][:-1]) for row in rows]
     given, truth = [chat.plain(row["messages"][-1]) for row in rows], None
     if judges_labels(args):
-        labels = parser.labels or tuple(sorted(set(given)))
+        parser = parser._replace(labels=parser.labels or tuple(sorted(set(given))))
         for row, label in zip(rows, given):
-            require(label in labels, f"id {row['id']} is labelled {label[:40]!r}, which is not one "
-                                     f"of {', '.join(labels)}; see --parser and --labels")
-        parser = Parser(parser.line, labels, parser.lower)
+            require(label in parser.labels, f"id {row['id']} is labelled {label[:40]!r}, which is "
+                    f"not one of {', '.join(parser.labels)}; see --parser and --labels")
         if args.truth_file:
-            truth = read_truth(args.truth_file, rows, labels)
-            truth = [truth[row["id"]] for row in rows]
+            known = read_truth(args.truth_file, rows, parser.labels)
+            truth = [known[row["id"]] for row in rows]
     samples, ends = encode(run, rows, about["files"][0], prompt)
     checkpoint.claim_output(args.output_dir)
     print(f"data       {about['training_lines']:,} trained, {len(rows):,} to judge "
@@ -555,22 +542,20 @@ def main(argv=None):
         kl, nll = likelihoods(column, samples, args.batch_size,
                               None if taught else columns.get(goal), behind=taught)
         found[name] = {"kl": 0.0 if taught else kl, "nll": nll}
-    reference = [answer.text.strip() for answer in answers[goal]] if goal else given
+    texts = {name: [answer.text.strip() for answer in some] for name, some in answers.items()}
     for name, row in found.items():
-        texts = [answer.text.strip() for answer in answers[name]]
         row["ended"] = statistics.fmean(one.finish_reason == "stop" for one in answers[name])
         row["tokens in"] = statistics.fmean(answer.prompt_tokens for answer in answers[name])
         row["tokens out"] = statistics.fmean(answer.completion_tokens for answer in answers[name])
-        row["exact"] = statistics.fmean(map(str.__eq__, texts, reference))
+        row["exact"] = same(texts[name], texts.get(goal, given))
         if rule:
-            row["follows"] = statistics.fmean(map(rule, questions, texts))
+            row["follows"] = statistics.fmean(map(rule, questions, texts[name]))
         if judges_labels(args):
             row |= measure_labels(parser, answers[name], given, truth, name, notes)
     if truth:
-        known = [(a, b) for a, b in zip(given, truth) if b is not None]
-        right = statistics.fmean(a == b for a, b in known) if known else 0
-        notes.append(f"accuracy is over the {len(known)} lines whose truth is known; that of the "
-                     f"data's labels is {metrics.percent(right)}")
+        notes.append(f"accuracy is over the {len(truth) - truth.count(None)} lines whose truth is "
+                     "known; that of the data's labels is "
+                     f"{metrics.percent(known_share(given, truth) or 0)}")
     if args.unrelated:
         measure_forgotten(args, run, columns, found, ends, rule)
 
@@ -587,8 +572,7 @@ def main(argv=None):
     figures |= {f"{'' if name == STUDENT else name + ' '}closed: {measure}": value
                 for name, way in closed.items() for measure, value in way.items()}
     if goal:
-        saved = found[goal]["tokens in"] - found[STUDENT]["tokens in"]
-        figures["tokens saved"] = saved
+        saved = figures["tokens saved"] = found[goal]["tokens in"] - found[STUDENT]["tokens in"]
         notes.append(f"{saved:.1f} tokens of prompt are saved a request")
     if about["leaked_lines_left_out"]:
         notes.append(f"{about['leaked_lines_left_out']:,} lines left out: their text was trained "

@@ -1,5 +1,5 @@
 """Teachers that answer conversations, by one call: answers = open_teacher(...), which takes an
-iterable of Requests and yields (Request, Answer) in any order.
+iterable of Requests and yields (Request, Answer) in any order; and which answers hold a label.
 
 vllm           in this process; equal beginnings of prompts are computed once
 openai         any server with OpenAI's /chat/completions, many requests at once
@@ -26,6 +26,14 @@ WHOLE_RUN = (401, 402, 404, 405)        # wrong key, no credit, wrong address: n
 UNKNOWN = re.compile("unsupported|not supported|unrecogni|unknown|unexpected|extra|not permitted|"
                      "not allowed|invalid")
 TOO_LONG = ("context length", "too long", "maximum model length", "max_model_len", "longer than")
+LANGUAGES = ("ar", "de", "el", "en", "es", "fr", "hi", "ru", "tr", "ur", "vi", "zh", "ot")
+PARSERS = ("language", "regex", "whole")
+THOUGHT = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>")
+# markdown around it is harmless
+LANGUAGE_LINE = r"[*_`#\s]*final answer[*_`]*\s*:[*_`\s]*([a-z]{2})[*_`\s.]*"
+ENDINGS = {"length": "cut off at --max_tokens",
+           "too_long": "the prompt leaves no room for an answer"}
+UNANSWERED = ("refused", "no_answer")       # endings of lines without an answer: the text says why
 
 
 class Request(NamedTuple):
@@ -77,8 +85,8 @@ def open_teacher(engine, name, draw, **options):
     """`answers` of an engine's model. draw: Sampling. options: of open_vllm, open_server or
     open_transformers. Raises UserError when the model is not there or has no chat template.
     """
-    engines = {"vllm": open_vllm, "openai": open_server, "transformers": open_transformers}
-    return engines[engine](name, draw, **options)
+    return {"vllm": open_vllm, "openai": open_server, "transformers": open_transformers}[engine](
+        name, draw, **options)
 
 
 # ---- The teacher's prompt
@@ -122,6 +130,76 @@ def with_prompt(prompt, messages):
                          "--prompt_role user could go")
     text = prompt.before + messages[-1]["content"] + prompt.after
     return [*messages[:-1], messages[-1] | {"content": text}]
+
+
+# ---- Labels. One counts only if the teacher ended by itself, and if it is an allowed one after
+# the last closing thinking tag, on the last line that has the wanted form as a whole. A quoted
+# example of the form, a thought that was cut off and a line of two labels give none.
+
+
+class Parser(NamedTuple):
+    """What counts as an answer."""
+    line: re.Pattern | None         # form of the label's line, None: the whole answer
+    labels: tuple | None = None     # None allows any
+    lower: bool = False
+
+
+class Found(NamedTuple):
+    """A label that begins at text[start], or None and why."""
+    label: str | None
+    start: int = 0
+    why: str = ""
+
+
+def make_parser(name, pattern=None, labels=None):
+    """Parser by its name. pattern (regex): the line's form, group 1 the label; labels: allowed."""
+    require((pattern is not None) == (name == "regex"), "--parser regex needs --pattern, its only "
+            "group the label; no other parser takes one")
+    if name == "whole":
+        return Parser(None, labels)
+    if name == "language":
+        return Parser(re.compile(LANGUAGE_LINE, re.IGNORECASE), labels or LANGUAGES, lower=True)
+    try:
+        line = re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"--pattern {pattern!r}: is not a regular expression ({error})")
+    require(line.groups == 1, f"--pattern {pattern!r}: has {line.groups} groups; put the label, "
+                              "nothing else, in one: (...)")
+    return Parser(line, labels)
+
+
+def read_label(parser, text, finish_reason, must_think=False):
+    """Found of one answer. must_think: without a closed thought it is not an answer."""
+    if finish_reason in UNANSWERED:
+        return Found(None, why=text)
+    if finish_reason != "stop":
+        return Found(None, why=ENDINGS.get(finish_reason, f"ended by {finish_reason}"))
+    begin, open_thought = 0, False
+    for tag in THOUGHT.finditer(text):
+        begin, open_thought = tag.end(), not tag[1]
+    if open_thought or (must_think and not begin):
+        return Found(None, why="its thoughts have no end")
+    if parser.line is None:
+        found = Found(text[begin:].strip(), begin)
+        if not found.label:
+            return Found(None, why="is empty")
+    else:
+        match = None
+        for line in re.finditer(r"\S[^\n]*", text[begin:]):
+            end = begin + line.start() + len(line[0].rstrip())
+            match = parser.line.fullmatch(text, begin + line.start(), end) or match
+        if match is None or not match[1]:
+            return Found(None, why="has no line of the wanted form")
+        found = Found(match[1].lower() if parser.lower else match[1], match.start(1))
+    if parser.labels and found.label not in parser.labels:
+        return Found(None, why=f"{found.label[:40]!r} is not one of the labels")
+    return found
+
+
+def thoughts(text, end):
+    """What an answer thinks before its label, which begins at text[end]; "" without a thought."""
+    tags = [tag for tag in THOUGHT.finditer(text[:end]) if tag[1]]
+    return THOUGHT.sub("", text[:tags[-1].start()]).strip() if tags else ""
 
 
 # ---- In this process
@@ -256,7 +334,7 @@ def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0,
     create_data.py's flags.
     """
     from distill.server import MALFORMED, Server, explain
-    server = Server(base_url, request_timeout)
+    server, refused = Server(base_url, request_timeout), set()
     try:
         listed = json_files.loads(server.wait(server.fetch("/models")))["data"]
         models = [str(model["id"]) for model in listed]
@@ -265,29 +343,46 @@ def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0,
                         "the address (it mostly ends in /v1)")
     require(name in models,
             f"--model_name {name}: the server has {', '.join(models) or 'no models'}")
-    fields = Fields()
     return lambda requests: server.each(lambda request: ask_server(
-        server, name, draw, fields, request, server_patience), requests, concurrency)
+        server, name, draw, refused, request, server_patience), requests, concurrency)
 
 
-async def ask_server(server, name, draw, fields, request, patience):
+async def ask_server(server, name, draw, refused, request, patience):
     """Answer to one request; for a line that the server refuses, or does not answer in `patience`
     seconds, one that says so. UserError when the server is gone, or refuses more than the line.
+
+    refused: fields that the server takes no requests with; grows. "max_tokens": by that name.
     """
-    from distill.server import MALFORMED, TRANSIENT, Refused, explain
+    from distill.server import MALFORMED, NOT_SET, TRANSIENT, Refused, explain
     until, line = time.monotonic() + patience, f"line {request.id + 1}"
+    # what the user has set is never left out
+    optional = {*NOT_SET} - ({"top_k"} if draw.top_k else set())
     while True:
-        known = fields.dropped, fields.max_tokens
+        limit = "max_completion_tokens" if "max_tokens" in refused else "max_tokens"
+        body = {"model": name, "messages": [as_sent(message) for message in request.messages],
+                limit: draw.max_tokens, "temperature": draw.temperature, "top_p": draw.top_p,
+                **NOT_SET, "seed": request.seed, "top_k": draw.top_k,
+                "chat_template_kwargs": draw.template_flags or None, "tools": request.tools}
+        body = {field: value for field, value in body.items()
+                if field not in refused and value not in (None, [])}
         try:
-            body = fields.body_of(name, draw, request)
             return await server.call("/chat/completions", body, read_answer, until)
         except Refused as error:
             why = explain(error)
             if error.code in (400, 413) and any(words in why.lower() for words in TOO_LONG):
                 return Answer(why, "too_long")
-            if error.code in (400, 422) and (
-                    known != (fields.dropped, fields.max_tokens) or fields.drop(why, draw)):
-                continue        # as this request, or another one, has learnt
+            names = {field for field in optional & body.keys() if re.search(rf"\b{field}\b", why)}
+            if not UNKNOWN.search(why.lower()):
+                names = set()
+            if limit == "max_tokens" and "max_completion_tokens" in why:
+                names.add("max_tokens")
+            if error.code in (400, 422) and names:
+                for field in sorted(names - refused - {"max_tokens"}):
+                    print(f"notice     the server takes no {field}: " + (
+                        "answers cannot be drawn again alike" if field == "seed"
+                        else "it uses its own"))
+                refused |= names
+                continue
             require(error.code not in WHOLE_RUN and error.code >= 400,
                     f"{line}: the server at {server.url} refuses it: {why}")
             if error.code not in TRANSIENT:
@@ -300,41 +395,6 @@ async def ask_server(server, name, draw, fields, request, patience):
             raise UserError(f"{line}: no answer from {server.url} in {patience:g} s: {why}; "
                             "finished lines are kept, rerun the same command to resume")
         return Answer(f"no answer in {patience:g} s: {why}", "no_answer")
-
-
-class Fields:
-    """What of a request a server takes."""
-
-    def __init__(self):
-        self.max_tokens, self.dropped = "max_tokens", frozenset()       # its name for the limit
-
-    def body_of(self, name, draw, request):
-        """The JSON of a request, as far as the server takes it."""
-        from distill.server import NOT_SET
-        body = {"model": name, "messages": [as_sent(message) for message in request.messages],
-                self.max_tokens: draw.max_tokens, "temperature": draw.temperature,
-                "top_p": draw.top_p, **NOT_SET, "seed": request.seed, "top_k": draw.top_k,
-                "chat_template_kwargs": draw.template_flags or None, "tools": request.tools}
-        return {field: value for field, value in body.items()
-                if field not in self.dropped and value not in (None, [])}
-
-    def drop(self, why, draw):
-        """Whether a refusal is about a field that from now on is left out, or has another name.
-        What the user has set is never left out.
-        """
-        from distill.server import NOT_SET
-        if self.max_tokens == "max_tokens" and "max_completion_tokens" in why:
-            self.max_tokens = "max_completion_tokens"
-            return True
-        if not UNKNOWN.search(why.lower()):
-            return False
-        kept = self.dropped | ({"top_k"} if draw.top_k else set())
-        new = {name for name in NOT_SET if re.search(rf"\b{name}\b", why)} - kept
-        self.dropped |= new
-        for name in sorted(new):
-            what = "answers cannot be drawn again alike" if name == "seed" else "it uses its own"
-            print(f"notice     the server takes no {name}: {what}")
-        return bool(new)
 
 
 def as_sent(message):

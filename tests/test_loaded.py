@@ -26,7 +26,7 @@ SPEECH = files("core/", "adapters low_rank run") | files("", "train_v2_ddp data 
     "speech/", "choices codes conversations dataset rows text_normalization labels loss v2 versions "
     "weights")
 CHATS = files("core/", "chat checkpoint cli dist document_attention problems run tensor_io") | files(
-    "distill/", "causal_lm chat_data labels losses packed_lm train_sft")
+    "distill/", "causal_lm chat_data losses packed_lm train_sft")
 BLOCKS = files("core/", "run") | files("diffusion/", "blocks choices dit elbo noise problems train_bd3lm")
 # {script: (files it may load beside ALL, lines of all together)}
 LIMITS = {"train_v2_ddp.py": (SPEECH, 8_580), "distill/train_sft.py": (CHATS, 6_500),

@@ -22,8 +22,8 @@ from core.cli import UserError
 from core import chat
 from diffusion import make_problems
 from distill import chat_data, create_data, teachers
-from distill.labels import LINES
-from distill.labels import LANGUAGES, make_parser, read_label
+from distill.chat_data import LINES
+from distill.teachers import LANGUAGES, make_parser, read_label
 from tests.helpers import chats, tiny_teacher
 from tests.helpers.label_server import answer_to
 from tests.helpers.progress import PATIENCE_S, wait_until

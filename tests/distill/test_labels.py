@@ -2,7 +2,7 @@
 
 import pytest
 
-from distill.labels import make_parser, read_label
+from distill.teachers import make_parser, read_label
 
 
 @pytest.mark.parametrize("text, reason, expected", [
