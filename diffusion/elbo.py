@@ -147,15 +147,6 @@ def report(sums, variance, targets, regions):
     return {f"eval/{name}": float(value) for name, value in values.items()}
 
 
-def model_line(config, name):
-    """One line about the network of a Config."""
-    with torch.device("meta"):
-        model = config.network(config)
-    size = sum(p.numel() for p in model.parameters())
-    part = sum(p.numel() for p in trained(model).values())
-    return f"model      {name}, {size:,} parameters" + f", {part:,} of them trained" * (part < size)
-
-
 def loss_report(sums, regions):
     """Sums (10,): losses and targets of 4 regions, plain losses, masked tokens -> {name: value}."""
     losses, targets, (cross_entropy, masked) = (part.tolist() for part in sums.split((4, 4, 2)))

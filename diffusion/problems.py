@@ -22,6 +22,9 @@ SDAR_MASK = "<|MASK|>"      # the mask in SDAR's tokenizers (github.com/JetAstra
 NUMBER = re.compile(r"(?:(?<![\d)])-)?\d[\d,]*(?:\.\d+)?")       # the minus of 5-3 is not a sign
 HUB_NAME = re.compile(r"(?!.*\.jsonl?$)\w[\w.-]*(/[\w.-]+)?")      # openai/gsm8k, gpt2
 CALCULATOR = re.compile(r"<<[^<>]*>>")
+# files of a split in a dataset folder
+SPLITS = ("{}.jsonl", "{}.json", "main/{}-*.parquet", "{}-*.parquet", "data/{}-*.parquet",
+          "{}/*.arrow")
 # advice that names flags of the chat trainer
 CHAT_HINT = re.compile(r"; (so what|give) .*--chat_template.*")
 
@@ -96,7 +99,10 @@ def read_entries(path, split):
             from huggingface_hub import snapshot_download
             place = Path(snapshot_download(str(path), repo_type="dataset",
                                            allow_patterns=["*.json*", "*.parquet"]))
-    for file in [place] if place.is_file() else find_split(place, split):
+    files = [place] if place.is_file() else next(filter(None, (
+        sorted(place.glob(form.format(split))) for form in SPLITS)), None)
+    require(files, f"{place}: has none of {', '.join(SPLITS).format(*[split] * len(SPLITS))}")
+    for file in files:
         if file.suffix in (".parquet", ".arrow"):
             unit, entries = "sample", enumerate(json_files.table_rows(file))
         else:
@@ -106,16 +112,6 @@ def read_entries(path, split):
             label = entry.get("id") if unit == "sample" and isinstance(entry, dict) else None
             yield (f"{file} {unit} {number + (unit == 'line')}"
                    + (f" ({printable(label, 80)})" if label else "")), entry
-
-
-def find_split(folder, split):
-    """Files of a split in a dataset folder: JSONL, JSON, parquet or arrow. UserError."""
-    for pattern in (f"{split}.jsonl", f"{split}.json", f"main/{split}-*.parquet",
-                    f"{split}-*.parquet", f"data/{split}-*.parquet", f"{split}/*.arrow"):
-        if files := sorted(folder.glob(pattern)):
-            return files
-    raise UserError(f"{folder}: has no {split}.jsonl, {split}.json, {split}-*.parquet (also in "
-                    f"main/ or data/) or {split}/*.arrow")
 
 
 # ---- Tokenizer

@@ -196,10 +196,8 @@ def weight_parts(folder, model):
 def expert_names(name, shape):
     """[names of the published matrices] of each expert, for a tensor (experts, rows, columns)."""
     place, _, leaf = name.rpartition(".")
-    if len(shape) != 3 or leaf not in EXPERTS:
-        return []
-    return [[f"{place}.{expert}.{matrix}.weight" for matrix in EXPERTS[leaf]]
-            for expert in range(shape[0])]
+    matrices, experts = EXPERTS.get(leaf, ()), range(shape[0] if len(shape) == 3 else 0)
+    return [[f"{place}.{i}.{matrix}.weight" for matrix in matrices] for i in experts if matrices]
 
 
 def published(name, tensor):
@@ -220,23 +218,21 @@ def check_weights(model, parts, folder):
             f"of {type(model).__name__}, and names are not converted here")
 
 
+@torch.no_grad()
 def load_weights(weights, parts, world=None):
-    """Fill {name: tensor, plain or a shard} from weight_parts. world: as in tensor_io.read_once."""
+    """Fill {name: tensor, plain or a shard} from weight_parts: its own rows, or experts, only.
+    world: as in tensor_io.read_once.
+    """
+    def read(name, tensor):
+        if name in parts:
+            return tensor_io.read_rows(tensor, parts[name])
+        local, first = tensor_io.local_rows(tensor)
+        for names, whole in zip(expert_names(name, tensor.shape)[first:], local):
+            for matrix, rows in zip(names, whole.chunk(len(names))):
+                tensor_io.read_rows(rows, parts[matrix])
     for name, tensor in weights.items():
         tensor = tensor.detach()
-        read = partial(read_weight, name, tensor, parts)
-        tensor_io.read_once(world or World(), tensor, read)
-
-
-@torch.no_grad()
-def read_weight(name, tensor, parts):
-    """Fill a tensor, plain or a shard, from weight_parts: its own rows, or experts, only."""
-    if name in parts:
-        return tensor_io.read_rows(tensor, parts[name])
-    local, first = tensor_io.local_rows(tensor)
-    for names, whole in zip(expert_names(name, tensor.shape)[first:], local):
-        for matrix, rows in zip(names, whole.chunk(len(names))):
-            tensor_io.read_rows(rows, parts[matrix])
+        tensor_io.read_once(world or World(), tensor, partial(read, name, tensor))
 
 
 def load_whole(folder, dtype, device="cpu"):
@@ -264,8 +260,8 @@ def stop_at(model, ends):
 class Draw(LogitsProcessor):
     """Leaves the one token of each row that is drawn from its softmax, by a generator of the row.
 
-    A row takes one number a token, on the CPU: its draws depend neither on the rows beside it nor
-    on the device. The token is where the running sum of the probabilities passes that number.
+    A row takes one number a token, on the CPU, whatever other rows and the device are. The token is
+    where the running sum of the probabilities passes that number.
     """
 
     def __init__(self, seeds):

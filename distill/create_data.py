@@ -292,32 +292,25 @@ def write_results(output, lines, records, keep_reasoning=False):
         checkpoint.write_text(path, text)
 
 
-def statistics(rows):
-    """Counts per label, parse rate and retries of a list of records."""
+def report(output_file, rows):
+    """Print the figures of all records of the file -> the same, JSON-able."""
     answers = sum(len(row["answers"]) for row in rows)
     labels = Counter(row["label"] for row in rows if row["label"] is not None)
     reasons = Counter(row["answers"][-1]["why"] for row in rows if row["label"] is None)
-    return {"lines": len(rows), "labelled": labels.total(), "rejected": reasons.total(),
-            "labels": dict(sorted(labels.items(), key=lambda pair: (-pair[1], pair[0]))),
-            "reasons": dict(reasons.most_common()),
-            "parse_rate": labels.total() / answers if answers else None,
-            "retries": answers - len(rows),
-            **{name: sum(row[name] for row in rows) for name in ("prompt_tokens",
-                                                                 "completion_tokens")}}
-
-
-def report(output_file, stats):
-    """Print the figures of the whole file, of all its processes and starts."""
-    words = [f"{printable(label, 40)} {n:,}" for label, n in stats["labels"].items()]
-    words = ", ".join(words) if len(words) <= 20 else f"{len(words):,} different answers"
-    print(f"labels     {stats['labelled']:,} of {stats['lines']:,} lines: {words}\n"
-          f"answers    {100 * (stats['parse_rate'] or 0):.1f}% of them had a label; "
-          f"{stats['retries']:,} retries, {stats['rejected']:,} lines rejected")
-    if stats["rejected"]:
-        reasons = list(stats["reasons"].items())[:3]
-        why = ", ".join(f"{n:,} {printable(why, 60)}" for why, n in reasons)
-        print(f"notice     {stats['rejected']:,} lines without a label ({why}): "
+    words = ", ".join(f"{printable(label, 40)} {n:,}" for label, n in labels.most_common())
+    print(f"labels     {labels.total():,} of {len(rows):,} lines: "
+          + (words if len(labels) <= 20 else f"{len(labels):,} different answers"))
+    print(f"answers    {100 * labels.total() / answers:.1f}% of them had a label; "
+          f"{answers - len(rows):,} retries, {reasons.total():,} lines rejected")
+    if reasons:
+        why = ", ".join(f"{n:,} {printable(why, 60)}" for why, n in reasons.most_common(3))
+        print(f"notice     {reasons.total():,} lines without a label ({why}): "
               f"{output_file.with_suffix('.rejected.jsonl')}")
+    return {"lines": len(rows), "labelled": labels.total(), "rejected": reasons.total(),
+            "labels": dict(labels.most_common()), "reasons": dict(reasons.most_common()),
+            "parse_rate": labels.total() / answers, "retries": answers - len(rows),
+            "prompt_tokens": sum(row["prompt_tokens"] for row in rows),
+            "completion_tokens": sum(row["completion_tokens"] for row in rows)}
 
 
 # ---- Asking
@@ -485,10 +478,8 @@ def main(argv=None):
         print(f"done       {len(todo):,} lines; {left:,} of other shards are not finished yet")
         return
     write_results(output, lines, records, args.keep_reasoning)
-    stats = statistics(list(records.values()))
-    checkpoint.write_text(output.with_suffix(".stats.json"),
-                          json.dumps({"made_with": header, **stats}, indent=1))
-    report(output, stats)
+    stats = report(output, list(records.values()))
+    checkpoint.write_json(output.with_suffix(".stats.json"), {"made_with": header, **stats})
     print(f"done       {output}")
     require(stats["labelled"], f"no line has a label "
             f"({printable(next(iter(stats['reasons']), ''), 60)}); see the raw answers in "

@@ -158,18 +158,6 @@ def open_run(args, name):
     return Run(folder, adapter, meta, flags, base, teacher, chat.load_tokenizer(folder))
 
 
-def find_prompt(args, run):
-    """teachers.Prompt of what the teacher reads, of the role none for another model alone; None
-    without a teacher.
-    """
-    learned = run.flags.prompt_file or run.flags.teacher_path
-    require(not (learned and args.prompt_file),
-            f"--prompt_file {args.prompt_file}: {run.folder} learned {learned}; drop the flag")
-    if learned:     # as the run read it, whatever has become of the file
-        return teachers.Prompt(*run.meta["held_out"]["prompt"])
-    return teachers.read_prompt(args.prompt_file, args.prompt_role) if args.prompt_file else None
-
-
 class Column:
     """A column's model: with its adapters, or without."""
 
@@ -368,15 +356,6 @@ def follows_rule(pattern, topic=None):
     return follows if pattern else None
 
 
-def answer_label(parser, answer):
-    """teachers.Found: the whole answer is a label, as students write it, or holds one."""
-    text = answer.text.lower() if parser.lower else answer.text
-    whole = read_label(Parser(None, parser.labels), text, answer.finish_reason)
-    if whole.label is not None or parser.line is None:
-        return whole
-    return read_label(parser, answer.text, answer.finish_reason)
-
-
 def wilson(share, n, z=1.959963984540054):
     """(low, high) bounds of a share of n, 95 %: E. B. Wilson, J. Am. Stat. Assoc. 22 (1927)."""
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
@@ -387,7 +366,11 @@ def wilson(share, n, z=1.959963984540054):
 
 def measure_labels(parser, answers, given, truth, name, notes):
     """{measure: value} of a column's answers against the data's labels and the truth, or None."""
-    read = [answer_label(parser, answer) for answer in answers]
+    def read_one(text, reason):     # the whole answer is a label, as students write it, or has one
+        line, whole = text.lower() if parser.lower else text, Parser(None, parser.labels)
+        found = read_label(whole, line, reason)
+        return read_label(parser, text, reason) if found.label is None and parser.line else found
+    read = [read_one(answer.text, answer.finish_reason) for answer in answers]
     labels = [one.label for one in read]
     if reasons := Counter(one.why for one in read if one.label is None).most_common(4):
         words = ", ".join(f"{n:,} {why}" for why, n in reasons)
@@ -501,7 +484,13 @@ def main(argv=None):
     dtype = torch.bfloat16 if half else torch.float32
     parser = make_parser(args.parser, args.pattern, args.labels and tuple(args.labels.split(",")))
     run = open_run(args, args.checkpoint)
-    prompt = find_prompt(args, run)
+    learned, prompt = run.flags.prompt_file or run.flags.teacher_path, None
+    require(not (learned and args.prompt_file),
+            f"--prompt_file {args.prompt_file}: {run.folder} learned {learned}; drop the flag")
+    if learned:     # as the run read it, whatever has become of the file
+        prompt = teachers.Prompt(*run.meta["held_out"]["prompt"])
+    elif args.prompt_file:
+        prompt = teachers.read_prompt(args.prompt_file, args.prompt_role)
     require(prompt or not args.min_closed,
             "--min_closed needs a teacher: --prompt_file, or a run that learned from one")
     rows, about = read_rows(args, run)

@@ -12,6 +12,7 @@ own: what a server has cached of a prompt belongs to a name, and would be used a
 weights. Prompts go there and answers come back as ids: a text has several, and only those that were
 drawn have the student's probabilities.
 """
+import contextlib
 import os
 import shutil
 import time
@@ -107,22 +108,13 @@ class Sampler:
         """
         self.world, self.server = world, Server(args.base_url, args.request_timeout)
         self.folder, self.name = Path(os.path.abspath(args.output_dir)) / "served", None
-        self.run = dist.rank0(world, self.begin)
 
-    def begin(self):
-        """Name of this run on the server, which answers; what an earlier run has left goes."""
-        self.call("/models")
-        self.folder.mkdir(exist_ok=True)
-        checkpoint.remove_named(self.folder, r"student-[0-9a-f]{8}-\d+")   # as refresh() names them
-        return uuid.uuid4().hex[:8]
-
-    def call(self, path, body=None, **more):
-        """The server's answer, of Server.insist."""
-        hint = ""
-        if "lora" in path:
-            hint = ("; it needs --enable-lora, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, a "
-                    "--max-lora-rank of at least --lora_rank, and to read --output_dir")
-        return self.server.wait(self.server.insist(path, body, hint=hint, **more))
+        def begin():        # the server answers; what an earlier run has left goes
+            self.server.wait(self.server.insist("/models"))
+            self.folder.mkdir(exist_ok=True)
+            checkpoint.remove_named(self.folder, r"student-[0-9a-f]{8}-\d+")    # of refresh()
+            return uuid.uuid4().hex[:8]
+        self.run = dist.rank0(world, begin)
 
     def refresh(self, model, step):
         """Have the server answer by a PackedLM's adapters of now. Collective."""
@@ -131,6 +123,8 @@ class Sampler:
         weights = adapters.adapter_weights(model.net)
         files = tensor_io.stage(self.world, "adapter_model", weights, spread=False)
         before, name = self.name, f"student-{self.run}-{step}"
+        hint = ("; it needs --enable-lora, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, a --max-lora-rank "
+                "of at least --lora_rank, and to read --output_dir")
 
         def load():
             folder = self.folder / name
@@ -139,10 +133,11 @@ class Sampler:
             for file, write in files.items():
                 write(folder / file)
             end = time.monotonic() + 2 * self.server.timeout        # of both: other ranks wait
-            self.call("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)},
-                      read=bytes, end=end)
+            self.server.wait(self.server.insist("/load_lora_adapter", {
+                "lora_name": name, "lora_path": str(folder)}, bytes, hint, end))
             if before:
-                self.call("/unload_lora_adapter", {"lora_name": before}, read=bytes, end=end)
+                self.server.wait(self.server.insist(
+                    "/unload_lora_adapter", {"lora_name": before}, bytes, hint, end))
                 shutil.rmtree(self.folder / before, ignore_errors=True)
         dist.rank0(self.world, load)
         self.name = name
@@ -161,10 +156,9 @@ class Sampler:
             found = await self.server.insist("/completions", {
                 **drawing, "prompt": [int(token) for token in prompts[i]], "max_tokens": limits[i],
                 "seed": seeds[i]}, end=end)
-            choice = {}
-            if isinstance(found, dict) and found.get("choices"):
-                choice = found["choices"][0]
-            ids = choice.get("token_ids")
+            ids = ()
+            with contextlib.suppress(KeyError, TypeError, IndexError):
+                ids = found["choices"][0]["token_ids"]
             good = isinstance(ids, list) and all(type(token) is int for token in ids)
             require(good and 0 < len(ids) <= limits[i],
                     f"--base_url {self.server.url}/completions: "

@@ -198,18 +198,6 @@ def load(model, parts, world, *, sharding=None, compiled=False):
         causal_lm.load_weights(base, parts, world)
 
 
-def check_resume(model, folder):
-    """Raise UserError when a checkpoint folder does not fit this model, which is empty; adapters,
-    or all weights.
-    """
-    if model.lora:
-        from core import adapters
-        # onto the meta device nothing is copied, shapes are compared
-        adapters.load_adapters(model.net, folder)
-    else:
-        causal_lm.check_weights(model.native, causal_lm.weight_parts(folder, model.native), folder)
-
-
 def loss_report(sums, prefix):
     """Sums of python numbers, over all ranks -> {metric name: float}.
 
@@ -263,15 +251,9 @@ def layer_weights(model):
         and ".lora_" not in name)
 
 
-def sizes_of(model):
-    """[(layer_weights, config)] of a PackedLM, and of what reads the teacher's side of a sample."""
-    nets = model.native, getattr(model.frozen.get("teacher"), "native", model.native)
-    return [(layer_weights(net), net.config) for net in nets]
-
-
 def step_work(table, samples, sizes, lora):
-    """{"tokens", "targets", "samples", "flops"} of a step's samples on all ranks, from the
-    table.
+    """{"tokens", "targets", "samples", "flops"} of a step's samples on all ranks. sizes:
+    [(layer_weights, config)] of the student, and of what reads the teacher's side.
     """
     lengths, targets = table.lengths[samples], int(table.targets[samples].sum())
     own, total = table.own[samples] if table.prompted else lengths, 0

@@ -22,16 +22,12 @@ def loss(model, tokens, targets, kept=False):
     return model(replace(batch, kept=kept)).loss
 
 
-def layers_of(model):
-    return causal_lm.decoder_layers(model.native)
-
-
 def step_of(model):
     """memory.Step of a PackedLM without its frozen models, which with_frozen counts."""
     if model.frozen:
         model = copy.copy(model)
         model.frozen = {}
-    return plans.Step(model, layers_of, loss)
+    return plans.Step(model, lambda model: causal_lm.decoder_layers(model.native), loss)
 
 
 def memory(model, setup, lengths, targets, order, epochs=range(1), kept=None):

@@ -1,15 +1,14 @@
 """A server with OpenAI's API, such as vLLM's or SGLang's: calls by httpx, one loop that repeats."""
 import asyncio
 import itertools
-import json
 import math
 import os
-import queue
 import re
 import ssl
 import threading
 import time
 import urllib.parse
+from concurrent.futures import wait
 
 from core import json_files
 from core.cli import UserError, printable, require, require_package
@@ -45,7 +44,7 @@ class Server:
         self.failures = (httpx.HTTPError, httpx.InvalidURL)
         self.url = address(base_url, flag)
         # uncompressed: a few bytes of gzip in gzip would become gigabytes before they are counted
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        headers = {"Accept-Encoding": "identity"}
         if key := os.environ.get("OPENAI_API_KEY", "").strip():
             require(re.fullmatch(r"[\x21-\x7e]+", key), "OPENAI_API_KEY: holds characters that no "
                                                         "key has, such as a space or a line feed")
@@ -60,28 +59,21 @@ class Server:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
-    def start(self, coroutine):
-        """Run a coroutine in the thread -> Future of its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-
     def wait(self, coroutine):
         """The result of a coroutine that the thread runs."""
-        return self.start(coroutine).result()
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
     def each(self, ask, jobs, limit=64):
         """Yield (job, result of the coroutine ask(job)) as they end, `limit` under way at once."""
-        jobs, ended, under_way = iter(jobs), queue.SimpleQueue(), set()
+        jobs, under_way = iter(jobs), {}
         try:
             while True:
                 for job in itertools.islice(jobs, limit - len(under_way)):
-                    future = self.start(ask(job))
-                    under_way.add(future)
-                    future.add_done_callback(lambda future, job=job: ended.put((job, future)))
+                    under_way[asyncio.run_coroutine_threadsafe(ask(job), self.loop)] = job
                 if not under_way:
                     return
-                job, future = ended.get()
-                under_way.discard(future)
-                yield job, future.result()      # an error ends the run
+                for future in wait(under_way, return_when="FIRST_COMPLETED").done:
+                    yield under_way.pop(future), future.result()        # an error ends the run
         finally:
             for future in under_way:
                 future.cancel()
@@ -94,26 +86,16 @@ class Server:
         """
         within = within or self.timeout
         try:
-            response, found = await asyncio.wait_for(self.stream(path, body), within)
+            return await asyncio.wait_for(self.stream(path, body), within)
         except TimeoutError:
             raise TimeoutError(f"no whole answer in {round(within, 2):g} s")
         except self.failures as error:
             raise ConnectionError(root_cause(error))
-        if response.is_redirect:
-            place = urllib.parse.urlsplit(response.headers.get("Location", "")).netloc
-            raise Refused(response.status_code, f"redirects to {place.rpartition('@')[2]}, which "
-                                                "is not followed; give the address itself")
-        if not response.is_success:
-            raise Refused(response.status_code, error_message(found, response.reason_phrase),
-                          response.headers.get("Retry-After", ""))
-        return found
 
     async def stream(self, path, body):
-        """(response, its body)."""
-        found, most = bytearray(), json_files.LONGEST
-        data = None if body is None else json.dumps(body).encode()
-        method = "GET" if body is None else "POST"
-        async with self.client.stream(method, self.url + path, content=data) as response:
+        """fetch() without a limit of time."""
+        found, most, method = bytearray(), json_files.LONGEST, "GET" if body is None else "POST"
+        async with self.client.stream(method, self.url + path, json=body) as response:
             packed = response.headers.get("Content-Encoding", "identity")
             if packed != "identity":
                 raise Refused(415, f"its answer is {printable(packed, 40)}, and was asked for as "
@@ -122,7 +104,14 @@ class Server:
                 found += part
                 if len(found) > most:
                     raise Refused(413, f"its answer is longer than {most >> 20} MiB")
-        return response, bytes(found)
+        if response.is_redirect:
+            place = urllib.parse.urlsplit(response.headers.get("Location", "")).netloc
+            raise Refused(response.status_code, f"redirects to {place.rpartition('@')[2]}, which "
+                                                "is not followed; give the address itself")
+        if not response.is_success:
+            raise Refused(response.status_code, error_message(found, response.reason_phrase),
+                          response.headers.get("Retry-After", ""))
+        return bytes(found)
 
     async def call(self, path, body=None, read=json_files.loads, until=0.0, end=math.inf):
         """read(what fetch gives); what may fail only for a while is tried again. Raises MALFORMED.
@@ -157,12 +146,11 @@ class Server:
             until = min(end, time.monotonic() + self.timeout)
             return await self.call(path, body, read, until, end)
         except MALFORMED as error:
+            words = hint if isinstance(error, Refused) else ""      # else nobody has read it
             if isinstance(error, TimeoutError) and end < math.inf:
-                hint = (f"; the calls of a step have {2 * self.timeout:g} s together, twice "
-                        "--request_timeout")
-            elif not isinstance(error, Refused):      # nobody has read the request
-                hint = ""
-            raise UserError(f"{self.flag} {self.url}{path}: {explain(error)}{hint}")
+                words = (f"; the calls of a step have {2 * self.timeout:g} s together, twice "
+                         "--request_timeout")
+            raise UserError(f"{self.flag} {self.url}{path}: {explain(error)}{words}")
 
 
 def address(base_url, flag):
@@ -180,13 +168,12 @@ def address(base_url, flag):
 def error_message(body, reason):
     """What a server says about an error, one line: of the body's bytes, or the status's words."""
     try:
-        text = body[:2**16].decode("utf-8", "replace")
-        found = json_files.loads(text)
+        found = json_files.loads(body[:2**16].decode("utf-8", "replace"))
         found = found.get("error", found)
-        text = found["message"] if isinstance(found, dict) and "message" in found else str(found)
+        reason = found.get("message", found) if isinstance(found, dict) else found
     except (ValueError, AttributeError):
-        text = reason
-    return printable(" ".join(str(text).split()), 200)
+        pass
+    return printable(" ".join(str(reason).split()), 200)
 
 
 def root_cause(error):

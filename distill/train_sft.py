@@ -298,8 +298,10 @@ intervals = cli.set_intervals(args, total_steps, state.get("args", {}), validate
 lines = run.schedule_lines(args, ranks, total_steps, steps_per_epoch, step, resume, intervals)
 lines[0] += f"peak lr {args.learning_rate:.2e}, warm-up {warmup_steps}"
 if dry:
-    if resume:
-        packed_lm.check_resume(model, resume)
+    if resume and args.use_lora:      # onto the meta device nothing is copied, shapes are compared
+        adapters.load_adapters(model.net, resume)
+    elif resume:
+        empty_model(resume)
     plan.print_plan(args, ranks, model, table, (train_ids, eval_ids), order, lines,
                     total_steps - step, kept)
     print("dry run ok")
@@ -339,7 +341,8 @@ keeper = frozen.Keeper(args, world, kept, wrapped) if args.keep else None
 if args.on_policy:
     from distill import on_policy
     sampler = on_policy.Sampler(args, world) if args.base_url else None     # draws instead
-sizes = packed_lm.sizes_of(model)
+nets = model.native, getattr(model.frozen.get("teacher"), "native", model.native)
+sizes = [(packed_lm.layer_weights(net), net.config) for net in nets]
 
 
 # ---- Validation and checkpoints
