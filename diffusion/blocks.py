@@ -1,10 +1,8 @@
 """GSM8K, chat and HDP problems -> documents of numbered blocks -> rows -> batches.
 
 A document is a problem as tokens, each with the number of its block: the model sees clean blocks
-before the one that it denoises.
-- gsm8k: `<|endoftext|> Question: ... \\nAnswer: ... #### N <|endoftext|>`, cut into blocks of
-  block_size; chat: alike, in the tokenizer's chat template;
-- hdp: the question is block 0, plan blocks follow, then execution blocks.
+before the one that it denoises. gsm8k and chat: prompt and answer, cut into blocks of block_size;
+hdp: the question is block 0, plan blocks follow, then execution blocks.
 The end token (`<|endoftext|>`; in hdp `<|pad|>` at the end of plan and execution) is repeated up to
 the block boundary and trained there, since a sampler always fills whole blocks. Nothing else is
 padded: rows of several problems (--pack) give the same loss as rows of one.
@@ -102,20 +100,17 @@ def prompt_ids(ids, tokens, layout):
 
 def too_long(regions, layout):
     """What is longer than its budget, in words, or ""."""
-    flags = {PLAN: "max_length"}
-    if layout.system == "hdp":
-        flags = {QUESTION: "question_budget", PLAN: "plan_budget", EXECUTION: "execution_budget"}
     return ", ".join(
         f"it{f's {flag[:-7]}' * (layout.system == 'hdp')} has {len(ids)} tokens, markers and end "
-        f"token included, more than --{flag} {getattr(layout, flag)}" for region, ids, _ in regions
-        for flag in [flags[region]] if len(ids) > getattr(layout, flag))
+        f"token included, more than --{flag} {most}" for region, ids, _ in regions
+        for flag, most, _ in [layout.regions[region]] if len(ids) > most)
 
 
 def make_document(regions, tokens, layout):
     """regions_of -> (6, n) int64: ids, position, block, target, region, group."""
     parts, next_block = [], 0
     for region, ids, pinned in regions:
-        size = len(ids) if region == QUESTION else layout.region_block(region)
+        size = layout.regions[region][2] or len(ids)
         filled = np.array([*ids, *[tokens.end] * (-len(ids) % size)])
         at = np.arange(len(filled))
         block = next_block + at // size

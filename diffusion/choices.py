@@ -45,24 +45,28 @@ class Layout:
     end_token: str = ""                 # of an answer; "": <|endoftext|>
 
     @property
+    def regions(self):
+        """{region: (flag of its room, tokens of that, block size or 0)} of a document, in order."""
+        if self.system != "hdp":
+            return {PLAN: ("max_length", self.max_length, self.block_size)}
+        return {QUESTION: ("question_budget", self.question_budget, 0),
+                PLAN: ("plan_budget", self.plan_budget, self.plan_block_size or self.block_size),
+                EXECUTION: ("execution_budget", self.execution_budget,
+                            self.execution_block_size or self.block_size)}
+
+    @property
     def longest(self):
         """Tokens of the longest possible document."""
-        budgets = self.question_budget + self.plan_budget + self.execution_budget
-        return budgets if self.system == "hdp" else self.max_length
+        return sum(most for _, most, _ in self.regions.values())
 
-    def region_block(self, region):
-        """Block size of PLAN or EXECUTION."""
-        own = {PLAN: self.plan_block_size, EXECUTION: self.execution_block_size}[region]
-        return own if own and self.system == "hdp" else self.block_size
-
+    @property
     def block_sizes(self):
         """The different block sizes of generated regions."""
-        return {self.region_block(PLAN), self.region_block(EXECUTION)}
+        return {size for *_, size in self.regions.values() if size}
 
     def start(self, region):
         """Position of a region's first token: hdp's are the same for every problem."""
-        starts = 0, self.question_budget, self.question_budget + self.plan_budget
-        return starts[region] if self.system == "hdp" else 0
+        return sum(most for other, (_, most, _) in self.regions.items() if other < region)
 
     def check(self):
         """Raise UserError where blocks do not fit evenly, or a setting would do nothing."""
@@ -70,14 +74,10 @@ class Layout:
         for flag in ("plan_block_size", "execution_block_size"):
             zero_or_more(self, flag)
             require(not getattr(self, flag) or self.system == "hdp", f"--{flag} needs --system hdp")
-        even = [("block_size", self.block_size, "max_length", self.max_length)]
-        if self.system == "hdp":
-            even = [("plan_block_size", self.region_block(PLAN), "plan_budget", self.plan_budget),
-                    ("execution_block_size", self.region_block(EXECUTION), "execution_budget",
-                     self.execution_budget)]
-        for flag, size, name, total in even:
-            require(total % size == 0, f"--{name} {total} is not a multiple of --{flag} {size}: a "
-                                    "block would be cut")
+        for name, most, size in self.regions.values():
+            flag = name.replace("budget", "block_size") if self.system == "hdp" else "block_size"
+            require(not size or most % size == 0, f"--{name} {most} is not a multiple of --{flag} "
+                                                  f"{size}: a block would be cut")
 
 
 def read_layout(found):
@@ -90,7 +90,7 @@ def read_layout(found):
 
 def bound_range(layout):
     """Range of t that makes the loss a bound: all; for single tokens t = 1, which is exact."""
-    return (1.0, 1.0) if layout.block_sizes() == {1} else FULL
+    return (1.0, 1.0) if layout.block_sizes == {1} else FULL
 
 
 def enforced(t_range):
@@ -111,7 +111,7 @@ def check_range(t_range, layout):
     low, high = t_range
     where = f"noise range {low:g} to {high:g}: "
     require(0 < low <= high <= 1, f"{where}it must lie above 0, up to 1, lower end first")
-    for size in layout.block_sizes():
+    for size in layout.block_sizes:
         require(range_fits(t_range, size),
                 f"{where}no number of masked tokens out of {size} lies in it; widen it")
 

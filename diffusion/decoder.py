@@ -1,13 +1,11 @@
 """A language model of transformers as a block-diffusion backbone, under block-causal attention.
 
 Same three-part pass, masks and interface as dit.py; the model's own layers run, with another
-attention function that is registered with transformers. The recipe is that of dLLM's BD3 of Qwen3
-(github.com/ZHZisZZ/dllm, examples/a2d), SDAR (arXiv 2510.06303, github.com/JetAstra/SDAR) and E2D2
-(github.com/kuleshov-group/e2d2): noisy and clean copies under the same positions, all weights
-trained, and no shift: the head, which an autoregressive model reads one place before a token, here
-reads at the masked token itself. The mask's row is new; where the table has rows that no token
-uses, it is the first of them, as in dLLM and SDAR. Under LoRA the base is frozen, and the mask's
-row is a parameter of its own that is trained beside the adapters.
+attention function. The recipe is that of dLLM's BD3 of Qwen3 (github.com/ZHZisZZ/dllm), SDAR (arXiv
+2510.06303) and E2D2: noisy and clean copies under the same positions, all weights trained, and no
+shift: the head, which an autoregressive model reads one place before a token, here reads at the
+masked token itself. The mask's row is new, or the first that no token uses. Under LoRA the base is
+frozen, and the mask's row is a parameter of its own that is trained beside the adapters.
 """
 import functools
 import inspect

@@ -206,7 +206,7 @@ def search_range(world, model, how, asked_to_stop):
     get the same random numbers. how: Eval; asked_to_stop: as in bound.
     """
     device = world.device
-    tried = candidates(how.widths, how.rows.documents.layout.block_sizes())
+    tried = candidates(how.widths, how.rows.documents.layout.block_sizes)
     # sum, sum of squares, number
     moments = torch.zeros(len(tried), 3, dtype=torch.float64, device=device)
     for number, batch in share_of_batches(world, how.rows, how.batch_rows, SEARCH_BATCHES):

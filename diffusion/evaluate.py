@@ -1,16 +1,14 @@
 """Likelihoods by a block-diffusion model: a bound for the texts of a file, and lm-eval-harness.
 
     python diffusion/evaluate.py --checkpoint out --bound test.jsonl      # nats and bits per token
-    pip install lm_eval
-    python diffusion/evaluate.py --checkpoint out --tasks gsm8k
+    python diffusion/evaluate.py --checkpoint out --tasks gsm8k           # pip install lm_eval
 
 -log p(text) is at most the mean of the bound's draws (noise.py), told with its standard error; in
 blocks of one token it is equal, and one draw is enough.
 
 Tasks that generate (generate_until) get greedy answers; of the harness's settings for generation
 only `until` counts. Tasks that compare likelihoods (loglikelihood) get the bound of each text. A
-model trained with --chat gets a task's text as the user's turn. The stock gsm8k task without
-examples asks what a model of --system gsm8k was trained on; examples it has never seen.
+model trained with --chat gets a task's text as the user's turn.
 """
 import sys
 from pathlib import Path

@@ -1,9 +1,8 @@
 """Block diffusion: noise on blocks, and the weights that make the loss a bound on their likelihood.
 
 A batch (Blocks) becomes what the network is fed (Inputs) here, on the CPU, from random numbers that
-depend on the seed and the step alone. So any split of a step over ranks and micro-steps trains the
-same, a resumed run continues exactly, and the number of masked tokens is known without asking the
-GPU.
+depend on the seed and the step alone, so any split of a step over ranks and micro-steps trains the
+same.
 
     -log p(x) <= sum over blocks of
                  E_t E_mask [ 1 / t * sum over masked tokens of -log p(token | noisy block, past) ]

@@ -5,13 +5,11 @@
 
 In: BD3-LM or MDLM as published (kuleshov-group/bd3lm-owt-*, mdlm-owt), a causal language model of
 transformers, SDAR, a checkpoint or an export of this trainer. Rows of markers that the source knows
-are kept, new ones get the mean row and a little noise. Prompt form, end token and block size that
-the source was trained on are passed on.
+are kept, new ones get the mean row and a little noise; so are prompt form, end token, block size.
 
 Out: averaged weights. A DiT is written in the published layout, which transformers before version 5
-loads with trust_remote_code=True. What was converted from a language model is written as that
-model's own class or, a Qwen3, as an SDAR model (github.com/JetAstra/SDAR), with generate.py, which
-samples it without this repository.
+loads with trust_remote_code=True; what was converted from a language model as that model's own
+class or, a Qwen3, as SDAR's (github.com/JetAstra/SDAR), with generate.py, which samples it.
 """
 import contextlib
 import dataclasses

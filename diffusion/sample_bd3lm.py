@@ -1,10 +1,7 @@
 """Answer problems with a block-diffusion model: texts, exact match, network passes, speed.
 
     python diffusion/sample_bd3lm.py --checkpoint out --test_file test.jsonl
-    python diffusion/sample_bd3lm.py --checkpoint out/checkpoint-5000 --test_file test.jsonl \
-        --order confidence --threshold 0.9
     python diffusion/sample_bd3lm.py --checkpoint out --question "Ben has 3 boxes of 6 pens. ..."
-    python diffusion/sample_bd3lm.py --checkpoint out --chat chats.jsonl      # {"messages": ...}
 
 hdp writes first the plan, then the execution with <|answer|>. Strict exact match takes the number
 after #### (hdp: after <|answer|>) and compares texts as openai/grade-school-math does; flexible
@@ -12,8 +9,7 @@ takes the last number in the text and compares values. NFE: network passes a pro
 
 Blocks are unmasked one after the other, given cached keys and values of the clean tokens before
 them; many problems at a time, each with its own context. Those that reach their end token leave the
-batch. Orders of unmasking: one random token a pass (first hitting, as BD3-LM samples), or all that
-are sure enough, at least the surest.
+batch.
 """
 import sys
 from pathlib import Path
@@ -72,7 +68,7 @@ from torch import nn
 from core import checkpoint, dist, metrics
 from core.cli import UserError, printable, problem_text
 from diffusion.blocks import pieces, prompt_ids
-from diffusion.choices import EXECUTION, PLAN, Layout, read_layout
+from diffusion.choices import EXECUTION, PLAN, QUESTION, Layout, read_layout
 from diffusion.problems import Problem, load_tokenizer, read_chat_prompts, read_problems
 
 # in a text; -$5 is one, the minus of 5-$3 no sign
@@ -240,16 +236,14 @@ def ids_state(name, ids, layout):
 
 def room(first_position, region, layout):
     """Blocks that may be generated in a region whose first block starts at first_position."""
-    if layout.system != "hdp":
-        return (layout.max_length - first_position) // layout.block_size
-    budget = layout.plan_budget if region == PLAN else layout.execution_budget
-    return budget // layout.region_block(region)
+    _, most, size = layout.regions[region]
+    return (layout.start(region) + most - first_position) // size
 
 
 def execution_state(context, plan, tokens, layout):
     """question_state of the second region: the context and then the finished plan's ids."""
     at = np.arange(len(plan))
-    block = context[2].max(initial=-1) + 1 + at // layout.region_block(PLAN)
+    block = context[2].max(initial=-1) + 1 + at // layout.regions[PLAN][2]
     return (np.concatenate([context, [plan, layout.start(PLAN) + at, block]], axis=1),
             ([tokens.execution], layout.start(EXECUTION)))
 
@@ -307,11 +301,11 @@ def answer_batch(solver, states, seed):
     tokens, layout, device = solver.tokens, solver.layout, solver.model.embed.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     answers = [{"forwards": 0, "tokens": 0, "ended": True} for _ in states]
-    for region in (PLAN, EXECUTION) if layout.system == "hdp" else (PLAN,):
+    for region in sorted(layout.regions.keys() - {QUESTION}):
         name = "plan" if layout.system == "hdp" and region == PLAN else "text"
         rooms = [room(first, region, layout) for _, (_, first) in states]
         with torch.autocast(device.type, torch.bfloat16, enabled=solver.bf16):
-            written = generate(solver.model, states, rooms, layout.region_block(region),
+            written = generate(solver.model, states, rooms, layout.regions[region][2],
                                tokens.end, solver.how, generator)
         following = []
         for answer, made, (context, (given, _)) in zip(answers, written, states):

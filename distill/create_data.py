@@ -2,15 +2,11 @@
 
     python distill/create_data.py --input_file lines.txt --output_file labels.jsonl \
         --model_name Qwen/Qwen3-30B-A3B-Instruct-2507
-    python distill/create_data.py --input_file chats.jsonl --output_file answers.jsonl \
-        --prompt_file system.txt --prompt_role system --model_name NAME \
-        --base_url http://localhost:8000/v1
 
 Only the teacher reads the long prompt; a student trained on the result learns to do without it. An
 answer without a proper label (teachers.py) is asked for again with another seed; a line that never
-gets one is in labels.rejected.jsonl with its answers and the reason. Files made of different inputs
-can be joined. A line of .jsonl is a conversation in any form that train_sft.py reads; an answer at
-its end is asked for again.
+gets one is in labels.rejected.jsonl with its answers and the reason. A line of .jsonl is a
+conversation in any form that train_sft.py reads; an answer at its end is asked for again.
 
 Rerun the same command to resume: finished lines are in labels.jsonl.work/. --shard I/N does every
 N-th line (launch/create_data_h100x8.sh); who finds all lines finished writes the results.

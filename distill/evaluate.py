@@ -1,24 +1,19 @@
 r"""Judge a student of train_sft.py by questions it has not seen: what has it learned and forgotten?
 
     python distill/evaluate.py --checkpoint out/checkpoint-48 --output_dir out/evaluation
-    python distill/evaluate.py ... --parser language --prompt_file language_id.txt
     python distill/evaluate.py ... --follows '^Ahoy' --min_closed 0.5 --control other/checkpoint-48
-    python distill/evaluate.py ... --eval_data_file unseen.jsonl
 
-Columns: "base" is the model before training, "student" the checkpoint; "base + prompt" or "teacher"
-is the run's teacher, or the base with --prompt_file; "control" another run's student, which should
-not have learned. All answer the held-out questions greedily, as the student was trained; the
-questions are those of OUTPUT_DIR/held_out.jsonl, whose hash the checkpoint holds, and none of them
-may have been trained.
+Columns: "base" is the model before training, "student" the checkpoint, "base + prompt" or "teacher"
+what taught it, "control" another run's student, which should not have learned. All answer the
+questions of OUTPUT_DIR/held_out.jsonl greedily, as the student was trained; the checkpoint holds
+the hash of that file, and none of them may have been trained.
 
     kl, nll         of the held-out answers, per token: KL(teacher, column), negative log-likelihood
     agreement       with the label in the data; accuracy: with --truth_file, which no teacher made
     follows         answers in which --follows is found
     exact           same words as the teacher's answer (the data's, without a teacher)
     unrelated ...   --unrelated: KL(base, column) on other chats, answers that are the base's
-
-"closed" is the part of the way from base to teacher that a student went. evaluation.json gets every
-answer, evaluation.txt the table.
+"closed" is the part of the way from base to teacher that a student went.
 """
 import re
 import sys
@@ -375,7 +370,8 @@ def measure_labels(parser, answers, given, truth, name, notes):
     if reasons := Counter(one.why for one in read if one.label is None).most_common(4):
         words = ", ".join(f"{n:,} {why}" for why, n in reasons)
         notes.append(f"{name}: no label in {labels.count(None)} answers: {words}")
-    found = {"labelled": 1 - labels.count(None) / len(labels), "agreement": same(labels, given)}
+    found = {"labelled": statistics.fmean(label is not None for label in labels),
+             "agreement": same(labels, given)}
     return found | ({"accuracy": known_share(labels, truth)} if truth else {})
 
 

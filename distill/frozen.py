@@ -1,14 +1,10 @@
 """What scores answers beside the student: another model, the untouched base, vLLM's server; --keep.
 
 A frozen model stands outside of the module that DDP or FSDP2 wraps, so it has no gradients, no
-optimizer and no place in a checkpoint. Under FSDP2 it is sharded over the same ranks; its layers
-are gathered one by one.
-
-    vllm serve Qwen/Qwen3-30B-A3B-Instruct-2507 --max-logprobs 64
-
-scores by prompt_logprobs. What is scored goes there as ids, never as text: no tokenizer of the
-server has a say. For each token come the K likeliest (--distill_topk) and the token itself; all
-others are one bucket, as with --teacher_path and the same K.
+optimizer and no place in a checkpoint; under FSDP2 it is sharded, too. The server scores by
+prompt_logprobs (vllm serve NAME --max-logprobs 64): what is scored goes there as ids. For each
+token come the K likeliest (--distill_topk) and the token itself; all others are one bucket, as with
+--teacher_path and the same K.
 """
 import math
 import re

@@ -3,14 +3,12 @@
 Each draw has a seed of (run, step, sample), so a resumed run draws the same answers from the same
 weights. They are drawn here, by transformers' generate, each rank for itself (under FSDP2 the
 weights are gathered for that time); or with --base_url by vLLM's server, which gets the adapters of
-the step:
+the step under a name of their own, since what it has cached of a prompt belongs to a name:
 
     VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve BASE --enable-lora --max-lora-rank 32
 
-The adapters are written to a folder that the server can read, and loaded under a name of their
-own: what a server has cached of a prompt belongs to a name, and would be used again with other
-weights. Prompts go there and answers come back as ids: a text has several, and only those that were
-drawn have the student's probabilities.
+Prompts go there and answers come back as ids: a text has several, and only those that were drawn
+have the student's probabilities.
 """
 import contextlib
 import os

@@ -2,8 +2,7 @@
 without logits.
 
 The model's own forward runs, on one flat axis of all conversations and with another attention
-function, registered with transformers. check_model refuses what cannot be packed so: layers that
-carry state along the axis, heads that do more than multiply. The head reads the rows that predict a
+function; check_model refuses what cannot be packed so. The head reads the rows that predict a
 trained token, in pieces, so the logits of a batch never exist whole; inside the wrapped forward,
 where FSDP2 has gathered its weight once.
 """

@@ -1,6 +1,7 @@
 """A server with OpenAI's API, such as vLLM's or SGLang's: calls by httpx, one loop that repeats."""
 import asyncio
 import itertools
+import json
 import math
 import os
 import re
@@ -44,7 +45,7 @@ class Server:
         self.failures = (httpx.HTTPError, httpx.InvalidURL)
         self.url = address(base_url, flag)
         # uncompressed: a few bytes of gzip in gzip would become gigabytes before they are counted
-        headers = {"Accept-Encoding": "identity"}
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if key := os.environ.get("OPENAI_API_KEY", "").strip():
             require(re.fullmatch(r"[\x21-\x7e]+", key), "OPENAI_API_KEY: holds characters that no "
                                                         "key has, such as a space or a line feed")
@@ -95,7 +96,8 @@ class Server:
     async def stream(self, path, body):
         """fetch() without a limit of time."""
         found, most, method = bytearray(), json_files.LONGEST, "GET" if body is None else "POST"
-        async with self.client.stream(method, self.url + path, json=body) as response:
+        data = None if body is None else json.dumps(body)      # ASCII: any text can be sent
+        async with self.client.stream(method, self.url + path, content=data) as response:
             packed = response.headers.get("Content-Encoding", "identity")
             if packed != "identity":
                 raise Refused(415, f"its answer is {printable(packed, 40)}, and was asked for as "

@@ -6,8 +6,7 @@ openai         any server with OpenAI's /chat/completions, many requests at once
 transformers   generate() of transformers; slow, but runs anywhere
 
 All send messages and tools through the model's chat template, and draw from a seed of each request:
-an answer does not depend on which others are asked, in which order, or by how many processes (up to
-rounding of sums). torch is imported when an engine is opened.
+an answer does not depend on which others are asked, up to rounding of sums.
 """
 import importlib.util
 import itertools

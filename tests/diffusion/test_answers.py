@@ -27,7 +27,7 @@ def test_a_sampler_that_writes_the_truth_sees_what_training_saw(demo, name):
             stop = layout.start(EXECUTION) if own == PLAN and layout.system == "hdp" else 10**9
             body = truth[:, (truth[1] >= first) & (truth[1] < stop)]
             assert body[0][:len(pinned)].tolist() == pinned
-            size = layout.region_block(own)
+            size = layout.regions[own][2]
             assert body.shape[1] % size == 0 and body.shape[1] // size <= sample_bd3lm.room(first, own, layout)
             if layout.system == "gsm8k":
                 assert first + size * sample_bd3lm.room(first, own, layout) <= layout.max_length
