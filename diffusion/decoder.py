@@ -218,9 +218,7 @@ def base_weights(model):
 
 @torch.no_grad()
 def merge_adapters(model):
-    """Read the frozen weights from the language model that the adapters were trained on, and add
-    the adapters to them -> a Decoder without adapters. UserError when the files have changed.
-    """
+    """A Decoder without adapters: they join the frozen weights, read again. UserError."""
     config = model.config
     folder = tensor_io.find_folder(config.lora["base"], "the language model of these adapters,")
     require(tensor_io.fingerprint_files(model_files(folder)) == config.lora["identity"],

@@ -185,9 +185,7 @@ def improved(best, values):
 
 
 def candidates(widths, block_sizes):
-    """Ranges to try, [(low, high)]: all of (0, 1], and for each width those that start at 0, 0.05,
-    0.10 and so on, if some number of masked tokens of a full block lies in them.
-    """
+    """[(low, high)] to try: all of (0, 1], and of each width those from 0, 0.05, 0.10 and so on."""
     found = [FULL]
     for width in widths:
         steps = int(round((1 - width) / 0.05, 6)) + 1

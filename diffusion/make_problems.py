@@ -177,9 +177,7 @@ def train_tokenizer(texts):
 
 
 def write_demo(folder, n_train=2000, n_test=200, seed=0):
-    """Write train.jsonl (GSM8K's form), train_hdp.json, train_chat.jsonl, the same of test,
-    tokenizer.json and chat/, a tokenizer with a template, to a folder.
-    """
+    """Write train and test of each system, tokenizer.json, and chat/, one with a template."""
     folder = Path(folder)
     checkpoint.prepare_folder(folder / "chat", "demo folder")
     problems = draw_problems(n_train + n_test, seed)

@@ -131,9 +131,7 @@ def find(name):
 
 
 def open_start(world, args, layout, tokenizer):
-    """(Layout, folder of --init_from or None, tokenizer) of a run with --init_from or a chat
-    template; args.tokenizer becomes the folder by whose template chats are read. Collective.
-    """
+    """(Layout, folder of --init_from or None, tokenizer); sets args.tokenizer. Collective."""
     # one rank downloads for all
     path = dist.rank0(world, find, args.init_from) if args.init_from else None
     if path and not args.tokenizer and (is_causal(path) or (path / "tokenizer.json").is_file()):

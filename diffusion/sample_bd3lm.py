@@ -252,11 +252,9 @@ def execution_state(context, plan, tokens, layout):
 
 
 def finish_region(ids, pinned, end):
-    """Generated ids -> (the same, only end tokens after the first end token, was there one)."""
-    if end not in ids[pinned:]:
-        return list(ids), False
-    first = ids.index(end, pinned)
-    return [*ids[:first], *[end] * (len(ids) - first)], True
+    """Generated ids with only end tokens after the first end token."""
+    first = ids.index(end, pinned) if end in ids[pinned:] else len(ids)
+    return [*ids[:first], *[end] * (len(ids) - first)]
 
 
 def region_text(ids, pinned, tokens):
@@ -309,7 +307,7 @@ def answer_batch(solver, states, seed):
                                tokens.end, solver.how, generator)
         following = []
         for answer, made, (context, (given, _)) in zip(answers, written, states):
-            ids, _ = finish_region(made.ids, len(given), tokens.end)
+            ids = finish_region(made.ids, len(given), tokens.end)
             body = ids[len(given):]
             answer[name] = region_text(ids, len(given), tokens)
             answer["forwards"] += made.forwards

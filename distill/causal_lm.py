@@ -51,9 +51,7 @@ def hint(folder):
 
 
 def length_limit(config, max_length=0, pack_tokens=0):
-    """Tokens that a sample may have: the least of the model's positions, --max_length and the
-    tokens of a pack (0: no such limit). UserError.
-    """
+    """Tokens that a sample may have: the least of positions and both limits. UserError."""
     positions = getattr(config, "max_position_embeddings", None)
     require(positions or max_length or pack_tokens,
             "this model names no longest text; say it with --max_length")
@@ -144,9 +142,7 @@ def all_names(model):
 
 
 def give_memory(model, device, buffer_device=None):
-    """model.to_empty(device) that keeps ties and buffers (on buffer_device, default `device`);
-    parameters are still unset. Sharded or not.
-    """
+    """model.to_empty(device) that keeps ties and buffers (on buffer_device). Sharded or not."""
     tied = {name: first for name, first in all_names(model).items() if name != first}
     buffers = [(module, name, buffer.to(buffer_device or device, copy=True))
                for module in model.modules()
@@ -172,9 +168,7 @@ def decoder_layers(model):
 
 
 def weight_parts(folder, model):
-    """{name: [slice handle]} of the weights in a folder's files, without IGNORED and second names
-    of tied weights; UserError when it has none, or other values for such a second name.
-    """
+    """{name: [slice handle]} of a folder's weights, each tied one once. UserError."""
     found = tensor_io.open_tensors(tensor_io.files_of(folder, "model"))
     require(found, f"{folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
     names, parts = all_names(model), {}
@@ -220,9 +214,7 @@ def check_weights(model, parts, folder):
 
 @torch.no_grad()
 def load_weights(weights, parts, world=None):
-    """Fill {name: tensor, plain or a shard} from weight_parts: its own rows, or experts, only.
-    world: as in tensor_io.read_once.
-    """
+    """Fill {name: tensor, plain or a shard} from weight_parts: its own rows, or experts, only."""
     def read(name, tensor):
         if name in parts:
             return tensor_io.read_rows(tensor, parts[name])

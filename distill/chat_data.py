@@ -47,9 +47,7 @@ class Reading(NamedTuple):
 
 
 def far_too_long(record, reading):
-    """Characters of a record's longest message if its beginning alone fills more than the limit,
-    else 0. A line may have megabytes, which would take a minute to tokenise.
-    """
+    """Characters of a message whose beginning alone is too long, else 0: megabytes take long."""
     text = max((message["content"] for message in record["messages"]), key=len)
     if len(text) <= 8 * reading.limit:
         return 0

@@ -264,9 +264,7 @@ def read_journals(folder, header):
 
 
 def write_results(output, lines, records, keep_reasoning=False):
-    """Write the chat JSONL of {"id", "line": from 0, "messages", "tools" where there are some}, and
-    the rejected file, in input order. keep_reasoning: as the answer's "reasoning_content".
-    """
+    """Write the chat JSONL of {"id", "line": from 0, "messages", ...} and the rejected file."""
     chats, rejected = [], []
     # of line 0: a digest of the input x LINES, so that input files have different ids
     first = int(digest(*(line.text() for line in lines))[:6], 16) * LINES
@@ -405,9 +403,7 @@ def log_line(count, total, seconds):
 
 
 def leave_on_signals():
-    """A signal ends this process as an exception would, so the engine ends its children. Ctrl-C as
-    well: a shell starts background processes with it ignored.
-    """
+    """A signal ends this process as an exception would, so the engine ends its children."""
     signals = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:       # nohup keeps it from us
         signals.append(signal.SIGHUP)

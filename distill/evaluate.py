@@ -207,9 +207,7 @@ def read_chats(path):
 
 
 def read_rows(args, run):
-    """([record {"id", "messages", ...}] to judge by, JSON-able dict about them). UserError for
-    questions once trained.
-    """
+    """([record {"id", "messages", ...}] to judge by, JSON-able dict about them). UserError."""
     if args.eval_data_file:
         path, trained = args.eval_data_file, run.flags.train_data_file
         rows, seen = read_chats(path), read_chats(trained)

@@ -26,9 +26,7 @@ FLOOR = -1e4        # least log-probability, whose exponential is 0: logits of -
 
 
 def log_probs(logits, ids=None):
-    """(R, V) fp32 log-probabilities of logits (R, V); with ids (R, K): (R, K + 1) fp64, the last
-    one of all other tokens.
-    """
+    """(R, V) fp32 log-probabilities; with ids (R, K): (R, K + 1) fp64, the last of all others."""
     if ids is None:
         return logits.log_softmax(-1).clamp(min=FLOOR)
     rest = logits.scatter(1, ids, -math.inf).logsumexp(-1, keepdim=True)

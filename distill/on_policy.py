@@ -101,9 +101,7 @@ class Sampler:
     """draw(...) asks the server for answers by the adapters of the last refresh(...)."""
 
     def __init__(self, args, world):
-        """Collective. args: its base_url, output_dir, on a disk that the server sees, and
-        request_timeout, seconds that a call may take, and its repetitions again.
-        """
+        """Collective. args: base_url, output_dir, which the server reads, request_timeout."""
         self.world, self.server = world, Server(args.base_url, args.request_timeout)
         self.folder, self.name = Path(os.path.abspath(args.output_dir)) / "served", None
 

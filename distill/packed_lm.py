@@ -34,9 +34,7 @@ MIXTURES = {"qwen2_moe", "qwen3_moe", "olmoe"}      # of experts, in the layout 
 
 
 def check_model(model):
-    """Raise UserError when packed documents would not be independent, or the loss another than
-    transformers' own.
-    """
+    """UserError when packed documents would not be independent, or the loss not transformers'."""
     name, config = type(model).__name__, model.config
     if not model._supports_attention_backend:
         raise UserError(f"{name} has a custom attention that cannot be replaced: it cannot be "
@@ -229,9 +227,7 @@ def eval_line(step, values):
 
 
 def decays(name, parameter):
-    """Weight decay shrinks matrices, not norms, and not embeddings: rows that are in no batch would
-    shrink unseen.
-    """
+    """Weight decay shrinks matrices, not norms or embeddings, whose unused rows would shrink."""
     return parameter.ndim > 1 and "embed" not in name and "wte" not in name and "wpe" not in name
 
 

@@ -141,9 +141,7 @@ class Server:
             pause = min(2 * pause, 30)
 
     async def insist(self, path, body=None, read=json_files.loads, hint="", end=math.inf):
-        """call(), tried again for `timeout` seconds; UserError where that fails. hint: what it
-        then adds about a request that was refused.
-        """
+        """call(), tried again for `timeout` seconds; UserError, with the hint for a refusal."""
         try:
             until = min(end, time.monotonic() + self.timeout)
             return await self.call(path, body, read, until, end)

@@ -81,9 +81,7 @@ def pick_engine(engine, base_url):
 
 
 def open_teacher(engine, name, draw, **options):
-    """`answers` of an engine's model. draw: Sampling. options: of open_vllm, open_server or
-    open_transformers. Raises UserError when the model is not there or has no chat template.
-    """
+    """`answers` of an engine's model. draw: Sampling. options: of open_vllm, ... UserError."""
     return {"vllm": open_vllm, "openai": open_server, "transformers": open_transformers}[engine](
         name, draw, **options)
 
@@ -114,9 +112,7 @@ def read_prompt(path, role="user"):
 
 
 def with_prompt(prompt, messages):
-    """The messages as the teacher gets them; a conversation's own system message is joined to the
-    prompt. ValueError when there is no message of the user at the end to put a prompt around.
-    """
+    """Messages as the teacher gets them, its system message joined to theirs. ValueError."""
     if prompt.role == "none":
         return list(messages)
     if prompt.role == "system":
@@ -329,9 +325,7 @@ def answers_of(model, tokenizer, draw, ends, max_model_len=0, batch_size=16, chu
 
 def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0,
                 server_patience=600.0):
-    """`answers` by a server that knows the model as `name`; the other arguments are
-    create_data.py's flags.
-    """
+    """`answers` by a server that knows the model as `name`; the rest: create_data.py's flags."""
     from distill.server import MALFORMED, Server, explain
     server, refused = Server(base_url, request_timeout), set()
     try:

@@ -67,9 +67,7 @@ def check_flags(args, parser):
 
 
 def check_same(ours, theirs, rows, name):
-    """Raise UserError unless two tokenizers have the same token at each id below `rows`, those of
-    the smaller embedding. name: of the teacher, for the message.
-    """
+    """UserError unless two tokenizers have the same token at each id below `rows`. name: in it."""
     a, b = ({i: token for token, i in tokenizer.get_vocab().items() if i < rows}
             for tokenizer in (ours, theirs))
     if odd := sorted(i for i in a.keys() | b.keys() if a.get(i) != b.get(i)):

@@ -31,8 +31,8 @@ def test_a_sampler_that_writes_the_truth_sees_what_training_saw(demo, name):
             assert body.shape[1] % size == 0 and body.shape[1] // size <= sample_bd3lm.room(first, own, layout)
             if layout.system == "gsm8k":
                 assert first + size * sample_bd3lm.room(first, own, layout) <= layout.max_length
-            finished, ended = sample_bd3lm.finish_region(body[0].tolist(), len(pinned), tokens.end)
-            assert ended and finished == body[0].tolist()
+            finished = sample_bd3lm.finish_region(body[0].tolist(), len(pinned), tokens.end)
+            assert tokens.end in finished and finished == body[0].tolist()
             text = sample_bd3lm.region_text(finished, len(pinned), tokens)
             if own == PLAN and layout.system == "hdp":
                 assert text == problem.plan
@@ -65,8 +65,8 @@ def test_scores(text, gold, strict, flexible):
 def test_text_ends_at_the_first_end_token(demo):
     tokens = load_tokenizer(demo, "hdp")
     ids = [tokens.execution, *tokens.encode(" 3+4 = 7 <|answer|> 7<|pad|> 9<|pad|>")]
-    finished, ended = sample_bd3lm.finish_region(ids, 1, tokens.end)
+    finished = sample_bd3lm.finish_region(ids, 1, tokens.end)
     stop = ids.index(tokens.pad)
-    assert ended and finished == ids[:stop] + [tokens.pad] * (len(ids) - stop)
+    assert finished == ids[:stop] + [tokens.pad] * (len(ids) - stop)
     assert sample_bd3lm.region_text(finished, 1, tokens) == sample_bd3lm.region_text(ids, 1, tokens) == "3+4 = 7\n#### 7"
-    assert sample_bd3lm.finish_region([tokens.end, 5, 6], 1, tokens.end) == ([tokens.end, 5, 6], False)
+    assert sample_bd3lm.finish_region([tokens.end, 5, 6], 1, tokens.end) == [tokens.end, 5, 6]
