@@ -145,11 +145,8 @@ def write_table(folder, paths, reading, output_dir=None):
         parallel_map_ordered(chunks, reading.processes, take)
         samples.append(len(columns["lengths"]) - first)
         if not samples[-1] and not problems.stopping:
-            problems.settle()
-            why = " that can be used" if problems.counts else ""
-            if problems.counts["too_long"]:
-                why = f" of at most {reading.limit} tokens"
-            raise UserError(f"{path}: holds no conversations{why}")
+            bad = problems.settle()
+            raise UserError(f"{path}: holds no conversations that can be used{bad and f' ({bad})'}")
     hint = "\nfix: shorten them, raise --max_length, or give --drop_bad too_long"
     bad, first = problems.settle(hint if problems.counts["too_long"] else ""), 0
     for path, count in zip(paths, samples):

@@ -11,6 +11,7 @@ conversation in any form that train_sft.py reads; an answer at its end is asked 
 Rerun the same command to resume: finished lines are in labels.jsonl.work/. --shard I/N does every
 N-th line (launch/create_data_h100x8.sh); who finds all lines finished writes the results.
 """
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -102,7 +103,13 @@ def shard_of(text):
 
 def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later."""
-    engine, defaults = teachers.pick_engine(args.engine, args.base_url), build_parser()
+    engine, defaults, absent = args.engine, build_parser(), ""
+    if engine == "auto" and args.base_url:
+        engine = "openai"
+    elif engine == "auto":
+        engine = "vllm" if importlib.util.find_spec("vllm") else "transformers"
+        absent = (": there is no vLLM here, see launch/create_data_h100x8.sh; vLLM needs an own "
+                  "environment")
     require(args.model_name or engine != "openai",
             "--base_url needs --model_name, the server's name for its model")
     args.model_name = args.model_name or TEACHER
@@ -121,16 +128,13 @@ def check_flags(args, world_size):
         from distill.server import address
         address(args.base_url, "--base_url")
     for other, names in ENGINE_FLAGS.items():
-        absent = ""
-        if (args.engine, other, engine) == ("auto", "vllm", "transformers"):
-            absent = (": there is no vLLM here, see launch/create_data_h100x8.sh; vLLM needs an "
-                      "own environment")
         for flag in names if other != engine else ():
             require(flag in ANY_ENGINE or getattr(args, flag) == defaults.get_default(flag),
-                    f"--{flag} is for the engine {other}, not {engine}{absent}")
+                    f"--{flag} is for the engine {other}, not {engine}{absent * (other == 'vllm')}")
     require(not (engine == "openai" and args.max_model_len),
             "--max_model_len is the server's own matter: set it there")
     shard_of(args.shard)
+    args.engine = engine
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
@@ -404,9 +408,8 @@ def log_line(count, total, seconds):
 
 def leave_on_signals():
     """A signal ends this process as an exception would, so the engine ends its children."""
-    signals = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:       # nohup keeps it from us
-        signals.append(signal.SIGHUP)
+    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    signals = [signal.SIGINT, signal.SIGTERM, *([] if nohup else [signal.SIGHUP])]
 
     def leave(number, frame):
         for other in signals:       # the first one counts
@@ -430,14 +433,13 @@ def main(argv=None):
         except ValueError as error:
             raise UserError(f"--input_file {args.input_file}: line {number} {error}")
     print(*(f"notice     {notice}\n" for notice in notices), sep="", end="")
-    engine = teachers.pick_engine(args.engine, args.base_url)
     weights = None
-    if engine != "openai" and Path(args.model_name).is_dir():
+    if args.engine != "openai" and Path(args.model_name).is_dir():
         from distill.causal_lm import fingerprint_weights
         weights = fingerprint_weights(args.model_name)
     header = {"input_file": f"{len(lines)} lines {digest(*(line.text() for line in lines))}",
               "prompt_file": digest(prompt.before, prompt.after), "model_name": args.model_name,
-              "model": weights, "engine": engine,
+              "model": weights, "engine": args.engine,
               **{name: getattr(args, name) for name in LABEL_FLAGS}}
 
     # what is finished
@@ -448,7 +450,7 @@ def main(argv=None):
     shard, shards = shard_of(args.shard)
     records = read_journals(work, header)
     todo = [number for number in range(shard, len(lines), shards) if number not in records]
-    print(f"teacher    {args.model_name} ({engine})\n"
+    print(f"teacher    {args.model_name} ({args.engine})\n"
           f"lines      {len(lines):,}, {len(records):,} of them finished, {len(todo):,} to do"
           + (f" here (shard {args.shard})" if shards > 1 else ""))
     if args.dry_run:
@@ -458,8 +460,8 @@ def main(argv=None):
         journal = Journal(work, shard, shards, header)
         draw = teachers.Sampling(args.max_tokens, args.temperature, args.top_p, args.top_k,
                                  args.thinking)
-        answers = teachers.open_teacher(engine, args.model_name, draw, **{
-            name: getattr(args, name) for name in ENGINE_FLAGS[engine]})
+        answers = teachers.open_teacher(args.engine, args.model_name, draw, **{
+            name: getattr(args, name) for name in ENGINE_FLAGS[args.engine]})
         answered = any(row["answers"][-1]["finish_reason"] not in UNANSWERED
                        for row in records.values())
         label_lines(args, answers, draw, parser, lambda number: (

@@ -8,7 +8,6 @@ transformers   generate() of transformers; slow, but runs anywhere
 All send messages and tools through the model's chat template, and draw from a seed of each request:
 an answer does not depend on which others are asked, up to rounding of sums.
 """
-import importlib.util
 import itertools
 import json
 import re
@@ -69,15 +68,6 @@ class Sampling:
     def template_flags(self):
         """Arguments of the chat template besides messages and tools."""
         return {} if self.thinking == "default" else {"enable_thinking": self.thinking == "on"}
-
-
-def pick_engine(engine, base_url):
-    """Name of the engine that --engine auto means."""
-    if engine != "auto":
-        return engine
-    if base_url:
-        return "openai"
-    return "vllm" if importlib.util.find_spec("vllm") else "transformers"
 
 
 def open_teacher(engine, name, draw, **options):

@@ -267,12 +267,11 @@ args.compile = dist.choose_compile(world, args, "shapes change with --keep and a
 identity = None     # what a checkpoint must share with the run that resumes it
 if main_rank:
     trained = ("full", "lora", "lora on nf4")[args.use_lora + (args.base_dtype == "nf4")]
-    pack = f"{args.per_device_train_batch_size} samples"
     identity = {"base model": causal_lm.fingerprint_weights(folder), "seed": args.seed,
                 "set of trained weights": trained, "training data": table.fingerprint(train_ids),
                 "teacher": frozen.fingerprint(args, kept) if prompt or kept else None,
                 "pack": f"{args.max_tokens_per_batch} tokens" if args.max_tokens_per_batch
-                else pack}
+                else f"{args.per_device_train_batch_size} samples"}
 validation = table.fingerprint(eval_ids)        # losses on other data do not compare
 checkpoints = checkpoint.CheckpointManager(
     world, args.output_dir, args.save_total_limit, args.wait_timeout)
