@@ -246,9 +246,8 @@ def read_any(path, split, layout, tokenizer, tokens):
 
 def prepare_rows(world, layout, tokens, args, output_dir=None):
     """(training Rows, validation Rows or None) of the trainer's flags; rank 0 reads files first.
-
-    Without --eval_data_file the share --validation_split of the training problems is held out.
     UserError when a problem cannot be used, unless --drop_bad leaves out those of its check.
+
     output_dir: where rank 0 lists all that cannot be used, None: nowhere.
     """
     bad, folder = [], output_dir if world.is_main else None

@@ -167,11 +167,9 @@ def attend(q, k, v, queries, mask, clean_mask):
 
 
 def masks_of(model, inputs):
-    """attend()'s (queries, mask, clean_mask) of inner layers, and of the last one.
-
-    The last layer has queries of noisy copies alone. Rows of one layout share masks, which the
-    model keeps. Rows of less than a tile of noisy copies have dense ones: for so few queries torch
-    compiles FlexAttention without backward. inputs: noise.Inputs.
+    """attend()'s (queries, mask, clean_mask) of inner layers, and of the last one, which has noisy
+    queries alone. Rows of one layout share masks, which the model keeps. Less than a tile of copies
+    have dense ones: for so few queries torch compiles FlexAttention without backward.
     """
     if inputs.layout is None or model.masks[0] != inputs.layout:
         states = inputs.tiles if model.backend == "flex" and inputs.n_noisy >= TILE else None
@@ -323,9 +321,7 @@ class Layer(nn.Module):
 
 class DiT(Network):
     """The whole network. forward is what training wraps; the sampler calls extend and logits.
-
-    backend: "flex" (on a CPU forward only) or "sdpa". recompute: None, "all", "selective": what the
-    backward pass computes again.
+    backend: "flex" (on a CPU forward only) or "sdpa". recompute: of core/recomputation.py, or None.
     """
 
     def __init__(self, config, backend="sdpa", recompute=None):
@@ -382,8 +378,7 @@ class DiT(Network):
         return self.norm(hidden, *constants(self.modulation, self.condition(), 2))
 
     def extend(self, tokens, position, mask, past):
-        """Hidden states (B, T, H) of one more block after cached ones, and its
-        [(keys, values)] for the cache.
+        """Hidden states (B, T, H) of one more block after cached ones, and its [(keys, values)].
 
         tokens, position (B, T). past: [(keys, values)] of every layer, (B, heads, P, D). mask
         (B, 1, T, P + T) bool: what each of the block's tokens sees, cached keys first.

@@ -197,8 +197,7 @@ def candidates(widths, block_sizes):
 
 @torch.no_grad()
 def search_range(world, model, how, asked_to_stop):
-    """(low, high) of the candidate under which losses of blocks vary least, which means less noise
-    in gradients, or None when asked to stop.
+    """(low, high) of the candidate under which losses of blocks vary least, None if asked to stop.
 
     A forward pass for each candidate and each of the first SEARCH_BATCHES batches; all candidates
     get the same random numbers. how: Eval; asked_to_stop: as in bound.

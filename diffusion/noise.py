@@ -88,11 +88,10 @@ def draw(seed, purpose, number, groups, rows, length):
 
 def truncated_counts(n, rate, t_range, uniform):
     """Masked tokens (G,) of blocks with n (G,) targets: binomial(n, rate) given that the share lies
-    in t_range.
+    in t_range, as where a block is drawn again until it does. rate, uniform: (G,) float64.
 
-    That is the law of drawing a block again until its share lies inside, as the official code does,
-    without the loop. Blocks too short to have any share inside, or only 0, get the nearest numbers
-    on both sides, so that every token is masked at times. rate, uniform: (G,) float64.
+    Blocks too short to have any share inside, or only 0, get the nearest numbers on both sides, so
+    that every token is masked at times.
     """
     n, (low, high) = n.double(), enforced(t_range)
     ends = torch.ceil(low * n - 1e-9).long(), torch.floor(high * n + 1e-9).long()

@@ -146,8 +146,7 @@ def keep(rows, known, past):
 
 @torch.no_grad()
 def generate(model, states, rooms, block_size, end, how=Sampling(), generator=None):
-    """Generate blocks for every problem until `end` comes or its room is used up -> list of
-    Generated.
+    """[Generated] of every problem: blocks until `end` comes or its room is used up.
 
     model: DiT in eval mode. states: (context, (pinned, first)) of each problem. context: (3, n)
     ints, ids, positions and block numbers of clean tokens. pinned: ids that the first block begins
@@ -320,10 +319,8 @@ def answer_batch(solver, states, seed):
 
 
 def score(text, answer):
-    """(strict, flexible) of a generated text against the final number.
-
-    strict is openai/grade-school-math's rule: the number right after `#### `, commas removed, must
-    be the same text. flexible: the last number anywhere has the same value.
+    """(strict, flexible) of a generated text against the final number: the one after `#### ` is
+    the same text, commas removed (openai/grade-school-math); the last one has the same value.
     """
     gold = answer.replace(",", "")
     marked = re.search(r"#### (-?[0-9.,]+)", text)

@@ -228,10 +228,8 @@ def samples_line(table, train_ids, eval_ids):
 
 
 def group_numbers(keys, lines, group_size):
-    """(n,) group of each sample: group_size neighbours by id, where all have one, else by line.
-
-    Translations of one sentence stand side by side: with one in training, another held out would
-    flatter the model.
+    """(n,) group of each sample: group_size neighbours, such as translations of one sentence, by
+    id where all have one, else by line.
     """
     if (keys >= 0).all():       # neighbours of the same input file: see LINES
         return keys // LINES * LINES + keys % LINES // group_size

@@ -321,10 +321,10 @@ def draw_seed(seed, number, attempt):
 
 def label_lines(args, answers, draw, parser, asked, todo, journal, answered=False):
     """Ask until every line of `todo` has a label or no attempts left; note each in the journal.
+    UserError when the teacher answers none of many lines one after the other.
 
     answers: of open_teacher, with the Sampling `draw`. asked(number): (messages, tools) for the
-    teacher. answered: whether it has answered any line before. UserError when it answers none of
-    many lines one after the other.
+    teacher. answered: whether it has answered any line before.
     """
     tries = {number: [] for number in todo}         # line: [(Answer, Found)]
     waiting, held = list(todo), []

@@ -99,9 +99,7 @@ def fingerprint(args, table):
 
 def known_tokens(found, k, token):
     """([ids], [log-probabilities]) of the k likeliest of a place's prompt_logprobs. UserError.
-
-    token: that was sent for this place. Servers give it besides the likeliest, so a row without it
-    is another place's.
+    token: that was sent for this place; a row without it is another place's.
     """
     try:
         ranked = sorted((value["rank"], name, float(value["logprob"]))

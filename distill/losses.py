@@ -4,10 +4,9 @@ whole.
 Alone, a token's loss is cross-entropy. With a teacher, which scores the same tokens, it is (1 - w)
 CE + w divergence, where p is the teacher's distribution over the vocabulary, q the student's:
 
-    forward   KL(p || q) = sum_i p_i log(p_i / q_i)         covers all that the teacher would say
-    reverse   KL(q || p)                                    keeps the student to what the teacher
-    would say js        b KL(p || m) + (1 - b) KL(q || m),  m = b p + (1 - b) q       (generalised
-    Jensen-Shannon, Lin 1991)
+    forward   KL(p || q) = sum_i p_i log(p_i / q_i)     covers all that the teacher would say
+    reverse   KL(q || p)                                stays within what the teacher would say
+    js        b KL(p || m) + (1 - b) KL(q || m), m = b p + (1 - b) q: Jensen-Shannon (Lin 1991)
 
 With top-k both are first summed up to the teacher's k likeliest tokens and one bucket for
 everything else. By the log-sum inequality that is never more than the divergence over the
@@ -36,12 +35,10 @@ def log_probs(logits, ids=None):
 
 
 def divergence(student, teacher, kind, beta=0.5, k=0):
-    """(R,) divergence of student logits (R, V) from teacher logits (R, V), both fp32; fp64 of
-    top-k.
+    """(R,) divergence of student logits (R, V) from teacher logits (R, V), fp32; fp64 of top-k.
 
     teacher may be (ids (R, k), log-probabilities (R, k + 1) as log_probs gives them).
-    kind: forward, reverse or js; beta: b of js, between 0 and 1; k: of top-k, below V; 0: the whole
-    vocabulary.
+    kind: forward, reverse or js; beta: b of js; k: of top-k, below V; 0: the whole vocabulary.
     """
     if isinstance(teacher, tuple):
         ids, p = teacher
@@ -85,9 +82,8 @@ def loss_sums(teaching, logits, targets, *teacher):
 def chunked_loss(hidden, head, targets, chunk, teacher=(), prompted=None, teacher_head=None):
     """loss_sums of rows (R, H) under a head (weight, bias), `chunk` of them at a time.
 
-    teacher: the teacher's tensors for these rows: its rows (R, H'), or its ids and
-    log-probabilities. prompted: (w, kind, beta, k). teacher_head: the teacher's, None: the
-    student's.
+    teacher: its rows (R, H'), or its ids and log-probabilities. prompted: (w, kind, beta, k).
+    teacher_head: the teacher's, None: the student's.
     """
     matrix, offset = teacher_head or head
 

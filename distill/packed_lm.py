@@ -79,8 +79,7 @@ class Sums(NamedTuple):
 
 
 class PackedLM(nn.Module):
-    """What DDP and FSDP2 wrap: forward(batch) -> sums, not means, so that any split over ranks and
-    micro-steps adds up.
+    """What DDP and FSDP2 wrap: forward(batch) -> sums, so that any split of a batch adds up.
 
     net: a causal LM built with attention=ATTENTION, or the PeftModel around it. recompute: a mode
     of core/recomputation.py, or None. prompted: (share in the loss, kind, beta, k) of
@@ -151,11 +150,10 @@ class PackedLM(nn.Module):
 
 def build_empty(folder, dtype, lora=None, recompute=None, prompted=None, four_bits=False):
     """(PackedLM of a model folder, on the meta device, {name: [slice handle]} of its weights).
+    UserError when the folder holds other weights, or the architecture cannot be packed.
 
-    lora: None, or adapters.add_lora's (rank, alpha, dropout, targets, base name): then only the
-    adapters require gradients. recompute, prompted: of PackedLM. four_bits: the frozen layers as
-    nf4.py has them. Raises UserError when the folder does not hold exactly the model's weights, or
-    the architecture cannot be packed.
+    lora: None, or adapters.add_lora's (rank, alpha, dropout, targets, base name): only they are
+    trained. recompute, prompted: of PackedLM. four_bits: the frozen layers as nf4.py has them.
     """
     native = net = causal_lm.empty_model(causal_lm.load_config(folder), dtype, folder, ATTENTION)
     check_model(native)
@@ -171,11 +169,9 @@ def build_empty(folder, dtype, lora=None, recompute=None, prompted=None, four_bi
 
 
 def load(model, parts, world, *, sharding=None, compiled=False):
-    """Move build_empty's model to this rank's device and fill it from its files; adapters stay
-    unset.
+    """Move build_empty's model to this rank's device and fill it from its files, but for adapters.
 
-    sharding: options of dist.shard, {"bf16": ...}; None: not sharded. compiled: torch.compile each
-    layer.
+    sharding: options of dist.shard; None: not sharded. compiled: torch.compile each layer.
     """
     layers = causal_lm.decoder_layers(model.native)
     if compiled:
@@ -261,13 +257,12 @@ def step_work(table, samples, sizes, lora):
 
 
 def flops(values, config, tokens, targets, pairs, lora, forward_only=False):
-    """Model FLOPs of forward and backward, or of forward alone.
+    """Model FLOPs of forward and backward, or of forward alone; recomputation, adapters and sliding
+    windows aside.
 
     values: of layer_weights. A matrix with N weights costs 2N a row forward, 2N for the input
-    gradient and, when it is trained, 2N for its gradient: 4N under LoRA, 6N in full; the head runs
-    on trained rows only. pairs: sum over documents of n (n + 1) / 2 attended pairs, each 4 * heads
-    * head_dim forward and twice that backward; a sliding window is not subtracted. Recomputation
-    and adapters are not counted.
+    gradient and, when it is trained, 2N for its gradient; the head runs on trained rows only.
+    pairs: attended ones, each 4 * heads * head_dim forward and twice that backward.
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rows = tokens * values + targets * config.hidden_size * config.vocab_size
