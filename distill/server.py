@@ -85,27 +85,24 @@ class Server:
         Raises OSError; Refused for an error status, an answer that is too long or compressed, and
         a redirection, which could lead to another host that the key is not for.
         """
-        within = within or self.timeout
+        found, most, within = bytearray(), json_files.LONGEST, within or self.timeout
+        method = "GET" if body is None else "POST"
+        data = None if body is None else json.dumps(body)      # ASCII: any text can be sent
         try:
-            return await asyncio.wait_for(self.stream(path, body), within)
+            async with asyncio.timeout(within), self.client.stream(
+                    method, self.url + path, content=data) as response:
+                packed = response.headers.get("Content-Encoding", "identity")
+                if packed != "identity":
+                    raise Refused(415, f"its answer is {printable(packed, 40)}, and was asked for "
+                                       "as it is")
+                async for part in response.aiter_raw():
+                    found += part
+                    if len(found) > most:
+                        raise Refused(413, f"its answer is longer than {most >> 20} MiB")
         except TimeoutError:
             raise TimeoutError(f"no whole answer in {round(within, 2):g} s")
         except self.failures as error:
             raise ConnectionError(root_cause(error))
-
-    async def stream(self, path, body):
-        """fetch() without a limit of time."""
-        found, most, method = bytearray(), json_files.LONGEST, "GET" if body is None else "POST"
-        data = None if body is None else json.dumps(body)      # ASCII: any text can be sent
-        async with self.client.stream(method, self.url + path, content=data) as response:
-            packed = response.headers.get("Content-Encoding", "identity")
-            if packed != "identity":
-                raise Refused(415, f"its answer is {printable(packed, 40)}, and was asked for as "
-                                   "it is")
-            async for part in response.aiter_raw():
-                found += part
-                if len(found) > most:
-                    raise Refused(413, f"its answer is longer than {most >> 20} MiB")
         if response.is_redirect:
             place = urllib.parse.urlsplit(response.headers.get("Location", "")).netloc
             raise Refused(response.status_code, f"redirects to {place.rpartition('@')[2]}, which "
