@@ -224,8 +224,7 @@ intervals = cli.set_intervals(args, total_steps, state.get("args", {}), bool(val
 kind = folder.name if folder and published.is_causal(folder) else args.model_size
 with torch.device("meta"):
     size = metrics.model_text(config.network(config), lora)
-print0(f"{run.device_line(args, world)}, {args.parallel}", f"{size}, {kind}",
-       *blocks.data_lines(rows, eval_rows, table),
+print0(f"{size}, {kind}", *blocks.data_lines(rows, eval_rows, table),
        f"steps      {total_steps} = {total_steps * per_step / order.packs_per_epoch:,.1f} epochs; "
        f"a step is {step_rows} rows ({step_problems:,.0f} problems) = "
        f"{cli.counted(ranks, 'rank')} x {cli.counted(accumulation, 'micro-step')} x {batch_rows}; "
