@@ -3,7 +3,6 @@
     torchrun --nproc_per_node=8 distill/train_sft.py --model_path Qwen/Qwen3-4B-Instruct-2507 \
         --train_data_file labels.jsonl --output_dir ./out --bf16
     torchrun ... --use_lora --prompt_file system.txt --prompt_role system
-    torchrun ... --teacher_path Qwen/Qwen3-30B-A3B-Instruct-2507 --on_policy 1
 
 It reads top to bottom: flags, data, model, resume, validation, saving, then the loop. The loss is
 the cross-entropy of the trained tokens (core/chat.py proves which), averaged over all of them in
