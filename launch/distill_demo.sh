@@ -80,8 +80,8 @@ label answers "$QUESTIONS" "$ANSWER_TOKENS" --prompt_file "$PROMPT" --prompt_rol
 step swapped "$OUT/swapped.jsonl" python -c 'import json, sys
 rows, out = [json.loads(line) for line in open(sys.argv[1])], open(sys.argv[2], "w")
 for row, other in zip(rows, rows[len(rows) // 2:] + rows):
-    row["messages"] = [*row["messages"][:-1], other["messages"][-1]]
-    print(json.dumps(row), file=out)' "$OUT/answers.jsonl" "$OUT/swapped.jsonl"
+    messages = [*row["messages"][:-1], other["messages"][-1]]
+    print(json.dumps(row | {"messages": messages}), file=out)' "$OUT"/{answers,swapped}.jsonl
 kept=() unrelated=()
 if [ "$KEEP" = 1 ]; then        # the base itself answers, without a prompt
     for name in keep unrelated; do
