@@ -160,7 +160,7 @@ def test_the_mask_takes_a_spare_row_or_a_new_one(models):
 
 @pytest.mark.parametrize("change, words", [
     ({"model_type": "gpt2"}, "model_type gpt2"), ({"rope_parameters": {"rope_type": "dynamic"}}, "rope dynamic"),
-    ({"use_sliding_window": True}, "a sliding window"), ({"num_attention_heads": 3}, "no multiple of"),
+    ({"use_sliding_window": True}, "a sliding window"), ({"num_attention_heads": 3}, "is not a multiple of"),
     ({"quantization_config": {"bits": 4}}, "a quantization_config")])
 def test_shapes_that_are_not_this_network_are_refused(models, tmp_path, change, words):
     config = json.loads((models["qwen3"] / "config.json").read_text()) | change
