@@ -39,7 +39,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from core import lifetime
-from core.cli import UserError, counted, error_text, print_error, printable, problem_text
+from core.cli import UserError, counted, error_text, print_error, printable, problem_text, require
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
 LATER_S = 30    # a collective may outlive its limit by this: the watchdog names who hangs first
@@ -48,8 +48,8 @@ FAILED = "ranks that have failed"       # key in the store: a counter
 COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset",
                      "Broken pipe", "TCPStore")
 
-NO_SHM = ("/dev/shm is full, where loader processes hand data over; make it larger, as with docker "
-          "run --shm-size=8g, or have no such processes (--num_workers 0, --preprocess_num_proc 0)")
+NO_SHM = ("/dev/shm is full; make it larger, as with docker run --shm-size=8g, or have no loader "
+          "processes (--num_workers 0, --preprocess_num_proc 0)")
 
 _world = None   # this process's World, for the error message
 
@@ -86,10 +86,9 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
     local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
     device, cuda = torch.device("cpu"), torch.cuda.is_available()
     if cuda:
-        if local_size > torch.cuda.device_count():
-            gpus = torch.cuda.device_count()
-            raise UserError(f"{local_size} processes on this node but {counted(gpus, 'GPU')}: "
-                            f"start torchrun with --nproc_per_node={gpus}")
+        gpus = torch.cuda.device_count()
+        require(local_size <= gpus, f"{local_size} processes on this node but "
+                f"{counted(gpus, 'GPU')}: start torchrun with --nproc_per_node={gpus}")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     limit = timedelta(seconds=timeout_s + LATER_S)
@@ -189,12 +188,8 @@ def what_the_machine_lacks(error):
     """An error of the operating system in words, with the name of the file; None for others."""
     if isinstance(error, OSError) and error.filename:
         read = "" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) else "read or "
-        owner = ": this user may not" * isinstance(error, PermissionError)
-        return (f"{error.filename2 or error.filename} cannot be {read}written "
-                f"({error.strerror}{owner})")
-    text = str(error)       # torch's own errors have no errno
-    full = "unable to allocate shared memory" in text or "No space left on device" in text
-    return NO_SHM if full else None
+        return f"{error.filename2 or error.filename} cannot be {read}written ({error.strerror})"
+    return NO_SHM if "No space left on device" in str(error) else None
 
 
 def kill_children():
@@ -206,10 +201,8 @@ def kill_children():
 
 def claim_error_report(store, if_store_is_gone=False):
     """Note in the store that this rank failed; True when it is the first, and so has to say why."""
-    if store is None:
-        return True
     try:
-        return store.add(FAILED, 1) == 1
+        return store is None or store.add(FAILED, 1) == 1
     except Exception:       # the store's host is gone
         return if_store_is_gone
 
