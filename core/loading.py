@@ -83,11 +83,10 @@ HERE = 4            # parts made in this process before others are started: smal
 
 
 class Column:
-    """Numbers, or rows of `width` of them, appended to a .npy file: never in memory whole."""
+    """Numbers appended to a .npy file, so that they are never in memory whole."""
 
-    def __init__(self, path, dtype, width=None):
-        self.path, self.dtype = Path(path), np.dtype(dtype)
-        self.width, self.length, self._mapped = width, 0, None
+    def __init__(self, path, dtype):
+        self.path, self.dtype, self.length, self._mapped = Path(path), np.dtype(dtype), 0, None
         self.file = open(path, "w+b", buffering=2**18)      # never used by a forked child
         self._write_header()
 
@@ -95,11 +94,10 @@ class Column:
         return self.length
 
     def _write_header(self):
-        shape = (self.length,) if self.width is None else (self.length, self.width)
         self.file.seek(0)       # numpy leaves room in it for a length to grow into
         np.lib.format.write_array_header_1_0(self.file, {
             "descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False,
-            "shape": shape})
+            "shape": (self.length,)})
         self.file.seek(0, os.SEEK_END)
 
     def append(self, values):
@@ -115,8 +113,7 @@ class Column:
             with error_names_file(self.path):
                 self._write_header()
                 self.file.flush()
-            # nothing cannot be mapped
-            self._mapped = np.load(self.path, mmap_mode="r" if self.length else None)
+            self._mapped = np.load(self.path, mmap_mode="r" if self.length else None)  # not empty
         return self._mapped
 
     def close(self):

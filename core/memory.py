@@ -44,7 +44,6 @@ from core.problems import collect
 GIB = 2**30
 FIXED = 1.0 * GIB       # CUDA context and workspaces; NCCL's buffers take as much again
 USABLE = 0.95           # of a GPU's memory; the rest is left for fragmentation
-PINNED = 1.4            # pinned memory of a tensor is a power of two; of Qwen3 4B's, all together
 RATES = {"an H200": 790e12, "an RTX 3090": 71e12}   # FLOP/s of large bf16 products, docs/speed.md
 INDENT = "\n           "
 STAGES = "the heads", "a layer's backward", "the embedding's backward", "the last reduction"
@@ -560,7 +559,7 @@ def print_plan(args, setup, found, pack, model, lines, steps, validates, flops=0
     trained = [p for p in model.parameters() if p.requires_grad]
     saved = sum(p.nbytes for p in (trained if args.use_lora else model.parameters()))
     saved = saved * (2 if found.parts["average"] else 1) + 8 * sum(p.numel() for p in trained)
-    staged = PINNED * saved * (local / setup.ranks if setup.fsdp else 1)
+    staged = saved * (local / setup.ranks if setup.fsdp else 1)
     needed, free = found.host * local + staged, check_disk(args.output_dir, 0, "")
     saves = 1 + sum(max(0, steps) // interval for interval in (
         args.save_steps, args.eval_steps if validates else 0) if interval)
