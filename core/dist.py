@@ -39,7 +39,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from core import lifetime
-from core.cli import UserError, counted, error_text, print_error, printable, problem_text, require
+from core.cli import UserError, counted, error_text, print_error, printable, require
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
 LATER_S = 30    # a collective may outlive its limit by this: the watchdog names who hangs first
@@ -275,14 +275,6 @@ def all_gather(world, value):
     if world.size > 1:
         dist.all_gather_object(found, value, group=world.slow_group)
     return found
-
-
-def raise_problems(world, problems):
-    """Raise UserError with the problem lines of all ranks, if any has one. Collective."""
-    if lines := list(dict.fromkeys(sum(all_gather(world, problems), []))):
-        if not world.is_main:
-            exit_quietly()
-        raise UserError(problem_text(lines))
 
 
 def barrier(world):

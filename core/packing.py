@@ -8,7 +8,6 @@ workers change nothing. The tail of an epoch is topped up with empty packs, whic
 every rank runs the same number of steps.
 """
 import bisect
-import itertools
 from array import array
 from dataclasses import dataclass
 
@@ -43,14 +42,9 @@ class EpochPlan:
 
 
 def best_fit(lengths, order, budget):
-    """[[sample index]] of bins of at most `budget` tokens: all of windows()."""
-    return list(itertools.chain.from_iterable(windows(lengths, order, budget)))
+    """Yield packs, lists of sample indices of at most `budget` tokens.
 
-
-def windows(lengths, order, budget):
-    """Yield, for each window of 4096 samples, lists of samples of at most `budget` tokens.
-
-    lengths (n,) tokens; order (n,) sample indices to pack, in each window longest first.
+    lengths (n,) tokens; order (n,) sample indices to pack, in each window of 4096 longest first.
     ValueError: a sample is longer than the budget.
     """
     for start in range(0, len(order), 4096):
@@ -74,7 +68,7 @@ def windows(lengths, order, budget):
             at = bisect.bisect_left(free, room)
             free.insert(at, room)
             open_bins.insert(at, b)
-        yield bins
+        yield from bins
 
 
 def _flat(packs):
@@ -128,8 +122,7 @@ class PackOrder:
             # once, by the seed alone: packing is slow, and each epoch shuffles these packs
             if shuffle:
                 order = np.random.default_rng((seed, 0)).permutation(order)
-            bins = windows(self.lengths, order, tokens_per_pack)
-            self._bins = _flat(itertools.chain.from_iterable(bins))
+            self._bins = _flat(best_fit(self.lengths, order, tokens_per_pack))
         self.packs_per_epoch = (len(self._bins) if self._bins
                                 else -(-len(self.lengths) // samples_per_pack))
 

@@ -67,7 +67,7 @@ def test_a_full_dev_shm(pool, tiny, tmp_path):
     argv = trainer_arguments(tiny, tmp_path / "out", "--use_lora", "--max_tokens_per_batch", 32768, "--max_steps", 1)
     line = error_of(pool, "with_a_disk", 4, "/dev/shm", *argv)
     assert (pool.run(1, f"{__name__}.with_a_disk", 256, "/dev/shm", *argv)[0]) == [0]
-    assert line.startswith("error: /dev/shm is full, ") and "--shm-size" in line and "--num_workers 0" in line
+    assert line.startswith("error: /dev/shm is full; ") and "--shm-size" in line and "--num_workers 0" in line
 
 
 @pytest.mark.parametrize("name", ["rng.pt", "model.safetensors"])
