@@ -138,12 +138,13 @@ def seed_everything(seed, rank=0):
 
 def check_device(device, args):
     """Raise UserError where this device cannot compute in the precision that the flags ask for."""
-    if args.bf16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        raise UserError(f"--bf16: {torch.cuda.get_device_name(device)} has no bfloat16; give "
-                        "--fp16, or drop the flag")
-    if getattr(args, "float8", False):
-        from core import float8
-        float8.check_device(device, True)
+    if device.type == "cuda":       # a CPU can do all, slowly
+        name, has = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        require(has >= (8, 0) or not args.bf16,
+                f"--bf16: {name} has no bfloat16; give --fp16, or drop the flag")
+        require(has >= (8, 9) or not getattr(args, "float8", False),
+                f"--float8: {name} has no float8 products; Ada, Hopper and newer GPUs have; drop "
+                "the flag")
 
 
 # ---- Failing
