@@ -13,7 +13,6 @@ collective takes no signal.
 import contextlib
 import errno
 import gc
-import inspect
 import multiprocessing
 import os
 import random
@@ -410,11 +409,10 @@ def wrap_ddp(model, world):
     """
     if world.size == 1:
         return model
-    options = inspect.signature(DistributedDataParallel).parameters
-    name = "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"
     device_ids = [world.device.index] if world.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True,
-                                   **{name: False})
+    ddp = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+    ddp.broadcast_buffers = False       # before each forward; the argument's name has changed
+    return ddp
 
 
 def gradient_sync(model, enabled):
