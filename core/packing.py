@@ -71,15 +71,6 @@ def best_fit(lengths, order, budget):
         yield from bins
 
 
-def _flat(packs):
-    """Packs, each a list of sample indices -> EpochPlan."""
-    samples, sizes = array("q"), array("q")
-    for pack in packs:
-        samples.extend(pack)
-        sizes.append(len(pack))
-    return EpochPlan(np.asarray(samples), np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
-
-
 def _reordered(plan, packs):
     """EpochPlan of the packs (n_packs,) of another one, in this order."""
     sizes = np.diff(plan.offsets)[packs]
@@ -122,19 +113,20 @@ class PackOrder:
             # once, by the seed alone: packing is slow, and each epoch shuffles these packs
             if shuffle:
                 order = np.random.default_rng((seed, 0)).permutation(order)
-            self._bins = _flat(best_fit(self.lengths, order, tokens_per_pack))
+            samples, offsets = array("q"), array("q", [0])
+            for pack in best_fit(self.lengths, order, tokens_per_pack):
+                samples.extend(pack)
+                offsets.append(len(samples))
+            self._bins = EpochPlan(np.asarray(samples), np.asarray(offsets))
         self.packs_per_epoch = (len(self._bins) if self._bins
                                 else -(-len(self.lengths) // samples_per_pack))
 
     def epoch(self, epoch):
-        """EpochPlan of `epoch`; the last two asked for are kept (the loader reads ahead into the
-        next epoch).
-        """
+        """EpochPlan of `epoch`. The last two are kept: the loader reads ahead into the next one."""
         plan = self._plans.get(epoch)
         if plan is None:
             # another generator: no epoch's order depends on which others were asked for
             plan = self._plan(np.random.default_rng((self.seed, epoch, 1)))
-            # a new dict: the loader's thread asks, too
             self._plans = {e: p for e, p in self._plans.items() if e >= epoch - 1} | {epoch: plan}
         return plan
 
