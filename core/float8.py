@@ -19,35 +19,20 @@ FLOAT8 = torch.float8_e4m3fn
 MULTIPLE = 16           # of a layer's width and height; the GPU's kernels know no others
 
 
-def check_device(device, wanted):
-    """Raise UserError when the GPU has no float8 products. A CPU computes them in float32: slow, to
-    try it.
-    """
-    if wanted and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        raise UserError(f"--float8: {torch.cuda.get_device_name(device)} has no float8 products, "
-                        "Ada, Hopper and newer GPUs have; drop the flag")
-
-
 def rounded_kernel(rows):
-    scales = rows.abs().amax(dim=-1,
-                             keepdim=True).float().clamp(min=1e-12) / torch.finfo(FLOAT8).max
+    scales = rows.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / torch.finfo(FLOAT8).max
     return (rows / scales).to(FLOAT8), scales
 
 
-# A separate operator: fused with the ones before it in a compiled layer, whose packs have
-# other numbers of rows, Inductor cannot split its loops (CantSplit; pytorch issue 183696).
-compiled_rounded = low_rank.define_operator(
+# rows (n, width) -> (the same in float8, each divided by its scale so that its largest value fits;
+# (n, 1) scales in float32, tiny ones of rows of zeros). A separate operator: fused with the ones
+# before it in a compiled layer, whose packs have other numbers of rows, Inductor cannot split its
+# loops (CantSplit; pytorch issue 183696).
+rounded = low_rank.define_operator(
     "rounded", "(Tensor rows) -> (Tensor, Tensor)",
     lambda rows: fused.kernel(rounded_kernel, rows),
     lambda rows: (torch.empty_like(rows, dtype=FLOAT8),
                   rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32)))
-
-
-def rounded(rows):
-    """rows (n, width) -> (the same in float8, each divided by its scale so that its largest value
-    fits; (n, 1) scales). Scales are float32; a row of zeros has a tiny one.
-    """
-    return compiled_rounded(rows)
 
 
 def product(rows, weight, scales):
