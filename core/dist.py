@@ -143,8 +143,8 @@ def check_device(device, args):
         raise UserError(f"--bf16: {torch.cuda.get_device_name(device)} has no bfloat16; give "
                         "--fp16, or drop the flag")
     if getattr(args, "float8", False):
-        from core import float8
-        float8.check_device(device, True)
+        from core import quantized
+        quantized.check_float8(device)
 
 
 # ---- Failing

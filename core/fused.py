@@ -4,8 +4,9 @@ As transformers writes them, a norm is 8 kernels forward and 12 backward, a rota
 for q and the same for k, a SwiGLU 2 and 4, each a pass over memory as wide as the layer. Here a
 norm is F.rms_norm or F.layer_norm, and the others are one kernel each way, which torch.compile
 makes of a function of a few lines (without Triton it runs plainly). They round once, at the end,
-and keep only their inputs for the backward pass, so eager layers (nf4, recomputation, --keep) take
-the memory of compiled ones. On a CPU, and in compiled layers, transformers' own code runs.
+and keep only their inputs for the backward pass, so eager layers (NF4, selective
+recomputation, speaking) take the memory of compiled ones. On a CPU, and in compiled layers,
+transformers' own code runs.
 """
 import functools
 import importlib.util
@@ -64,8 +65,8 @@ def compiles(kind):
 
 @functools.cache
 def use_flash3():
-    """Use FlashAttention 3 for packed attention where it is installed and works; a notice says so.
-    Not measured yet.
+    """Try FlashAttention 3 for packed attention where its package is installed; a notice says
+    whether it works. It was never run on a GPU here: no speed is known, and no result compared.
     """
     if not (torch.cuda.is_available() and importlib.util.find_spec("flash_attn_interface")):
         return
@@ -106,11 +107,9 @@ def rms_norm(x, weight, eps):
 
 
 def outputs(x, *layers):
-    """[layer(x)] of linear layers; those under adapters are computed together."""
-    if hasattr(layers[0], "adds_in_place"):
-        from core import low_rank
-        return low_rank.outputs(x, *layers)
-    return [layer(x) for layer in layers]
+    """[layer(x)] of linear layers; those under adapters.AddingLinear are computed together."""
+    together = getattr(layers[0], "together", None)
+    return together(x, *layers) if together else [layer(x) for layer in layers]
 
 
 def swiglu_kernel(gate, up):
