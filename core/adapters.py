@@ -40,10 +40,9 @@ INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def define_operator(name, schema, function, fake):
-    """torch.ops.flat_trainers.NAME, which compiled layers call as a whole.
-
-    fake: its outputs without their values. torch.library.custom_op would check each call, which
-    takes three times as long on the host as the call.
+    """torch.ops.flat_trainers.NAME, which compiled layers call as a whole. fake: its outputs
+    without their values. torch.library.custom_op would check each call, which takes three times as
+    long on the host as the call.
     """
     operators = torch.ops.flat_trainers
     if not hasattr(operators, name):        # another copy of this file may have defined it
@@ -149,11 +148,10 @@ def outputs(x, *layers):
 
 
 class AddingLinear(Linear):
-    """PEFT's LoRA linear layer whose update is added by the matrix product that makes it.
-
-    PEFT's own forward writes the update, scales it and adds it: three more passes over memory as
-    wide as the output, which at rank 16 take longer than the products. Same numbers but for
-    rounding, same names and files.
+    """PEFT's LoRA linear layer whose update is added by the matrix product that makes it. PEFT's
+    own forward writes the update, scales it and adds it: three more passes over memory as wide as
+    the output, which at rank 16 take longer than the products. Same numbers but for rounding, same
+    names and files.
     """
     # False copies the base's output first: recomputation may have kept it
     adds_in_place = True
@@ -169,7 +167,6 @@ class AddingLinear(Linear):
 def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=False, dora=False,
              **settings):
     """Wrap a model in fp32 adapters; the base is frozen. UserError when a target matches nothing.
-
     layers: its decoder layers; only linear modules in them get adapters. targets: "all-linear" or
     comma-separated module name endings. base_name: written into the adapter's config. rslora, dora,
     settings: of PEFT's LoraConfig; task_type None: not a transformers model.
@@ -191,9 +188,8 @@ def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=Fal
 
 
 def attach(model, config, base_name=None, autocast=True):
-    """Wrap a model as a peft LoraConfig says; adapters in fp32, the base frozen.
-
-    autocast: it will run under that, or all in fp32; else PEFT casts the inputs itself.
+    """Wrap a model as a peft LoraConfig says; adapters in fp32, the base frozen. autocast: it will
+    run under that, or all in fp32; else PEFT casts the inputs itself.
     """
     with warnings.catch_warnings():     # PEFT asks transformers in a way that newer ones find old
         warnings.simplefilter("ignore", FutureWarning)
@@ -210,7 +206,6 @@ def attach(model, config, base_name=None, autocast=True):
 
 def check_config(folder, refused=(), whole=()):
     """UserError unless a folder has the configuration of a LoRA adapter that sets FIELDS alone.
-
     refused: those of FIELDS that must not be set. whole: modules that may be saved with adapters.
     """
     path = Path(folder) / "adapter_config.json"
@@ -238,9 +233,8 @@ def check_config(folder, refused=(), whole=()):
 
 def add_saved(model, folder, refused=(), whole=()):
     """Wrap a model in the adapters of a PEFT folder, weights not yet loaded; PEFT's own forward
-    computes them: plain LoRA, rsLoRA, DoRA, ranks and scales by layer. UserError.
-
-    refused, whole: of check_config.
+    computes them: plain LoRA, rsLoRA, DoRA, ranks and scales by layer. UserError. refused, whole:
+    of check_config.
     """
     check_config(folder, refused, whole)
     try:

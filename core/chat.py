@@ -111,7 +111,6 @@ def records_at(path, numbers):
 
 def as_messages(record, trained=True):
     """The record with the messages and tools that templates want, whichever known form it has.
-
     trained: what follows the last answer is left out, as nothing there is trained. ValueError.
     """
     if not isinstance(record.get("messages"), list):
@@ -295,10 +294,8 @@ def messages_of(record):
 
 
 def of_sharegpt(record):
-    """Messages of ShareGPT's "conversations" and "system". ValueError.
-
-    A turn from function_call is an answer that is one tool call, one from observation what the
-    tool says.
+    """Messages of ShareGPT's "conversations" and "system". ValueError. A turn from function_call is
+    an answer that is one tool call, one from observation what the tool says.
     """
     messages = [{"role": "system", "content": record["system"]}] if record.get("system") else []
     for number, turn in enumerate(record["conversations"], 1):
@@ -428,10 +425,9 @@ class Encoder:
         return found
 
     def _mask(self, parts, prompt, text):
-        """[[prompt ids, prompt and answer ids] of each trained turn] -> (ids, mask).
-
-        prompt, text: of the last, which is tokenised apart where its prompt's ids are not the
-        whole's first, and both give the same text.
+        """[[prompt ids, prompt and answer ids] of each trained turn] -> (ids, mask). prompt, text:
+        of the last, which is tokenised apart where its prompt's ids are not the whole's first, and
+        both give the same text.
         """
         first, ids = parts[-1]
         if ids[:len(first)] != first and text.startswith(prompt):

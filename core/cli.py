@@ -199,10 +199,8 @@ def stored(args):
 
 def parse(parser, check=None, argv=None):
     """The namespace of a command line, argv or the process's own. check(args, world_size) may raise
-    UserError.
-
-    A mistake ends the process with one line, printed by rank 0: status 2 for a flag that does not
-    exist, 1 for a value. From here on SIGTERM and SIGUSR1 are noted instead of killing
+    UserError. A mistake ends the process with one line, printed by rank 0: status 2 for a flag that
+    does not exist, 1 for a value. From here on SIGTERM and SIGUSR1 are noted instead of killing
     (lifetime.stop_requested), and a rank dies with torchrun.
     """
     words, status = sys.argv[1:] if argv is None else list(argv), 2
@@ -293,7 +291,6 @@ def check_names(parser, words):
 
 def read_config(parser, words):
     """The words of a command line for the YAML file of lines `flag: value` that --config names.
-
     Values are taken as they are written, so on, 5e-5 and 007 stay what they are; an empty one or
     null gives no flag. Raises UserError.
     """
@@ -514,7 +511,6 @@ def check_drop_bad(args, checks):
 
 def set_intervals(args, total_steps, before, validates, **own):
     """Set the intervals that no flag names, by the length of the run -> lines that show them.
-
     before: the flags of the checkpoint to resume, or {}: that run's intervals stay, however long
     this one is. own: {flag: steps} of a trainer with other defaults. validates: whether there is
     anything to validate.

@@ -209,7 +209,6 @@ def cross_entropies(logits, labels):
 
 def use(model):
     """Have a model of transformers use these on a GPU, wherever its code is the same; returns it.
-
     Rotary embeddings are functions of transformers' modules: replaced for all models of a kind.
     """
     use_flash3()
