@@ -14,6 +14,7 @@ import functools
 import glob
 import itertools
 import json
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -21,15 +22,13 @@ from pathlib import Path
 from core import json_files
 from core.cli import UserError, require
 from core.loading import token_lists
-from core.json_files import HALF_CHARACTER
 from core.problems import problem
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 THINKING = {"template": None, "true": True, "false": False}     # --enable_thinking -> Encoder's
 KINDS = (".parquet", ".jsonl")                          # of a data set's files in a folder
-# ShareGPT's names of roles, beside ROLES
 SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant",
-            "observation": "tool"}
+            "observation": "tool"}      # its names of roles
 # keys of a message, and those that some roles have beside them
 KNOWN = {"role", "content", "reasoning_content"}
 KEYS = {"assistant": {"tool_calls", "weight"}, "tool": {"tool_call_id", "name"}}
@@ -239,15 +238,14 @@ def message_problem(message):
     """What is wrong with one message, or ""."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         return f" has no role out of {', '.join(ROLES)}"
-    role, content, thoughts = message["role"], message.get("content"), \
-        message.get("reasoning_content") or ""
+    role, content = message["role"], message.get("content")
+    thoughts, calls = message.get("reasoning_content") or "", message.get("tool_calls") or []
     if not isinstance(content, str):
         return " has no text as its content; only text is trained"
     if not isinstance(thoughts, str):
         return ": its reasoning_content is not text"
-    if HALF_CHARACTER.search(content + thoughts):
+    if json_files.HALF_CHARACTER.search(content + thoughts):
         return " holds half a character (\\ud800 to \\udfff)"
-    calls = message.get("tool_calls") or []
     if role == "assistant" and not content.strip() and not calls:
         return " is an empty answer; drop the line"
     known = KNOWN | KEYS.get(role, set())
@@ -346,7 +344,6 @@ class Encoder:
         self.special = set(special)
         longest_first = sorted(special.values(), key=len, reverse=True)
         self.control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self.blank = {}         # id -> is it white space?
         self.ends = Counter()   # ids that trained turns ended with
 
     def render(self, messages, prompt, tools=None):
@@ -440,7 +437,8 @@ class Encoder:
             self._prove(before, upto, "prompt", number)
             self._prove(upto, ids, "conversation so far", number)
             stop = len(upto)
-            while stop > len(before) and self._is_blank(ids[stop - 1]):
+            while stop > len(before) and ids[stop - 1] not in self.special \
+                    and not self.tokenizer.decode([ids[stop - 1]]).strip():     # white space
                 stop -= 1
             if stop == len(before) or ids[stop - 1] not in self.special:
                 raise ValueError("the chat template does not end an answer with a special token, "
@@ -454,20 +452,12 @@ class Encoder:
         """ValueError unless the ids `first` are the beginning of `whole`."""
         if whole[:len(first)] == first:
             return
-        at = next((i for i, (a, b) in enumerate(zip(first, whole)) if a != b),
-                  min(len(first), len(whole)))
+        at = len(os.path.commonprefix([first, whole]))
         theirs, ours = (self.tokenizer.decode(ids[at:at + 1]) for ids in (first, whole))
         raise ValueError(f"trained turn {number}: by this chat template the {what} is not how the "
                          f"whole begins: token {at} is {theirs!r} there, {ours!r} in the whole. "
                          "Try another --enable_thinking, --train_turns last, or --chat_template "
                          "FILE")
-
-    def _is_blank(self, token):
-        """Whether a token is white space, and no special one."""
-        if token not in self.blank:
-            blank = token not in self.special and not self.tokenizer.decode([token]).strip()
-            self.blank[token] = blank
-        return self.blank[token]
 
 
 def attempt(function, *args):

@@ -31,12 +31,12 @@ GIVE_WAY_S = 5          # seconds other ranks leave rank 0 to report a mistake
 # Flags of launch lines that people have, of Hugging Face's scripts, ms-swift and earlier trainers.
 # Each is accepted where the script has ours; no --help shows them.
 OLD_NAMES = {
-    "--model_name_or_path": "--model_path", "--lora_r": "--lora_rank",
+    "--model_name_or_path": "--model_path", "--lora_r": "--lora_rank", "--deepspeed": "--parallel",
     "--train_data": "--train_data_file", "--train_data_dir": "--train_data_file",
     "--eval_data": "--eval_data_file", "--eval_data_dir": "--eval_data_file",
     "--dataloader_num_workers": "--num_workers", "--lr_scheduler_type": "--lr_scheduler",
-    "--deepspeed": "--parallel", "--torch_compile": "--compile",
-    "--disable_evaluation": "--disable_eval", "--resume_from_checkpoint": "--resume"}
+    "--disable_evaluation": "--disable_eval", "--resume_from_checkpoint": "--resume",
+    "--torch_compile": "--compile"}
 # Accepted without effect: {flag: (our flag that must be given, its values)}
 WITHOUT_EFFECT = {
     "--optim": ("--weight_decay", ("adamw_torch_fused", "adamw_torch")),
@@ -144,7 +144,7 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
     """Adds a flag's default to its help, unless there is none or the help has it in words."""
 
     def _get_help_string(self, action):
-        if action.default in (None, False) or "default:" in action.help:
+        if not action.default or "default:" in action.help:
             return action.help
         if isinstance(action.default, list):
             return f"{action.help} (default: {' '.join(action.default)})"
@@ -359,10 +359,9 @@ recomputation = choice({"all": "all", "selective": "selective"} | dict.fromkeys(
 
 def compile_flag(parser):
     """--compile of a trainer; dist.choose_compile turns auto into True or False."""
-    parser.add_argument(
-        "--compile", nargs="?", const=True, default="auto", metavar="auto|true|false",
-        type=choice({"auto": "auto"} | BOOLEAN, "is neither auto, true nor false"),
-        help="torch.compile each layer; auto: on GPUs, where it can (default: auto)")
+    parser.flag("--compile", "auto", "torch.compile each layer; auto: on GPUs, where it can",
+                type=choice({"auto": "auto"} | BOOLEAN, "is neither auto, true nor false"),
+                nargs="?", const=True, metavar="auto|true|false")
 
 
 def alias(**names):
@@ -451,20 +450,19 @@ def check_parallel(args, world_size):
     args.parallel, _, size = args.parallel.partition(":")
     args.shard_size = int(size or getattr(args, "shard_size", 0))
     ddp = args.parallel == "ddp"
-    require(args.parallel == "hsdp" or not args.shard_size,
-            "--shard_size needs --parallel hsdp")
+    require(args.parallel == "hsdp" or not args.shard_size, "--shard_size needs --parallel hsdp")
     require(not ddp or getattr(args, "reshard_after_forward", True)
             and not getattr(args, "cpu_offload", False),
             "--no-reshard_after_forward and --cpu_offload need --parallel fsdp or hsdp")
-    require(not (args.compile is True
-                 and getattr(args, "gradient_checkpointing", None) == "selective"),
+    selective = getattr(args, "gradient_checkpointing", None) == "selective"
+    require(not selective or args.compile is not True,
             "--gradient_checkpointing selective does not go with --compile: inside a compiled "
             "layer nothing can be picked out; drop one of the two")
     if args.parallel == "hsdp":
         args.shard_size = args.shard_size or local_ranks(world_size)
-        require(world_size % args.shard_size == 0,
-                f"--parallel hsdp: {counted(world_size, 'rank')} cannot be cut into groups of "
-                f"{args.shard_size} (--shard_size)")
+        require(world_size % args.shard_size == 0, "--parallel hsdp: "
+                f"{counted(world_size, 'rank')} cannot be cut into groups of {args.shard_size} "
+                "(--shard_size)")
 
 
 def check_precision(args):
@@ -503,8 +501,7 @@ def check_drop_bad(args, checks):
     """Make args.drop_bad the tuple of the checks whose samples are dropped."""
     names = [name for value in args.drop_bad or () for name in value.split(",") if name]
     for name in names:
-        require(name in checks,
-                f"--drop_bad {name}: no such check; there are {', '.join(checks)}")
+        require(name in checks, f"--drop_bad {name}: no such check; there are {', '.join(checks)}")
     dropped = {*(checks if args.drop_bad == [] else names), *["too_long"] * args.drop_too_long}
     args.drop_bad = tuple(name for name in checks if name in dropped)
 
@@ -523,9 +520,8 @@ def set_intervals(args, total_steps, before, validates, **own):
     saves, evals = (f"every {steps} steps" if steps else "at the end"
                     for steps in (args.save_steps, args.eval_steps))
     lines = [f"intervals  checkpoints {saves}{f'; validation {evals}' if validates else ''}"]
-    late = {"warmup_steps": "the learning rate never reaches its peak",
-            "save_steps": "no checkpoint before the end",
-            "eval_steps": "no validation before the end"}
+    late = {"warmup_steps": "the learning rate never reaches its peak", "save_steps": "no "
+            "checkpoint before the end", "eval_steps": "no validation before the end"}
     lines += [f"note       --{flag} {getattr(args, flag)} is longer than the run of {total_steps} "
               f"steps: {what}" for flag, what in late.items()
               if getattr(args, flag, 0) > total_steps and (validates or flag != "eval_steps")]

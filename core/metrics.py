@@ -202,8 +202,8 @@ def tensorboard(logging_dir, resumed_step, config):
 
 
 def read_rows(path):
-    """(rows of a metrics.jsonl, its fault or ""). A row is a JSON object with an integer "step"; all
-    come back, also those after a line that is none. A last line that a kill cut off is no fault.
+    """(rows of a metrics.jsonl, its fault or ""). A row is a JSON object with an integer "step";
+    all come back, also those after a line that is none. A last line cut off by a kill is no fault.
     """
     path, rows, wrong = Path(path), [], []
     if not path.exists():

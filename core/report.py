@@ -62,10 +62,10 @@ def read_run(folder):
 
 
 def read_evaluation(path):
-    """{"name", "path", "metrics", ...} of an evaluation.json. Raises UserError."""
+    """{"name", "metrics", ...} of an evaluation.json. Raises UserError."""
     found = cli.without_secrets(json_files.read_object(path))
     require(isinstance(found.get("metrics"), dict), f"{path}: has no metrics; see evaluate_tts.py")
-    return {**found, "name": str(found.get("name", path.parent.name)), "path": path}
+    return found | {"name": str(found.get("name", path.parent.name))}
 
 
 def find_steps(folder):
@@ -123,13 +123,13 @@ def chart(title, curves):
         parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.6" points="{line}"/>')
         parts += [f'<circle cx="{x(step)}" cy="{y(value)}" r="3" fill="{color}"><title>step '
                   f'{step:,}: {value:.5g}</title></circle>'
-                  for step, value in (curve if len(curve) <= 60 else ())]
+                  for step, value in curve if len(curve) <= 60]
         legend += f' <span style="color:{color}">{escape(label)} {curve[-1][1]:.4g}</span>'
-    drawn = (f'<figure><b>{escape(title)}</b> <small>{legend}</small><svg viewBox="0 0 {WIDTH} '
-             f'{HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg></figure>')
-    if low < high:
-        return drawn
-    return f"<details><summary>{escape(title)}: {low:.4g} at every step</summary>{drawn}</details>"
+    title = escape(title)
+    drawn = (f'<figure><b>{title}</b> <small>{legend}</small><svg viewBox="0 0 {WIDTH} {HEIGHT}" '
+             f'role="img" aria-label="{title}">{"".join(parts)}</svg></figure>')
+    flat = f"<details><summary>{title}: {low:.4g} at every step</summary>{drawn}</details>"
+    return drawn if low < high else flat
 
 
 SECTIONS = {        # of the page: its curves
@@ -196,12 +196,11 @@ def summary(folder, rows, settings, evaluations):
              f"checkpoints: {', '.join(sorted(saved, key=natural)) or 'none yet'}"]
     if (folder / "requeue").is_file():
         state.append(f"stopped: {(folder / 'requeue').read_text(errors='replace').strip()}")
-    flags = [f"<li>{escape(name)} <b>{escape(value)}</b>" for name, value in settings]
-    clauses = [f"<li>{escape(clause[0].upper() + clause[1:])}."
-               for clause in metrics.verdict(rows, evaluations)]
-    return (f'<h2>Verdict</h2><ul class="verdict">{"".join(clauses)}</ul>'
-            f'<p>{escape("; ".join(state))}</p><h3>Settings</h3><ul class="settings">'
-            f'{"".join(flags)}</ul>')
+    flags = "".join(f"<li>{escape(name)} <b>{escape(value)}</b>" for name, value in settings)
+    clauses = "".join(f"<li>{escape(clause[0].upper() + clause[1:])}."
+                      for clause in metrics.verdict(rows, evaluations))
+    return (f'<h2>Verdict</h2><ul class="verdict">{clauses}</ul><p>{escape("; ".join(state))}</p>'
+            f'<h3>Settings</h3><ul class="settings">{flags}</ul>')
 
 
 # ---- Command
@@ -212,23 +211,21 @@ def write_report(run, rows, settings, folders):
     evaluations = [read_evaluation(path) for path in sorted(run.rglob("evaluation.json"))
                    if path.is_file()]
     evaluations.sort(key=lambda one: not one["name"].startswith(BEFORE))
-    groups = {True: [], False: []}      # spoken before training, and not
+    spoken = [(path.name.replace("-", " "), path) for path in find_steps(run)]
     for folder in folders:
         name = folder.resolve().name
         require(any(folder.glob("*.wav")),
                 f"--samples {name}: no .wav file in it; give a folder of generate_tts.py")
-        groups[name.startswith(BEFORE)].append((name, folder))
-    steps = [(path.name.replace("-", " "), path) for path in find_steps(run)]
-    samples = [sample for label, folder in groups[True] + steps + groups[False]
-               for sample in read_samples(folder, label)]
+        spoken.append((name, folder))
+    spoken.sort(key=lambda one: not one[0].startswith(BEFORE))      # first what was before training
+    samples = [sample for label, folder in spoken for sample in read_samples(folder, label)]
     parts = {**charts(rows), "Samples": sample_rows(samples),
              "Evaluation": evaluations and evaluation_table(evaluations)}
     body = summary(run, rows, settings, evaluations) + "".join(
         f"<h2>{name}</h2>{content}" for name, content in parts.items() if content)
     text = PAGE.format(title=escape(run.resolve().name), made=time.strftime("%Y-%m-%d %H:%M"),
                        body=body)
-    output = run / "report.html"
-    temporary = output.with_name(f".{output.name}.tmp")
+    output, temporary = run / "report.html", run / ".report.html.tmp"
     temporary.unlink(missing_ok=True)
     with open(temporary, "xb") as file:     # x: not through a link of this name
         file.write(text.encode("utf-8", errors="replace"))
@@ -241,7 +238,7 @@ def loss_fell(folder, rows):
     """Print the mean training loss of the first and last fifth of the steps -> whether it fell."""
     losses = [value for _, value in metrics.curve(rows, "train/loss")]
     require(len(losses) > 1, f"{folder}/metrics.jsonl holds {len(losses)} training steps with a "
-                             "loss; two are needed")
+            "loss; two are needed")
     fifth = max(1, len(losses) // 5)
     first, last = statistics.fmean(losses[:fifth]), statistics.fmean(losses[-fifth:])
     print(f"train/loss {first:.3f} -> {last:.3f} {'fell' if last < first else 'DID NOT FALL'}")
