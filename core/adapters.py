@@ -19,7 +19,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from core import checkpoint, json_files, tensor_io
+from core import checkpoint, fused, json_files, tensor_io
 from core.cli import UserError
 
 WHOLE = ".modules_to_save."             # in the names of modules that are trained as a whole
@@ -39,19 +39,6 @@ INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 # ---- Computed
 
 
-def define_operator(name, schema, function, fake):
-    """torch.ops.flat_trainers.NAME, which compiled layers call as a whole. fake: its outputs
-    without their values. torch.library.custom_op would check each call, which takes three times as
-    long on the host as the call.
-    """
-    operators = torch.ops.flat_trainers
-    if not hasattr(operators, name):        # another copy of this file may have defined it
-        torch.library.define(f"flat_trainers::{name}", schema)
-        torch.library.impl(f"flat_trainers::{name}", ("cpu", "cuda"), function)
-        torch.library.register_fake(f"flat_trainers::{name}", fake)
-    return getattr(operators, name)
-
-
 def add_products(lefts, rights):
     """lefts[0] @ rights[0] + lefts[1] @ rights[1] + ..., each added by the kernel that computes it;
     2-d, one dtype.
@@ -64,7 +51,7 @@ def add_products(lefts, rights):
 
 # One operator in compiled layers: torch 2.11's compiler gives no gradient to an output of an
 # autograd.Function that was changed in place, and Inductor copies what a product is added to.
-compiled_add_products = define_operator(
+compiled_add_products = fused.define_operator(
     "add_products", "(Tensor[] lefts, Tensor[] rights) -> Tensor", add_products,
     lambda lefts, rights: lefts[0].new_empty(lefts[0].shape[0], rights[0].shape[1]))
 

@@ -88,6 +88,19 @@ def kernel(function, *args):
     return (_compiled(function) if compiled else function)(*args)
 
 
+def define_operator(name, schema, function, fake):
+    """torch.ops.flat_trainers.NAME, which compiled layers call as a whole. fake: its outputs
+    without their values. torch.library.custom_op would check each call, which takes three times as
+    long on the host as the call.
+    """
+    operators = torch.ops.flat_trainers
+    if not hasattr(operators, name):        # another copy of this file may have defined it
+        torch.library.define(f"flat_trainers::{name}", schema)
+        torch.library.impl(f"flat_trainers::{name}", ("cpu", "cuda"), function)
+        torch.library.register_fake(f"flat_trainers::{name}", fake)
+    return getattr(operators, name)
+
+
 # ---- Functions
 
 

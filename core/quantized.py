@@ -18,7 +18,7 @@ import math
 import torch
 from torch import nn
 
-from core import adapters, fused
+from core import fused
 from core.cli import UserError, require
 
 BLOCK, SCALES, TABLE = 64, 256, 256     # values a scale, scales a second scale, values of a byte
@@ -159,7 +159,7 @@ def rounded_kernel(rows):
 # (n, 1) scales, float32, tiny for a row of zeros). A separate operator: fused with the ones before
 # it in a compiled layer, whose packs have other numbers of rows, Inductor cannot split its loops
 # (CantSplit; pytorch issue 183696).
-rounded = adapters.define_operator(
+rounded = fused.define_operator(
     "rounded", "(Tensor rows) -> (Tensor, Tensor)",
     lambda rows: fused.kernel(rounded_kernel, rows),
     lambda rows: (torch.empty_like(rows, dtype=FLOAT8),
