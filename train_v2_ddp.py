@@ -426,8 +426,7 @@ batches = loading.ahead(loader, device)     # the next two come while one is use
 eval_due = bool(state.get("eval_due") and validates)     # a signal broke that validation off
 log = run.open_log(args, world, step, eval_due)
 lines[0] += f"peak lr {args.learning_rate:.2e}, warm-up {args.warmup_steps}"
-print0(run.device_line(args, world), metrics.model_text(model, args.use_lora),
-       samples_line(table, train_ids, eval_ids), *lines)
+print0(metrics.model_text(model, args.use_lora), samples_line(table, train_ids, eval_ids), *lines)
 start_step, timer, stopping = step, metrics.StepTimer(device), False
 if eval_due:
     with timer.paused():
