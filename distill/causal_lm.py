@@ -7,7 +7,6 @@ transformers tensors (experts, rows, columns). Quantised and remote-code models 
 """
 import contextlib
 import copy
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from core import checkpoint, tensor_io
 from core.cli import UserError, require
-from core.dist import World
+from core.dist import World, barrier
 
 logging.disable_progress_bar()      # of loading weights: each rank would show one
 
@@ -214,17 +213,19 @@ def check_weights(model, parts, folder):
 
 @torch.no_grad()
 def load_weights(weights, parts, world=None):
-    """Fill {name: tensor, plain or a shard} from weight_parts: its own rows, or experts, only."""
-    def read(name, tensor):
+    """Fill {name: tensor, plain or a shard} from weight_parts: its own rows, or experts, only.
+    Collective with a world.
+    """
+    for name, tensor in weights.items():
+        tensor = tensor.detach()
         if name in parts:
-            return tensor_io.read_rows(tensor, parts[name])
+            tensor_io.read_rows(tensor, parts[name])
+            continue
         local, first = tensor_io.local_rows(tensor)
         for names, whole in zip(expert_names(name, tensor.shape)[first:], local):
             for matrix, rows in zip(names, whole.chunk(len(names))):
                 tensor_io.read_rows(rows, parts[matrix])
-    for name, tensor in weights.items():
-        tensor = tensor.detach()
-        tensor_io.read_once(world or World(), tensor, partial(read, name, tensor))
+    barrier(world or World())       # a slow disk may take long
 
 
 def load_whole(folder, dtype, device="cpu"):

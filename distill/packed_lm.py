@@ -153,7 +153,7 @@ def build_empty(folder, dtype, lora=None, recompute=None, prompted=None, four_bi
     UserError when the folder holds other weights, or the architecture cannot be packed.
 
     lora: None, or adapters.add_lora's (rank, alpha, dropout, targets, base name): only they are
-    trained. recompute, prompted: of PackedLM. four_bits: the frozen layers as nf4.py has them.
+    trained. recompute, prompted: of PackedLM. four_bits: the frozen layers in NF4.
     """
     native = net = causal_lm.empty_model(causal_lm.load_config(folder), dtype, folder, ATTENTION)
     check_model(native)
@@ -163,8 +163,8 @@ def build_empty(folder, dtype, lora=None, recompute=None, prompted=None, four_bi
         from core import adapters
         net = adapters.add_lora(native, layers, *lora)
     if four_bits:
-        from core import nf4
-        nf4.convert(layers)
+        from core import quantized
+        quantized.to_nf4(layers)
     return PackedLM(net, recompute, prompted=prompted), parts
 
 
@@ -185,8 +185,8 @@ def load(model, parts, world, *, sharding=None, compiled=False):
         from core import adapters
         base = adapters.base_weights(model.net)
     if any(hasattr(module, "nf4") for module in model.modules()):
-        from core import nf4
-        nf4.load_weights(model, causal_lm.load_weights, base, parts, world)
+        from core import quantized
+        quantized.load_nf4(model, causal_lm.load_weights, base, parts, world)
     else:
         causal_lm.load_weights(base, parts, world)
 
