@@ -32,8 +32,7 @@ LONGEST_CLIP_S = 600    # of one clip: the codec sees it whole, and positions ar
 CHATML = (".json", ".jsonl", ".lst")
 DEFAULT_SYSTEM = "Generate audio following instruction."
 
-# --------------------------------------------------------------------------------------------------
-# The trainer
+# ---- The trainer
 
 
 def check_trainer(args, world_size):
@@ -108,8 +107,7 @@ def pack_text(args):
     return f"{size} by length, in blocks" if args.group_by_length else size
 
 
-# --------------------------------------------------------------------------------------------------
-# Flags of several scripts
+# ---- Flags of several scripts
 
 
 def codec(group):
@@ -160,8 +158,7 @@ def check_recognisers(args):
             "--language: only --asr_model and --asr_command make use of it")
 
 
-# --------------------------------------------------------------------------------------------------
-# Data
+# ---- Data
 
 
 def data(group):

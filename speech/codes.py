@@ -56,8 +56,7 @@ SHARD_CLIPS, SHARD_SECONDS = 4096, 60.0     # a crash loses at most this much en
 BYTES_PER_SECOND = {".wav": 64_000, ".flac": 32_000, ".mp3": 12_000, ".ogg": 10_000}     # typical
 
 
-# --------------------------------------------------------------------------------------------------
-# Decoding. A faulty file is a ValueError with the reason.
+# ---- Decoding. A faulty file is a ValueError with the reason.
 
 
 def decode_audio(path, cuts):
@@ -229,8 +228,7 @@ def check_codes(found, offset, num_codebooks, size):
         raise ValueError(f"has codes beyond 0 to {size - 1}, or none")
 
 
-# --------------------------------------------------------------------------------------------------
-# Lengths from headers, for a dry run
+# ---- Lengths from headers, for a dry run
 
 
 def codec_frames(samples, config):
@@ -262,8 +260,7 @@ def header_frames(clip, config, num_codebooks):
     return codec_frames(max(samples, round(FILLED_S * SAMPLE_RATE) * clip.filled), config)
 
 
-# --------------------------------------------------------------------------------------------------
-# The codec
+# ---- The codec
 
 
 def codec_config(codec_dir, num_codebooks):
@@ -328,8 +325,7 @@ def encode_clip(codec, wave, bandwidth, num_codebooks):
     return found.T.to(torch.int16).contiguous().cpu().numpy()
 
 
-# --------------------------------------------------------------------------------------------------
-# The cache: keys, shards, their index
+# ---- The cache: keys, shards, their index
 
 
 @dataclass(frozen=True)
@@ -630,8 +626,7 @@ def measures_of(folder, shards, where):
     return found
 
 
-# --------------------------------------------------------------------------------------------------
-# Filling the cache, all ranks together
+# ---- Filling the cache, all ranks together
 
 
 def ensure_codes(world, clips, how, bad=None):

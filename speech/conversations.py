@@ -97,8 +97,7 @@ class Reading:
     lone_reference: bool = False    # whether the model takes a clip without its words
 
 
-# --------------------------------------------------------------------------------------------------
-# Audio files by name
+# ---- Audio files by name
 
 
 @dataclass
@@ -167,8 +166,7 @@ class Paths:
         return os.path.join(folder, real) if real else None
 
 
-# --------------------------------------------------------------------------------------------------
-# Raw samples
+# ---- Raw samples
 
 
 def content_items(entry):
@@ -269,8 +267,7 @@ def system_parts(text, scene="", voices=None, references=False):
     return MULTISPEAKER_SYSTEM, "\n\n".join([*([scene] if scene else []), "\n".join(said)])
 
 
-# --------------------------------------------------------------------------------------------------
-# The canonical form
+# ---- The canonical form
 
 
 def canonical_sample(name, entry, paths, normalize=False):

@@ -96,8 +96,7 @@ class Undecided(UserError):
     """A table is one of speech, but what its columns mean is not certain."""
 
 
-# --------------------------------------------------------------------------------------------------
-# Tables, JSON. A reader yields (place, row): place is "line 7"; row a dict with the keys of
+# ---- Tables, JSON. A reader yields (place, row): place is "line 7"; row a dict with the keys of
 # COLUMNS, an entry that is ChatML already, or the BadSample that says why it is none
 
 
@@ -385,8 +384,7 @@ def read_kaldi(folder):
         yield f"utterance {key}", row
 
 
-# --------------------------------------------------------------------------------------------------
-# Audio with texts beside it
+# ---- Audio with texts beside it
 
 
 def walk(folder):
@@ -529,8 +527,7 @@ def labels(text):
     return [(seconds_of(cut[1]), seconds_of(cut[2]), cut[3].strip()) for cut in found]
 
 
-# --------------------------------------------------------------------------------------------------
-# Audio inside other files
+# ---- Audio inside other files
 
 
 class Unpacked:
@@ -674,8 +671,7 @@ def read_tar(path, given, unpacked):
             raise EOFError("its end is not there")
 
 
-# --------------------------------------------------------------------------------------------------
-# Corpora as their publishers lay them out
+# ---- Corpora as their publishers lay them out
 
 
 def tab_lines(path):
@@ -726,8 +722,7 @@ CORPORA = {     # {name: (patterns of names that its folder holds, rows of the f
         for path in sorted(folder.glob("txts/*.txt"))))}
 
 
-# --------------------------------------------------------------------------------------------------
-# What the user gave
+# ---- What the user gave
 
 
 def audio_paths(folder):
@@ -857,8 +852,7 @@ def lists_in(place, depth, given, unpacked, refused):
     return found
 
 
-# --------------------------------------------------------------------------------------------------
-# Rows -> ChatML
+# ---- Rows -> ChatML
 
 
 def checked(row, paths, plain):
@@ -978,8 +972,7 @@ def number_of(row, key):
     return number if math.isfinite(number) else None
 
 
-# --------------------------------------------------------------------------------------------------
-# References
+# ---- References
 
 
 def chosen_references(row, task, reading, pool, paths, notes):
@@ -1050,8 +1043,7 @@ def another_clip(row, pool, seed):
     return others[int(share_of("reference", row, seed) * len(others))] if others else None
 
 
-# --------------------------------------------------------------------------------------------------
-# A whole source
+# ---- A whole source
 
 
 def stop_if_odd(source, texts):

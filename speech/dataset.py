@@ -19,16 +19,19 @@ import tempfile
 import uuid
 import weakref
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
-from core.cli import UserError, counted, printable
-from core.dist import error_names_file
+from core import checkpoint, json_files
+from core.cli import UserError, counted, printable, require
+from core.dist import error_names_file, rank0
 from core.loading import Column, Lists, token_lists
-from core.problems import problem, settle
-from speech.codes import FRAME_RATE, CodeReader
+from core.problems import LIST, problem, settle
+from speech.codes import FRAME_RATE, CodeReader, codec_fingerprint
 from speech.conversations import OTHER_MARKS, BadSample, Clip, marks_speakers_otherwise
+from speech.rows import flag_of
 
 LIKE_A_TAG = re.compile(r"<\|[^<>|]*\|>")
 SHARE = 0.005           # of the samples, for validation, where --validation_split says nothing
@@ -60,8 +63,7 @@ def file_of(sources, i):
     return next((s["path"] for s in sources if s["first"] <= i < s["stop"]), "")
 
 
-# --------------------------------------------------------------------------------------------------
-# Writing
+# ---- Writing
 
 
 class Clips:
@@ -294,8 +296,7 @@ class TableBuilder:
         shutil.rmtree(self.folder / "scratch", ignore_errors=True)     # still mapped: NFS minds
 
 
-# --------------------------------------------------------------------------------------------------
-# Reading
+# ---- Reading
 
 
 class Table:
@@ -340,8 +341,7 @@ class Table:
         return bytes(self.names[self.name_offsets[i]:self.name_offsets[i + 1]]).decode()
 
 
-# --------------------------------------------------------------------------------------------------
-# Which samples are trained, and which validated
+# ---- Which samples are trained, and which validated
 
 
 def split_validation(n, share, seed):
@@ -450,3 +450,86 @@ def samples_line(table, train_ids, eval_ids):
     lengths, hours = table.lengths[train_ids], data_facts(table, train_ids)["hours"]
     return (f"samples    {len(train_ids)} to train, {len(eval_ids)} to validate; tokens mean "
             f"{lengths.mean():.0f} max {lengths.max()}; {hours:.2f} h of audio")
+
+
+# ---- Prepared folders: a table, the codes of its audio, and prepared.json, which lists every file
+# with its size and checksum and says which tokenizer and codec they fit to
+
+
+def tokenizer_fingerprint(tokenizer, ids):
+    """16 hex digits of a tokenizer's words and of the ids that the trainer uses."""
+    text = json.dumps([sorted(tokenizer.get_vocab().items()), asdict(ids)])
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
+
+
+def write_prepared(folder, table, tokenizer, ids, codec_dir, reading, report):
+    """Finish a folder whose table is there: prepared.json. report: JSON-able, for people."""
+    codes = json.loads((Path(table) / "codes.json").read_text())
+    place = os.path.normpath(Path(table) / codes["folder"])
+    files = [*sorted(Path(table).iterdir()), *(Path(place) / name for name in codes["shards"])]
+    sizes = {str(path.relative_to(folder) if path.is_relative_to(folder) else path):
+             path.stat().st_size for path in files}
+    sums = {path.relative_to(folder).as_posix(): checkpoint.sha256(path)
+            for path in Path(table).iterdir()}      # codes have other checksums
+    about = {"table": Path(table).name, "files": sizes, "sha256": sums,
+             "tokenizer": tokenizer_fingerprint(tokenizer, ids),
+             "codec": codec_fingerprint(codec_dir), "reading": asdict(reading), "report": report}
+    checkpoint.write_text(Path(folder) / PREPARED, json.dumps(about, indent=1) + "\n")
+
+
+def look_into(folder):
+    """The contents of prepared.json of a folder that has all its files. Raises UserError."""
+    def need(fits, why):
+        require(fits, f"{folder}: is damaged, {why}; copy it again, or prepare it again")
+    try:
+        about = json_files.read_object(Path(folder) / PREPARED)
+    except UserError as error:
+        need(False, str(error))
+    for name, kind in (("table", str), ("tokenizer", str), ("codec", str), ("reading", dict)):
+        need(isinstance(about.get(name), kind), f"{PREPARED} has no {name!r}")
+    need((Path(folder) / about["table"]).is_dir(), f"{about['table']} is not there")
+    need(isinstance(about.get("files"), dict), f"{PREPARED} has no list 'files'")
+    for name, size in about["files"].items():
+        path = Path(folder) / name
+        need(path.is_file(), f"{name} is not there")
+        found = path.stat().st_size
+        need(found == size, f"{name} has {found} bytes, not {size}")
+    for name, digest in about.get("sha256", {}).items():
+        need(checkpoint.sha256(Path(folder) / name) == digest,
+             f"{name} has another checksum than when it was made")
+    return about
+
+
+def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
+    """Table of a prepared folder, on every rank. UserError unless the reading of sources (Sources)
+    has the defaults or what the folder was prepared with.
+    """
+    (path, weight, _), *others = sources.all()
+    reading = sources.reading
+
+    def check():
+        if others:
+            raise UserError(f"{path} and {others[0][0]}: a prepared folder is given alone; prepare "
+                            "all data together (--train_data_file A B:0.5 --eval_data_file C)")
+        about = look_into(path)
+        for what, mine, flag in (
+                ("tokenizer", tokenizer_fingerprint(tokenizer, ids), "--model_path"),
+                ("codec", codec_fingerprint(codec_dir), "--audio_tokenizer_path")):
+            if about.get(what) != mine:
+                raise UserError(f"{path}: was prepared with another {what} than that of {flag}; "
+                                "prepare it again")
+        for name, default in asdict(type(reading)()).items():
+            value, was = getattr(reading, name), about["reading"].get(name, default)
+            # a default may be any value, but of the texts, as checkpoints keep that
+            fits = (was,) if name == "normalize" else (default, was)
+            if value not in fits and name not in ("seed", "lone_reference"):
+                was, value = ({True: "on", False: "off"}.get(x, x) for x in (was, value))
+                raise UserError(f"{path}: was prepared with {flag_of(name)} {was}, not {value}; "
+                                "drop the flag, or prepare it again")
+        (Path(output_dir) / LIST).unlink(missing_ok=True)       # of the run before
+        print(f"data       prepared: {path}", flush=True)
+        return str(Path(path) / about["table"])
+
+    table = Table(rank0(world, check))
+    table.sources = [{**source, "weight": source["weight"] * weight} for source in table.sources]
+    return table

@@ -19,8 +19,7 @@ from core import cli
 from core.cli import UserError, require
 from speech import choices
 
-# --------------------------------------------------------------------------------------------------
-# Flags: name, default, help
+# ---- Flags: name, default, help
 
 p = cli.Parser("Speak with Higgs-Audio.")
 flag, switch = p.flag, p.switch
@@ -134,8 +133,7 @@ from speech import speak, text_normalization, versions
 from speech.codes import FRAME_RATE, load_codec
 from speech.conversations import system_parts
 
-# --------------------------------------------------------------------------------------------------
-# Ranks, output folder, model, prompts
+# ---- Ranks, output folder, model, prompts
 
 
 def earlier_results():
@@ -227,8 +225,7 @@ if main_rank:
           f"prompts    {len(samples)} in batches of {args.batch_size}; at most "
           f"{args.max_seconds:g} s each")
 
-# --------------------------------------------------------------------------------------------------
-# Speaking
+# ---- Speaking
 
 
 def speak_by_parts(prompts, seed):

@@ -23,7 +23,7 @@ CONTROL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
 
 @dataclass
 class TokenIds:
-    """Ids from the tokenizer and the model's config, and their layout; as labels_v3.Ids."""
+    """Ids from the tokenizer and the model's config, and their layout; as v3.Ids."""
     audio: int              # <|AUDIO_OUT|>, one for each row of codes
     delay: int              # marks the last num_codebooks - 1 rows of a clip
     pad: int
@@ -108,8 +108,7 @@ def token_ids(tokenizer, config):
                     config.audio_stream_bos_id, config.audio_stream_eos_id)
 
 
-# --------------------------------------------------------------------------------------------------
-# From a conversation to rows
+# ---- From a conversation to rows
 
 
 def conversation_pieces(sample):
@@ -166,10 +165,7 @@ def delay_labels(codes, eos):
 
 def audio_targets(sample):
     """(R,) positions in a sample that predict a row of codes, (R, 8) that row, IGNORE where not
-    trained.
-
-    sample: of assemble, whose labels are in the rows they belong to, or of
-    labels_v3.assemble.
+    trained. sample: of assemble, whose labels are in the rows they belong to, or of v3's.
     """
     if "audio_at" in sample:
         return sample["audio_at"], sample["audio_targets"]

@@ -84,11 +84,98 @@ import time
 import numpy as np
 
 from core import checkpoint, dist, lifetime, watchdog
-from core.problems import LIST, Problems
-from speech import audit, versions
-from speech.codes import FRAME_RATE, Encoding, ensure_codes, measures_of
-from speech.dataset import TABLE, TableBuilder, new_table
+from core.problems import LIST, Problems, problem
+from speech import versions
+from speech.codes import FRAME_RATE, MEASURES, Encoding, ensure_codes, measures_of
+from speech.dataset import (TABLE, TableBuilder, file_of, new_table, own_references, places,
+                            write_prepared)
 from speech.rows import Reading, Sources, read_all
+
+SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
+CLIPPED = 1e-3              # share of samples at full scale
+DC = 0.02                   # mean of the samples; full scale is 1
+SPREAD = 1.5                # interquartile ranges beyond the quartiles of the logarithm: Tukey's
+ENOUGH = 20                 # samples of a language, for quartiles
+
+
+def targets(builder):
+    """(n,) numbers of the clips that samples are trained on: the last one of each."""
+    numbers, offsets = builder.used_clips()
+    return numbers[np.maximum(offsets[1:], 1) - 1]
+
+
+def find_problems(builder, sources, where, measures, least, most):
+    """[Problem] of samples, by check; those with a clip that has no codes are passed over. builder:
+    TableBuilder. sources: of rows.read_all. where: (n_clips, 4) of ensure_codes. measures:
+    (n_clips, 5) of measures_of. least, most: seconds of a clip.
+    """
+    numbers, offsets = builder.used_clips()
+    target, facts, found = targets(builder), builder.facts.array(), []
+    usable = np.diff(offsets) > 0
+    usable &= np.add.reduceat(np.append(where[numbers, 2] <= 0, False), offsets[:-1]) == 0
+    column = dict(zip(MEASURES, measures.T))
+    seconds = column["seconds"]
+    seconds = np.where(np.isnan(seconds), where[:, 2] / FRAME_RATE, seconds)
+
+    def add(check, samples, what):
+        """Note samples (numbers); what(i): text about one."""
+        found.extend(problem(builder.name(i), check, what(i), file_of(sources, i), i)
+                     for i in samples.tolist())
+
+    def of_clips(check, wrong, what):
+        """Note the samples with a clip for which wrong (n_clips,) is true; what(clip): text."""
+        at = np.flatnonzero(wrong[numbers])
+        samples, first = np.unique(np.searchsorted(offsets, at, "right") - 1, return_index=True)
+        clip = dict(zip(samples.tolist(), numbers[at[first]].tolist()))
+        add(check, samples[usable[samples]],
+            lambda i: f"{what(clip[i])}: {builder.clips[clip[i]].path}")
+
+    def again(check, values, what):
+        """Note the usable samples whose value an earlier one has."""
+        order, values = samples[np.argsort(values, kind="stable")], np.sort(values, kind="stable")
+        new = np.append(True, values[1:] != values[:-1])[:len(values)]
+        first = order[np.maximum.accumulate(np.where(new, np.arange(len(order)), 0))]
+        earlier = dict(zip(order[~new].tolist(), first[~new].tolist()))
+        add(check, np.sort(order[~new]), lambda i: f"{what} {builder.name(earlier[i])}")
+
+    of_clips("too_short", (seconds < least) & (where[:, 2] > 0),
+             lambda clip: f"{seconds[clip]:.2f} s, less than --min_clip_seconds {least:g}")
+    of_clips("too_long", seconds > most,
+             lambda clip: f"{seconds[clip]:.1f} s, more than --max_clip_seconds {most:g}")
+    with np.errstate(invalid="ignore", divide="ignore"):
+        decibels = 20 * np.log10(column["rms"])
+        pace = np.log(facts["letters"] / seconds[target])       # letters a second
+        of_clips("silence", decibels < SILENCE_DB,
+                 lambda clip: f"is silent, {decibels[clip]:.0f} dB of full scale")
+        of_clips("clipping", column["clipped"] > CLIPPED, lambda clip:
+                 f"{column['clipped'][clip] * 100:.1f} % of its samples are at full scale")
+        of_clips("dc_offset", np.abs(column["dc"]) > DC,
+                 lambda clip: f"its mean is {column['dc'][clip]:.3f}, not 0")
+    add("no_words", np.flatnonzero(usable & (facts["letters"] == 0)),
+        lambda i: "its text has no letter and no digit")
+    samples = np.flatnonzero(usable)
+    place, train = places(where, target[samples]), np.ones(len(samples), bool)
+    for source in sources:
+        if source["held_out"]:
+            train &= (samples < source["first"]) | (samples >= source["stop"])
+    add("in_validation", samples[np.isin(place, place[~train]) & train],
+        lambda i: "its audio is in the validation data as well")
+    add("own_reference", np.intersect1d(samples, own_references(places(where, numbers), offsets)),
+        lambda i: "its reference is its own clip")
+    again("duplicate_audio", place, "has the same audio as")
+    again("duplicate_text", facts["said"][samples], "has speaker and text of")
+    for language in np.unique(facts["language"]):
+        mine = np.flatnonzero(usable & (facts["letters"] > 0) & (facts["language"] == language))
+        if len(mine) >= ENOUGH:
+            low, high = np.quantile(pace[mine], (0.25, 0.75))
+            low, high = low - SPREAD * (high - low), high + SPREAD * (high - low)
+            usual = f"usual are {np.exp(low):.1f} to {np.exp(high):.1f}"
+            add("text_rate", mine[(pace[mine] < low) | (pace[mine] > high)],
+                lambda i, usual=usual: f"{np.exp(pace[i]):.1f} letters a second; {usual}")
+    return found
+
+
+# ---- The folder
 
 
 def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
@@ -116,7 +203,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
     def write():
         cache, shards, where = codes
         bad.update(builder.shorter_than(ids.min_frames, where))
-        problems = builder.without_audio(bad, parts) + noted + audit.find_problems(
+        problems = builder.without_audio(bad, parts) + noted + find_problems(
             builder, parts, where, measures_of(cache, shards, where), least, most)
         refused = found.counts.total()
         found.add(problems)
@@ -130,7 +217,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
         inside = out in Path(cache).parents
         cache = os.path.relpath(cache, table) if inside else os.path.abspath(cache)
         builder.write(cache, shards, where, parts, left_out)
-        audit.write_prepared(out, table, tokenizer, ids, encoding.codec_dir, sources.reading,
+        write_prepared(out, table, tokenizer, ids, encoding.codec_dir, sources.reading,
                              report)
         checkpoint.remove_named(out, rf"(?!{table.name}){TABLE}")
         return report
@@ -147,7 +234,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
 
 def make_report(builder, sources, where, left_out, found, drop):
     """What the data hold, JSON-able. found: {check: samples}. left_out: (n,) bool of samples."""
-    seconds = where[audit.targets(builder), 2] / FRAME_RATE
+    seconds = where[targets(builder), 2] / FRAME_RATE
     speakers = builder.facts.array()["speaker"]
 
     def part(source):

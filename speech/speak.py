@@ -49,8 +49,7 @@ STRIDE = 1_000_003      # between the seeds of a prompt's takes: batches number 
 PAUSE_S = 0.12          # of silence between parts of a long text
 FADE_S = 0.01           # at both ends of a part, so that a joint makes no click
 
-# --------------------------------------------------------------------------------------------------
-# Prompts
+# ---- Prompts
 
 
 @dataclass
@@ -284,8 +283,7 @@ def prompt_batch(prompts, ids):
     return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
-# --------------------------------------------------------------------------------------------------
-# Generation
+# ---- Generation
 
 
 def load_model(folder, config, adapter, dtype, device, four_bits=False):
@@ -409,8 +407,7 @@ def decode(codec, codes):
     return codec.decode(codes).audio_values[0, 0].float().cpu().numpy()
 
 
-# --------------------------------------------------------------------------------------------------
-# The best of several takes
+# ---- The best of several takes
 
 
 def speak(native, codec, ids, settings, prompts, seed, takes=1, listeners=None):
@@ -489,8 +486,7 @@ def good_rows(samples, records, max_cer, min_frames):
     return rows
 
 
-# --------------------------------------------------------------------------------------------------
-# Long texts, part by part
+# ---- Long texts, part by part
 
 # marks that hold for what follows: who speaks, and Higgs TTS 3's tags but those of a single spot
 MARK = re.compile(r"(\[SPEAKER\d+\]|<\|(?:emotion|style|prosody):(?!pause|long_pause)\w+\|>)")
@@ -609,8 +605,7 @@ def stream(path):
     return write
 
 
-# --------------------------------------------------------------------------------------------------
-# Files
+# ---- Files
 
 
 def record(prompt, codes, ended_by, seed, real_time_factor):

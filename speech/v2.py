@@ -31,8 +31,7 @@ WHOLE_MODULES = ()      # modules that an adapter may hold as a whole
 # the released model's
 DRAWS = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "ras_window": 7, "ras_repeats": 2}
 
-# --------------------------------------------------------------------------------------------------
-# What speech/versions.py's module() promises, besides the imports above and the code below
+# ---- What speech/versions.py's module() promises, besides the imports above and the code below
 
 load_tokenizer, reset_buffers = weights.load_tokenizer, weights.reset_buffers
 read_config, save_config = weights.native_config, weights.save_config
@@ -74,8 +73,7 @@ def weight_names(native):
     return dict(native.named_parameters())
 
 
-# --------------------------------------------------------------------------------------------------
-# Packed forward
+# ---- Packed forward
 
 
 class Permute(torch.autograd.Function):
