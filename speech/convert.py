@@ -36,21 +36,11 @@ from core import cli, json_files
 from core.cli import UserError, counted, error_text, printable, require
 from speech import choices
 from speech.choices import DEFAULT_SYSTEM, TASK_TYPES
-from speech.conversations import (
-    AUDIO_FILES,
-    SCENE,
-    BadSample,
-    Paths,
-    Reading,
-    canonical_sample,
-    content_items,
-    is_chatml,
-    label_of,
-    sample_text,
-    system_parts,
-)
+from speech.conversations import (AUDIO_FILES, SCENE, BadSample, Paths, Reading, canonical_sample,
+                                  content_items, is_chatml, label_of, sample_text, system_parts)
 
-OTHER_AUDIO = (".m4a", ".aac", ".mp4", ".webm", ".wma", ".amr")     # libsndfile does not read them
+# what libsndfile does not read is found as well, and refused when it is decoded
+SOUNDS = AUDIO_FILES + (".m4a", ".aac", ".mp4", ".webm", ".wma", ".amr")
 TEXTS = (".txt", ".normalized.txt", ".lab")                         # beside an audio file
 CUES = (".srt", ".vtt")                                             # of recordings: with times
 LISTS = (".json", ".jsonl", ".csv", ".tsv", ".list", ".lst", ".txt")
@@ -72,11 +62,11 @@ HELD_OUT = {"eval", "test", "dev", "val", "valid", "validation"}
 NO_SPEAKER = {*INSIDE, "mp3", "flac", "train", "dev", "test", "eval", "valid", "val"}   # folders
 IPA = re.compile("[əɪʊɛɔæʌɑɹʃʒθðŋˈˌː]")
 NOTHING = {"nan", "none", "null", "<na>", "n/a", "na", ""}      # pandas' words for no text
-SOUNDS = ("laugh|sigh|cough|breath|gasp|chuckle|sniff|groan|yawn|music|applau|cheer|cry|whisper|"
+NOISES = ("laugh|sigh|cough|breath|gasp|chuckle|sniff|groan|yawn|music|applau|cheer|cry|whisper|"
           "pause|silence|noise|clears")
 ODD = {         # of texts that are used all the same: {what is said of them: pattern}
     "hold marks of sounds or sound tags, which may be read aloud": re.compile(
-        rf"\[[a-z][a-z _-]*\]|</?[a-z][^<>]*>|\*[a-z][a-z ]*\*|\((?:{SOUNDS})[a-z ]*\)", re.I),
+        rf"\[[a-z][a-z _-]*\]|</?[a-z][^<>]*>|\*[a-z][a-z ]*\*|\((?:{NOISES})[a-z ]*\)", re.I),
     "begin with a name and a colon, which is read aloud": re.compile(
         r"^\s*[^\W\d][\w.'-]{0,20}(?: \w{1,12})?:\s"),
     "hold HTML entities, which are read aloud": re.compile(
@@ -181,29 +171,24 @@ def read_metadata(path, samples):
     require(isinstance(samples, list), f"{path}: has no list 'samples'")
 
     def row_of(raw):
+        if not isinstance(raw, dict):
+            return BadSample(f"is a {type(raw).__name__}, not an object")
+
         def inside(key):
             value = raw.get(key)
-            if not isinstance(value, str) or not value:
-                raise BadSample(f"has no {key!r}")
+            if not value or not isinstance(value, str) or (path.parent / value).exists():
+                return value or None
             moved = path.parent / str(raw.get("split") or "") / value
-            return str(moved) if not (path.parent / value).exists() and moved.exists() else value
+            return str(moved) if moved.exists() else value
         kept = ("id", "scene", "language", "split", "duration", "voices")
+        text = inside("transcript_file")
         return {**{key: raw.get(key) for key in kept}, "audio": inside("audio_file"),
-                "text_file": path.parent / inside("transcript_file"),
+                "text_file": path.parent / text if isinstance(text, str) else None,
                 "text_name": "transcript_file", "ref_speakers": raw.get("ref_speakers") or [],
-                "ref_audio": inside("ref_audio_file") if raw.get("ref_audio_file") else None,
-                "ref_text": raw.get("ref_transcript"),
+                "ref_audio": inside("ref_audio_file"), "ref_text": raw.get("ref_transcript"),
                 "speaker": raw.get("speaker_id") or raw.get("speaker_name"),
                 "task_type": raw.get("training_task_type") or raw.get("task_type")}
-
-    for number, raw in enumerate(samples, 1):
-        place, label = f"sample {number}", raw.get("id") if isinstance(raw, dict) else None
-        try:
-            if not isinstance(raw, dict):
-                raise BadSample(f"is a {type(raw).__name__}, not an object")
-            yield place, row_of(raw)
-        except BadSample as error:
-            yield f"{place} ({printable(label, 80)})" if label else place, error
+    return ((f"sample {number}", row_of(raw)) for number, raw in enumerate(samples, 1))
 
 
 def lines_of(path):
@@ -389,13 +374,13 @@ def read_kaldi(folder):
 
 def walk(folder):
     """(folder, names of its files) of a tree in order, hidden ones left out; links once."""
-    seen = {os.path.realpath(folder)}
+    seen = set()
     for at, folders, names in os.walk(folder, followlinks=True):
-        inside = {os.path.realpath(os.path.join(at, name)): name
-                  for name in sorted(folders, reverse=True) if name[0] != "."}
-        folders[:] = sorted(name for path, name in inside.items() if path not in seen)
-        seen.update(inside)
-        yield Path(at), sorted(name for name in names if name[0] != ".")
+        here = os.path.realpath(at)
+        folders[:] = [] if here in seen else sorted(name for name in folders if name[0] != ".")
+        if here not in seen:
+            seen.add(here)
+            yield Path(at), sorted(name for name in names if name[0] != ".")
 
 
 def read_sidecar(folder):
@@ -405,9 +390,9 @@ def read_sidecar(folder):
         known = dict((*line.split(None, 1), "")[:2] for name in names       # LibriSpeech
                      if name.endswith(".trans.txt") for line in lines_of(place / name))
         for name in names:
-            stem, ending = os.path.splitext(name)
-            base, sound = stem.lower(), ending.lower()
-            if sound not in AUDIO_FILES + OTHER_AUDIO:
+            stem, sound = os.path.splitext(name)
+            base, sound = stem.lower(), sound.lower()
+            if sound not in SOUNDS:
                 continue
             at = str((place / name).relative_to(folder))
             wanted = [f"{one}{end}" for end in (*CUES, *TEXTS, ".json", ".tsv")
@@ -418,10 +403,7 @@ def read_sidecar(folder):
             plain = place == folder or place.name.lower() in NO_SPEAKER
             row = {"audio": at, "id": os.path.join(os.path.dirname(at), stem),
                    "speaker": "" if plain else str(place.relative_to(folder))}
-            if sound in OTHER_AUDIO:
-                yield at, BadSample(f"{ending[1:]} is not read; convert it: ffmpeg -i {name} "
-                                    f"{stem}.flac", "unreadable")
-            elif stem in known:
+            if stem in known:
                 yield at, {**row, "text": known[stem], "speaker": stem.split("-")[0]}
             elif text is None:
                 grid = next((there[f"{base}{end}"] for end in (".textgrid", ".eaf")
@@ -536,14 +518,9 @@ class Unpacked:
     def __init__(self, folder):
         self.folder, self.open, self.count = Path(folder), {}, 0
 
-    def new_path(self, ending):
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.count += 1
-        return self.folder / f"{self.count - 1:07}{ending}"
-
     def row(self, row, value):
-        """A row with the place of its sound; BadSample. value: a path, the bytes of an audio file
-        or of codes, or {array, sampling_rate}.
+        """A row with the place of its sound; BadSample. value: a path, the bytes of an audio file,
+        or {array, sampling_rate}.
         """
         if not isinstance(value, (bytes, dict)):
             return {**row, "audio": value}
@@ -551,10 +528,6 @@ class Unpacked:
             return BadSample("has an offset into audio that is inside the file: cut it first")
         try:
             text_of(row)                                # nothing is unpacked in vain
-            if isinstance(value, bytes) and value[:6] == b"\x93NUMPY":      # of --save_codes
-                path = self.new_path(".npy")
-                path.write_bytes(value)
-                return {**row, "audio": str(path), "duration": None}
             return {**row, **self.add(value)}
         except BadSample as error:
             return error
@@ -579,7 +552,9 @@ class Unpacked:
             if done >= SHARD_S * rate:
                 if file:
                     file.close()
-                file, done = soundfile.SoundFile(self.new_path(".flac"), "w", rate, 1, "PCM_16"), 0
+                self.folder.mkdir(parents=True, exist_ok=True)
+                path, self.count = self.folder / f"{self.count:07}.flac", self.count + 1
+                file, done = soundfile.SoundFile(path, "w", rate, 1, "PCM_16"), 0
             file.write(wave)
         except (RuntimeError, AssertionError) as error:
             raise UserError(f"{self.folder}: sound cannot be written ({error or 'disk full?'})")
@@ -638,7 +613,7 @@ def read_tar(path, given, unpacked):
     def row_of(members):
         row, text, sound = {}, None, None
         for name, data in members:
-            if name.lower().endswith(AUDIO_FILES + OTHER_AUDIO):
+            if name.lower().endswith(SOUNDS):
                 sound = name, data
             elif name.endswith(".json") and isinstance(found := json_files.loads(data), dict):
                 row |= {meaning: found[column] for meaning, column
@@ -727,7 +702,7 @@ CORPORA = {     # {name: (patterns of names that its folder holds, rows of the f
 
 def audio_paths(folder):
     """Paths of a folder of speech, where names may lack their ending and the usual subfolder."""
-    return Paths(Path(folder).resolve(), inside=INSIDE, endings=AUDIO_FILES + OTHER_AUDIO)
+    return Paths(Path(folder).resolve(), inside=INSIDE, endings=SOUNDS)
 
 
 def open_source(name, given, unpacked):
@@ -835,7 +810,7 @@ def lists_in(place, depth, given, unpacked, refused):
     for path, files in shards.items():
         found[path] = (path, *open_shards(files, given, unpacked))
     spoken = {name.split(".")[0] for name in names
-              if name.lower().endswith(AUDIO_FILES + OTHER_AUDIO)}
+              if name.lower().endswith(SOUNDS)}
     lists = [name for name in names if name.lower().endswith(LISTS)
              and name.split(".")[0] not in spoken and not name.endswith(".trans.txt")
              and (place / name).is_file()]
