@@ -231,23 +231,21 @@ def open_table(path, given):
             found = check_columns(path, names, given)
             columns = (meaning if meaning == name else f"{meaning} = {name!r}"
                        for meaning, name in found.items())
-            return (f"a table with {SEPARATORS[separator]}, {', '.join(columns)}",
-                    read_table(path, separator, given))
+            return (f"a table with {SEPARATORS[separator]}, {', '.join(columns)}", read_table(
+                path, separator, {meaning: names.index(name) for meaning, name in found.items()}))
     return open_headerless(path, head, given)
 
 
-def read_table(path, separator, given):
+def read_table(path, separator, columns):
     """Rows of a table with a header. In CSV a quoted field may go over several lines."""
     rows = csv_rows(path) if separator == "," else (
         (number, fields_of(line, separator)) for number, line in enumerate(lines_of(path), 1))
     rows = ((number, row) for number, row in rows if any(field.strip() for field in row))
-    names = [name.strip() for name in next(rows)[1]]
-    columns = {meaning: names.index(name) for meaning, name in find_columns(names, given).items()}
+    width = len(next(rows)[1])
     for number, row in rows:
-        fits = len(row) == len(names)
         yield f"line {number}", {meaning: row[at].strip() for meaning, at in columns.items()} \
-            if fits else BadSample(f"has {len(row)} fields, the header has {len(names)}: "
-                                   f"{separator.join(row)[:80]!r}")
+            if len(row) == width else BadSample(f"has {len(row)} fields, the header has {width}: "
+                                                f"{separator.join(row)[:80]!r}")
 
 
 def csv_rows(path):
@@ -710,10 +708,8 @@ def open_source(name, given, unpacked):
     path = Path(name)
     if path.is_dir():
         return open_folder(path, given, unpacked)
-    if path.exists():
-        return path, *open_file(path, given, unpacked)
-    if shards := sorted(glob.glob(str(name))):
-        return path, *open_shards(list(map(Path, shards)), given, unpacked)
+    if files := [path] if path.exists() else sorted(map(Path, glob.glob(str(name)))):
+        return path, *open_files(files, given, unpacked)
     require("://" not in str(name), f"{name}: URLs are not read; copy the data here first")
     hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name)) and not path.suffix
     raise UserError(f"{name}: there is no such file or folder" + (
@@ -734,9 +730,13 @@ def kind_of(path):
     return "tar" if head[257:262] == b"ustar" else ""
 
 
-def open_shards(paths, given, unpacked):
-    """(about, rows) of files that hold audio and texts, all of one kind."""
+def open_files(paths, given, unpacked):
+    """(about, rows) of a list, or of files that hold audio and texts, all of one kind."""
     kinds = list(map(kind_of, paths))
+    if kinds == [""]:
+        start = next((line.strip() for line in lines_of(paths[0]) if line.strip()), "")
+        is_json = start[:1] in ("{", "[") or paths[0].suffix in (".json", ".jsonl")
+        return (open_json if is_json else open_table)(paths[0], given)
     for path, kind in zip(paths, kinds):
         require(kind and kind == kinds[0],
                 f"{path}: is not a parquet, arrow or tar file like the others")
@@ -754,14 +754,6 @@ def open_shards(paths, given, unpacked):
                     f" ({str(error).partition(chr(10))[0]})"
                 raise UserError(f"{path}: cannot be read{why}")
     return f"{len(paths)} {'tar files' if read == read_tar else 'files of columns'}", rows()
-
-
-def open_file(path, given, unpacked):
-    if kind_of(path):
-        return open_shards([path], given, unpacked)
-    start = next((line.strip() for line in lines_of(path) if line.strip()), "")
-    is_json = start[:1] in ("{", "[") or path.suffix in (".json", ".jsonl")
-    return (open_json if is_json else open_table)(path, given)
 
 
 def open_folder(folder, given, unpacked):
@@ -808,7 +800,7 @@ def lists_in(place, depth, given, unpacked, refused):
             split = "" if saved or name.endswith(".tar") else re.split("[-_]", name)[0] + "-"
             shards.setdefault(place / f"{split}*{Path(name).suffix}", []).append(place / name)
     for path, files in shards.items():
-        found[path] = (path, *open_shards(files, given, unpacked))
+        found[path] = (path, *open_files(files, given, unpacked))
     spoken = {name.split(".")[0] for name in names
               if name.lower().endswith(SOUNDS)}
     lists = [name for name in names if name.lower().endswith(LISTS)
@@ -819,7 +811,7 @@ def lists_in(place, depth, given, unpacked, refused):
         lists = [name for name in lists if name.startswith("metadata.")]
     for path in (place / name for name in lists):
         try:
-            found[path] = (path, *open_file(path, given, unpacked))
+            found[path] = (path, *open_files([path], given, unpacked))
         except Undecided:
             raise
         except UserError as error:

@@ -66,43 +66,6 @@ def file_of(sources, i):
 # ---- Writing
 
 
-class Clips:
-    """Sequence of distinct Clips by their number; a Clip is made when it is asked for."""
-
-    def __init__(self, folder):
-        self.texts = Lists(folder, "texts", "text_offsets", np.uint8)
-        self.number_of = {}     # {digest: number}: about 150 bytes of memory a clip
-
-    def numbers(self, clips):
-        """Numbers of clips, new or known: [(digest_of, JSON of their fields)]."""
-        found, new = [], []
-        for digest, text in clips:
-            found.append(self.number_of.setdefault(digest, len(self.number_of)))
-            if found[-1] == len(self.texts) + len(new):
-                new.append(text)
-        self.texts.append(*joined(new))
-        return found
-
-    def __len__(self):
-        return len(self.texts)
-
-    def __getitem__(self, i):
-        """Clip i, or the list of Clips of a slice."""
-        if not isinstance(i, slice):
-            i = range(len(self))[i]
-            return self[i:i + 1][0]
-        ends, values = self.texts.offsets.array(), self.texts.values.array()
-        return [Clip(*json.loads(values[ends[n]:ends[n + 1]].tobytes()))
-                for n in range(*i.indices(len(self)))]
-
-
-def digest_of(clip):
-    """16 bytes of a clip's path and cut: the same for clips that are equal."""
-    cut = [value if value is None else float(value) for value in (clip.offset, clip.duration)]
-    about = f"\0{cut}{clip.filled}".encode()
-    return hashlib.blake2b(os.fsencode(clip.path) + about, digest_size=16).digest()
-
-
 def joined(texts):
     """(all bytes of some texts, the length of each), for Lists."""
     texts = list(texts)
@@ -143,7 +106,7 @@ class TableBuilder:
         self.used = Lists(self.folder, "clips", "clip_offsets", np.int32)
         self.trained = Column(scratch / "trained.npy", bool)
         self.facts = Column(scratch / "facts.npy", FACTS)
-        self.clips = Clips(scratch)
+        self.clips, self.number_of = [], {}     # number_of: {Clip: its place in clips}
 
     def __len__(self):
         return len(self.tokens)
@@ -179,7 +142,6 @@ class TableBuilder:
         spoken = np.array([type(piece) is Clip for piece in pieces], bool)
         labels = np.array(labels, bool)
         tokens = np.fromiter(itertools.chain.from_iterable(parts), np.int32, lengths.sum())
-        clips = list(itertools.compress(pieces, spoken))
 
         def per_sample(values):
             return np.add.reduceat(values, starts, dtype=np.int64) if good else np.empty(0, int)
@@ -187,15 +149,15 @@ class TableBuilder:
         return {"tokens": (tokens, per_sample(lengths)), "labelled": np.repeat(labels, lengths),
                 "names": joined(name.encode("utf-8", "backslashreplace") for name, _ in good),
                 "text_targets": per_sample(lengths * (labels & ~spoken)),
-                # by JSON, since the keys of speech/codes.py tell 3 s from 3.0 s
-                "clips": [(digest_of(clip), json.dumps([clip.path, clip.offset, clip.duration,
-                                                        clip.seconds, clip.filled]).encode())
-                          for clip in clips],
+                "clips": list(itertools.compress(pieces, spoken)),
                 "clip_counts": per_sample(spoken), "trained": labels[spoken],
                 "facts": np.array(facts, FACTS), "left_out": left_out}
 
     def append(self, chunk):
-        self.used.append(self.clips.numbers(chunk["clips"]), chunk["clip_counts"])
+        for clip in chunk["clips"]:
+            if self.number_of.setdefault(clip, len(self.clips)) == len(self.clips):
+                self.clips.append(clip)
+        self.used.append([self.number_of[clip] for clip in chunk["clips"]], chunk["clip_counts"])
         for name in ("tokens", "names"):
             getattr(self, name).append(*chunk[name])
         for name in ("labelled", "text_targets", "trained", "facts"):

@@ -105,73 +105,65 @@ def targets(builder):
 
 
 def find_problems(builder, sources, where, measures, least, most):
-    """[Problem] of samples, by check; those with a clip that has no codes are passed over. builder:
+    """[Problem] of samples; those with a clip that has no codes are passed over. builder:
     TableBuilder. sources: of rows.read_all. where: (n_clips, 4) of ensure_codes. measures:
     (n_clips, 5) of measures_of. least, most: seconds of a clip.
     """
     numbers, offsets = builder.used_clips()
     target, facts, found = targets(builder), builder.facts.array(), []
-    usable = np.diff(offsets) > 0
-    usable &= np.add.reduceat(np.append(where[numbers, 2] <= 0, False), offsets[:-1]) == 0
     column = dict(zip(MEASURES, measures.T))
-    seconds = column["seconds"]
+    seconds, clipped, dc = column["seconds"], column["clipped"], column["dc"]
     seconds = np.where(np.isnan(seconds), where[:, 2] / FRAME_RATE, seconds)
-
-    def add(check, samples, what):
-        """Note samples (numbers); what(i): text about one."""
-        found.extend(problem(builder.name(i), check, what(i), file_of(sources, i), i)
-                     for i in samples.tolist())
-
-    def of_clips(check, wrong, what):
-        """Note the samples with a clip for which wrong (n_clips,) is true; what(clip): text."""
-        at = np.flatnonzero(wrong[numbers])
-        samples, first = np.unique(np.searchsorted(offsets, at, "right") - 1, return_index=True)
-        clip = dict(zip(samples.tolist(), numbers[at[first]].tolist()))
-        add(check, samples[usable[samples]],
-            lambda i: f"{what(clip[i])}: {builder.clips[clip[i]].path}")
-
-    def again(check, values, what):
-        """Note the usable samples whose value an earlier one has."""
-        order, values = samples[np.argsort(values, kind="stable")], np.sort(values, kind="stable")
-        new = np.append(True, values[1:] != values[:-1])[:len(values)]
-        first = order[np.maximum.accumulate(np.where(new, np.arange(len(order)), 0))]
-        earlier = dict(zip(order[~new].tolist(), first[~new].tolist()))
-        add(check, np.sort(order[~new]), lambda i: f"{what} {builder.name(earlier[i])}")
-
-    of_clips("too_short", (seconds < least) & (where[:, 2] > 0),
-             lambda clip: f"{seconds[clip]:.2f} s, less than --min_clip_seconds {least:g}")
-    of_clips("too_long", seconds > most,
-             lambda clip: f"{seconds[clip]:.1f} s, more than --max_clip_seconds {most:g}")
     with np.errstate(invalid="ignore", divide="ignore"):
         decibels = 20 * np.log10(column["rms"])
         pace = np.log(facts["letters"] / seconds[target])       # letters a second
-        of_clips("silence", decibels < SILENCE_DB,
-                 lambda clip: f"is silent, {decibels[clip]:.0f} dB of full scale")
-        of_clips("clipping", column["clipped"] > CLIPPED, lambda clip:
-                 f"{column['clipped'][clip] * 100:.1f} % of its samples are at full scale")
-        of_clips("dc_offset", np.abs(column["dc"]) > DC,
-                 lambda clip: f"its mean is {column['dc'][clip]:.3f}, not 0")
-    add("no_words", np.flatnonzero(usable & (facts["letters"] == 0)),
-        lambda i: "its text has no letter and no digit")
-    samples = np.flatnonzero(usable)
-    place, train = places(where, target[samples]), np.ones(len(samples), bool)
-    for source in sources:
-        if source["held_out"]:
-            train &= (samples < source["first"]) | (samples >= source["stop"])
-    add("in_validation", samples[np.isin(place, place[~train]) & train],
-        lambda i: "its audio is in the validation data as well")
-    add("own_reference", np.intersect1d(samples, own_references(places(where, numbers), offsets)),
-        lambda i: "its reference is its own clip")
-    again("duplicate_audio", place, "has the same audio as")
-    again("duplicate_text", facts["said"][samples], "has speaker and text of")
+    of_clips = {        # check: (which clips, text about one)
+        "too_short": ((seconds < least) & (where[:, 2] > 0), lambda clip:
+                      f"{seconds[clip]:.2f} s, less than --min_clip_seconds {least:g}"),
+        "too_long": (seconds > most, lambda clip:
+                     f"{seconds[clip]:.1f} s, more than --max_clip_seconds {most:g}"),
+        "silence": (decibels < SILENCE_DB, lambda clip:
+                    f"is silent, {decibels[clip]:.0f} dB of full scale"),
+        "clipping": (clipped > CLIPPED, lambda clip:
+                     f"{clipped[clip] * 100:.1f} % of its samples are at full scale"),
+        "dc_offset": (np.abs(dc) > DC, lambda clip: f"its mean is {dc[clip]:.3f}, not 0")}
+    usable = np.diff(offsets) > 0
+    usable &= np.add.reduceat(np.append(where[numbers, 2] <= 0, False), offsets[:-1]) == 0
+    usual = {}          # {language: (least, most) of pace}
     for language in np.unique(facts["language"]):
-        mine = np.flatnonzero(usable & (facts["letters"] > 0) & (facts["language"] == language))
-        if len(mine) >= ENOUGH:
+        mine = usable & (facts["letters"] > 0) & (facts["language"] == language)
+        if mine.sum() >= ENOUGH:
             low, high = np.quantile(pace[mine], (0.25, 0.75))
-            low, high = low - SPREAD * (high - low), high + SPREAD * (high - low)
-            usual = f"usual are {np.exp(low):.1f} to {np.exp(high):.1f}"
-            add("text_rate", mine[(pace[mine] < low) | (pace[mine] > high)],
-                lambda i, usual=usual: f"{np.exp(pace[i]):.1f} letters a second; {usual}")
+            usual[language] = low - SPREAD * (high - low), high + SPREAD * (high - low)
+    place, train = places(where, target), np.ones(len(builder), bool)
+    for source in sources:
+        train[source["first"]:source["stop"]] = not source["held_out"]
+    validated, own = (set(values.tolist()) for values in (
+        place[usable & ~train], own_references(places(where, numbers), offsets)))
+    heard, said = {}, {}        # the first sample of an audio, of a text
+    for i in np.flatnonzero(usable).tolist():
+        def add(check, what, i=i):
+            found.append(problem(builder.name(i), check, what, file_of(sources, i), i))
+        for check, (wrong, what) in of_clips.items():
+            clip = next((clip for clip in numbers[offsets[i]:offsets[i + 1]] if wrong[clip]), None)
+            if clip is not None:
+                add(check, f"{what(clip)}: {builder.clips[int(clip)].path}")
+        if not facts["letters"][i]:
+            add("no_words", "its text has no letter and no digit")
+        elif (language := facts["language"][i]) in usual:
+            low, high = usual[language]
+            if not low <= pace[i] <= high:
+                add("text_rate", f"{np.exp(pace[i]):.1f} letters a second; usual are "
+                                 f"{np.exp(low):.1f} to {np.exp(high):.1f}")
+        if train[i] and int(place[i]) in validated:
+            add("in_validation", "its audio is in the validation data as well")
+        if i in own:
+            add("own_reference", "its reference is its own clip")
+        for check, seen, value, what in (
+                ("duplicate_audio", heard, int(place[i]), "has the same audio as"),
+                ("duplicate_text", said, int(facts["said"][i]), "has speaker and text of")):
+            if (first := seen.setdefault(value, i)) != i:
+                add(check, f"{what} {builder.name(first)}")
     return found
 
 
