@@ -424,17 +424,15 @@ def cuts_of(at, row, path):
     if ending in CUES:
         found = subtitles(path.name, text)
     elif ending == ".json":
-        data = json_files.read_object(path)
-        names = {key.lower(): key for key in data}
-        key = next((names[key] for key in ("text", "transcript", "reference_text")
-                    if key in names), None)
+        data = {key.lower(): value for key, value in json_files.read_object(path).items()}
+        said = [data[key] for key in ("text", "transcript", "reference_text") if key in data]
         if isinstance(data.get("segments"), list):      # whisper, whisperX
             found = [(s.get("start"), s.get("end"), s.get("text")) for s in data["segments"]
                      if isinstance(s, dict)]
-        elif key is None:
+        elif not said:
             raise BadSample(f"{path.name} has no text, transcript or reference_text", "empty_text")
         else:
-            text, row = str(data[key]), {**row, "normalize_text": data.get("normalize_text")}
+            text, row = str(said[0]), {**row, "normalize_text": data.get("normalize_text")}
     elif ending == ".tsv":                              # whisper, in milliseconds
         rows = [line.split("\t") for line in text.splitlines() if line.strip()]
         if rows[:1] != [["start", "end", "text"]]:

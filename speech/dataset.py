@@ -92,8 +92,7 @@ class TableBuilder:
         """folder: an empty one, which write() makes the table; None: a temporary one."""
         self.tokenizer, self.ids, self.lists = tokenizer, ids, token_lists(tokenizer)
         self.control, self.tags = ids.forbidden(tokenizer), ids.known_tags(tokenizer)
-        self.known, self.spelled = {}, {}
-        self.left_out = Counter()
+        self.known, self.left_out = {}, Counter()
         self.folder = Path(folder or tempfile.mkdtemp())
         if folder is None:
             weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
@@ -184,15 +183,8 @@ class TableBuilder:
 
     def control_token(self, sample):
         """The control token that a turn's own text spells, "" if none."""
-        for text in (turn.text for turn in sample.turns):
-            if "<|" in text and text not in self.spelled:
-                if len(self.spelled) >= 1000:
-                    self.spelled.clear()
-                tokens = (self.control.get(token) for token in self.lists([text])[0])
-                self.spelled[text] = next(filter(None, tokens), "")
-            if "<|" in text and self.spelled[text]:
-                return self.spelled[text]
-        return ""
+        return next((token for turn in sample.turns if "<|" in turn.text
+                     for token in self.control if token in turn.text), "")
 
     def clips_of(self, i):
         return self.used[i]

@@ -43,9 +43,8 @@ class TokenIds:
         return frozenset(tokenizer.get_added_vocab())
 
     def forbidden(self, tokenizer):
-        """{id: token} of what no text may spell."""
-        return {tokenizer.convert_tokens_to_ids(t): t for t in CONTROL_TOKENS} | {
-            self.delay: tokenizer.convert_ids_to_tokens(self.delay)}
+        """Tokens that no text may spell."""
+        return [*CONTROL_TOKENS, tokenizer.convert_ids_to_tokens(self.delay)]
 
     def streams(self, sample):
         """[(name, conversation_pieces)] of a Sample, and what had to be left out: [] here."""

@@ -134,9 +134,8 @@ class Ids:
     lone_reference = True       # a reference may have no text
 
     def forbidden(self, tokenizer):
-        """{id: token} of what no text may spell: every added token but control tags."""
-        added = tokenizer.get_added_vocab().items()
-        return {i: token for token, i in added if not TAG.fullmatch(token)}
+        """Tokens that no text may spell: every added one but control tags."""
+        return [token for token in tokenizer.get_added_vocab() if not TAG.fullmatch(token)]
 
     def known_tags(self, tokenizer):
         """Control tags that the tokenizer has."""
