@@ -248,10 +248,10 @@ def synthesise(text, speaker, sample_rate, rng):
     Returns (n,) float32 mono at sample_rate Hz, peak 0.6, 1.6 to 4 seconds long.
     """
     tone, pace = speaker * 0.618 % 1, speaker * 0.381 % 1   # they spread evenly over 0..1
-    seconds = np.clip(len(text) * (0.058 + 0.018 * pace), 1.6, 3.9)
+    hundredths = round(100 * np.clip(len(text) * (0.058 + 0.018 * pace), 1.6, 3.9))
+    n = (hundredths + 1) * (sample_rate // 100)
     letters = np.array([(ord(c) - 96) * c.isalpha() for c in text.lower()])
-    track = letters[np.arange(round(seconds * sample_rate)) * len(letters)
-                    // round(seconds * sample_rate)]
+    track = letters[np.arange(n) * len(letters) // n]
     phase = 2 * np.pi * np.cumsum(95 * 2 ** (1.2 * tone + track / 9)) / sample_rate
     wave = (np.sin(phase) + 0.6 * np.sin(2 * phase) + 0.3 * np.sin(5 * phase)) * (track > 0)
     wave += 0.02 * rng.standard_normal(len(wave))

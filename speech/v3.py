@@ -382,13 +382,7 @@ class Higgs3(nn.Module):
 
 class PackedHiggs3(loss.Wrapped):
     """Higgs3 on packed batches, with adapters or without; text is not trained."""
-
-    def __init__(self, net, recompute=None):
-        super().__init__(net)
-        fused.use(self.base_model)
-        if recompute:
-            from core import recomputation
-            recomputation.set_mode(self, layers(self.base_model), recompute)
+    layers = staticmethod(layers)
 
     def hidden_states(self, batch):
         """Final hidden states (S, H) in sequence order of a labels.PackedBatch."""
