@@ -272,7 +272,7 @@ def open_headerless(path, head, given):
     for separator in SEPARATORS:
         rows = [fields_of(line, separator, as_written=True) for line in head]
         if len({len(row) for row in rows}) == 1 and 2 <= len(rows[0]) <= 4 and at < len(rows[0]):
-            if sum(paths.has(row[at].strip()) for row in rows) >= 0.9 * len(rows):
+            if sum(bool(paths.look_up(row[at].strip())) for row in rows) >= 0.9 * len(rows):
                 break
             why = (f"and its first field names no audio files: {rows[0][0].strip()[:80]!r} is not "
                    f"there; looked in {', '.join(paths.places())}")
@@ -425,14 +425,14 @@ def cuts_of(at, row, path):
         found = subtitles(path.name, text)
     elif ending == ".json":
         data = {key.lower(): value for key, value in json_files.read_object(path).items()}
-        said = [data[key] for key in ("text", "transcript", "reference_text") if key in data]
+        texts = [data[key] for key in ("text", "transcript", "reference_text") if key in data]
         if isinstance(data.get("segments"), list):      # whisper, whisperX
             found = [(s.get("start"), s.get("end"), s.get("text")) for s in data["segments"]
                      if isinstance(s, dict)]
-        elif not said:
+        elif not texts:
             raise BadSample(f"{path.name} has no text, transcript or reference_text", "empty_text")
         else:
-            text, row = str(said[0]), {**row, "normalize_text": data.get("normalize_text")}
+            text, row = str(texts[0]), {**row, "normalize_text": data.get("normalize_text")}
     elif ending == ".tsv":                              # whisper, in milliseconds
         rows = [line.split("\t") for line in text.splitlines() if line.strip()]
         if rows[:1] != [["start", "end", "text"]]:

@@ -140,7 +140,7 @@ def find_problems(builder, sources, where, measures, least, most):
         train[source["first"]:source["stop"]] = not source["held_out"]
     validated, own = (set(values.tolist()) for values in (
         place[usable & ~train], own_references(places(where, numbers), offsets)))
-    heard, said = {}, {}        # the first sample of an audio, of a text
+    by_audio, by_text = {}, {}      # the first sample of each
     for i in np.flatnonzero(usable).tolist():
         def add(check, what, i=i):
             found.append(problem(builder.name(i), check, what, file_of(sources, i), i))
@@ -160,8 +160,8 @@ def find_problems(builder, sources, where, measures, least, most):
         if i in own:
             add("own_reference", "its reference is its own clip")
         for check, seen, value, what in (
-                ("duplicate_audio", heard, int(place[i]), "has the same audio as"),
-                ("duplicate_text", said, int(facts["said"][i]), "has speaker and text of")):
+                ("duplicate_audio", by_audio, int(place[i]), "has the same audio as"),
+                ("duplicate_text", by_text, int(facts["said"][i]), "has speaker and text of")):
             if (first := seen.setdefault(value, i)) != i:
                 add(check, f"{what} {builder.name(first)}")
     return found

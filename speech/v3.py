@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from core import fused, tensor_io
 from core.cli import UserError, require
@@ -610,8 +611,7 @@ def generate(model, prompts, sampling, seed, asked=lambda: False):
     embedded = [embed_prompt(model, *prompt) for prompt in prompts]
     lengths = torch.tensor([len(e) for e in embedded], device=device)
     width, n = int(lengths.max()), len(embedded)
-    # padded on the left
-    inputs = torch.stack([F.pad(e, (0, 0, width - len(e), 0)) for e in embedded])
+    inputs = pad_sequence(embedded, batch_first=True, padding_side="left")
     mask = (torch.arange(width, device=device) >= width - lengths[:, None]).long()
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     generators = [torch.Generator().manual_seed(seed * 1_000_003 + i) for i in range(n)]
