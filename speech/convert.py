@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ stand
 from core import cli, json_files
 from core.cli import UserError, counted, error_text, printable, require
 from speech import choices
-from speech.choices import DEFAULT_SYSTEM, TASK_TYPES
+from speech.choices import COLUMNS, DEFAULT_SYSTEM, TASK_TYPES
 from speech.conversations import (AUDIO_FILES, SCENE, BadSample, Paths, Reading, canonical_sample,
                                   content_items, is_chatml, label_of, sample_text, system_parts)
 
@@ -44,17 +44,6 @@ SOUNDS = AUDIO_FILES + (".m4a", ".aac", ".mp4", ".webm", ".wma", ".amr")
 TEXTS = (".txt", ".normalized.txt", ".lab")                         # beside an audio file
 CUES = (".srt", ".vtt")                                             # of recordings: with times
 LISTS = (".json", ".jsonl", ".csv", ".tsv", ".list", ".lst", ".txt")
-COLUMNS = {     # what a column means, by its name in lower case; the first that is there counts
-    "audio": "audio audio_file audio_path audio_filepath audio_filename audio_url wav wav_path "
-             "file_name filename path file",
-    "text": "text transcript transcription sentence normalized_text text_normalized target_text",
-    "id": "id _id utt utt_id sentence_id sid key",
-    "speaker": "speaker speaker_id speaker_name spk spk_id client_id",
-    "language": "language lang locale", "scene": "scene", "split": "split",
-    "duration": "duration seconds", "offset": "offset start start_time", "end": "end end_time",
-    "ref_audio": "ref_audio ref_audio_file ref_audio_path reference_audio prompt_audio",
-    "ref_text": "ref_text ref_transcript reference_text prompt_text",
-    "voice_prompts": "voice_prompts", "voices": "voices", "normalize_text": "normalize_text"}
 SEPARATORS = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars"}
 INSIDE = ("wavs", "wav", "clips", "audio")      # subfolders in which a list's audio is looked for
 LANGUAGES = set("zh ja jp en ko yue de fr es it pt ru ar vi th".split())
