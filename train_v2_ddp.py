@@ -206,12 +206,12 @@ def load_option(name):
         return import_module(f"speech.{name}").load(args, tokenizer, ids, config, codec_dir, world)
 
 
-# a run ends at the first mistake, a dry run names them all
-_, _, (model, parts), table, prompts, keep_loss = collect(
+# a run ends at the first mistake, a dry run names them all; the data last: encoding takes hours
+_, _, (model, parts), prompts, keep_loss, table = collect(
     dry, lambda: choices.check_folders(args), lambda: dist.check_device(device, args),
     lambda: empty_model(folder, config_dict),
-    lambda: prepare_table(world, tokenizer, ids, args, codec_dir, work_dir),
-    lambda: load_option("sample_prompts"), lambda: load_option("keep"))
+    lambda: load_option("sample_prompts"), lambda: load_option("keep"),
+    lambda: prepare_table(world, tokenizer, ids, args, codec_dir, work_dir))
 train_ids, eval_ids = usable_samples(
     table, *split_samples(table, 0 if args.disable_eval else args.validation_split, args.seed),
     max_length=args.max_length or config.max_position_embeddings, say=main_rank,
@@ -426,8 +426,7 @@ batches = loading.ahead(loader, device)     # the next two come while one is use
 eval_due = bool(state.get("eval_due") and validates)     # a signal broke that validation off
 log = run.open_log(args, world, step, eval_due)
 lines[0] += f"peak lr {args.learning_rate:.2e}, warm-up {args.warmup_steps}"
-print0(run.device_line(args, world), metrics.model_text(model, args.use_lora),
-       samples_line(table, train_ids, eval_ids), *lines)
+print0(metrics.model_text(model, args.use_lora), samples_line(table, train_ids, eval_ids), *lines)
 start_step, timer, stopping = step, metrics.StepTimer(device), False
 if eval_due:
     with timer.paused():

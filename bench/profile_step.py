@@ -37,6 +37,7 @@ WARM_UP = 12        # steps: kernels of other sizes are compiled in the first on
 ROWS, WIDTH = 25, 64        # of the table
 GROUPS = {      # the first that a name of an operator or a kernel matches
     "attention": r"attention|flash|fmha|flex",
+    "fused by torch.compile": r"^triton_",
     "matrix products": r"::(mm|addmm|bmm|baddbmm|_scaled_mm)$|mkldnn|gemm|cutlass|cublas|nvjet|"
                        r"xmma|splitk",
     "optimizer, clipping": r"adam|_foreach|multi_tensor|vector_norm|lpnorm",

@@ -1,4 +1,4 @@
-"""How a trainer starts, what it prints of itself, and how it ends; the loop is the script's own."""
+"""How a trainer starts, what it prints of itself, and how it ends; the loop is in the script."""
 import atexit
 import contextlib
 import shutil
@@ -24,6 +24,8 @@ def start(args):
         world = dist.init(args.collective_timeout, args.wait_timeout, auto
                           or args.parallel != "ddp",
                           "cpu_offload" in args and (auto or args.cpu_offload))
+        if world.is_main:
+            print(device_line(args, world))
         dist.rank0(world, checkpoint.claim_output, folder)
         dist.rank0(world, watchdog.clear_marker, folder)
         if "tensorboard" in args.report_to:

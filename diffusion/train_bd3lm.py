@@ -222,7 +222,7 @@ peak_lr = args.learning_rate * math.sqrt(
 intervals = cli.set_intervals(args, total_steps, state.get("args", {}), bool(validation),
                               eval_steps=500, save_steps=2000)
 kind = folder.name if folder and published.is_causal(folder) else args.model_size
-print0(f"{run.device_line(args, world)}, {args.parallel}", elbo.model_line(config, kind),
+print0(elbo.model_line(config, kind),
        *blocks.data_lines(rows, eval_rows, table),
        f"steps      {total_steps} = {total_steps * per_step / order.packs_per_epoch:,.1f} epochs; "
        f"a step is {step_rows} rows ({step_problems:,.0f} problems) = "

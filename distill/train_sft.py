@@ -415,8 +415,8 @@ loader = chat_data.make_loader(table, packs, num_workers=args.num_workers, pad_i
 batches = loading.ahead(loader, device)
 eval_due = bool(state.get("eval_due") and validates)     # a signal broke that validation off
 log = run.open_log(args, world, step, eval_due)
-print0(run.device_line(args, world), metrics.model_text(model, model.lora),
-       chat_data.samples_line(table, train_ids, eval_ids), *lines)
+print0(metrics.model_text(model, model.lora), chat_data.samples_line(table, train_ids, eval_ids),
+       *lines)
 if new_ends:
     print0("note       the base model's generation_config does not stop where answers end: give "
            f"generate {', '.join(tokenizer.convert_ids_to_tokens(new_ends))} as well")

@@ -1,8 +1,7 @@
 """README and docs: every command in them parses, every flag and file they name exists, every link leads somewhere.
 
-The flags of a Python command go through its script's own parser; launchers print what they would run, which is parsed
-as well; the trainers of README run with --dry_run on tiny models. The demos have tests of their own. A command that no
-rule covers is a failure.
+The flags of a Python command go through its script's own parser (test_guides.py runs it); launchers print what they
+would run, which is parsed as well. The demos have tests of their own. A command that no rule covers is a failure.
 """
 import argparse
 import functools
@@ -37,9 +36,6 @@ LAUNCHERS = {
     "launch/train_hdp_diffusion_h200.sh": ["diffusion/train_bd3lm.py", "diffusion/sample_bd3lm.py"]}
 # Whole jobs: these tests run them, demo.sh the last one here. test.sh is run with pytest's --version.
 ELSEWHERE = {"launch/distill_demo.sh": "tests/launch/test_distill_demo.py", "launch/demo.sh": "tests/test_docs.py"}
-# What stands for models of the hub in README's commands.
-HUB = {"bosonai/higgs-audio-v2-generation-3B-base": "BASE", "bosonai/higgs-audio-v2-tokenizer": "CODEC",
-       "Qwen/Qwen3-4B-Instruct-2507": "STUDENT"}
 REST = "--model_path BASE --audio_tokenizer_path CODEC --train_data_file train.json --output_dir fresh"  # for "..."
 # Flags of other programs that the documents speak about.
 FOREIGN = {"--container-image", "--container-mounts", "--nproc_per_node", "--max-restarts", "--nodes", "--time", "--signal", "--batch", "--logdir", "--help",
@@ -227,19 +223,11 @@ def filled(flags):
     return [word for flag in flags for word in (REST.split() if flag == "..." else [flag])]
 
 
-def check_python(command, request):
-    """Parse the flags of a command that starts a Python script; one of README also runs, with --dry_run."""
-    script, flags, ranks = script_of(command.words)
+def check_python(command):
+    """Parse the flags of a command that starts a Python script."""
+    script, flags, _ = script_of(command.words)
     if "--help" not in flags:
         parse(script, filled(flags))
-    mains = {"train_v2_ddp.py": "tests.helpers.trainer.speech_main",
-             "distill/train_sft.py": "tests.helpers.students.run_trainer"}
-    if command.page != "README.md" or script not in mains:
-        return
-    statuses, output = request.getfixturevalue("pool").run(
-        1, mains[script], [*(HUB.get(flag, flag) for flag in flags), "--dry_run", str(ranks)],
-        cwd=request.getfixturevalue("workshop"))
-    assert not any(statuses) and "dry run ok" in output, f"{command}: {command.text}\n{output[-3000:]}"
 
 
 def check_launcher(command, workshop):
@@ -286,7 +274,7 @@ for command in BLOCKS:
 @pytest.mark.parametrize("command", KINDS.values(), ids=str)
 def test_command_of_a_block(command, request, tmp_path):
     if script_of(command.words):
-        check_python(command, request)
+        check_python(command)
     elif launcher_of(command.words):
         check_launcher(command, request.getfixturevalue("workshop"))
     elif command.words[0] == "whisper":     # of another package
@@ -474,7 +462,7 @@ def test_speed_on_a_gpu_is_what_was_measured():
     """Rows of README and docs/speed.md against bench/results/h200.jsonl: by milliseconds, which no two rows share."""
     lines = (ROOT / "bench" / "results" / "h200.jsonl").read_text().splitlines()
     measured = {tuple(f"{row[key]:{form}}" for key, form in (("tokens_s", ",.0f"), ("mfu_989", ".1f"))): row
-                for row in map(json.loads, lines)}
+                for row in map(json.loads, lines) if "mfu_989" in row}
     for page, least in (("README.md", 4), ("docs/speed.md", 6)):
         rows = re.findall(r"^\| [^|]+ \| ([\d.]+) \| ([\d,]+) \|(?: [\d.]+ % \|)? ([\d.]+) % \| ([\d.]+) \(([\d.]+)\) \|$",
                           TEXTS[page], re.MULTILINE)

@@ -144,6 +144,13 @@ def test_incomplete_model_and_codec_folders(run, tiny, tmp_path):
     assert complains(run("--audio_tokenizer_path", codec), codec, "holds no *.safetensors weights")
 
 
+@pytest.mark.parametrize("flags", [("--sample_prompts", "absent"), ("--keep", "absent", "--use_lora")])
+def test_files_of_options_are_read_before_audio_is_encoded(run, tmp_path, flags):
+    done = run("--code_cache", tmp_path / "codes", *flags)
+    complains(done, "absent: ")
+    assert not list(tmp_path.glob("codes/**/*.safetensors")), done.output
+
+
 def test_output_that_cannot_be_written(run, tiny, tmp_path):
     """A file stands where the folder should be; permissions would not stop a test that runs as root."""
     (tmp_path / "taken").write_text("a file")
