@@ -35,7 +35,7 @@ from core.document_attention import ATTENTION
 from core.checkpoint import new_folder
 from speech import loss, weights  # first: it explains a torchaudio that breaks transformers
 from speech.conversations import BadSample
-from speech.labels import IGNORE
+from speech.labels import IGNORE, delay_rows
 
 from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
 
@@ -188,15 +188,10 @@ class Ids:
 
 
 def delay(codes, bos=1024, eos=1025):
-    """(T, K) codes -> (T + K - 1, K) int64 rows: book k is k BOC, its T codes, K - 1 - k EOC."""
-    codes = torch.as_tensor(codes).long()
-    frames, books = codes.shape
-    rows = torch.full((frames + books - 1, books), eos)
-    for k in range(books):
-        # unlike V2 no row of BOC alone comes first, and none of EOC alone last
-        rows[:k, k] = bos
-        rows[k:k + frames, k] = codes[:, k]
-    return rows
+    """(T, K) codes -> (T + K - 1, K) int64 rows: book k is k BOC, its T codes, K - 1 - k EOC: V2's
+    rows without the first one, of BOC alone, and the last one, of EOC alone.
+    """
+    return torch.from_numpy(delay_rows(np.asarray(codes), bos, eos)[1:-1])
 
 
 def undelay(rows):
