@@ -221,10 +221,10 @@ def write_report(run, rows, settings, folders):
     samples = [sample for label, folder in spoken for sample in read_samples(folder, label)]
     parts = {**charts(rows), "Samples": sample_rows(samples),
              "Evaluation": evaluations and evaluation_table(evaluations)}
-    body = summary(run, rows, settings, evaluations) + "".join(
-        f"<h2>{name}</h2>{content}" for name, content in parts.items() if content)
-    text = PAGE.format(title=escape(run.resolve().name), made=time.strftime("%Y-%m-%d %H:%M"),
-                       body=body)
+    text = PAGE.format(
+        title=escape(run.resolve().name), made=time.strftime("%Y-%m-%d %H:%M"),
+        body=summary(run, rows, settings, evaluations) + "".join(
+            f"<h2>{name}</h2>{content}" for name, content in parts.items() if content))
     output, temporary = run / "report.html", run / ".report.html.tmp"
     temporary.unlink(missing_ok=True)
     with open(temporary, "xb") as file:     # x: not through a link of this name
