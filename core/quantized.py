@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from core import fused
-from core.cli import UserError, require
+from core.cli import require
 
 BLOCK, SCALES, TABLE = 64, 256, 256     # values a scale, scales a second scale, values of a byte
 PLACE = 256             # a part of NF4's bytes begins at a multiple of these
@@ -140,13 +140,6 @@ def load_nf4(model, load, weights, parts, world):
 
 
 # ---- Float8
-
-
-def check_float8(device):
-    """UserError when the GPU has no float8 products. A CPU computes them in float32, to try it."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        raise UserError(f"--float8: {torch.cuda.get_device_name(device)} has no float8 products, "
-                        "Ada, Hopper and newer GPUs have; drop the flag")
 
 
 def rounded_kernel(rows):

@@ -1,11 +1,12 @@
 """--float8: products against torch's own float8 ones, real training of both trainers, and what is refused."""
 import os
+from argparse import Namespace
 
 import pytest
 import torch
 
 from core.cli import UserError
-from core import quantized
+from core import dist, quantized
 from distill import causal_lm
 from tests.helpers.students import train_sft
 from tests.distill.test_plan import batch_of, built
@@ -126,5 +127,5 @@ def test_gpus_without_float8_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "RTX 3090")
     with pytest.raises(UserError, match="RTX 3090 has no float8"):
-        quantized.check_float8(torch.device("cuda"))
-    quantized.check_float8(torch.device("cpu"))
+        dist.check_device(torch.device("cuda"), Namespace(bf16=True, float8=True))
+    dist.check_device(torch.device("cpu"), Namespace(bf16=True, float8=True))
