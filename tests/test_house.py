@@ -48,7 +48,7 @@ def test_sizes_only_fall():
 
 
 # Lines of Python. Size is a cost: these numbers only fall; a change that needs more takes lines away elsewhere.
-CEILINGS = {".": 755, "core": 6_227, "speech": 8_717, "distill": 4_242, "diffusion": 3_993,
+CEILINGS = {".": 755, "core": 5_775, "speech": 8_717, "distill": 4_242, "diffusion": 3_993,
             "minimal": 945}
 
 
