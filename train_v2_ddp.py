@@ -192,8 +192,8 @@ def empty_model(source, config_dict):
     # DDP would wait for the gradient of a weight that no loss reaches
     module.freeze_unreachable(native, args.text_loss_weight)
     if args.base_dtype == "nf4":
-        from core import nf4
-        nf4.convert(module.layers(native))
+        from core import quantized
+        quantized.to_nf4(module.layers(native))
     model = module.packed(net, args.gradient_checkpointing)
     require(any(parameter.requires_grad for parameter in model.parameters()),
             "these flags leave no weight to train")
@@ -286,15 +286,15 @@ model.to_empty(device="cpu" if args.cpu_offload else device)
 module.reset_buffers(native, device)        # to_empty has left them unset
 named = adapters.base_weights(net) if args.use_lora else dict(native.named_parameters())
 if args.base_dtype == "nf4":
-    from core import nf4
-    nf4.load_weights(native, weights.load_weights, named, parts, world)
+    from core import quantized
+    quantized.load_nf4(native, weights.load_weights, named, parts, world)
 else:
     weights.load_weights(named, parts, world)
 if args.use_lora:
     adapters.load_adapters(net, resume) if resume else adapters.init_adapters(net, args.seed)
 if args.float8:
-    from core import float8
-    float8.convert(module.layers(native))
+    from core import quantized
+    quantized.to_float8(module.layers(native))
 model.train()
 # FSDP2 has changed the model itself; DDP is a module around it
 wrapped = dist.wrap_ddp(model, world) if args.parallel == "ddp" else model

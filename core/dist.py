@@ -189,7 +189,9 @@ def what_the_machine_lacks(error):
     if isinstance(error, OSError) and error.filename:
         read = "" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) else "read or "
         return f"{error.filename2 or error.filename} cannot be {read}written ({error.strerror})"
-    return NO_SHM if "No space left on device" in str(error) else None
+    text = str(error)       # torch's own errors have no errno
+    full = "unable to allocate shared memory" in text or "No space left on device" in text
+    return NO_SHM if full else None
 
 
 def kill_children():

@@ -299,9 +299,9 @@ def in_four_bits(step):
     """The Step with its frozen layers in NF4."""
     if any(hasattr(module, "nf4") for module in step.model.modules()):
         return step
-    from core import nf4
+    from core import quantized
     model = copy.deepcopy(step.model)
-    nf4.convert(step.layers(model))
+    quantized.to_nf4(step.layers(model))
     return step._replace(model=model)
 
 

@@ -321,8 +321,8 @@ if args.use_lora:
     adapters.load_adapters(model.net, resume) if resume else adapters.init_adapters(
         model.net, args.seed)
 if args.float8:
-    from core import float8
-    float8.convert(causal_lm.decoder_layers(model.native))
+    from core import quantized
+    quantized.to_float8(causal_lm.decoder_layers(model.native))
 model.train()
 wrapped = model if sharding else dist.wrap_ddp(model, world)
 new_ends = causal_lm.stop_at(model.native, ends)        # generate stops where trained answers end

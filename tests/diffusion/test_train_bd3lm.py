@@ -126,14 +126,14 @@ def test_a_run_goes_on_with_another_number_of_ranks(pool, demo, shared, tmp_path
 
 def asked_at(arguments, step):
     """Train; SIGTERM comes while an optimizer step is under way, and is heeded after the next one."""
-    real, calls = optim.guarded_step, []
+    real, calls = optim.take_step, []
 
-    def guarded_step(*args):
+    def take_step(*args):
         calls.append(1)
         if len(calls) == step:
             os.kill(os.getpid(), signal.SIGTERM)
-        real(*args)
-    optim.guarded_step = guarded_step
+        return real(*args)
+    optim.take_step = take_step
     train_bd3lm.main(arguments)
 
 
