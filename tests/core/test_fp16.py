@@ -18,7 +18,7 @@ from tests.helpers.trainer import (
     speech_trainer,
     train_forked,
 )
-from tests.speech.test_train_v2_ddp import assert_same_bits
+from tests.helpers.runs import assert_same_bits
 
 FLAGS = ("--use_lora", "--lora_rank", 4, "--lora_alpha", 8, "--fp16", "--lora_target_modules", "all-linear",
          "--max_bad_steps", 2, "--disable_eval", "--per_device_train_batch_size", 1)

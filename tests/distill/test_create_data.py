@@ -260,21 +260,6 @@ def test_one_shard_twice_at_once_is_refused(server, tmp_path):
     assert first.wait() == 143
 
 
-@pytest.mark.slow
-@pytest.mark.race
-def test_a_signal_keeps_what_is_finished(server, whole, tmp_path):
-    files(tmp_path, whole[0])
-    child = Child(flags(tmp_path, server), tmp_path / "log.txt")
-    before = len(server.asked())
-    wait_until(lambda: len(server.asked()) > before + 20, "20 requests")
-    os.kill(child.pid, signal.SIGTERM)
-    assert child.wait() == 128 + signal.SIGTERM
-    done = [row for row in rows(tmp_path / "labels.jsonl.work" / "shard-0-of-1.jsonl") if "id" in row]
-    assert 5 <= len(done) < 60          # although one chunk holds all lines
-    label(tmp_path, *flags(tmp_path, server))
-    assert results(tmp_path) == whole[1]
-
-
 @pytest.mark.parametrize("change, name", [
     (["--temperature", "0.5"], "temperature was 0.15, is 0.5"), (["--seed", "1"], "seed was 0, is 1"),
     (["--parser", "whole"], "parser was 'language', is 'whole'"), (["--max_tokens", "9"], "max_tokens was 1024, is 9"),

@@ -208,18 +208,6 @@ def test_time_limit_saves_queues_again_and_finishes(submit, undisturbed):
     assert_undisturbed(job, undisturbed)        # a rank with another one's shard of the data would end elsewhere
 
 
-def test_lost_node_noticed_by_slurm(submit, cluster, undisturbed):
-    """The node is called down, Slurm queues the job again by itself, then the node is back."""
-    job = submit()
-    job.freeze_after(20)
-    cluster("kill", "n2")
-    job.thaw()
-    wait_until(lambda: job.show("Restarts") == "1", "requeue", every=0.5)
-    assert "requeueing" not in job.log
-    cluster("up", "n2")
-    assert_resumed_and_undisturbed(job, undisturbed)
-
-
 def test_lost_node_not_noticed_by_slurm(submit, cluster, undisturbed):
     """The node is back before Slurm misses it: srun gives up after --wait, and the launcher queues the job again."""
     # gloo may not tell a rank that stood still while its peer died (docs/dropped.md): then its own limit does
