@@ -11,13 +11,7 @@ from core.cli import UserError
 from core import optim
 from tests.helpers.students import train_sft
 from distill.losses import linear_loss, loss_sums
-from tests.helpers.trainer import (
-    bad_token,
-    main_with_a_bad_token,
-    speech_main,
-    speech_trainer,
-    train_forked,
-)
+from tests.helpers.trainer import (bad_token, main_with_a_bad_token, speech_main, speech_trainer, train_forked)
 from tests.helpers.runs import assert_same_bits
 
 FLAGS = ("--use_lora", "--lora_rank", 4, "--lora_alpha", 8, "--fp16", "--lora_target_modules", "all-linear",

@@ -1,8 +1,7 @@
 """The launchers on a real Slurm of two nodes: to the end, through a lost node, the time limit, an error and scancel.
 
-The cluster is tests/helpers/slurm/cluster.sh: slurmctld and two slurmds on this machine, GPUs on paper,
-trainers on the CPU.
-What a run is compared with is one on one node that nobody disturbed: same bits.
+The cluster is tests/helpers/slurm/cluster.sh: slurmctld and two slurmds on this machine, GPUs on paper, trainers on
+the CPU. What a run is compared with is one on one node that nobody disturbed: same bits.
 """
 import fcntl
 import os
@@ -44,9 +43,8 @@ class Job:
         if launcher == LAUNCHER:        # adapters in fp32, as FLAGS say
             environment |= {"SWITCHES": "", "LORA": ""}
         environment["PATH"] = f"{Path(shutil.which('python')).parent}:{os.environ['PATH']}"
-        done = subprocess.run(["sbatch", "--parsable", f"--output={self.log_file}", *sbatch, launcher,
-                               *map(str, args)], cwd=folder, text=True, capture_output=True,
-                              env={**os.environ, **environment})
+        done = subprocess.run(["sbatch", "--parsable", f"--output={self.log_file}", *sbatch, launcher, *map(str, args)],
+                              cwd=folder, text=True, capture_output=True, env={**os.environ, **environment})
         assert done.returncode == 0, done.stderr
         self.id = done.stdout.strip()
 

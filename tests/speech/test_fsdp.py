@@ -23,9 +23,8 @@ LR = 2e-4
 # 19 of 24 samples are trained, 12 a step: an epoch's second step has 7, so some ranks get empty packs
 COMMON = ("--learning_rate", LR, "--validation_split", 0.2, "--eval_steps", 2, "--save_total_limit", 1,
           "--num_train_epochs", 2, "--num_workers", 0)
-METHODS = {
-    "full": (), "lora": ("--use_lora", "--lora_dropout", 0, "--lora_rank", 5),
-    "packs": ("--max_tokens_per_batch", 400, "--max_steps", 4)}
+METHODS = {"full": (), "lora": ("--use_lora", "--lora_dropout", 0, "--lora_rank", 5),
+           "packs": ("--max_tokens_per_batch", 400, "--max_steps", 4)}
 EVERY = "--save_steps 1 --save_total_limit 0"
 HSDP = "hsdp 4x3x1 --shard_size 2"      # two copies, each in two shards
 
@@ -108,10 +107,8 @@ def apart(ours, theirs, relative=False):
 
 
 # each kind of training, each way to share it out and each mode at least once
-SAME = [
-    "full ddp 2x2x3", f"full fsdp 4x3x1 {EVERY}",
-    "lora fsdp 2x2x3 --gradient_checkpointing selective", f"full {HSDP} {EVERY}",
-    "packs ddp 2x1x1"]
+SAME = ["full ddp 2x2x3", f"full fsdp 4x3x1 {EVERY}", "lora fsdp 2x2x3 --gradient_checkpointing selective",
+        f"full {HSDP} {EVERY}", "packs ddp 2x1x1"]
 
 
 @pytest.mark.slow
@@ -203,9 +200,8 @@ def resumed(pool, odd, folder, source, step, name):
 
 # an epoch has two steps: 1 and 3 lie in an epoch, 2 between two
 @pytest.mark.slow
-@pytest.mark.parametrize("source, step, name", [
-    (f"full fsdp 4x3x1 {EVERY}", 3, "full ddp 2x3x2"),
-    (f"full {HSDP} {EVERY}", 3, "full fsdp 2x3x2")])
+@pytest.mark.parametrize("source, step, name", [(f"full fsdp 4x3x1 {EVERY}", 3, "full ddp 2x3x2"),
+                                                (f"full {HSDP} {EVERY}", 3, "full fsdp 2x3x2")])
 def test_resume_onto_other_ranks_or_mode_goes_on_the_same(pool, odd, shared, tmp_path, source, step, name):
     run = resumed(pool, odd, tmp_path, shared(source), step, name)
     assert rows(run)[0]["step"] == step + 1

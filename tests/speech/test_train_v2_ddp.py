@@ -13,12 +13,7 @@ from safetensors.torch import load_file, save_file
 from core import checkpoint, recomputation
 from core.optim import lr_factor
 from tests.helpers.runs import rows, tensors
-from tests.helpers.trainer import (
-    bad_token,
-    speech_main,
-    train_forked,
-    unheard,
-)
+from tests.helpers.trainer import (bad_token, speech_main, train_forked, unheard)
 
 LR = 2e-4               # a wrong gradient moves weights far beyond the tolerances below, Adam's rounding does not
 
