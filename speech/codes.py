@@ -765,7 +765,7 @@ def encode_files(world, mine, folder, how, progress, bad):
     loader = DataLoader(mine, batch_size=None, num_workers=workers, collate_fn=decode_job,
                         worker_init_fn=watchdog.init_loader,
                         multiprocessing_context="fork" if workers else None)
-    for (digest, waves), (path, about, cuts) in zip(loading.each(loader), mine):
+    for (digest, waves), (path, about, cuts) in zip(loading.iterate(loader), mine):
         heard = 0.0
         for (number, clip), found in zip(cuts.items(), waves):
             if isinstance(found, str):
