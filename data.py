@@ -18,7 +18,8 @@ from core.dist import rank0
 from core.problems import Problems
 from speech import choices
 from speech.codes import Encoding, ensure_codes, plan_codes
-from speech.dataset import TABLE, Table, TableBuilder, is_prepared, keep_prepared, new_table
+from speech.dataset import (TABLE, Table, TableBuilder, is_prepared, keep_prepared, new_table,
+                            open_prepared)
 from speech.labels import IGNORE, PackedBatch, audio_targets
 from speech.rows import Reading, Sources, read_all
 
@@ -41,7 +42,6 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
     frames from their headers, and no codes; bad samples are not listed in output_dir.
     """
     if any(is_prepared(path) for path, *_ in sources.all()):
-        from speech.audit import open_prepared
         return open_prepared(world, sources, tokenizer, ids, encoding.codec_dir, output_dir)
     builder, parts, bad = None, [], {}          # bad: clips that cannot be used, on rank 0
     start = time.monotonic()

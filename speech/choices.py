@@ -23,17 +23,24 @@ SOUND_ERRORS = ("too_short", "silence")     # that prepare_tts.py finds as well
 WARNINGS = ("clipping", "dc_offset", "no_words", "duplicate_audio", "duplicate_text",
             "in_validation", "text_rate", "no_second_clip", "no_reference_text", "unused_reference",
             "own_reference")
-# of columns (speech/convert.py)
-MEANINGS = ("audio", "text", "id", "speaker", "language", "scene", "split", "duration", "offset",
-            "end", "ref_audio", "ref_text", "voice_prompts", "voices")
+COLUMNS = {     # what a column means, by its name in lower case; the first that is there counts
+    "audio": "audio audio_file audio_path audio_filepath audio_filename audio_url wav wav_path "
+             "file_name filename path file",
+    "text": "text transcript transcription sentence normalized_text text_normalized target_text",
+    "id": "id _id utt utt_id sentence_id sid key",
+    "speaker": "speaker speaker_id speaker_name spk spk_id client_id",
+    "language": "language lang locale", "scene": "scene", "split": "split",
+    "duration": "duration seconds", "offset": "offset start start_time", "end": "end end_time",
+    "ref_audio": "ref_audio ref_audio_file ref_audio_path reference_audio prompt_audio",
+    "ref_text": "ref_text ref_transcript reference_text prompt_text",
+    "voice_prompts": "voice_prompts", "voices": "voices", "normalize_text": "normalize_text"}
 REFERENCES = ("given", "same_speaker", "none")      # which clip comes before a text
 LONGEST_CLIP_S = 600    # of one clip: the codec sees it whole, and positions are 25 a second
 # files whose prompts name their voice themselves; .lst: Seed-TTS-eval
 CHATML = (".json", ".jsonl", ".lst")
 DEFAULT_SYSTEM = "Generate audio following instruction."
 
-# --------------------------------------------------------------------------------------------------
-# The trainer
+# ---- The trainer
 
 
 def check_trainer(args, world_size):
@@ -108,8 +115,7 @@ def pack_text(args):
     return f"{size} by length, in blocks" if args.group_by_length else size
 
 
-# --------------------------------------------------------------------------------------------------
-# Flags of several scripts
+# ---- Flags of several scripts
 
 
 def codec(group):
@@ -160,8 +166,7 @@ def check_recognisers(args):
             "--language: only --asr_model and --asr_command make use of it")
 
 
-# --------------------------------------------------------------------------------------------------
-# Data
+# ---- Data
 
 
 def data(group):
@@ -191,9 +196,9 @@ def data(group):
 
 def check_columns(columns):
     for pair in filter(None, columns.split(",")):
-        require(re.fullmatch(r"\w+=.+", pair) and pair.split("=")[0] in MEANINGS,
+        require(re.fullmatch(r"\w+=.+", pair) and pair.split("=")[0] in COLUMNS,
                 f"--columns {pair}: is not of the form MEANING=NAME; meanings are "
-                f"{', '.join(MEANINGS)}")
+                f"{', '.join(COLUMNS)}")
 
 
 def check_data(args):

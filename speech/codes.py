@@ -19,7 +19,6 @@ import sys
 import time
 import uuid
 import zlib
-from array import array
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,11 +52,9 @@ KEY = "S16"                     # 128 bits of SHA-256, compared as bytes
 BLOCK = 8192                    # clips whose file dates are asked for together
 COLUMNS = ("lengths", "keys", "files", "file_keys", "checksums", "measures")    # besides the codes
 SHARD_CLIPS, SHARD_SECONDS = 4096, 60.0     # a crash loses at most this much encoding
-BYTES_PER_SECOND = {".wav": 64_000, ".flac": 32_000, ".mp3": 12_000, ".ogg": 10_000}     # typical
 
 
-# --------------------------------------------------------------------------------------------------
-# Decoding. A faulty file is a ValueError with the reason.
+# ---- Decoding. A faulty file is a ValueError with the reason.
 
 
 def decode_audio(path, cuts):
@@ -229,8 +226,7 @@ def check_codes(found, offset, num_codebooks, size):
         raise ValueError(f"has codes beyond 0 to {size - 1}, or none")
 
 
-# --------------------------------------------------------------------------------------------------
-# Lengths from headers, for a dry run
+# ---- Lengths from headers, for a dry run
 
 
 def codec_frames(samples, config):
@@ -262,8 +258,7 @@ def header_frames(clip, config, num_codebooks):
     return codec_frames(max(samples, round(FILLED_S * SAMPLE_RATE) * clip.filled), config)
 
 
-# --------------------------------------------------------------------------------------------------
-# The codec
+# ---- The codec
 
 
 def codec_config(codec_dir, num_codebooks):
@@ -328,8 +323,7 @@ def encode_clip(codec, wave, bandwidth, num_codebooks):
     return found.T.to(torch.int16).contiguous().cpu().numpy()
 
 
-# --------------------------------------------------------------------------------------------------
-# The cache: keys, shards, their index
+# ---- The cache: keys, shards, their index
 
 
 @dataclass(frozen=True)
@@ -382,15 +376,15 @@ def file_key(clip, size, mtime_ns):
 
 def file_keys(clips):
     """((n, 2) int64 of size and date in ns, (n,) keys) of clips; UserError for a file now gone."""
-    stats, keys = array("q"), bytearray()
+    stats, keys = [], []
     for clip in clips:
         try:
             about = os.stat(clip.path)
         except OSError as error:
             raise UserError(f"{error.filename}: cannot be read any more ({error.strerror})")
-        stats.extend((about.st_size, about.st_mtime_ns))
-        keys += file_key(clip, about.st_size, about.st_mtime_ns)
-    return np.asarray(stats).reshape(-1, 2), np.frombuffer(bytes(keys), KEY)
+        stats.append((about.st_size, about.st_mtime_ns))
+        keys.append(file_key(clip, *stats[-1]))
+    return np.array(stats, np.int64).reshape(-1, 2), np.array(keys, KEY)
 
 
 class Batch:
@@ -448,56 +442,40 @@ def shard_names(folder):
     return sorted(name for name in names if re.fullmatch(r"codes-\w+\.safetensors", name))
 
 
-def read_shard(path, names):
-    """({name: array} of those tensors that a shard has, its notes). ValueError when it is damaged;
-    UserError when it cannot be read, which says nothing about it.
+def read_shard(path, with_codes=False):
+    """{name: array} of COLUMNS of a shard, and of "codes" if asked for. ValueError when it is
+    damaged; UserError when it cannot be read, which says nothing about it.
     """
     try:
         # open() names the reason: to safe_open all are the same
         with open(path, "rb"), safe_open(path, "np") as file:
-            there = file.keys()
-            return ({name: file.get_tensor(name) for name in names if name in there},
-                    file.metadata() or {})
+            found = {name: file.get_tensor(name) for name in COLUMNS}
+            codes = file.get_tensor("codes") if with_codes else None
+            digest = (file.metadata() or {}).get("sha256")
     except FileNotFoundError:
         raise
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})")
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"it is not a shard: {error}")
-
-
-def read_columns(path):
-    """Columns of a shard that its index needs. ValueError when it is damaged."""
-    columns, notes = read_shard(path, COLUMNS)
-    if missing := [name for name in COLUMNS if name not in columns]:
-        raise ValueError(f"it has no {missing[0]}")
-    if digest_columns(columns) != notes.get("sha256"):
+    if digest_columns(found) != digest:
         raise ValueError("its columns have another checksum than when they were written")
     for name in ("keys", "files", "file_keys"):
-        columns[name] = columns[name].view(KEY).reshape(-1)
-    return columns
+        found[name] = found[name].view(KEY).reshape(-1)
+    if with_codes:
+        check_range(codes)
+        ends = np.cumsum(found["lengths"], dtype=np.int64).tolist()
+        for number, (start, stop) in enumerate(zip([0, *ends], ends)):
+            if zlib.crc32(codes[start:stop]) != found["checksums"][number]:
+                raise ValueError(f"clip {number} of it has another checksum than when it was "
+                                 "written")
+    return found
 
 
-def wrong_codes(path):
-    """The damage of a shard's codes, in words, or ""."""
-    try:
-        found, _ = read_shard(path, ("codes", "lengths", "checksums"))
-    except ValueError as why:
-        return str(why)
-    if "codes" not in found:
-        return "it has no codes"
-    if not in_range(found["codes"]):
-        return f"it has codes beyond 0 to {CODES - 1}"
-    ends = np.cumsum(found["lengths"], dtype=np.int64).tolist()
-    for number, (start, stop) in enumerate(zip([0, *ends], ends)):
-        if zlib.crc32(found["codes"][start:stop]) != found["checksums"][number]:
-            return f"clip {number} of it has another checksum than when it was written"
-    return ""
-
-
-def in_range(codes):
-    """Whether all are values of a codebook; others would be looked up beyond the embeddings."""
-    return not codes.size or codes.min() >= 0 and codes.max() < CODES
+def check_range(codes):
+    """ValueError unless all are of a codebook: others would be looked up beyond the embeddings."""
+    if codes.size and (codes.min() < 0 or codes.max() >= CODES):
+        raise ValueError(f"it has codes beyond 0 to {CODES - 1}")
 
 
 def search(haystack, needles):
@@ -518,7 +496,7 @@ class CacheIndex:
             if name in self.damaged:
                 continue
             try:
-                part = read_columns(Path(folder) / name)
+                part = read_shard(Path(folder) / name)
             except FileNotFoundError:       # set aside by another run since
                 continue
             except ValueError as why:
@@ -581,9 +559,12 @@ def look_up(folder, clips, processes=0):
 
     def check(first, step):
         for name in used[first::step]:
-            yield name, wrong_codes(Path(folder) / name)
+            try:
+                read_shard(Path(folder) / name, with_codes=True)
+            except ValueError as why:
+                yield name, str(why)
 
-    parallel_map_ordered(check, processes, lambda part: damaged.update([part] if part[1] else []))
+    parallel_map_ordered(check, processes, lambda part: damaged.update([part]))
     if len(damaged) > len(index.damaged):
         index = CacheIndex(folder, damaged)
         found, unknown = index.find_clips(clips, processes)
@@ -598,20 +579,18 @@ class CodeReader:
 
     def codes(self, shard, start, frames, checksum=-1):
         """(frames, 8) int16 codes. UserError when they are not those that were written."""
-        path, why = os.path.join(self.folder, self.shards[shard]), ""
+        path = os.path.join(self.folder, self.shards[shard])
         try:
             if shard not in self.open_shards:
                 self.open_shards[shard] = safe_open(path, "np").__enter__()
             found = self.open_shards[shard].get_slice("codes")[start:start + frames]
-            if not in_range(found):
-                why = f"has codes beyond 0 to {CODES - 1}"
-            elif checksum >= 0 and zlib.crc32(found) != checksum:
-                why = "has another checksum"
-        except (OSError, SafetensorError) as error:
-            why = f"cannot be read ({error})"
-        if why:
-            raise UserError(f"{path}: a clip in it {why}; start the same command again (for a "
-                            "prepared folder prepare_tts.py), and its clips are encoded again")
+            check_range(found)
+            if checksum >= 0 and zlib.crc32(found) != checksum:
+                raise ValueError("it has another checksum")
+        except (OSError, SafetensorError, ValueError) as error:
+            raise UserError(f"{path}: a clip in it cannot be read ({error}); start the same "
+                            "command again (for a prepared folder prepare_tts.py), and its clips "
+                            "are encoded again")
         return found
 
     def __getstate__(self):
@@ -624,14 +603,13 @@ def measures_of(folder, shards, where):
     for number, name in enumerate(shards):
         mine = np.flatnonzero(where[:, 0] == number)
         if len(mine):
-            columns, _ = read_shard(Path(folder) / name, ("lengths", "measures"))
+            columns = read_shard(Path(folder) / name)
             starts = np.cumsum(columns["lengths"], dtype=np.int64) - columns["lengths"]
             found[mine] = columns["measures"][np.searchsorted(starts, where[mine, 1])]
     return found
 
 
-# --------------------------------------------------------------------------------------------------
-# Filling the cache, all ranks together
+# ---- Filling the cache, all ranks together
 
 
 def ensure_codes(world, clips, how, bad=None):
@@ -645,14 +623,12 @@ def ensure_codes(world, clips, how, bad=None):
     folder = index = found = unknown = None     # on rank 0
     unusable = {} if bad is None else bad
 
-    def is_complete():
+    def plan():
         nonlocal folder, index, found, unknown
         folder = Path(how.cache_dir) / codec_fingerprint(how.codec_dir)
         index, found, unknown = look_up(folder, clips, how.processes)
-        return not len(unknown) and not index.damaged
-
-    def plan():
-        nonlocal index, found, unknown
+        if not len(unknown) and not index.damaged:
+            return folder, []
         try:
             cleanup.enter_context(lock_cache(folder, 0.9 * how.wait_limit_s))
         except OSError as error:
@@ -670,8 +646,6 @@ def ensure_codes(world, clips, how, bad=None):
                   f"{len(index.damaged)}; clips to encode: {len(unknown)}", flush=True)
         return folder, share_work(clips, unknown, world.size) if len(unknown) else []
 
-    if rank0(world, is_complete):
-        return (folder, index.shards, found) if world.is_main else None
     with contextlib.ExitStack() as cleanup:
         place, work = rank0(world, plan)
         if work is None:
@@ -706,19 +680,13 @@ def lock_cache(folder, wait_s):
 
 
 def share_work(clips, unknown, world_size):
-    """Per rank, the list of (path, (size, date), {number: clip}) to encode, longest first."""
+    """Per rank, the list of (path, (size, date), {number: clip}) to encode."""
     files = {}
     for i, *about in unknown.tolist():
         files.setdefault(clips[i].path, (tuple(about), {}))[1][i] = clips[i]
-
-    def seconds(path):
-        (size, _), cuts = files[path]
-        rate = BYTES_PER_SECOND.get(os.path.splitext(path)[1].lower(), 64_000)
-        return sum(clip.seconds for clip in cuts.values()) or size / rate
-
-    paths = sorted(files, key=lambda path: (-seconds(path), path))
-    return [[(path, *files[path]) for path in paths[rank::world_size]]
-            for rank in range(world_size)]
+    # largest first: a rank that begins a long file last would keep the others waiting
+    paths = sorted(files, key=lambda path: (-files[path][0][0], path))
+    return [[(path, *files[path]) for path in paths[i::world_size]] for i in range(world_size)]
 
 
 def decode_job(job):

@@ -97,8 +97,7 @@ class Reading:
     lone_reference: bool = False    # whether the model takes a clip without its words
 
 
-# --------------------------------------------------------------------------------------------------
-# Audio files by name
+# ---- Audio files by name
 
 
 @dataclass
@@ -111,52 +110,48 @@ class Paths:
     endings: tuple = ()
     known: dict = field(default_factory=dict)
     listed: dict = field(default_factory=dict)      # {folder: {name in lower case: name}}
+    folders: list = field(default_factory=list)
 
     def find(self, name):
         """Absolute path of an audio file; BadSample with every place that was tried."""
-        if name not in self.known:
-            if len(self.known) >= KNOWN:
-                self.known.clear()
-            first = os.path.join(str(self.base), name)
-            there = os.path.isfile(first)
-            self.known[name] = os.path.abspath(first) if there else self._elsewhere(name)
-        found = self.known[name]
-        if isinstance(found, str):
+        if found := self.look_up(name):
             return found
         if "://" in name:
             raise BadSample(f"audio file {name!r} is a URL, which is not read; copy it here first")
-        near, hint = self._elsewhere(os.path.basename(name.replace("\\", "/"))), ""
-        if isinstance(near, str):
+        near, hint = self.look_up(os.path.basename(name.replace("\\", "/"))), ""
+        if near:
             hint = f"; {near} is there: write paths relative to {self.base}"
         elif re.match(r"[A-Za-z]:\\", name):
             hint = f"; this is a path of Windows: write paths relative to {self.base}"
-        raise BadSample(f"audio file {name!r} not found; tried {', '.join(found)}{hint}")
+        tried = ", ".join(os.path.join(folder, name) for folder in self.places(name))
+        raise BadSample(f"audio file {name!r} not found; tried {tried}{hint}")
 
-    def has(self, name):
-        return isinstance(self.known.get(name) or self._elsewhere(name), str)
+    def places(self, name=""):
+        """Folders in which a name is looked up."""
+        if not self.folders:
+            own = [self.base, *(self.base / inside for inside in self.inside)]
+            above = [self.base.parent, self.base.parent.parent, Path.cwd()]
+            self.folders += dict.fromkeys(map(str, own + above))
+        return self.folders[:1] if os.path.isabs(name) else self.folders
 
-    def places(self):
-        """Folders in which names are looked up."""
-        own = [self.base, *(self.base / name for name in self.inside)]
-        above = [self.base.parent, self.base.parent.parent, Path.cwd()]
-        return list(dict.fromkeys(map(str, own + above)))
-
-    def _elsewhere(self, name):
-        """Path of a file, also of one that Windows or macOS spells otherwise, or in another case;
-        the list of places that were tried if there is none.
+    def look_up(self, name):
+        """Absolute path of a file, also of one that Windows or macOS spells otherwise, or in
+        another case; "" if there is none.
         """
-        def places(name):
-            folders = self.places()[:1] if os.path.isabs(name) else self.places()
-            return [os.path.join(folder, name) for folder in folders]
+        if name in self.known:
+            return self.known[name]
+        if len(self.known) >= KNOWN:
+            self.known.clear()
 
-        names = [name, name.replace("\\", "/"),
-                 *(unicodedata.normalize(form, name) for form in ("NFC", "NFD"))]
-        found = next((place + ending for spelling in dict.fromkeys(names)
-                      for place in places(spelling) for ending in ("", *self.endings)
-                      if os.path.isfile(place + ending)), None)
-        found = found or next((real for spelling in names[:2] for place in places(spelling)
-                               if (real := self._any_case(place))), None)
-        return os.path.abspath(found) if found else places(name)
+        def places():
+            for spelling in dict.fromkeys([name, name.replace("\\", "/"), *(
+                    unicodedata.normalize(form, name) for form in ("NFC", "NFD"))]):
+                yield from (os.path.join(folder, spelling) for folder in self.places(spelling))
+        found = next((place + ending for place in places() for ending in ("", *self.endings)
+                      if os.path.isfile(place + ending)), "")
+        found = found or next(filter(None, map(self._any_case, places())), "")
+        self.known[name] = found and os.path.abspath(found)
+        return self.known[name]
 
     def _any_case(self, path):
         folder, name = os.path.split(path)
@@ -164,11 +159,10 @@ class Paths:
             names = os.listdir(folder) if os.path.isdir(folder) else ()
             self.listed[folder] = {there.lower(): there for there in names}
         real = self.listed[folder].get(name.lower())
-        return os.path.join(folder, real) if real else None
+        return os.path.join(folder, real) if real else ""
 
 
-# --------------------------------------------------------------------------------------------------
-# Raw samples
+# ---- Raw samples
 
 
 def content_items(entry):
@@ -269,8 +263,7 @@ def system_parts(text, scene="", voices=None, references=False):
     return MULTISPEAKER_SYSTEM, "\n\n".join([*([scene] if scene else []), "\n".join(said)])
 
 
-# --------------------------------------------------------------------------------------------------
-# The canonical form
+# ---- The canonical form
 
 
 def canonical_sample(name, entry, paths, normalize=False):

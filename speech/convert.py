@@ -35,36 +35,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ stand
 from core import cli, json_files
 from core.cli import UserError, counted, error_text, printable, require
 from speech import choices
-from speech.choices import DEFAULT_SYSTEM, TASK_TYPES
-from speech.conversations import (
-    AUDIO_FILES,
-    SCENE,
-    BadSample,
-    Paths,
-    Reading,
-    canonical_sample,
-    content_items,
-    is_chatml,
-    label_of,
-    sample_text,
-    system_parts,
-)
+from speech.choices import COLUMNS, DEFAULT_SYSTEM, TASK_TYPES
+from speech.conversations import (AUDIO_FILES, SCENE, BadSample, Paths, Reading, canonical_sample,
+                                  content_items, is_chatml, label_of, sample_text, system_parts)
 
-OTHER_AUDIO = (".m4a", ".aac", ".mp4", ".webm", ".wma", ".amr")     # libsndfile does not read them
+# what libsndfile does not read is found as well, and refused when it is decoded
+SOUNDS = AUDIO_FILES + (".m4a", ".aac", ".mp4", ".webm", ".wma", ".amr")
 TEXTS = (".txt", ".normalized.txt", ".lab")                         # beside an audio file
 CUES = (".srt", ".vtt")                                             # of recordings: with times
 LISTS = (".json", ".jsonl", ".csv", ".tsv", ".list", ".lst", ".txt")
-COLUMNS = {     # what a column means, by its name in lower case; the first that is there counts
-    "audio": "audio audio_file audio_path audio_filepath audio_filename audio_url wav wav_path "
-             "file_name filename path file",
-    "text": "text transcript transcription sentence normalized_text text_normalized target_text",
-    "id": "id _id utt utt_id sentence_id sid key",
-    "speaker": "speaker speaker_id speaker_name spk spk_id client_id",
-    "language": "language lang locale", "scene": "scene", "split": "split",
-    "duration": "duration seconds", "offset": "offset start start_time", "end": "end end_time",
-    "ref_audio": "ref_audio ref_audio_file ref_audio_path reference_audio prompt_audio",
-    "ref_text": "ref_text ref_transcript reference_text prompt_text",
-    "voice_prompts": "voice_prompts", "voices": "voices", "normalize_text": "normalize_text"}
 SEPARATORS = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars"}
 INSIDE = ("wavs", "wav", "clips", "audio")      # subfolders in which a list's audio is looked for
 LANGUAGES = set("zh ja jp en ko yue de fr es it pt ru ar vi th".split())
@@ -72,11 +51,11 @@ HELD_OUT = {"eval", "test", "dev", "val", "valid", "validation"}
 NO_SPEAKER = {*INSIDE, "mp3", "flac", "train", "dev", "test", "eval", "valid", "val"}   # folders
 IPA = re.compile("[əɪʊɛɔæʌɑɹʃʒθðŋˈˌː]")
 NOTHING = {"nan", "none", "null", "<na>", "n/a", "na", ""}      # pandas' words for no text
-SOUNDS = ("laugh|sigh|cough|breath|gasp|chuckle|sniff|groan|yawn|music|applau|cheer|cry|whisper|"
+NOISES = ("laugh|sigh|cough|breath|gasp|chuckle|sniff|groan|yawn|music|applau|cheer|cry|whisper|"
           "pause|silence|noise|clears")
 ODD = {         # of texts that are used all the same: {what is said of them: pattern}
     "hold marks of sounds or sound tags, which may be read aloud": re.compile(
-        rf"\[[a-z][a-z _-]*\]|</?[a-z][^<>]*>|\*[a-z][a-z ]*\*|\((?:{SOUNDS})[a-z ]*\)", re.I),
+        rf"\[[a-z][a-z _-]*\]|</?[a-z][^<>]*>|\*[a-z][a-z ]*\*|\((?:{NOISES})[a-z ]*\)", re.I),
     "begin with a name and a colon, which is read aloud": re.compile(
         r"^\s*[^\W\d][\w.'-]{0,20}(?: \w{1,12})?:\s"),
     "hold HTML entities, which are read aloud": re.compile(
@@ -96,8 +75,7 @@ class Undecided(UserError):
     """A table is one of speech, but what its columns mean is not certain."""
 
 
-# --------------------------------------------------------------------------------------------------
-# Tables, JSON. A reader yields (place, row): place is "line 7"; row a dict with the keys of
+# ---- Tables, JSON. A reader yields (place, row): place is "line 7"; row a dict with the keys of
 # COLUMNS, an entry that is ChatML already, or the BadSample that says why it is none
 
 
@@ -182,29 +160,24 @@ def read_metadata(path, samples):
     require(isinstance(samples, list), f"{path}: has no list 'samples'")
 
     def row_of(raw):
+        if not isinstance(raw, dict):
+            return BadSample(f"is a {type(raw).__name__}, not an object")
+
         def inside(key):
             value = raw.get(key)
-            if not isinstance(value, str) or not value:
-                raise BadSample(f"has no {key!r}")
+            if not value or not isinstance(value, str) or (path.parent / value).exists():
+                return value or None
             moved = path.parent / str(raw.get("split") or "") / value
-            return str(moved) if not (path.parent / value).exists() and moved.exists() else value
+            return str(moved) if moved.exists() else value
         kept = ("id", "scene", "language", "split", "duration", "voices")
+        text = inside("transcript_file")
         return {**{key: raw.get(key) for key in kept}, "audio": inside("audio_file"),
-                "text_file": path.parent / inside("transcript_file"),
+                "text_file": path.parent / text if isinstance(text, str) else None,
                 "text_name": "transcript_file", "ref_speakers": raw.get("ref_speakers") or [],
-                "ref_audio": inside("ref_audio_file") if raw.get("ref_audio_file") else None,
-                "ref_text": raw.get("ref_transcript"),
+                "ref_audio": inside("ref_audio_file"), "ref_text": raw.get("ref_transcript"),
                 "speaker": raw.get("speaker_id") or raw.get("speaker_name"),
                 "task_type": raw.get("training_task_type") or raw.get("task_type")}
-
-    for number, raw in enumerate(samples, 1):
-        place, label = f"sample {number}", raw.get("id") if isinstance(raw, dict) else None
-        try:
-            if not isinstance(raw, dict):
-                raise BadSample(f"is a {type(raw).__name__}, not an object")
-            yield place, row_of(raw)
-        except BadSample as error:
-            yield f"{place} ({printable(label, 80)})" if label else place, error
+    return ((f"sample {number}", row_of(raw)) for number, raw in enumerate(samples, 1))
 
 
 def lines_of(path):
@@ -247,23 +220,21 @@ def open_table(path, given):
             found = check_columns(path, names, given)
             columns = (meaning if meaning == name else f"{meaning} = {name!r}"
                        for meaning, name in found.items())
-            return (f"a table with {SEPARATORS[separator]}, {', '.join(columns)}",
-                    read_table(path, separator, given))
+            return (f"a table with {SEPARATORS[separator]}, {', '.join(columns)}", read_table(
+                path, separator, {meaning: names.index(name) for meaning, name in found.items()}))
     return open_headerless(path, head, given)
 
 
-def read_table(path, separator, given):
+def read_table(path, separator, columns):
     """Rows of a table with a header. In CSV a quoted field may go over several lines."""
     rows = csv_rows(path) if separator == "," else (
         (number, fields_of(line, separator)) for number, line in enumerate(lines_of(path), 1))
     rows = ((number, row) for number, row in rows if any(field.strip() for field in row))
-    names = [name.strip() for name in next(rows)[1]]
-    columns = {meaning: names.index(name) for meaning, name in find_columns(names, given).items()}
+    width = len(next(rows)[1])
     for number, row in rows:
-        fits = len(row) == len(names)
         yield f"line {number}", {meaning: row[at].strip() for meaning, at in columns.items()} \
-            if fits else BadSample(f"has {len(row)} fields, the header has {len(names)}: "
-                                   f"{separator.join(row)[:80]!r}")
+            if len(row) == width else BadSample(f"has {len(row)} fields, the header has {width}: "
+                                                f"{separator.join(row)[:80]!r}")
 
 
 def csv_rows(path):
@@ -290,7 +261,7 @@ def open_headerless(path, head, given):
     for separator in SEPARATORS:
         rows = [fields_of(line, separator, as_written=True) for line in head]
         if len({len(row) for row in rows}) == 1 and 2 <= len(rows[0]) <= 4 and at < len(rows[0]):
-            if sum(paths.has(row[at].strip()) for row in rows) >= 0.9 * len(rows):
+            if sum(bool(paths.look_up(row[at].strip())) for row in rows) >= 0.9 * len(rows):
                 break
             why = (f"and its first field names no audio files: {rows[0][0].strip()[:80]!r} is not "
                    f"there; looked in {', '.join(paths.places())}")
@@ -385,19 +356,18 @@ def read_kaldi(folder):
         yield f"utterance {key}", row
 
 
-# --------------------------------------------------------------------------------------------------
-# Audio with texts beside it
+# ---- Audio with texts beside it
 
 
 def walk(folder):
     """(folder, names of its files) of a tree in order, hidden ones left out; links once."""
-    seen = {os.path.realpath(folder)}
+    seen = set()
     for at, folders, names in os.walk(folder, followlinks=True):
-        inside = {os.path.realpath(os.path.join(at, name)): name
-                  for name in sorted(folders, reverse=True) if name[0] != "."}
-        folders[:] = sorted(name for path, name in inside.items() if path not in seen)
-        seen.update(inside)
-        yield Path(at), sorted(name for name in names if name[0] != ".")
+        here = os.path.realpath(at)
+        folders[:] = [] if here in seen else sorted(name for name in folders if name[0] != ".")
+        if here not in seen:
+            seen.add(here)
+            yield Path(at), sorted(name for name in names if name[0] != ".")
 
 
 def read_sidecar(folder):
@@ -407,9 +377,9 @@ def read_sidecar(folder):
         known = dict((*line.split(None, 1), "")[:2] for name in names       # LibriSpeech
                      if name.endswith(".trans.txt") for line in lines_of(place / name))
         for name in names:
-            stem, ending = os.path.splitext(name)
-            base, sound = stem.lower(), ending.lower()
-            if sound not in AUDIO_FILES + OTHER_AUDIO:
+            stem, sound = os.path.splitext(name)
+            base, sound = stem.lower(), sound.lower()
+            if sound not in SOUNDS:
                 continue
             at = str((place / name).relative_to(folder))
             wanted = [f"{one}{end}" for end in (*CUES, *TEXTS, ".json", ".tsv")
@@ -420,10 +390,7 @@ def read_sidecar(folder):
             plain = place == folder or place.name.lower() in NO_SPEAKER
             row = {"audio": at, "id": os.path.join(os.path.dirname(at), stem),
                    "speaker": "" if plain else str(place.relative_to(folder))}
-            if sound in OTHER_AUDIO:
-                yield at, BadSample(f"{ending[1:]} is not read; convert it: ffmpeg -i {name} "
-                                    f"{stem}.flac", "unreadable")
-            elif stem in known:
+            if stem in known:
                 yield at, {**row, "text": known[stem], "speaker": stem.split("-")[0]}
             elif text is None:
                 grid = next((there[f"{base}{end}"] for end in (".textgrid", ".eaf")
@@ -446,17 +413,15 @@ def cuts_of(at, row, path):
     if ending in CUES:
         found = subtitles(path.name, text)
     elif ending == ".json":
-        data = json_files.read_object(path)
-        names = {key.lower(): key for key in data}
-        key = next((names[key] for key in ("text", "transcript", "reference_text")
-                    if key in names), None)
+        data = {key.lower(): value for key, value in json_files.read_object(path).items()}
+        texts = [data[key] for key in ("text", "transcript", "reference_text") if key in data]
         if isinstance(data.get("segments"), list):      # whisper, whisperX
             found = [(s.get("start"), s.get("end"), s.get("text")) for s in data["segments"]
                      if isinstance(s, dict)]
-        elif key is None:
+        elif not texts:
             raise BadSample(f"{path.name} has no text, transcript or reference_text", "empty_text")
         else:
-            text, row = str(data[key]), {**row, "normalize_text": data.get("normalize_text")}
+            text, row = str(texts[0]), {**row, "normalize_text": data.get("normalize_text")}
     elif ending == ".tsv":                              # whisper, in milliseconds
         rows = [line.split("\t") for line in text.splitlines() if line.strip()]
         if rows[:1] != [["start", "end", "text"]]:
@@ -529,8 +494,7 @@ def labels(text):
     return [(seconds_of(cut[1]), seconds_of(cut[2]), cut[3].strip()) for cut in found]
 
 
-# --------------------------------------------------------------------------------------------------
-# Audio inside other files
+# ---- Audio inside other files
 
 
 class Unpacked:
@@ -539,14 +503,9 @@ class Unpacked:
     def __init__(self, folder):
         self.folder, self.open, self.count = Path(folder), {}, 0
 
-    def new_path(self, ending):
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.count += 1
-        return self.folder / f"{self.count - 1:07}{ending}"
-
     def row(self, row, value):
-        """A row with the place of its sound; BadSample. value: a path, the bytes of an audio file
-        or of codes, or {array, sampling_rate}.
+        """A row with the place of its sound; BadSample. value: a path, the bytes of an audio file,
+        or {array, sampling_rate}.
         """
         if not isinstance(value, (bytes, dict)):
             return {**row, "audio": value}
@@ -554,10 +513,6 @@ class Unpacked:
             return BadSample("has an offset into audio that is inside the file: cut it first")
         try:
             text_of(row)                                # nothing is unpacked in vain
-            if isinstance(value, bytes) and value[:6] == b"\x93NUMPY":      # of --save_codes
-                path = self.new_path(".npy")
-                path.write_bytes(value)
-                return {**row, "audio": str(path), "duration": None}
             return {**row, **self.add(value)}
         except BadSample as error:
             return error
@@ -582,7 +537,9 @@ class Unpacked:
             if done >= SHARD_S * rate:
                 if file:
                     file.close()
-                file, done = soundfile.SoundFile(self.new_path(".flac"), "w", rate, 1, "PCM_16"), 0
+                self.folder.mkdir(parents=True, exist_ok=True)
+                path, self.count = self.folder / f"{self.count:07}.flac", self.count + 1
+                file, done = soundfile.SoundFile(path, "w", rate, 1, "PCM_16"), 0
             file.write(wave)
         except (RuntimeError, AssertionError) as error:
             raise UserError(f"{self.folder}: sound cannot be written ({error or 'disk full?'})")
@@ -641,7 +598,7 @@ def read_tar(path, given, unpacked):
     def row_of(members):
         row, text, sound = {}, None, None
         for name, data in members:
-            if name.lower().endswith(AUDIO_FILES + OTHER_AUDIO):
+            if name.lower().endswith(SOUNDS):
                 sound = name, data
             elif name.endswith(".json") and isinstance(found := json_files.loads(data), dict):
                 row |= {meaning: found[column] for meaning, column
@@ -674,8 +631,7 @@ def read_tar(path, given, unpacked):
             raise EOFError("its end is not there")
 
 
-# --------------------------------------------------------------------------------------------------
-# Corpora as their publishers lay them out
+# ---- Corpora as their publishers lay them out
 
 
 def tab_lines(path):
@@ -726,13 +682,12 @@ CORPORA = {     # {name: (patterns of names that its folder holds, rows of the f
         for path in sorted(folder.glob("txts/*.txt"))))}
 
 
-# --------------------------------------------------------------------------------------------------
-# What the user gave
+# ---- What the user gave
 
 
 def audio_paths(folder):
     """Paths of a folder of speech, where names may lack their ending and the usual subfolder."""
-    return Paths(Path(folder).resolve(), inside=INSIDE, endings=AUDIO_FILES + OTHER_AUDIO)
+    return Paths(Path(folder).resolve(), inside=INSIDE, endings=SOUNDS)
 
 
 def open_source(name, given, unpacked):
@@ -740,10 +695,8 @@ def open_source(name, given, unpacked):
     path = Path(name)
     if path.is_dir():
         return open_folder(path, given, unpacked)
-    if path.exists():
-        return path, *open_file(path, given, unpacked)
-    if shards := sorted(glob.glob(str(name))):
-        return path, *open_shards(list(map(Path, shards)), given, unpacked)
+    if files := [path] if path.exists() else sorted(map(Path, glob.glob(str(name)))):
+        return path, *open_files(files, given, unpacked)
     require("://" not in str(name), f"{name}: URLs are not read; copy the data here first")
     hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name)) and not path.suffix
     raise UserError(f"{name}: there is no such file or folder" + (
@@ -764,9 +717,13 @@ def kind_of(path):
     return "tar" if head[257:262] == b"ustar" else ""
 
 
-def open_shards(paths, given, unpacked):
-    """(about, rows) of files that hold audio and texts, all of one kind."""
+def open_files(paths, given, unpacked):
+    """(about, rows) of a list, or of files that hold audio and texts, all of one kind."""
     kinds = list(map(kind_of, paths))
+    if kinds == [""]:
+        start = next((line.strip() for line in lines_of(paths[0]) if line.strip()), "")
+        is_json = start[:1] in ("{", "[") or paths[0].suffix in (".json", ".jsonl")
+        return (open_json if is_json else open_table)(paths[0], given)
     for path, kind in zip(paths, kinds):
         require(kind and kind == kinds[0],
                 f"{path}: is not a parquet, arrow or tar file like the others")
@@ -784,14 +741,6 @@ def open_shards(paths, given, unpacked):
                     f" ({str(error).partition(chr(10))[0]})"
                 raise UserError(f"{path}: cannot be read{why}")
     return f"{len(paths)} {'tar files' if read == read_tar else 'files of columns'}", rows()
-
-
-def open_file(path, given, unpacked):
-    if kind_of(path):
-        return open_shards([path], given, unpacked)
-    start = next((line.strip() for line in lines_of(path) if line.strip()), "")
-    is_json = start[:1] in ("{", "[") or path.suffix in (".json", ".jsonl")
-    return (open_json if is_json else open_table)(path, given)
 
 
 def open_folder(folder, given, unpacked):
@@ -838,9 +787,9 @@ def lists_in(place, depth, given, unpacked, refused):
             split = "" if saved or name.endswith(".tar") else re.split("[-_]", name)[0] + "-"
             shards.setdefault(place / f"{split}*{Path(name).suffix}", []).append(place / name)
     for path, files in shards.items():
-        found[path] = (path, *open_shards(files, given, unpacked))
+        found[path] = (path, *open_files(files, given, unpacked))
     spoken = {name.split(".")[0] for name in names
-              if name.lower().endswith(AUDIO_FILES + OTHER_AUDIO)}
+              if name.lower().endswith(SOUNDS)}
     lists = [name for name in names if name.lower().endswith(LISTS)
              and name.split(".")[0] not in spoken and not name.endswith(".trans.txt")
              and (place / name).is_file()]
@@ -849,7 +798,7 @@ def lists_in(place, depth, given, unpacked, refused):
         lists = [name for name in lists if name.startswith("metadata.")]
     for path in (place / name for name in lists):
         try:
-            found[path] = (path, *open_file(path, given, unpacked))
+            found[path] = (path, *open_files([path], given, unpacked))
         except Undecided:
             raise
         except UserError as error:
@@ -857,8 +806,7 @@ def lists_in(place, depth, given, unpacked, refused):
     return found
 
 
-# --------------------------------------------------------------------------------------------------
-# Rows -> ChatML
+# ---- Rows -> ChatML
 
 
 def checked(row, paths, plain):
@@ -978,8 +926,7 @@ def number_of(row, key):
     return number if math.isfinite(number) else None
 
 
-# --------------------------------------------------------------------------------------------------
-# References
+# ---- References
 
 
 def chosen_references(row, task, reading, pool, paths, notes):
@@ -1050,8 +997,7 @@ def another_clip(row, pool, seed):
     return others[int(share_of("reference", row, seed) * len(others))] if others else None
 
 
-# --------------------------------------------------------------------------------------------------
-# A whole source
+# ---- A whole source
 
 
 def stop_if_odd(source, texts):

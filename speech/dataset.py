@@ -19,16 +19,19 @@ import tempfile
 import uuid
 import weakref
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
-from core.cli import UserError, counted, printable
-from core.dist import error_names_file
+from core import checkpoint, json_files
+from core.cli import UserError, counted, printable, require
+from core.dist import error_names_file, rank0
 from core.loading import Column, Lists, token_lists
-from core.problems import problem, settle
-from speech.codes import FRAME_RATE, CodeReader
+from core.problems import LIST, problem, settle
+from speech.codes import FRAME_RATE, CodeReader, codec_fingerprint
 from speech.conversations import OTHER_MARKS, BadSample, Clip, marks_speakers_otherwise
+from speech.rows import flag_of
 
 LIKE_A_TAG = re.compile(r"<\|[^<>|]*\|>")
 SHARE = 0.005           # of the samples, for validation, where --validation_split says nothing
@@ -60,45 +63,7 @@ def file_of(sources, i):
     return next((s["path"] for s in sources if s["first"] <= i < s["stop"]), "")
 
 
-# --------------------------------------------------------------------------------------------------
-# Writing
-
-
-class Clips:
-    """Sequence of distinct Clips by their number; a Clip is made when it is asked for."""
-
-    def __init__(self, folder):
-        self.texts = Lists(folder, "texts", "text_offsets", np.uint8)
-        self.number_of = {}     # {digest: number}: about 150 bytes of memory a clip
-
-    def numbers(self, clips):
-        """Numbers of clips, new or known: [(digest_of, JSON of their fields)]."""
-        found, new = [], []
-        for digest, text in clips:
-            found.append(self.number_of.setdefault(digest, len(self.number_of)))
-            if found[-1] == len(self.texts) + len(new):
-                new.append(text)
-        self.texts.append(*joined(new))
-        return found
-
-    def __len__(self):
-        return len(self.texts)
-
-    def __getitem__(self, i):
-        """Clip i, or the list of Clips of a slice."""
-        if not isinstance(i, slice):
-            i = range(len(self))[i]
-            return self[i:i + 1][0]
-        ends, values = self.texts.offsets.array(), self.texts.values.array()
-        return [Clip(*json.loads(values[ends[n]:ends[n + 1]].tobytes()))
-                for n in range(*i.indices(len(self)))]
-
-
-def digest_of(clip):
-    """16 bytes of a clip's path and cut: the same for clips that are equal."""
-    cut = [value if value is None else float(value) for value in (clip.offset, clip.duration)]
-    about = f"\0{cut}{clip.filled}".encode()
-    return hashlib.blake2b(os.fsencode(clip.path) + about, digest_size=16).digest()
+# ---- Writing
 
 
 def joined(texts):
@@ -127,8 +92,7 @@ class TableBuilder:
         """folder: an empty one, which write() makes the table; None: a temporary one."""
         self.tokenizer, self.ids, self.lists = tokenizer, ids, token_lists(tokenizer)
         self.control, self.tags = ids.forbidden(tokenizer), ids.known_tags(tokenizer)
-        self.known, self.spelled = {}, {}
-        self.left_out = Counter()
+        self.known, self.left_out = {}, Counter()
         self.folder = Path(folder or tempfile.mkdtemp())
         if folder is None:
             weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
@@ -141,7 +105,7 @@ class TableBuilder:
         self.used = Lists(self.folder, "clips", "clip_offsets", np.int32)
         self.trained = Column(scratch / "trained.npy", bool)
         self.facts = Column(scratch / "facts.npy", FACTS)
-        self.clips = Clips(scratch)
+        self.clips, self.number_of = [], {}     # number_of: {Clip: its place in clips}
 
     def __len__(self):
         return len(self.tokens)
@@ -177,7 +141,6 @@ class TableBuilder:
         spoken = np.array([type(piece) is Clip for piece in pieces], bool)
         labels = np.array(labels, bool)
         tokens = np.fromiter(itertools.chain.from_iterable(parts), np.int32, lengths.sum())
-        clips = list(itertools.compress(pieces, spoken))
 
         def per_sample(values):
             return np.add.reduceat(values, starts, dtype=np.int64) if good else np.empty(0, int)
@@ -185,15 +148,15 @@ class TableBuilder:
         return {"tokens": (tokens, per_sample(lengths)), "labelled": np.repeat(labels, lengths),
                 "names": joined(name.encode("utf-8", "backslashreplace") for name, _ in good),
                 "text_targets": per_sample(lengths * (labels & ~spoken)),
-                # by JSON, since the keys of speech/codes.py tell 3 s from 3.0 s
-                "clips": [(digest_of(clip), json.dumps([clip.path, clip.offset, clip.duration,
-                                                        clip.seconds, clip.filled]).encode())
-                          for clip in clips],
+                "clips": list(itertools.compress(pieces, spoken)),
                 "clip_counts": per_sample(spoken), "trained": labels[spoken],
                 "facts": np.array(facts, FACTS), "left_out": left_out}
 
     def append(self, chunk):
-        self.used.append(self.clips.numbers(chunk["clips"]), chunk["clip_counts"])
+        for clip in chunk["clips"]:
+            if self.number_of.setdefault(clip, len(self.clips)) == len(self.clips):
+                self.clips.append(clip)
+        self.used.append([self.number_of[clip] for clip in chunk["clips"]], chunk["clip_counts"])
         for name in ("tokens", "names"):
             getattr(self, name).append(*chunk[name])
         for name in ("labelled", "text_targets", "trained", "facts"):
@@ -220,15 +183,8 @@ class TableBuilder:
 
     def control_token(self, sample):
         """The control token that a turn's own text spells, "" if none."""
-        for text in (turn.text for turn in sample.turns):
-            if "<|" in text and text not in self.spelled:
-                if len(self.spelled) >= 1000:
-                    self.spelled.clear()
-                tokens = (self.control.get(token) for token in self.lists([text])[0])
-                self.spelled[text] = next(filter(None, tokens), "")
-            if "<|" in text and self.spelled[text]:
-                return self.spelled[text]
-        return ""
+        return next((token for turn in sample.turns if "<|" in turn.text
+                     for token in self.control if token in turn.text), "")
 
     def clips_of(self, i):
         return self.used[i]
@@ -294,8 +250,7 @@ class TableBuilder:
         shutil.rmtree(self.folder / "scratch", ignore_errors=True)     # still mapped: NFS minds
 
 
-# --------------------------------------------------------------------------------------------------
-# Reading
+# ---- Reading
 
 
 class Table:
@@ -340,8 +295,7 @@ class Table:
         return bytes(self.names[self.name_offsets[i]:self.name_offsets[i + 1]]).decode()
 
 
-# --------------------------------------------------------------------------------------------------
-# Which samples are trained, and which validated
+# ---- Which samples are trained, and which validated
 
 
 def split_validation(n, share, seed):
@@ -450,3 +404,86 @@ def samples_line(table, train_ids, eval_ids):
     lengths, hours = table.lengths[train_ids], data_facts(table, train_ids)["hours"]
     return (f"samples    {len(train_ids)} to train, {len(eval_ids)} to validate; tokens mean "
             f"{lengths.mean():.0f} max {lengths.max()}; {hours:.2f} h of audio")
+
+
+# ---- Prepared folders: a table, the codes of its audio, and prepared.json, which lists every file
+# with its size and checksum and says which tokenizer and codec they fit to
+
+
+def tokenizer_fingerprint(tokenizer, ids):
+    """16 hex digits of a tokenizer's words and of the ids that the trainer uses."""
+    text = json.dumps([sorted(tokenizer.get_vocab().items()), asdict(ids)])
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
+
+
+def write_prepared(folder, table, tokenizer, ids, codec_dir, reading, report):
+    """Finish a folder whose table is there: prepared.json. report: JSON-able, for people."""
+    codes = json.loads((Path(table) / "codes.json").read_text())
+    place = os.path.normpath(Path(table) / codes["folder"])
+    files = [*sorted(Path(table).iterdir()), *(Path(place) / name for name in codes["shards"])]
+    sizes = {str(path.relative_to(folder) if path.is_relative_to(folder) else path):
+             path.stat().st_size for path in files}
+    sums = {path.relative_to(folder).as_posix(): checkpoint.sha256(path)
+            for path in Path(table).iterdir()}      # codes have other checksums
+    about = {"table": Path(table).name, "files": sizes, "sha256": sums,
+             "tokenizer": tokenizer_fingerprint(tokenizer, ids),
+             "codec": codec_fingerprint(codec_dir), "reading": asdict(reading), "report": report}
+    checkpoint.write_text(Path(folder) / PREPARED, json.dumps(about, indent=1) + "\n")
+
+
+def look_into(folder):
+    """The contents of prepared.json of a folder that has all its files. Raises UserError."""
+    def need(fits, why):
+        require(fits, f"{folder}: is damaged, {why}; copy it again, or prepare it again")
+    try:
+        about = json_files.read_object(Path(folder) / PREPARED)
+    except UserError as error:
+        need(False, str(error))
+    for name, kind in (("table", str), ("tokenizer", str), ("codec", str), ("reading", dict)):
+        need(isinstance(about.get(name), kind), f"{PREPARED} has no {name!r}")
+    need((Path(folder) / about["table"]).is_dir(), f"{about['table']} is not there")
+    need(isinstance(about.get("files"), dict), f"{PREPARED} has no list 'files'")
+    for name, size in about["files"].items():
+        path = Path(folder) / name
+        need(path.is_file(), f"{name} is not there")
+        found = path.stat().st_size
+        need(found == size, f"{name} has {found} bytes, not {size}")
+    for name, digest in about.get("sha256", {}).items():
+        need(checkpoint.sha256(Path(folder) / name) == digest,
+             f"{name} has another checksum than when it was made")
+    return about
+
+
+def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
+    """Table of a prepared folder, on every rank. UserError unless the reading of sources (Sources)
+    has the defaults or what the folder was prepared with.
+    """
+    (path, weight, _), *others = sources.all()
+    reading = sources.reading
+
+    def check():
+        if others:
+            raise UserError(f"{path} and {others[0][0]}: a prepared folder is given alone; prepare "
+                            "all data together (--train_data_file A B:0.5 --eval_data_file C)")
+        about = look_into(path)
+        for what, mine, flag in (
+                ("tokenizer", tokenizer_fingerprint(tokenizer, ids), "--model_path"),
+                ("codec", codec_fingerprint(codec_dir), "--audio_tokenizer_path")):
+            if about.get(what) != mine:
+                raise UserError(f"{path}: was prepared with another {what} than that of {flag}; "
+                                "prepare it again")
+        for name, default in asdict(type(reading)()).items():
+            value, was = getattr(reading, name), about["reading"].get(name, default)
+            # a default may be any value, but of the texts, as checkpoints keep that
+            fits = (was,) if name == "normalize" else (default, was)
+            if value not in fits and name not in ("seed", "lone_reference"):
+                was, value = ({True: "on", False: "off"}.get(x, x) for x in (was, value))
+                raise UserError(f"{path}: was prepared with {flag_of(name)} {was}, not {value}; "
+                                "drop the flag, or prepare it again")
+        (Path(output_dir) / LIST).unlink(missing_ok=True)       # of the run before
+        print(f"data       prepared: {path}", flush=True)
+        return str(Path(path) / about["table"])
+
+    table = Table(rank0(world, check))
+    table.sources = [{**source, "weight": source["weight"] * weight} for source in table.sources]
+    return table

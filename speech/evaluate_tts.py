@@ -77,8 +77,7 @@ class Sample(NamedTuple):
     voice: tuple | None
 
 
-# --------------------------------------------------------------------------------------------------
-# Samples
+# ---- Samples
 
 
 def read_samples(folder):
@@ -131,8 +130,7 @@ def check_same_prompts(found):
                 "from one list")
 
 
-# --------------------------------------------------------------------------------------------------
-# Judging
+# ---- Judging
 
 
 def evaluate(folder, samples, by, settings):

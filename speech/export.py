@@ -142,8 +142,7 @@ def read(parts, dtype, fold):
     return (fold(tensor.float()) if fold else tensor).to(dtype).contiguous()
 
 
-# --------------------------------------------------------------------------------------------------
-# The layout of 2025
+# ---- The layout of 2025
 
 
 def original_names(names):

@@ -19,15 +19,13 @@ from core import cli
 from core.cli import UserError, problem_text, require
 from speech import choices
 
-# --------------------------------------------------------------------------------------------------
-# Flags: name, default, help
+# ---- Flags: name, default, help
 
 p = cli.Parser("Speak with Higgs-Audio.")
 flag, switch = p.flag, p.switch
 # model
-flag("--model_path", None,
-     "model or full checkpoint, folder or hub name: Higgs-Audio V2 (native or "
-     "2025 format) or Higgs TTS 3", required=True)
+flag("--model_path", None, "model or full checkpoint, folder or hub name: Higgs-Audio V2 (native "
+     "or 2025 format) or Higgs TTS 3", required=True)
 choices.codec(p)
 flag("--adapter", None, "folder with adapter_model.safetensors, used on top of --model_path")
 flag("--device", "auto", "auto: a GPU when there is one", choices=("auto", "cuda", "cpu"))
@@ -36,9 +34,8 @@ flag("--dtype", "auto", "of the base's weights; adapters stay float32; auto: bfl
 choices.base_dtype(p, "nf4 keeps the base's layers in four bits: for 8 to 12 GB")
 # what to say
 flag("--text", None, "one or more texts", nargs="+")
-flag("--prompts", None,
-     "file: one text a line, or with the voice to take in it ChatML .json/.jsonl "
-     "or a list of Seed-TTS-eval, .lst")
+flag("--prompts", None, "file: one text a line, or with the voice to take in it ChatML "
+     ".json/.jsonl or a list of Seed-TTS-eval, .lst")
 flag("--reference_audio", None, "clip whose voice is taken, for texts and lines")
 flag("--reference_text", None, "what --reference_audio says; Higgs TTS 3 clones without it, too")
 flag("--scene", None, "scene description for texts and lines, e.g. 'Audio is recorded from a quiet "
@@ -49,8 +46,8 @@ flag("--normalize_text", None, "punctuation and sound tags as boson-ai's inferen
 # how
 flag("--temperature", None, "of the draws; 0 = greedy (default: 1 for V2, 0.8 for TTS 3)",
      type=float)
-flag("--top_k", None,
-     "draw from this many likeliest codes, 0 = all (default: 50 for V2, 30 for TTS " "3)", type=int)
+flag("--top_k", None, "draw from this many likeliest codes, 0 = all (default: 50 for V2, 30 for "
+     "TTS 3)", type=int)
 flag("--top_p", None, "draw from the likeliest codes of this total probability (default: 0.95 for "
      "V2, 0.8 for TTS 3)", type=float)
 flag("--ras_window", None, "V2's repetition-aware sampling: rows looked back at, 0 = off (default: "
@@ -134,8 +131,7 @@ from speech import speak, text_normalization, versions
 from speech.codes import FRAME_RATE, load_codec
 from speech.conversations import system_parts
 
-# --------------------------------------------------------------------------------------------------
-# Ranks, output folder, model, prompts
+# ---- Ranks, output folder, model, prompts
 
 
 def earlier_results():
@@ -228,8 +224,7 @@ if main_rank:
           f"prompts    {len(samples)} in batches of {args.batch_size}; at most "
           f"{args.max_seconds:g} s each")
 
-# --------------------------------------------------------------------------------------------------
-# Speaking
+# ---- Speaking
 
 
 def speak_by_parts(prompts, seed):

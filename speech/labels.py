@@ -23,7 +23,7 @@ CONTROL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
 
 @dataclass
 class TokenIds:
-    """Ids from the tokenizer and the model's config, and their layout; as labels_v3.Ids."""
+    """Ids from the tokenizer and the model's config, and their layout; as v3.Ids."""
     audio: int              # <|AUDIO_OUT|>, one for each row of codes
     delay: int              # marks the last num_codebooks - 1 rows of a clip
     pad: int
@@ -43,9 +43,8 @@ class TokenIds:
         return frozenset(tokenizer.get_added_vocab())
 
     def forbidden(self, tokenizer):
-        """{id: token} of what no text may spell."""
-        return {tokenizer.convert_tokens_to_ids(t): t for t in CONTROL_TOKENS} | {
-            self.delay: tokenizer.convert_ids_to_tokens(self.delay)}
+        """Tokens that no text may spell."""
+        return [*CONTROL_TOKENS, tokenizer.convert_ids_to_tokens(self.delay)]
 
     def streams(self, sample):
         """[(name, conversation_pieces)] of a Sample, and what had to be left out: [] here."""
@@ -108,8 +107,7 @@ def token_ids(tokenizer, config):
                     config.audio_stream_bos_id, config.audio_stream_eos_id)
 
 
-# --------------------------------------------------------------------------------------------------
-# From a conversation to rows
+# ---- From a conversation to rows
 
 
 def conversation_pieces(sample):
@@ -166,10 +164,7 @@ def delay_labels(codes, eos):
 
 def audio_targets(sample):
     """(R,) positions in a sample that predict a row of codes, (R, 8) that row, IGNORE where not
-    trained.
-
-    sample: of assemble, whose labels are in the rows they belong to, or of
-    labels_v3.assemble.
+    trained. sample: of assemble, whose labels are in the rows they belong to, or of v3's.
     """
     if "audio_at" in sample:
         return sample["audio_at"], sample["audio_targets"]

@@ -5,6 +5,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from core import fused
 from core.metrics import duration
 from speech.codes import FRAME_RATE
 from speech.labels import IGNORE
@@ -15,15 +16,19 @@ SUMS = 8        # of batch_sums() besides the codebooks'
 class Wrapped(torch.nn.Module):
     """What DDP wraps: forward(batch) -> sums, not means, so that any split of a step adds up.
 
-    net: the native model, or the PeftModel around it. v2.py and v3.py have hidden_states(batch)
-    and audio_logits(hidden, batch).
+    net: the native model, or the PeftModel around it. recompute: of flags.MODES, or None. v2.py and
+    v3.py have layers(native), hidden_states(batch) and audio_logits(hidden, batch).
     """
 
-    def __init__(self, net):
+    def __init__(self, net, recompute=None):
         super().__init__()
         self.net = net
         # in a list, where torch does not look for modules: else parameters would be there twice
         self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
+        fused.use(self.base_model)
+        if recompute:
+            from core import recomputation
+            recomputation.set_mode(self, self.layers(self.base_model), recompute)
 
     @property
     def base_model(self):

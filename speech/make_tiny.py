@@ -3,11 +3,10 @@ spoken clips.
 
     python speech/make_tiny.py OUT_DIR [--clips 48] [--speakers 4] [--seed 0] [--higgs3]
 
-    OUT_DIR/model       a random two-layer language model in the native format, with tokenizer,
-    template and processor OUT_DIR/codec       a random audio codec of the real geometry: 24 kHz, 25
-    frames per second, 8 codebooks of 1024 OUT_DIR/speech      synthesised sentences as wav files,
-    in mixed sample rates, mono and stereo OUT_DIR/train.json  one ChatML voice-cloning sample per
-    clip, audio paths relative to OUT_DIR
+    OUT_DIR/model       a random two-layer language model, with tokenizer, template and processor
+    OUT_DIR/codec       a random audio codec of the real geometry: 24 kHz, 25 frames per second
+    OUT_DIR/speech      sentences in toy voices, wav files in mixed sample rates, mono and stereo
+    OUT_DIR/train.json  one ChatML voice-cloning sample per clip, paths relative to OUT_DIR
 
 The same seed writes the same files again. The weights are random, so the model cannot speak before
 it is trained: only file formats, shapes, token names and the codec's geometry are those of the real
@@ -31,7 +30,7 @@ def build_parser():
     p.add_argument("--clips", type=int, default=48, help="wav files, and samples in train.json")
     p.add_argument("--speakers", type=int, default=4, help="voices that share the clips")
     p.add_argument("--seed", type=int, default=0,
-                   help="weights, codebooks and the numpy voice's noise")
+                   help="weights, codebooks and the voices' noise")
     cli.switch(p, "--higgs3", help="a model of Higgs TTS 3's form, not of V2's")
     return p
 
@@ -50,7 +49,6 @@ ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else Non
 import json
 import math
 import re
-import stat
 
 import numpy as np
 import torch
@@ -122,32 +120,6 @@ I will call you as soon as we land. Good night, and thank you for the soup.
 """
 SENTENCES = re.split(r"(?<=[.?])\s+", STORY.strip())
 
-# Numpy voice, per letter: three formants in Hz, then how loud its voiced part is and how loud its
-# noise is.
-SOUNDS = {
-    "a": (730, 1090, 2440, 1.0, 0.0), "e": (530, 1840, 2480, 1.0, 0.0),
-    "i": (300, 2290, 3010, 0.9, 0.0), "o": (570, 840, 2410, 1.0, 0.0),
-    "u": (300, 870, 2240, 0.9, 0.0), "y": (320, 2000, 2800, 0.8, 0.0),
-    "m": (250, 1100, 2200, 0.5, 0.0), "n": (250, 1500, 2500, 0.5, 0.0),
-    "l": (350, 1000, 2600, 0.6, 0.0), "r": (350, 1200, 1600, 0.6, 0.0),
-    "w": (300, 700, 2200, 0.6, 0.0), "v": (250, 1200, 2400, 0.4, 0.1),
-    "b": (250, 800, 2200, 0.4, 0.0), "d": (250, 1700, 2600, 0.4, 0.1),
-    "g": (250, 1300, 2300, 0.4, 0.0), "z": (250, 4000, 5500, 0.3, 0.4),
-    "j": (300, 2200, 3500, 0.3, 0.3), "s": (4500, 5800, 7000, 0.0, 0.8),
-    "f": (1500, 4500, 6500, 0.0, 0.4), "h": (700, 1500, 2600, 0.0, 0.3),
-    "c": (2000, 3800, 5000, 0.0, 0.6), "x": (3000, 5000, 6500, 0.0, 0.6),
-    "p": (500, 1000, 2200, 0.0, 0.2), "t": (3000, 4200, 5500, 0.0, 0.4),
-    "k": (1500, 2200, 3000, 0.0, 0.3), "q": (1500, 2000, 2800, 0.0, 0.3)}
-PAUSE = (500, 1500, 2500, 0.0, 0.0)
-
-
-def allow_others(folder):
-    """Give the safetensors files that save_pretrained wrote into a folder the mode of its
-    config.json.
-    """
-    for path in Path(folder).glob("*.safetensors"):
-        path.chmod(stat.S_IMODE((Path(folder) / "config.json").stat().st_mode))
-
 
 def make_tokenizer(out_dir, sentences=SENTENCES):
     """train_bpe's tokenizer, saved in OUT_DIR/model; it adds no begin-of-text token by itself."""
@@ -199,7 +171,6 @@ def make_model(out_dir, tokenizer, seed=0, **config_overrides):
         ras_win_max_num_repeat=2)
     folder = Path(out_dir) / "model"
     model.save_pretrained(folder)
-    allow_others(folder)
     weights.save_config(model, tokenizer, folder, out_dir, str((Path(out_dir) / "codec").resolve()))
     return model
 
@@ -229,7 +200,6 @@ def make_codec(out_dir, seed=0):
             quantizer.codebook.embed.normal_(std=0.05)
     folder = Path(out_dir) / "codec"
     codec.save_pretrained(folder)
-    allow_others(folder)
     weights.feature_extractor().save_pretrained(folder)
     return codec
 
@@ -272,41 +242,20 @@ def make_model3(out_dir, codec, seed=0, **text_overrides):
 
 
 def synthesise(text, speaker, sample_rate, rng):
-    """Speaks text with the numpy voice: pulses and noise, filtered by the formants of each letter.
+    """Speaks text with a toy voice: a tone and two overtones for each letter, a pause for others.
 
-    speaker: any number >= 0; pitch, vocal tract and pace depend on it alone. rng: a Generator, for
-    the noise. Returns (n,) float32 mono at sample_rate Hz, peak 0.6, 1.6 to 4 seconds long.
+    speaker: any number >= 0; pitch and pace depend on it alone. rng: a Generator, for the noise.
+    Returns (n,) float32 mono at sample_rate Hz, peak 0.6, 1.6 to 4 seconds long.
     """
-    # multiples of these spread evenly over 0..1
-    tone, pace = speaker * 0.618 % 1, speaker * 0.381 % 1
-    hop = sample_rate // 100  # 10 ms
-    frames = round(100 * np.clip(len(text) * (0.058 + 0.018 * pace), 1.6, 3.9))
-    sounds = np.array([SOUNDS.get(letter, PAUSE) for letter in text.lower()])
-    track = sounds[np.arange(frames) * len(sounds) // frames]
-    track = np.stack([np.convolve(column, np.full(3, 1 / 3), mode="same") for column in track.T],
-                     axis=1)
-
-    seconds = np.arange((frames + 1) * hop) / sample_rate
-    melody = 1.15 - 0.3 * seconds / seconds[-1] + 0.05 * np.sin(2 * np.pi * (2 + tone) * seconds)
-    pitch = 95 * 2 ** (1.2 * tone) * melody
-    pulses = np.diff(np.floor(np.cumsum(pitch / sample_rate)),
-                     prepend=0) * np.sqrt(sample_rate / pitch)
-    noise = rng.standard_normal(len(seconds))
-
-    def windows(signal):
-        return np.lib.stride_tricks.sliding_window_view(signal, 2 * hop)[::hop]
-    source = windows(pulses) * track[:, 3:4] + windows(noise) * track[:, 4:5]
-    hann = 0.5 - 0.5 * np.cos(np.pi * np.arange(2 * hop) / hop)
-    hertz = np.fft.rfftfreq(2 * hop, 1 / sample_rate)
-    formants = track[:, :3, None] * (0.88 + 0.3 * tone)
-    peaks = 1 / (1 + ((hertz - formants) / (60 + 0.06 * formants)) ** 2)
-    spectrum = np.fft.rfft(source * hann) * np.einsum("k,fkh->fh", [1.0, 0.6, 0.35], peaks)
-    pieces = np.fft.irfft(spectrum, 2 * hop)
-    wave = np.zeros((frames + 1, hop))
-    wave[:-1] += pieces[:, :hop]
-    wave[1:] += pieces[:, hop:]
-    wave = wave.ravel()
-    return (0.6 * wave / max(np.abs(wave).max(), 1e-9)).astype(np.float32)
+    tone, pace = speaker * 0.618 % 1, speaker * 0.381 % 1   # they spread evenly over 0..1
+    hundredths = round(100 * np.clip(len(text) * (0.058 + 0.018 * pace), 1.6, 3.9))
+    n = (hundredths + 1) * (sample_rate // 100)
+    letters = np.array([(ord(c) - 96) * c.isalpha() for c in text.lower()])
+    track = letters[np.arange(n) * len(letters) // n]
+    phase = 2 * np.pi * np.cumsum(95 * 2 ** (1.2 * tone + track / 9)) / sample_rate
+    wave = (np.sin(phase) + 0.6 * np.sin(2 * phase) + 0.3 * np.sin(5 * phase)) * (track > 0)
+    wave += 0.02 * rng.standard_normal(len(wave))
+    return (0.6 * wave / np.abs(wave).max()).astype(np.float32)
 
 
 def make_speech(out_dir, clips=48, speakers=4, seed=0):

@@ -84,11 +84,90 @@ import time
 import numpy as np
 
 from core import checkpoint, dist, lifetime, watchdog
-from core.problems import LIST, Problems
-from speech import audit, versions
-from speech.codes import FRAME_RATE, Encoding, ensure_codes, measures_of
-from speech.dataset import TABLE, TableBuilder, new_table
+from core.problems import LIST, Problems, problem
+from speech import versions
+from speech.codes import FRAME_RATE, MEASURES, Encoding, ensure_codes, measures_of
+from speech.dataset import (TABLE, TableBuilder, file_of, new_table, own_references, places,
+                            write_prepared)
 from speech.rows import Reading, Sources, read_all
+
+SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
+CLIPPED = 1e-3              # share of samples at full scale
+DC = 0.02                   # mean of the samples; full scale is 1
+SPREAD = 1.5                # interquartile ranges beyond the quartiles of the logarithm: Tukey's
+ENOUGH = 20                 # samples of a language, for quartiles
+
+
+def targets(builder):
+    """(n,) numbers of the clips that samples are trained on: the last one of each."""
+    numbers, offsets = builder.used_clips()
+    return numbers[np.maximum(offsets[1:], 1) - 1]
+
+
+def find_problems(builder, sources, where, measures, least, most):
+    """[Problem] of samples; those with a clip that has no codes are passed over. builder:
+    TableBuilder. sources: of rows.read_all. where: (n_clips, 4) of ensure_codes. measures:
+    (n_clips, 5) of measures_of. least, most: seconds of a clip.
+    """
+    numbers, offsets = builder.used_clips()
+    target, facts, found = targets(builder), builder.facts.array(), []
+    column = dict(zip(MEASURES, measures.T))
+    seconds, clipped, dc = column["seconds"], column["clipped"], column["dc"]
+    seconds = np.where(np.isnan(seconds), where[:, 2] / FRAME_RATE, seconds)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        decibels = 20 * np.log10(column["rms"])
+        pace = np.log(facts["letters"] / seconds[target])       # letters a second
+    of_clips = {        # check: (which clips, text about one)
+        "too_short": ((seconds < least) & (where[:, 2] > 0), lambda clip:
+                      f"{seconds[clip]:.2f} s, less than --min_clip_seconds {least:g}"),
+        "too_long": (seconds > most, lambda clip:
+                     f"{seconds[clip]:.1f} s, more than --max_clip_seconds {most:g}"),
+        "silence": (decibels < SILENCE_DB, lambda clip:
+                    f"is silent, {decibels[clip]:.0f} dB of full scale"),
+        "clipping": (clipped > CLIPPED, lambda clip:
+                     f"{clipped[clip] * 100:.1f} % of its samples are at full scale"),
+        "dc_offset": (np.abs(dc) > DC, lambda clip: f"its mean is {dc[clip]:.3f}, not 0")}
+    usable = np.diff(offsets) > 0
+    usable &= np.add.reduceat(np.append(where[numbers, 2] <= 0, False), offsets[:-1]) == 0
+    usual = {}          # {language: (least, most) of pace}
+    for language in np.unique(facts["language"]):
+        mine = usable & (facts["letters"] > 0) & (facts["language"] == language)
+        if mine.sum() >= ENOUGH:
+            low, high = np.quantile(pace[mine], (0.25, 0.75))
+            usual[language] = low - SPREAD * (high - low), high + SPREAD * (high - low)
+    place, train = places(where, target), np.ones(len(builder), bool)
+    for source in sources:
+        train[source["first"]:source["stop"]] = not source["held_out"]
+    validated, own = (set(values.tolist()) for values in (
+        place[usable & ~train], own_references(places(where, numbers), offsets)))
+    by_audio, by_text = {}, {}      # the first sample of each
+    for i in np.flatnonzero(usable).tolist():
+        def add(check, what, i=i):
+            found.append(problem(builder.name(i), check, what, file_of(sources, i), i))
+        for check, (wrong, what) in of_clips.items():
+            clip = next((clip for clip in numbers[offsets[i]:offsets[i + 1]] if wrong[clip]), None)
+            if clip is not None:
+                add(check, f"{what(clip)}: {builder.clips[int(clip)].path}")
+        if not facts["letters"][i]:
+            add("no_words", "its text has no letter and no digit")
+        elif (language := facts["language"][i]) in usual:
+            low, high = usual[language]
+            if not low <= pace[i] <= high:
+                add("text_rate", f"{np.exp(pace[i]):.1f} letters a second; usual are "
+                                 f"{np.exp(low):.1f} to {np.exp(high):.1f}")
+        if train[i] and int(place[i]) in validated:
+            add("in_validation", "its audio is in the validation data as well")
+        if i in own:
+            add("own_reference", "its reference is its own clip")
+        for check, seen, value, what in (
+                ("duplicate_audio", by_audio, int(place[i]), "has the same audio as"),
+                ("duplicate_text", by_text, int(facts["said"][i]), "has speaker and text of")):
+            if (first := seen.setdefault(value, i)) != i:
+                add(check, f"{what} {builder.name(first)}")
+    return found
+
+
+# ---- The folder
 
 
 def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
@@ -116,7 +195,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
     def write():
         cache, shards, where = codes
         bad.update(builder.shorter_than(ids.min_frames, where))
-        problems = builder.without_audio(bad, parts) + noted + audit.find_problems(
+        problems = builder.without_audio(bad, parts) + noted + find_problems(
             builder, parts, where, measures_of(cache, shards, where), least, most)
         refused = found.counts.total()
         found.add(problems)
@@ -130,7 +209,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
         inside = out in Path(cache).parents
         cache = os.path.relpath(cache, table) if inside else os.path.abspath(cache)
         builder.write(cache, shards, where, parts, left_out)
-        audit.write_prepared(out, table, tokenizer, ids, encoding.codec_dir, sources.reading,
+        write_prepared(out, table, tokenizer, ids, encoding.codec_dir, sources.reading,
                              report)
         checkpoint.remove_named(out, rf"(?!{table.name}){TABLE}")
         return report
@@ -147,7 +226,7 @@ def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
 
 def make_report(builder, sources, where, left_out, found, drop):
     """What the data hold, JSON-able. found: {check: samples}. left_out: (n,) bool of samples."""
-    seconds = where[audit.targets(builder), 2] / FRAME_RATE
+    seconds = where[targets(builder), 2] / FRAME_RATE
     speakers = builder.facts.array()["speaker"]
 
     def part(source):

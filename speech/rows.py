@@ -11,16 +11,8 @@ from core.cli import UserError, counted, printable
 from core.loading import parallel_map_ordered
 from core.json_files import SKIPPED, read_entries
 from core.problems import problem
-from speech.conversations import (
-    BadSample,
-    Paths,
-    Reading,
-    Sample,
-    canonical_sample,
-    is_chatml,
-    label_of,
-    sample_text,
-)
+from speech.conversations import (BadSample, Paths, Reading, Sample, canonical_sample, is_chatml,
+                                  label_of, sample_text)
 from speech.text_normalization import RECOGNISED
 
 CHUNK = 2048    # entries of a file that are tokenised together

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from core import dist
-from core.cli import UserError
 from core.dist import gathered
 from core.watchdog import stop_requested
 from speech import speak, versions
@@ -20,7 +19,6 @@ from speech.codes import FRAME_RATE, load_codec
 
 TIME_LIMIT = 120    # seconds that speaking may take at one validation
 BATCH = 8           # prompts generated together
-MAX_PROMPTS = 64    # a few are meant; generate_tts.py speaks any number
 
 
 def load(args, tokenizer, ids, config, codec_dir, world):
@@ -29,10 +27,6 @@ def load(args, tokenizer, ids, config, codec_dir, world):
     """
     def prepare():
         samples = speak.read_prompts(args.sample_prompts, args.normalize_text == "on")
-        if len(samples) > MAX_PROMPTS:
-            raise UserError(f"--sample_prompts {args.sample_prompts}: {len(samples)} prompts; each "
-                            f"validation speaks all of them, so at most {MAX_PROMPTS} are taken "
-                            "(generate_tts.py speaks any number)")
         settings = speak.sampling(config, args.sample_seconds)
         codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
         room = versions.module(config).positions(config) - settings.max_new_tokens

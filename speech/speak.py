@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from core.checkpoint import write_atomically
 from core.cli import UserError, problem_text, require
@@ -49,8 +50,7 @@ STRIDE = 1_000_003      # between the seeds of a prompt's takes: batches number 
 PAUSE_S = 0.12          # of silence between parts of a long text
 FADE_S = 0.01           # at both ends of a part, so that a joint makes no click
 
-# --------------------------------------------------------------------------------------------------
-# Prompts
+# ---- Prompts
 
 
 @dataclass
@@ -269,23 +269,19 @@ def prompt_batch(prompts, ids):
     """Keyword arguments of native generate, int64 on the CPU: tokens padded on the left, rows of
     codes on the right.
     """
-    width, rows = max(len(p.tokens) for p in prompts), max(len(p.audio_ids) for p in prompts)
-    input_ids = np.full((len(prompts), width), ids.pad)
-    audio_ids = np.full((len(prompts), rows, ids.num_codebooks), ids.stream_eos)
-    for i, p in enumerate(prompts):
-        input_ids[i, width - len(p.tokens):] = p.tokens
-        audio_ids[i, :len(p.audio_ids)] = p.audio_ids
-    tokens, counts = (np.array([len(getattr(p, key)) for p in prompts])[:, None]
-                      for key in ("tokens", "audio_ids"))
-    mask = (np.arange(width) >= width - tokens).astype(np.int64)
-    batch = {"input_ids": input_ids, "attention_mask": mask}
-    if rows:        # without any clip transformers wants no audio at all
-        batch |= {"audio_input_ids": audio_ids, "audio_input_ids_mask": np.arange(rows) < counts}
-    return {name: torch.from_numpy(array) for name, array in batch.items()}
+    def pad(arrays, value, side):
+        return pad_sequence(list(map(torch.as_tensor, arrays)), True, value, side)
+    tokens, codes = ([getattr(p, name) for p in prompts] for name in ("tokens", "audio_ids"))
+    batch = {"input_ids": pad(tokens, ids.pad, "left"),
+             "attention_mask": pad([np.ones(len(p), np.int64) for p in tokens], 0, "left")}
+    if any(map(len, codes)):        # without any clip transformers wants no audio at all
+        batch |= {"audio_input_ids": pad(codes, ids.stream_eos, "right"),
+                  "audio_input_ids_mask": pad([np.ones(len(c), bool) for c in codes], False,
+                                              "right")}
+    return batch
 
 
-# --------------------------------------------------------------------------------------------------
-# Generation
+# ---- Generation
 
 
 def load_model(folder, config, adapter, dtype, device, four_bits=False):
@@ -409,8 +405,7 @@ def decode(codec, codes):
     return codec.decode(codes).audio_values[0, 0].float().cpu().numpy()
 
 
-# --------------------------------------------------------------------------------------------------
-# The best of several takes
+# ---- The best of several takes
 
 
 def speak(native, codec, ids, settings, prompts, seed, takes=1, listeners=None):
@@ -489,8 +484,7 @@ def good_rows(samples, records, max_cer, min_frames):
     return rows
 
 
-# --------------------------------------------------------------------------------------------------
-# Long texts, part by part
+# ---- Long texts, part by part
 
 # marks that hold for what follows: who speaks, and Higgs TTS 3's tags but those of a single spot
 MARK = re.compile(r"(\[SPEAKER\d+\]|<\|(?:emotion|style|prosody):(?!pause|long_pause)\w+\|>)")
@@ -609,8 +603,7 @@ def stream(path):
     return write
 
 
-# --------------------------------------------------------------------------------------------------
-# Files
+# ---- Files
 
 
 def record(prompt, codes, ended_by, seed, real_time_factor):

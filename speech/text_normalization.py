@@ -60,8 +60,7 @@ def heard(text):
     return NOT_HEARD.sub(" ", normalise(text))
 
 
-# --------------------------------------------------------------------------------------------------
-# The text in a request that also says what to do
+# ---- The text in a request that also says what to do
 
 
 class _Letters(dict):
@@ -128,8 +127,7 @@ def words_before(asked, answer):
     return asked[:start].rstrip() if not need and not letters(asked[start - 1:start]) else ""
 
 
-# --------------------------------------------------------------------------------------------------
-# The setting of a checkpoint
+# ---- The setting of a checkpoint
 
 
 def save_setting(path, value, base_dtype=None):

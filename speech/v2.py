@@ -31,8 +31,7 @@ WHOLE_MODULES = ()      # modules that an adapter may hold as a whole
 # the released model's
 DRAWS = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "ras_window": 7, "ras_repeats": 2}
 
-# --------------------------------------------------------------------------------------------------
-# What speech/versions.py's module() promises, besides the imports above and the code below
+# ---- What speech/versions.py's module() promises, besides the imports above and the code below
 
 load_tokenizer, reset_buffers = weights.load_tokenizer, weights.reset_buffers
 read_config, save_config = weights.native_config, weights.save_config
@@ -74,8 +73,7 @@ def weight_names(native):
     return dict(native.named_parameters())
 
 
-# --------------------------------------------------------------------------------------------------
-# Packed forward
+# ---- Packed forward
 
 
 class Permute(torch.autograd.Function):
@@ -210,18 +208,13 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
 
 
 class PackedHiggs(loss.Wrapped):
-    """What DDP wraps: forward(batch) -> sums, not means, so that any split of a step adds up. net:
-    the native model, or the PeftModel around it. recompute: of flags.MODES, or None.
-    """
+    """The native model on packed batches, with adapters or without."""
+    layers, call = staticmethod(layers), None       # call: of core/recomputation.py
 
     def __init__(self, net, recompute=None):
-        super().__init__(net)
-        self.call = None
-        for layer in fused.use(self.base_model).model.layers:
+        super().__init__(net, recompute)
+        for layer in layers(self.base_model):
             layer.__class__ = PackedDecoderLayer
-        if recompute:
-            from core import recomputation
-            recomputation.set_mode(self, layers(self.base_model), recompute)
 
     def hidden_states(self, batch):
         """Final hidden states (S, H) in modality order of a labels.PackedBatch."""

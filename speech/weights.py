@@ -46,8 +46,7 @@ TEXT_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layer
              "max_position_embeddings")
 
 
-# --------------------------------------------------------------------------------------------------
-# Folders and configuration
+# ---- Folders and configuration
 
 
 def find_checkpoint(name, flag, model_types, advice):
@@ -153,8 +152,7 @@ def load_tokenizer(folder):
                         f"({str(error).splitlines()[0]})")
 
 
-# --------------------------------------------------------------------------------------------------
-# The model and its weights
+# ---- The model and its weights
 
 
 def empty_model(config, dtype, folder=None):
@@ -234,8 +232,7 @@ def reset_buffers(model, device):
                         f"{sorted(unknown)}")
 
 
-# --------------------------------------------------------------------------------------------------
-# Files besides the weights
+# ---- Files besides the weights
 
 
 def save_config(model, tokenizer, folder, source, codec=None):

@@ -104,7 +104,7 @@ def test_codes_that_no_codebook_has_are_refused_whoever_wrote_them(cache, code):
         batch.add_file(file_key(clip, stat.st_size, stat.st_mtime_ns), bytes([65 + i] * 16))
     batch.write()
     index = CacheIndex(folder)
-    with pytest.raises(UserError, match="a clip in it has codes beyond 0 to 1023"):
+    with pytest.raises(UserError, match="a clip in it cannot be read .it has codes beyond 0 to 1023"):
         CodeReader(folder, index.shards).codes(*index.find_clips(clips)[0][0].tolist())
     index, found, unknown = look_up(folder, clips)
     assert list(index.damaged.values()) == ["it has codes beyond 0 to 1023"] and len(unknown) == 5
@@ -118,7 +118,7 @@ def test_codes_that_change_after_the_start_are_refused_when_they_are_read(cache)
     shard.write_bytes(data)
     reader = CodeReader(folder, index.shards)
     assert (reader.codes(*found[2].tolist()) == codes[2]).all()
-    with pytest.raises(UserError, match=f"{shard}: a clip in it has another checksum; start the same command again"):
+    with pytest.raises(UserError, match=f"{shard}: a clip in it cannot be read .it has another checksum.; start the same command again"):
         reader.codes(*found[3].tolist())
     loader = DataLoader(found.tolist(), batch_size=None, num_workers=1, multiprocessing_context="fork",
                         collate_fn=lambda row: reader.codes(*row), worker_init_fn=watchdog.init_loader)

@@ -15,7 +15,7 @@ import pytest
 import soundfile
 
 from core.cli import UserError
-from speech import convert, labels_v3
+from speech import convert, v3
 from speech.codes import decode_audio
 from speech.conversations import MULTISPEAKER_SYSTEM
 from speech.rows import read_samples
@@ -439,7 +439,7 @@ def test_references_are_other_clips_of_the_speaker_whoever_reads(speakers):
 def test_tts_3_clones_a_clip_whose_words_are_not_known(folder):
     """A manifest's row and a text to speak give the sequence that the servers have for it, and nothing is left out."""
     path = lines(folder / "m.jsonl", {"audio": "a.wav", "text": "Ho.", "ref_audio": "c.wav"})
-    ids = labels_v3.Ids(tts=1, text=2, audio=3, ref_audio=4, ref_text=5)
+    ids = v3.Ids(tts=1, text=2, audio=3, ref_audio=4, ref_text=5)
     (row,), problems = read(path, lone_reference=True)
     asked, = text_prompts([("x", "Ho.")], False, str(folder / "c.wav"))
     asked.turns[-1].trained = True

@@ -44,16 +44,15 @@ def known_texts():
 
 @pytest.fixture(scope="module")
 def judged(spoken):
-    """judge_demo.judge_all of base and adapter: (recordings, [base, base in the new voice, adapter])."""
-    return judge_demo.judge_all(VOICE, [spoken["base"], spoken["adapter"]])
+    """judge_demo.judge_all of base and adapter: [base, base in the new voice, adapter]."""
+    return judge_demo.judge_all(VOICE, spoken["base"], spoken["adapter"])
 
 
 def failed(judged, after, texts):
     """The gates that `after`, a judgement, does not pass in the adapter's place."""
-    recordings, (base, control, _) = judged
+    base, control, _ = judged
     gain = judge_demo.interval(texts, np.array(control["errors"]) - after["errors"])
-    rows = judge_demo.gates(recordings, [base, control, after], gain)
-    return {what for what, *_, passed, _ in rows if not passed}
+    return {what for what, _, passed, _ in judge_demo.gates([base, control, after], gain) if not passed}
 
 
 @pytest.fixture(autouse=True)
@@ -73,11 +72,11 @@ def test_what_is_committed_is_what_was_made():
 
 @pytest.mark.slow
 def test_the_adapter_passes_and_the_base_with_the_code_of_the_new_voice_does_not(spoken, judged):
-    """That is understood, but no better than before, and as fast as the old voice."""
+    """That is understood, but no better than before."""
     texts = spoken["base"][0]
-    assert failed(judged, judged[1][2], texts) <= {FEWER}       # so few sentences leave its interval wide
-    assert failed(judged, judged[1][1], texts) == {FEWER, "seconds a word"}
-    assert "frames with the new voice's code" in failed(judged, judged[1][0], texts)
+    assert failed(judged, judged[2], texts) <= {FEWER}       # so few sentences leave its interval wide
+    assert failed(judged, judged[1], texts) == {FEWER}
+    assert "frames with the new voice's code" in failed(judged, judged[0], texts)
 
 
 @pytest.mark.parametrize("saved, passes", [([1] * 30, True), ([3] * 4 + [0] * 26, True), ([2, -1] * 4 + [0] * 22, False)])
@@ -86,7 +85,5 @@ def test_the_gain_counts_where_its_whole_interval_is_above_zero(saved, passes):
     texts, errors = ["one two three four"] * 30, np.array([3] * 30)
 
     def of(errors):
-        return {"wer": sum(errors) / 120, "shuffled_wer": 0.9, "errors": errors, "voice": 1.0, "pace": 0.3, "stop_rate": 1.0}
-    voice = of(0 * errors)
-    judgements = [voice, voice | {"pace": 0.5}], [of(errors), of(errors), None]
-    assert (FEWER not in failed(judgements, of(errors - saved), texts)) == passes
+        return {"wer": sum(errors) / 120, "errors": errors, "voice": 1.0, "stop_rate": 1.0}
+    assert (FEWER not in failed([of(errors), of(errors), None], of(errors - saved), texts)) == passes

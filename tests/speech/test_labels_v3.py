@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from data import SpeechSamples, collate
-from speech import labels_v3, v3
+from speech import v3
 from speech.conversations import BadSample, Clip, Sample, Turn
 from speech.dataset import TableBuilder
 from speech.labels import IGNORE
@@ -71,12 +71,12 @@ def test_what_has_no_place_is_counted_or_refused(ids3):
         ids3.streams(spoken(("user", "[SPEAKER0] Hi. [SPEAKER1] Ho.", False), ("assistant", A, True)))
     (_, stream), = ids3.streams(spoken(("user", "[SPEAKER0] Hi.\n[SPEAKER0]Ho.", False), ("assistant", A, True)))[0]
     assert words(stream)[-3] == "Hi.\nHo."
-    stream = labels_v3.pieces("Hi.", A, ("Heard.", B), False)
+    stream = v3.pieces("Hi.", A, ("Heard.", B), False)
     assert words(stream) == ["<|tts|>", "<|ref_audio|>", filled(B), "<|text|>", "Hi.", "<|audio|>", A]
 
 
 def test_structural_tokens_are_forbidden_in_texts_and_tags_are_not(ids3, tokenizer3):
-    forbidden = set(ids3.forbidden(tokenizer3).values())
+    forbidden = set(ids3.forbidden(tokenizer3))
     assert {"<|tts|>", "<|text|>", "<|audio_end|>", "<|endoftext|>"} <= forbidden
     assert not any(":" in token for token in forbidden)
 

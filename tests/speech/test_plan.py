@@ -11,7 +11,7 @@ import lora
 from core import document_attention
 from core.memory import Setup, step_bytes
 from data import collate
-from speech import labels_v3, v2, v3
+from speech import v2, v3
 from speech import plan as speech_plan
 from speech.codes import (codec_config, codec_frames, decode_audio, encode_clip, header_frames,
                           load_codec)
@@ -58,11 +58,11 @@ def test_what_is_counted_of_higgs_tts_3(targets, bf16, recompute, table, monkeyp
             "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True}
     config = v3.read_config({"model_type": v3.MODEL_TYPE, "audio_encoder_config": audio, "text_config": text})
     native = v3.Higgs3(config).to(torch.bfloat16 if targets and bf16 else torch.float32)
-    ids = labels_v3.Ids(*range(1, 6))
+    ids = v3.Ids(*range(1, 6))
     net = lora.add_lora(native, 8, 16, 0.1, targets, "base", table=table) if targets else native
     model = v3.PackedHiggs3(net, recompute).train()
-    tokens = np.array([ids.tts, ids.text, *range(10, 50), ids.audio, labels_v3.AUDIO_PLACEHOLDER])
-    trained, codes = tokens == labels_v3.AUDIO_PLACEHOLDER, [np.random.default_rng(0).integers(0, 1024, (30, 8))]
+    tokens = np.array([ids.tts, ids.text, *range(10, 50), ids.audio, v3.AUDIO_PLACEHOLDER])
+    trained, codes = tokens == v3.AUDIO_PLACEHOLDER, [np.random.default_rng(0).integers(0, 1024, (30, 8))]
     batch = collate([{"number": i, **ids.assemble(tokens, trained, codes)} for i in range(4)], ids)
     monkeypatch.setattr(document_attention, "_attention_by_document", by_lengths(list(batch.seqlens)))
     check_step(model, model, batch, Setup(1, bf16=bf16, recompute=recompute), 0)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from core.cli import UserError
-from speech import judges, verification
+from speech import judges
 
 PREFIX = "feature_extract.model."
 LAYERS, HIDDEN, CHANNELS, POOLED = 2, 32, 32, 48
@@ -145,7 +145,7 @@ def test_an_embedding_is_the_references(parts, tmp_path):
     unchained = torch.roll(parts[1]["layer3.Res2Conv1dReluBn.convs.1"].weight, 1, 0)
     other = saved(tmp_path / "other.pth", parts,
                   lambda state: state.update({"layer3.Res2Conv1dReluBn.convs.1.weight": unchained}))
-    assert np.abs(verification.load(other)[0](noise(0.5, 0)) - found[0]).max() > 1e-4
+    assert np.abs(judges.load_unispeech(other)[0](noise(0.5, 0)) - found[0]).max() > 1e-4
 
 
 @pytest.mark.parametrize("change, why", [
@@ -154,4 +154,4 @@ def test_an_embedding_is_the_references(parts, tmp_path):
     (lambda state: state.update({"linear.weight": torch.zeros(16, 7)}), "RuntimeError")])
 def test_a_checkpoint_that_lacks_something_or_has_more_is_refused(parts, tmp_path, change, why):
     with pytest.raises(UserError, match=rf"tiny.pth: is not a checkpoint of UniSpeech's .*{why}"):
-        verification.load(saved(tmp_path / "tiny.pth", parts, change))
+        judges.load_unispeech(saved(tmp_path / "tiny.pth", parts, change))
