@@ -1,7 +1,7 @@
 """The Python commands of README and the guides, run page by page in their order, on tiny models; on one rank.
 
 A page's files lie under their names. Names of the Hub stand for tiny models, a run takes two steps, and a command
-of a package that is not here is left out (test_docs.py parses it). Launchers: test_docs.py.
+of a package that is not here is parsed alone. Launchers: test_docs.py.
 """
 import json
 import shlex
@@ -17,7 +17,8 @@ from speech import make_tiny
 from tests.helpers import chats, tiny_teacher
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
-from tests.test_docs import BLOCKS, TEXTS, script_of, split_command, workshop, write_speech     # noqa: F401 (a fixture)
+from tests.test_docs import (     # noqa: F401 (a fixture)
+    BLOCKS, TEXTS, parse, script_of, split_command, workshop, write_speech)
 
 LABELS = ("en", "fr", "de")
 SPEECH = "python train_v2_ddp.py --model_path BASE --audio_tokenizer_path CODEC --train_data_file train.json"
@@ -111,8 +112,10 @@ def test_commands_of_a_page_run(page, place, quick_python):
         texts = [text for command in BLOCKS if command.page == page
                  for text in (*(more for flag, more in FIRST.items() if flag in command.words), command.text)]
         for words in (split_command(text)[1] for text in (*BEFORE.get(page, ()), *texts)):
-            if not script_of(words) or any(flag in words and not find_spec(package)
-                                           for flag, package in ABSENT.items()):
+            if not script_of(words):
+                continue
+            if any(flag in words and not find_spec(package) for flag, package in ABSENT.items()):
+                parse(*script_of(words)[:2])
                 continue
             script, flags = filled(words, place, url)
             for flag, target in zip(flags, flags[1:]):      # each command is an example of its own

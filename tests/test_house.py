@@ -61,13 +61,8 @@ def test_no_folder_grows(folder):
 
 
 # Riddles that plain English does without, in code, help, messages and guides, and their number: these only fall.
-RIDDLES = {r"\bwhat is\b": 54,
-           r"\b(its|their) own\b|\bof (ours|theirs)\b": 36,
-           r"\bbehind\b": 61,
-           r"\bbeside\b": 43,
-           r"\b(stands?|stood)\b": 27,
-           r"\b(so|as) (many|often)\b": 21,
-           r"\b(told|said|tells?)\b": 107,
+RIDDLES = {r"\bwhat is\b": 54, r"\b(its|their) own\b|\bof (ours|theirs)\b": 36, r"\bbehind\b": 61, r"\bbeside\b": 43,
+           r"\b(stands?|stood)\b": 27, r"\b(so|as) (many|often)\b": 21, r"\b(told|said|tells?)\b": 107,
            r"\b(anew|mend(s|ed)?|lack(s|ing)?)\b": 19}
 
 
@@ -165,20 +160,18 @@ def assert_trains(python, repository, script, flags):
     """A run to a first save from the user's root, which is on PYTHONPATH, where many have it."""
     copy = next(repository / part for part in ("higgs", "blocks", "distill") if (repository / part / script).exists())
     out = repository.parent / f"out-{copy.name}"
-    done = subprocess.run(
-        [python, f"{copy.name}/{script}", *map(str, flags), "--output_dir", str(out), "--logging_dir", f"{out}-logs",
-         "--report_to", "none", "--logging_steps", "1", "--num_workers", "1", "--save_steps", "2", "--max_steps", "2"],
-        cwd=repository, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env=os.environ | {"PYTHONPATH": str(repository)})
+    done = subprocess.run([python, f"{copy.name}/{script}", *map(str, flags), "--output_dir", str(out), "--logging_dir",
+                           f"{out}-logs", "--report_to", "none", "--logging_steps", "1", "--num_workers", "1",
+                           "--save_steps", "2", "--max_steps", "2"], cwd=repository, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": str(repository)})
     assert done.returncode == 0, done.stdout[-4000:]
     assert (out / "checkpoint-2" / "manifest.json").exists()
 
 
 def test_readme_has_the_three_lines():
     assert [folder for folder, _ in COPIES] == ["~/mine/higgs", "~/mine/blocks", "~/mine/distill"]
-    assert [files.split() for _, files in COPIES] == [
-        ["train_v2_ddp.py", "data.py", "lora.py", "speech", "core"], ["diffusion", "core"],
-        ["distill", "core"]]
+    assert [files.split() for _, files in COPIES] == [["train_v2_ddp.py", "data.py", "lora.py", "speech", "core"],
+                                                      ["diffusion", "core"], ["distill", "core"]]
 
 
 def test_a_copy_of_the_speech_trainer(quick_python, mine, tiny, tmp_path):

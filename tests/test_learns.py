@@ -1,7 +1,6 @@
 """What seems to train must train: compiled adapters get gradients, and a gradient of exactly 0 ends a run.
 
-On an H200 with torch 2.11 `--use_lora --compile` trained nothing and ended with status 0, in every
-trainer.
+On an H200 with torch 2.11 `--use_lora --compile` trained nothing and ended with status 0, in every trainer.
 """
 import json
 import subprocess
@@ -30,8 +29,7 @@ def student(tmp_path_factory):
 def words_of(trainer, tiny, student, out):
     """A command line without its interpreter."""
     if trainer == "train_v2_ddp.py":
-        return [*trainer_arguments(tiny, out), "--warmup_steps", "0", "--max_tokens_per_batch", "512",
-                "--disable_eval"]
+        return [*trainer_arguments(tiny, out), "--warmup_steps", "0", "--max_tokens_per_batch", "512", "--disable_eval"]
     chat = ["--train_data_file", student / "chats.jsonl", "--output_dir", out]
     if trainer == "distill/train_sft.py":
         return ["--model_path", student / "qwen", *chat, "--max_tokens_per_batch", "256", "--parallel", "ddp"]

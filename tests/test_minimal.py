@@ -105,8 +105,7 @@ def test_higgs_sharded_on_two_ranks(run_minimal, tiny, speech, tmp_path, kind):
     assert_equal(*both)
     name = "adapter_model.safetensors" if kind else "model.safetensors"
     weights = [load_file(out / f"checkpoint-{STEPS}" / name) for out in both]
-    start = {key: torch.zeros(()) for key in weights[0]} if kind else load_file(
-        tiny.model / "model.safetensors")
+    start = {key: torch.zeros(()) for key in weights[0]} if kind else load_file(tiny.model / "model.safetensors")
     assert_same_weights(*weights, start)
     again = tmp_path / "again"
     again.mkdir()

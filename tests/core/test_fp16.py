@@ -11,14 +11,8 @@ from core.cli import UserError
 from core import optim
 from tests.helpers.students import train_sft
 from distill.losses import linear_loss, loss_sums
-from tests.helpers.trainer import (
-    bad_token,
-    main_with_a_bad_token,
-    speech_main,
-    speech_trainer,
-    train_forked,
-)
-from tests.speech.test_train_v2_ddp import assert_same_bits
+from tests.helpers.trainer import (bad_token, main_with_a_bad_token, speech_main, speech_trainer, train_forked)
+from tests.helpers.runs import assert_same_bits
 
 FLAGS = ("--use_lora", "--lora_rank", 4, "--lora_alpha", 8, "--fp16", "--lora_target_modules", "all-linear",
          "--max_bad_steps", 2, "--disable_eval", "--per_device_train_batch_size", 1)

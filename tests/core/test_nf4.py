@@ -19,7 +19,7 @@ if os.environ.get("BITSANDBYTES"):
 from tests.core.test_float8 import speech, student
 from tests.helpers.merging import merge
 from tests.helpers.trainer import ROOT, speech_main, train_forked
-from tests.speech.test_train_v2_ddp import assert_same_bits, rows
+from tests.helpers.runs import assert_same_bits, rows
 
 needs_it = pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"),
                               reason="needs the package bitsandbytes, or its folder in BITSANDBYTES")

@@ -55,9 +55,8 @@ def students():
     """{LoRA: the empty PackedLM}."""
     found = {}
     for lora in (False, True):
-        native = net = causal_lm.empty_model(transformers.Qwen3Config(**SIZES),
-                                             torch.bfloat16 if lora else torch.float32,
-                                             attention=document_attention.ATTENTION)
+        native = net = causal_lm.empty_model(transformers.Qwen3Config(**SIZES), torch.bfloat16 if lora
+                                             else torch.float32, attention=document_attention.ATTENTION)
         if lora:
             net = adapters.add_lora(native, causal_lm.decoder_layers(native), 32, 32, 0.0, "all-linear", "base")
         found[lora] = packed_lm.PackedLM(net, None)

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from core import checkpoint, metrics
@@ -264,13 +263,8 @@ def marker(output_dir):
 
 def assert_same_end(output_dir, reference):
     """The last checkpoints agree in every bit of weights and moments, the logs in all that no clock decides."""
-    ours, theirs = (SimpleNamespace(output_dir=folder) for folder in (output_dir, reference))
     assert newest(output_dir) == newest(reference)
-    for a, b in ((read(ours), read(theirs)) for read in (runs.tensors, runs.moments)):
-        assert a.keys() == b.keys() and a
-        different = [name for name in a if not torch.equal(a[name], b[name])]
-        assert not different, f"{len(different)} of {len(a)} tensors differ, first {different[0]}"
-    assert runs.rows(ours) == runs.rows(theirs)
+    runs.assert_same_bits(*(SimpleNamespace(output_dir=folder) for folder in (output_dir, reference)))
 
 
 def assert_all_whole(output_dir):

@@ -1,4 +1,4 @@
-"""core/report.py: its page in a real headless Chromium, against the files it was made from."""
+"""core/report.py: its page against the files it was made from."""
 import argparse
 import base64
 import json
@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -15,11 +16,9 @@ import soundfile
 
 from core import cli
 from core.metrics import MetricsLog, curve, read_metrics
-from tests.helpers.chromium import PROGRAM, Chromium
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 
-needs_browser = pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed (apt-get install chromium)")
 
 RATE, STEPS, EVALS, BAD = 24_000, 40, (10, 20, 30, 40), 13
 PROMPTS = ("prompt-1", "prompt-2", "prompt-10")
@@ -88,69 +87,46 @@ def make_report(*args, cwd=ROOT, python=()):
                           capture_output=True, timeout=PATIENCE_S)
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with Chromium(tmp_path_factory.mktemp("chromium")) as browser:
-        yield browser
+class Page(HTMLParser):
+    """What a browser would show and load. tags: [(name, attributes)]; texts: pieces of text, in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.texts = [], []
+        self.feed(text)
+
+    def handle_starttag(self, name, attributes):
+        self.tags.append((name, dict(attributes)))
+
+    def handle_data(self, text):
+        self.texts.append(text.strip())
 
 
-@needs_browser
-@pytest.mark.parametrize("width, dark", [(1280, False), (390, True)])
-def test_the_page(browser, run, width, dark, tmp_path):
-    """Every number is there, nothing is wider than the window, nothing runs, nothing is loaded."""
-    page = browser.open(run / "report.html", width=width, dark=dark)
-
-    def texts(selector):
-        return page.run(f"[...document.querySelectorAll({selector!r})].map(one => one.textContent)")
-    page.picture(os.environ.get("PICTURES", str(tmp_path)) + f"/{width}.png")
-    assert page.run("document.title") == run.name and page.run("window.broken") is None
-    assert page.run("document.scripts.length") == 0 and page.errors == []
-    assert [url for url in page.requests if not url.startswith("data:")] == [(run / "report.html").as_uri()]
-    assert page.run("document.documentElement.scrollWidth") <= width
+def test_the_page(run):
+    """Every number and sound is there, nothing runs, nothing is loaded, no password is shown."""
+    text = (run / "report.html").read_text()
+    page = Page(text)
+    assert "script" not in {name for name, _ in page.tags} and "hush" not in text
+    for _, attributes in page.tags:
+        assert not any(name.startswith("on") for name in attributes)
+        assert all(attributes.get(name, "data:").startswith("data:") for name in ("src", "href", "data"))
+    shown = " ".join(" ".join(page.texts).split())
+    for words in (run.name, "Validation loss was best at step 20 (4.0000) and 5.0 % higher at step 40 while the training "
+                  "loss fell: overfitting, take checkpoint-20.", "Base: speech is partly understood (word errors 50 %).",
+                  "<i>step 40<i>: speech is understood (word errors 12.5 %).", "cut off by length",
+                  "last logged step 40; checkpoints: checkpoint-20, checkpoint-40", "memory gib: 1.5 at every step",
+                  "base <i>step 40<i>", "wer 0.5 0.125 similarity 0.75 –", "train 3.175 eval 4.2", "spread<b>",
+                  *(f"{name} {json.dumps(value)}" for name, value in {**FLAGS, "base_url": "http://host/v1?"}.items())):
+        assert " ".join(words.split()) in shown, words
     rows = read_metrics(run / "metrics.jsonl")
-    assert texts(".verdict li") == [
-        "Validation loss was best at step 20 (4.0000) and 5.0 % higher at step 40 while the training loss fell: "
-        "overfitting, take checkpoint-20.", "Base: speech is partly understood (word errors 50 %).",
-        "<i>step 40<i>: speech is understood (word errors 12.5 %)."]
-    assert texts("p") == ["last logged step 40; checkpoints: checkpoint-20, checkpoint-40"]
-    shown = {**FLAGS, "base_url": "http://host/v1?"}
-    assert texts(".settings li") == [f"{name} {json.dumps(value)}" for name, value in shown.items()]
-    assert page.run("document.querySelector('.settings').getBoundingClientRect().height") > 50
-    assert "hush" not in (run / "report.html").read_text()
-    titles = dict(zip(texts("figure b"), texts("figure b + small")))
-    assert {"loss": " train 3.175 eval 4.2", "audio loss codebook (train)": " 0 0.05 1 0.075",
-            "spread<b>": " train 0.0004", "memory gib": " train 1.5"}.items() <= titles.items()
-    (points,) = page.run("[...document.querySelectorAll('svg[aria-label=loss]')].map("
-                         "one => [...one.querySelectorAll('circle')].map(dot => dot.textContent))")
-    assert points == [f"step {step}: {value:.5g}" for name in ("train/loss", "eval/loss")
-                      for step, value in curve(rows, name)]
-    assert texts("summary") == ["memory gib: 1.5 at every step"] and page.run("document.querySelector('details').open") is False
-    cells = page.run("[...document.querySelectorAll('table')].map(table => [...table.rows].map("
-                     "row => [...row.cells].map(cell => cell.textContent)))")
-    assert cells[0] == [["", "base", "<i>step 40<i>"], ["verdict", FAIR, ""], ["wer", "0.5", "0.125"],
-                        ["similarity", "0.75", "–"], ["f0_correlation", "–", "–"]]
-    # a column is as wide as its longest word
-    assert page.run("Math.min(...[...document.querySelectorAll('td:first-child')].map(cell => cell.offsetWidth))") > 90
-
-
-@needs_browser
-def test_samples_can_be_heard(browser, run):
-    """Before the first step, then by step, then after; a prompt a row."""
-    page = browser.open(run / "report.html")
-    labels = ["before", *(f"step {step}" for step in EVALS), "after"]
+    points = [f"step {step}: {value:.5g}" for name in ("train/loss", "eval/loss") for step, value in curve(rows, name)]
+    assert " ".join(points) in " ".join(text for text in page.texts if text.startswith("step "))
+    labels = ["before", *(f"step {step}" for step in EVALS), "after"]       # a prompt a row
     files = [run.parent / label / f"{name}.wav" if " " not in label else
              run / "samples" / label.replace(" ", "-") / f"{name}.wav" for name in PROMPTS for label in labels]
-    page.run("""Promise.all([...document.querySelectorAll('audio')].map(audio => audio.readyState >= 1 ||
-                new Promise(done => { audio.onloadedmetadata = audio.onerror = done; })))""")
-    heard = page.run("[...document.querySelectorAll('audio')].map(one => [one.src, one.duration])")
-    for file, (source, seconds) in zip(files, heard, strict=True):
-        assert base64.b64decode(source.split(",")[1]) == file.read_bytes()
-        assert seconds == pytest.approx(soundfile.info(file).duration, abs=1e-3)
-    cells = page.run("[...document.querySelectorAll('figcaption')].map(one => one.parentNode.innerText)")
-    assert [cell.splitlines()[0] for cell in cells] == 3 * labels
-    assert "0.80 s · seed 7 · cut off by length" in cells[1] and "cut off" not in cells[4]
-    heads = page.run("[...document.querySelectorAll('blockquote')].map(one => one.textContent)")
-    assert heads == [*TEXTS[:2], TEXTS[2].replace("\ud800", "?")]
+    heard = [attributes["src"] for name, attributes in page.tags if name == "audio"]
+    assert [base64.b64decode(source.split(",")[1]) for source in heard] == [file.read_bytes() for file in files]
+    assert all(text.replace("\ud800", "?") in page.texts for text in TEXTS)
 
 
 def test_long_curves_are_thinned_and_keep_their_peaks(tmp_path):

@@ -43,9 +43,8 @@ def owner_process(folder):
     """A process that owns the folder, with a child of its own; both are killed in the end."""
     process = subprocess.Popen([sys.executable, "-c", OWNER, str(folder)], start_new_session=True)
     try:
-        wait_until(lambda: all((folder / name).exists() and (folder / name).read_text()
-                               for name in ("ready", "child")), "owner",
-                   alive=lambda: process.poll() is None)
+        wait_until(lambda: all((folder / name).exists() and (folder / name).read_text() for name in ("ready", "child")),
+                   "owner", alive=lambda: process.poll() is None)
         yield process
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -98,8 +97,7 @@ def test_of_newcomers_at_the_same_moment_one_wins(tmp_path):
 
 
 def test_a_file_system_without_locks_is_a_notice(tmp_path):
-    done = subprocess.run([sys.executable, "-c", NO_LOCKS, str(tmp_path)], text=True,
-                          capture_output=True)
+    done = subprocess.run([sys.executable, "-c", NO_LOCKS, str(tmp_path)], text=True, capture_output=True)
     if done.returncode == 77:
         pytest.skip("system calls cannot be filtered here")
     assert done.returncode == 0, done.stderr
@@ -119,6 +117,5 @@ def test_what_is_not_a_file_is_refused(tmp_path, make):
 def test_a_lock_whose_file_goes_meanwhile_is_none(tmp_path, monkeypatch):
     """Between opening and locking it: the lock is of a file that nobody else can find."""
     real = run_lock.fcntl.flock
-    monkeypatch.setattr(run_lock.fcntl, "flock",
-                        lambda fd, how: (real(fd, how), (tmp_path / "run.lock").unlink()))
+    monkeypatch.setattr(run_lock.fcntl, "flock", lambda fd, how: (real(fd, how), (tmp_path / "run.lock").unlink()))
     assert run_lock.try_lock(tmp_path / "run.lock") is None

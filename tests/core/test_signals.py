@@ -23,9 +23,8 @@ def start(tiny, tmp_path):
     def begin(*flags, ranks=1):
         log = tmp_path / "log.txt"
         with open(log, "w") as out:
-            jobs.append(subprocess.Popen(
-                trainer_command(tiny, tmp_path / "out", *flags, ranks=ranks), stdout=out,
-                stderr=subprocess.STDOUT, cwd=tmp_path, start_new_session=True))
+            jobs.append(subprocess.Popen(trainer_command(tiny, tmp_path / "out", *flags, ranks=ranks), stdout=out,
+                                         stderr=subprocess.STDOUT, cwd=tmp_path, start_new_session=True))
         jobs[-1].log = log
         return jobs[-1]
     yield begin

@@ -11,29 +11,12 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import (AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config,
+                          Qwen3Config, Qwen3ForCausalLM)
 
 from core import dist, fused, tensor_io
 from core.cli import UserError
-from diffusion import (
-    blocks,
-    choices,
-    decoder,
-    dit,
-    elbo,
-    make_problems,
-    problems,
-    published,
-    sample_bd3lm,
-)
+from diffusion import (blocks, choices, decoder, dit, elbo, make_problems, problems, published, sample_bd3lm)
 from diffusion.problems import load_tokenizer, read_problems
 from diffusion.sample_bd3lm import question_state
 from tests.helpers.block_rows import MIXED, make_blocks, noised, sampled_hidden

@@ -9,20 +9,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from core import fused
 from diffusion import dit, noise
-from tests.helpers.block_rows import (
-    CONFIG,
-    MASK,
-    MIXED,
-    assert_close,
-    document,
-    gradients,
-    loss_of,
-    make_blocks,
-    network,
-    noised,
-    sampled_hidden,
-    seen_by,
-)
+from tests.helpers.block_rows import (CONFIG, MASK, MIXED, assert_close, document, gradients, loss_of, make_blocks,
+                                      network, noised, sampled_hidden, seen_by)
 
 
 def test_dropout_is_on_both_branches():

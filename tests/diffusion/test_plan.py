@@ -24,8 +24,7 @@ def inputs_of(rows, masked):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bf16, recompute, masked, pieces", [
-    (True, "selective", 40, 8192), (False, "all", 1000, 800)])
+@pytest.mark.parametrize("bf16, recompute, masked, pieces", [(True, "selective", 40, 8192), (False, "all", 1000, 800)])
 def test_what_is_counted_is_what_a_real_step_has_alive(bf16, recompute, masked, pieces, monkeypatch):
     """Within 3 %; the logits of many masked tokens are made in pieces."""
     monkeypatch.setattr(dit, "HEAD_ROWS", pieces)

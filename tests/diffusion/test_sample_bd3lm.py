@@ -9,17 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from diffusion import (
-    blocks,
-    choices,
-    dit,
-    elbo,
-    evaluate,
-    make_problems,
-    noise,
-    published,
-    sample_bd3lm,
-)
+from diffusion import (blocks, choices, dit, elbo, evaluate, make_problems, noise, published, sample_bd3lm)
 from diffusion.choices import Layout
 from diffusion.problems import load_tokenizer, read_problems
 from diffusion.sample_bd3lm import Sampling

@@ -8,17 +8,8 @@ from core import chat
 from core.cli import UserError
 from core.dist import World
 from core.packing import PackOrder, rank_packs
-from distill.chat_data import (
-    ChatTable,
-    Reading,
-    group_numbers,
-    make_loader,
-    prepare_table,
-    split_groups,
-    split_samples,
-    write_held_out,
-    write_table,
-)
+from distill.chat_data import (ChatTable, Reading, group_numbers, make_loader, prepare_table, split_groups,
+                               split_samples, write_held_out, write_table)
 from tests.helpers import chats
 from tests.helpers.chats import QWEN, ask, encoder
 
@@ -64,8 +55,7 @@ def make_table(made, folder, conversations, limit=256, drop=()):
 
 
 def samples_of(table):
-    return [(table.tokens[a:b].tolist(), table.trained[a:b].tolist())
-            for a, b in zip(table.offsets, table.offsets[1:])]
+    return [(table.tokens[a:b].tolist(), table.trained[a:b].tolist()) for a, b in zip(table.offsets, table.offsets[1:])]
 
 
 def test_table_holds_what_was_encoded(made, tmp_path):
@@ -119,8 +109,7 @@ def test_batches_hold_each_sample_once(made, tmp_path, budget):
     for rank in range(3):
         packs = list(rank_packs(order, rank, 3, 1, epochs=1))
         steps.add(len(packs))
-        for batch in make_loader(table, packs, num_workers=0, prefetch_factor=2, pad_to=budget,
-                                            pad_id=1):
+        for batch in make_loader(table, packs, num_workers=0, prefetch_factor=2, pad_to=budget, pad_id=1):
             bounds = batch.cu_seqlens.tolist()
             assert bounds[-1] == len(batch.input_ids) == (budget or max(1, batch.counts["tokens"]))
             assert max(np.diff(bounds)) <= batch.longest and batch.longest % 128 == 0

@@ -197,10 +197,9 @@ def train(pool, made):
     """train(ranks, output_dir, *flags) -> {step: {metric: value}} of a run of train_sft.py."""
     def run(ranks, output_dir, *more, student="smollm2", prompted=True):
         prompt = ("--prompt_file", made / "system.txt", "--prompt_role", "system") if prompted else ()
-        return students.train(
-            pool, ranks, output_dir, "--model_path", made / student, "--train_data_file", made / "chats.jsonl",
-            "--validation_split", 0.2, "--seed", 5, "--use_lora", "--lora_rank", 4, "--learning_rate", 5e-3,
-            "--eval_steps", 3, *prompt, *more)
+        return students.train(pool, ranks, output_dir, "--model_path", made / student, "--train_data_file",
+                              made / "chats.jsonl", "--validation_split", 0.2, "--seed", 5, "--use_lora", "--lora_rank",
+                              4, "--learning_rate", 5e-3, "--eval_steps", 3, *prompt, *more)
     return run
 
 
@@ -282,8 +281,7 @@ def test_drawn_answers_are_draws(made, tmp_path):
     """Behind the student's own prompt, from its softmax with its adapters; the teacher reads the same tokens."""
     table = prompted_table(made, tmp_path / "table", "smollm2", "system")
     lora = (4, 4, 0.0, "all-linear", "x")
-    model, parts = packed_lm.build_empty(made / "smollm2", torch.float32, lora, None,
-                                         prompted=(1.0, "forward", 0.5, 0))
+    model, parts = packed_lm.build_empty(made / "smollm2", torch.float32, lora, None, prompted=(1.0, "forward", 0.5, 0))
     packed_lm.load(model, parts, dist.World(device=torch.device("cpu")))
     random_adapter(tmp_path, model)
     world, ends = dist.World(device=torch.device("cpu")), [2]

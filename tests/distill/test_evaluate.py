@@ -91,9 +91,8 @@ def lora(train):
 
 def evaluate(made, out, checkpoint, *flags):
     """Run the script in this process; the contents of evaluation.json."""
-    scripts.run(judge, [str(word) for word in (
-        "--checkpoint", checkpoint, "--parser", "language", "--labels", "en,de,fr", "--max_new_tokens", 10,
-        "--output_dir", out, *flags)])
+    scripts.run(judge, [str(word) for word in ("--checkpoint", checkpoint, "--parser", "language", "--labels",
+                                               "en,de,fr", "--max_new_tokens", 10, "--output_dir", out, *flags)])
     return json.loads((out / "evaluation.json").read_text())
 
 

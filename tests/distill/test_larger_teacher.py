@@ -39,8 +39,7 @@ def made(tmp_path_factory):
     records = [{"messages": talk} for talk in talks]
     for record in records[:4]:      # documents and a demonstration, of each sample
         record["messages"] = record["messages"][-2:]
-        record["teacher_messages"] = [*chats.ask("das ist", "de"), *chats.ask("est la", "fr"),
-                                      record["messages"][-2]]
+        record["teacher_messages"] = [*chats.ask("das ist", "de"), *chats.ask("est la", "fr"), record["messages"][-2]]
     (folder / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "few.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records[:4]))
     (folder / "system.txt").write_text(PROMPT)

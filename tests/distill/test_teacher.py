@@ -24,8 +24,7 @@ def request(number, text, seed):
 def test_transformers_answers_as_generate_does(tiny_chat):
     folder, model, tokenizer = tiny_chat
     requests = [request(i, "a" * (3 * i + 1), i) for i in range(6)]
-    found = {asked.id: answer for asked, answer in
-             ask_tiny(folder, max_tokens=4)(requests)}
+    found = {asked.id: answer for asked, answer in ask_tiny(folder, max_tokens=4)(requests)}
     for asked in requests:
         text = f"<|im_start|>user\n{asked.messages[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
         prompt = tokenizer(text, return_tensors="pt")

@@ -113,9 +113,8 @@ def assemble(name, source):
     constants = {key if isinstance(key, tuple) else (arguments.index(key),): value
                  for key, value in (meta["constants"] | config.kwargs).items()}
     signature |= dict.fromkeys(config.kwargs, "constexpr")
-    made = triton.compile(
-        ASTSource(kernel.fn, signature, constants, meta["configs"][0]), target=SM90,
-        options={"num_warps": config.num_warps, "num_stages": config.num_stages})
+    made = triton.compile(ASTSource(kernel.fn, signature, constants, meta["configs"][0]), target=SM90,
+                          options={"num_warps": config.num_warps, "num_stages": config.num_stages})
     ptx = made.asm["ptx"]
     widths = re.findall(r"(?:ld|st)\.global(?:\.L1::evict\w+)*(?:\.L2::\w+)*\.([.\w]+)", ptx)
     # FRAME_SIZE in .nv.info: format 4, attribute 0x11, size 8, the kernel's number, bytes of stack

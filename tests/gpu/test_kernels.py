@@ -22,10 +22,8 @@ def test_kernels_read_16_bytes_at_a_time_and_spill_nothing(tmp_path):
     torch.compile(dynamic=True), which reads 2 bytes at a time.
     """
     env = os.environ | {"TRITON_CACHE_DIR": f"{tmp_path}/triton", "TRITON_DISABLE_LINE_INFO": "1",
-                        "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/inductor",
-                        "PYTHONPATH": os.environ.get("TRITON", "")}
-    done = subprocess.run([sys.executable, "tests/gpu/compiled.py"], env=env, cwd=ROOT, text=True,
-                          capture_output=True)
+                        "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/inductor", "PYTHONPATH": os.environ.get("TRITON", "")}
+    done = subprocess.run([sys.executable, "tests/gpu/compiled.py"], env=env, cwd=ROOT, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr[-4000:]
     cases = {line["case"]: line for line in map(json.loads, done.stdout.splitlines())}
     # with torch's default the DiT's modulations get gradients that were never written, as an H200

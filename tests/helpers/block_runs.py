@@ -28,6 +28,5 @@ def as_checkpoint(folder, state):
     (folder / checkpoint.MANIFEST).write_text(json.dumps({"step": state.get("step", 0), "files": files}))
 
 
-train_bd3lm = trainer_of(
-    SCRIPT, layout_of=choices.layout_of,
-    check_flags=lambda args, world_size: choices.check_flags(args, world_size, train_bd3lm.build_parser()))
+train_bd3lm = trainer_of(SCRIPT, layout_of=choices.layout_of, check_flags=lambda args,
+                         world_size: choices.check_flags(args, world_size, train_bd3lm.build_parser()))

@@ -1,6 +1,7 @@
 """What a run has left: its log without what the clock decides, and the tensors of its newest checkpoint."""
 import json
 
+import torch
 from safetensors.torch import load_file
 
 from core import checkpoint
@@ -30,3 +31,12 @@ def tensors(run, stem="model"):
 def moments(run):
     """{name: tensor} of AdamW's memory."""
     return tensors(run, f"{checkpoint.STATE}/optimizer")
+
+
+def assert_same_bits(run, other, after=0, without=CLOCK):
+    """Equal in all that was logged after a step, and in every bit of weights and moments."""
+    assert rows(run, after, without) == rows(other, after, without)
+    for ours, theirs in ((tensors(run), tensors(other)), (moments(run), moments(other))):
+        assert ours.keys() == theirs.keys() and ours
+        different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+        assert not different, f"{len(different)} of {len(ours)} tensors differ, first {different[0]}"

@@ -145,10 +145,9 @@ def script_flags(script="train_v2_ddp.py"):
 
 def trainer_of(script, **more):
     """What tests of flags ask of a trainer that has a main()."""
-    return SimpleNamespace(**{
-        "__name__": script[:-3].replace("/", "."), "main": lambda argv: run_here(script, argv),
-        "build_parser": lambda: script_flags(script)[0],
-        "check_flags": lambda args, world_size: script_flags(script)[1](args, world_size), **more})
+    return SimpleNamespace(**{"__name__": script[:-3].replace("/", "."), "main": lambda argv: run_here(script, argv),
+                              "build_parser": lambda: script_flags(script)[0], "check_flags": lambda args,
+                              world_size: script_flags(script)[1](args, world_size), **more})
 
 
 speech_trainer = trainer_of("train_v2_ddp.py")

@@ -66,8 +66,7 @@ def test_the_trainers_launch_line(tiny, tree, quick):
 
 def same_but(line, *names):
     """The flags of TRAIN_V2 and of a printed command, parsed, without those named."""
-    parsed = [vars(script_flags()[0].parse_args(words)) for words in (
-        shlex.split(TRAIN_V2)[3:], line)]
+    parsed = [vars(script_flags()[0].parse_args(words)) for words in (shlex.split(TRAIN_V2)[3:], line)]
     return [{name: value for name, value in args.items() if name not in names} for args in parsed]
 
 
@@ -122,8 +121,7 @@ def test_the_flags_of_ms_swift(monkeypatch, capsys):
                   SLURM_CPUS_PER_TASK="128", TRAIN_DATA=__file__, BATCH_SIZE="4")
     monkeypatch.setattr(cli, "usable_cpus", lambda: 128)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    args = cli.parse(script_flags()[0], lambda args, _: script_flags()[1](args, world_size=8),
-                       printed_command(done)[1])
+    args = cli.parse(script_flags()[0], lambda args, _: script_flags()[1](args, world_size=8), printed_command(done)[1])
     assert args.named >= {"parallel", "gradient_checkpointing"} and args.auto       # which leaves those alone
     assert (args.parallel, args.bf16, args.gradient_checkpointing, args.optim) == ("fsdp", True, "all",
                                                                                    "adamw_torch_fused")
@@ -239,28 +237,32 @@ def test_student_on_what_the_teacher_wrote(tmp_path):
     assert done.returncode == 1 and "INPUT is not set" in done.stderr
 
 
-@pytest.mark.parametrize("words, instances", [
-    ("../tinker-cookbook/example-data/multilingual.txt", 2),
-    ("../tinker-cookbook/example-data/multilingual.txt ./data/prompt_distillation_lang.jsonl 4", 2),
-    ("../tinker-cookbook/example-data/multilingual.txt ./data/prompt_distillation_lang.jsonl 8", 1)])
-def test_teacher_labels_of_the_launcher(tmp_path, words, instances):
-    """Line 8 on 8 GPUs: the same files, 4 or 8 GPUs an instance; the python here answers at once that all is well."""
+@pytest.mark.parametrize("more, settings, gpus", [
+    ("", {}, ["0,1,2,3", "4,5,6,7"]), ("./data/prompt_distillation_lang.jsonl 4", {}, ["0,1,2,3", "4,5,6,7"]),
+    ("./data/prompt_distillation_lang.jsonl 8 --seed 3", {}, ["0,1,2,3,4,5,6,7"]),
+    ("./data/prompt_distillation_lang.jsonl 2", {"PP": "2"}, ["0,1,2,3", "4,5,6,7"]),
+    ("./data/prompt_distillation_lang.jsonl 2", {"GPUS": "2", "CUDA_VISIBLE_DEVICES": "5,7"}, ["5,7"])])
+def test_teacher_labels_of_the_launcher(tmp_path, more, settings, gpus):
+    """Line 8: the same files, so many GPUs an instance; the python here answers at once that all is well."""
+    words = f"../tinker-cookbook/example-data/multilingual.txt {more}"
     (tmp_path / "here").mkdir()
     (tmp_path / "tinker-cookbook" / "example-data").mkdir(parents=True)
     (tmp_path / "tinker-cookbook" / "example-data" / "multilingual.txt").write_text("x\n")
-    (tmp_path / "python").write_text("#!/bin/sh\n")
+    (tmp_path / "python").write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/checked\n')
     (tmp_path / "python").chmod(0o755)
-    done = launch("create_data_h100x8.sh", *words.split(), cwd=tmp_path / "here", DRY_RUN="1", GPUS="8",
-                  PATH=f"{tmp_path}:{os.environ['PATH']}")
+    done = launch("create_data_h100x8.sh", *words.split(), cwd=tmp_path / "here", **{
+        "DRY_RUN": "1", "GPUS": "8", "PATH": f"{tmp_path}:{os.environ['PATH']}", **settings})
     found = [shlex.split(line) for line in done.stdout.splitlines()]
-    assert len(found) == instances, done.stderr
+    assert [line[0] for line in found] == [f"CUDA_VISIBLE_DEVICES={numbers}" for numbers in gpus], done.stderr
     for i, line in enumerate(found):
         args = create_data.build_parser().parse_args(line[3:])
         assert (args.input_file, args.output_file, args.shard) == (
             "../tinker-cookbook/example-data/multilingual.txt", "./data/prompt_distillation_lang.jsonl",
-            f"{i}/{instances}")
-        assert (args.tensor_parallel_size, args.engine, args.model_name) == (
-            8 // instances, "vllm", "Qwen/Qwen3-30B-A3B-Instruct-2507")
+            f"{i}/{len(gpus)}")
+        assert args.tensor_parallel_size * args.pipeline_parallel_size == len(gpus[i].split(","))
+        assert (args.engine, args.model_name, args.seed) == (
+            "vllm", "Qwen/Qwen3-30B-A3B-Instruct-2507", 3 if "seed" in more else 0)
+    assert (tmp_path / "checked").read_text().endswith(" --dry_run\n")
 
 
 def test_the_teacher_without_its_launcher(monkeypatch, tmp_path, capsys):

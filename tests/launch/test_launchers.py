@@ -99,16 +99,6 @@ def start(tmp_path):
 # -- what would run ---------------------------------------------------------------------------------------------------
 
 
-def test_dry_run_prints_the_command_with_every_argument_whole(tmp_path):
-    (tmp_path / "it's \"here\"").mkdir()
-    done = launch("train_tts.sh", *ODD, cwd=tmp_path, DRY_RUN="1", NPROC_PER_NODE="3", OMP_NUM_THREADS="5")
-    words, args = printed_command(done)
-    assert args[-len(ODD):] == ODD and "--train_data_file" not in args
-    assert words[0] == "OMP_NUM_THREADS=5"
-    assert "--nproc-per-node=3" in words and "--rdzv-endpoint=127.0.0.1:0" in words and "--max-restarts=0" in words
-    assert not (tmp_path / "a folder").exists()
-
-
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 

@@ -1,8 +1,7 @@
 """The launchers on a real Slurm of two nodes: to the end, through a lost node, the time limit, an error and scancel.
 
-The cluster is tests/helpers/slurm/cluster.sh: slurmctld and two slurmds on this machine, GPUs on paper,
-trainers on the CPU.
-What a run is compared with is one on one node that nobody disturbed: same bits.
+The cluster is tests/helpers/slurm/cluster.sh: slurmctld and two slurmds on this machine, GPUs on paper, trainers on
+the CPU. What a run is compared with is one on one node that nobody disturbed: same bits.
 """
 import fcntl
 import os
@@ -44,9 +43,8 @@ class Job:
         if launcher == LAUNCHER:        # adapters in fp32, as FLAGS say
             environment |= {"SWITCHES": "", "LORA": ""}
         environment["PATH"] = f"{Path(shutil.which('python')).parent}:{os.environ['PATH']}"
-        done = subprocess.run(["sbatch", "--parsable", f"--output={self.log_file}", *sbatch, launcher,
-                               *map(str, args)], cwd=folder, text=True, capture_output=True,
-                              env={**os.environ, **environment})
+        done = subprocess.run(["sbatch", "--parsable", f"--output={self.log_file}", *sbatch, launcher, *map(str, args)],
+                              cwd=folder, text=True, capture_output=True, env={**os.environ, **environment})
         assert done.returncode == 0, done.stderr
         self.id = done.stdout.strip()
 
@@ -206,18 +204,6 @@ def test_time_limit_saves_queues_again_and_finishes(submit, undisturbed):
     assert sum("done       step" in text for text in said) == 1         # rank 0's node says it, whichever that is
     assert not (job.out / "requeue").exists()
     assert_undisturbed(job, undisturbed)        # a rank with another one's shard of the data would end elsewhere
-
-
-def test_lost_node_noticed_by_slurm(submit, cluster, undisturbed):
-    """The node is called down, Slurm queues the job again by itself, then the node is back."""
-    job = submit()
-    job.freeze_after(20)
-    cluster("kill", "n2")
-    job.thaw()
-    wait_until(lambda: job.show("Restarts") == "1", "requeue", every=0.5)
-    assert "requeueing" not in job.log
-    cluster("up", "n2")
-    assert_resumed_and_undisturbed(job, undisturbed)
 
 
 def test_lost_node_not_noticed_by_slurm(submit, cluster, undisturbed):

@@ -38,10 +38,9 @@ def wild(*user, system=DEFAULT_SYSTEM, answer=TARGET, **entry):
 
 
 def canonical(system=DEFAULT_SYSTEM, **entry):
-    return {"messages": [{"role": "system", "content": system},
-                         {"role": "user", "content": REFERENCE}, {"role": "assistant", "content": audio("ref.wav")},
-                         {"role": "user", "content": TARGET}, {"role": "assistant", "content": audio("target.wav")}],
-            "speaker": "anna", **entry}
+    return {"messages": [{"role": "system", "content": system}, {"role": "user", "content": REFERENCE},
+                         {"role": "assistant", "content": audio("ref.wav")}, {"role": "user", "content": TARGET},
+                         {"role": "assistant", "content": audio("target.wav")}], "speaker": "anna", **entry}
 
 
 def read(folder, entries, name="data.json", **options):
@@ -99,11 +98,8 @@ def test_every_shape_is_the_same_canonical_sample(folder, entry):
 
 WILD, PAIRS = (json.dumps(SAME_SAMPLE[name]) for name in ("instruction last", "canonical"))
 INDENTED = json.dumps(SAME_SAMPLE["instruction last"], indent=2)
-CONTAINERS = {
-    "indented list": (f"[\n{INDENTED},\n{PAIRS}\n]\n", 2),
-    "byte order mark": (f"\ufeff[{WILD}, {PAIRS}]", 2),
-    "lines with gaps and mark": (f"\ufeff\n{WILD}\n\n{PAIRS}\n", 2),
-    "one object, indented": (INDENTED, 1)}
+CONTAINERS = {"indented list": (f"[\n{INDENTED},\n{PAIRS}\n]\n", 2), "byte order mark": (f"\ufeff[{WILD}, {PAIRS}]", 2),
+              "lines with gaps and mark": (f"\ufeff\n{WILD}\n\n{PAIRS}\n", 2), "one object, indented": (INDENTED, 1)}
 
 
 @pytest.mark.parametrize("text, n", CONTAINERS.values(), ids=CONTAINERS)
@@ -140,9 +136,8 @@ def test_several_speakers(folder):
         assert shape(read(folder, [entry])[0]) == expected
 
 
-@pytest.mark.parametrize("target", [
-    "He said: stop: now.", "Time 10:45: go", "二つ：三つ: 四つ",
-    "Please generate speech for me: he said: now"])
+@pytest.mark.parametrize("target", ["He said: stop: now.", "Time 10:45: go", "二つ：三つ: 四つ",
+                                    "Please generate speech for me: he said: now"])
 @pytest.mark.parametrize("answered", [True, False])
 def test_target_text_is_never_cut(folder, target, answered):
     prompts = [INSTRUCTION + target, f"Please generate speech for the text: {target}"]
@@ -165,8 +160,7 @@ def test_the_scene_is_kept(folder, entry):
     assert [t.role for t in sample.turns] == ["system", "user", "assistant", "user", "assistant"]
 
 
-@pytest.mark.parametrize("start_index, trained", [
-    (None, [False, True]), (0, [True, True]), (3, [False, True])])
+@pytest.mark.parametrize("start_index, trained", [(None, [False, True]), (0, [True, True]), (3, [False, True])])
 def test_start_index_of_a_canonical_conversation(folder, start_index, trained):
     sample, = read(folder, [canonical(start_index=start_index)])
     assert [t.trained for t in sample.turns if t.role == "assistant"] == trained

@@ -14,18 +14,8 @@ from safetensors.numpy import load_file
 
 from core.dist import World
 from speech import codes as encode
-from speech.codes import (
-    CodeReader,
-    Encoding,
-    codec_config,
-    codec_fingerprint,
-    decode_audio,
-    decode_file,
-    encode_clip,
-    ensure_codes,
-    header_frames,
-    plan_codes,
-)
+from speech.codes import (CodeReader, Encoding, codec_config, codec_fingerprint, decode_audio, decode_file, encode_clip,
+                          ensure_codes, header_frames, plan_codes)
 from speech.conversations import Clip
 from speech.rows import read_samples
 

@@ -6,9 +6,8 @@ import pytest
 import soundfile
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (GenerationConfig, PreTrainedTokenizerFast, Wav2Vec2FeatureExtractor,
-                          WavLMConfig, WavLMForXVector, WhisperConfig, WhisperFeatureExtractor,
-                          WhisperForConditionalGeneration)
+from transformers import (GenerationConfig, PreTrainedTokenizerFast, Wav2Vec2FeatureExtractor, WavLMConfig,
+                          WavLMForXVector, WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration)
 
 from core.cli import UserError
 from speech import judges, make_tiny, speak

@@ -24,18 +24,15 @@ from tests.helpers.merging import merge
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT, run_script
 
-LAYER = {
-    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
-    "mlp.down_proj", "audio_mlp.gate_proj", "audio_mlp.up_proj", "audio_mlp.down_proj", "input_layernorm",
-    "post_attention_layernorm", "audio_input_layernorm", "audio_post_attention_layernorm"}
+LAYER = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+         "mlp.down_proj", "audio_mlp.gate_proj", "audio_mlp.up_proj", "audio_mlp.down_proj", "input_layernorm",
+         "post_attention_layernorm", "audio_input_layernorm", "audio_post_attention_layernorm"}
 # 2025 name -> native name, for the two layers of the tiny model
-NAMES = {
-    "audio_codebook_embeddings.weight": "model.embed_audio_tokens.embed_audio_tokens.weight",
-    "audio_decoder_proj.audio_lm_head.weight": "audio_lm_head.weight",
-    "audio_decoder_proj.text_lm_head.weight": "text_lm_head.weight",
-    "embed_tokens.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    **{f"layers.{i}.{part}.weight": f"model.layers.{i}.{part}.weight" for i in range(2) for part in LAYER}}
+NAMES = {"audio_codebook_embeddings.weight": "model.embed_audio_tokens.embed_audio_tokens.weight",
+         "audio_decoder_proj.audio_lm_head.weight": "audio_lm_head.weight",
+         "audio_decoder_proj.text_lm_head.weight": "text_lm_head.weight",
+         "embed_tokens.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight",
+         **{f"layers.{i}.{part}.weight": f"model.layers.{i}.{part}.weight" for i in range(2) for part in LAYER}}
 SPLIT = {"embed_tokens": ("embedding_frozen", "embedding_trainable"),
          "audio_decoder_proj.text_lm_head": ("linear_frozen", "linear_trainable")}
 PUBLISHED_GENERATION = {"_from_model_config": True, "bos_token_id": 128000, "eos_token_id": 128001,
@@ -249,9 +246,8 @@ def test_weights_are_those_of_pefts_own_merge(tiny, tmp_path, kind):
         torch.testing.assert_close(got[name], tensor, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind, said", [
-    ({"modules_to_save": ["audio_lm_head"]}, "modules_to_save"),
-    ({"init_lora_weights": "olora"}, "init_lora_weights 'olora'")], ids=str)
+@pytest.mark.parametrize("kind, said", [({"modules_to_save": ["audio_lm_head"]}, "modules_to_save"),
+                                        ({"init_lora_weights": "olora"}, "init_lora_weights 'olora'")], ids=str)
 def test_adapters_that_are_more_than_lora_are_refused_by_name(tiny, tmp_path, kind, said):
     """Made by PEFT; its files, not its configuration alone, would be folded in wrongly or in part."""
     folder, _ = make_adapter(tiny, tmp_path / "adapter", **kind)
@@ -271,8 +267,7 @@ def test_speech_from_an_adapter_is_pefts(tiny, data, tmp_path):
     assert (logits(ours, data) - logits(load(tiny.model), data)).abs().max() > 0.05
 
 
-@pytest.mark.parametrize("where, value", [
-    ("base", math.nan), ("adapter", math.inf), ("update", 1e30)])
+@pytest.mark.parametrize("where, value", [("base", math.nan), ("adapter", math.inf), ("update", 1e30)])
 def test_what_is_no_finite_weight_is_refused(tiny, adapter, tmp_path, where, value):
     """By merge, export and generation, with the folder and the name of the tensor."""
     name = f"model.layers.1.self_attn.{'k' if where == 'base' else 'q'}_proj.weight"

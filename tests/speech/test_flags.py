@@ -1,14 +1,10 @@
 """The flags of train_v2_ddp.py: one list, frozen; old names are accepted, and none of them is in --help."""
 import re
-import subprocess
-import sys
 
-import pytest
 
 from core import cli
-from tests.helpers.trainer import ROOT, script_flags
+from tests.helpers.trainer import script_flags
 
-REQUIRED = ["--train_data_file", "train.json", "--model_path", "model", "--audio_tokenizer_path", "codec"]
 FLAGS = """adam_beta2 audio_tokenizer_path auto base_dtype bf16 code_cache collective_timeout compile
     config cpu_offload drop_bad dry_run eval_data_file eval_steps float8 fp16 freeze_llm
     global_batch_size gpu_memory gradient_accumulation_steps gradient_checkpointing
@@ -34,16 +30,3 @@ def test_the_list_is_frozen():
         flag.removeprefix("--") for flag in (*cli.OLD_NAMES, *cli.WITHOUT_EFFECT)}
     assert accepted == {*shown, *HIDDEN.split()} - {"train_data_dir", "eval_data_dir"}
     assert not {f"--{name}" for name in shown} & {*cli.OLD_NAMES, *cli.WITHOUT_EFFECT}
-
-
-@pytest.mark.parametrize("words, status, said", [
-    (["--help"], 0, ""), (["--hlep"], 2, "error: --hlep: no such flag; the nearest one is --help, --help lists all"),
-    ([*REQUIRED, "--output_dir", "/proc/no", "--seed", "-1"], 1, "error: --seed is -1")])
-def test_help_and_mistakes_come_before_torch(words, status, said):
-    watch = ("import runpy, sys\nsys.argv = sys.argv[1:]\nsys.path[0] = '.'\ntry:\n"
-             "    runpy.run_path(sys.argv[0], run_name='__main__')\nexcept SystemExit as left:\n"
-             "    print(left.code or 0, sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))")
-    done = subprocess.run([sys.executable, "-c", watch, "train_v2_ddp.py", *words], cwd=ROOT, text=True,
-                          capture_output=True)
-    assert done.stdout.endswith(f"{status} []\n") and done.stderr.startswith(said), done
-    assert done.stderr.count("\n") == bool(said)

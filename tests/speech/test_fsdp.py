@@ -3,6 +3,7 @@
 The model has odd sizes: most tensors do not divide by the number of ranks, and of some a rank has no row at all. A run
 is named by what it trains, how, "ranks x samples x micro-steps", and further flags.
 """
+import functools
 import json
 import os
 import re
@@ -16,17 +17,15 @@ from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 
 from speech import make_tiny
 from tests.helpers import spoken as speech
-from tests.helpers.runs import CLOCK, CUTS, moments, newest, rows, tensors
+from tests.helpers.runs import assert_same_bits, CLOCK, CUTS, moments, newest, rows, tensors
 from tests.helpers.trainer import Run, Tiny, speech_main, train_forked, trainer_arguments
 
 LR = 2e-4
 # 19 of 24 samples are trained, 12 a step: an epoch's second step has 7, so some ranks get empty packs
 COMMON = ("--learning_rate", LR, "--validation_split", 0.2, "--eval_steps", 2, "--save_total_limit", 1,
           "--num_train_epochs", 2, "--num_workers", 0)
-METHODS = {
-    "full": (), "lora": ("--use_lora", "--lora_dropout", 0, "--lora_rank", 5),
-    "dropout": ("--use_lora", "--lora_dropout", 0.2, "--lora_rank", 5),
-    "packs": ("--max_tokens_per_batch", 400, "--max_steps", 4)}
+METHODS = {"full": (), "lora": ("--use_lora", "--lora_dropout", 0, "--lora_rank", 5),
+           "packs": ("--max_tokens_per_batch", 400, "--max_steps", 4)}
 EVERY = "--save_steps 1 --save_total_limit 0"
 HSDP = "hsdp 4x3x1 --shard_size 2"      # two copies, each in two shards
 
@@ -89,14 +88,6 @@ def shared(pool, odd, tmp_path_factory):
     return get
 
 
-def assert_same_bits(run, other, after=0):
-    """Equal in all that was logged after a step, and in every bit of weights and moments."""
-    assert rows(run, after) == rows(other, after)
-    for ours, theirs in ((tensors(run), tensors(other)), (moments(run), moments(other))):
-        assert ours.keys() == theirs.keys() and ours
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 def assert_close(run, other, after=0):
     """Equal up to the order of float32 sums: all that was logged after a step, final weights, moments."""
     ours, theirs = (rows(r, after, CLOCK | CUTS) for r in (run, other))
@@ -117,10 +108,8 @@ def apart(ours, theirs, relative=False):
 
 
 # each kind of training, each way to share it out and each mode at least once
-SAME = [
-    "full ddp 2x2x3", f"full fsdp 4x3x1 {EVERY}",
-    "lora fsdp 2x2x3 --gradient_checkpointing selective", f"full {HSDP} {EVERY}",
-    "packs ddp 2x1x1"]
+SAME = ["full ddp 2x2x3", f"full fsdp 4x3x1 {EVERY}", "lora fsdp 2x2x3 --gradient_checkpointing selective",
+        f"full {HSDP} {EVERY}", "packs ddp 2x1x1"]
 
 
 @pytest.mark.slow
@@ -151,14 +140,14 @@ def test_offloading_changes_no_bit(shared):
 
 @pytest.mark.slow
 def test_compiled_layers_train_the_same(pool, odd, shared, tmp_path):
-    """With FSDP2's hooks, for one step, as each shape takes much g++; test_learns.py has layers meet several shapes."""
-    name = "full fsdp 2x6x1 --disable_eval --max_steps 1"
-    ranks, flags = flags_of(f"{name} --compile")
+    """With FSDP2's hooks, as far as --compile goes before it makes kernels."""
+    ranks, flags = flags_of("full fsdp 2x2x3 --compile")
     output = in_ranks(pool, ranks, "train_compiled", trainer_arguments(odd, tmp_path / "out", *flags))
-    assert_close(Run(0, output, tmp_path / "out"), shared(name))
+    assert_close(Run(0, output, tmp_path / "out"), shared("full fsdp 2x2x3"))
 
 
 def train_compiled(argv):
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
     speech_main(argv)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
@@ -212,21 +201,12 @@ def resumed(pool, odd, folder, source, step, name):
 
 # an epoch has two steps: 1 and 3 lie in an epoch, 2 between two
 @pytest.mark.slow
-@pytest.mark.parametrize("source, step, name", [
-    (f"full fsdp 4x3x1 {EVERY}", 3, "full ddp 2x3x2"),
-    (f"full {HSDP} {EVERY}", 3, "full fsdp 2x3x2")])
+@pytest.mark.parametrize("source, step, name", [(f"full fsdp 4x3x1 {EVERY}", 3, "full ddp 2x3x2"),
+                                                (f"full {HSDP} {EVERY}", 3, "full fsdp 2x3x2")])
 def test_resume_onto_other_ranks_or_mode_goes_on_the_same(pool, odd, shared, tmp_path, source, step, name):
     run = resumed(pool, odd, tmp_path, shared(source), step, name)
     assert rows(run)[0]["step"] == step + 1
     assert_close(run, shared(source), after=step)
-
-
-@pytest.mark.slow
-def test_resume_on_the_same_ranks_is_exact(pool, odd, shared, tmp_path):
-    name = f"dropout fsdp 2x3x2 {EVERY}"
-    run = resumed(pool, odd, tmp_path, shared(name), 3, name)
-    assert rows(run)[0]["step"] == 4
-    assert_same_bits(run, shared(name), after=3)
 
 
 def logits_of(model, odd, folder):

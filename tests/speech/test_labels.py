@@ -19,15 +19,12 @@ CODES = np.array([[A0, B0, C0, D0], [A1, B1, C1, D1], [A2, B2, C2, D2]])        
 
 
 def test_golden_labels():
-    assert delay_labels(CODES, E).tolist() == [
-        [_, _, _, _],
-        [A0, _, _, _],
-        [A1, B0, _, _],
-        [A2, B1, C0, _],
-        [E, B2, C1, D0],
-        [_, E, C2, D1],
-        [_, _, E, D2],
-        [_, _, _, E]]
+    assert delay_labels(CODES, E).tolist() == [[_, _, _, _], [A0, _, _, _], [A1, B0, _, _], [A2, B1, C0, _], [E, B2, C1,
+                                                                                                              D0], [_,
+                                                                                                                    E,
+                                                                                                                    C2,
+                                                                                                                    D1],
+                                               [_, _, E, D2], [_, _, _, E]]
 
 
 @pytest.mark.parametrize("frames", [1, 2, 7, 8, 9, 250])
@@ -90,13 +87,12 @@ def zero_shot(tmp_path):
     return sample
 
 
-BY_HAND = (
-    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nGenerate audio following instruction.\n\n"
-    "<|scene_desc_start|>\nAudio is recorded from a quiet room.\n<|scene_desc_end|><|eot_id|>"
-    "<|start_header_id|>user<|end_header_id|>\n\nThis is how I sound.<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n<|audio_out_bos|><|AUDIO_OUT|><|audio_eos|><|eot_id|>"
-    "<|start_header_id|>user<|end_header_id|>\n\nThe door is never locked: try it.<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n<|audio_out_bos|><|AUDIO_OUT|><|audio_eos|><|eot_id|>")
+BY_HAND = ("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nGenerate audio following instruction.\n\n"
+           "<|scene_desc_start|>\nAudio is recorded from a quiet room.\n<|scene_desc_end|><|eot_id|>"
+           "<|start_header_id|>user<|end_header_id|>\n\nThis is how I sound.<|eot_id|>"
+           "<|start_header_id|>assistant<|end_header_id|>\n\n<|audio_out_bos|><|AUDIO_OUT|><|audio_eos|><|eot_id|>"
+           "<|start_header_id|>user<|end_header_id|>\n\nThe door is never locked: try it.<|eot_id|>"
+           "<|start_header_id|>assistant<|end_header_id|>\n\n<|audio_out_bos|><|AUDIO_OUT|><|audio_eos|><|eot_id|>")
 
 
 def stream(sample, tokenizer, ids):

@@ -60,9 +60,8 @@ def batches(table, ids):
 
 def same(a, b):
     """Whether the tensors of two lists of batches are equal, and what is known beside them but the samples' numbers."""
-    return len(a) == len(b) and all(
-        torch.equal(x[name], y[name]) if torch.is_tensor(x[name]) else name == "samples" or x[name] == y[name]
-        for x, y in zip(a, b) for name in x)
+    return len(a) == len(b) and all(torch.equal(x[name], y[name]) if torch.is_tensor(x[name]) else name == "samples"
+                                    or x[name] == y[name] for x, y in zip(a, b) for name in x)
 
 
 @pytest.fixture(scope="module")

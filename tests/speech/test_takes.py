@@ -12,8 +12,7 @@ import torch
 
 from core.dist import World
 from speech import judges, speak, v2
-from speech.codes import (CodeReader, Encoding, check_codes, ensure_codes, load_codec, plan_codes,
-                          read_codes)
+from speech.codes import (CodeReader, Encoding, check_codes, ensure_codes, load_codec, plan_codes, read_codes)
 from speech.conversations import Clip
 from speech.dataset import TableBuilder
 from speech.labels import delay_rows

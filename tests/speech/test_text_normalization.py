@@ -27,12 +27,11 @@ def reference(text):
     return text if text[-1:] in list(".!?,;\"'") or text.endswith(("</SE_e>", "</SE>")) else text + "."
 
 
-TEXTS = [
-    "It is 20°C", "Water boils at 212°F (sea level)", "多い，少ない。", "《三体》第一部：结束了吗？", "他说“走吧”",
-    "「はい」、そして…", "安娜·卡列尼娜", "Wait;", "so—what", "isn’t it ‘odd’", "  a   b \n\n c ", "a\r\nb\u2028c\td",
-    "[cough] well", "[music start] la [music end]", "【laugh】 then", "[humming start]m[humming end]", "[sing] no tag",
-    "[laugh start] no tag", "[music  start]", "[hello]", "(quiet)", "()", "", "[SPEAKER0] Hi!\n[SPEAKER1] Yes",
-    "end </SE_s>", "ends with a colon:"]
+TEXTS = ["It is 20°C", "Water boils at 212°F (sea level)", "多い，少ない。", "《三体》第一部：结束了吗？", "他说“走吧”", "「はい」、そして…", "安娜·卡列尼娜",
+         "Wait;", "so—what", "isn’t it ‘odd’", "  a   b \n\n c ", "a\r\nb\u2028c\td", "[cough] well",
+         "[music start] la [music end]", "【laugh】 then", "[humming start]m[humming end]", "[sing] no tag",
+         "[laugh start] no tag", "[music  start]", "[hello]", "(quiet)", "()", "", "[SPEAKER0] Hi!\n[SPEAKER1] Yes",
+         "end </SE_s>", "ends with a colon:"]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -47,9 +46,8 @@ def test_normalised_as_boson_does_whatever_the_text():
         assert text_normalization.normalise(text) == reference(text), text
 
 
-@pytest.mark.parametrize("text, heard", [
-    ("《三体》[laugh] 好", "三体 好."), ("[SPEAKER0] Hi [music start] la [music end]", "Hi la"), ("20°F", "20 degrees "
-                                                                                             "Fahrenheit.")])
+@pytest.mark.parametrize("text, heard", [("《三体》[laugh] 好", "三体 好."), ("[SPEAKER0] Hi [music start] la [music end]",
+                                                                      "Hi la"), ("20°F", "20 degrees " "Fahrenheit.")])
 def test_what_can_be_heard_of_a_text(text, heard):
     assert " ".join(text_normalization.heard(text).split()) == heard
 

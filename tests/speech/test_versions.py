@@ -68,17 +68,9 @@ def test_any_split_trains_the_same(runs):
                           "fsdp"))
 
 
-def test_the_table_is_one_parameter_and_resume_is_exact(pool, runs, tiny3, tmp_path):
-    whole = runs(1, "--per_device_train_batch_size", 4)
-    named = weights_of(whole)
+def test_the_table_is_one_parameter(runs):
+    named = weights_of(runs(1, "--per_device_train_batch_size", 4))
     assert v3.AUDIO_TABLE in named and not named.keys() & v3.HEADS.keys()
-    out = tmp_path / "out"
-    shutil.copytree(whole.output_dir, out)
-    shutil.rmtree(out / "checkpoint-4")
-    resumed = train_forked(pool, tiny3, out, *LENGTH, "--per_device_train_batch_size", 4)
-    assert "checkpoint-2" in resumed.output
-    again = weights_of(resumed)
-    assert again.keys() == named.keys() and all(torch.equal(again[name], named[name]) for name in named)
 
 
 def test_merged_and_exported_folders_are_those_of_servers(runs, tiny3, tmp_path):
