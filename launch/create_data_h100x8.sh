@@ -1,21 +1,16 @@
 #!/usr/bin/env bash
-# Teacher labels on one node of 8 GPUs: 8 / (TP x PP) instances of distill/create_data.py, one shard
-# each.
+# Teacher labels on one node of 8 GPUs: 8 / (TP x PP) instances of create_data.py, a shard each.
 #
 #   bash launch/create_data_h100x8.sh INPUT [OUTPUT [TP]] [flags of distill/create_data.py]
 #
 # OUTPUT (default: ./data/prompt_distillation_lang.jsonl) appears when every line is finished. TP
-# (default: 4) may be 1 for a 30B-A3B teacher in bf16 on 80 GB. DRY_RUN=1 checks and prints the
-# commands. Ctrl-C, SIGTERM or a dying instance leave no process and lose no finished line: rerun
-# the same command to resume, also with another TP.
+# (default: 4) may be 1 for a 30B-A3B teacher in bf16 on 80 GB. DRY_RUN=1 prints the commands. After
+# Ctrl-C or an error no finished line is lost: rerun the command to resume, also with another TP.
 set -euo pipefail
 LAUNCHER=create_data_h100x8
-
 allocator=${PYTORCH_ALLOC_CONF:-}
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
-# vLLM's all-reduce (TP > 1) cannot share such memory
-if [ -z "$allocator" ]; then unset PYTORCH_ALLOC_CONF; fi
-
+[ -n "$allocator" ] || unset PYTORCH_ALLOC_CONF     # vLLM's all-reduce cannot share such memory
 MODEL=${MODEL:-Qwen/Qwen3-30B-A3B-Instruct-2507}    # the teacher: folder or hub name
 PP=${PP:-1}                             # pipeline stages; TP x PP GPUs an instance
 MAX_MODEL_LEN=${MAX_MODEL_LEN:-0}  # tokens of prompt and answer; 0: 32768, or the model's fewer
@@ -27,19 +22,16 @@ STOP_S=${STOP_S:-60}                    # seconds that instances get to end; the
 DRY_RUN=${DRY_RUN:-0}                   # 1: check, print the commands, end
 known=(MODEL PP MAX_MODEL_LEN ENGINE GPUS RESTART_S STOP_S)
 OTHERS='' known_settings                # those of the student may be set for both launchers
-
 given=()
 while [ $# -gt 0 ] && [ ${#given[@]} -lt 3 ] && [[ $1 != -* ]]; do given+=("$1"); shift; done
 input=${given[0]:-} output=${given[1]:-./data/prompt_distillation_lang.jsonl} tp=${given[2]:-4}
 [ -n "$input" ] || die "INPUT is not set: $LAUNCHER.sh INPUT [OUTPUT [TP]], a line each"
-case $tp in 1 | 2 | 4 | 8) ;; *) die "TP is '$tp': 1, 2, 4 or 8" ;; esac
+[[ $tp = [1248] ]] || die "TP is '$tp': 1, 2, 4 or 8"
 need_number PP
 [[ $GPUS =~ ^[1-9][0-9]*$ ]] || die "$HOSTNAME has $GPUS GPUs; set GPUS"
-[ $((GPUS % (tp * PP))) = 0 ] ||
-    die "$GPUS GPUs cannot be shared out to instances of TP $tp x PP $PP (GPUS)"
+((GPUS % (tp * PP) == 0)) || die "$GPUS GPUs cannot be shared out to instances of TP $tp x PP $PP"
 need_file "$input" INPUT
-read -ra packages <<<"torch $([ "$ENGINE" != vllm ] || echo vllm)"
-use_environment python "${packages[@]}"
+use_environment python "$([ "$ENGINE" = vllm ] && echo vllm || echo torch)"
 
 instances=$((GPUS / (tp * PP))) devices=()
 if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then IFS=, read -ra devices <<<"$CUDA_VISIBLE_DEVICES"; fi
@@ -48,21 +40,16 @@ slice() { local IFS=,; echo "${devices[*]:$1 * tp * PP:tp * PP}"; }     # the GP
 command=(python "$REPO/distill/create_data.py" --input_file "$input" --output_file "$output"
     --model_name "$MODEL" --engine "$ENGINE" --tensor_parallel_size "$tp"
     --pipeline_parallel_size "$PP" --max_model_len "$MAX_MODEL_LEN" "$@")
-
 "${command[@]}" --dry_run || exit $?    # one error instead of one from each instance
-if [ "$DRY_RUN" = 1 ]; then
-    for ((i = 0; i < instances; i++)); do
-        shown "CUDA_VISIBLE_DEVICES=$(slice $i)" "${command[@]}" --shard "$i/$instances"
-        echo
-    done
-    exit
-fi
+for ((i = 0; i < instances && DRY_RUN == 1; i++)); do
+    shown "CUDA_VISIBLE_DEVICES=$(slice $i)" "${command[@]}" --shard "$i/$instances"
+    echo
+done
+if [ "$DRY_RUN" = 1 ]; then exit; fi
 
 # -- instances -------------------------------------------------------------------------------------
-
 logs=$output.work mark=LABELS=$HOSTNAME-$$ pids=() tries=() failed=() asked='' deadline=0
 mkdir -p "$logs"
-
 start() {           # NUMBER, in another process group, which Ctrl-C does not reach
     set -m
     "${tied[@]}" env "$mark.$1" CUDA_VISIBLE_DEVICES="$(slice "$1")" "${command[@]}" \
@@ -70,16 +57,11 @@ start() {           # NUMBER, in another process group, which Ctrl-C does not re
     pids[$1]=$!
     set +m
 }
-
 stop() {            # SIGNAL; a second one ends the waiting
     deadline=$((asked ? 0 : SECONDS + STOP_S)) asked=$1
     kill -TERM "${pids[@]}" 2>/dev/null || true
 }
-for signal in TERM HUP INT; do
-    # shellcheck disable=SC2064
-    trap "stop $(kill -l $signal)" $signal
-done
-
+trap 'stop 15' TERM; trap 'stop 1' HUP; trap 'stop 2' INT
 say "$instances instances of TP $tp x PP $PP on ${devices[*]:0:GPUS}; logs $logs/instance-*.log"
 for ((i = 0; i < instances; i++)); do start $i; done
 while [ ${#pids[@]} -gt 0 ]; do

@@ -5,10 +5,8 @@
 # judges them. Exit status 0 only if WER is low and the gain is more than the new voice's code alone
 # would give. Needs no GPU.
 set -euo pipefail
-
 LAUNCHER=demo
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
-
 setting OUT demo_out                    # everything is written below this folder
 setting STEPS 600                       # optimizer steps
 setting RANKS ''                        # 1, 2, 4, 8 or 16 (default: 1 on one GPU, else 2)
@@ -47,19 +45,16 @@ speak() {       # speak NAME [flags]: the sentences
 
 printf '%s\n' "seven four two." "six one two four seven." >"$run/prompts.txt"
 python speech/judge_demo.py draw "$SENTENCES" --seed "$SEED" >"$run/sentences.txt"
-
 echo "== training to step $STEPS; one process is killed after step $half"
 (train) 2>"$run/killed.txt" &
 while kill -0 $! 2>/dev/null && [ ! -e "$run/checkpoint-$half/manifest.json" ]; do sleep 0.2; done
-victim=$(grep -ls "^PPid:[[:space:]]*$!\$" /proc/[0-9]*/status | head -n 1 | cut -d / -f 3) || true
-[ -n "$victim" ] || { cat "$run/killed.txt" >&2; die "training ended before step $half"; }
-kill -KILL "$victim"
+mapfile -t victims < <(children $!)
+[ -n "${victims[0]:-}" ] || { cat "$run/killed.txt" >&2; die "training ended before step $half"; }
+kill -KILL "${victims[0]}"
 if wait $!; then die "training ended well without one of its processes"; fi
 echo "training ended with an error, as it should: $run/killed.txt"
-
 echo "== the same command again: it resumes from the newest checkpoint"
 (train)
-
 echo "== the base and the adapter speak"
 speak before >"$run/before.txt" &
 speak after --adapter "$run/checkpoint-$STEPS" >"$run/after.txt"
@@ -69,10 +64,7 @@ echo "== result"
 status=0
 python speech/judge_demo.py judge "$run/before" "$run/after" || status=$?
 python core/report.py "$run" --samples "$run/before" "$run/after" || status=$?
-cat <<END
-listen to:    $run/before/*.wav, $run/after/*.wav
+echo "listen to:    $run/before/*.wav, $run/after/*.wav
 adapter:      $run/checkpoint-$STEPS   (PeftModel.from_pretrained loads it)
-metrics:      $run/metrics.jsonl
-TensorBoard:  tensorboard --logdir $OUT/tensorboard
-END
+TensorBoard:  tensorboard --logdir $OUT/tensorboard"
 exit $status

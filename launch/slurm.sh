@@ -1,24 +1,19 @@
 #!/usr/bin/env bash
-# Run a trainer on this machine, or on all nodes of the Slurm job we are in. Arguments go to the
-# trainer. The launchers end in this one; TRAINER=mine.py bash launch/slurm.sh ... runs another
-# script.
+# Run a trainer on this machine, or on all nodes of the Slurm job we are in. Arguments go to it. The
+# launchers end in this one; TRAINER=mine.py bash launch/slurm.sh ... runs another script.
 #
-# DRY_RUN=1 checks the trainer's flags, prints the commands and ends. Slurm's warning before the
-# time limit, SIGTERM and Ctrl-C let the trainers finish their step and save; after the warning the
-# job is requeued. A second Ctrl-C ends everything at once.
+# DRY_RUN=1 checks the flags and prints the commands. SIGTERM, Ctrl-C and Slurm's warning before the
+# time limit let trainers finish their step and save; after the warning the job is requeued.
 # Partition and account are sbatch's own: SBATCH_PARTITION=gpu SBATCH_ACCOUNT=me sbatch ...; a
 # container: SRUN_ARGS="--container-image=/images/torch.sqsh --container-mounts=/data"
 set -euo pipefail
 LAUNCHER=${LAUNCHER:-slurm}                     # what messages begin with
-
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
-
 TRAINER=${TRAINER:-}                            # the script that torchrun starts
 AFTER=${AFTER:-}                                # lines of bash that run once, here, after training
 MIN_GPUS=${MIN_GPUS:-1}                         # GPUs this node must have; 0: train on CPUs as well
 NPROC_PER_NODE=${NPROC_PER_NODE:-}              # trainers a node; default: one a GPU
-PORT_BASE=${PORT_BASE:-}                        # (29500) + job id % 1000: the first node's port
-MASTER_PORT=${MASTER_PORT:-}                    # that port itself
+MASTER_PORT=${MASTER_PORT:-}                    # the first node's; default 29500 + job id % 1000
 MAX_RESTARTS=${MAX_RESTARTS:-0}                 # torchrun's own; 0: Slurm restarts, on other nodes
 MAX_REQUEUES=${MAX_REQUEUES:-100}               # how often a job may requeue itself
 REQUEUE_ON_FAILURE=${REQUEUE_ON_FAILURE:-node}  # node: a node was lost; any: any failure; never
@@ -27,7 +22,6 @@ SRUN_WAIT=${SRUN_WAIT:-60}                      # seconds after a node's end unt
 LOG_DIR=${LOG_DIR:-}                            # nodes' logs; in a job default OUTPUT_DIR/node_logs
 DRY_RUN=${DRY_RUN:-0}                           # 1: check, print the commands, end
 export -n LAUNCHER TRAINER AFTER                # launchers that AFTER calls set them
-
 OUTPUT_DIR=$(flag_value --output_dir ./output "$@")
 MARKER=$OUTPUT_DIR/requeue                      # left by trainers that were asked to stop and saved
 job=${SLURM_JOB_ID:-} restart=${SLURM_RESTART_COUNT:-0} nodes=1
@@ -36,7 +30,6 @@ if [ -n "$job$AFTER" ]; then LOG_DIR=${LOG_DIR:-$OUTPUT_DIR/node_logs}; fi
 PROGRESS=$LOG_DIR/$job.progress                 # newest checkpoint at the last requeue
 
 # -- checks ----------------------------------------------------------------------------------------
-
 use_environment torchrun torch transformers
 need_file "$TRAINER" TRAINER
 gpus=$(count_gpus)
@@ -45,8 +38,6 @@ gpus=$(count_gpus)
 [ -n "$NPROC_PER_NODE" ] || [ "$gpus" -ge "${SLURM_GPUS_ON_NODE:-0}" ] || die "Slurm gave" \
     "$SLURM_GPUS_ON_NODE GPUs on $HOSTNAME, the driver shows $gpus; NPROC_PER_NODE=1 trains without"
 NPROC_PER_NODE=${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}
-[ "$gpus" = 0 ] || [ "$NPROC_PER_NODE" -le "$gpus" ] ||
-    die "NPROC_PER_NODE=$NPROC_PER_NODE, but $HOSTNAME has $gpus GPUs"
 if [ "$gpus" = 0 ]; then
     say "no GPU on $HOSTNAME: trainers run on CPUs, $NPROC_PER_NODE a node (NPROC_PER_NODE)"
 else
@@ -59,12 +50,10 @@ threads=$(($(count_cpus) / NPROC_PER_NODE))     # a trainer's share of the CPUs
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
 # -- the command -----------------------------------------------------------------------------------
-
+node=(bash "$REPO/launch/node.sh" "${LOG_DIR:+$LOG_DIR/${job:-local}}" torchrun)
+port=$MASTER_PORT                               # without it, a free port: jobs may share a node
 if [ -z "$job" ]; then
-    [ -z "$PORT_BASE" ] ||
-        die "PORT_BASE is added to a Slurm job's number, and this is not a job: set MASTER_PORT"
-    port=$MASTER_PORT                           # without it, a free port
-    command=(bash "$REPO/launch/node.sh" "${LOG_DIR:+$LOG_DIR/local}" torchrun "${one_machine[@]}")
+    command=("${node[@]}" "${one_machine[@]}")
 else
     nodes=$SLURM_JOB_NUM_NODES
     # srun no longer inherits --cpus-per-task. --kill-on-bad-exit: a node's failure ends the others.
@@ -72,12 +61,10 @@ else
     on_nodes=(srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --input=none)
     read -ra more <<<"$SRUN_ARGS"
     command=("${on_nodes[@]}" --cpus-per-task="$(count_cpus)" --export=ALL --kill-on-bad-exit=1
-        --wait="$SRUN_WAIT" "${more[@]}" bash "$REPO/launch/node.sh" "$LOG_DIR/$job" torchrun)
-    if [ "$nodes" = 1 ] && [ -z "$MASTER_PORT$PORT_BASE" ]; then
-        port='' command+=("${one_machine[@]}")  # a free port: jobs may share a node
-    else    # head could end scontrol, and with it us
-        master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
-        port=${MASTER_PORT:-$((${PORT_BASE:-29500} + job % 1000))}
+        --wait="$SRUN_WAIT" "${more[@]}" "${node[@]}")
+    if [ "$nodes$MASTER_PORT" = 1 ]; then command+=("${one_machine[@]}"); else
+        port=${MASTER_PORT:-$((29500 + job % 1000))}
+        master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)     # head may end it
         command+=(--nnodes="$nodes" --rdzv-backend=c10d --rdzv-id="$job.$restart"
             --rdzv-endpoint="$master:$port")
     fi
@@ -85,7 +72,7 @@ fi
 command+=(--nproc-per-node="$NPROC_PER_NODE" --max-restarts="$MAX_RESTARTS" "$TRAINER" "$@")
 
 if [ "$DRY_RUN" = 1 ]; then
-    if grep -qE '(flags|cli)\.parse\(' "$TRAINER"; then   # one of this repository's scripts
+    if grep -q 'cli\.parse(' "$TRAINER"; then   # one of this repository's scripts
         CHECK_FLAGS=1 WORLD_SIZE=$((nodes * NPROC_PER_NODE)) LOCAL_WORLD_SIZE=$NPROC_PER_NODE \
             python "$TRAINER" "$@" >&2 || exit $?
     fi
@@ -95,7 +82,6 @@ if [ "$DRY_RUN" = 1 ]; then
 fi
 
 # -- training --------------------------------------------------------------------------------------
-
 if [ -n "$port" ] && (exec 3<>"/dev/tcp/localhost/$port") 2>/dev/null; then
     die "port $port on $HOSTNAME is in use; set MASTER_PORT to another one"
 fi
@@ -114,18 +100,14 @@ fi
 # srun passes USR1 on to every task, and ends the step on TERM. node.sh asks its trainers on TERM,
 # once it catches it (bit 14), and ends them on INT.
 ask() {
-    if [ -n "$job" ]; then
-        kill -USR1 "$1"
-    elif ((16#$(sed -n 's/^SigCgt:[[:space:]]*//p' "/proc/$1/status") & 1 << 14)); then
-        kill -TERM "$1"
-    fi
+    if [ -n "$job" ]; then kill -USR1 "$1"; return; fi
+    ! ((16#$(sed -n 's/^SigCgt:[[:space:]]*//p' "/proc/$1/status") & 1 << 14)) || kill -TERM "$1"
 }
 end() { if [ -n "$job" ]; then kill -TERM "$1"; else kill -INT "$1"; fi; }
-status=0
+status=0 lost='a node was lost'
 supervise ask end "${command[@]}" || status=$?
 
 # -- what comes next -------------------------------------------------------------------------------
-
 # A lost node leaves its step listed after srun, or starts nothing any more. The exit status does
 # not show it: trainers that lose a peer fail as after any error.
 node_lost() {
@@ -142,12 +124,11 @@ node_lost() {
 progressed() {
     local newest noted
     noted=$(cat "$PROGRESS" 2>/dev/null) || noted=-1        # the first such requeue
-    newest=$(find "$OUTPUT_DIR" -maxdepth 1 | sed -n 's|.*/checkpoint-\([0-9]*\)$|\1|p' | sort -n |
-        tail -n 1)
-    [ "${newest:-0}" -gt "$noted" ] && echo "${newest:-0}" >"$PROGRESS"
+    newest=$(find "$OUTPUT_DIR" -maxdepth 1 | grep -oP '/checkpoint-\K\d+$' | sort -n | tail -n1) ||
+        newest=0
+    [ "$newest" -gt "$noted" ] && echo "$newest" >"$PROGRESS"
 }
 
-lost='a node was lost'
 requeue() {         # REASON; does not return
     local state
     [ -n "$job" ] || exit $status

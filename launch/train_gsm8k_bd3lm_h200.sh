@@ -5,25 +5,18 @@
 #
 #   sbatch launch/train_gsm8k_bd3lm_h200.sh             one GPU, data and tokenizer from the hub
 #   TRAIN_DATA=train.jsonl TEST_DATA=test.jsonl TOKENIZER=tokenizer.json bash launch/...    offline
-#   PRESET=aggressive sbatch launch/train_gsm8k_bd3lm_h200.sh --strip_calculator
 #   INIT_FROM=kuleshov-group/bd3lm-owt-block_size16 sbatch launch/...   published weights: better
 #   bash launch/train_gsm8k_bd3lm_h200.sh --demo        small, on problems it makes itself; no GPU
 #
-# DRY_RUN=1, signals, requeueing: launch/slurm.sh, which this one calls. A job whose time ends while
-# it answers problems is requeued, too.
-#
-#SBATCH --job-name=train_gsm8k_bd3lm --output=%x-%j.out --open-mode=append
-#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=18
-#SBATCH --mem=64G --time=24:00:00 --requeue --signal=B:USR1@300
+# DRY_RUN=1, signals, requeueing, also while it answers: launch/slurm.sh, which this one calls.
+#SBATCH -J train_gsm8k_bd3lm --output=%x-%j.out --open-mode=append --requeue --signal=B:USR1@300
+#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=18 --mem=64G --time=24:00:00
 set -euo pipefail
 export LAUNCHER=${LAUNCHER:-train_gsm8k_bd3lm_h200}
-
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")  # sbatch runs a copy; Slurm knows the original
-[ -e "$here/env.sh" ] || here=$(cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(scontrol show job \
-    "${SLURM_JOB_ID:-0}" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1|p")" 2>/dev/null) ||
-    { echo "$LAUNCHER: error: env.sh not found: sbatch FILE, not sbatch < FILE" >&2; exit 1; }
-source "$here/env.sh"
-
+[ -e "$here/env.sh" ] || here=$(exec 2>/dev/null; cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(
+    scontrol show job "$SLURM_JOB_ID" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1|p")") || :
+source "${here:?env.sh not found: sbatch FILE, not sbatch < FILE}/env.sh"
 export TRAINER=${TRAINER:-$REPO/diffusion/train_bd3lm.py}
 declare -A overrides=([model.attn_backend]=--attn_backend [trainer.precision]=--bf16
     [model.gradient_checkpointing]=--gradient_checkpointing [trainer.compile]=--compile
@@ -31,18 +24,15 @@ declare -A overrides=([model.attn_backend]=--attn_backend [trainer.precision]=--
     [lr_scheduler.num_warmup_steps]=--warmup_steps [block_size]=--block_size [seed]=--seed)
 translate "$@"
 set -- "${arguments[@]}"
-declare -A presets=(            # problems a step; the trainer has the rest of each
-    [conservative]=256 [recommended]=512 [aggressive]=768 [extreme]=1024 [source]=256 [finetune]=128
-    [convert]=64 [sdar]=64)
+declare -A presets=([conservative]=256 [recommended]=512 [aggressive]=768 [extreme]=1024
+    [source]=256 [finetune]=128 [convert]=64 [sdar]=64)     # problems a step; the trainer has more
 SAMPLER=${SAMPLER:-$REPO/diffusion/sample_bd3lm.py}     # the script that answers
 SYSTEM=${SYSTEM:-gsm8k}             # gsm8k, chat or hdp; train_hdp_diffusion_h200.sh sets hdp
 MIN_ACCURACY=${MIN_ACCURACY:-0.8}   # demo: share of new problems to answer right, else status 1
-LOG_DIR=${LOG_DIR:-}                # where the output is kept; default OUTPUT_DIR/node_logs
 cpus=$(count_cpus)
 setting INIT_FROM '' --init_from    # weights to start from: hub name or folder
 case $(flag_value --init_from "$INIT_FROM" "$@") in
-'') preset=recommended ;; *SDAR*) preset=sdar ;; *) preset=finetune ;;
-esac
+'') preset=recommended ;; *SDAR*) preset=sdar ;; *) preset=finetune ;; esac
 setting PRESET $preset              # of `presets`
 PRESET=$(flag_value --batch_preset "$PRESET" "$@")
 setting GLOBAL_BATCH_SIZE ''        # problems a step, of all GPUs; default: the preset's
@@ -64,12 +54,10 @@ setting SWITCHES '--bf16 --tf32 --compile --pack --drop_too_long --auto'        
 setting SAMPLE_FLAGS '--bf16 --drop_too_long'                       # flags of the sampler
 known_settings
 
-demo='' plan='' after='' batch=$GLOBAL_BATCH_SIZE$BATCH_SIZE$GRAD_ACCUM
-if has_flag --demo "$@"; then demo=1; fi
-if has_flag --dry_run "$@"; then plan=1; fi     # the trainer's own: nothing to answer with
-OUTPUT_DIR=${OUTPUT_DIR:-outputs/${SYSTEM}_$([ -n "$demo" ] && echo demo || echo h200)}
-OUTPUT_DIR=$(flag_value --output_dir "$OUTPUT_DIR" "$@")
-case $SYSTEM in gsm8k | chat | hdp) ;; *) die "SYSTEM=$SYSTEM: gsm8k, chat or hdp" ;; esac
+demo='' after='' batch=$GLOBAL_BATCH_SIZE$BATCH_SIZE$GRAD_ACCUM
+if has_flag --demo "$@"; then demo=demo; fi
+OUTPUT_DIR=$(flag_value --output_dir "${OUTPUT_DIR:-outputs/${SYSTEM}_${demo:-h200}}" "$@")
+[[ $SYSTEM =~ ^(gsm8k|chat|hdp)$ ]] || die "SYSTEM=$SYSTEM: gsm8k, chat or hdp"
 preset=${presets[${PRESET:-none}]:-}
 [ -n "$preset" ] || die "PRESET=$PRESET: one of ${!presets[*]}"
 need_number GLOBAL_BATCH_SIZE BATCH_SIZE GRAD_ACCUM GPUS
@@ -93,37 +81,30 @@ if [ -n "$demo" ]; then     # small: two CPU cores show falling bounds and an ac
 else
     [ -n "$TRAIN_DATA" ] || die "TRAIN_DATA is not set: a file of training problems"
     read -ra switches <<<"$SWITCHES"
+    if ! has_flag "--(per_device_train_batch_size|gradient_accumulation_steps)" "$@"; then
+        # the trainer derives the rest: GLOBAL_BATCH_SIZE = BATCH_SIZE x GRAD_ACCUM x GPUS
+        if [ -z "$BATCH_SIZE" ] || [ -z "$GRAD_ACCUM" ]; then : "${GLOBAL_BATCH_SIZE:=$preset}"; fi
+    elif [ -n "$batch" ]; then
+        die "the batch is set by variables and by flags: leave one out"
+    fi
     settings=(--batch_preset "$PRESET" --train_data_file "$TRAIN_DATA" --model_size "$SIZE"
         --block_size "$BLOCK_SIZE" --num_workers "$WORKERS" "${switches[@]}"
-        ${TOKENIZER:+--tokenizer "$TOKENIZER"})
-    if has_flag --per_device_train_batch_size "$@" ||
-        has_flag --gradient_accumulation_steps "$@"; then
-        [ -z "$batch" ] || die "the batch is set by variables and by flags: leave one out"
-    else    # the trainer derives the rest: GLOBAL_BATCH_SIZE = BATCH_SIZE x GRAD_ACCUM x GPUS
-        if [ -z "$BATCH_SIZE" ] || [ -z "$GRAD_ACCUM" ]; then
-            GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-$preset}
-        fi
-        settings+=(${GLOBAL_BATCH_SIZE:+--global_batch_size "$GLOBAL_BATCH_SIZE"}
-            ${BATCH_SIZE:+--problems_per_batch "$BATCH_SIZE"}
-            ${GRAD_ACCUM:+--gradient_accumulation_steps "$GRAD_ACCUM"})
-    fi
-    if [ -n "$batch" ] && [ -z "$LR" ] && ! has_flag --learning_rate "$@"; then
+        ${TOKENIZER:+--tokenizer "$TOKENIZER"}
+        ${GLOBAL_BATCH_SIZE:+--global_batch_size "$GLOBAL_BATCH_SIZE"}
+        ${BATCH_SIZE:+--problems_per_batch "$BATCH_SIZE"}
+        ${GRAD_ACCUM:+--gradient_accumulation_steps "$GRAD_ACCUM"})
+    [ -z "$batch" ] || [ -n "$LR" ] || has_flag --learning_rate "$@" ||
         settings+=(--scale_lr_from_batch "$preset")
-    fi
 fi
 
-if [ -n "$plan" ]; then
-    after=''
-elif [ -n "$TEST_DATA" ]; then
-    read -ra sample_flags <<<"$SAMPLE_FLAGS"
+if has_flag --dry_run "$@"; then after=''       # the trainer's own: nothing to answer with
+elif [ -z "$TEST_DATA" ]; then say "no TEST_DATA, so no accuracy"
+else
     how=--test_file
     if [ "$SYSTEM$demo" = chat ]; then how=--bound SAMPLER=${SAMPLER/sample_bd3lm/evaluate}; fi
-    after+=$(printf '%q ' python "$SAMPLER" --checkpoint "$OUTPUT_DIR" $how "$TEST_DATA" \
-        "${sample_flags[@]}")
-else
-    say "no TEST_DATA, so no accuracy"
+    after+=$(printf '%q ' python "$SAMPLER" --checkpoint "$OUTPUT_DIR" $how "$TEST_DATA")
+    after+=$SAMPLE_FLAGS
 fi
-export AFTER="$after${AFTER:+$'\n'$AFTER}"
-export NPROC_PER_NODE=$GPUS LOG_DIR=${LOG_DIR:-$OUTPUT_DIR/node_logs}
+export AFTER="$after${AFTER:+$'\n'$AFTER}" NPROC_PER_NODE=$GPUS
 exec bash "$REPO/launch/slurm.sh" --system "$SYSTEM" "${settings[@]}" "${flags[@]}" \
     --output_dir "$OUTPUT_DIR" "$@"

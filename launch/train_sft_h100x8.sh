@@ -6,34 +6,24 @@
 #
 # Also on 1, 2 and 4 GPUs: --auto fits packs to the GPUs, and a step stays about GLOBAL_BATCH_SIZE
 # samples. DRY_RUN=1, signals, requeueing: launch/slurm.sh, which this one calls.
-#
-#SBATCH --job-name=train_sft_h100x8 --output=%x-%j.out --open-mode=append
-#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=64
-#SBATCH --mem=0 --time=4:00:00 --requeue --signal=B:USR1@600
+#SBATCH -J train_sft_h100x8 --output=%x-%j.out --open-mode=append --requeue --signal=B:USR1@600
+#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=64 --mem=0 --time=4:00:00
 set -euo pipefail
 export LAUNCHER=train_sft_h100x8
-
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")  # sbatch runs a copy; Slurm knows the original
-[ -e "$here/env.sh" ] || here=$(cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(scontrol show job \
-    "${SLURM_JOB_ID:-0}" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1|p")" 2>/dev/null) ||
-    { echo "$LAUNCHER: error: env.sh not found: sbatch FILE, not sbatch < FILE" >&2; exit 1; }
-source "$here/env.sh"
-
+[ -e "$here/env.sh" ] || here=$(exec 2>/dev/null; cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(
+    scontrol show job "$SLURM_JOB_ID" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1|p")") || :
+source "${here:?env.sh not found: sbatch FILE, not sbatch < FILE}/env.sh"
 export TRAINER=${TRAINER:-$REPO/distill/train_sft.py}       # the script that torchrun starts
-case ${1:-} in
-'' | -*) die "the first argument is the output folder: $LAUNCHER.sh OUT [flags]" ;;
-esac
-out=$1
+[[ ${1:--} != -* ]] || die "the first argument is the output folder: $LAUNCHER.sh OUT [flags]"
 declare -A overrides=(          # as people have them of verl's scripts
     [data.micro_batch_size_per_gpu]=--per_device_train_batch_size [data.max_length]=--max_length
     [data.train_batch_size]=--global_batch_size [data.train_files]=--train_data_file
     [data.val_files]=--eval_data_file [trainer.total_epochs]=--num_train_epochs
     [model.fsdp_config.model_dtype]=--bf16 [model.partial_pretrain]=--model_path
-    [model.path]=--model_path [optim.lr]=--learning_rate
-    [model.enable_gradient_checkpointing]=--gradient_checkpointing
-    [trainer.default_local_dir]=--output_dir)
+    [model.enable_gradient_checkpointing]=--gradient_checkpointing [model.path]=--model_path
+    [optim.lr]=--learning_rate [trainer.default_local_dir]=--output_dir)
 translate "${@:2}"
-
 setting MODEL Qwen/Qwen3-4B-Instruct-2507 --model_path      # folder or hub name of the student
 setting TRAIN_FILE ./data/prompt_distillation_lang.jsonl --train_data_file  # teacher labels
 setting BATCH_SIZE '' --per_device_train_batch_size  # a GPU and micro-step; empty: packs
@@ -52,7 +42,5 @@ setting LOGGING_STEPS 5 --logging_steps                     # optimizer steps be
 setting REPORT_TO tensorboard -  # besides metrics.jsonl; several, separated by spaces
 setting SWITCHES '--bf16 --tf32 --auto' -  # flags without a value; SWITCHES= gives none of them
 known_settings
-read_switches ''
-
-flags+=(--output_dir "$out" "${switches[@]}" "${arguments[@]}")
-exec bash "$REPO/launch/slurm.sh" "${flags[@]}"
+read_switches
+exec bash "$REPO/launch/slurm.sh" "${flags[@]}" --output_dir "$1" "${switches[@]}" "${arguments[@]}"

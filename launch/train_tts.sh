@@ -1,25 +1,18 @@
 #!/usr/bin/env bash
 # Train Higgs-Audio V2 on one node or many: adapters, or with LORA=0 all weights; --auto fits the
-# run to the GPUs. Arguments go to train_v2_ddp.py (its --help lists them); they, and --config FILE,
-# override the settings below.
+# run to the GPUs. Flags of train_v2_ddp.py and --config FILE override the settings below.
 #
 #   TRAIN_DATA=train.json sbatch launch/train_tts.sh                2 nodes; or sbatch --nodes=1
 #   TRAIN_DATA=train.json OUTPUT_DIR=out bash launch/train_tts.sh   this machine, all its GPUs
-#
 # VENV, NPROC_PER_NODE, DRY_RUN=1, signals, requeueing: launch/slurm.sh, which this one calls.
-#
-#SBATCH --job-name=train_tts --output=%x-%j.out --open-mode=append
-#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=64
-#SBATCH --mem=0 --time=24:00:00 --requeue --signal=B:USR1@600
+#SBATCH -J train_tts --output=%x-%j.out --open-mode=append --requeue --signal=B:USR1@600
+#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=64 --mem=0 --time=24:00:00
 set -euo pipefail
 export LAUNCHER=${LAUNCHER:-train_tts}
-
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")  # sbatch runs a copy; Slurm knows the original
-[ -e "$here/env.sh" ] || here=$(cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(scontrol show job \
-    "${SLURM_JOB_ID:-0}" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1|p")" 2>/dev/null) ||
-    { echo "$LAUNCHER: error: env.sh not found: sbatch FILE, not sbatch < FILE" >&2; exit 1; }
-source "$here/env.sh"
-
+[ -e "$here/env.sh" ] || here=$(exec 2>/dev/null; cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(
+    scontrol show job "$SLURM_JOB_ID" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1|p")") || :
+source "${here:?env.sh not found: sbatch FILE, not sbatch < FILE}/env.sh"
 export TRAINER=${TRAINER:-$REPO/train_v2_ddp.py}        # the script that torchrun starts
 setting MODEL bosonai/higgs-audio-v2-generation-3B-base --model_path    # folder or hub name
 setting CODEC bosonai/higgs-audio-v2-tokenizer --audio_tokenizer_path   # audio tokenizer
@@ -48,12 +41,11 @@ setting PREPROCESS '' --preprocess_num_proc                 # processes that dec
 setting LOGGING_STEPS '' --logging_steps                    # optimizer steps between log lines
 setting REPORT_TO '' -                              # besides metrics.jsonl, separated by spaces
 known_settings
-read_switches --parallel fsdp
+read_switches
+[ "$LORA" != 0 ] || has_flag --auto "${switches[@]}" || switches+=(--parallel fsdp)
 [ -n "$TRAIN_DATA" ] || has_flag --train_data_file "$@" || has_flag --train_data_dir "$@" ||
     has_flag --config "$@" || die "TRAIN_DATA is not set: a ChatML file or a folder of them"
-
 if [ -z "${VENV:-}" ] && conda env list 2>/dev/null | grep '^tts_env ' >/dev/null; then
     export CONDA_ENV=${CONDA_ENV:-tts_env}
 fi
-
 exec bash "$REPO/launch/slurm.sh" "${flags[@]}" "${switches[@]}" "$@"

@@ -52,6 +52,8 @@ ABSENT = {"--tasks": "lm_eval", "--mos": "speechmos", "--max_model_len": "vllm",
 def place(workshop, tiny):      # noqa: F811
     """The workshop with everything that a guide names."""
     make_tiny.main([str(workshop / "higgs3"), "--clips", "2", "--speakers", "1", "--higgs3"])
+    tiny.codes.mkdir(exist_ok=True)
+    (workshop / "codes").symlink_to(tiny.codes)
     (workshop / "TTS3").symlink_to(workshop / "higgs3" / "model")
     make_problems.write_demo(workshop, 12, 4)
     write_speech(workshop / "me.wav", 200, seconds=2)
@@ -87,6 +89,8 @@ def filled(words, place, url):
     flags = [SWAPS.get(flag, flag).replace("http://localhost:8000/v1", url) for flag in flags]
     flags = [str(newest(place / flag)) if "checkpoint-" in flag else flag for flag in flags]
     flags += SHORT.get(script, "").split()
+    if script == "train_v2_ddp.py" and "prepared" not in flags:
+        flags += ["--code_cache", "codes"]      # clips are encoded once
     if script == "distill/create_data.py" and "--base_url" not in flags:
         flags += ["--engine", "transformers", "--max_tokens", "40"]
     return script, flags

@@ -62,6 +62,9 @@ def test_answers_that_are_no_scores(made):
             scores = server.model(torch.tensor([[5, 6]])).logits[0, -1].log_softmax(-1)
         assert list(ids) == scores.topk(3).indices.tolist()
         assert logprobs == pytest.approx(scores.topk(3).values.tolist())
+        (_, both), _ = scorer(SimpleNamespace(prompted_ids=torch.tensor([5, 6, 7]), prompted_rows=torch.tensor([1]),
+                                              prompted_cu_seqlens=torch.tensor([0, 3])))
+        assert both.exp().sum().item() == pytest.approx(1)      # with what the other tokens share
         score = server.score
         for wrong, words in ((lambda ids, k: None, "of 0 places for 1"), (lambda ids, k: score(ids, 2), "gave . tokens"),
                              (lambda ids, k: score(ids, k)[1:], "of 0 places for 1")):

@@ -134,7 +134,7 @@ def test_a_link_to_a_launcher_finds_the_repository(tmp_path):
     (tmp_path / "mine.sh").symlink_to(ROOT / "launch" / "train_tts.sh")
     assert f"{ROOT}/train_v2_ddp.py" in printed_command(launch(tmp_path / "mine.sh", DRY_RUN="1", TRAIN_DATA=__file__))[0]
     done = launch(shutil.copy(ROOT / "launch" / "train_tts.sh", tmp_path), PATH="/usr/bin:/bin")
-    assert done.returncode == 1 and "train_tts: error: env.sh not found: sbatch FILE, not sbatch < FILE" in done.stderr
+    assert done.returncode == 1 and "env.sh not found: sbatch FILE, not sbatch < FILE\n" in done.stderr
     for name, near, wrong in (("create_data_h100x8", "MAX_MODEL_LEN", "MAXMODELLEN"),
                               ("distill_demo", "LEARNING_RATE", "LEARNINGRATE"), ("demo", "SENTENCES", "SENTENCE")):
         (tmp_path / f"my_{name}").symlink_to(ROOT / "launch" / f"{name}.sh")
