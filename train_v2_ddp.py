@@ -192,8 +192,8 @@ def empty_model(source, config_dict):
     # DDP would wait for the gradient of a weight that no loss reaches
     module.freeze_unreachable(native, args.text_loss_weight)
     if args.base_dtype == "nf4":
-        from core import nf4
-        nf4.convert(module.layers(native))
+        from core import quantized
+        quantized.to_nf4(module.layers(native))
     model = module.packed(net, args.gradient_checkpointing)
     require(any(parameter.requires_grad for parameter in model.parameters()),
             "these flags leave no weight to train")
@@ -286,15 +286,15 @@ model.to_empty(device="cpu" if args.cpu_offload else device)
 module.reset_buffers(native, device)        # to_empty has left them unset
 named = adapters.base_weights(net) if args.use_lora else dict(native.named_parameters())
 if args.base_dtype == "nf4":
-    from core import nf4
-    nf4.load_weights(native, weights.load_weights, named, parts, world)
+    from core import quantized
+    quantized.load_nf4(native, weights.load_weights, named, parts, world)
 else:
     weights.load_weights(named, parts, world)
 if args.use_lora:
     adapters.load_adapters(net, resume) if resume else adapters.init_adapters(net, args.seed)
 if args.float8:
-    from core import float8
-    float8.convert(module.layers(native))
+    from core import quantized
+    quantized.to_float8(module.layers(native))
 model.train()
 # FSDP2 has changed the model itself; DDP is a module around it
 wrapped = dist.wrap_ddp(model, world) if args.parallel == "ddp" else model
@@ -351,7 +351,7 @@ def evaluate():
              for pack in rank_packs(held_out, world.rank, world.size, 1, epochs=1)]
     loader = make_loader(table, ids, packs, num_workers=min(1, args.num_workers), prefetch_factor=2)
     total = torch.zeros(n_sums, dtype=torch.float64, device=device)
-    for i, batch in enumerate(loading.each(loader)):
+    for i, batch in enumerate(loading.iterate(loader)):
         # often enough for a prompt stop, seldom enough to cost nothing
         if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):
             return None
@@ -422,7 +422,7 @@ packs = ([int(train_ids[i]) for i in pack] for pack in rank_packs(
     order, world.rank, world.size, accumulation, epochs, epoch, first_pack))
 loader = make_loader(table, ids, packs, num_workers=args.num_workers, prefetch_factor=4,
                      pad_to=args.max_tokens_per_batch)
-batches = loading.ahead(loader, device)     # the next two come while one is used
+batches = loading.iterate(loader)       # loader processes read ahead
 eval_due = bool(state.get("eval_due") and validates)     # a signal broke that validation off
 log = run.open_log(args, world, step, eval_due)
 lines[0] += f"peak lr {args.learning_rate:.2e}, warm-up {args.warmup_steps}"
@@ -443,7 +443,7 @@ while step < total_steps and not stopping:
     for micro in range(accumulation):
         watch.report_progress(f"loading data for step {step + 1}")
         with timer.waiting():
-            batch = next(batches)
+            batch = next(batches).to(device)
         mine = list(batch.samples)
         # a batch that differs from the plan would divide by another count than the other ranks'
         assert batch.counts["audio_targets"] == table.audio_targets[mine].sum()

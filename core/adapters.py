@@ -1,5 +1,11 @@
-"""LoRA adapters in any model, plain or sharded: add, fill, save, load; the files are PEFT's own
-format.
+"""LoRA adapters in any model, plain or sharded: add, compute, fill, save, load; files are PEFT's.
+
+Frozen linear layers of one input and their adapters are one operation with its gradient. Layer by
+layer, autograd makes the gradient of the input once for each frozen weight and once for each
+adapter, and adds them up, a pass over memory as wide as the layer each time. Here each product adds
+to what is there already, and the adapters' halves that read the input lie one behind the other, so
+that the input and its gradient are read once for all of them. Same sums but for rounding. Dropout
+draws one mask for all adapters of an input, where PEFT draws one each: each adapter drops as much.
 """
 import contextlib
 import copy
@@ -13,7 +19,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from core import checkpoint, json_files, low_rank, tensor_io
+from core import checkpoint, fused, json_files, tensor_io
 from core.cli import UserError
 
 WHOLE = ".modules_to_save."             # in the names of modules that are trained as a whole
@@ -30,44 +36,138 @@ FIELDS = {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", 
 INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
-class AddingLinear(Linear):
-    """PEFT's LoRA linear layer whose update is added by the matrix product that makes it.
+# ---- Computed
 
-    PEFT's own forward writes the update, scales it and adds it: three more passes over memory as
-    wide as the output, which at rank 16 take longer than the products. Same numbers but for
-    rounding, same names and files.
+
+def add_products(lefts, rights):
+    """lefts[0] @ rights[0] + lefts[1] @ rights[1] + ..., each added by the kernel that computes it;
+    2-d, one dtype.
+    """
+    out = lefts[0] @ rights[0]
+    for left, right in zip(lefts[1:], rights[1:]):
+        out.addmm_(left, right)
+    return out
+
+
+# One operator in compiled layers: torch 2.11's compiler gives no gradient to an output of an
+# autograd.Function that was changed in place, and Inductor copies what a product is added to.
+compiled_add_products = fused.define_operator(
+    "add_products", "(Tensor[] lefts, Tensor[] rights) -> Tensor", add_products,
+    lambda lefts, rights: lefts[0].new_empty(lefts[0].shape[0], rights[0].shape[1]))
+
+
+def sum_products(lefts, rights):
+    """add_products, eager or compiled."""
+    compiling = torch.compiler.is_compiling()
+    return (compiled_add_products if compiling else add_products)(lefts, rights)
+
+
+class _Outputs(torch.autograd.Function):
+    """x W_i^T + scale dropout(x) A_i^T B_i^T of n layers. x (rows, in), W_i (out_i, in),
+    A_i (rank_i, in), B_i (out_i, rank_i).
+    """
+
+    @staticmethod
+    def forward(ctx, x, dtype, scale, rate, in_place, *weights):
+        """weights: all W, all A, all B. dtype: computed in. rate: of the dropout."""
+        n = len(weights) // 3
+        bases, downs, ups = weights[:n], weights[n:2 * n], [up.to(dtype) for up in weights[2 * n:]]
+        x, down = x.to(dtype), torch.cat(downs).to(dtype)
+        rows, *mask = torch.native_dropout(x, rate, True) if rate else (x,)
+        lows = (rows @ down.t() * scale).split([len(part) for part in downs], dim=1)
+        outputs = []
+        for base, up, low in zip(bases, ups, lows):
+            base = full_weight(base, (len(up), x.shape[1]), dtype).t()
+            outputs.append(sum_products([x, low], [base, up.t()]) if in_place
+                           else (x @ base).addmm(low, up.t()))
+        ctx.settings = scale, rate, downs[0].dtype
+        ctx.save_for_backward(*bases, *ups, *lows, down, rows, *mask)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (scale, rate, dtype), saved, n = ctx.settings, ctx.saved_tensors, len(grads)
+        bases, ups, lows = (saved[i * n:(i + 1) * n] for i in range(3))
+        down, rows, *mask = saved[3 * n:]
+        d_ups = [(grad.t() @ low).to(dtype) for grad, low in zip(grads, lows)]
+        d_low = torch.cat([grad @ up for grad, up in zip(grads, ups)], dim=1) * scale
+        d_downs = (d_low.t() @ rows).to(dtype).split([low.shape[1] for low in lows])
+        d_x = None
+        if ctx.needs_input_grad[0]:     # the first layer's input has none: embeddings are frozen
+            wholes = [full_weight(base, (len(up), rows.shape[1]), down.dtype)
+                      for base, up in zip(bases, ups)]
+            if rate:
+                d_x = sum_products(grads, wholes).addcmul(d_low @ down, *mask, value=1 / (1 - rate))
+            else:
+                d_x = sum_products([*grads, d_low], [*wholes, down])
+        return d_x, None, None, None, None, *(None for _ in bases), *d_downs, *d_ups
+
+
+def full_weight(weight, shape, dtype):
+    """A frozen weight in the dtype computed in; one in NF4 is bytes."""
+    if weight.dtype != torch.uint8:
+        return weight.to(dtype)
+    from core import quantized
+    return quantized.whole(weight, shape, dtype)
+
+
+def joins(layer):
+    """Whether a layer's adapter and frozen weight can be computed here."""
+    base = getattr(layer, "base_layer", None)
+    return (hasattr(layer, "adds_in_place") and not (layer.disable_adapters or layer.merged)
+            and (type(base) is torch.nn.Linear or hasattr(base, "nf4")) and base.bias is None
+            and not base.weight.requires_grad)
+
+
+def outputs(x, *layers):
+    """[layer(x)] of linear layers; AddingLinear ones are computed together."""
+    if not all(map(joins, layers)) or len({layer.scaling["default"] for layer in layers}) > 1:
+        return [layer(x) for layer in layers]
+    first, kind, rows = layers[0], x.device.type, x.flatten(0, -2)
+    rate = getattr(first.lora_dropout["default"], "p", 0.0) * first.training
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
+    found = _Outputs.apply(
+        rows, dtype, first.scaling["default"], rate, first.adds_in_place,
+        *(layer.base_layer.weight for layer in layers),
+        *(layer.lora_A["default"].weight for layer in layers),
+        *(layer.lora_B["default"].weight for layer in layers))
+    return [out.view(*x.shape[:-1], out.shape[-1]) for out in found]
+
+
+class AddingLinear(Linear):
+    """PEFT's LoRA linear layer whose update is added by the matrix product that makes it. PEFT's
+    own forward writes the update, scales it and adds it: three more passes over memory as wide as
+    the output, which at rank 16 take longer than the products. Same numbers but for rounding, same
+    names and files.
     """
     # False copies the base's output first: recomputation may have kept it
     adds_in_place = True
+    together = staticmethod(outputs)        # looked for by fused.outputs
 
     def forward(self, x, *args, **kwargs):
         """x (..., in) -> (..., out)."""
-        if args or kwargs or not low_rank.joins(self):
+        if args or kwargs or not joins(self):
             return super().forward(x, *args, **kwargs)
-        return low_rank.outputs(x, self)[0]
+        return outputs(x, self)[0]
 
 
 def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=False, dora=False,
              **settings):
-    """Wrap a model in fp32 adapters; the base is frozen. rslora, dora, settings: of PEFT's
-    LoraConfig; task_type None: not a transformers model.
-
+    """Wrap a model in fp32 adapters; the base is frozen. UserError when a target matches nothing.
     layers: its decoder layers; only linear modules in them get adapters. targets: "all-linear" or
-    comma-separated module name endings. base_name: written into the adapter's config. Raises
-    UserError when a target matches nothing.
+    comma-separated module name endings. base_name: written into the adapter's config. rslora, dora,
+    settings: of PEFT's LoraConfig; task_type None: not a transformers model.
     """
     linear = {name for layer in layers for name, module in layer.named_modules()
               if isinstance(module, torch.nn.Linear)}
-    if targets == "all-linear":
-        names = sorted({name.rpartition(".")[2] for name in linear})
-    else:
-        names = [target.strip() for target in targets.split(",") if target.strip()]
+    endings = sorted({name.rpartition(".")[2] for name in linear})
+    names = endings if targets == "all-linear" else list(
+        filter(None, map(str.strip, targets.split(","))))
     for name in names or [targets]:     # commas alone match nothing
         if not any(other == name or other.endswith("." + name) for other in linear):
-            endings = ", ".join(sorted({other.rpartition(".")[2] for other in linear}))
+            known = ", ".join(endings) or "none, this model has no linear layers"
             raise UserError(f"--lora_target_modules {name!r} matches no linear layer; use "
-                            "all-linear or out of: "
-                            f"{endings or 'none, this model has no linear layers'}")
+                            f"all-linear or out of: {known}")
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names,
                         bias="none", use_rslora=rslora, use_dora=dora,
                         **{"task_type": "CAUSAL_LM", **settings})
@@ -75,17 +175,14 @@ def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=Fal
 
 
 def attach(model, config, base_name=None, autocast=True):
-    """Wrap a model as a peft LoraConfig says; adapters in fp32, the base frozen.
-
-    autocast: it will run under that, or all in fp32; else PEFT casts the inputs itself.
+    """Wrap a model as a peft LoraConfig says; adapters in fp32, the base frozen. autocast: it will
+    run under that, or all in fp32; else PEFT casts the inputs itself.
     """
-    # peft asks transformers in a way that newer transformers finds old
-    with warnings.catch_warnings():
+    with warnings.catch_warnings():     # PEFT asks transformers in a way that newer ones find old
         warnings.simplefilter("ignore", FutureWarning)
-        wrapped = get_peft_model(model, config)
-    # now: get_peft_model overwrites it
-    local = base_name and os.path.isdir(base_name)
-    config.base_model_name_or_path = os.path.abspath(base_name) if local else base_name
+        wrapped = get_peft_model(model, config)     # which overwrites the base's name
+    is_folder = base_name and os.path.isdir(base_name)
+    config.base_model_name_or_path = os.path.abspath(base_name) if is_folder else base_name
     for module in wrapped.modules():
         # DoRA's own forward is PEFT's
         if autocast and type(module) is Linear and not config.use_dora:
@@ -95,18 +192,14 @@ def attach(model, config, base_name=None, autocast=True):
 
 
 def check_config(folder, refused=(), whole=()):
-    """Raise UserError unless a folder has the configuration of a LoRA adapter of which nothing but
-    FIELDS is set.
-
-    refused: those of FIELDS that must not be set either. whole: modules that may be saved with the
-    adapters.
+    """UserError unless a folder has the configuration of a LoRA adapter that sets FIELDS alone.
+    refused: those of FIELDS that must not be set. whole: modules that may be saved with adapters.
     """
     path = Path(folder) / "adapter_config.json"
     if not path.is_file():
         inside = checkpoint.list_checkpoints(folder)
         hint = f"; give one of those in it, such as {inside[-1][1]}" if inside else ""
-        raise UserError(f"--adapter {folder}: no such folder, or no adapter_config.json in "
-                        f"it{hint}")
+        raise UserError(f"--adapter {folder}: no such folder, or no {path.name} in it{hint}")
     saved, usual = json_files.read_object(path), LoraConfig()
     if saved.get("peft_type") != "LORA":
         raise UserError(f"{path}: is a {saved.get('peft_type')!r} adapter; only those of peft_type "
@@ -126,18 +219,15 @@ def check_config(folder, refused=(), whole=()):
 
 
 def add_saved(model, folder, refused=(), whole=()):
-    """Wrap a model in the adapters of a PEFT folder, their weights not yet loaded. Raises
-    UserError.
-
-    They are computed by PEFT's own forward: plain LoRA, rsLoRA, DoRA, ranks and scales by layer.
-    refused, whole: of check_config.
+    """Wrap a model in the adapters of a PEFT folder, weights not yet loaded; PEFT's own forward
+    computes them: plain LoRA, rsLoRA, DoRA, ranks and scales by layer. UserError. refused, whole:
+    of check_config.
     """
     check_config(folder, refused, whole)
     try:
         config = LoraConfig.from_pretrained(folder)
-        # peft would warn that this base has another name
-        config.base_model_name_or_path = None
-        config.init_lora_weights = True             # the weights come from the file
+        config.base_model_name_or_path = None   # PEFT would warn that this base has another name
+        config.init_lora_weights = True         # the weights come from the file
         return attach(model, config, autocast=False)
     except Exception as error:      # PEFT's checks raise a dozen kinds
         raise UserError(f"{Path(folder) / 'adapter_config.json'}: is not a LoRA configuration for "
@@ -159,9 +249,9 @@ def adapter_weights(model):
 
 
 def init_adapters(model, seed):
-    """Fill new adapters: A as PEFT does (Kaiming uniform), B with zeros, DoRA's magnitudes with the
-    lengths of the base's rows, whole modules with the base's; that must be there already. The same
-    for any sharding of the same seed.
+    """Fill new adapters, alike for any sharding: A as PEFT does (Kaiming uniform), B with zeros,
+    DoRA's magnitudes with the lengths of the base's rows, whole modules with the base's, which must
+    be there already.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in adapter_weights(model).items():
@@ -174,22 +264,21 @@ def init_adapters(model, seed):
     for module in model.get_base_model().modules():
         for whole in getattr(module, "modules_to_save", {}).values():
             for ours, base in zip(whole.parameters(), module.original_module.parameters()):
-                ours, base = (getattr(tensor, "_local_tensor", tensor).detach()
-                              for tensor in (ours, base))
-                ours.copy_(base)
-        for magnitude in getattr(module, MAGNITUDE, {}).values():
-            rows, lengths = (getattr(tensor, "_local_tensor", tensor).detach() for tensor in (
-                # of a shard: both have the same rows
-                module.base_layer.weight, magnitude.weight))
-            lengths.copy_(torch.linalg.norm(rows.float(), dim=1))
+                local(ours).copy_(local(base))
+        for magnitude in getattr(module, MAGNITUDE, {}).values():       # shards have the same rows
+            rows = local(module.base_layer.weight)
+            local(magnitude.weight).copy_(torch.linalg.norm(rows.float(), dim=1))
+
+
+def local(tensor):
+    """This rank's part of a tensor that may be sharded."""
+    return getattr(tensor, "_local_tensor", tensor).detach()
 
 
 @contextlib.contextmanager
 def switched_off(model):
-    """Within this context the model computes as its base. For a forward without gradients.
-
-    PEFT's own disable_adapter also changes requires_grad, which FSDP2 copies when it gathers a
-    layer.
+    """Within this context the model computes as its base, without gradients. PEFT's own
+    disable_adapter changes requires_grad, too, which FSDP2 copies when it gathers a layer.
     """
     layers = [(module, module._disable_adapters) for module in model.modules()
               if isinstance(module, BaseTunerLayer)]
@@ -203,18 +292,14 @@ def switched_off(model):
 
 
 def save_config(model, folder):
-    """adapter_config.json; with adapter_weights in adapter_model.safetensors
-    PeftModel.from_pretrained loads it.
-    """
+    """adapter_config.json, which PEFT loads with adapter_weights in adapter_model.safetensors."""
     config = copy.copy(model.peft_config["default"])
     config.inference_mode = True
     config.save_pretrained(folder)
 
 
 def load_adapters(model, folder):
-    """Copy a saved adapter into a freshly wrapped model, sharded or not; raises UserError when it
-    does not fit.
-    """
+    """Copy a saved adapter into a freshly wrapped model, sharded or not. UserError if unlike."""
     saved = json_files.read_object(Path(folder) / "adapter_config.json")
     ours = model.peft_config["default"]
     for key in ("r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "use_dora"):
@@ -225,8 +310,8 @@ def load_adapters(model, folder):
             raise UserError(f"{folder}: adapter has {key} {stored}, this run {value}; give the "
                             "same LoRA flags or another --output_dir")
     weights = adapter_weights(model)
-    found = tensor_io.open_tensors([Path(folder) / "adapter_model.safetensors"])
-    found = {name: [part] for name, part in found.items()}
+    path = Path(folder) / "adapter_model.safetensors"
+    found = {name: [part] for name, part in tensor_io.open_tensors([path]).items()}
     if problem := tensor_io.mismatch({name: p.shape for name, p in weights.items()}, found):
         raise UserError(f"{folder}: the adapter does not fit this model: {problem}")
     for name, parameter in weights.items():

@@ -14,6 +14,7 @@ import functools
 import glob
 import itertools
 import json
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -21,15 +22,13 @@ from pathlib import Path
 from core import json_files
 from core.cli import UserError, require
 from core.loading import token_lists
-from core.json_files import HALF_CHARACTER
 from core.problems import problem
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 THINKING = {"template": None, "true": True, "false": False}     # --enable_thinking -> Encoder's
 KINDS = (".parquet", ".jsonl")                          # of a data set's files in a folder
-# ShareGPT's names of roles, beside ROLES
 SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant",
-            "observation": "tool"}
+            "observation": "tool"}      # its names of roles
 # keys of a message, and those that some roles have beside them
 KNOWN = {"role", "content", "reasoning_content"}
 KEYS = {"assistant": {"tool_calls", "weight"}, "tool": {"tool_call_id", "name"}}
@@ -42,18 +41,15 @@ FORMS = ('has no list "messages"; a line is {"messages": [{"role": ..., "content
 def group_key(record):
     """The record's integer "id", or None for another kind. ValueError for one out of range."""
     key = record.get("id")
-    if type(key) is not int:
-        return None
-    if not 0 <= key < 2**63:
+    if type(key) is int and not 0 <= key < 2**63:
         raise ValueError(f'has the "id" {key}; give a whole number from 0 on, below 2**63, or '
                          "leave it out")
-    return key
+    return key if type(key) is int else None
 
 
 def read_records(path, problems):
-    """Yield (line number, record with messages that can be used); others go to the list problems.
-
-    Empty lines are passed over. Raises UserError when the file cannot be read.
+    """Yield (line number, record with messages that can be used); others go to the list problems,
+    empty lines nowhere. Raises UserError when the file cannot be read.
     """
     for records, wrong in read_chunks(path, 1):
         problems.extend(wrong)
@@ -70,44 +66,50 @@ def read_chunks(path, size, first=0, step=1):
     """Yield (read_records' records, its problems) of every `step`-th chunk of `size` lines from
     chunk `first` on.
     """
-    lines = numbered_lines(path, size)
-    for _ in itertools.islice(lines, first * size):
-        pass
-    while chunk := list(itertools.islice(lines, size)):
-        records, problems = [], []
-        for number, line in chunk:
-            check, record = "unreadable", line
-            if not isinstance(line, dict) and not line.strip():
-                continue
-            try:
-                if not isinstance(line, dict):
-                    record = json_files.loads(line)
-                if not isinstance(record, dict):
-                    raise ValueError(f"is a JSON {type(record).__name__}, and one object a line is "
-                                     "read; a list becomes lines by: jq -c '.[]' LIST > "
-                                     "LINES.jsonl")
-                check, record = "invalid", as_messages(record)
-                check_messages(record)
-                group_key(record)
-                records.append((number, record))
-            except ValueError as error:
-                problems.append(problem(f"{path}:{number}", check, error, path))
-        yield records, problems
-        for _ in itertools.islice(lines, (step - 1) * size):
-            pass
+    chunk = []
+    for number, line in numbered_lines(path, size):
+        if (number - 1) // size % step == first % step and number > first * size:
+            chunk.append((number, line))
+        if chunk and number % size == 0:
+            yield usable(path, chunk)
+            chunk = []
+    if chunk:
+        yield usable(path, chunk)
+
+
+def usable(path, chunk):
+    """([(line number, record)], [problem]) of [(line number, line or row)]."""
+    records, problems = [], []
+    for number, line in chunk:
+        check = "unreadable"
+        if not isinstance(line, dict) and not line.strip():
+            continue
+        try:
+            if not isinstance(record := parsed(line), dict):
+                raise ValueError(f"is a JSON {type(record).__name__}, and one object a line is "
+                                 "read; a list becomes lines by: jq -c '.[]' LIST > LINES.jsonl")
+            check, record = "invalid", as_messages(record)
+            check_messages(record)
+            group_key(record)
+            records.append((number, record))
+        except ValueError as error:
+            problems.append(problem(f"{path}:{number}", check, error, path))
+    return records, problems
+
+
+def parsed(value):
+    """The value of a JSON text; anything else is a value already. ValueError."""
+    return json_files.loads(value) if isinstance(value, (str, bytes)) else value
 
 
 def records_at(path, numbers):
     """Yield (line number, record) of these lines of read_records' file, which could be used."""
-    for number, line in numbered_lines(path, 1):
-        if number in numbers:
-            record = line if isinstance(line, dict) else json_files.loads(line)
-            yield number, as_messages(record)
+    return ((number, as_messages(parsed(line))) for number, line in numbered_lines(path, 1)
+            if number in numbers)
 
 
 def as_messages(record, trained=True):
     """The record with the messages and tools that templates want, whichever known form it has.
-
     trained: what follows the last answer is left out, as nothing there is trained. ValueError.
     """
     if not isinstance(record.get("messages"), list):
@@ -115,36 +117,37 @@ def as_messages(record, trained=True):
     messages = record.get("messages")
     if not isinstance(messages, list):
         return record
-    messages = [as_message(message) for message in messages]
-    roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+    messages = [as_message(m) if isinstance(m, dict) else m for m in messages]
+    roles = [m.get("role") if isinstance(m, dict) else None for m in messages]
     if trained and "assistant" in roles and roles[-1] in ROLES:
         messages = messages[:len(roles) - roles[::-1].index("assistant")]
-    tools = record.get("tools")
-    tools = {"tools": json_files.loads(tools)} if isinstance(tools, str) else {}
+    tools = {"tools": parsed(record["tools"])} if "tools" in record else {}
     return record | {"messages": messages} | tools
 
 
 def as_message(message):
     """A message as templates want it: arguments of tool calls are JSON values, which servers send
     as text; one that is nothing but calls has an empty text, one in OpenAI's parts has one text.
+    ValueError.
     """
-    if not isinstance(message, dict):
-        return message
-    if isinstance(message.get("content"), list):
-        message = message | {"content": text_of(message["content"])}
-    if isinstance(message.get("tool_calls"), list) and message["tool_calls"]:
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, list):
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise ValueError(f"has content of the type {kind}; only text is trained")
+        message = message | {"content": "".join(part["text"] for part in content)}
+    if isinstance(calls, list) and calls:
         message = message | {"content": message.get("content") or "",
-                             "tool_calls": list(map(_with_arguments, message["tool_calls"]))}
+                             "tool_calls": list(map(_with_arguments, calls))}
     return message
 
 
 def _with_arguments(call):
-    if not isinstance(call, dict):
-        return call
-    if isinstance(call.get("function"), dict):
+    if isinstance(call, dict) and isinstance(call.get("function"), dict):
         return call | {"function": _with_arguments(call["function"])}
-    arguments = call.get("arguments")
-    return call | ({"arguments": json_files.loads(arguments)} if isinstance(arguments, str) else {})
+    has_text = isinstance(call, dict) and isinstance(call.get("arguments"), str)
+    return call | {"arguments": json_files.loads(call["arguments"])} if has_text else call
 
 
 def as_question(record):
@@ -174,22 +177,17 @@ def files_of(name):
     folder's one set of KINDS, in it or its data/. UserError.
     """
     name, path = str(name), Path(name)
-    if path.is_file():
-        return [name]
     if not path.is_dir():
-        found = sorted(glob.glob(name))
-        require(found,
-                f"{name}: cannot be read (No such file or directory); of the hub: hf download "
-                       "OWNER/NAME --repo-type dataset --local-dir FOLDER")
+        found = [name] if path.is_file() else sorted(glob.glob(name))
+        require(found, f"{name}: cannot be read (No such file or directory); of the hub: hf "
+                       "download OWNER/NAME --repo-type dataset --local-dir FOLDER")
         return found
     for place in (path, path / "data"):
         found = sorted(str(file) for file in place.glob("*") if file.suffix in KINDS)
         # shards of one set have one word before the numbers
         sets = {re.sub(r"[-_.][^/]*$", "", file) + "*" + Path(file).suffix for file in found}
-        if len(sets) > 1:
-            one = min(sets, key=lambda files: "train" not in files)
-            raise UserError(f"{path}: holds the sets {', '.join(sorted(sets)[:12])}; give one: "
-                            f"'{one}'")
+        require(len(sets) < 2, f"{path}: holds the sets {', '.join(sorted(sets)[:12])}; give one: "
+                f"'{min(sets, key=lambda files: 'train' not in files, default='')}'")
         if found:
             return found
     raise UserError(f"{path}: has no files ending in {' or '.join(KINDS)}, nor has its data/")
@@ -220,9 +218,8 @@ def check_tools(tools):
 
 
 def check_messages(record, answered=True):
-    """The messages of a record; ValueError says what is wrong with them and what to do.
-
-    answered: they have to end with an answer.
+    """The messages of a record, which have to end with an answer if `answered`; ValueError says
+    what is wrong and what to do.
     """
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
@@ -241,15 +238,14 @@ def message_problem(message):
     """What is wrong with one message, or ""."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         return f" has no role out of {', '.join(ROLES)}"
-    role, content, thoughts = message["role"], message.get("content"), \
-        message.get("reasoning_content") or ""
+    role, content = message["role"], message.get("content")
+    thoughts, calls = message.get("reasoning_content") or "", message.get("tool_calls") or []
     if not isinstance(content, str):
         return " has no text as its content; only text is trained"
     if not isinstance(thoughts, str):
         return ": its reasoning_content is not text"
-    if HALF_CHARACTER.search(content + thoughts):
+    if json_files.HALF_CHARACTER.search(content + thoughts):
         return " holds half a character (\\ud800 to \\udfff)"
-    calls = message.get("tool_calls") or []
     if role == "assistant" and not content.strip() and not calls:
         return " is an empty answer; drop the line"
     known = KNOWN | KEYS.get(role, set())
@@ -281,67 +277,44 @@ def messages_of(record):
                              "messages")
         return {"messages": sides[0] + sides[1]}
     if "instruction" in record and "output" in record:      # alpaca's
-        parts = record["instruction"], record.get("input") or "", record["output"]
-        if not all(isinstance(part, str) for part in parts):
-            raise ValueError('its "instruction", "input" or "output" is not text')
-        asked = "\n\n".join(part for part in parts[:2] if part)
-        system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
-        return {"messages": [*system, *of_history(record.get("history")),
-                             {"role": "user", "content": asked},
-                             {"role": "assistant", "content": parts[2]}]}
+        parts = [record["instruction"], *([record["input"]] if record.get("input") else [])]
+        turns = record.get("history") or []
+        if not all(isinstance(part, str) for part in parts) or not isinstance(turns, list) or any(
+                not isinstance(turn, list) or len(turn) != 2 for turn in turns):
+            raise ValueError('its "instruction" or "input" is not text, or its "history" is not a '
+                             "list of [question, answer]")
+        texts = [text for turn in [*turns, ["\n\n".join(filter(None, parts)), record["output"]]]
+                 for text in turn]
+        return {"messages": [{"role": role, "content": text} for role, text in [
+            *([("system", record["system"])] if record.get("system") else []),
+            *zip(itertools.cycle(("user", "assistant")), texts)]]}
     return {}
 
 
-def of_history(history):
-    """Messages of [[question, answer], ...]. ValueError."""
-    history = history or []
-    if not isinstance(history, list) or not all(
-            isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise ValueError('has a "history" that is not a list of [question, answer]')
-    return [{"role": role, "content": text} for pair in history
-            for role, text in zip(("user", "assistant"), pair)]
-
-
 def of_sharegpt(record):
-    """Messages of ShareGPT's "conversations" and "system". ValueError.
-
-    A turn from function_call is an answer that is one tool call, one from observation what the
-    tool says.
+    """Messages of ShareGPT's "conversations" and "system". ValueError. A turn from function_call is
+    an answer that is one tool call, one from observation what the tool says.
     """
-    turns = [{"from": "system", "value": record["system"]}] if record.get("system") else []
-    messages = []
-    for number, turn in enumerate([*turns, *record["conversations"]], 1):
+    messages = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+    for number, turn in enumerate(record["conversations"], 1):
         if not isinstance(turn, dict) or turn.keys() - {"weight"} != {"from", "value"}:
             raise ValueError(f'turn {number} of its "conversations" is not {{"from": ..., '
                              '"value": ...}')
         role = turn["from"] if isinstance(turn["from"], str) else None
         message = {"role": SHAREGPT.get(role, role), "content": turn["value"]}
         if role == "function_call":
-            call = turn["value"]
-            call = json_files.loads(call) if isinstance(call, str) else call
-            message |= {"content": "", "tool_calls": [{"type": "function", "function": call}]}
+            call = {"type": "function", "function": parsed(turn["value"])}
+            message |= {"content": "", "tool_calls": [call]}
         messages.append(message | ({"weight": turn["weight"]} if "weight" in turn else {}))
     return messages
-
-
-def text_of(parts):
-    """The text of a message's content in OpenAI's parts. ValueError for parts of other types."""
-    texts = []
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"has content of the type {kind}; only text is trained")
-        texts.append(part["text"])
-    return "".join(texts)
 
 
 # ---- Conversations -> ids and mask
 
 
 def load_tokenizer(folder, template=None, load=None):
-    """Tokenizer of a model folder with a chat template, its own or the Jinja file `template`.
-
-    load: function of the folder that reads it; None: transformers' own. Raises UserError.
+    """Tokenizer of a model folder, by load(folder) or transformers' own, with its chat template or
+    the Jinja file `template`. Raises UserError.
     """
     from transformers import AutoTokenizer
     try:
@@ -371,13 +344,10 @@ class Encoder:
         self.special = set(special)
         longest_first = sorted(special.values(), key=len, reverse=True)
         self.control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self.blank = {}         # id -> is it white space?
         self.ends = Counter()   # ids that trained turns ended with
 
     def render(self, messages, prompt, tools=None):
-        """Text of messages by the template, with the generation prompt or not. ValueError when it
-        refuses them.
-        """
+        """Text of messages by the template, with the generation prompt or not. ValueError."""
         try:
             return self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=prompt, tools=tools, **self.options)
@@ -385,13 +355,11 @@ class Encoder:
             raise ValueError(f"the chat template refuses it ({type(error).__name__}: {error})")
 
     def encode(self, chats, tools=None):
-        """[messages] -> [(ids, mask) or the ValueError that says why not], lists of ints and bools.
-
-        tools: [list of tools or None] of the conversations.
+        """[messages], [list of tools or None] -> [(ids, mask) or the ValueError that says why not],
+        lists of ints and bools.
         """
         jobs = [attempt(self._texts, *pair) for pair in zip(chats, tools or [None] * len(chats))]
-        texts = {text: None for job in jobs if isinstance(job, list) for part in job
-                 for text in part}
+        texts = {text for job in jobs if isinstance(job, list) for part in job for text in part}
         texts = dict(zip(texts, self.lists(list(texts))))
         return [job if isinstance(job, ValueError) else attempt(
             self._samples, [[texts[text] for text in part] for part in job], job)
@@ -408,14 +376,14 @@ class Encoder:
 
     def _answers(self, messages, tools):
         """Places of the trained answers. ValueError for a control token, or none to train."""
-        for number, message in enumerate(messages, 1):
-            text = "\n".join([message["content"], message.get("reasoning_content") or "",
-                              json.dumps(message.get("tool_calls") or "", ensure_ascii=False)])
-            if found := self.control.search(text):
-                raise ValueError(f"message {number} contains the control token {found[0]}; remove "
-                                 "it")
-        if found := self.control.search(json.dumps(tools or "", ensure_ascii=False)):
-            raise ValueError(f"its tools contain the control token {found[0]}; remove it")
+        texts = {f"message {number} contains": [message["content"], message.get(
+            "reasoning_content") or "", json.dumps(message.get("tool_calls") or "",
+                                                   ensure_ascii=False)]
+            for number, message in enumerate(messages, 1)}
+        texts["its tools contain"] = [json.dumps(tools or "", ensure_ascii=False)]
+        for what, parts in texts.items():
+            if found := self.control.search("\n".join(parts)):
+                raise ValueError(f"{what} the control token {found[0]}; remove it")
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         answers = answers[0 if self.turns == "all" else -1:]
         answers = [i for i in answers if messages[i].get("weight", 1)]
@@ -430,8 +398,7 @@ class Encoder:
         """[(prompt, prompt and answer)] of the trained turns, proven whole."""
         answers = self._answers(messages, tools)
         found = [(self.render(messages[:i], True, tools),
-                  self.render(messages[:i + 1], False, tools))
-                 for i in answers]
+                  self.render(messages[:i + 1], False, tools)) for i in answers]
         for i, (prompt, text) in zip(answers, found):
             if not text.startswith(prompt):         # _mask refuses it, naming the tokens
                 continue
@@ -455,10 +422,9 @@ class Encoder:
         return found
 
     def _mask(self, parts, prompt, text):
-        """[[prompt ids, prompt and answer ids] of each trained turn] -> (ids, mask).
-
-        prompt, text: of the last, which is tokenised apart where its prompt's ids are not the
-        whole's first, and both give the same text.
+        """[[prompt ids, prompt and answer ids] of each trained turn] -> (ids, mask). prompt, text:
+        of the last, which is tokenised apart where its prompt's ids are not the whole's first, and
+        both give the same text.
         """
         first, ids = parts[-1]
         if ids[:len(first)] != first and text.startswith(prompt):
@@ -471,7 +437,8 @@ class Encoder:
             self._prove(before, upto, "prompt", number)
             self._prove(upto, ids, "conversation so far", number)
             stop = len(upto)
-            while stop > len(before) and self._is_blank(ids[stop - 1]):
+            while stop > len(before) and ids[stop - 1] not in self.special \
+                    and not self.tokenizer.decode([ids[stop - 1]]).strip():     # white space
                 stop -= 1
             if stop == len(before) or ids[stop - 1] not in self.special:
                 raise ValueError("the chat template does not end an answer with a special token, "
@@ -485,20 +452,12 @@ class Encoder:
         """ValueError unless the ids `first` are the beginning of `whole`."""
         if whole[:len(first)] == first:
             return
-        at = next((i for i, (a, b) in enumerate(zip(first, whole)) if a != b),
-                  min(len(first), len(whole)))
+        at = len(os.path.commonprefix([first, whole]))
         theirs, ours = (self.tokenizer.decode(ids[at:at + 1]) for ids in (first, whole))
         raise ValueError(f"trained turn {number}: by this chat template the {what} is not how the "
                          f"whole begins: token {at} is {theirs!r} there, {ours!r} in the whole. "
-                         "Try "
-                         "another --enable_thinking, --train_turns last, or --chat_template FILE")
-
-    def _is_blank(self, token):
-        """Whether a token is white space, and no special one."""
-        if token not in self.blank:
-            blank = token not in self.special and not self.tokenizer.decode([token]).strip()
-            self.blank[token] = blank
-        return self.blank[token]
+                         "Try another --enable_thinking, --train_turns last, or --chat_template "
+                         "FILE")
 
 
 def attempt(function, *args):

@@ -16,6 +16,8 @@ import tempfile
 import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -286,18 +288,12 @@ class CheckpointManager:
             self.error = self.failure(step, error)
 
     def _reports(self):
-        """{rank: ({file: facts}, error)} of the ranks that write, as they come in."""
-        reports, store, end = {}, self.world.store, time.monotonic() + self.timeout_s
-        for rank in tensor_io.writers(self.world.size):
-            key = f"checkpoint/{self.saves}/{rank}"
-            # polled: a call that waits would hold the store for this process's other threads
-            while not store.check([key]):
-                if time.monotonic() > end:
-                    raise TimeoutError(f"rank {rank} did not write its share within "
-                                       f"{self.timeout_s} s")
-                time.sleep(0.02)
-            reports[rank] = json.loads(store.get(key))
-        return reports
+        """{rank: ({file: facts}, error)} of the ranks that write, when all have come."""
+        store = self.world.store.clone()        # a call that waits holds one for all other threads
+        keys = {rank: f"checkpoint/{self.saves}/{rank}"
+                for rank in tensor_io.writers(self.world.size)}
+        store.wait([*keys.values()], timedelta(seconds=self.timeout_s))
+        return {rank: json.loads(store.get(key)) for rank, key in keys.items()}
 
     def _complete(self, step, shares, best_step):
         """Every share ({file: facts}) is on disk: manifest, the real name, rotation."""
@@ -323,7 +319,7 @@ class CheckpointManager:
         """
         candidates = dist.rank0(self.world, list_candidates, self.output_dir, resume)
         for path in candidates:
-            problem = damage(path, self.world)
+            problem = dist.rank0(self.world, damage, path)
             if not problem:
                 state = json_files.read_object(Path(path) / STATE / "state.json")
                 require("step" in state, f"{path}: {STATE}/state.json has no step")
@@ -408,20 +404,27 @@ def list_candidates(output_dir, resume):
     return [Path(resume)]
 
 
-def damage(path, world=None):
+def damage(path):
     """What is wrong with a checkpoint, in words, or "" when every file has its size and checksum.
 
-    world: collective, each rank reads a share of the files. Raises OSError where that cannot be
-    known: what this user may not read, say, is not damaged.
+    Raises OSError where that cannot be known: what this user may not read, say, is not damaged.
     """
-    path, world = Path(path), world or dist.World()
-    files = dist.rank0(world, read_manifest, path)
+    path = Path(path)
+    files = read_manifest(path)
     if isinstance(files, str):
         return files
-    # by size, so that the ranks have about the same to read
-    ordered = sorted(files, key=lambda name: (-files[name]["bytes"], name))
-    share = {name: files[name] for name in ordered[world.rank::world.size]}
-    return next(filter(None, dist.all_gather(world, verify_files(path, share))), "")
+
+    def compare(name):
+        file, facts, name = path / name, files[name], printable(name, 80)
+        if not file.is_file():
+            return f"{name} is missing"
+        if (size := file.stat().st_size) != facts["bytes"]:
+            return f"{name} has {size} bytes instead of {facts['bytes']}"
+        if sha256(file) != facts["sha256"]:
+            return f"{name} has another checksum than when it was written"
+        return ""
+    with ThreadPoolExecutor(tensor_io.WRITERS) as pool:     # hashing needs no GIL
+        return next(filter(None, pool.map(compare, files)), "")
 
 
 def read_manifest(path):
@@ -438,19 +441,6 @@ def read_manifest(path):
     if f"{STATE}/state.json" not in files:      # an empty list would prove any folder whole
         return f"{MANIFEST} does not list {STATE}/state.json"
     return files
-
-
-def verify_files(path, files):
-    """The first of these files that is not as the manifest has it, in words, or ""."""
-    for name, facts in files.items():
-        file, name = path / name, printable(name, 80)
-        if not file.is_file():
-            return f"{name} is missing"
-        if (size := file.stat().st_size) != facts["bytes"]:
-            return f"{name} has {size} bytes instead of {facts['bytes']}"
-        if sha256(file) != facts["sha256"]:
-            return f"{name} has another checksum than when it was written"
-    return ""
 
 
 def rotate(output_dir, newest, keep, best_step=None):

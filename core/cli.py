@@ -24,25 +24,26 @@ from core import lifetime
 
 TRACKERS = ("tensorboard", "wandb")      # of --report_to
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+BOOLEAN = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)
 CONFIG = "run.yaml"     # in OUTPUT_DIR: the flags that repeat a run
 GIVE_WAY_S = 5          # seconds other ranks leave rank 0 to report a mistake
 
 # Flags of launch lines that people have, of Hugging Face's scripts, ms-swift and earlier trainers.
 # Each is accepted where the script has ours; no --help shows them.
 OLD_NAMES = {
-    "--model_name_or_path": "--model_path", "--lora_r": "--lora_rank",
+    "--model_name_or_path": "--model_path", "--lora_r": "--lora_rank", "--deepspeed": "--parallel",
     "--train_data": "--train_data_file", "--train_data_dir": "--train_data_file",
     "--eval_data": "--eval_data_file", "--eval_data_dir": "--eval_data_file",
     "--dataloader_num_workers": "--num_workers", "--lr_scheduler_type": "--lr_scheduler",
-    "--deepspeed": "--parallel", "--torch_compile": "--compile",
-    "--disable_evaluation": "--disable_eval", "--resume_from_checkpoint": "--resume"}
+    "--disable_evaluation": "--disable_eval", "--resume_from_checkpoint": "--resume",
+    "--torch_compile": "--compile"}
 # Accepted without effect: {flag: (our flag that must be given, its values)}
 WITHOUT_EFFECT = {
     "--optim": ("--weight_decay", ("adamw_torch_fused", "adamw_torch")),
     "--dataloader_pin_memory": ("--num_workers", TRUE),
-    "--freeze_audio_tower": ("--freeze_llm", TRUE + FALSE),
-    "--freeze_audio_encoder_proj": ("--freeze_llm", TRUE + FALSE),
-    "--enable_strategic_logging": ("--freeze_llm", TRUE + FALSE),
+    "--freeze_audio_tower": ("--freeze_llm", BOOLEAN),
+    "--freeze_audio_encoder_proj": ("--freeze_llm", BOOLEAN),
+    "--enable_strategic_logging": ("--freeze_llm", BOOLEAN),
     "--strategic_logging_steps": ("--freeze_llm", None),
     "--too_long": ("--group_size", ("stop",))}      # in run.yaml of older chat runs
 # Control characters, line separators, marks that turn the direction of text, halves of characters
@@ -75,21 +76,14 @@ def printable(text, limit=500):
     return HIDDEN.sub(lambda found: repr(found[0])[1:-1], text)
 
 
-def error_text(message, lines=60):
+def error_text(message):
     """A message for the terminal: each line printable, all but the first indented."""
-    first, *rest = str(message).split("\n")
-    if len(rest) > lines:
-        rest = rest[:lines] + [f"[... {len(rest) - lines:,} lines ...]"]
-    rest = [printable(line, 2000) for line in rest]
-    return "\n".join([printable(first, 2000),
-                      *(line if line.startswith("  ") else f"  {line}" for line in rest)])
+    first, *rest = (printable(line, 2000) for line in str(message).split("\n"))
+    return "\n".join([first, *(line if line.startswith("  ") else f"  {line}" for line in rest)])
 
 
 def print_error(text, short=""):
-    """Print why this process exits, and leave it to torchrun, which repeats it at its end.
-
-    short: what torchrun gets instead of the text.
-    """
+    """Print why this process exits; torchrun, which repeats it at its end, gets it or `short`."""
     print(text, file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         about = {"py_callstack": short or text, "timestamp": str(int(time.time()))}
@@ -120,14 +114,12 @@ def counted(number, noun):
 
 
 def problem_text(lines, shown=20, total=None):
-    """Problems as one message: the first `shown`, and how many there are of `total`, or of
-    these.
-    """
+    """Problems as one message: the first `shown`, and how many there are of `total` or of these."""
     total = total or len(lines)
     if total == 1:
         return lines[0]
-    more = [f"  ... and {total - shown} more"] if total > shown else []
-    return "\n".join([f"{total} problems:"] + [f"  {line}" for line in lines[:shown]] + more)
+    more = [f"... and {total - shown} more"] * (total > shown)
+    return "\n  ".join([f"{total} problems:", *lines[:shown], *more])
 
 
 def require_package(name, purpose, install=None):
@@ -148,16 +140,15 @@ def without_secrets(value):
 # ---- Parsing
 
 
-class Help(argparse.HelpFormatter):
+class Help(argparse.ArgumentDefaultsHelpFormatter):
     """Adds a flag's default to its help, unless there is none or the help has it in words."""
 
     def _get_help_string(self, action):
-        nothing = action.default in (None, False, argparse.SUPPRESS)
-        if action.required or not action.option_strings or nothing or "default:" in action.help:
+        if not action.default or "default:" in action.help:
             return action.help
         if isinstance(action.default, list):
             return f"{action.help} (default: {' '.join(action.default)})"
-        return f"{action.help} (default: %(default)s)"
+        return super()._get_help_string(action)
 
 
 def switch(parser, name, help):
@@ -175,10 +166,8 @@ class Parser(argparse.ArgumentParser):
 
     def flag(self, name, default, help, **options):
         """add_argument; the value has the type of the default, or of options["type"]."""
-        kind = type(default) if isinstance(default, (int, float)) else None
-        options = {"type": kind, **options}
-        if "action" in options:     # BooleanOptionalAction takes no type
-            del options["type"]
+        if isinstance(default, (int, float)) and "action" not in options:
+            options = {"type": type(default), **options}
         self.add_argument(name, default=default, help=help, **options)
 
     switch = switch
@@ -209,11 +198,10 @@ def stored(args):
 
 
 def parse(parser, check=None, argv=None):
-    """The namespace of a command line, argv or the process's own.
-
-    check(args, world_size) may raise UserError. A mistake ends the process with one line, printed
-    by rank 0: status 2 for a flag that does not exist, 1 for a value. From here on SIGTERM and
-    SIGUSR1 are noted instead of killing (lifetime.stop_requested), and a rank dies with torchrun.
+    """The namespace of a command line, argv or the process's own. check(args, world_size) may raise
+    UserError. A mistake ends the process with one line, printed by rank 0: status 2 for a flag that
+    does not exist, 1 for a value. From here on SIGTERM and SIGUSR1 are noted instead of killing
+    (lifetime.stop_requested), and a rank dies with torchrun.
     """
     words, status = sys.argv[1:] if argv is None else list(argv), 2
     lifetime.end_with_torchrun()        # first: imports take seconds
@@ -303,25 +291,20 @@ def check_names(parser, words):
 
 def read_config(parser, words):
     """The words of a command line for the YAML file of lines `flag: value` that --config names.
-
     Values are taken as they are written, so on, 5e-5 and 007 stay what they are; an empty one or
     null gives no flag. Raises UserError.
     """
     finder = Parser("", add_help=False)
-    finder.add_argument("--config", action="append")
-    files = finder.parse_known_args(words)[0].config
-    if not files or "--config" not in parser._option_string_actions:
+    finder.add_argument("--config")
+    file, found, made = finder.parse_known_args(words)[0].config, set(), []
+    if not file or "--config" not in parser._option_string_actions:
         return []
-    require(len(files) == 1, "--config is given twice")
     import yaml  # comes with transformers
-    file, found, made = files[0], set(), []
     require(os.path.isfile(file), f"--config {file}: no such file")     # a pipe would hang
     try:
         tree = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
-    except OSError as error:
-        raise UserError(f"--config {file}: cannot be read ({error.strerror})")
-    except (yaml.YAMLError, RecursionError, UnicodeError) as error:
-        raise UserError(f"--config {file}: is not YAML ({' '.join(str(error).split())})")
+    except (OSError, yaml.YAMLError, RecursionError, UnicodeError) as error:
+        raise UserError(f"--config {file}: cannot be read as YAML ({' '.join(str(error).split())})")
     require(tree is None or isinstance(tree, yaml.MappingNode),
             f"--config {file}: must be lines of flag: value")
     for key, value in tree.value if tree else ():
@@ -335,7 +318,7 @@ def read_config(parser, words):
         items = value.value if isinstance(value, yaml.SequenceNode) else [value]
         require(all(isinstance(item, yaml.ScalarNode) for item in items),
                 f"{where} takes a value or a list")
-        if isinstance(value, yaml.SequenceNode):
+        if items is value.value:
             made += [f"--{name}", *(item.value for item in items)]
         elif value.style is None and value.value in ("", "~", "null"):
             continue
@@ -358,34 +341,32 @@ def config_text(args, script):
 # ---- Values
 
 
-def boolean(text):
-    """true or false from the command line, as Hugging Face's scripts take them."""
-    if text.lower() not in TRUE + FALSE:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-    return text.lower() in TRUE
+def choice(names, wrong):
+    """type= of a flag with the values {text in lower case: value}. wrong: "is neither a nor b"."""
+    def of(text):
+        if text.lower() not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} {wrong}")
+        return names[text.lower()]
+    return of
+
+
+# true or false as Hugging Face's scripts take them
+boolean = choice(BOOLEAN, "is neither true nor false")
+# of --gradient_checkpointing: its mode, or None
+recomputation = choice({"all": "all", "selective": "selective"} | dict.fromkeys(TRUE, "all")
+                       | dict.fromkeys(FALSE), "is neither all, selective, true nor false")
 
 
 def compile_flag(parser):
     """--compile of a trainer; dist.choose_compile turns auto into True or False."""
-    parser.add_argument("--compile", nargs="?", const=True, default="auto",
-                        metavar="auto|true|false",
-                        type=lambda text: text if text == "auto" else boolean(text),
-                        help="torch.compile each layer; auto: on GPUs, where it can (default: "
-                             "auto)")
+    parser.flag("--compile", "auto", "torch.compile each layer; auto: on GPUs, where it can",
+                type=choice({"auto": "auto"} | BOOLEAN, "is neither auto, true nor false"),
+                nargs="?", const=True, metavar="auto|true|false")
 
 
 def alias(**names):
     """type= of a flag some of whose values have other names elsewhere: {theirs: ours}."""
     return lambda text: names.get(text.lower(), text)
-
-
-def recomputation(text):
-    """type= of --gradient_checkpointing: all, selective, true or false -> mode or None."""
-    if text.lower() in ("all", "selective"):
-        return text.lower()
-    if text.lower() not in TRUE + FALSE:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither all, selective, true nor false")
-    return "all" if boolean(text) else None
 
 
 def sharding(text):
@@ -469,20 +450,19 @@ def check_parallel(args, world_size):
     args.parallel, _, size = args.parallel.partition(":")
     args.shard_size = int(size or getattr(args, "shard_size", 0))
     ddp = args.parallel == "ddp"
-    require(args.parallel == "hsdp" or not args.shard_size,
-            "--shard_size needs --parallel hsdp")
+    require(args.parallel == "hsdp" or not args.shard_size, "--shard_size needs --parallel hsdp")
     require(not ddp or getattr(args, "reshard_after_forward", True)
             and not getattr(args, "cpu_offload", False),
             "--no-reshard_after_forward and --cpu_offload need --parallel fsdp or hsdp")
-    require(not (args.compile is True
-                 and getattr(args, "gradient_checkpointing", None) == "selective"),
+    selective = getattr(args, "gradient_checkpointing", None) == "selective"
+    require(not selective or args.compile is not True,
             "--gradient_checkpointing selective does not go with --compile: inside a compiled "
             "layer nothing can be picked out; drop one of the two")
     if args.parallel == "hsdp":
         args.shard_size = args.shard_size or local_ranks(world_size)
-        require(world_size % args.shard_size == 0,
-                f"--parallel hsdp: {counted(world_size, 'rank')} cannot be cut into groups of "
-                f"{args.shard_size} (--shard_size)")
+        require(world_size % args.shard_size == 0, "--parallel hsdp: "
+                f"{counted(world_size, 'rank')} cannot be cut into groups of {args.shard_size} "
+                "(--shard_size)")
 
 
 def check_precision(args):
@@ -521,15 +501,13 @@ def check_drop_bad(args, checks):
     """Make args.drop_bad the tuple of the checks whose samples are dropped."""
     names = [name for value in args.drop_bad or () for name in value.split(",") if name]
     for name in names:
-        require(name in checks,
-                f"--drop_bad {name}: no such check; there are {', '.join(checks)}")
+        require(name in checks, f"--drop_bad {name}: no such check; there are {', '.join(checks)}")
     dropped = {*(checks if args.drop_bad == [] else names), *["too_long"] * args.drop_too_long}
     args.drop_bad = tuple(name for name in checks if name in dropped)
 
 
 def set_intervals(args, total_steps, before, validates, **own):
     """Set the intervals that no flag names, by the length of the run -> lines that show them.
-
     before: the flags of the checkpoint to resume, or {}: that run's intervals stay, however long
     this one is. own: {flag: steps} of a trainer with other defaults. validates: whether there is
     anything to validate.
@@ -542,9 +520,8 @@ def set_intervals(args, total_steps, before, validates, **own):
     saves, evals = (f"every {steps} steps" if steps else "at the end"
                     for steps in (args.save_steps, args.eval_steps))
     lines = [f"intervals  checkpoints {saves}{f'; validation {evals}' if validates else ''}"]
-    late = {"warmup_steps": "the learning rate never reaches its peak",
-            "save_steps": "no checkpoint before the end",
-            "eval_steps": "no validation before the end"}
+    late = {"warmup_steps": "the learning rate never reaches its peak", "save_steps": "no "
+            "checkpoint before the end", "eval_steps": "no validation before the end"}
     lines += [f"note       --{flag} {getattr(args, flag)} is longer than the run of {total_steps} "
               f"steps: {what}" for flag, what in late.items()
               if getattr(args, flag, 0) > total_steps and (validates or flag != "eval_steps")]

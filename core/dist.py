@@ -13,7 +13,6 @@ collective takes no signal.
 import contextlib
 import errno
 import gc
-import inspect
 import multiprocessing
 import os
 import random
@@ -39,7 +38,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from core import lifetime
-from core.cli import UserError, counted, error_text, print_error, printable, problem_text
+from core.cli import UserError, counted, error_text, print_error, printable, require
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
 LATER_S = 30    # a collective may outlive its limit by this: the watchdog names who hangs first
@@ -48,8 +47,8 @@ FAILED = "ranks that have failed"       # key in the store: a counter
 COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset",
                      "Broken pipe", "TCPStore")
 
-NO_SHM = ("/dev/shm is full, where loader processes hand data over; make it larger, as with docker "
-          "run --shm-size=8g, or have no such processes (--num_workers 0, --preprocess_num_proc 0)")
+NO_SHM = ("/dev/shm is full; make it larger, as with docker run --shm-size=8g, or have no loader "
+          "processes (--num_workers 0, --preprocess_num_proc 0)")
 
 _world = None   # this process's World, for the error message
 
@@ -86,10 +85,9 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
     local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
     device, cuda = torch.device("cpu"), torch.cuda.is_available()
     if cuda:
-        if local_size > torch.cuda.device_count():
-            gpus = torch.cuda.device_count()
-            raise UserError(f"{local_size} processes on this node but {counted(gpus, 'GPU')}: "
-                            f"start torchrun with --nproc_per_node={gpus}")
+        gpus = torch.cuda.device_count()
+        require(local_size <= gpus, f"{local_size} processes on this node but "
+                f"{counted(gpus, 'GPU')}: start torchrun with --nproc_per_node={gpus}")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     limit = timedelta(seconds=timeout_s + LATER_S)
@@ -139,12 +137,13 @@ def seed_everything(seed, rank=0):
 
 def check_device(device, args):
     """Raise UserError where this device cannot compute in the precision that the flags ask for."""
-    if args.bf16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        raise UserError(f"--bf16: {torch.cuda.get_device_name(device)} has no bfloat16; give "
-                        "--fp16, or drop the flag")
-    if getattr(args, "float8", False):
-        from core import float8
-        float8.check_device(device, True)
+    if device.type == "cuda":       # a CPU can do all, slowly
+        name, has = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        require(has >= (8, 0) or not args.bf16,
+                f"--bf16: {name} has no bfloat16; give --fp16, or drop the flag")
+        require(has >= (8, 9) or not getattr(args, "float8", False),
+                f"--float8: {name} has no float8 products; Ada, Hopper and newer GPUs have; drop "
+                "the flag")
 
 
 # ---- Failing
@@ -189,9 +188,7 @@ def what_the_machine_lacks(error):
     """An error of the operating system in words, with the name of the file; None for others."""
     if isinstance(error, OSError) and error.filename:
         read = "" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) else "read or "
-        owner = ": this user may not" * isinstance(error, PermissionError)
-        return (f"{error.filename2 or error.filename} cannot be {read}written "
-                f"({error.strerror}{owner})")
+        return f"{error.filename2 or error.filename} cannot be {read}written ({error.strerror})"
     text = str(error)       # torch's own errors have no errno
     full = "unable to allocate shared memory" in text or "No space left on device" in text
     return NO_SHM if full else None
@@ -206,10 +203,8 @@ def kill_children():
 
 def claim_error_report(store, if_store_is_gone=False):
     """Note in the store that this rank failed; True when it is the first, and so has to say why."""
-    if store is None:
-        return True
     try:
-        return store.add(FAILED, 1) == 1
+        return store is None or store.add(FAILED, 1) == 1
     except Exception:       # the store's host is gone
         return if_store_is_gone
 
@@ -282,14 +277,6 @@ def all_gather(world, value):
     if world.size > 1:
         dist.all_gather_object(found, value, group=world.slow_group)
     return found
-
-
-def raise_problems(world, problems):
-    """Raise UserError with the problem lines of all ranks, if any has one. Collective."""
-    if lines := list(dict.fromkeys(sum(all_gather(world, problems), []))):
-        if not world.is_main:
-            exit_quietly()
-        raise UserError(problem_text(lines))
 
 
 def barrier(world):
@@ -424,11 +411,10 @@ def wrap_ddp(model, world):
     """
     if world.size == 1:
         return model
-    options = inspect.signature(DistributedDataParallel).parameters
-    name = "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"
     device_ids = [world.device.index] if world.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True,
-                                   **{name: False})
+    ddp = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+    ddp.broadcast_buffers = False       # before each forward; the argument's name has changed
+    return ddp
 
 
 def gradient_sync(model, enabled):

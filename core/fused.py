@@ -4,8 +4,9 @@ As transformers writes them, a norm is 8 kernels forward and 12 backward, a rota
 for q and the same for k, a SwiGLU 2 and 4, each a pass over memory as wide as the layer. Here a
 norm is F.rms_norm or F.layer_norm, and the others are one kernel each way, which torch.compile
 makes of a function of a few lines (without Triton it runs plainly). They round once, at the end,
-and keep only their inputs for the backward pass, so eager layers (nf4, recomputation, --keep) take
-the memory of compiled ones. On a CPU, and in compiled layers, transformers' own code runs.
+and keep only their inputs for the backward pass, so eager layers (NF4, selective
+recomputation, speaking) take the memory of compiled ones. On a CPU, and in compiled layers,
+transformers' own code runs.
 """
 import functools
 import importlib.util
@@ -28,7 +29,7 @@ ROTATED = """q_embed = (q * cos) + (rotate_half(q) * sin)
     k_embed = (k * cos) + (rotate_half(k) * sin)
     return q_embed, k_embed"""
 SWIGLU = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
-FLASH = (torch.bfloat16, torch.float16)     # in which GPUs have packed attention; fp16.py looks
+FLASH = (torch.bfloat16, torch.float16)     # of packed attention on GPUs; optim.Scaler may empty it
 RECOMPILE = 32      # shapes a function is compiled for; beyond it dynamo silently runs it eagerly
 
 
@@ -64,8 +65,8 @@ def compiles(kind):
 
 @functools.cache
 def use_flash3():
-    """Use FlashAttention 3 for packed attention where it is installed and works; a notice says so.
-    Not measured yet.
+    """Try FlashAttention 3 for packed attention where its package is installed; a notice says
+    whether it works. It was never run on a GPU here: no speed is known, and no result compared.
     """
     if not (torch.cuda.is_available() and importlib.util.find_spec("flash_attn_interface")):
         return
@@ -87,8 +88,20 @@ def kernel(function, *args):
     return (_compiled(function) if compiled else function)(*args)
 
 
-# --------------------------------------------------------------------------------------------------
-# Functions
+def define_operator(name, schema, function, fake):
+    """torch.ops.flat_trainers.NAME, which compiled layers call as a whole. fake: its outputs
+    without their values. torch.library.custom_op would check each call, which takes three times as
+    long on the host as the call.
+    """
+    operators = torch.ops.flat_trainers
+    if not hasattr(operators, name):        # another copy of this file may have defined it
+        torch.library.define(f"flat_trainers::{name}", schema)
+        torch.library.impl(f"flat_trainers::{name}", ("cpu", "cuda"), function)
+        torch.library.register_fake(f"flat_trainers::{name}", fake)
+    return getattr(operators, name)
+
+
+# ---- Functions
 
 
 def stream_dtype(x):
@@ -106,15 +119,31 @@ def rms_norm(x, weight, eps):
 
 
 def outputs(x, *layers):
-    """[layer(x)] of linear layers; those under adapters are computed together."""
-    if hasattr(layers[0], "adds_in_place"):
-        from core import low_rank
-        return low_rank.outputs(x, *layers)
-    return [layer(x) for layer in layers]
+    """[layer(x)] of linear layers; those under adapters.AddingLinear are computed together."""
+    together = getattr(layers[0], "together", None)
+    return together(x, *layers) if together else [layer(x) for layer in layers]
+
+
+class _Fused(torch.autograd.Function):
+    """The first of kernels[0](*inputs). Gradients of the first inputs are kernels[1](gradient,
+    *inputs from number `kept` on, *the kernel's other results). Kernels return tuples.
+    """
+
+    @staticmethod
+    def forward(ctx, kernels, kept, *inputs):
+        out, *others = kernel(kernels[0], *inputs)
+        ctx.save_for_backward(*inputs[kept:], *others)
+        ctx.gradients, ctx.inputs = kernels[1], len(inputs)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        found = kernel(ctx.gradients, grad, *ctx.saved_tensors)
+        return None, None, *found, *[None] * (ctx.inputs - len(found))
 
 
 def swiglu_kernel(gate, up):
-    return (F.silu(gate.float()) * up.float()).to(up.dtype)
+    return (F.silu(gate.float()) * up.float()).to(up.dtype),
 
 
 def swiglu_gradient_kernel(grad, gate, up):
@@ -124,48 +153,26 @@ def swiglu_gradient_kernel(grad, gate, up):
             (grad * wide * share).to(up.dtype))
 
 
-class _SwiGLU(torch.autograd.Function):
-
-    @staticmethod
-    def forward(ctx, gate, up):
-        ctx.save_for_backward(gate, up)
-        return kernel(swiglu_kernel, gate, up)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return kernel(swiglu_gradient_kernel, grad, *ctx.saved_tensors)
-
-
 def swiglu(gate, up):
     """silu(gate) * up, all of one shape."""
-    return F.silu(gate) * up if torch.compiler.is_compiling() else _SwiGLU.apply(gate, up)
+    if torch.compiler.is_compiling():
+        return F.silu(gate) * up
+    return _Fused.apply((swiglu_kernel, swiglu_gradient_kernel), 0, gate, up)
 
 
 def rotate_kernel(x, cos, sin):
     (a, b), (cos_a, cos_b), (sin_a, sin_b) = (t.float().chunk(2, dim=-1) for t in (x, cos, sin))
-    return torch.cat([a * cos_a - b * sin_a, b * cos_b + a * sin_b], dim=-1).to(x.dtype)
+    return torch.cat([a * cos_a - b * sin_a, b * cos_b + a * sin_b], dim=-1).to(x.dtype),
 
 
 def rotate_gradient_kernel(grad, cos, sin):
     (a, b), (cos_a, cos_b), (sin_a, sin_b) = (t.float().chunk(2, dim=-1) for t in (grad, cos, sin))
-    return torch.cat([a * cos_a + b * sin_b, b * cos_b - a * sin_a], dim=-1).to(grad.dtype)
-
-
-class _Rotate(torch.autograd.Function):
-
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return kernel(rotate_kernel, x, cos, sin)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return kernel(rotate_gradient_kernel, grad, *ctx.saved_tensors), None, None
+    return torch.cat([a * cos_a + b * sin_b, b * cos_b - a * sin_a], dim=-1).to(grad.dtype),
 
 
 def rotate(x, cos, sin):
     """Rotary embedding of the halves of x (..., D); cos, sin (..., D) broadcast; like x."""
-    return _Rotate.apply(x, cos, sin)
+    return _Fused.apply((rotate_kernel, rotate_gradient_kernel), 1, x, cos, sin)
 
 
 def layer_norm(x, weight, bias, eps):
@@ -183,34 +190,20 @@ def cross_entropies_kernel(logits, labels):
 def cross_entropies_gradient_kernel(grad, logits, labels, log_sum):
     hit = torch.arange(logits.shape[-1], device=logits.device) == labels[:, None]
     share = (logits.float() - log_sum[:, None]).exp()
-    return (grad[:, None] * (share - hit.float())).to(logits.dtype)
-
-
-class _CrossEntropies(torch.autograd.Function):
-
-    @staticmethod
-    def forward(ctx, logits, labels):
-        losses, log_sum = kernel(cross_entropies_kernel, logits, labels)
-        ctx.save_for_backward(logits, labels, log_sum)
-        return losses
-
-    @staticmethod
-    def backward(ctx, grad):
-        return kernel(cross_entropies_gradient_kernel, grad, *ctx.saved_tensors), None
+    return (grad[:, None] * (share - hit.float())).to(logits.dtype),
 
 
 def cross_entropies(logits, labels):
     """Cross-entropies (R,) float32 of logits (R, V), maybe -inf, at labels (R,) int64."""
-    return _CrossEntropies.apply(logits, labels)
+    kernels = cross_entropies_kernel, cross_entropies_gradient_kernel
+    return _Fused.apply(kernels, 0, logits, labels)
 
 
-# --------------------------------------------------------------------------------------------------
-# transformers' models
+# ---- transformers' models
 
 
 def use(model):
     """Have a model of transformers use these on a GPU, wherever its code is the same; returns it.
-
     Rotary embeddings are functions of transformers' modules: replaced for all models of a kind.
     """
     use_flash3()

@@ -77,17 +77,14 @@ def between(parent, *command):
 
 
 def _last_line(words):
-    """Print a line of its own, behind which nothing comes: not what torch's threads say of a store
-    that is gone.
-    """
+    """Print a line, and nothing after it: not what torch's threads say of a store that is gone."""
     terminal, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     # the node's other ranks have looked and ended by then; this one must live until they have
     time.sleep(2 * POLL_S)
     threading.Timer(POLL_S, os._exit, [1]).start()      # nobody may read the pipe
-    # in one piece; there may be a progress bar on the line
-    os.write(terminal, f"\n{words}\n".encode())
+    os.write(terminal, f"\n{words}\n".encode())     # in one piece, below any progress bar
 
 
 def end_with_trainer():
@@ -98,14 +95,11 @@ def end_with_trainer():
 
 
 def end_with_torchrun():
-    """To be called by every script, first of all. Does nothing in a process that torchrun has not
-    started.
-
+    """Every script calls this first; nothing happens in a process that torchrun has not started.
     Torchrun itself may have lost its parent, as under nohup.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # no stacks of a store that is gone
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")   # no stacks of a store that is gone
         parent = os.getppid()
         end_with(None if is_adopted(parent) else parent, _end_rank)
 
@@ -118,9 +112,7 @@ def _end_rank():
 
 
 def is_adopted(parent):
-    """True when torchrun ended before this rank could ask: `parent` is neither Python nor a script
-    between the two.
-    """
+    """Whether torchrun ended before this rank asked: `parent` is no Python, no script between."""
     try:
         program = os.readlink(f"/proc/{parent}/exe")
         env = Path(f"/proc/{parent}/environ").read_bytes()

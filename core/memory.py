@@ -44,7 +44,6 @@ from core.problems import collect
 GIB = 2**30
 FIXED = 1.0 * GIB       # CUDA context and workspaces; NCCL's buffers take as much again
 USABLE = 0.95           # of a GPU's memory; the rest is left for fragmentation
-PINNED = 1.4            # pinned memory of a tensor is a power of two; of Qwen3 4B's, all together
 RATES = {"an H200": 790e12, "an RTX 3090": 71e12}   # FLOP/s of large bf16 products, docs/speed.md
 INDENT = "\n           "
 STAGES = "the heads", "a layer's backward", "the embedding's backward", "the last reduction"
@@ -96,8 +95,7 @@ def setup_of(args, ranks):
                  reshard=getattr(args, "reshard_after_forward", None), **found)
 
 
-# --------------------------------------------------------------------------------------------------
-# A step on tensors without memory
+# ---- A step on tensors without memory
 
 
 class Step(NamedTuple):
@@ -301,9 +299,9 @@ def in_four_bits(step):
     """The Step with its frozen layers in NF4."""
     if any(hasattr(module, "nf4") for module in step.model.modules()):
         return step
-    from core import nf4
+    from core import quantized
     model = copy.deepcopy(step.model)
-    nf4.convert(step.layers(model))
+    quantized.to_nf4(step.layers(model))
     return step._replace(model=model)
 
 
@@ -342,9 +340,8 @@ def estimate(step, setup, pack, held_out=None):
     return Memory(parts, stages, host)
 
 
-# --------------------------------------------------------------------------------------------------
-# --auto: rank 0 tries setups from the fastest on and takes the first that fits. What a flag names
-# stays. A run that resumes takes the choice of its checkpoint, whatever memory there is now.
+# ---- --auto: rank 0 tries setups from the fastest on and takes the first that fits. What a flag
+# names stays. A run that resumes takes the choice of its checkpoint, whatever memory there is now.
 
 BUDGETS = (16384, 8192, 4096, 2048, 1024)       # tokens of a pack
 LARGE = 4096        # tokens of a micro-step that keep the GPU, not the host, busy
@@ -464,8 +461,7 @@ def earlier_choice(args, ranks):
     return chosen
 
 
-# --------------------------------------------------------------------------------------------------
-# --dry_run: too little of anything here is a UserError
+# ---- --dry_run: too little of anything is a UserError
 
 
 def size(n):
@@ -518,17 +514,10 @@ def check_disk(path, needed, what):
     return free
 
 
-# --------------------------------------------------------------------------------------------------
-# --dry_run
-
-
 def pack_sums(order, epochs, values):
     """Sums (packs,) int64 of values (n_samples,) over each pack of some epochs of a PackOrder."""
-    found = []
-    for epoch in map(order.epoch, epochs):
-        sums = np.concatenate([[0], np.cumsum(values[epoch.samples], dtype=np.int64)])
-        found.append(sums[epoch.offsets[1:]] - sums[epoch.offsets[:-1]])
-    return np.concatenate(found)
+    return np.concatenate([np.add.reduceat(values[plan.samples].astype(np.int64), plan.offsets[:-1])
+                           for plan in map(order.epoch, epochs)])
 
 
 def packs_text(setup, order, lengths, average):
@@ -562,17 +551,15 @@ def print_plan(args, setup, found, pack, model, lines, steps, validates, flops=0
     print(f"{'FITS' if found.peak <= USABLE * limit else 'TOO LARGE'} {found.peak / GIB:.1f} of "
           f"{limit / GIB:.1f} GiB · {counted(steps, 'step')}"
           + f" · at least {time} on {gpu}" * bool(flops), *lines, sep="\n")
-    notes = {"activations": f"worst pack, {pack}{recomputation.NOTES[setup.recompute]}",
-             "peak estimate": f"reached in {max(found.stages, key=found.stages.get)}"}
-    print("memory     of one GPU; parts come and go", *(
-        f"{name:<13}  {of / GIB:9.2f} GiB  {notes.get(name, '')}".rstrip()
-        for name, of in (found.parts | {"peak estimate": found.peak}).items() if of), sep=INDENT)
+    parts = " + ".join(f"{name} {of / GIB:,.2f}" for name, of in found.parts.items() if of)
+    print(f"memory     {parts} GiB; worst pack, {pack}{recomputation.NOTES[setup.recompute]}; the "
+          f"peak comes in {max(found.stages, key=found.stages.get)}")
 
     # a save copies all that it writes, under FSDP each node its share
     trained = [p for p in model.parameters() if p.requires_grad]
     saved = sum(p.nbytes for p in (trained if args.use_lora else model.parameters()))
     saved = saved * (2 if found.parts["average"] else 1) + 8 * sum(p.numel() for p in trained)
-    staged = PINNED * saved * (local / setup.ranks if setup.fsdp else 1)
+    staged = saved * (local / setup.ranks if setup.fsdp else 1)
     needed, free = found.host * local + staged, check_disk(args.output_dir, 0, "")
     saves = 1 + sum(max(0, steps) // interval for interval in (
         args.save_steps, args.eval_steps if validates else 0) if interval)

@@ -44,7 +44,7 @@ def duration(seconds):
 
 
 def model_text(model, adapters):
-    """The line about a model's size. Layers of nf4.py count their values, not their bytes."""
+    """The line about a model's size. Layers in NF4 count their values, not their bytes."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     every = sum(p.numel() for p in model.parameters()) + sum(
         m.in_features * m.out_features - m.weight.numel() for m in model.modules()
@@ -56,11 +56,6 @@ def model_text(model, adapters):
 class StepTimer:
     """Work and seconds of the steps since the last log line; pauses do not count, nor does the
     run's first step, which compiles and allocates, unless it has a log line.
-
-        with timer.waiting():
-            batch = next(batches)
-        timer.count({"tokens": ..., "samples": ..., "flops": ...}, slots)
-        values |= timer.report(world)
     """
 
     def __init__(self, device):
@@ -87,9 +82,7 @@ class StepTimer:
         self.start += time.monotonic() - start
 
     def count(self, work, slots):
-        """Add one step. work: {"tokens", "samples", "flops", ...} of all ranks; slots: tokens with
-        padding.
-        """
+        """Add a step. work: {"tokens", "samples", "flops"} of all ranks; slots: with padding."""
         if self.first is None:
             if self.device.type == "cuda":
                 import torch
@@ -123,12 +116,12 @@ class StepTimer:
 
 # ---- Written
 
-class MetricsLog:
-    """Rank 0's record of a run. Make it on rank 0 only. report_to: some of cli.TRACKERS.
 
+class MetricsLog:
+    """A run's record, of rank 0 alone. report_to: some of cli.TRACKERS; config: flags, for them.
     Lines of metrics.jsonl and TensorBoard points later than resumed_step (work lost in a crash) are
-    dropped first, so no step is there twice. A metrics.jsonl with other lines than ours is
-    moved aside whole, its good lines go on in a new one. config: flags, for the trackers.
+    dropped first, so no step is there twice. A metrics.jsonl with other lines than ours is moved
+    aside whole, its good lines go on in a new one.
     """
 
     def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, project=None,
@@ -173,9 +166,7 @@ class MetricsLog:
             self.wandb.log(values, step=step)
 
     def write_speech(self, step, name, wave, rate):
-        """A sound, (n,) float32 in -1..1 at `rate` Hz, to all but metrics.jsonl; none if it is
-        empty.
-        """
+        """A sound, (n,) float32 in -1..1 at `rate` Hz, maybe empty, to all but metrics.jsonl."""
         wave = wave.clip(-1, 1)
         if self.board and len(wave):
             with self.naming(self.board.log_dir):
@@ -209,11 +200,10 @@ def tensorboard(logging_dir, resumed_step, config):
 
 # ---- Read
 
-def read_rows(path):
-    """(rows of a metrics.jsonl, its fault or "").
 
-    A row is a JSON object with an integer "step"; all there are come back, also those after a line
-    that is none. A last line that a kill cut off is no fault.
+def read_rows(path):
+    """(rows of a metrics.jsonl, its fault or ""). A row is a JSON object with an integer "step";
+    all come back, also those after a line that is none. A last line cut off by a kill is no fault.
     """
     path, rows, wrong = Path(path), [], []
     if not path.exists():
@@ -223,10 +213,9 @@ def read_rows(path):
     with json_files.open_file(path) as file:
         lines = file.read().split(b"\n")
     for number, line in enumerate(lines, 1):
-        try:
+        row = None
+        with contextlib.suppress(ValueError):
             row = json_files.loads(line)
-        except ValueError:
-            row = None
         if isinstance(row, dict) and type(row.get("step")) is int:
             rows.append(row)
         elif line.strip() and number < len(lines):      # the last one was being written
@@ -261,10 +250,9 @@ def percent(share):
 
 def loss_clause(rows):
     """How the validation loss went: best where, and what since."""
-    training = curve(rows, "train/loss")
-    what, found = "the validation bound", curve(rows, "eval/nll")
-    if not found:
-        what, found = "validation loss", curve(rows, "eval/loss")
+    training, found = curve(rows, "train/loss"), curve(rows, "eval/nll")
+    what = "the validation bound" if found else "validation loss"
+    found = found or curve(rows, "eval/loss")
     if not found and not training:
         return "nothing was logged"
     if not found:
@@ -309,8 +297,7 @@ def speech_clauses(rows, evaluations):
 
 
 def verdict(rows, evaluations=()):
-    """[clause] about a run. rows: of metrics.jsonl, {"step": int, metric: number or None}.
-
+    """[clause] about a run. rows: of metrics.jsonl, {"step": int, metric: number or None};
     evaluations: what an evaluation.json has, {"name", "metrics": {metric: number or None}}.
     """
     clauses = [loss_clause(rows), *speech_clauses(rows, evaluations)]

@@ -1,41 +1,32 @@
-"""AdamW groups, learning-rate schedules, gradient clipping, and steps that a bad gradient cannot
-poison.
-"""
+"""AdamW, learning rates, gradient clipping, and steps that a bad gradient cannot poison."""
 import math
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from core import cli, fused
-from core.cli import require
+from core.cli import UserError
 from core.dist import all_gather, all_max
 
-# of --fp16; steps without an overflow after which it doubles
-FIRST_SCALE, GROW = 65536.0, 2000
+FIRST_SCALE, GROW = 65536.0, 2000       # of --fp16; steps without an overflow until it doubles
 
 
 def build_adamw(named_parameters, lr, weight_decay, betas, decays):
-    """Fused AdamW over the trainable parameters in two groups; fused, because guarded_step needs
-    it.
-
-    named_parameters: iterable of (name, parameter). decays(name, parameter) -> bool says what
-    weight decay may shrink.
+    """Fused AdamW, which take_step needs, over the trainable ones of (name, parameter) in two
+    groups. decays(name, parameter) -> bool says what weight decay may shrink.
     """
     decay, keep = [], []
     for name, parameter in named_parameters:
         if parameter.requires_grad:
             (decay if decays(name, parameter) else keep).append(parameter)
-    groups = [{"params": decay, "weight_decay": weight_decay},
-              {"params": keep, "weight_decay": 0.0}]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=1e-8,
-                             fused=True)
+    groups = [{"params": part, "weight_decay": share}
+              for part, share in ((decay, weight_decay), (keep, 0.0)) if part]
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=True)
 
 
 def state_tensors(optimizer, named_parameters):
     """{"parameter name.exp_avg" and so on: tensor} of all that AdamW remembers, to be saved or
-    filled in place.
-
-    Parameters that had no step yet get the zeros that their first step would give them.
+    filled in place. Parameters that had no step yet get the zeros that it would give them.
     """
     tensors, known = {}, {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in named_parameters:
@@ -43,18 +34,15 @@ def state_tensors(optimizer, named_parameters):
             assert id(parameter) in known, f"{name} is not updated: gathered weights were not freed"
             state = optimizer.state[parameter]
             if not state:
-                state |= {"step": torch.zeros((), device=parameter.device),
-                          "exp_avg": torch.zeros_like(parameter),
-                          "exp_avg_sq": torch.zeros_like(parameter)}
+                state["step"] = torch.zeros((), device=parameter.device)
+                state |= {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
             tensors |= {f"{name}.{key}": value for key, value in state.items()}
     return tensors
 
 
 def lr_factor(step, total_steps, warmup_steps, scheduler="cosine", min_ratio=0.0):
-    """Multiplier of the learning rate for optimizer step `step` (0-based): linear warm-up, then
-    cosine or linear decay.
-
-    Reaches min_ratio at total_steps. The first step already moves: its factor is 1 / warmup_steps.
+    """Multiplier of the learning rate at step `step`, 0-based: linear warm-up from 1 / warmup_steps
+    on, then cosine or linear decay to min_ratio at total_steps.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
@@ -66,30 +54,14 @@ def lr_factor(step, total_steps, warmup_steps, scheduler="cosine", min_ratio=0.0
 
 
 def clip_gradients(parameters, max_norm):
-    """Global L2 norm of the gradients, a 0-d tensor on their device; scales them to max_norm when
-    max_norm > 0.
-
-    Collective when the gradients are sharded: the norm is over all shards.
+    """Global L2 norm of the gradients, 0-d on their device; where max_norm > 0 they are scaled to
+    it. Collective when the gradients are sharded: the norm is over all shards.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
     if max_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def guarded_step(optimizer, bad):
-    """optimizer.step() that does nothing where `bad` (0-d float tensor on the device) is 1: no host
-    sync to decide.
-
-    Uses the hook that torch's GradScaler uses on fused optimizers; step counters do not advance
-    either.
-    """
-    optimizer.grad_scale, optimizer.found_inf = None, bad
-    try:
-        optimizer.step()
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf
 
 
 def take_step(optimizer, lr, norm):
@@ -99,18 +71,19 @@ def take_step(optimizer, lr, norm):
     for group in optimizer.param_groups:
         group["lr"] = lr
     bad = 1 - torch.isfinite(norm).float()
-    guarded_step(optimizer, bad)
+    # by what torch's GradScaler asks of fused optimizers; step counters do not advance either
+    optimizer.grad_scale, optimizer.found_inf = None, bad
+    optimizer.step()
+    del optimizer.grad_scale, optimizer.found_inf
     optimizer.zero_grad(set_to_none=True)
     return bad
 
 
 class Scaler:
-    """--fp16: the loss is scaled, or gradients would vanish; steps that overflow are skipped.
-
-    As torch.amp.GradScaler does it: half the scale after an overflow, twice the scale after GROW
-    steps without. But whether a step overflowed is asked of the global gradient norm, the same on
-    every rank, and no step waits for the answer. scale, and steps since it changed, are 0-d tensors
-    on the device; both are saved.
+    """--fp16: the loss is scaled, or gradients would vanish; steps that overflow are skipped. As
+    torch.amp.GradScaler does it: half the scale after an overflow, twice the scale after GROW steps
+    without. But the global gradient norm, the same on every rank, says whether a step overflowed,
+    and no step waits for it. scale, and steps since it changed, are 0-d on the device and saved.
     """
 
     def __init__(self, device, saved=None):
@@ -139,9 +112,8 @@ class Scaler:
 
 class StepMonitor:
     """What the host must know of each step, fetched one step late so that the device never waits:
-    was its gradient not finite, or exactly 0; did any rank ask to stop.
-
-    skipped: steps that were not taken, of the run. stop: whether a rank asked to stop.
+    was its gradient not finite, or exactly 0; did any rank ask to stop (stop). skipped: steps that
+    the run has not taken.
     """
 
     def __init__(self, world, sample_name, max_bad_steps=5, skipped=0, scaler=None,
@@ -158,16 +130,15 @@ class StepMonitor:
         self.losses, self.pending = [], None
 
     def watch(self, loss, samples):
-        """Remember whether a micro-step's loss is finite, without a host sync: its samples are
-        named if the step is skipped. samples: their numbers.
+        """Remember whether a micro-step's loss is finite: its samples (numbers) are named if the
+        step is skipped. No host sync.
         """
         self.losses.append((torch.isfinite(loss.detach()), list(samples)))
 
     def push(self, step, norm, stop, trains=True):
-        """Start fetching the flags of the step just queued. Collective.
-
-        norm: its gradient norm, 0-d. stop: whether this rank was asked to stop. trains: whether
-        the step has anything to learn, so that a gradient of exactly 0 is a fault.
+        """Start fetching the flags of the step just queued: its gradient norm, 0-d; whether this
+        rank was asked to stop; whether it has anything to learn, so that a norm of exactly 0 is a
+        fault. Collective.
         """
         norm = norm.to(self.world.device)       # with CPU offload gradients are elsewhere
         zero = (norm == 0).float() * trains
@@ -178,10 +149,9 @@ class StepMonitor:
         self.pending, self.losses = (step, self.losses), []
 
     def poll(self):
-        """Take the flags of the step pushed last; call it before the next push, on every rank.
-
-        Names the samples of a skipped step. Raises UserError, on all ranks, after max_bad_steps of
-        them in a row, and for a gradient norm of exactly 0.
+        """Take the flags of the step pushed last, on every rank before the next push. Names the
+        samples of a skipped step. UserError, on all ranks, after max_bad_steps of them in a row,
+        and for a gradient norm of exactly 0.
         """
         if self.pending is None:
             return
@@ -192,10 +162,10 @@ class StepMonitor:
         self.stop |= stop
         if zero:
             self.before_error()
-        require(not zero,
-                f"step {step}: the gradient norm is exactly 0, so nothing is learnt; look "
-                "at the trained modules (--lora_target_modules, --freeze_llm), at the weight of "
-                "the loss, and whether the run learns without --compile")
+            raise UserError(
+                f"step {step}: the gradient norm is exactly 0, so nothing is learnt; look at the "
+                "trained modules (--lora_target_modules, --freeze_llm), at the weight of the loss, "
+                "and whether the run learns without --compile")
         if not bad:
             self.in_a_row = 0
             return
@@ -214,5 +184,4 @@ class StepMonitor:
             print(text, flush=True)
         if self.in_a_row >= self.max_bad_steps:
             self.before_error()
-        require(self.in_a_row < self.max_bad_steps,
-                f"{self.in_a_row} steps in a row had a non-finite gradient; {text}")
+            raise UserError(f"{self.in_a_row} steps in a row had a non-finite gradient; {text}")

@@ -8,7 +8,6 @@ workers change nothing. The tail of an epoch is topped up with empty packs, whic
 every rank runs the same number of steps.
 """
 import bisect
-import itertools
 from array import array
 from dataclasses import dataclass
 
@@ -43,14 +42,9 @@ class EpochPlan:
 
 
 def best_fit(lengths, order, budget):
-    """[[sample index]] of bins of at most `budget` tokens: all of windows()."""
-    return list(itertools.chain.from_iterable(windows(lengths, order, budget)))
+    """Yield packs, lists of sample indices of at most `budget` tokens.
 
-
-def windows(lengths, order, budget):
-    """Yield, for each window of 4096 samples, lists of samples of at most `budget` tokens.
-
-    lengths (n,) tokens; order (n,) sample indices to pack, in each window longest first.
+    lengths (n,) tokens; order (n,) sample indices to pack, in each window of 4096 longest first.
     ValueError: a sample is longer than the budget.
     """
     for start in range(0, len(order), 4096):
@@ -74,16 +68,7 @@ def windows(lengths, order, budget):
             at = bisect.bisect_left(free, room)
             free.insert(at, room)
             open_bins.insert(at, b)
-        yield bins
-
-
-def _flat(packs):
-    """Packs, each a list of sample indices -> EpochPlan."""
-    samples, sizes = array("q"), array("q")
-    for pack in packs:
-        samples.extend(pack)
-        sizes.append(len(pack))
-    return EpochPlan(np.asarray(samples), np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
+        yield from bins
 
 
 def _reordered(plan, packs):
@@ -128,20 +113,20 @@ class PackOrder:
             # once, by the seed alone: packing is slow, and each epoch shuffles these packs
             if shuffle:
                 order = np.random.default_rng((seed, 0)).permutation(order)
-            bins = windows(self.lengths, order, tokens_per_pack)
-            self._bins = _flat(itertools.chain.from_iterable(bins))
+            samples, offsets = array("q"), array("q", [0])
+            for pack in best_fit(self.lengths, order, tokens_per_pack):
+                samples.extend(pack)
+                offsets.append(len(samples))
+            self._bins = EpochPlan(np.asarray(samples), np.asarray(offsets))
         self.packs_per_epoch = (len(self._bins) if self._bins
                                 else -(-len(self.lengths) // samples_per_pack))
 
     def epoch(self, epoch):
-        """EpochPlan of `epoch`; the last two asked for are kept (the loader reads ahead into the
-        next epoch).
-        """
+        """EpochPlan of `epoch`. The last two are kept: the loader reads ahead into the next one."""
         plan = self._plans.get(epoch)
         if plan is None:
             # another generator: no epoch's order depends on which others were asked for
             plan = self._plan(np.random.default_rng((self.seed, epoch, 1)))
-            # a new dict: the loader's thread asks, too
             self._plans = {e: p for e, p in self._plans.items() if e >= epoch - 1} | {epoch: plan}
         return plan
 

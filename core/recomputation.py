@@ -43,20 +43,13 @@ def _policy(context, op, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if keeps(op, args) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def leave_products(model, mode):
-    """Have adapters in a model (adapters.AddingLinear) leave the products of other layers as they
-    are if mode keeps.
-    """
-    for module in model.modules():
-        if mode == "selective" and hasattr(module, "adds_in_place"):
-            module.adds_in_place = False
-
-
 def set_mode(model, layers, mode):
     """Have a model's layers be called as `mode` of flags.MODES wants it; None: plainly. layers: of
     transformers, or the model calls them by model.call.
     """
-    leave_products(model, mode)
+    for module in model.modules():      # adapters.AddingLinear must not change products that stay
+        if mode == "selective" and hasattr(module, "adds_in_place"):
+            module.adds_in_place = False
     if hasattr(model, "call"):
         model.call = caller(mode)
         return

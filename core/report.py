@@ -1,7 +1,6 @@
 """One HTML page about a run: verdict, settings, curves, samples to hear, evaluations.
 
     python core/report.py output_dir            # output_dir/report.html; open it in any browser
-    python core/report.py out_a out_b           # both runs in one page: out_a/comparison.html
     python core/report.py output_dir --samples before after
     python core/report.py output_dir --check_fell       # and status 1 unless the loss fell
 
@@ -63,10 +62,10 @@ def read_run(folder):
 
 
 def read_evaluation(path):
-    """{"name", "path", "metrics", ...} of an evaluation.json. Raises UserError."""
+    """{"name", "metrics", ...} of an evaluation.json. Raises UserError."""
     found = cli.without_secrets(json_files.read_object(path))
     require(isinstance(found.get("metrics"), dict), f"{path}: has no metrics; see evaluate_tts.py")
-    return {**found, "name": str(found.get("name", path.parent.name)), "path": path}
+    return found | {"name": str(found.get("name", path.parent.name))}
 
 
 def find_steps(folder):
@@ -76,8 +75,7 @@ def find_steps(folder):
     return [found[i] for i in chosen] if len(found) > STEPS else found
 
 
-# --------------------------------------------------------------------------------------------------
-# Parts of the page
+# ---- Parts of the page
 
 
 def evaluation_table(evaluations):
@@ -91,10 +89,6 @@ def evaluation_table(evaluations):
                              else value for value in values)])
     lines = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}" for cell in row) for row in rows)
     return f'<div class="wide"><table>{lines}</table></div>'
-
-
-def data_uri(path, kind):
-    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 def thin(points):
@@ -129,13 +123,13 @@ def chart(title, curves):
         parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.6" points="{line}"/>')
         parts += [f'<circle cx="{x(step)}" cy="{y(value)}" r="3" fill="{color}"><title>step '
                   f'{step:,}: {value:.5g}</title></circle>'
-                  for step, value in (curve if len(curve) <= 60 else ())]
+                  for step, value in curve if len(curve) <= 60]
         legend += f' <span style="color:{color}">{escape(label)} {curve[-1][1]:.4g}</span>'
-    drawn = (f'<figure><b>{escape(title)}</b> <small>{legend}</small><svg viewBox="0 0 {WIDTH} '
-             f'{HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg></figure>')
-    if low < high:
-        return drawn
-    return f"<details><summary>{escape(title)}: {low:.4g} at every step</summary>{drawn}</details>"
+    title = escape(title)
+    drawn = (f'<figure><b>{title}</b> <small>{legend}</small><svg viewBox="0 0 {WIDTH} {HEIGHT}" '
+             f'role="img" aria-label="{title}">{"".join(parts)}</svg></figure>')
+    flat = f"<details><summary>{title}: {low:.4g} at every step</summary>{drawn}</details>"
+    return drawn if low < high else flat
 
 
 SECTIONS = {        # of the page: its curves
@@ -146,19 +140,17 @@ SECTIONS = {        # of the page: its curves
     "Other": ".*"}
 
 
-def charts(runs):
-    """{section: HTML}. train/x and eval/x of all runs share a chart; x_0, x_1 have another."""
+def charts(rows):
+    """{section: HTML} of metrics.jsonl. train/x and eval/x share a chart; x_0, x_1 have another."""
     curves, sections = {}, {name: [] for name in SECTIONS}
-    for folder, (rows, _) in runs.items():
-        for name in dict.fromkeys(name for row in rows for name in row if name != "step"):
-            prefix, _, rest = name.rpartition("/")
-            stem, number = re.fullmatch(r"(.*?)(?:_(\d+))?", rest, re.DOTALL).groups()
-            section = next(section for section, pattern in SECTIONS.items()
-                           if re.fullmatch(pattern, name, re.DOTALL))
-            label = f"{folder.name} {number or prefix}" if len(runs) > 1 else number or prefix
-            if curve := metrics.curve(rows, name):
-                title = f"{stem} ({prefix})" if number else stem
-                curves.setdefault((section, title), {})[label] = curve
+    for name in dict.fromkeys(name for row in rows for name in row if name != "step"):
+        prefix, _, rest = name.rpartition("/")
+        stem, number = re.fullmatch(r"(.*?)(?:_(\d+))?", rest, re.DOTALL).groups()
+        section = next(section for section, pattern in SECTIONS.items()
+                       if re.fullmatch(pattern, name, re.DOTALL))
+        if curve := metrics.curve(rows, name):
+            title = f"{stem} ({prefix})" if number else stem
+            curves.setdefault((section, title), {})[number or prefix] = curve
     for (section, title), lines in curves.items():
         sections[section].append(chart(title.replace("_", " "), lines))
     return {name: f'<div class="grid">{"".join(sorted(found, key=lambda one: one[1] == "d"))}</div>'
@@ -166,9 +158,7 @@ def charts(runs):
 
 
 def read_samples(folder, label):
-    """[(prompt, text, HTML)] of a folder's first .wav files by name; of this folder alone, whatever
-    a link in it points to.
-    """
+    """[(prompt, text, HTML)] of a folder's first .wav files by name; none that a link points to."""
     folder, found = folder.resolve(), []
 
     def is_ours(path):
@@ -181,9 +171,10 @@ def read_samples(folder, label):
                  if isinstance(about.get(key), (int, float))]
         words += [f"cut off by {about['ended_by']}"] * (about.get("ended_by", "eos") != "eos")
         words += [f"heard: {about.get('heard')}"] * ("heard" in about)
+        sound = base64.b64encode(path.read_bytes()).decode()
         found.append((path.stem, str(about.get("text", "")),
                       f'<figure><figcaption>{escape(label)}</figcaption><audio controls preload="'
-                      f'metadata" src="{data_uri(path, "audio/wav")}"></audio>'
+                      f'metadata" src="data:audio/wav;base64,{sound}"></audio>'
                       f'<small>{escape(" · ".join(words))}</small></figure>'))
     return found
 
@@ -198,57 +189,48 @@ def sample_rows(samples):
                    for name, text in sorted(rows, key=lambda prompt: natural(prompt[0])))
 
 
-def summary(title, folder, rows, settings, evaluations):
+def summary(folder, rows, settings, evaluations):
     """Verdict, progress of the run, and its flags."""
     saved = [path.parent.name for path in folder.glob("checkpoint-*/manifest.json")]
     state = [f"last logged step {max((row['step'] for row in rows), default=0):,}",
              f"checkpoints: {', '.join(sorted(saved, key=natural)) or 'none yet'}"]
     if (folder / "requeue").is_file():
         state.append(f"stopped: {(folder / 'requeue').read_text(errors='replace').strip()}")
-    flags = [f"<li>{escape(name)} <b>{escape(value)}</b>" for name, value in settings]
-    clauses = [f"<li>{escape(clause[0].upper() + clause[1:])}."
-               for clause in metrics.verdict(rows, evaluations)]
-    return (f'<h2>{escape(title)}</h2><ul class="verdict">{"".join(clauses)}</ul>'
-            f'<p>{escape("; ".join(state))}</p><h3>Settings</h3><ul class="settings">'
-            f'{"".join(flags)}</ul>')
+    flags = "".join(f"<li>{escape(name)} <b>{escape(value)}</b>" for name, value in settings)
+    clauses = "".join(f"<li>{escape(clause[0].upper() + clause[1:])}."
+                      for clause in metrics.verdict(rows, evaluations))
+    return (f'<h2>Verdict</h2><ul class="verdict">{clauses}</ul><p>{escape("; ".join(state))}</p>'
+            f'<h3>Settings</h3><ul class="settings">{flags}</ul>')
 
 
-# --------------------------------------------------------------------------------------------------
-# Command
+# ---- Command
 
 
-def write_report(runs, args):
-    """Write the page and print its content. runs: {folder: read_run()}. Raises UserError."""
-    paths = [path.resolve() for folder in runs for path in sorted(folder.rglob("evaluation.json"))
-             if path.is_file()]
-    evaluations = [read_evaluation(path) for path in dict.fromkeys(paths)]
+def write_report(run, rows, settings, folders):
+    """Write the page of read_run() and print its content; folders: of --samples. UserError."""
+    evaluations = [read_evaluation(path) for path in sorted(run.rglob("evaluation.json"))
+                   if path.is_file()]
     evaluations.sort(key=lambda one: not one["name"].startswith(BEFORE))
-    groups = {True: [], False: []}      # spoken before training, and not
-    for folder in map(Path, args.samples):
+    spoken = [(path.name.replace("-", " "), path) for path in find_steps(run)]
+    for folder in folders:
         name = folder.resolve().name
         require(any(folder.glob("*.wav")),
                 f"--samples {name}: no .wav file in it; give a folder of generate_tts.py")
-        groups[name.startswith(BEFORE)].append((name, folder))
-    steps = [(f"{run.name} {path.name}" if len(runs) > 1 else path.name.replace("-", " "), path)
-             for run in runs for path in find_steps(run)]
-    samples = [sample for label, folder in groups[True] + steps + groups[False]
-               for sample in read_samples(folder, label)]
-    body = "".join(summary(folder.resolve().name if len(runs) > 1 else "Verdict", folder, *run, [
-        one for one in evaluations if len(runs) == 1 or folder.resolve() in one["path"].parents])
-        for folder, run in runs.items())
-    parts = {**charts(runs), "Samples": sample_rows(samples),
+        spoken.append((name, folder))
+    spoken.sort(key=lambda one: not one[0].startswith(BEFORE))      # first what was before training
+    samples = [sample for label, folder in spoken for sample in read_samples(folder, label)]
+    parts = {**charts(rows), "Samples": sample_rows(samples),
              "Evaluation": evaluations and evaluation_table(evaluations)}
-    body += "".join(f"<h2>{name}</h2>{content}" for name, content in parts.items() if content)
-    text = PAGE.format(title=escape(" and ".join(folder.resolve().name for folder in runs)),
-                       made=time.strftime("%Y-%m-%d %H:%M"), body=body)
-    output = next(iter(runs)) / ("report.html" if len(runs) == 1 else "comparison.html")
-    temporary = output.with_name(f".{output.name}.tmp")
+    body = summary(run, rows, settings, evaluations) + "".join(
+        f"<h2>{name}</h2>{content}" for name, content in parts.items() if content)
+    text = PAGE.format(title=escape(run.resolve().name), made=time.strftime("%Y-%m-%d %H:%M"),
+                       body=body)
+    output, temporary = run / "report.html", run / ".report.html.tmp"
     temporary.unlink(missing_ok=True)
     with open(temporary, "xb") as file:     # x: not through a link of this name
         file.write(text.encode("utf-8", errors="replace"))
     temporary.replace(output)       # readers see the old page or the new one
-    lines = sum(len(rows) for rows, _ in runs.values())
-    print(f"report     {output} ({len(text) / 2**20:.1f} MiB): {lines} lines of metrics, "
+    print(f"report     {output} ({len(text) / 2**20:.1f} MiB): {len(rows)} lines of metrics, "
           f"{len(samples)} samples, {len(evaluations)} evaluations")
 
 
@@ -256,7 +238,7 @@ def loss_fell(folder, rows):
     """Print the mean training loss of the first and last fifth of the steps -> whether it fell."""
     losses = [value for _, value in metrics.curve(rows, "train/loss")]
     require(len(losses) > 1, f"{folder}/metrics.jsonl holds {len(losses)} training steps with a "
-                             "loss; two are needed")
+            "loss; two are needed")
     fifth = max(1, len(losses) // 5)
     first, last = statistics.fmean(losses[:fifth]), statistics.fmean(losses[-fifth:])
     print(f"train/loss {first:.3f} -> {last:.3f} {'fell' if last < first else 'DID NOT FALL'}")
@@ -264,17 +246,16 @@ def loss_fell(folder, rows):
 
 
 if __name__ == "__main__":
-    p = cli.Parser("Write OUTPUT_DIR/report.html, one page about a run, or comparison.html.")
-    p.add_argument("output_dir", nargs="+", help="folder of a run; several are compared")
-    p.flag("--samples", [], "more folders of .wav files", nargs="+", metavar="FOLDER")
+    p = cli.Parser("Write OUTPUT_DIR/report.html, one page about a run.")
+    p.add_argument("output_dir", type=Path, help="folder of a run")
+    p.flag("--samples", [], "more folders of .wav files", nargs="+", type=Path, metavar="FOLDER")
     p.switch("--check_fell", "exit with status 1 unless the training loss fell")
     args = cli.parse(p)
     try:
-        runs = {folder: read_run(folder) for folder in dict.fromkeys(map(Path, args.output_dir))}
-        write_report(runs, args)
-        if args.check_fell and not all([loss_fell(folder, run[0]) for folder, run in runs.items()]):
+        rows, settings = read_run(args.output_dir)
+        write_report(args.output_dir, rows, settings, args.samples)
+        if args.check_fell and not loss_fell(args.output_dir, rows):
             sys.exit(1)
-    except OSError as error:
-        sys.exit(cli.error_text(f"error: {error.filename}: {error.strerror}"))
-    except UserError as error:
-        sys.exit(cli.error_text(f"error: {error}"))
+    except (OSError, UserError) as error:
+        name = getattr(error, "filename", None)
+        cli.fail(f"{name}: {error.strerror}" if name else error)

@@ -36,10 +36,9 @@ class RunLock(contextlib.AbstractContextManager):
 
 
 def acquire(folder, flag="--output_dir", name="run", wait_s=None, waiting=None):
-    """Own a folder from now on -> RunLock. Raises UserError when another process still owns it
-    after wait_s seconds (default: patience()), and OSError when the folder cannot be written.
-
-    flag: names the folder in the message. waiting: called again and again meanwhile; it may raise.
+    """Own a folder from now on -> RunLock. UserError when another process still owns it after
+    wait_s seconds, OSError when it cannot be written. flag: names it in the message. waiting:
+    called again and again meanwhile; it may raise.
     """
     path = Path(folder) / f"{name}.lock"
     RunLock(path).release()         # of an earlier run of this process
@@ -54,7 +53,7 @@ def acquire(folder, flag="--output_dir", name="run", wait_s=None, waiting=None):
 
 
 def check_free(folder, flag="--output_dir", name="run"):
-    """Raise UserError while another process owns a folder, after patience(). Makes no file."""
+    """UserError when another process owns a folder, and keeps it. Makes no file."""
     path = Path(folder) / f"{name}.lock"
     if path not in _held:
         with contextlib.suppress(OSError):      # no such file, or acquire names the error
@@ -62,8 +61,12 @@ def check_free(folder, flag="--output_dir", name="run"):
 
 
 def wait_for(attempt, path, flag, wait_s=None, waiting=None):
-    """What attempt() returns once it is not None. UserError when that takes too long."""
-    told, end = False, time.monotonic() + (patience() if wait_s is None else wait_s)
+    """What attempt() returns once it is not None. UserError when that takes too long: wait_s, or
+    WAIT_S, or LEASE_S in a job that Slurm has queued again, which may have lost its node.
+    """
+    if wait_s is None:
+        wait_s = WAIT_S if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else LEASE_S
+    told, end = False, time.monotonic() + wait_s
     while (fd := attempt()) is None:
         if time.monotonic() >= end:
             raise UserError(f"{flag} {path.parent}: another run is using it ({owner_of(path)}); "
@@ -77,17 +80,9 @@ def wait_for(attempt, path, flag, wait_s=None, waiting=None):
     return fd
 
 
-def patience():
-    """Seconds to wait for an owner that is about to end: long in a job that Slurm has queued again,
-    which may have lost its node.
-    """
-    return LEASE_S if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" else WAIT_S
-
-
 def try_lock(path, make=True):
-    """Descriptor of the locked file, or None while another process has the lock.
-
-    make: make the file and lock it for this process alone; else only see whether that would work.
+    """Descriptor of the locked file, or None while another process has the lock. make: make the
+    file and lock it for this process alone; else only see whether that would work.
     """
     fd = open_lock(path, make)
     try:
@@ -97,12 +92,11 @@ def try_lock(path, make=True):
     except (BlockingIOError, FileNotFoundError):        # the latter: removed since it was opened
         pass
     except OSError as error:
-        if error.errno in NO_LOCKS:
-            if make:
-                notice(f"{path}: this file system has no locks: start no second run in that folder")
-            return fd
-        os.close(fd)
-        raise
+        if error.errno not in NO_LOCKS:
+            raise
+        if make:
+            notice(f"{path}: this file system has no locks: start no second run in that folder")
+        return fd
     os.close(fd)
     return None
 

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import stat
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -201,29 +200,6 @@ def read_rows(tensor, parts):
         offset += rows
 
 
-@torch.no_grad()
-def read_once(world, tensor, read):
-    """read() this rank's part of a tensor where its first copy is; other copies get it from there.
-
-    Collective. Plain tensors are read by rank 0; of sharded ones every rank reads its rows, under
-    HSDP the ranks of the first group. Offloaded tensors: every rank reads for itself.
-    """
-    local, group, first = tensor, None, 0
-    if isinstance(tensor, DTensor):
-        local, mesh = tensor.to_local(), tensor.device_mesh
-        first = world.rank if mesh.ndim == 1 else int(mesh.mesh[0, mesh.get_coordinate()[1]])
-        group = mesh.get_group(0) if mesh.ndim > 1 else None
-    copies = world.size > 1 and local.device.type == world.device.type and not (
-        isinstance(tensor, DTensor) and group is None)
-    if world.rank == first or not copies:
-        read()
-    if copies:
-        barrier(world)      # a slow disk may take longer than a broadcast's limit
-        if local.numel():
-            assert local.is_contiguous(), "a copy would be filled instead"
-            dist.broadcast(local.flatten().view(torch.uint8), first, group=group)
-
-
 def load(world, folder, stem, tensors):
     """Fill {name: tensor}, plain or sharded, from STEM.safetensors of a folder (one file or parts).
 
@@ -235,8 +211,8 @@ def load(world, folder, stem, tensors):
     if problem := mismatch(wanted, found):
         raise UserError(f"{folder}: its {stem} tensors do not fit this run: {problem}")
     for name, tensor in tensors.items():
-        tensor = tensor.detach()
-        read_once(world, tensor, partial(read_rows, tensor, found[name]))
+        read_rows(tensor.detach(), found[name])
+    barrier(world)      # a slow disk may take longer than a gradient collective's limit
 
 
 # ---- Writing
@@ -245,22 +221,6 @@ def load(world, folder, stem, tensors):
 def writers(ranks):
     """Which ranks write sharded tensors: at most WRITERS, spread over the nodes."""
     return range(0, ranks, -(-ranks // WRITERS))
-
-
-def to_host(tensors, stream):
-    """{name: CPU copy}. stream: of a GPU, or None; copies are there when it has come so far.
-
-    The host does not wait; what the current stream does next, such as to change the tensors, does.
-    """
-    if stream is None:
-        return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-    here = torch.cuda.current_stream(stream.device)
-    stream.wait_stream(here)
-    with torch.cuda.stream(stream):
-        copies = {name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
-            tensor, non_blocking=True) for name, tensor in tensors.items()}
-    here.wait_stream(stream)
-    return copies
 
 
 @torch.no_grad()
@@ -279,8 +239,11 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
     # the ranks that together hold the sharded tensors, this one among them; under HSDP a group
     group = () if mesh is None else mesh.mesh.flatten().tolist() if mesh.ndim == 1 else (
         mesh.mesh[mesh.get_coordinate()[0]].tolist())
-    stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
     waiting, gathered = {}, 0
+
+    def copy_to_host():
+        share.update({name: tensor.to("cpu", copy=True) for name, tensor in waiting.items()})
+        waiting.clear()
     for name, tensor in named.items():
         owners[name], tensor = 0, tensor.detach()
         if isinstance(tensor, DTensor):
@@ -298,17 +261,13 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
         if owners[name] == world.rank:
             waiting[name] = tensor.reshape(tensor.shape or (1,)).contiguous()
         if gathered > WINDOW * world.size:      # all ranks copy at the same time
-            share |= to_host(waiting, stream)
-            waiting, gathered = {}, 0
-    share |= to_host(waiting, stream)
-    copied = stream and stream.record_event()
+            copy_to_host()
+            gathered = 0
+    copy_to_host()
     share = {name: part for key, tensor in share.items()
              for name, part in split(key, tensor).items()}
 
     def write(path):
-        if copied:      # this thread would wait on GPU 0 otherwise, and make a context there
-            torch.cuda.set_device(world.device)
-            copied.synchronize()
         if bad := [name for name, tensor in share.items() if not is_finite(tensor)]:
             # or rotation would leave nothing but checkpoints that nobody can use
             raise UserError(f"{path.name}: {len(bad)} of its tensors hold NaN or infinity, first "

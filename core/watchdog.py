@@ -30,7 +30,6 @@ from core.lifetime import SIGNALS, stop_requested
 
 MARKER = "requeue"      # in OUTPUT_DIR: the run was asked to stop, and wants to be started again
 STOP_FILE = "stop"      # in OUTPUT_DIR: whoever makes it asks the run to save and stop
-
 HELD = (*SIGNALS, signal.SIGINT)        # while a loader process starts
 SILENT_BEATS = 5        # beats without one of another rank's after which it counts as silent
 
@@ -42,21 +41,18 @@ class Stopped(Exception):
 
 
 def init_loader(worker_id):
-    """worker_init_fn of every DataLoader: loader processes end when the trainer stops them, or
-    with it. A signal sent to all processes must not take the trainer's data away.
-
-    A connection to a killed trainer, and too many open files, print no traceback here: what the
-    trainer and its peers say of it must be seen.
+    """worker_init_fn of every DataLoader: loader processes end when the trainer stops them, or with
+    it, not by a signal sent to all processes. A connection to a killed trainer, and too many open
+    files, print no traceback here: what the trainer and its peers say of it must be seen.
     """
     lifetime.end_with_trainer()
     multiprocessing.queues.Queue._on_queue_feeder_error = report_unsent
     for number in HELD:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
-    show = sys.excepthook
-    sys.excepthook = lambda kind, error, trace: None if isinstance(
-        error, (ConnectionError, EOFError)) or getattr(error, "errno", None) == errno.EMFILE else (
-        show(kind, error, trace))
+    show, gone = sys.excepthook, (ConnectionError, EOFError)
+    sys.excepthook = lambda kind, error, trace: isinstance(error, gone) or getattr(
+        error, "errno", None) == errno.EMFILE or show(kind, error, trace)
 
 
 def fork_loaders(loader):
@@ -100,41 +96,29 @@ def exit_stopped(world, output_dir, why):
 
 
 def clear_marker(output_dir):
-    """Remove the marker of an earlier run, and a request to stop that was not meant for this
-    one.
-    """
+    """Remove the marker of an earlier run, and a request to stop that was meant for that one."""
     for name in (MARKER, STOP_FILE):
         (Path(output_dir) / name).unlink(missing_ok=True)
 
 
 def stop_asked(output_dir):
-    """Why this process should save and stop, in words, or None: a signal came, or OUTPUT_DIR/stop
-    is there.
-    """
-    if stop_requested():
-        return f"asked to stop by {stop_requested()}"
-    found = os.path.exists(os.path.join(output_dir, STOP_FILE))
-    return f"asked to stop by {STOP_FILE}" if found else None
+    """Why this process should save and stop, in words, or None: a signal, or OUTPUT_DIR/stop."""
+    asked = stop_requested() or os.path.exists(Path(output_dir) / STOP_FILE) and STOP_FILE
+    return f"asked to stop by {asked}" if asked else None
 
 
 def any_stop(world, output_dir):
-    """Whether any rank was asked to stop; the same on all ranks. Collective, waits for the
-    device.
-    """
+    """Whether any rank was asked to stop. Collective, waits for the device."""
     return bool(all_max(world, bool(stop_asked(output_dir))).item())
 
 
 def leave_marker(output_dir, text):
-    """Leave OUTPUT_DIR/requeue for the launcher: this run was asked to stop and is to be started
-    again.
-    """
+    """Leave OUTPUT_DIR/requeue: the launcher is to start this run again."""
     write_text(Path(output_dir) / MARKER, text + "\n")
 
 
 class Watchdog:
-    """Watches this rank's main thread; start it on every rank. A single process waits for
-    nobody.
-    """
+    """Watches this rank's main thread, on every rank. A single process waits for nobody."""
 
     def __init__(self, world, limit_s):
         """limit_s: seconds a step may take, or a rank be silent."""
@@ -151,10 +135,8 @@ class Watchdog:
             threading.Thread(target=self._watch_store, daemon=True).start()
 
     def report_progress(self, where, limit_s=None):
-        """Call on every rank, at the same places, whenever the main thread has come further.
-
-        where: what it does now, for the message. limit_s: how long that may take; default: a
-        step's.
+        """To be called on all ranks at the same places. where: what the main thread does now, for
+        the message. limit_s: seconds it may take, None: a step's.
         """
         self.state = (self.state[0] + 1, where, time.monotonic(), limit_s or self.limit_s)
 

@@ -236,7 +236,7 @@ def make_rows(documents, numbers, row_length, pack, seed=0):
     for copies in range(needed, row_length + 1, step):
         # slots or copies run out first
         share = np.maximum(documents.lengths, -(-noisy * row_length // copies))
-        packings[copies] = best_fit(share, order, row_length)
+        packings[copies] = list(best_fit(share, order, row_length))
     best = min(packings, key=lambda copies: len(packings[copies]) * (row_length + copies))
     return Rows(documents, packings[best], row_length, best)
 

@@ -7,7 +7,6 @@ transformers tensors (experts, rows, columns). Quantised and remote-code models 
 """
 import contextlib
 import copy
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from core import checkpoint, tensor_io
 from core.cli import UserError, require
-from core.dist import World
+from core.dist import World, barrier
 
 logging.disable_progress_bar()      # of loading weights: each rank would show one
 
@@ -221,11 +220,10 @@ def check_weights(model, parts, folder):
 
 
 def load_weights(weights, parts, world=None):
-    """Fill {name: tensor, plain or a shard} from weight_parts. world: as in tensor_io.read_once."""
+    """Fill {name: tensor, plain or a shard} from weight_parts. Collective with a world."""
     for name, tensor in weights.items():
-        tensor = tensor.detach()
-        read = partial(read_weight, name, tensor, parts)
-        tensor_io.read_once(world or World(), tensor, read)
+        read_weight(name, tensor.detach(), parts)
+    barrier(world or World())       # a slow disk may take long
 
 
 @torch.no_grad()

@@ -156,8 +156,8 @@ def build_empty(folder, dtype, lora=None, recompute=None, prompted=None, four_bi
     """(PackedLM of a model folder, on the meta device, {name: [slice handle]} of its weights).
 
     lora: None, or adapters.add_lora's (rank, alpha, dropout, targets, base name): then only the
-    adapters require gradients. recompute, prompted: of PackedLM. four_bits: the frozen layers as
-    nf4.py has them. Raises UserError when the folder does not hold exactly the model's weights, or
+    adapters require gradients. recompute, prompted: of PackedLM. four_bits: the frozen layers in
+    NF4. Raises UserError when the folder does not hold exactly the model's weights, or
     the architecture cannot be packed.
     """
     native = net = causal_lm.empty_model(causal_lm.load_config(folder), dtype, folder, ATTENTION)
@@ -168,8 +168,8 @@ def build_empty(folder, dtype, lora=None, recompute=None, prompted=None, four_bi
         from core import adapters
         net = adapters.add_lora(native, layers, *lora)
     if four_bits:
-        from core import nf4
-        nf4.convert(layers)
+        from core import quantized
+        quantized.to_nf4(layers)
     return PackedLM(net, recompute, prompted=prompted), parts
 
 
@@ -192,8 +192,8 @@ def load(model, parts, world, *, sharding=None, compiled=False):
         from core import adapters
         base = adapters.base_weights(model.net)
     if any(hasattr(module, "nf4") for module in model.modules()):
-        from core import nf4
-        nf4.load_weights(model, causal_lm.load_weights, base, parts, world)
+        from core import quantized
+        quantized.load_nf4(model, causal_lm.load_weights, base, parts, world)
     else:
         causal_lm.load_weights(base, parts, world)
 

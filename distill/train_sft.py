@@ -321,8 +321,8 @@ if args.use_lora:
     adapters.load_adapters(model.net, resume) if resume else adapters.init_adapters(
         model.net, args.seed)
 if args.float8:
-    from core import float8
-    float8.convert(causal_lm.decoder_layers(model.native))
+    from core import quantized
+    quantized.to_float8(causal_lm.decoder_layers(model.native))
 model.train()
 wrapped = model if sharding else dist.wrap_ddp(model, world)
 new_ends = causal_lm.stop_at(model.native, ends)        # generate stops where trained answers end
@@ -352,7 +352,7 @@ def evaluate():
              for pack in rank_packs(held_out, world.rank, world.size, 1, epochs=1)]
     loader = chat_data.make_loader(table, packs, num_workers=min(1, args.num_workers))
     total = torch.zeros(model.sums, dtype=torch.float64, device=device)
-    for i, batch in enumerate(loading.each(loader)):
+    for i, batch in enumerate(loading.iterate(loader)):
         if i % 16 == 0 and watchdog.any_stop(world, args.output_dir):       # seldom: it takes time
             return None
         with dist.autocast(device, dtype):
@@ -412,7 +412,7 @@ packs = ([int(train_ids[i]) for i in pack] for pack in rank_packs(
     order, world.rank, world.size, accumulation, epochs, epoch, first_pack))
 loader = chat_data.make_loader(table, packs, num_workers=args.num_workers, pad_id=ends[0],
                                prefetch_factor=4, pad_to=pad_to)
-batches = loading.ahead(loader, device)
+batches = loading.iterate(loader)
 eval_due = bool(state.get("eval_due") and validates)     # a signal broke that validation off
 log = run.open_log(args, world, step, eval_due)
 print0(metrics.model_text(model, model.lora), chat_data.samples_line(table, train_ids, eval_ids),
@@ -430,7 +430,7 @@ def next_batch():
     """This rank's next batch, on the device."""
     watch.report_progress(f"loading data for step {step + 1}")
     with timer.waiting():
-        batch = next(batches)
+        batch = next(batches).to(device)
     compiling = args.compile and step == start_step     # which takes minutes
     watch.report_progress(f"step {step + 1}", args.wait_timeout if compiling else None)
     return batch

@@ -47,11 +47,12 @@ printf '%s\n' "seven four two." "six one two four seven." >"$run/prompts.txt"
 python speech/judge_demo.py draw "$SENTENCES" --seed "$SEED" >"$run/sentences.txt"
 echo "== training to step $STEPS; one process is killed after step $half"
 (train) 2>"$run/killed.txt" &
-while kill -0 $! 2>/dev/null && [ ! -e "$run/checkpoint-$half/manifest.json" ]; do sleep 0.2; done
-mapfile -t victims < <(children $!)
+job=$!
+while kill -0 $job 2>/dev/null && [ ! -e "$run/checkpoint-$half/manifest.json" ]; do sleep 0.2; done
+mapfile -t victims < <(children $job)
 [ -n "${victims[0]:-}" ] || { cat "$run/killed.txt" >&2; die "training ended before step $half"; }
 kill -KILL "${victims[0]}"
-if wait $!; then die "training ended well without one of its processes"; fi
+if wait $job; then die "training ended well without one of its processes"; fi
 echo "training ended with an error, as it should: $run/killed.txt"
 echo "== the same command again: it resumes from the newest checkpoint"
 (train)

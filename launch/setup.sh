@@ -2,7 +2,7 @@
 # Make a Python environment that works, then leave it active. Sourced by the demos and test.sh; run
 # it alone to only set up. Needs Python >= 3.11 with venv, and no root.
 #
-#   bash launch/setup.sh                    .venv here, versions of requirements.lock
+#   bash launch/setup.sh                    .venv here, versions of launch/requirements.lock
 #   TORCH_CPU=1 bash launch/setup.sh        torch without CUDA: 0.4 GB instead of 3
 #   VERSIONS=oldest VENV=old bash launch/setup.sh
 set -euo pipefail
@@ -11,7 +11,7 @@ setup_error() { echo "setup: error: $*" >&2; exit 1; }
 
 PYTHON=${PYTHON:-python3}       # Python >= 3.11
 VENV=${VENV:-}                  # folder, default .venv here; none: the environment we are in
-VERSIONS=${VERSIONS:-locked}    # of requirements.lock; newest or oldest of requirements.txt
+VERSIONS=${VERSIONS:-locked}    # of launch/requirements.lock; newest or oldest of requirements.txt
 case $VERSIONS in
 locked | newest) TORCH_VERSION=${TORCH_VERSION:-2.13.0} ;;      # 2.11.0 to 2.14.1
 oldest) TORCH_VERSION=${TORCH_VERSION:-2.11.0} ;;
@@ -33,7 +33,7 @@ if [ "$VENV" != none ]; then
     source "$VENV/bin/activate"
 fi
 
-installed="torch $TORCH_VERSION, $VERSIONS, $(cat requirements.* pyproject.toml | cksum)"
+installed="torch $TORCH_VERSION, $VERSIONS, $(cat {,launch/}requirements.* pyproject.toml | cksum)"
 if [ "$VENV" != none ] && [ "$(cat "$VENV/installed" 2>/dev/null)" != "$installed" ]; then
     rm -f "$VENV/installed"
     echo "setup: installing torch $TORCH_VERSION and requirements.txt ($VERSIONS) into $VENV"
@@ -55,7 +55,7 @@ found = {line for name in ("demo", "test") for line in extras.get(name, ())}
 print("torch==" + sys.argv[1], *sorted(x for x in found if "[" not in x), sep="\n")' \
         "$TORCH_VERSION")
     case $VERSIONS in
-    locked) get -c requirements.lock -r requirements.txt "${packages[@]}" ;;
+    locked) get -c launch/requirements.lock -r requirements.txt "${packages[@]}" ;;
     newest) get --upgrade -r requirements.txt "${packages[@]}" ;;
     oldest) get -r <(sed 's/[, ].*//; s/>=/==/' requirements.txt) "${packages[@]}" ;;
     esac

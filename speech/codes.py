@@ -735,7 +735,7 @@ def encode_share(world, work, folder, how):
     with tqdm(total=sum(len(cuts) for share in work for *_, cuts in share), unit="clip",
               desc="encoding audio", disable=not world.is_main,
               mininterval=0.1 if sys.stderr.isatty() else 30) as bar:
-        for (digest, waves), (path, about, cuts) in zip(loading.each(loader), mine):
+        for (digest, waves), (path, about, cuts) in zip(loading.iterate(loader), mine):
             for (number, clip), found in zip(cuts.items(), waves):
                 if isinstance(found, str):
                     bad[number] = f"{path}: {found}"

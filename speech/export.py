@@ -44,8 +44,8 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     folds = find_folds(model, adapter) if adapter else {}
     updated = len(folds)
     if base_dtype == "nf4":
-        from core import nf4
-        folds |= {name: nf4.rounded(folds.get(name)) for name in in_layers}
+        from core import quantized
+        folds |= {name: quantized.rounded_nf4(folds.get(name)) for name in in_layers}
     wanted = "float32" if dtype is None and folds and not third else dtype
     dtypes = {name: getattr(torch, wanted) if wanted else parts[name][0][:1].dtype
               for name in shapes}

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is there
 
 from core import cli
-from core.cli import UserError, require
+from core.cli import UserError, problem_text, require
 from speech import choices
 
 # ---- Flags: name, default, help
@@ -199,7 +199,8 @@ for number in range(-(-len(samples) // args.batch_size))[world.rank::world.size]
         batches[number] = prepare([samples[i] for i in numbers], numbers)
     except UserError as error:
         problems.append(str(error))
-dist.raise_problems(world, problems)
+problems = list(dict.fromkeys(sum(dist.all_gather(world, problems), [])))
+require(not problems, problem_text(problems))
 dtype = getattr(torch, args.dtype, torch.float32)
 if args.dtype == "auto" and device.type == "cuda":
     dtype = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16

@@ -288,7 +288,7 @@ def load_model(folder, config, adapter, dtype, device, four_bits=False):
     """Native model for generate on the device, in eval mode; an adapter stays apart, in fp32.
 
     config: the folder's config.json dict. adapter: PEFT folder or None. four_bits: the base's
-    layers as nf4.py has them. Raises UserError.
+    layers as quantized.py has them. Raises UserError.
     """
     module = versions.module(config)
     native = net = module.empty_model(config, dtype, folder)
@@ -300,11 +300,11 @@ def load_model(folder, config, adapter, dtype, device, four_bits=False):
                 f"--base_dtype nf4: {adapter} is DoRA, which needs the weights themselves")
     load = weights.load_weights
     if four_bits:
-        from core import nf4
+        from core import quantized
         for name, parameter in native.named_parameters():      # frozen weights are converted
             parameter.requires_grad_("lora_" in name)
-        nf4.convert(module.layers(native))
-        load = partial(nf4.load_weights, native, load)
+        quantized.to_nf4(module.layers(native))
+        load = partial(quantized.load_nf4, native, load)
     net.to_empty(device=device)
     module.reset_buffers(native, device)
     named = adapters.base_weights(net) if adapter else dict(native.named_parameters())

@@ -6,7 +6,6 @@ missing, unexpected or misshapen weights stop the run.
 """
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -218,9 +217,8 @@ def check_finite(tensors, where):
 def load_weights(weights, parts, world=None):
     """Fill {native name: tensor, plain or a shard} from weight_parts. Collective with a world."""
     for name, tensor in weights.items():
-        tensor = tensor.detach()
-        read = partial(tensor_io.read_rows, tensor, parts[name])
-        tensor_io.read_once(world or dist.World(), tensor, read)
+        tensor_io.read_rows(tensor.detach(), parts[name])
+    dist.barrier(world or dist.World())     # a slow disk may take long
 
 
 def reset_buffers(model, device):

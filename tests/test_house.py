@@ -12,8 +12,8 @@ import pytest
 from tests.helpers import chats
 from tests.helpers.trainer import ROOT
 
-ENTRIES = {"README.md", "LICENSE", "AGENTS.md", "CHANGELOG.md", "CITATION.cff", "requirements.txt", "requirements.lock",
-           "pyproject.toml", "train_v2_ddp.py", "data.py", "lora.py", "minimal",
+ENTRIES = {"README.md", "LICENSE", "AGENTS.md", "CITATION.cff", "requirements.txt", "pyproject.toml",
+           "train_v2_ddp.py", "data.py", "lora.py", "minimal",
            "speech", "diffusion", "distill", "core", "launch", "notebooks", "tests", "bench", "docs"}
 SHARED = {"core"}
 MAY_IMPORT = {"core": SHARED, "speech": {"speech"} | SHARED, "diffusion": {"diffusion"} | SHARED,
@@ -29,7 +29,7 @@ def tracked(pattern="*"):
 
 def test_the_root_is_a_menu():
     assert {path.parts[0] for path in tracked() if not path.parts[0].startswith(".")} <= ENTRIES
-    assert len({path.parts[0] for path in tracked()}) <= 25        # with .ci, .github, .gitignore
+    assert len({path.parts[0] for path in tracked()}) <= 22        # with .ci, .github, .gitignore
 
 
 @pytest.mark.skipif(not find_spec("ruff"), reason="ruff is not installed")
@@ -48,7 +48,7 @@ def test_sizes_only_fall():
 
 
 # Lines of Python. Size is a cost: these numbers only fall; a change that needs more takes lines away elsewhere.
-CEILINGS = {".": 755, "core": 6_227, "speech": 8_717, "distill": 4_242, "diffusion": 3_993,
+CEILINGS = {".": 755, "core": 5_775, "speech": 8_717, "distill": 4_242, "diffusion": 3_993,
             "minimal": 945}
 
 
@@ -73,7 +73,7 @@ RIDDLES = {r"\bwhat is\b": 54,
 
 def test_riddles_only_fall():
     text = "\n".join((ROOT / path).read_text() for path in tracked() if path.suffix in (".py", ".sh", ".md")
-                     and path.parts[0] not in ("tests", "CHANGELOG.md") and (ROOT / path).exists())
+                     and path.parts[0] != "tests" and (ROOT / path).exists())
     found = {pattern: len(re.findall(pattern, text, re.IGNORECASE)) for pattern in RIDDLES}
     assert not {pattern: count for pattern, count in found.items() if count > RIDDLES[pattern]}
 

@@ -22,7 +22,7 @@ def files(folder, names):
 ALL = files(
     "core/", "problems checkpoint cli dist fused json_files lifetime loading metrics optim packing run_lock tensor_io watchdog")
 # LoRA on ChatML, codes in the cache: no other format, no TTS 3, no judge, no plan of memory
-SPEECH = files("core/", "adapters low_rank run") | files("", "train_v2_ddp data lora") | files(
+SPEECH = files("core/", "adapters run") | files("", "train_v2_ddp data lora") | files(
     "speech/", "choices codes conversations dataset rows text_normalization labels loss v2 versions "
     "weights")
 CHATS = files("core/", "chat checkpoint cli dist document_attention problems run tensor_io") | files(

@@ -130,7 +130,7 @@ def test_flags_from_a_file_and_the_command_line_counts_more(tmp_path):
 @pytest.mark.parametrize("text, said", [
     ("model_path: m\nlerning_rate: 1", "run.yaml line 2: lerning_rate: no such flag; the nearest one is learning_rate"),
     ("seed: 1\nseed: 2", "line 2: seed is there twice"),
-    ("- seed", "must be lines of flag: value"), ("seed: [", "is not YAML")])
+    ("- seed", "must be lines of flag: value"), ("seed: [", "cannot be read as YAML")])
 def test_a_bad_file_of_flags_is_one_line(tmp_path, text, said, capsys):
     with pytest.raises(SystemExit) as end:
         configured(tmp_path, text, *REQUIRED)

@@ -1,11 +1,12 @@
 """--float8: products against torch's own float8 ones, real training of both trainers, and what is refused."""
 import os
+from argparse import Namespace
 
 import pytest
 import torch
 
 from core.cli import UserError
-from core import float8
+from core import dist, quantized
 from distill import causal_lm
 from tests.helpers.students import train_sft
 from tests.distill.test_plan import batch_of, built
@@ -17,19 +18,19 @@ def test_products_are_those_of_float8_kernels():
     """The values that torch._scaled_mm multiplies, with our scales; and close to the product that was asked for."""
     torch.manual_seed(0)
     rows, weight = torch.randn(24, 64) * torch.logspace(-4, 4, 24)[:, None], torch.randn(48, 64)
-    stored, scales = float8.rounded(weight)
-    ours = float8.product(rows, stored.view(torch.uint8), scales).float()
-    small, row_scales = float8.rounded(rows)
+    stored, scales = quantized.rounded(weight)
+    ours = quantized.product(rows, stored.view(torch.uint8), scales).float()
+    small, row_scales = quantized.rounded(rows)
     one = torch.ones(())
     kernel = torch._scaled_mm(small, stored.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
     torch.testing.assert_close(ours, kernel * row_scales * scales.t(), rtol=0.01, atol=0)      # bf16 rounds by 0.4 %
     exact = rows @ weight.t()
     # both factors have 3 bits, so each is 2.6 % off in the mean
     assert ((ours - exact).norm(dim=1) / exact.norm(dim=1)).max() < 0.06, "each row has a scale of its own"
-    alone = torch.cat([float8.product(row[None], stored.view(torch.uint8), scales) for row in rows]).float()
+    alone = torch.cat([quantized.product(row[None], stored.view(torch.uint8), scales) for row in rows]).float()
     torch.testing.assert_close(ours, alone, rtol=0.01, atol=0)      # so ranks may share rows out as they like
-    assert not float8.product(torch.zeros(2, 64), stored.view(torch.uint8), scales).any()
-    assert float8.product(torch.zeros(0, 64), stored.view(torch.uint8), scales).shape == (0, 48)
+    assert not quantized.product(torch.zeros(2, 64), stored.view(torch.uint8), scales).any()
+    assert quantized.product(torch.zeros(0, 64), stored.view(torch.uint8), scales).shape == (0, 48)
 
 
 def speech(mode):
@@ -60,8 +61,8 @@ def test_frozen_layers_are_rounded_and_adapters_learn_nearly_the_same(make, line
         names = [n for n, p in model.named_parameters() if p.requires_grad]
         if name != "bf16":
             held = list(model.parameters())     # by names, as the trainers' scripts do
-            assert float8.convert(layers) == linears
-            small = [m for m in model.modules() if isinstance(m, float8.Float8Linear)]
+            assert quantized.to_float8(layers) == linears
+            small = [m for m in model.modules() if isinstance(m, quantized.Float8Linear)]
             assert not any(p.requires_grad for m in small for p in m.parameters())
             rounded = sum(m.weight.nbytes + m.turned.nbytes for m in small)
             assert sum(p.dtype == torch.uint8 for p in held) == linears, "weights in bf16 stay in memory"
@@ -86,7 +87,7 @@ def test_gpu_kernels_take_both_products_as_they_lie(device):
     linear = torch.nn.Linear(64, 48).bfloat16().requires_grad_(False)
     x, grad = torch.randn(64, 32).bfloat16(), torch.randn(48, 32).bfloat16()
     expected = [x.t() @ linear.weight.t() + linear.bias, grad.t() @ linear.weight]
-    float8.convert([linear.to(device)])
+    quantized.to_float8([linear.to(device)])
     assert linear.weight.is_contiguous() and linear.turned.is_contiguous() and linear.turned.shape == (64, 48)
     x = x.to(device).requires_grad_()
     out = linear(x.t())
@@ -98,7 +99,7 @@ def test_gpu_kernels_take_both_products_as_they_lie(device):
 @pytest.mark.slow
 def test_compiled_in_one_graph():
     linear = torch.nn.Linear(32, 48).bfloat16().requires_grad_(False)
-    assert float8.convert([linear]) == 1
+    assert quantized.to_float8([linear]) == 1
     found = []
     torch._dynamo.reset()
     for call in (linear, torch.compile(linear, backend="aot_eager", fullgraph=True)):
@@ -126,5 +127,5 @@ def test_gpus_without_float8_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "RTX 3090")
     with pytest.raises(UserError, match="RTX 3090 has no float8"):
-        float8.check_device(torch.device("cuda"), True)
-    float8.check_device(torch.device("cpu"), True)
+        dist.check_device(torch.device("cuda"), Namespace(bf16=True, float8=True))
+    dist.check_device(torch.device("cpu"), Namespace(bf16=True, float8=True))

@@ -40,13 +40,13 @@ def rounded(weight, dtype):
 
 def converted(layers):
     """NF4Linear of all frozen linear layers, with the weights that they had."""
-    from core import nf4
+    from core import quantized
     linear = [module for layer in layers for module in layer.modules() if type(module) is torch.nn.Linear
               and not module.weight.requires_grad]
     before = [module.weight.detach().clone() for module in linear]
-    nf4.convert(layers)
+    quantized.to_nf4(layers)
     for module, weight in zip(linear, before):
-        module.weight.copy_(nf4.pack(weight.float()))
+        module.weight.copy_(quantized.pack(weight.float()))
     return before
 
 

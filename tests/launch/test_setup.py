@@ -44,7 +44,7 @@ def new_machine(tmp_path):
         "torchaudio/lib/_x.so": ""})
     shutil.copytree(ROOT / "launch", repository / "launch")
     (repository / "requirements.txt").write_text("torch>=2.11\ntorchaudio==2.11.0     # reason\n")
-    (repository / "requirements.lock").write_text("torchaudio==2.11.0\n")
+    (repository / "launch" / "requirements.lock").write_text("torchaudio==2.11.0\n")
     (repository / "pyproject.toml").write_text("[project.optional-dependencies]\ndemo = []\nall = ['x[demo]']\n")
     (tmp_path / "pip.conf").write_text("[global]\nno-index = true\n")
     python = str(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
@@ -79,8 +79,8 @@ def test_set_up_installs_once_and_mends_torchaudio(new_machine):
 
 
 def test_the_lock_has_every_package():
-    """requirements.lock names what an environment of the suite has, at one version for each Python."""
-    names = [re.match("[a-z0-9-]+(?===)", line)[0] for line in (ROOT / "requirements.lock").read_text().splitlines()
+    """launch/requirements.lock names what an environment of the suite has, at one version for each Python."""
+    names = [re.match("[a-z0-9-]+(?===)", line)[0] for line in (ROOT / "launch" / "requirements.lock").read_text().splitlines()
              if not line.startswith("#")]
     direct = [re.match("[a-z0-9-]+", line)[0] for line in (ROOT / "requirements.txt").read_text().splitlines()
               if not line.startswith("#")]

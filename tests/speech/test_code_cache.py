@@ -122,13 +122,8 @@ def test_codes_that_change_after_the_start_are_refused_when_they_are_read(cache)
         reader.codes(*found[3].tolist())
     loader = DataLoader(found.tolist(), batch_size=None, num_workers=1, multiprocessing_context="fork",
                         collate_fn=lambda row: reader.codes(*row), worker_init_fn=watchdog.init_loader)
-    batches = watchdog.fork_loaders(loader)
     with pytest.raises(UserError, match=f"^{shard}: .* and its clips are encoded again$"):
-        try:
-            list(batches)
-        except Exception as error:                  # as loading.each: one line, whoever reads
-            raise loading.named(error, batches)
-    batches._shutdown_workers()         # else a traceback holds the process, for which the exit would wait
+        list(loading.iterate(loader))
     shard.rename(f"{shard}.damaged-1")              # another run has set it aside
     with pytest.raises(UserError, match=f"{shard}: a clip in it cannot be read"):
         CodeReader(folder, index.shards).codes(*found[2].tolist())

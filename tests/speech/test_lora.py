@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import HiggsAudioV2ForConditionalGeneration
 
 import lora
-from core import adapters, low_rank, tensor_io
+from core import adapters, tensor_io
 from core.cli import UserError
 from core.dist import World
 from speech import v2
@@ -97,7 +97,7 @@ def test_layers_of_one_input_equal_pefts_own_forward(shape, bf16, dropout):
     layers = [net.base_model.model[name].train() for name in sizes]
     weights = [half.weight for layer in layers for half in (layer.lora_A["default"], layer.lora_B["default"])]
     for layer in layers:
-        assert type(layer) is adapters.AddingLinear and low_rank.joins(layer)
+        assert type(layer) is adapters.AddingLinear and adapters.joins(layer)
         torch.nn.init.normal_(layer.lora_B["default"].weight)
     x, grads = torch.randn(shape), [torch.randn(*shape[:-1], size) for size in sizes.values()]
     if bf16:
@@ -120,7 +120,7 @@ def test_layers_of_one_input_equal_pefts_own_forward(shape, bf16, dropout):
         return [seeded(layer, inputs) for layer in layers]
 
     def together(inputs):
-        return seeded(low_rank.outputs, inputs, *layers)
+        return seeded(adapters.outputs, inputs, *layers)
 
     found = {"together": run(together), "one by one": run(one_by_one)}
     for layer in layers:
@@ -134,7 +134,7 @@ def test_layers_of_one_input_equal_pefts_own_forward(shape, bf16, dropout):
     layer = layers[0]
     layer.__class__ = adapters.AddingLinear
     with net.disable_adapter():
-        assert not low_rank.joins(layer)
+        assert not adapters.joins(layer)
         bare = layer(x.to(layer.base_layer.weight.dtype))
     assert torch.equal(bare, layer.base_layer(x.to(bare.dtype)))
 
