@@ -20,20 +20,18 @@ from peft.tuners.lora import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from core import checkpoint, fused, json_files, tensor_io
-from core.cli import UserError
+from core.cli import UserError, require
 
 WHOLE = ".modules_to_save."             # in the names of modules that are trained as a whole
 MAGNITUDE = "lora_magnitude_vector"     # PEFT's name of DoRA's lengths
 # Fields of PEFT's LoraConfig that its layers compute with, or that matter in training alone. An
 # adapter that sets any other one (modules_to_save, bias, what a newer PEFT adds) would be computed
 # wrongly here, or in part.
-FIELDS = {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "use_dora",
-          "rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern",
-          "init_lora_weights", "lora_dropout", "eva_config", "peft_type", "task_type",
-          "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-          "qalora_group_size", "megatron_core", "runtime_config"}
-# of adapters alone; others change the base as well
-INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+FIELDS = set("""r lora_alpha target_modules exclude_modules use_rslora use_dora rank_pattern
+    alpha_pattern layers_to_transform layers_pattern init_lora_weights lora_dropout eva_config
+    peft_type task_type auto_mapping peft_version base_model_name_or_path revision inference_mode
+    qalora_group_size megatron_core runtime_config""".split())
+INITS = (True, False, None, "gaussian", "eva", "orthogonal")    # others change the base as well
 
 
 # ---- Computed
@@ -201,21 +199,18 @@ def check_config(folder, refused=(), whole=()):
         hint = f"; give one of those in it, such as {inside[-1][1]}" if inside else ""
         raise UserError(f"--adapter {folder}: no such folder, or no {path.name} in it{hint}")
     saved, usual = json_files.read_object(path), LoraConfig()
-    if saved.get("peft_type") != "LORA":
-        raise UserError(f"{path}: is a {saved.get('peft_type')!r} adapter; only those of peft_type "
-                        "'LORA' are read")
+    require(saved.get("peft_type") == "LORA", f"{path}: is a {saved.get('peft_type')!r} adapter; "
+            "only those of peft_type 'LORA' are read")
     missing = [key for key in ("r", "lora_alpha", "target_modules") if key not in saved]
-    if missing:
-        raise UserError(f"{path}: has no {' and no '.join(missing)}")
+    require(not missing, f"{path}: has no {' and no '.join(missing)}")
     odd = [name for name, value in saved.items() if (name not in FIELDS or name in refused)
            and value and value != getattr(usual, name, None)
            and not (name == "modules_to_save" and isinstance(value, list)
                     and set(map(str, value)) <= set(whole))]
     if saved.get("init_lora_weights") not in INITS:
         odd.append(f"init_lora_weights {saved['init_lora_weights']!r}")
-    if odd:
-        raise UserError(f"{path}: the adapter has {odd[0]}, which is not supported; merge it into "
-                        "its base with PEFT")
+    require(not odd, f"{path}: the adapter has {odd and odd[0]}, which is not supported; merge it "
+            "into its base with PEFT")
 
 
 def add_saved(model, folder, refused=(), whole=()):
@@ -306,13 +301,12 @@ def load_adapters(model, folder):
         value, stored = getattr(ours, key), saved.get(key, False)
         if key.endswith(("modules", "save")):
             value, stored = set(value or ()), set(stored or ())
-        if stored != value:
-            raise UserError(f"{folder}: adapter has {key} {stored}, this run {value}; give the "
-                            "same LoRA flags or another --output_dir")
+        require(stored == value, f"{folder}: adapter has {key} {stored}, this run {value}; give "
+                "the same LoRA flags or another --output_dir")
     weights = adapter_weights(model)
     path = Path(folder) / "adapter_model.safetensors"
     found = {name: [part] for name, part in tensor_io.open_tensors([path]).items()}
-    if problem := tensor_io.mismatch({name: p.shape for name, p in weights.items()}, found):
-        raise UserError(f"{folder}: the adapter does not fit this model: {problem}")
+    problem = tensor_io.mismatch({name: p.shape for name, p in weights.items()}, found)
+    require(not problem, f"{folder}: the adapter does not fit this model: {problem}")
     for name, parameter in weights.items():
         tensor_io.read_rows(parameter.detach(), found[name])

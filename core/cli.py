@@ -189,7 +189,7 @@ class Args(argparse.Namespace):
 
 def named(args):
     """Names of the flags that the command line or its --config file gives."""
-    return getattr(args, "named", frozenset())
+    return getattr(args, "named", set())
 
 
 def stored(args):
@@ -213,9 +213,8 @@ def parse(parser, check=None, argv=None):
         # later words count, so flags of the command line override the file's
         words = read_config(parser, words) + words
         args = parser.parse_args(words, Args())
-        args.given = stored(args)
-        actions = (parser._option_string_actions.get(word.split("=")[0]) for word in words)
-        args.named = frozenset(action.dest for action in actions if action)
+        known, args.given = parser._option_string_actions, stored(args)
+        args.named = {known[name].dest for word in words if (name := word.split("=")[0]) in known}
         status = 1
         if check:
             ranks = getattr(args, "dry_run", None) or int(os.environ.get("WORLD_SIZE", "1"))

@@ -285,19 +285,17 @@ def barrier(world):
         dist.barrier(group=world.slow_group)
 
 
-def all_reduce(world, tensor):
+def all_reduce(world, tensor, op=dist.ReduceOp.SUM):
     """Sum a tensor over all ranks, in place; returns it. No host sync."""
     if world.size > 1:
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, op)
     return tensor
 
 
 def all_max(world, number):
     """0-d float tensor on the device: the largest of all ranks' numbers. No host sync."""
     found = torch.full((), float(number), device=world.device)
-    if world.size > 1:
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found
+    return all_reduce(world, found, dist.ReduceOp.MAX)
 
 
 # ---- Model
@@ -389,11 +387,7 @@ def gathered(module):
     hooks = [(table, dict(table)) for unit in units
              for table in (unit._forward_pre_hooks, unit._forward_hooks)]
     for unit in units:
-        try:
-            unit.unshard()
-        except torch.OutOfMemoryError:
-            raise UserError("the GPU's memory is too small to gather the whole model for work on "
-                            "one rank, as sample prompts need; drop them, or take more GPUs")
+        unit.unshard()
     for table, _ in hooks:
         table.clear()
     try:

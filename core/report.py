@@ -4,8 +4,7 @@
     python core/report.py output_dir --samples before after
     python core/report.py output_dir --check_fell       # and status 1 unless the loss fell
 
-Reads metrics.jsonl of any trainer, also while it runs. The page has no script and loads nothing.
-Standard library only.
+Reads metrics.jsonl of any trainer, also while it runs. The page has no script, loads nothing.
 """
 import base64
 import re
@@ -32,8 +31,7 @@ PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</t
  content="default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"><style>
 :root {{ color-scheme: light dark }} small, figcaption, summary {{ color: #808894 }}
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1300px; margin: auto; padding: 0 16px;
-  overflow-wrap: anywhere }}
-h2 {{ margin-top: 36px; border-bottom: 1px solid #8886 }}
+  overflow-wrap: anywhere }} h2 {{ margin-top: 36px; border-bottom: 1px solid #8886 }}
 .grid {{ display: grid; gap: 14px; grid-template-columns: repeat(auto-fill, minmax(300px, 1fr)) }}
 figure {{ margin: 0; min-width: 0 }} svg {{ width: 100%; font-size: 12px; fill: #808894 }}
 .verdict {{ border-left: 4px solid #1f6feb }} table {{ border-collapse: collapse }}
@@ -66,13 +64,6 @@ def read_evaluation(path):
     found = cli.without_secrets(json_files.read_object(path))
     require(isinstance(found.get("metrics"), dict), f"{path}: has no metrics; see evaluate_tts.py")
     return found | {"name": str(found.get("name", path.parent.name))}
-
-
-def find_steps(folder):
-    """Folders samples/step-N of a run by N, at most STEPS, evenly chosen."""
-    found = sorted((folder / "samples").glob("step-*"), key=lambda path: natural(path.name))
-    chosen = (round((i + 1) * len(found) / STEPS) - 1 for i in range(STEPS))
-    return [found[i] for i in chosen] if len(found) > STEPS else found
 
 
 # ---- Parts of the page
@@ -211,7 +202,10 @@ def write_report(run, rows, settings, folders):
     evaluations = [read_evaluation(path) for path in sorted(run.rglob("evaluation.json"))
                    if path.is_file()]
     evaluations.sort(key=lambda one: not one["name"].startswith(BEFORE))
-    spoken = [(path.name.replace("-", " "), path) for path in find_steps(run)]
+    steps = sorted((run / "samples").glob("step-*"), key=lambda path: natural(path.name))
+    if len(steps) > STEPS:      # the last one, and others at equal distances
+        steps = [steps[round((i + 1) * len(steps) / STEPS) - 1] for i in range(STEPS)]
+    spoken = [(path.name.replace("-", " "), path) for path in steps]
     for folder in folders:
         name = folder.resolve().name
         require(any(folder.glob("*.wav")),
@@ -221,10 +215,10 @@ def write_report(run, rows, settings, folders):
     samples = [sample for label, folder in spoken for sample in read_samples(folder, label)]
     parts = {**charts(rows), "Samples": sample_rows(samples),
              "Evaluation": evaluations and evaluation_table(evaluations)}
-    body = summary(run, rows, settings, evaluations) + "".join(
-        f"<h2>{name}</h2>{content}" for name, content in parts.items() if content)
-    text = PAGE.format(title=escape(run.resolve().name), made=time.strftime("%Y-%m-%d %H:%M"),
-                       body=body)
+    text = PAGE.format(
+        title=escape(run.resolve().name), made=time.strftime("%Y-%m-%d %H:%M"),
+        body=summary(run, rows, settings, evaluations) + "".join(
+            f"<h2>{name}</h2>{content}" for name, content in parts.items() if content))
     output, temporary = run / "report.html", run / ".report.html.tmp"
     temporary.unlink(missing_ok=True)
     with open(temporary, "xb") as file:     # x: not through a link of this name
@@ -254,8 +248,7 @@ if __name__ == "__main__":
     try:
         rows, settings = read_run(args.output_dir)
         write_report(args.output_dir, rows, settings, args.samples)
-        if args.check_fell and not loss_fell(args.output_dir, rows):
-            sys.exit(1)
+        sys.exit(args.check_fell and not loss_fell(args.output_dir, rows))
     except (OSError, UserError) as error:
         name = getattr(error, "filename", None)
         cli.fail(f"{name}: {error.strerror}" if name else error)

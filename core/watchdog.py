@@ -208,11 +208,9 @@ class Watchdog:
 
     def _states(self):
         """{rank: [beat, count, where, host and process]} as last reported."""
-        keys = [f"watch/{rank}" for rank in range(self.world.size)]
-        if self.store.check(keys):      # two requests, not two for each rank
-            return dict(enumerate(map(json.loads, self.store.multi_get(keys))))
-        return {rank: json.loads(self.store.get(key)) for rank, key in enumerate(keys)
-                if self.store.check([key])}
+        there = [rank for rank in range(self.world.size) if self.store.check([f"watch/{rank}"])]
+        found = self.store.multi_get([f"watch/{rank}" for rank in there])
+        return dict(zip(there, map(json.loads, found)))
 
     def _judge(self, before, now, stuck):
         """Name the ranks that hang: those that do not beat, else the slowest, else none."""
