@@ -1000,15 +1000,6 @@ def another_clip(row, pool, seed):
 # ---- A whole source
 
 
-def stop_if_odd(source, texts):
-    """UserError where texts can hardly be what is spoken. texts: Counter of them."""
-    total, (text, most) = texts.total(), texts.most_common(1)[0]
-    require(total < 8 or most <= total / 2, f"{source}: {most} of {total} texts are equal, "
-            f"{text[:60]!r}: hardly what is spoken; name the column: --columns text=NAME")
-    require(not phonemes(list(itertools.islice(texts, 1000))),
-            f"{source}: its texts are phonemes, such as {text[:60]!r}: {PHONEMES}")
-
-
 def made_of(source, how):
     """What decides what is unpacked from a source: its files, their sizes and dates; [] if none."""
     path = Path(source)
@@ -1079,8 +1070,12 @@ def to_chatml(source, out_path, problems, *, held_out=False, **how):
                 note_candidate(pool, row, reading, number)
             scratch.write(json.dumps([name, row], default=str) + "\n")
         unpacked.close()
-        if texts:
-            stop_if_odd(source, texts)
+        for text, most in texts.most_common(1):
+            require(number < 8 or most <= number / 2, f"{source}: {most} of {number} texts are "
+                    f"equal, {text[:60]!r}: hardly what is spoken; name the column: --columns "
+                    "text=NAME")
+            require(not phonemes(list(itertools.islice(texts, 1000))),
+                    f"{source}: its texts are phonemes, such as {text[:60]!r}: {PHONEMES}")
         scratch.seek(0)
 
         def write(path):

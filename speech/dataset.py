@@ -66,12 +66,6 @@ def file_of(sources, i):
 # ---- Writing
 
 
-def joined(texts):
-    """(all bytes of some texts, the length of each), for Lists."""
-    texts = list(texts)
-    return np.frombuffer(b"".join(texts), np.uint8), np.array(list(map(len, texts)), np.int64)
-
-
 def facts_of(sample):
     """FACTS of a Sample, by what is spoken in its last clip."""
     said = next((turn.text for turn in reversed(sample.turns) if turn.text.strip()), "")
@@ -142,11 +136,13 @@ class TableBuilder:
         labels = np.array(labels, bool)
         tokens = np.fromiter(itertools.chain.from_iterable(parts), np.int32, lengths.sum())
 
+        names = [name.encode("utf-8", "backslashreplace") for name, _ in good]
+
         def per_sample(values):
             return np.add.reduceat(values, starts, dtype=np.int64) if good else np.empty(0, int)
 
         return {"tokens": (tokens, per_sample(lengths)), "labelled": np.repeat(labels, lengths),
-                "names": joined(name.encode("utf-8", "backslashreplace") for name, _ in good),
+                "names": (np.frombuffer(b"".join(names), np.uint8), list(map(len, names))),
                 "text_targets": per_sample(lengths * (labels & ~spoken)),
                 "clips": list(itertools.compress(pieces, spoken)),
                 "clip_counts": per_sample(spoken), "trained": labels[spoken],

@@ -50,7 +50,10 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     dtypes = {name: getattr(torch, wanted) if wanted else parts[name][0][:1].dtype
               for name in shapes}
     # name in the files: (Slices to join, dtype, what an adapter adds)
-    names = original_names(shapes) if original else {name: name for name in shapes}
+    names = {name: name for name in shapes}
+    if original:        # the inverse of weights.native_names; split tensors stay joined
+        names = {name: next(old + name.removeprefix(new) for old, new in weights.NAMES
+                            if name.startswith(new)) for name in shapes}
     tensors = {names[name]: (parts[name], dtypes[name], folds.get(name)) for name in shapes}
     if third:
         tensors = version.whole_files(tensors, folder, codec)
@@ -143,12 +146,6 @@ def read(parts, dtype, fold):
 
 
 # ---- The layout of 2025
-
-
-def original_names(names):
-    """{native name: 2025 name}: the inverse of native_names; split tensors stay joined."""
-    return {name: next(old + name.removeprefix(new) for old, new in weights.NAMES
-                       if name.startswith(new)) for name in names}
 
 
 def original_config(native, tokenizer, dtype):

@@ -112,13 +112,6 @@ def judge(folder, place):
     return json_files.read_object(said / "evaluation.json")["metrics"].get(metric)
 
 
-def link_best(step):
-    best, temporary = out / "best", out / f".best.tmp-{uuid.uuid4().hex}"
-    require(best.is_symlink() or not best.exists(), f"{best}: is there and no link; move it away")
-    temporary.symlink_to(f"checkpoint-{step}")
-    os.replace(temporary, best)
-
-
 def is_running():
     try:
         run_lock.check_free(out)
@@ -145,7 +138,11 @@ while following:
             continue
         if best is None or (known[step] > known[best] if more else known[step] < known[best]):
             best, stale = step, 0
-            link_best(step)
+            link, temporary = out / "best", out / f".best.tmp-{uuid.uuid4().hex}"
+            require(link.is_symlink() or not link.exists(),
+                    f"{link}: is there and no link; move it away")
+            temporary.symlink_to(f"checkpoint-{step}")
+            os.replace(temporary, link)
         else:
             stale += 1
         if args.patience and stale >= args.patience and is_running():

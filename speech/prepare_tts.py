@@ -242,17 +242,6 @@ def make_report(builder, sources, where, left_out, found, drop):
                        for check, n in sorted(found.items())}}
 
 
-def print_report(report, output_dir):
-    for source in report["sources"]:
-        print(f"source     {source['path']}: {source['kept']} samples, {source['hours']:.2f} h, "
-              f"{source['speakers']} speaker labels{', validation' if source['held_out'] else ''}")
-    for check, about in report["checks"].items():
-        print(f"check      {check}: {about['samples']} samples, "
-              f"{'dropped' if about['dropped'] else 'kept'}")
-    print(f"done       {report['samples']} samples, {report['hours']:.2f} h of audio, "
-          f"{report['dropped']} dropped; train_v2_ddp.py --train_data_dir {output_dir}")
-
-
 def main():
     args = ARGS
     lifetime.catch_signals()
@@ -276,7 +265,14 @@ def main():
     except watchdog.Stopped as why:
         raise UserError(f"{why}; the same command goes on from there")
     if world.is_main:
-        print_report(report, args.output_dir)
+        for source in report["sources"]:
+            print(f"source     {source['path']}: {source['kept']} samples, {source['hours']:.2f} "
+                  f"h, {source['speakers']} speaker labels{', validation' * source['held_out']}")
+        for check, about in report["checks"].items():
+            print(f"check      {check}: {about['samples']} samples, "
+                  f"{'dropped' if about['dropped'] else 'kept'}")
+        print(f"done       {report['samples']} samples, {report['hours']:.2f} h of audio, "
+              f"{report['dropped']} dropped; train_v2_ddp.py --train_data_dir {args.output_dir}")
     dist.finish()
 
 

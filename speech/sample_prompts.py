@@ -36,14 +36,6 @@ def load(args, tokenizer, ids, config, codec_dir, world):
     return Speaker(prompts, settings, ids, codec_dir, world.device, args.output_dir, args.seed)
 
 
-def forget_later(output_dir, step):
-    """Delete samples of steps after `step`: work that was lost, or an earlier run's."""
-    for folder in Path(output_dir).glob("samples/step-*"):
-        number = folder.name.removeprefix("step-")
-        if number.isdigit() and int(number) > step:
-            shutil.rmtree(folder)
-
-
 @dataclass
 class Speaker:
     """Speaks the prompts of a run. settings: of speak.sampling. seed: of the draws."""
@@ -72,7 +64,10 @@ class Speaker:
         the printed line says so, as it does when the GPU's memory does not suffice. Speech that the
         time limit cut off counts in the stop rate, but not in the length ratio.
         """
-        forget_later(self.output_dir, step)     # steps that come once more
+        for folder in Path(self.output_dir).glob("samples/step-*"):
+            number = folder.name.removeprefix("step-")
+            if number.isdigit() and int(number) > step:     # lost work, or an earlier run's
+                shutil.rmtree(folder)
         start, spoken, batches = time.monotonic(), [], range(0, len(self.prompts), BATCH)
         end = start + TIME_LIMIT
         try:
