@@ -715,60 +715,96 @@ def decode_job(job):
 
 def encode_share(world, work, folder, how):
     """Encode this rank's share of `work` into shards -> {clip: file and reason} of what fails."""
-    from tqdm import tqdm
-    mine, bad, seen = work[world.rank], {}, set()
-    if not mine:
-        return bad
-    index, store = CacheIndex(folder), world.store or HashStore()
+    bad, progress = {}, Progress(world, work)
+    try:
+        if work[world.rank]:
+            encode_files(world, work[world.rank], folder, how, progress, bad)
+        progress.wait_for_all(how.wait_limit_s)
+    finally:
+        progress.bar.close()        # an error's line begins behind the bar
+    return bad
+
+
+def encode_files(world, mine, folder, how, progress, bad):
+    index, seen = CacheIndex(folder), set()
     batch, flushed = Batch(folder, how.num_codebooks), time.monotonic()
     codec, bandwidth = load_codec(how.codec_dir, world.device, how.num_codebooks)
-    books, size = how.num_codebooks, codec.config.codebook_size
     workers = min(len(mine), max(1, how.processes // world.local_size) if how.processes else 0)
     loader = DataLoader(mine, batch_size=None, num_workers=workers, collate_fn=decode_job,
                         worker_init_fn=watchdog.init_loader,
                         multiprocessing_context="fork" if workers else None)
-
-    def count(name, n):
-        """Add to a number of all ranks -> the sum."""
-        return store.add(f"encoding audio/{name}", n)
-
-    with tqdm(total=sum(len(cuts) for share in work for *_, cuts in share), unit="clip",
-              desc="encoding audio", disable=not world.is_main,
-              mininterval=0.1 if sys.stderr.isatty() else 30) as bar:
-        for (digest, waves), (path, about, cuts) in zip(loading.iterate(loader), mine):
-            for (number, clip), found in zip(cuts.items(), waves):
-                if isinstance(found, str):
-                    bad[number] = f"{path}: {found}"
-                    continue
-                wave, measures = found
-                longer = wave.ndim == 2 or measures[0] >= FILLED_S      # nothing was filled
-                key = content_key(digest, clip, clip.filled and not longer)
-                # the same content under two paths is encoded by the rank that claims it first
-                if key not in seen and not index.has(key) and count(key.hex(), 1) == 1:
-                    try:
-                        if wave.ndim == 2:      # codes as they are
-                            check_codes(wave, clip.offset, books, size)
-                        else:
-                            wave = encode_clip(codec, wave, bandwidth, books)
-                        batch.add_codes(key, wave.astype(np.int16), measures)
-                    except torch.OutOfMemoryError:
-                        bad[number] = (f"{path}: {measures[0]:.0f} s are too long to encode on "
-                                       "this device")
-                    except ValueError as error:
-                        bad[number] = f"{path}: {error}"
-                seen.add(key)
-                batch.add_file(file_key(clip, *about), key)
-            bar.update(count("clips", len(cuts)) - bar.n)
-            if count("stop", int(bool(watchdog.stop_requested()))):
-                break
-            if len(batch.files) >= SHARD_CLIPS or time.monotonic() - flushed > SHARD_SECONDS:
-                batch.write()
-                flushed = time.monotonic()
+    for (digest, waves), (path, about, cuts) in zip(loading.iterate(loader), mine):
+        heard = 0.0
+        for (number, clip), found in zip(cuts.items(), waves):
+            if isinstance(found, str):
+                bad[number] = f"{path}: {found}"
+                continue
+            wave, measures = found
+            seconds, saved = float(measures[0]), wave.ndim == 2
+            heard += seconds
+            key = content_key(digest, clip, clip.filled and not saved and seconds < FILLED_S)
+            # the same content under two paths is encoded by the rank that claims it first
+            if key not in seen and not index.has(key) and progress.count(key.hex(), 1) == 1:
+                try:
+                    if saved:
+                        size = codec.config.codebook_size
+                        check_codes(wave, clip.offset, how.num_codebooks, size)
+                    else:
+                        wave = encode_clip(codec, wave, bandwidth, how.num_codebooks)
+                    batch.add_codes(key, wave.astype(np.int16), measures)
+                except torch.OutOfMemoryError:
+                    bad[number] = f"{path}: {seconds:.0f} s are too long to encode on this device"
+                except ValueError as error:
+                    bad[number] = f"{path}: {error}"
+            seen.add(key)
+            batch.add_file(file_key(clip, *about), key)
+        progress.add(len(cuts), heard)
+        if progress.count("stop", int(bool(watchdog.stop_requested()))):
+            break
+        if len(batch.files) >= SHARD_CLIPS or time.monotonic() - flushed > SHARD_SECONDS:
+            batch.write()
+            flushed = time.monotonic()
     batch.write()
     del codec
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
-    return bad
+
+
+class Progress:
+    """A bar on rank 0 of the clips of all ranks, which count them in the run's store."""
+
+    def __init__(self, world, work):
+        """work: of share_work."""
+        from tqdm import tqdm
+        self.world, self.store = world, world.store or HashStore()
+        self.start = time.monotonic() - 1e-3
+        self.bar = tqdm(total=sum(len(cuts) for share in work for *_, cuts in share), unit="clip",
+                        desc="encoding audio", disable=not world.is_main,
+                        mininterval=0.1 if sys.stderr.isatty() else 30)
+
+    def count(self, name, n=0):
+        return self.store.add(f"encoding audio/{name}", n)
+
+    def add(self, n, seconds):
+        """Count n clips and their seconds of audio."""
+        done = self.count("clips", n)
+        hours = self.count("milliseconds", round(1000 * seconds)) / 3.6e6
+        speed = 3600 * hours / (time.monotonic() - self.start)
+        self.bar.set_postfix_str(f"{hours:.2f} h of audio, {speed:,.0f} x real time", refresh=False)
+        self.bar.update(done - self.bar.n)
+
+    def wait_for_all(self, limit_s):
+        """Rank 0 stays, moving the bar, until every rank is here. UserError where one hangs."""
+        self.count("ranks", 1)
+        changed = time.monotonic()
+        while self.world.is_main and self.count("ranks") < self.world.size:
+            if new := self.count("clips") - self.bar.n:
+                changed = time.monotonic()
+                self.bar.update(new)
+            if time.monotonic() - changed > limit_s:
+                raise UserError(f"encoding audio: no clip came for {limit_s:.0f} s: a rank hangs")
+            time.sleep(0.1)
+        self.bar.update(self.count("clips") - self.bar.n)
 
 
 def plan_codes(clips, how, bad=None):

@@ -126,6 +126,8 @@ def test_commands_of_a_page_run(page, place, quick_python):
             print(done.returncode, shlex.join([script, *flags]))
             assert done.returncode in ((0, 1) if GATES & {*flags} else (0,)) and "Traceback" not in done.stdout, (
                 f"{shlex.join([script, *flags])}\n{done.stdout[-3000:]}")
+            if script == "speech/prepare_tts.py":
+                assert "x real time" in done.stdout, done.stdout
             if "train" in script and "--dry_run" not in flags:
                 assert done.stdout.startswith("device     1 x "), done.stdout
     finally:

@@ -42,14 +42,14 @@ def test_python_files_are_clean():
 
 def test_sizes_only_fall():
     """Lines of a folder's files of a kind; a ceiling is lowered with what is removed."""
-    for folder, kind, most in (("bench", "py", 1750), ("launch", "sh", 1000), ("tests", "py", 20_090)):
+    for folder, kind, most in (("bench", "py", 1750), ("launch", "sh", 1000), ("tests", "py", 19_612)):
         lines = sum(len((ROOT / path).read_text().splitlines()) for path in tracked(f"{folder}/*.{kind}"))
         assert lines <= most, f"{folder}: {lines} lines of .{kind}, at most {most}"
 
 
 # Lines of Python. Size is a cost: these numbers only fall; a change that needs more takes lines away elsewhere.
-CEILINGS = {".": 755, "core": 5_775, "speech": 8_717, "distill": 4_242, "diffusion": 3_993,
-            "minimal": 945}
+CEILINGS = {".": 750, "core": 5_751, "speech": 8_346, "distill": 4_047, "diffusion": 3_942,
+            "minimal": 943}
 
 
 @pytest.mark.parametrize("folder", CEILINGS)

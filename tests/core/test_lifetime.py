@@ -1,4 +1,5 @@
 """Processes end with the one that started them, and only then. Whole runs: test_recovery.py."""
+import ast
 import contextlib
 import os
 import signal
@@ -10,6 +11,7 @@ import pytest
 
 from tests.helpers.progress import wait_until
 from tests.helpers.trainer import ROOT
+from tests.test_house import MODULES
 
 pytestmark = pytest.mark.race
 
@@ -102,3 +104,14 @@ def test_a_command_ends_with_who_has_started_it_and_all_that_it_started(start):
     wait_until(lambda: len(in_session(parent.pid)) == 4, "command and its child", progress=parent.log.read_text)
     parent.kill()
     assert wait_until(lambda: not in_session(parent.pid), "end of all")
+
+
+def test_every_process_begins_with_what_ends_it():
+    """Whoever makes processes: a DataLoader without init_loader would leave them behind, so would a Popen."""
+    calls = [(path, node, ast.unparse(node.func).split(".")[-1]) for path in MODULES.values()
+             for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.Call)]
+    loaders = [node for _, node, name in calls if name == "DataLoader"]
+    begun = [ast.unparse(keyword.value).split(".")[-1] for loader in loaders for keyword in loader.keywords
+             if keyword.arg == "worker_init_fn"]
+    assert len(loaders) >= 3 and begun == ["init_loader"] * len(loaders)
+    assert [str(path) for path, _, name in calls if name == "Popen"] == ["core/lifetime.py"]

@@ -6,8 +6,12 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
+import subprocess
+import threading
+import time
 
 import pytest
 import torch
@@ -15,22 +19,23 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from core import checkpoint, json_files
+from core import checkpoint, cli, json_files
 from core.cli import UserError
 from core.packing import PackOrder
 from distill import chat_data
 from tests.helpers.students import train_sft
 from tests.helpers import chats, students
-from tests.helpers.runs import assert_same_bits, CLOCK, CUTS, moments, newest, rows, tensors
+from tests.helpers.runs import CLOCK, CUTS, moments, newest, rows, tensors
 from tests.helpers.students import HELD_OUT, SEED, sample_loss
-from tests.helpers.trainer import Run
+from tests.helpers.trainer import ROOT, Run
 
 LR, STEPS = 2e-3, 5
 # 20 of 24 samples are trained, 8 a step: an epoch's third step has 4, so some ranks get empty packs
 COMMON = {"learning_rate": LR, "max_steps": STEPS, "logging_steps": 1, "warmup_ratio": 0.4, "weight_decay": 0.1,
           "eval_steps": 2, "validation_split": HELD_OUT, "per_device_eval_batch_size": 3, "num_workers": 0,
           "save_steps": 0, "save_total_limit": 1, "report_to": "none", "seed": SEED}
-METHODS = {"full": (), "lora": ("--use_lora", "--lora_rank", 5), "packs": ("--max_tokens_per_batch", 160)}
+METHODS = {"full": (), "lora": ("--use_lora", "--lora_rank", 5), "packs": ("--max_tokens_per_batch", 160),
+           "dropout": ("--use_lora", "--lora_rank", 5, "--lora_dropout", 0.2)}
 SERVED = ["--teacher_url", "u", "--teacher_path", ".", "--distill_topk", "5"]
 EVERY = "--save_steps 1 --save_total_limit 0 --logging_steps 2"
 
@@ -82,6 +87,15 @@ def assert_same_run(run, other, stem="model"):
     assert_close(tensors(run, stem), tensors(other, stem))
     for name, ours in moments(run).items():     # sums of float32 gradients, whose order differs
         torch.testing.assert_close(ours, moments(other)[name], rtol=2e-5, atol=2e-5)
+
+
+def assert_same_bits(run, other, after):
+    """In weights, moments and all that was logged after a step; a restart forgets only how full earlier packs were."""
+    assert rows(run, after, CLOCK | {"train/padding"}) == rows(other, after, CLOCK | {"train/padding"})
+    for ours, theirs in ((tensors(run), tensors(other)), (moments(run), moments(other)),
+                         (tensors(run, "adapter_model"), tensors(other, "adapter_model"))):
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert moments(run)
 
 
 # -- The reference: transformers' own forward, one sample at a time ----------------------------------------------------
@@ -221,6 +235,33 @@ def test_bf16_stays_near(shared, name):
 # -- Stopping and resuming ---------------------------------------------------------------------------------------------
 
 
+def stop_after_two(line):
+    """The trainer's main, whose last rank gets SIGTERM after the second logged step."""
+    log = os.path.join(line[line.index("--output_dir") + 1], "metrics.jsonl")
+
+    def watch():
+        while not (os.path.exists(log) and open(log).read().count("train/loss") >= 2):
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGTERM)
+    if os.environ.get("RANK", "0") == str(int(os.environ["WORLD_SIZE"]) - 1):
+        threading.Thread(target=watch, daemon=True).start()
+    train_sft.main(line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["moe full fsdp 2x4x1", "llama dropout ddp 2x2x2"])
+def test_resumed_is_uninterrupted(pool, made, shared, tmp_path, name):
+    """From checkpoints amid an epoch and, once, at its end, all that follows has the same bits."""
+    whole = shared(f"{name} {EVERY}")
+    for step in (2, 3) if "full" in name else (2,):
+        output_dir = tmp_path / f"from-{step}"
+        output_dir.mkdir()
+        shutil.copytree(whole.output_dir / f"checkpoint-{step}", output_dir / f"checkpoint-{step}")
+        resumed = complete(pool, made, output_dir, name, "--logging_steps", 2)
+        assert f"resumed from {output_dir}/checkpoint-{step}" in resumed.output
+        assert_same_bits(resumed, whole, after=step)
+
+
 def test_another_number_of_ranks_goes_on(pool, made, shared, tmp_path):
     shutil.copytree(shared(f"qwen full fsdp 2x4x1 {EVERY}").output_dir / "checkpoint-2", tmp_path / "checkpoint-2")
     resumed = complete(pool, made, tmp_path, "qwen full ddp 1x4x2")
@@ -229,6 +270,18 @@ def test_another_number_of_ranks_goes_on(pool, made, shared, tmp_path):
                             strict=True):
         assert ours == pytest.approx(theirs, rel=2e-4)
     assert_close(tensors(resumed), tensors(shared("qwen full fsdp 2x4x1")))
+
+
+@pytest.mark.slow
+@pytest.mark.race
+def test_a_signal_saves_and_the_same_command_goes_on(pool, made, shared, tmp_path):
+    name, more = "qwen full fsdp 2x4x1", ("--max_steps", 400, "--eval_steps", 0)
+    stopped = complete(pool, made, tmp_path, name, *more, main=f"{__name__}.stop_after_two")
+    step = checkpoint.list_checkpoints(tmp_path)[-1][0]
+    assert 2 <= step < 400 and f"at step {step} of 400; checkpoint saved" in stopped.output
+    assert "at step" in (tmp_path / "requeue").read_text()
+    resumed = complete(pool, made, tmp_path, name, "--max_steps", step + 1, "--eval_steps", 0)
+    assert not (tmp_path / "requeue").exists() and f"start      step {step}" in resumed.output
 
 
 def asked_in_validation(line):
@@ -251,7 +304,7 @@ def test_a_validation_that_a_signal_breaks_off_is_made_up_for(pool, made, shared
         stopped = complete(pool, made, tmp_path, name, main=f"{__name__}.asked_in_validation")
         assert "at step 2 of 5; checkpoint saved" in stopped.output
     resumed = complete(pool, made, tmp_path, name)
-    assert_same_bits(resumed, shared(name), 0, CLOCK | {"train/padding"})     # how full earlier packs were is forgotten
+    assert_same_bits(resumed, shared(name), after=0)
     metas = [json_files.read_object(newest(run) / checkpoint.STATE / "state.json") for run in (resumed, shared(name))]
     assert [metas[0][key] for key in ("best_step", "best_loss", "eval_due")] == [
         metas[1][key] for key in ("best_step", "best_loss", "eval_due")]
@@ -432,3 +485,33 @@ def test_bad_lines_are_listed_and_dropped(pool, made, tmp_path):
     assert sorted(listed()) == everything
     assert "resumed from" in train("--drop_bad", "--max_steps", 3).output
     assert "another training data" in train("--drop_bad", "--train_data_file", made / "chats.jsonl", ok=False).output
+
+
+@pytest.mark.parametrize("gpus, settings, accumulation", [
+    (8, {}, 1), (2, {"BATCH_SIZE": "8"}, 8), (1, {"GLOBAL_BATCH_SIZE": "64"}, 1), (8, {"LORA": "1"}, 1)])
+def test_launcher_gives_a_line_that_the_trainer_takes(made, tmp_path, gpus, settings, accumulation):
+    done = subprocess.run(
+        ["bash", ROOT / "launch/train_sft_h100x8.sh", tmp_path / "out", "--seed", "7"], text=True, capture_output=True,
+        env={**os.environ, "DRY_RUN": "1", "NPROC_PER_NODE": str(gpus), "CUDA_VISIBLE_DEVICES": "",
+             "TRAIN_FILE": str(made / "chats.jsonl"), "MODEL": str(made / "qwen"), **settings})
+    assert done.returncode == 0, done.stderr
+    words = shlex.split(done.stdout)
+    assert f"--nproc-per-node={gpus}" in words
+    args = cli.parse(train_sft.build_parser(), lambda args, _: train_sft.check_flags(args, gpus),
+                       words[words.index(str(ROOT / "distill/train_sft.py")) + 1:])
+    assert args.auto and args.bf16 and not args.max_tokens_per_batch
+    assert ("per_device_train_batch_size" in cli.named(args)) == ("BATCH_SIZE" in settings)
+    assert args.global_batch_size == int(settings.get("GLOBAL_BATCH_SIZE", 128))
+    assert args.gradient_accumulation_steps == accumulation     # with packs, --auto derives it from the data
+    assert (args.output_dir, args.seed, args.use_lora) == (str(tmp_path / "out"), 7, "LORA" in settings)
+    assert args.learning_rate == (2e-4 if args.use_lora else 2e-5)
+
+
+def test_launcher_without_what_it_needs(tmp_path):
+    out = str(tmp_path)
+    for line, part in (([], "the first argument is the output folder"), (["--seed", "7"], "the first argument is"),
+                       ([out], "error: ./data/prompt_distillation_lang.jsonl: cannot be read (No such file"),
+                       ([out, "--train_data_file", "./no"], "error: ./no: cannot be read (No such file")):
+        done = subprocess.run(["bash", ROOT / "launch/train_sft_h100x8.sh", *line], text=True, capture_output=True,
+                              env=os.environ | {"MIN_GPUS": "0"})
+        assert done.returncode == 1 and part in done.stderr

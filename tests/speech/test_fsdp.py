@@ -25,6 +25,7 @@ LR = 2e-4
 COMMON = ("--learning_rate", LR, "--validation_split", 0.2, "--eval_steps", 2, "--save_total_limit", 1,
           "--num_train_epochs", 2, "--num_workers", 0)
 METHODS = {"full": (), "lora": ("--use_lora", "--lora_dropout", 0, "--lora_rank", 5),
+           "dropout": ("--use_lora", "--lora_dropout", 0.2, "--lora_rank", 5),
            "packs": ("--max_tokens_per_batch", 400, "--max_steps", 4)}
 EVERY = "--save_steps 1 --save_total_limit 0"
 HSDP = "hsdp 4x3x1 --shard_size 2"      # two copies, each in two shards
@@ -197,6 +198,15 @@ def count_collectives(argv, path):
 def resumed(pool, odd, folder, source, step, name):
     """The run `name` from step `step` of the run `source`."""
     return complete(pool, odd, folder / "out", name, "--resume", source.output_dir / f"checkpoint-{step}")
+
+
+@pytest.mark.slow
+def test_resume_on_the_same_ranks_is_exact(pool, odd, shared, tmp_path):
+    name = f"dropout fsdp 2x3x2 {EVERY}"
+    run = resumed(pool, odd, tmp_path, shared(name), 3, name)
+    assert rows(run)[0]["step"] == 4
+    assert_same_bits(run, shared(name), after=3)
+
 
 
 # an epoch has two steps: 1 and 3 lie in an epoch, 2 between two

@@ -10,10 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core import checkpoint, recomputation
+from core import checkpoint, json_files, recomputation
 from core.optim import lr_factor
 from tests.helpers.runs import rows, tensors
-from tests.helpers.trainer import (bad_token, speech_main, train_forked, unheard)
+from tests.helpers.trainer import (
+    bad_token,
+    speech_main,
+    train_forked,
+    unheard,
+)
 
 LR = 2e-4               # a wrong gradient moves weights far beyond the tolerances below, Adam's rounding does not
 
@@ -49,6 +54,10 @@ def shared(complete, tiny, tmp_path_factory):
     return get
 
 
+def state_of(path):
+    return json_files.read_object(path / "trainer_state" / "state.json")
+
+
 def steps_of(output_dir):
     """Steps of the checkpoints there."""
     return [step for step, _ in checkpoint.list_checkpoints(output_dir)]
@@ -56,6 +65,14 @@ def steps_of(output_dir):
 
 def base_weights(tiny):
     return load_file(tiny.model / "model.safetensors")
+
+
+def assert_same_bits(run, other):
+    """Equal in every number that the clock does not decide, and in every bit of the final weights."""
+    assert rows(run) == rows(other)
+    ours, theirs = tensors(run), tensors(other)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def train_counted(argv):
@@ -75,6 +92,35 @@ def test_gradient_checkpointing_changes_nothing(shared, forked):
     ours, theirs = shared("dropout").metrics("train/loss"), recomputed.metrics("train/loss")
     assert ours == pytest.approx(theirs, abs=1e-6)
     assert tensors(recomputed).keys() == tensors(shared("dropout")).keys()
+
+
+@pytest.fixture(scope="module")
+def stopped(complete, tmp_path_factory):
+    """Folder of the "dropout" run stopped at steps 3 (in an epoch), 6 (exactly after one: 24 samples) and 8."""
+    output_dir = tmp_path_factory.mktemp("stopped") / "out"
+    for step, before in ((3, None), (6, 3), (8, 6)):
+        part = complete(output_dir, *DROPOUT, "--max_steps", step)
+        where = f"resumed from {output_dir}/checkpoint-{before}" if before else "base model"
+        assert f"start      step {before or 0}, {where}" in part.output
+    return output_dir
+
+
+@pytest.mark.slow
+def test_resumed_run_equals_uninterrupted(shared, stopped, complete, tmp_path):
+    """Stopped in the middle of an epoch, exactly at its end, and in the second one."""
+    output_dir = shutil.copytree(stopped, tmp_path / "out")
+    assert [state_of(path)["epoch"] for _, path in checkpoint.list_checkpoints(output_dir)] == [0, 0, 1]
+    resumed = complete(output_dir, *DROPOUT)
+    assert [row["step"] for row in rows(resumed)] == list(range(1, 13))     # no step twice, none left out
+    assert_same_bits(shared("dropout"), resumed)
+
+    before = tensors(resumed)
+    again = complete(output_dir, *DROPOUT)                                  # a finished run has nothing left to do
+    assert "already finished: raise --max_steps above 12" in again.output
+    assert "already finished" not in resumed.output
+    assert_same_bits(shared("dropout"), again)
+    assert all(torch.equal(before[name], tensor) for name, tensor in tensors(again).items())
+    assert steps_of(output_dir) == [6, 8, 12]
 
 
 @pytest.mark.slow
