@@ -49,8 +49,8 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
     problems = Problems(sources.drop, None if dry else output_dir)
 
     def settle(found):
-        if said := found.settle():
-            print(f"data       dropped: {said}", flush=True)
+        if dropped := found.settle():
+            print(f"data       dropped: {dropped}", flush=True)
 
     def read():
         nonlocal builder, parts

@@ -66,14 +66,14 @@ def wait_for(attempt, path, flag, wait_s=None, waiting=None):
     """
     if wait_s is None:
         wait_s = WAIT_S if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else LEASE_S
-    told, end = False, time.monotonic() + wait_s
+    notified, end = False, time.monotonic() + wait_s
     while (fd := attempt()) is None:
         if time.monotonic() >= end:
             raise UserError(f"{flag} {path.parent}: another run is using it ({owner_of(path)}); "
                             f"end that one, or give another {flag}")
-        if not told and end - time.monotonic() > WAIT_S:
+        if not notified and end - time.monotonic() > WAIT_S:
             print(f"waiting    another run is using {path.parent} ({owner_of(path)})", flush=True)
-            told = True
+            notified = True
         if waiting:
             waiting()
         time.sleep(0.2)

@@ -562,12 +562,12 @@ def main(argv=None):
                      "as well")
     shown = [*table_lines(found, len(rows)), *(f"note       {note}" for note in notes),
              metrics.verdict_line(clauses)]
-    told = [{"id": row["id"], "question": question, "held out": label,
-             **({"truth": truth[i]} if truth else {}),
-             **{name: answers[name][i].text for name in answers}}
-            for i, (row, question, label) in enumerate(zip(rows, questions, given))]
+    samples = [{"id": row["id"], "question": question, "held out": label,
+                **({"truth": truth[i]} if truth else {}),
+                **{name: answers[name][i].text for name in answers}}
+               for i, (row, question, label) in enumerate(zip(rows, questions, given))]
     report = {"name": str(args.output_dir), "metrics": figures, "settings": cli.stored(args),
-              "data": about, "verdict": "; ".join(clauses), "samples": told}
+              "data": about, "verdict": "; ".join(clauses), "samples": samples}
     for name, text in (("evaluation.json", json.dumps(report, indent=1, ensure_ascii=False)),
                        ("evaluation.txt", "\n".join(shown))):
         checkpoint.write_text(Path(args.output_dir) / name, text + "\n")

@@ -258,9 +258,9 @@ def system_parts(text, scene="", voices=None, references=False):
     tags = sorted(set(TAG.findall(text)))
     if references or len(tags) < 2:
         return DEFAULT_SYSTEM, scene
-    said = [f"{tag}: {(voices or {}).get(tag) or ('feminine', 'masculine')[i % 2]}"
-            for i, tag in enumerate(tags)]
-    return MULTISPEAKER_SYSTEM, "\n\n".join([*([scene] if scene else []), "\n".join(said)])
+    voice_lines = [f"{tag}: {(voices or {}).get(tag) or ('feminine', 'masculine')[i % 2]}"
+                   for i, tag in enumerate(tags)]
+    return MULTISPEAKER_SYSTEM, "\n\n".join([*([scene] if scene else []), "\n".join(voice_lines)])
 
 
 # ---- The canonical form
@@ -296,8 +296,8 @@ def canonical_turns(entry, paths):
     if not isinstance(messages, list) or not messages:
         raise BadSample("has no list 'messages'")
     misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
-    told = {key: misc[key].strip() if isinstance(misc.get(key), str) else ""
-            for key in ("ref_transcript", "target_transcript")}
+    scripts = {key: misc[key].strip() if isinstance(misc.get(key), str) else ""
+               for key in ("ref_transcript", "target_transcript")}
     parsed = [message_parts(message, paths) for message in messages]
     turns, scenes, rewritten, recognised = [], [], False, set()
     for index, (role, parts) in enumerate(parsed):
@@ -305,8 +305,8 @@ def canonical_turns(entry, paths):
             scenes.append(parts)
         elif role == "user" and any(isinstance(part, Clip) for part in parts):
             answers = [Turn(r, p, 0).text for r, p in parsed[index + 1:] if r == "assistant"]
-            answer = "".join(answers[:1]).strip() or told["target_transcript"]
-            turns += reference_turns(parts, index, answer, told["ref_transcript"], recognised)
+            answer = "".join(answers[:1]).strip() or scripts["target_transcript"]
+            turns += reference_turns(parts, index, answer, scripts["ref_transcript"], recognised)
             rewritten = True
         elif role == "assistant":
             before = turns[-1] if turns else None

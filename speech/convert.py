@@ -433,8 +433,8 @@ def cuts_of(at, row, path):
         yield at, {**row, "text": text}
     for number, cut in enumerate(found or (), 1):
         if not isinstance(cut, BadSample):
-            start, end, said = cut
-            cut = {**row, "id": f"{row['id']} {start}-{end} s", "text": said, "offset": start,
+            start, end, text = cut
+            cut = {**row, "id": f"{row['id']} {start}-{end} s", "text": text, "offset": start,
                    "end": end}
         yield f"{path.name} entry {number}", cut
 
@@ -458,22 +458,22 @@ def subtitles(name, text):
                         or skipping and bool(line.strip())):
             continue
         if found := ARROW.fullmatch(line):
-            said = cues[-1][1] if cues else []
-            if said and (said[-1].isdecimal() or len(said) > 1 and not said[-2]):
-                said.pop()                              # the number, or name, of this cue
+            lines = cues[-1][1] if cues else []
+            if lines and (lines[-1].isdecimal() or len(lines) > 1 and not lines[-2]):
+                lines.pop()                             # the number, or name, of this cue
             cues.append((found, []))
         elif cues:
             cues[-1][1].append(line.strip())
     if not cues:
         raise BadSample(f"{name} has no line 00:00:00.000 --> 00:00:01.000", "empty_text")
     found, before = [], ""
-    for times, said in cues:
-        said = [html.unescape(MARKUP.sub("", line)).strip() for line in said]
-        said = [line for line in said if line]
-        last = said[-1] if said else before
-        if len(said) > 1 and said[0] == before:         # rolling captions repeat the line before
-            said = said[1:]
-        before, words = last, " ".join(" ".join(said).split())
+    for times, lines in cues:
+        lines = [html.unescape(MARKUP.sub("", line)).strip() for line in lines]
+        lines = [line for line in lines if line]
+        last = lines[-1] if lines else before
+        if len(lines) > 1 and lines[0] == before:       # rolling captions repeat the line before
+            lines = lines[1:]
+        before, words = last, " ".join(" ".join(lines).split())
         if times[2] is None:
             found.append(BadSample(f"its line of times cannot be read: {times[0].strip()!r}"))
         elif NO_WORDS.fullmatch(words):
@@ -855,11 +855,11 @@ def row_entry(row, reading, pool, paths):
         system.append("\n<|scene_desc_end|>")
     else:
         voices = row.get("voices") if isinstance(row.get("voices"), dict) else {}
-        said, scene = system_parts(text, scene, voices, bool(references))
-        system = [said] + ["\n\n" + SCENE.format(scene)] * bool(scene)
+        words, scene = system_parts(text, scene, voices, bool(references))
+        system = [words] + ["\n\n" + SCENE.format(scene)] * bool(scene)
         for tag, transcript, audio in references:
-            said = tag + transcript.strip()
-            turns += [{"role": "user", "content": said}] * bool(said)
+            words = tag + transcript.strip()
+            turns += [{"role": "user", "content": words}] * bool(words)
             turns.append({"role": "assistant", "content": audio})
     system = [{"type": "text", "text": part} if isinstance(part, str) else part for part in system]
     kept = {name: row.get(name) for name in ("speaker", "language", "split", "normalize_text")}
@@ -1105,15 +1105,15 @@ def to_chatml(source, out_path, problems, *, held_out=False, **how):
         checkpoint.write_text(note, json.dumps({"made": made, "refused": rows}))
     counts = sorted(Counter(p.check for p in refused).items())
     counts = ", ".join(f"{n} {check}" for check, n in counts)
-    said = [f"converted  {printable(source)} ({printable(about)}): {kept + len(refused)} rows = "
-            f"{kept} kept + {len(refused)} refused{f' ({counts})' * bool(counts)}; {out_path}"
-            + f"; {other} are of another split" * bool(other)]
-    said += [f"           first: {printable(first)}"] if first else []
+    lines = [f"converted  {printable(source)} ({printable(about)}): {kept + len(refused)} rows = "
+             f"{kept} kept + {len(refused)} refused{f' ({counts})' * bool(counts)}; {out_path}"
+             + f"; {other} are of another split" * bool(other)]
+    lines += [f"           first: {printable(first)}"] if first else []
     for what, (n, one) in odd.items():
         noun = counted(n, "row" if what == OUTSIDE else "text")
-        said.append(f"           {noun} {what}, such as {printable(one)[:60]!r}")
+        lines.append(f"           {noun} {what}, such as {printable(one)[:60]!r}")
     problems.extend(refused)
-    print("\n".join(said), flush=True)
+    print("\n".join(lines), flush=True)
 
 
 def main(argv=None):

@@ -68,9 +68,9 @@ def file_of(sources, i):
 
 def facts_of(sample):
     """FACTS of a Sample, by what is spoken in its last clip."""
-    said = next((turn.text for turn in reversed(sample.turns) if turn.text.strip()), "")
-    said = " ".join(said.split()).casefold()
-    return (short_hash(sample.speaker, said), sum(map(str.isalnum, said)),
+    spoken = next((turn.text for turn in reversed(sample.turns) if turn.text.strip()), "")
+    spoken = " ".join(spoken.split()).casefold()
+    return (short_hash(sample.speaker, spoken), sum(map(str.isalnum, spoken)),
             short_hash(sample.speaker), short_hash(sample.language))
 
 

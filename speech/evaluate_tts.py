@@ -138,7 +138,7 @@ def evaluate(folder, samples, by, settings):
 
     by: judges.Judges, on their device. settings: {flag: value}, noted in the file.
     """
-    rows, voices, notes, said, total = [], {}, [], [], {}
+    rows, voices, notes, transcripts, total = [], {}, [], [], {}
     for sample in samples:
         wave, ended_by = judges.read_audio(sample.audio), sample.facts.get("ended_by")
         row = {"name": sample.audio.stem} | dict.fromkeys(METRICS)
@@ -160,15 +160,15 @@ def evaluate(folder, samples, by, settings):
         rows.append(row)
     if by.hear:
         waves = (judges.read_audio(sample.audio) for sample in samples)
-        said = by.hear(waves, HZ, [sample.audio for sample in samples], notes)
+        transcripts = by.hear(waves, HZ, [sample.audio for sample in samples], notes)
         texts = [heard(sample.facts["text"]) for sample in samples]
-        rates, total = judges.word_rates(texts, said, by.language)
+        rates, total = judges.word_rates(texts, transcripts, by.language)
         for row, found in zip(rows, rates):
             row |= found | {"wer_mean": found["wer"]}
     metrics = {key: mean(row[key] for row in rows) for key in METRICS} | total
     return {"name": str(folder), "metrics": metrics, "samples": rows,
             "settings": settings | {"samples": len(samples), "notes": notes},
-            "heard": dict(zip((row["name"] for row in rows), said))}
+            "heard": dict(zip((row["name"] for row in rows), transcripts))}
 
 
 def mean(values):

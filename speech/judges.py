@@ -103,9 +103,9 @@ def word_errors(references, hypotheses, language=None, split=str.split):
     language: of normaliser. split: a text -> its words, or its characters.
     """
     clean, errors, length = normaliser(language), 0, 0
-    for said, heard in zip(references, hypotheses, strict=True):
-        said, heard = split(clean(said).strip()), split(clean(heard).strip())
-        errors, length = errors + edit_distance(said, heard), length + len(said)
+    for reference, heard in zip(references, hypotheses, strict=True):
+        reference, heard = split(clean(reference).strip()), split(clean(heard).strip())
+        errors, length = errors + edit_distance(reference, heard), length + len(reference)
     return errors, length
 
 
@@ -117,11 +117,12 @@ def word_rates(references, hypotheses, language=None):
     """([{"wer", "cer"} of each text], {"wer", "cer"} of all: errors of all over words of all); None
     without words.
     """
-    def rates(said, heard):
-        counts = {name: word_errors(said, heard, language, split)
+    def rates(reference, heard):
+        counts = {name: word_errors(reference, heard, language, split)
                   for name, split in (("wer", str.split), ("cer", characters))}
         return {name: errors / units if units else None for name, (errors, units) in counts.items()}
-    rows = [rates([said], [heard]) for said, heard in zip(references, hypotheses, strict=True)]
+    rows = [rates([reference], [heard])
+            for reference, heard in zip(references, hypotheses, strict=True)]
     return rows, rates(references, hypotheses)
 
 
@@ -178,13 +179,13 @@ def recognise_command(waves, rate, command, time_limit=None):
         except (OSError, ValueError) as error:
             raise UserError(f"--asr_command {command}: cannot be started ({error})")
         try:
-            said, messages = process.communicate(timeout=time_limit)
+            output, messages = process.communicate(timeout=time_limit)
         except subprocess.TimeoutExpired:
             raise UserError(f"--asr_command {command}: has not heard {len(paths)} files in "
                             f"{time_limit:g} s (--asr_time_limit)")
         finally:        # what it started may outlive it
             lifetime.end(process)
-    lines = said.splitlines()
+    lines = output.splitlines()
     if process.returncode or len(lines) != len(paths):
         last = (messages.strip().splitlines() or ["nothing on stderr"])[-1]
         raise UserError(f"--asr_command {command}: status {process.returncode}, {len(lines)} lines "

@@ -91,8 +91,8 @@ def command(script, *words):
 
 def judge(folder, place):
     """The metric of a checkpoint, or of the base (folder None), spoken unless that is there."""
-    said = place / (folder.name if folder else "base")
-    if not (said / "evaluation.json").exists():
+    samples = place / (folder.name if folder else "base")
+    if not (samples / "evaluation.json").exists():
         newest = folder or checkpoint.list_checkpoints(out)[-1][1]
         run = json_files.read_object(newest / checkpoint.STATE / "state.json")["args"]
         model = ["--model_path", folder or run["model_path"]]
@@ -100,7 +100,7 @@ def judge(folder, place):
             model = ["--model_path", run["model_path"], "--adapter", folder]
         if codec := run.get("audio_tokenizer_path"):
             model += ["--audio_tokenizer_path", codec]
-        command("generate_tts.py", *model, "--prompts", args.prompts, "--output_dir", said,
+        command("generate_tts.py", *model, "--prompts", args.prompts, "--output_dir", samples,
                 "--overwrite", "--max_seconds", args.max_seconds, "--batch_size", args.batch_size,
                 "--seed", args.seed, "--device", args.device, "--normalize_text",
                 run.get("normalize_text") or "on")
@@ -108,8 +108,8 @@ def judge(folder, place):
                  "language", "speaker_model"]
         listeners = [word for flag in given if getattr(args, flag)
                      for word in (f"--{flag}", getattr(args, flag))]
-        command("evaluate_tts.py", said, *listeners, "--device", args.device)
-    return json_files.read_object(said / "evaluation.json")["metrics"].get(metric)
+        command("evaluate_tts.py", samples, *listeners, "--device", args.device)
+    return json_files.read_object(samples / "evaluation.json")["metrics"].get(metric)
 
 
 def is_running():
@@ -120,9 +120,9 @@ def is_running():
     return False
 
 
-told = [args.prompts and Path(args.prompts).read_text(errors="replace"), args.asr_model,
-        args.asr_command, args.language, args.speaker_model, args.max_seconds, args.seed]
-place = out / "picked" / hashlib.sha256(json.dumps(told).encode()).hexdigest()[:8]
+settings = [args.prompts and Path(args.prompts).read_text(errors="replace"), args.asr_model,
+            args.asr_command, args.language, args.speaker_model, args.max_seconds, args.seed]
+place = out / "picked" / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
 known, best, stale, following = {}, None, 0, True
 while following:
     # asked first: the run's last checkpoint may come meanwhile
@@ -156,8 +156,9 @@ while following:
 require(known, f"{out}: holds no checkpoint")
 require(best is not None, f"{out}: no checkpoint was measured by {name}")
 base, value = known.get(0), form.format(known[best])
-said = "" if base is None else f"; the base {form.format(base)}"
+base_value = "" if base is None else f"; the base {form.format(base)}"
 if base is not None and (known[best] <= base if more else known[best] >= base):
-    print(f"NO CHECKPOINT IS BETTER THAN THE BASE by {name}: {value} at best, at step {best}{said}")
+    print(f"NO CHECKPOINT IS BETTER THAN THE BASE by {name}: {value} at best, at step {best}"
+          f"{base_value}")
 else:
-    print(f"best       checkpoint-{best} by {name}: {value}{said}; {out / 'best'}")
+    print(f"best       checkpoint-{best} by {name}: {value}{base_value}; {out / 'best'}")

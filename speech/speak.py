@@ -146,10 +146,10 @@ def text_prompts(named_texts, normalize, reference_audio=None, reference_text=No
                        "content": {"type": "audio", "audio_url": reference_audio}}]
 
     def messages(text):
-        said, heard_in = system, scene
+        prompt, heard_in = system, scene
         if not system:
-            said, heard_in = system_parts(text, scene, references=bool(reference))
-        content = said + ("\n\n" + SCENE.format(heard_in) if heard_in else "")
+            prompt, heard_in = system_parts(text, scene, references=bool(reference))
+        content = prompt + ("\n\n" + SCENE.format(heard_in) if heard_in else "")
         return [{"role": "system", "content": content}, *reference,
                 {"role": "user", "content": text}]
 
@@ -181,10 +181,10 @@ def list_prompts(path, normalize):
         if len(fields) not in (3, 4):
             raise BadSample(f"{len(fields) + 1} fields between |, not 4 or 5 as in Seed-TTS-eval's "
                             "meta.lst")
-        said, voice, text, *truth = fields
+        words, voice, text, *truth = fields
         clip = {"type": "audio", "audio_url": voice}
         answers = [{"role": "assistant", "content": clip | {"audio_url": url}} for url in truth]
-        return [{"role": "system", "content": DEFAULT_SYSTEM}, {"role": "user", "content": said},
+        return [{"role": "system", "content": DEFAULT_SYSTEM}, {"role": "user", "content": words},
                 {"role": "assistant", "content": clip}, {"role": "user", "content": text}, *answers]
 
     lines = read_lines(path)
@@ -445,9 +445,9 @@ def listen(prompts, waves, listeners, device):
     with listeners.on(device):
         if listeners.hear:
             names, texts = [p.name for p in prompts], [heard(p.text) for p in prompts]
-            said = listeners.hear(waves, SAMPLE_RATE, names, [])
-            rates, _ = judges.word_rates(texts, said, listeners.language)
-            facts = [{"heard": text, **row} for text, row in zip(said, rates)]
+            transcripts = listeners.hear(waves, SAMPLE_RATE, names, [])
+            rates, _ = judges.word_rates(texts, transcripts, listeners.language)
+            facts = [{"heard": text, **row} for text, row in zip(transcripts, rates)]
         voices = {}     # of clips: one may serve all
         for prompt, wave, about in zip(prompts, waves, facts) if listeners.embed else ():
             clip = prompt.references[-1] if prompt.references else prompt.target
@@ -541,22 +541,22 @@ def speak_parts(texts, references, prepare, speak_some, listeners=None, write=No
     its speaker's last part. prepare([(text number, part, reference)]) -> [Prompt].
     speak_some(Prompts, round) -> speak()'s list. write(wave so far): of stream(), for one text.
     """
-    said, last = [[] for _ in texts], {}        # last: {(text, speaker): what it said, a reference}
+    takes, last = [[] for _ in texts], {}       # last: {(text, speaker): its codes, a reference}
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(max(map(len, texts))):
             now = [i for i, text in enumerate(texts) if turn < len(text)]
             prompts = prepare([(i, texts[i][turn][1], references[i] or last.get(
                 (i, texts[i][turn][0]))) for i in now])
             for i, prompt, found in zip(now, prompts, speak_some(prompts, turn)):
-                said[i].append((prompt, *found))
+                takes[i].append((prompt, *found))
                 if len(found[0]) >= 8:      # the least that TTS 3 can hear
                     path = str(Path(folder) / f"{i}-{turn}.npy")
                     save_codes(path, found[0])
                     last[i, texts[i][turn][0]] = path, texts[i][turn][1]
                 if write:
-                    write(join([wave for *_, wave, _ in said[i]]))
+                    write(join([wave for *_, wave, _ in takes[i]]))
     whole = []
-    for spoken in said:
+    for spoken in takes:
         prompts, codes, ends, waves, facts = zip(*spoken)
         about = dict(facts[-1])
         if listeners and listeners.hear:
