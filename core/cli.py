@@ -294,11 +294,13 @@ def read_config(parser, words):
     null gives no flag. Raises UserError.
     """
     finder = Parser("", add_help=False)
-    finder.add_argument("--config")
-    file, found, made = finder.parse_known_args(words)[0].config, set(), []
-    if not file or "--config" not in parser._option_string_actions:
+    finder.add_argument("--config", action="append")
+    files, found, made = finder.parse_known_args(words)[0].config, set(), []
+    if not files or "--config" not in parser._option_string_actions:
         return []
     import yaml  # comes with transformers
+    require(len(files) == 1, "--config is given twice")
+    file = files[0]
     require(os.path.isfile(file), f"--config {file}: no such file")     # a pipe would hang
     try:
         tree = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)

@@ -387,7 +387,11 @@ def gathered(module):
     hooks = [(table, dict(table)) for unit in units
              for table in (unit._forward_pre_hooks, unit._forward_hooks)]
     for unit in units:
-        unit.unshard()
+        try:
+            unit.unshard()
+        except torch.OutOfMemoryError:
+            raise UserError("the GPU's memory is too small to gather the whole model for work on "
+                            "one rank, as sample prompts need; drop them, or take more GPUs")
     for table, _ in hooks:
         table.clear()
     try:

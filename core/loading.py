@@ -68,7 +68,7 @@ def iterate(loader):
         try:
             yield from batches
         except UserError as error:
-            raise UserError(str(error).rpartition("UserError: ")[2].strip()) from None
+            raise UserError(str(error).rpartition("core.cli.UserError: ")[2].strip()) from None
         except RuntimeError as error:   # of a killed process; only the cause may name the signal
             raise error.__cause__ if isinstance(error.__cause__, RuntimeError) else error
         finally:        # an error's traceback would keep the processes, and the exit wait for them

@@ -160,7 +160,7 @@ def read_samples(folder, label):
         about = cli.without_secrets(json_files.read_object(notes)) if is_ours(notes) else {}
         words = [text.format(about[key]) for key, text in FACTS.items()
                  if isinstance(about.get(key), (int, float))]
-        words += [f"cut off by {about['ended_by']}"] * (about.get("ended_by", "eos") != "eos")
+        words += [f"cut off by {about.get('ended_by')}"] * (about.get("ended_by", "eos") != "eos")
         words += [f"heard: {about.get('heard')}"] * ("heard" in about)
         sound = base64.b64encode(path.read_bytes()).decode()
         found.append((path.stem, str(about.get("text", "")),

@@ -32,7 +32,6 @@ need_number PP
 ((GPUS % (tp * PP) == 0)) || die "$GPUS GPUs cannot be shared out to instances of TP $tp x PP $PP"
 need_file "$input" INPUT
 use_environment python "$([ "$ENGINE" = vllm ] && echo vllm || echo torch)"
-
 instances=$((GPUS / (tp * PP))) devices=()
 if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then IFS=, read -ra devices <<<"$CUDA_VISIBLE_DEVICES"; fi
 for ((i = ${#devices[@]}; i < GPUS; i++)); do devices+=("$i"); done
@@ -46,7 +45,6 @@ for ((i = 0; i < instances && DRY_RUN == 1; i++)); do
     echo
 done
 if [ "$DRY_RUN" = 1 ]; then exit; fi
-
 # -- instances -------------------------------------------------------------------------------------
 logs=$output.work mark=LABELS=$HOSTNAME-$$ pids=() tries=() failed=() asked='' deadline=0
 mkdir -p "$logs"

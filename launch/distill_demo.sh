@@ -29,8 +29,8 @@ setting MIN_CLOSED 0.5                  # share of the gap to close, 0 to 1
 setting KEEP 0                          # 1: keep the base's answers to other questions (--keep)
 known_settings
 need_number GROUP_SIZE BATCH STEPS ANSWER_TOKENS RANKS
-[[ $MIN_CLOSED =~ ^(0?\.[0-9]+|[01](\.0*)?)$ ]] ||
-    die "MIN_CLOSED=$MIN_CLOSED: a share from 0 to 1"
+for name in HELD_OUT MIN_CLOSED; do
+    [[ ${!name} =~ ^(0?\.[0-9]+|[01](\.0*)?)$ ]] || die "$name=${!name}: a share from 0 to 1"; done
 [[ $KEEP = [01] ]] || die "KEEP=$KEEP: 0 or 1"
 need_file "$QUESTIONS" QUESTIONS
 need_file "$PROMPT" PROMPT

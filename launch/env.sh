@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Settings and checks of all launchers, which source it. Settings of the shell win.
 REPO=$(cd -P "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
-case " $* " in *" -h "* | *" --help "*)      # prints the comment at the top of the launcher
-    sed -n '2,${/^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p}' "$0"; exit ;; esac
+for word; do case $word in -h | --help)         # prints the comment at the top of the launcher
+    sed -n '2,${/^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p}' "$0"; exit ;; esac; done
 say() { echo "${LAUNCHER:-launch}: $*" >&2; }
 die() { say "error: $*"; exit 1; }
 need_file() { [ -e "$1" ] || die "${2:-$1}: no such file: $1"; }

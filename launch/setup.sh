@@ -6,7 +6,8 @@
 #   TORCH_CPU=1 bash launch/setup.sh        torch without CUDA: 0.4 GB instead of 3
 #   VERSIONS=oldest VENV=old bash launch/setup.sh
 set -euo pipefail
-case " $* " in *" -h "* | *" --help "*) sed -n '2,${/^#/!q; s/^# \{0,1\}//p}' "$0"; exit ;; esac
+for word; do case $word in -h | --help)
+    sed -n '2,${/^#/!q; s/^# \{0,1\}//p}' "$0"; exit ;; esac; done
 setup_error() { echo "setup: error: $*" >&2; exit 1; }
 
 PYTHON=${PYTHON:-python3}       # Python >= 3.11

@@ -102,8 +102,9 @@ elif [ -z "$TEST_DATA" ]; then say "no TEST_DATA, so no accuracy"
 else
     how=--test_file
     if [ "$SYSTEM$demo" = chat ]; then how=--bound SAMPLER=${SAMPLER/sample_bd3lm/evaluate}; fi
-    after+=$(printf '%q ' python "$SAMPLER" --checkpoint "$OUTPUT_DIR" $how "$TEST_DATA")
-    after+=$SAMPLE_FLAGS
+    read -ra more <<<"$SAMPLE_FLAGS"
+    after+=$(printf '%q ' python "$SAMPLER" --checkpoint "$OUTPUT_DIR" $how "$TEST_DATA" \
+        "${more[@]}")
 fi
 export AFTER="$after${AFTER:+$'\n'$AFTER}" NPROC_PER_NODE=$GPUS
 exec bash "$REPO/launch/slurm.sh" --system "$SYSTEM" "${settings[@]}" "${flags[@]}" \

@@ -603,7 +603,10 @@ def measures_of(folder, shards, where):
     for number, name in enumerate(shards):
         mine = np.flatnonzero(where[:, 0] == number)
         if len(mine):
-            columns = read_shard(Path(folder) / name)
+            try:
+                columns = read_shard(Path(folder) / name)
+            except ValueError as error:
+                raise UserError(f"{Path(folder) / name}: is damaged ({error}); rerun the command")
             starts = np.cumsum(columns["lengths"], dtype=np.int64) - columns["lengths"]
             found[mine] = columns["measures"][np.searchsorted(starts, where[mine, 1])]
     return found

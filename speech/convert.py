@@ -361,13 +361,13 @@ def read_kaldi(folder):
 
 def walk(folder):
     """(folder, names of its files) of a tree in order, hidden ones left out; links once."""
-    seen = set()
+    seen = {os.path.realpath(folder)}
     for at, folders, names in os.walk(folder, followlinks=True):
-        here = os.path.realpath(at)
-        folders[:] = [] if here in seen else sorted(name for name in folders if name[0] != ".")
-        if here not in seen:
-            seen.add(here)
-            yield Path(at), sorted(name for name in names if name[0] != ".")
+        inside = {os.path.realpath(os.path.join(at, name)): name
+                  for name in sorted(folders, reverse=True) if name[0] != "."}
+        folders[:] = sorted(name for path, name in inside.items() if path not in seen)
+        seen.update(inside)
+        yield Path(at), sorted(name for name in names if name[0] != ".")
 
 
 def read_sidecar(folder):
@@ -390,7 +390,10 @@ def read_sidecar(folder):
             plain = place == folder or place.name.lower() in NO_SPEAKER
             row = {"audio": at, "id": os.path.join(os.path.dirname(at), stem),
                    "speaker": "" if plain else str(place.relative_to(folder))}
-            if stem in known:
+            if sound not in AUDIO_FILES:        # told before the others are encoded for hours
+                yield at, BadSample(f"{sound[1:]} is not read; convert it: ffmpeg -i {name} "
+                                    f"{stem}.flac", "audio")
+            elif stem in known:
                 yield at, {**row, "text": known[stem], "speaker": stem.split("-")[0]}
             elif text is None:
                 grid = next((there[f"{base}{end}"] for end in (".textgrid", ".eaf")
@@ -696,7 +699,7 @@ def open_source(name, given, unpacked):
     if path.is_dir():
         return open_folder(path, given, unpacked)
     if files := [path] if path.exists() else sorted(map(Path, glob.glob(str(name)))):
-        return path, *open_files(files, given, unpacked)
+        return files[0] if len(files) == 1 else path, *open_files(files, given, unpacked)
     require("://" not in str(name), f"{name}: URLs are not read; copy the data here first")
     hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name)) and not path.suffix
     raise UserError(f"{name}: there is no such file or folder" + (
@@ -720,7 +723,7 @@ def kind_of(path):
 def open_files(paths, given, unpacked):
     """(about, rows) of a list, or of files that hold audio and texts, all of one kind."""
     kinds = list(map(kind_of, paths))
-    if kinds == [""]:
+    if kinds == [""] and paths[0].suffix not in (".parquet", ".arrow", ".tar"):
         start = next((line.strip() for line in lines_of(paths[0]) if line.strip()), "")
         is_json = start[:1] in ("{", "[") or paths[0].suffix in (".json", ".jsonl")
         return (open_json if is_json else open_table)(paths[0], given)
@@ -880,6 +883,8 @@ def read_text(path, name=""):
 def text_of(row):
     """The text to speak of a row. Raises BadSample when there is none."""
     text = row.get("text")
+    if "text_name" in row and not row["text_file"]:
+        raise BadSample(f"has no {row['text_name']!r}")
     if row.get("text_file"):
         text = read_text(row["text_file"], row.get("text_name", ""))
     if text is not None and not isinstance(text, str):

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from core import dist
+from core.cli import require
 from core.dist import gathered
 from core.watchdog import stop_requested
 from speech import speak, versions
@@ -19,6 +20,7 @@ from speech.codes import FRAME_RATE, load_codec
 
 TIME_LIMIT = 120    # seconds that speaking may take at one validation
 BATCH = 8           # prompts generated together
+MAX_PROMPTS = 64    # a few are meant; generate_tts.py speaks any number
 
 
 def load(args, tokenizer, ids, config, codec_dir, world):
@@ -27,6 +29,9 @@ def load(args, tokenizer, ids, config, codec_dir, world):
     """
     def prepare():
         samples = speak.read_prompts(args.sample_prompts, args.normalize_text == "on")
+        require(len(samples) <= MAX_PROMPTS, f"--sample_prompts {args.sample_prompts}: "
+                f"{len(samples)} prompts; each validation speaks all of them, so at most "
+                f"{MAX_PROMPTS} are taken (generate_tts.py speaks any number)")
         settings = speak.sampling(config, args.sample_seconds)
         codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
         room = versions.module(config).positions(config) - settings.max_new_tokens

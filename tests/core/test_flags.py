@@ -130,10 +130,11 @@ def test_flags_from_a_file_and_the_command_line_counts_more(tmp_path):
 @pytest.mark.parametrize("text, said", [
     ("model_path: m\nlerning_rate: 1", "run.yaml line 2: lerning_rate: no such flag; the nearest one is learning_rate"),
     ("seed: 1\nseed: 2", "line 2: seed is there twice"),
-    ("- seed", "must be lines of flag: value"), ("seed: [", "cannot be read as YAML")])
+    ("- seed", "must be lines of flag: value"), ("seed: [", "cannot be read as YAML"),
+    ("seed: 1", "--config is given twice")])
 def test_a_bad_file_of_flags_is_one_line(tmp_path, text, said, capsys):
     with pytest.raises(SystemExit) as end:
-        configured(tmp_path, text, *REQUIRED)
+        configured(tmp_path, text, *REQUIRED, *["--config", "other.yaml"] * ("given twice" in said))
     err = capsys.readouterr().err
     assert end.value.code == 2 and said in err and err.startswith("error: ") and err.count("\n") == 1
 

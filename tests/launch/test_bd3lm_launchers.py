@@ -22,7 +22,7 @@ def test_settings_and_arguments_reach_the_trainer_and_the_last_word_is_the_users
     data.touch()
     done = launch(HDP, "--block_size", "8", "--max_steps", "7", *ODD, DRY_RUN="1", MIN_GPUS="0",
                   SIZE="tiny", TRAIN_DATA=str(data), TOKENIZER="tok", BLOCK_SIZE="32", WORKERS="3", SWITCHES="",
-                  GPUS="2", TEST_DATA="e.json", SAMPLE_FLAGS="--limit 5")
+                  GPUS="2", TEST_DATA="e.json", SAMPLE_FLAGS="--limit 5 --output $HOME")
     assert done.returncode == 0, done.stderr
     words, sampler = map(shlex.split, done.stdout.splitlines())
     args = train_bd3lm.build_parser().parse_args(words[words.index(f"{ROOT}/diffusion/train_bd3lm.py") + 1:])

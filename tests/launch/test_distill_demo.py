@@ -29,7 +29,7 @@ def refused(tmp_path, **settings):
 @pytest.mark.parametrize("settings, message", [
     ({"STORY": "language"}, "STORY is not a setting of this launcher"),
     ({"BATCH": "0"}, "BATCH=0: a number from 1 on"),
-    ({"MIN_CLOSED": "2"}, "MIN_CLOSED=2: a share from 0 to 1"),
+    ({"MIN_CLOSED": "2"}, "MIN_CLOSED=2: a share from 0 to 1"), ({"HELD_OUT": "29"}, "HELD_OUT=29: a share"),
     ({"QUESTIONS": "/nowhere/q.txt"}, "QUESTIONS: no such file: /nowhere/q.txt")])
 def test_settings_that_cannot_work_are_refused_at_once(tmp_path, settings, message):
     assert refused(tmp_path, **settings).startswith(f"distill_demo: error: {message}")

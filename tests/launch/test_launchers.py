@@ -147,7 +147,7 @@ def test_help_is_the_header(launcher, tmp_path):
 
 def test_a_node_without_gpus_is_refused_but_for_a_dry_run():
     for launcher in LAUNCHERS:
-        done = launch(launcher, TRAIN_DATA=__file__, MIN_GPUS="")
+        done = launch(launcher, "--wandb_project", "try -h 2", TRAIN_DATA=__file__, MIN_GPUS="")     # asks for no help
         assert done.returncode == 1 and done.stderr == (
             f"{launcher[:-3]}: error: {socket.gethostname()} has 0 GPUs, 1 are needed (MIN_GPUS=0 trains on CPUs)\n")
     assert launch("train_tts.sh", TRAIN_DATA=__file__, MIN_GPUS="", DRY_RUN="1").returncode == 0

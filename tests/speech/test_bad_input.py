@@ -57,7 +57,7 @@ def complains(done, *parts, errors=1):
 def test_data_folder(run, tmp_path):
     assert complains(run("--train_data_dir", tmp_path / "gone", "--train_data_file", ""), tmp_path / "gone", "there is no such file or folder")
     (tmp_path / "metadata.json").write_text('{"samples": [{"id": "s1", "audio_file": "a.wav"}]}')
-    assert complains(run("--train_data_dir", tmp_path, "--train_data_file", ""), "metadata.json sample 1 (s1): its text is empty")
+    assert complains(run("--train_data_dir", tmp_path, "--train_data_file", ""), "metadata.json sample 1 (s1): has no 'transcript_file'")
 
 
 def sample(*messages, **more):
@@ -149,6 +149,11 @@ def test_files_of_options_are_read_before_audio_is_encoded(run, tmp_path, flags)
     done = run("--code_cache", tmp_path / "codes", *flags)
     complains(done, "absent: ")
     assert not list(tmp_path.glob("codes/**/*.safetensors")), done.output
+
+
+def test_a_training_file_is_not_taken_for_sample_prompts(run, tmp_path):
+    (tmp_path / "many.txt").write_text("Good day.\n" * 65)
+    complains(run("--sample_prompts", tmp_path / "many.txt"), "65 prompts", "at most 64")
 
 
 def test_output_that_cannot_be_written(run, tiny, tmp_path):

@@ -542,3 +542,26 @@ def test_a_full_disk_is_not_the_fault_of_a_sample(tmp_path):
             unpacked.row({"text": "a"}, sound)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_pattern_of_one_list_reads_beside_that_list(folder):
+    """Files of the same names in a folder above are another corpus."""
+    place = folder / "corpus" / "deep"
+    lines(place / "l.jsonl", {"audio": "a.wav", "text": "This is a."})
+    (place / "a.wav").write_bytes(b"audio")
+    samples, problems = read(folder / "corp*" / "deep" / "*.jsonl")
+    assert not problems and samples[0].turns[-1].clips[-1].path == str(place / "a.wav")
+
+
+def test_other_audio_beside_texts_is_refused_when_it_is_found(folder):
+    for name in ("a.txt", "b.txt", "b.m4a"):
+        written(folder / "clips" / name, "This is it.")
+    (folder / "clips" / "a.wav").write_bytes(b"audio")
+    samples, problems = read(folder / "clips")
+    assert spoken(samples) == [("a.wav", "This is it.")]
+    assert len(problems) == 1 and "m4a is not read; convert it: ffmpeg -i b.m4a b.flac" in problems[0]
+
+
+def test_a_damaged_table_of_audio_is_named_as_such(folder):
+    with pytest.raises(UserError, match="train.parquet: is not a parquet, arrow or tar file"):
+        read(written(folder / "train.parquet", "version https://git-lfs.github.com/spec/v1\n"))
