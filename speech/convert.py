@@ -390,7 +390,7 @@ def read_sidecar(folder):
             plain = place == folder or place.name.lower() in NO_SPEAKER
             row = {"audio": at, "id": os.path.join(os.path.dirname(at), stem),
                    "speaker": "" if plain else str(place.relative_to(folder))}
-            if sound not in AUDIO_FILES:        # told before the others are encoded for hours
+            if sound not in AUDIO_FILES:        # refused now, not after hours of encoding
                 yield at, BadSample(f"{sound[1:]} is not read; convert it: ffmpeg -i {name} "
                                     f"{stem}.flac", "audio")
             elif stem in known:
