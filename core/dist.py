@@ -173,7 +173,7 @@ def report_error(kind, error, trace):
                 os._exit(1)
             wait_for_torchrun(2 * GRACE_S)
         trace = "".join(traceback.format_exception(kind, error, trace))
-        text = error_text(f"rank {rank} failed:\n{trace}", 400)
+        text = error_text(f"rank {rank} failed:\n{trace}")
         short = f"rank {rank} failed: {kind.__name__}: {printable(error)}"
     if claim_error_report(store, if_store_is_gone=bool(short) and not lost_peer):
         print_error(text, short)

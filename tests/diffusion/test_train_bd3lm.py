@@ -330,7 +330,7 @@ def test_a_dry_run_trains_nothing(demo, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     train_bd3lm.main(arguments(demo, tmp_path / "out", "--dry_run", "--model_size", "small", "--host_memory", 64))
     said = capsys.readouterr().out
-    assert "24 to train, 8 to validate" in said and re.search(r"small, 9[0-9],\d{3},\d{3} parameters", said)
+    assert "24 to train, 8 to validate" in said and re.search(r"model      9\d\.\d M parameters, .*, small\n", said)
     assert re.search(r"^memory     weights [\d.]+ .* the peak comes in", said, re.M) and said.endswith("dry run ok\n")
     assert re.search(r"^FITS [\d.]+ of 80.0 GiB · [\d,]+ steps$", said, re.M)
     assert not (tmp_path / "out").exists()
