@@ -1,4 +1,6 @@
 """core.dist: what the trainers' own tests do not reach."""
+import subprocess
+import sys
 from datetime import timedelta
 
 import torch
@@ -7,6 +9,23 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from core import dist
+from tests.helpers.trainer import ROOT
+
+
+def test_a_rank_that_crashes_prints_its_traceback_and_ends():
+    """Although a thread of it still waits: an error in the hook itself would leave the process there."""
+    program = """
+import threading
+from core import dist
+dist.dist.init_process_group("gloo", store=dist.dist.HashStore(), rank=0, world_size=1)
+sys.excepthook = dist.report_error
+threading.Thread(target=threading.Event().wait).start()
+raise ValueError("odd")
+"""
+    done = subprocess.run([sys.executable, "-c", f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{program}"],
+                          text=True, capture_output=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.startswith("rank 0 failed:\n  Traceback"), done.stderr
+    assert "\n  ValueError: odd\n" in done.stderr and "excepthook" not in done.stderr
 
 
 def test_meshes_keep_the_time_limit_and_compiled_layers_stay_whole_under_ddp():

@@ -42,6 +42,7 @@ def refused(done, *words):
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
     assert status == 1 and len(errors) == 1 and "Traceback" not in output, output
     assert all(word in errors[0] for word in words), errors[0]
+    return errors[0]
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_a_tied_folder_with_a_head_of_its_own_is_refused(qwen, demo, tmp_path):
     assert train(qwen, demo, tmp_path / "same")[0] == 0         # the same twice is no other head
     tensors["lm_head.weight"][3, 3] += 0.1
     save_file(tensors, qwen / "model.safetensors")
-    refused(train(qwen, demo, tmp_path / "out"), "tie_word_embeddings true, but lm_head.weight is not the embedding")
+    assert refused(train(qwen, demo, tmp_path / "out"), "tie_word_embeddings true, but lm_head.weight is not the embedding")
 
 
 def test_more_tokens_than_rows_are_refused(qwen, demo, tmp_path):
@@ -78,7 +79,7 @@ def test_more_tokens_than_rows_are_refused(qwen, demo, tmp_path):
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:rows].clone()
     save_file(tensors, qwen / "model.safetensors")
     change_config(qwen, vocab_size=rows)
-    refused(train(qwen, demo, tmp_path / "out"), f"tokenizer and model disagree: {rows + 1} tokens and {rows} rows")
+    assert refused(train(qwen, demo, tmp_path / "out"), f"tokenizer and model disagree: {rows + 1} tokens and {rows} rows")
 
 
 def test_the_mask_and_the_blocks_are_those_of_the_source(qwen, demo, tmp_path):
@@ -96,7 +97,7 @@ def test_the_mask_and_the_blocks_are_those_of_the_source(qwen, demo, tmp_path):
     assert status == 0 and json.loads((made / "config.json").read_text())["layout"]["block_size"] == 8
     for wrong in (5, wrapped.eos_token_id):
         change_config(qwen, mask_token_id=wrong)
-        refused(train(qwen, demo, tmp_path / "wrong"), f"mask_token_id {wrong}", f"at {wrapped.mask_token_id}")
+        assert refused(train(qwen, demo, tmp_path / "wrong"), f"mask_token_id {wrong}", f"at {wrapped.mask_token_id}")
 
 
 def test_exports_stop_where_answers_end_and_appear_whole(qwen, demo, tmp_path):
@@ -114,7 +115,7 @@ def test_exports_stop_where_answers_end_and_appear_whole(qwen, demo, tmp_path):
         assert json.loads((tmp_path / "exported" / name).read_text())["eos_token_id"] == end
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").generation_config.eos_token_id == end
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".exported")]
-    refused(run("published.py", *words), "not empty")
+    assert refused(run("published.py", *words), "not empty")
 
 
 def test_chats_without_a_usable_row_are_named(qwen, demo, tmp_path):
@@ -124,10 +125,10 @@ def test_chats_without_a_usable_row_are_named(qwen, demo, tmp_path):
     bad.write_text('{"messages": [{"role": "user", "content": "no answer"}]}\n')
     common = ["--system", "chat", "--train_data_file"]
     for words in ([], ["--drop_bad", "invalid"]):
-        refused(train(qwen, demo, tmp_path / "out", *common, bad, *words), "bad.jsonl", "ends with a message of the user")
+        assert refused(train(qwen, demo, tmp_path / "out", *common, bad, *words), "bad.jsonl", "ends with a message of the user")
     status, output = train(qwen, demo, tmp_path / "out", *common, good)
     assert status == 0, output
-    refused(run("evaluate.py", "--checkpoint", tmp_path / "out", "--bound", bad, "--device", "cpu"), "bad.jsonl",
+    assert refused(run("evaluate.py", "--checkpoint", tmp_path / "out", "--bound", bad, "--device", "cpu"), "bad.jsonl",
             "ends with a message of the user")
 
 

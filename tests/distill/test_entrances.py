@@ -43,7 +43,7 @@ def test_an_untied_head_of_a_model_that_ties_it(made, tmp_path, refused):
     tensors = load_file(path)
     head = tensors["model.embed_tokens.weight"] + 0.1
     save_file(tensors | {"lm_head.weight": head}, path, {"format": "pt"})
-    refused("other values for lm_head.weight than for model.embed_tokens.weight", "--model_path", tmp_path / "tied")
+    assert refused("other values for lm_head.weight than for model.embed_tokens.weight", "--model_path", tmp_path / "tied")
 
 
 @pytest.mark.parametrize("change", [{"num_attention_heads": 0}, {"hidden_size": 10**9}, {"head_dim": 0}])
@@ -51,28 +51,28 @@ def test_a_config_of_no_model(made, tmp_path, refused, change):
     shutil.copytree(made / "student", tmp_path / "odd")
     config = json.loads((tmp_path / "odd" / "config.json").read_text())
     (tmp_path / "odd" / "config.json").write_text(json.dumps(config | change))
-    refused(f"{tmp_path / 'odd'}: ", "--model_path", tmp_path / "odd")
+    assert refused(f"{tmp_path / 'odd'}: ", "--model_path", tmp_path / "odd")
 
 
 def test_a_line_of_megabytes_is_refused_by_its_beginning(tmp_path, refused):
     """To tokenise all of it would take a minute and gigabytes."""
     chats.write(tmp_path / "long.jsonl", [chats.ask("a", "en"), chats.ask("the dog " * 2**20, "en")])
-    refused("long.jsonl:2: 8,388,608 characters, more than 512 tokens", "--train_data_file", tmp_path / "long.jsonl")
+    assert refused("long.jsonl:2: 8,388,608 characters, more than 512 tokens", "--train_data_file", tmp_path / "long.jsonl")
 
 
 def test_a_teacher_that_would_read_the_answer(made, tmp_path, refused):
     talk = chats.ask("the dog", "en")
     (tmp_path / "leak.jsonl").write_text(json.dumps({"messages": talk, "teacher_messages": talk}) + "\n")
-    refused('its "teacher_messages" end with a message of the assistant', "--train_data_file", tmp_path / "leak.jsonl",
+    assert refused('its "teacher_messages" end with a message of the assistant', "--train_data_file", tmp_path / "leak.jsonl",
             "--teacher_path", made / "teacher")
 
 
 def test_a_teacher_that_is_the_student_and_reads_the_same(made, refused):
-    refused("so there is nothing to learn", "--teacher_path", made / "student")
+    assert refused("so there is nothing to learn", "--teacher_path", made / "student")
 
 
 def test_more_alternatives_than_tokens(made, refused):
-    refused("--distill_topk 401: the models have 401 tokens", "--teacher_path", made / "teacher", "--distill_topk", 401)
+    assert refused("--distill_topk 401: the models have 401 tokens", "--teacher_path", made / "teacher", "--distill_topk", 401)
 
 
 @pytest.mark.parametrize("flag", ["--teacher_url", "--base_url"])
@@ -113,7 +113,7 @@ def test_a_server_is_believed_where_it_gives_the_token_sent(made, refused, wrong
     with ScoreServer(made / "teacher", "big") as server:
         score = server.score
         server.score = lambda ids, k: wrong(score(ids, k))
-        refused(words, "--teacher_path", made / "teacher", "--distill_topk", 3, "--teacher_url", server.url,
+        assert refused(words, "--teacher_path", made / "teacher", "--distill_topk", 3, "--teacher_url", server.url,
                 "--teacher_name", "big")
 
 
@@ -122,7 +122,7 @@ def test_an_answer_that_would_fill_the_memory(made, refused):
     with LoraServer(None) as server:
         bomb = gzip.compress(gzip.compress(bytes(2**26)))
         server.answer = lambda path, body: (200, bomb.decode("latin-1"), ("Content-Encoding", "gzip, gzip"))
-        refused("its answer is gzip, gzip, and was asked for as it is", "--teacher_path", made / "teacher",
+        assert refused("its answer is gzip, gzip, and was asked for as it is", "--teacher_path", made / "teacher",
                 "--distill_topk", 3, "--teacher_url", server.url)
 
 

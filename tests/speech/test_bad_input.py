@@ -153,7 +153,7 @@ def test_files_of_options_are_read_before_audio_is_encoded(run, tmp_path, flags)
 
 def test_a_training_file_is_not_taken_for_sample_prompts(run, tmp_path):
     (tmp_path / "many.txt").write_text("Good day.\n" * 65)
-    complains(run("--sample_prompts", tmp_path / "many.txt"), "65 prompts", "at most 64")
+    assert complains(run("--sample_prompts", tmp_path / "many.txt"), "65 prompts", "at most 64")
 
 
 def test_output_that_cannot_be_written(run, tiny, tmp_path):
