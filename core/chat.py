@@ -21,7 +21,7 @@ from pathlib import Path
 
 from core import json_files
 from core.cli import UserError, require
-from core.loading import token_lists
+from core.packing import token_lists
 from core.problems import problem
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -36,7 +36,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from core import checkpoint, dist, document_attention, fused, json_files, metrics, recomputation
+from core import checkpoint, dist, json_files, kernels, metrics
 from core.cli import UserError, counted, local_ranks, named, require
 from core.packing import PackOrder
 from core.problems import collect
@@ -134,7 +134,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self.sizes.pop(key)
 
     def kernel(self, function, *args):
-        """fused.kernel: one kernel of the GPU, of which only the results are tensors."""
+        """kernels.kernel: one kernel of the GPU, of which only the results are tensors."""
         self.in_kernel = True
         out = function(*args)
         self.in_kernel = False
@@ -161,7 +161,7 @@ def varlen(q, k, v, *_):
     """torch's attention of packed documents: q (S, heads, D), k and v (S, kv_heads, D)."""
     ends = q.new_empty(2, dtype=torch.int32)
     return varlen_attn(q, k, v, ends, ends, len(q), len(q), window_size=(-1, 0),
-                       **document_attention.GROUPED)
+                       **kernels.GROUPED)
 
 
 def dropout(x, p=0.5, training=True, inplace=False):
@@ -174,10 +174,10 @@ def gpu_kernels(live, more):
     """In this context a CPU keeps what a GPU would. more: Step.kernels."""
     with contextlib.ExitStack() as stack:
         for owner, name, function in (
-                (fused, "wanted", lambda x: True), (fused, "kernel", live.kernel),
-                (fused, "rms_norm", lambda x, weight, _: Kept.apply(x, weight.to(x.dtype))),
+                (kernels, "wanted", lambda x: True), (kernels, "kernel", live.kernel),
+                (kernels, "rms_norm", lambda x, weight, _: Kept.apply(x, weight.to(x.dtype))),
                 (F, "dropout", dropout), (F, "grouped_mm", lambda x, weights, **_: x @ weights[0]),
-                (document_attention, "_attention_by_document", varlen), *more):
+                (kernels, "_attention_by_document", varlen), *more):
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, function)
         yield
@@ -200,7 +200,7 @@ def run_layers(step, setup, pack, count, train, gpu):
     """step_bytes of a copy of the model with `count` of its layers."""
     model = with_layers(step, count)
     layers = step.layers(model)
-    recomputation.set_mode(model, layers, setup.recompute)
+    kernels.set_mode(model, layers, setup.recompute)
     model.train(train)
     with FakeTensorMode(allow_non_fake_inputs=True):
         give_shapes(model, torch.bfloat16 if setup.bf16 and setup.fsdp else None)
@@ -552,7 +552,7 @@ def print_plan(args, setup, found, pack, model, lines, steps, validates, flops=0
           f"{limit / GIB:.1f} GiB · {counted(steps, 'step')}"
           + f" · at least {time} on {gpu}" * bool(flops), *lines, sep="\n")
     parts = " + ".join(f"{name} {of / GIB:,.2f}" for name, of in found.parts.items() if of)
-    print(f"memory     {parts} GiB; worst pack, {pack}{recomputation.NOTES[setup.recompute]}; the "
+    print(f"memory     {parts} GiB; worst pack, {pack}{kernels.NOTES[setup.recompute]}; the "
           f"peak comes in {max(found.stages, key=found.stages.get)}")
 
     # a save copies all that it writes, under FSDP each node its share

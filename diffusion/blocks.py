@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from core import dist, loading
+from core import dist, packing
 from core.cli import UserError
 from core.packing import best_fit
 from core.problems import problem as bad_problem
@@ -319,7 +319,7 @@ def collate(rows, batch_rows, length, noisy_length, pad):
 
 def make_loader(rows, packs, batch_rows, noisy_length, *, num_workers, prefetch_factor):
     """DataLoader of Blocks over `packs`, lists of at most batch_rows row numbers; [] is padding."""
-    return loading.over_packs(
+    return packing.over_packs(
         rows, packs, lambda some: collate(some, batch_rows, rows.length, noisy_length,
                                           rows.documents.pad), num_workers, prefetch_factor)
 

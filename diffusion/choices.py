@@ -6,7 +6,7 @@ import argparse
 import math
 from dataclasses import dataclass, fields
 
-from core import cli, run_lock
+from core import cli
 from core.cli import at_least_one, require, zero_or_more
 
 # regions of a document; gsm8k's answer is PLAN, FILL is what follows an end token
@@ -216,8 +216,6 @@ def check_flags(args, world_size, parser):
     cli.below_one(args, "ema_decay")
     cli.check_plan(args)
     cli.check_drop_bad(args, CHECKS)
-    if args.dry_run is None:        # long before the imports are done
-        run_lock.check_free(args.output_dir)
     require((args.demo is not None) != bool(args.train_data_file),
             "give one of --train_data_file and --demo")
     require(args.demo is None or not args.eval_data_file,

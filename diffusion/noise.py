@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from core import loading
+from core import packing
 from diffusion.choices import FULL, enforced
 
 NOISE = {"train": 1, "validation": 2, "search": 3}      # purposes of random numbers
@@ -37,7 +37,7 @@ class Blocks(NamedTuple):
     n_targets: int
     tiles: torch.Tensor         # (B, tiles, tiles) int8   dit.tile_states: what flex may skip
 
-    __reduce__ = loading.reduce
+    __reduce__ = packing.reduce
 
 
 class Inputs(NamedTuple):
@@ -55,7 +55,7 @@ class Inputs(NamedTuple):
     n_noisy: int                # N
     layout: bytes               # equal for batches that need the same attention mask
 
-    to = loading.to
+    to = packing.to
 
 
 # ---- Random numbers and noise
