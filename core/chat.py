@@ -1,14 +1,14 @@
 """Chats -> token ids and which of them are trained, proven against the chat template.
 
-One JSON object a line: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",
-...}]}, or as ShareGPT, TRL or alpaca have it; .parquet: such rows. Only assistant turns are
-trained. Where one begins is proven with the tokenizer's own template: the ids of the prompt (all
-messages before it, with the generation prompt) must be the first ids of the whole conversation.
-Where its text begins the whole, but not its ids (an opened think block may share a token with what
-follows), the last answer is tokenised apart, as generation writes it. A template that rewrites
-earlier turns, such as their thoughts, gives each answer a sample of its own, under the template as
-it stood at its turn (split); one for which nothing holds is refused. White space behind a turn's
-special token is not trained, nor is an answer of "weight" 0.
+One JSON object a line, or a row of .parquet: {"messages": [{"role": "user", "content": "..."},
+{"role": "assistant", ...}]}, ShareGPT's "conversations", or "prompt" and "completion" (or
+"response"). Only assistant turns are trained. Where one begins is proven with the tokenizer's own
+template: the ids of the prompt (all messages before it, with the generation prompt) must be the
+first ids of the whole conversation. Where its text begins the whole, but not its ids (an opened
+think block may share a token with what follows), the last answer is tokenised apart, as generation
+writes it. A template that rewrites earlier turns, such as their thoughts, gives each answer a
+sample of its own, under the template at its turn (split); one for which nothing holds is refused.
+White space behind a turn's special token is not trained, nor is an answer of "weight" 0.
 """
 import functools
 import glob
@@ -27,13 +27,12 @@ from core.problems import problem
 ROLES = ("system", "developer", "user", "assistant", "tool")
 THINKING = {"template": None, "true": True, "false": False}     # --enable_thinking -> Encoder's
 KINDS = (".parquet", ".jsonl")                          # of a data set's files in a folder
-SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant",
-            "observation": "tool"}      # its names of roles
-# keys of a message, and those that some roles have beside them
+SHAREGPT = {"human": "user", "gpt": "assistant"}        # its names of roles
+# keys of a message, and those that some roles have as well
 KNOWN = {"role", "content", "reasoning_content"}
 KEYS = {"assistant": {"tool_calls", "weight"}, "tool": {"tool_call_id", "name"}}
-FORMS = ('has no list "messages"; a line is {"messages": [{"role": ..., "content": ...}, ...]}, or '
-         'has "conversations", "prompt" and "completion", or "instruction" and "output"')
+FORMS = ('has no list "messages", so it is not a chat; give {"messages": [{"role": "user", '
+         '"content": ...}, {"role": "assistant", "content": ...}]}')
 
 # ---- Files -> conversations
 
@@ -47,54 +46,45 @@ def group_key(record):
     return key if type(key) is int else None
 
 
-def read_records(path, problems):
-    """Yield (line number, record with messages that can be used); others go to the list problems,
-    empty lines nowhere. Raises UserError when the file cannot be read.
-    """
-    for records, wrong in read_chunks(path, 1):
-        problems.extend(wrong)
-        yield from records
-
-
 def numbered_lines(path, size):
-    """Yield (number from 1, line or row) of all files of a data set."""
+    """Yield (number from 1, line or row) of all files of a data set. size: rows read together."""
     return enumerate(itertools.chain.from_iterable(
         lines_of(name, size) for name in files_of(path)), 1)
 
 
 def read_chunks(path, size, first=0, step=1):
-    """Yield (read_records' records, its problems) of every `step`-th chunk of `size` lines from
-    chunk `first` on.
+    """Yield (records, problems) of every `step`-th chunk of `size` lines from chunk `first` on:
+    [(line number, record with messages that can be used)], [problem] of others, nothing of empty
+    lines. Raises UserError when the file cannot be read.
     """
-    chunk = []
-    for number, line in numbered_lines(path, size):
-        if (number - 1) // size % step == first % step and number > first * size:
-            chunk.append((number, line))
-        if chunk and number % size == 0:
-            yield usable(path, chunk)
-            chunk = []
-    if chunk:
-        yield usable(path, chunk)
-
-
-def usable(path, chunk):
-    """([(line number, record)], [problem]) of [(line number, line or row)]."""
-    records, problems = [], []
-    for number, line in chunk:
-        check = "unreadable"
-        if not isinstance(line, dict) and not line.strip():
+    lines = numbered_lines(path, size)
+    for number, chunk in enumerate(iter(lambda: list(itertools.islice(lines, size)), [])):
+        if number < first or (number - first) % step:
             continue
-        try:
-            if not isinstance(record := parsed(line), dict):
-                raise ValueError(f"is a JSON {type(record).__name__}, and one object a line is "
-                                 "read; a list becomes lines by: jq -c '.[]' LIST > LINES.jsonl")
-            check, record = "invalid", as_messages(record)
-            check_messages(record)
-            group_key(record)
-            records.append((number, record))
-        except ValueError as error:
-            problems.append(problem(f"{path}:{number}", check, error, path))
-    return records, problems
+        records, problems = [], []
+        for place, line in chunk:
+            if not isinstance(line, dict) and not line.strip():
+                continue
+            check = "unreadable"
+            try:
+                if not isinstance(record := parsed(line), dict):
+                    raise ValueError(
+                        f"is a JSON {type(record).__name__}, and one object a line is read; a list "
+                        "becomes lines by: jq -c '.[]' LIST > LINES.jsonl")
+                check, record = "invalid", as_messages(record)
+                check_messages(record)
+                group_key(record)
+                records.append((place, record))
+            except ValueError as error:
+                problems.append(problem(f"{path}:{place}", check, error, path))
+        yield records, problems
+
+
+def read_records(path, problems):
+    """Yield read_chunks' (line number, record); its problems go to the list `problems`."""
+    for records, wrong in read_chunks(path, 1):
+        problems.extend(wrong)
+        yield from records
 
 
 def parsed(value):
@@ -112,11 +102,9 @@ def as_messages(record, trained=True):
     """The record with the messages and tools that templates want, whichever known form it has.
     trained: what follows the last answer is left out, as nothing there is trained. ValueError.
     """
-    if not isinstance(record.get("messages"), list):
-        record = record | messages_of(record)
     messages = record.get("messages")
     if not isinstance(messages, list):
-        return record
+        messages = messages_of(record)
     messages = [as_message(m) if isinstance(m, dict) else m for m in messages]
     roles = [m.get("role") if isinstance(m, dict) else None for m in messages]
     if trained and "assistant" in roles and roles[-1] in ROLES:
@@ -132,10 +120,9 @@ def as_message(message):
     """
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
-        for part in content:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(f"has content of the type {kind}; only text is trained")
+        if not all(isinstance(part, dict) and part.get("type") == "text"
+                   and isinstance(part.get("text"), str) for part in content):
+            raise ValueError("has content of a type that is not text; only text is trained")
         message = message | {"content": "".join(part["text"] for part in content)}
     if isinstance(calls, list) and calls:
         message = message | {"content": message.get("content") or "",
@@ -148,6 +135,28 @@ def _with_arguments(call):
         return call | {"function": _with_arguments(call["function"])}
     has_text = isinstance(call, dict) and isinstance(call.get("arguments"), str)
     return call | {"arguments": json_files.loads(call["arguments"])} if has_text else call
+
+
+def messages_of(record):
+    """Messages of a record of another form, [] where it has none. ValueError."""
+    turns = record.get("conversations")
+    if isinstance(turns, list):         # ShareGPT's
+        if not all(isinstance(turn, dict) and isinstance(turn.get("from"), str)
+                   and turn.keys() - {"weight"} == {"from", "value"} for turn in turns):
+            raise ValueError('its "conversations" are no list of {"from": ..., "value": ...}')
+        system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+        return system + [{"role": SHAREGPT.get(turn["from"], turn["from"]),
+                          "content": turn["value"]}
+                         | ({"weight": turn["weight"]} if "weight" in turn else {})
+                         for turn in turns]
+    sides = record.get("prompt"), record.get("completion", record.get("response"))
+    if None in sides:
+        return []
+    sides = [[{"role": role, "content": side}] if isinstance(side, str) else side
+             for role, side in zip(("user", "assistant"), sides)]
+    if not all(isinstance(side, list) for side in sides):
+        raise ValueError('its "prompt" and "completion" are neither texts nor lists of messages')
+    return sides[0] + sides[1]
 
 
 def as_question(record):
@@ -226,87 +235,37 @@ def check_messages(record, answered=True):
         raise ValueError(FORMS)
     check_tools(record.get("tools") or [])
     for number, message in enumerate(messages, 1):
-        if why := message_problem(message):
-            raise ValueError(f"message {number}{why}")
+        check_message(message, f"message {number}")
     if answered and messages[-1]["role"] != "assistant":
         raise ValueError(f"ends with a message of the {messages[-1]['role']}, so there is no "
                          "answer to train; drop it")
     return messages
 
 
-def message_problem(message):
-    """What is wrong with one message, or ""."""
+def check_message(message, name):
+    """ValueError that says what is wrong with one message."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
-        return f" has no role out of {', '.join(ROLES)}"
+        raise ValueError(f"{name} has no role out of {', '.join(ROLES)}")
     role, content = message["role"], message.get("content")
     thoughts, calls = message.get("reasoning_content") or "", message.get("tool_calls") or []
-    if not isinstance(content, str):
-        return " has no text as its content; only text is trained"
-    if not isinstance(thoughts, str):
-        return ": its reasoning_content is not text"
+    if not isinstance(content, str) or not isinstance(thoughts, str):
+        raise ValueError(f"{name} has content that is not text; only text is trained")
     if json_files.HALF_CHARACTER.search(content + thoughts):
-        return " holds half a character (\\ud800 to \\udfff)"
+        raise ValueError(f"{name} holds half a character (\\ud800 to \\udfff)")
     if role == "assistant" and not content.strip() and not calls:
-        return " is an empty answer; drop the line"
+        raise ValueError(f"{name} is an empty answer; drop the line")
     known = KNOWN | KEYS.get(role, set())
     if other := message.keys() - known:
-        return (f" has {', '.join(sorted(other))}, which no chat template is sure to write; remove "
-                f"it, known are {', '.join(sorted(known))}")
+        raise ValueError(f"{name} has {', '.join(sorted(other))}, which no chat template is sure "
+                         f"to write; remove it, known are {', '.join(sorted(known))}")
     if not isinstance(calls, list) or not all(
             isinstance(called(call).get("name"), str)
             and isinstance(called(call).get("arguments", {}), dict) for call in calls):
-        return ': its tool_calls are no list of {"name": "...", "arguments": {...}}'
+        raise ValueError(
+            f'{name}: its tool_calls are no list of {{"name": "...", "arguments": {{...}}}}')
     if message.get("weight", 1) not in (0, 1):
-        return f" has the weight {message['weight']!r}; an answer is trained (1) or not (0)"
-    return ""
-
-
-# ---- Other forms: ShareGPT, TRL, alpaca, OpenAI's parts of content
-
-
-def messages_of(record):
-    """{"messages": ...} of a record of another form, or {}. ValueError."""
-    if isinstance(record.get("conversations"), list):
-        return {"messages": of_sharegpt(record)}
-    if "prompt" in record and "completion" in record:       # TRL's
-        sides = ("user", record["prompt"]), ("assistant", record["completion"])
-        sides = [[{"role": role, "content": side}] if isinstance(side, str) else side
-                 for role, side in sides]
-        if not all(isinstance(side, list) for side in sides):
-            raise ValueError('its "prompt" and "completion" are neither texts nor lists of '
-                             "messages")
-        return {"messages": sides[0] + sides[1]}
-    if "instruction" in record and "output" in record:      # alpaca's
-        parts = [record["instruction"], *([record["input"]] if record.get("input") else [])]
-        turns = record.get("history") or []
-        if not all(isinstance(part, str) for part in parts) or not isinstance(turns, list) or any(
-                not isinstance(turn, list) or len(turn) != 2 for turn in turns):
-            raise ValueError('its "instruction" or "input" is not text, or its "history" is not a '
-                             "list of [question, answer]")
-        texts = [text for turn in [*turns, ["\n\n".join(filter(None, parts)), record["output"]]]
-                 for text in turn]
-        return {"messages": [{"role": role, "content": text} for role, text in [
-            *([("system", record["system"])] if record.get("system") else []),
-            *zip(itertools.cycle(("user", "assistant")), texts)]]}
-    return {}
-
-
-def of_sharegpt(record):
-    """Messages of ShareGPT's "conversations" and "system". ValueError. A turn from function_call is
-    an answer that is one tool call, one from observation what the tool says.
-    """
-    messages = [{"role": "system", "content": record["system"]}] if record.get("system") else []
-    for number, turn in enumerate(record["conversations"], 1):
-        if not isinstance(turn, dict) or turn.keys() - {"weight"} != {"from", "value"}:
-            raise ValueError(f'turn {number} of its "conversations" is not {{"from": ..., '
-                             '"value": ...}')
-        role = turn["from"] if isinstance(turn["from"], str) else None
-        message = {"role": SHAREGPT.get(role, role), "content": turn["value"]}
-        if role == "function_call":
-            call = {"type": "function", "function": parsed(turn["value"])}
-            message |= {"content": "", "tool_calls": [call]}
-        messages.append(message | ({"weight": turn["weight"]} if "weight" in turn else {}))
-    return messages
+        raise ValueError(f"{name} has the weight {message['weight']!r}; give 1, or 0 for an answer "
+                         "that is not trained")
 
 
 # ---- Conversations -> ids and mask
@@ -376,9 +335,9 @@ class Encoder:
 
     def _answers(self, messages, tools):
         """Places of the trained answers. ValueError for a control token, or none to train."""
-        texts = {f"message {number} contains": [message["content"], message.get(
-            "reasoning_content") or "", json.dumps(message.get("tool_calls") or "",
-                                                   ensure_ascii=False)]
+        texts = {f"message {number} contains": [
+            message["content"], message.get("reasoning_content") or "", json.dumps(
+                message.get("tool_calls") or "", ensure_ascii=False)]
             for number, message in enumerate(messages, 1)}
         texts["its tools contain"] = [json.dumps(tools or "", ensure_ascii=False)]
         for what, parts in texts.items():

@@ -46,20 +46,13 @@ DEFAULT_SYSTEM = "Generate audio following instruction."
 def check_trainer(args, world_size):
     """The trainer's own flags; fills in what derives. Raises UserError."""
     check_data(args)
-    names = [name for value in args.drop_bad or () for name in value.split(",") if name]
-    for name in names:
-        require(name in CHECKS, f"--drop_bad {name}: no such check; there are {', '.join(CHECKS)}")
-    names = list(CHECKS) if args.drop_bad == [] else names + ["too_long"] * args.drop_too_long
-    args.drop_bad = tuple(name for name in CHECKS if name in names)
+    cli.check_drop_bad(args, CHECKS)
     for path, _ in sources(args)[0] if args.code_cache else ():
         require(not os.path.exists(os.path.join(path, "prepared.json")),
                 f"--code_cache: {path} has its codes already; drop the flag")
     cli.zero_or_more(args, "text_loss_weight")
-    cli.above_zero(args, "sample_seconds gpu_memory host_memory keep_weight")
+    cli.above_zero(args, "sample_seconds keep_weight")
     cli.at_least_one(args, "keep_every")
-    dry = args.dry_run is not None
-    require(dry or args.auto or not args.gpu_memory, "--gpu_memory needs --dry_run")
-    require(dry or not args.host_memory, "--host_memory needs --dry_run")
     require(not (args.disable_eval and (args.eval_data_file or args.eval_data_dir)),
             "--disable_eval and validation data exclude each other")
     require(args.sample_prompts or args.sample_seconds == 10,
