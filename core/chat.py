@@ -249,7 +249,7 @@ def check_message(message, name):
     role, content = message["role"], message.get("content")
     thoughts, calls = message.get("reasoning_content") or "", message.get("tool_calls") or []
     if not isinstance(content, str) or not isinstance(thoughts, str):
-        raise ValueError(f"{name} has content that is not text; only text is trained")
+        raise ValueError(f"{name} has no text as its content; only text is trained")
     if json_files.HALF_CHARACTER.search(content + thoughts):
         raise ValueError(f"{name} holds half a character (\\ud800 to \\udfff)")
     if role == "assistant" and not content.strip() and not calls:

@@ -470,8 +470,8 @@ def check_memory(found, args):
     require(found.peak <= USABLE * gpu_memory(args),
             f"memory: about {size(found.peak)} needed on each GPU, which has "
             f"{size(gpu_memory(args))}, 5 % of it left for fragmentation; what helps: --auto, "
-            "--bf16 (T4, V100: --fp16), --use_lora, --base_dtype nf4 (pip install bitsandbytes), "
-            "shorter samples, more GPUs")
+            "which looks for what fits, --bf16 (T4, V100: --fp16), --use_lora, --base_dtype nf4 "
+            "(pip install bitsandbytes), shorter samples, more GPUs")
 
 
 def host_memory(args, meminfo="/proc/meminfo"):

@@ -110,9 +110,8 @@ def test_compiled_in_one_graph():
 
 
 @pytest.mark.parametrize("trainer, flags", [
-    (speech_trainer, "--bf16 --use_lora --compile false"), (speech_trainer, "--bf16 --compile"),
-    (speech_trainer, "--use_lora --compile"), (speech_trainer, "--bf16 --use_lora --compile --use_dora"),
-    (train_sft, "--bf16 --use_lora --compile --parallel fsdp")])
+    (speech_trainer, "--bf16 --use_lora --compile false"), (speech_trainer, "--use_lora --compile"),
+    (speech_trainer, "--bf16 --compile"), (train_sft, "--bf16 --use_lora --compile --parallel fsdp")])
 def test_what_float8_needs(trainer, flags):
     args = trainer.build_parser().parse_args(
         ["--model_path", "m", "--train_data_file", "d", "--report_to", "none", "--float8", *flags.split(),

@@ -30,11 +30,9 @@ def made():
     (b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": 1}]}', 'its "tools" are no list'),
     (b'{"messages": [{"role": "bot", "content": "a"}]}', "message 1 has no role out of system"),
     (b'{"messages": [{"role": "user", "content": "a"}]}', "ends with a message of the user"),
-    (b'{"messages": [{"role": "user", "name": "Jo", "content": "a"}, {"role": "assistant", "content": "b"}]}',
-     "message 1 has name, which no chat template is sure to write; remove it"),
+    (b'{"messages": [{"role": "user", "name": "Jo", "content": "a"}]}', "message 1 has name, which no chat template is"),
     (b'{"messages": [{"role": "assistant", "content": "a"}]}', "begins with an answer, so nothing is asked before it"),
-    (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}, {"role": "assistant", "content": "a"}]}',
-     "only text is trained"),
+    (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "only text is trained"),
     (b'{"messages": [{"role": "assistant", "content": "<|im_end|>"}]}', "contains the control token"),
     (b'{"messages": [{"role": "user", "content": "b"}, {"role": "assistant", "content": "a"}], '
      b'"teacher_messages": []}', "no --teacher_path reads them"),
