@@ -24,13 +24,12 @@ from core.cli import UserError, require
 from core.loading import token_lists
 from core.problems import problem
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 THINKING = {"template": None, "true": True, "false": False}     # --enable_thinking -> Encoder's
 KINDS = (".parquet", ".jsonl")                          # of a data set's files in a folder
 SHAREGPT = {"human": "user", "gpt": "assistant"}        # its names of roles
-# keys of a message, and those that some roles have as well
 KNOWN = {"role", "content", "reasoning_content"}
-KEYS = {"assistant": {"tool_calls", "weight"}, "tool": {"tool_call_id", "name"}}
+KEYS = {"system": KNOWN, "developer": KNOWN, "user": KNOWN,         # {role: keys of a message}
+        "assistant": KNOWN | {"tool_calls", "weight"}, "tool": KNOWN | {"tool_call_id", "name"}}
 FORMS = ('has no list "messages", so it is not a chat; give {"messages": [{"role": "user", '
          '"content": ...}, {"role": "assistant", "content": ...}]}')
 
@@ -47,9 +46,17 @@ def group_key(record):
 
 
 def numbered_lines(path, size):
-    """Yield (number from 1, line or row) of all files of a data set. size: rows read together."""
-    return enumerate(itertools.chain.from_iterable(
-        lines_of(name, size) for name in files_of(path)), 1)
+    """Yield (number from 1, line, or row as a dict) of all files of a data set; UserError. size:
+    rows of a table read together.
+    """
+    number = 0
+    for name in files_of(path):
+        with json_files.open_file(name) as file:
+            table = Path(name).suffix == ".parquet"
+            for line in (json_files.table_rows(name, size) if table
+                         else json_files.lines(file, name)):
+                number += 1
+                yield number, line
 
 
 def read_chunks(path, size, first=0, step=1):
@@ -107,7 +114,7 @@ def as_messages(record, trained=True):
         messages = messages_of(record)
     messages = [as_message(m) if isinstance(m, dict) else m for m in messages]
     roles = [m.get("role") if isinstance(m, dict) else None for m in messages]
-    if trained and "assistant" in roles and roles[-1] in ROLES:
+    if trained and "assistant" in roles and roles[-1] in list(KEYS):
         messages = messages[:len(roles) - roles[::-1].index("assistant")]
     tools = {"tools": parsed(record["tools"])} if "tools" in record else {}
     return record | {"messages": messages} | tools
@@ -185,30 +192,20 @@ def files_of(name):
     """[paths] of what holds a data set's lines: of a file, of the files of a pattern, or of a
     folder's one set of KINDS, in it or its data/. UserError.
     """
-    name, path = str(name), Path(name)
+    path = Path(name)
     if not path.is_dir():
-        found = [name] if path.is_file() else sorted(glob.glob(name))
+        found = [str(name)] if path.is_file() else sorted(glob.glob(str(name)))
         require(found, f"{name}: cannot be read (No such file or directory); of the hub: hf "
                        "download OWNER/NAME --repo-type dataset --local-dir FOLDER")
         return found
-    for place in (path, path / "data"):
-        found = sorted(str(file) for file in place.glob("*") if file.suffix in KINDS)
-        # shards of one set have one word before the numbers
-        sets = {re.sub(r"[-_.][^/]*$", "", file) + "*" + Path(file).suffix for file in found}
-        require(len(sets) < 2, f"{path}: holds the sets {', '.join(sorted(sets)[:12])}; give one: "
-                f"'{min(sets, key=lambda files: 'train' not in files, default='')}'")
-        if found:
-            return found
-    raise UserError(f"{path}: has no files ending in {' or '.join(KINDS)}, nor has its data/")
-
-
-def lines_of(path, size):
-    """Yield a file's lines, or rows of a table as dicts; UserError. size: rows at a time."""
-    with json_files.open_file(path) as file:
-        if Path(path).suffix != ".parquet":
-            yield from json_files.lines(file, path)
-            return
-    yield from json_files.table_rows(path, size)
+    found = next(filter(None, (sorted(str(file) for file in place.glob("*") if file.suffix in KINDS)
+                               for place in (path, path / "data"))), [])
+    # shards of one set have one word before the numbers
+    sets = {re.sub(r"[-_.][^/]*$", "", file) + "*" + Path(file).suffix for file in found}
+    require(sets, f"{path}: has no files ending in {' or '.join(KINDS)}, nor has its data/")
+    require(len(sets) == 1, f"{path}: holds the sets {', '.join(sorted(sets)[:12])}; give one: "
+            f"'{min(sets, key=lambda files: 'train' not in files, default='')}'")
+    return found
 
 
 def called(tool):
@@ -235,37 +232,37 @@ def check_messages(record, answered=True):
         raise ValueError(FORMS)
     check_tools(record.get("tools") or [])
     for number, message in enumerate(messages, 1):
-        check_message(message, f"message {number}")
+        if why := message_problem(message):
+            raise ValueError(f"message {number}{why}")
     if answered and messages[-1]["role"] != "assistant":
         raise ValueError(f"ends with a message of the {messages[-1]['role']}, so there is no "
                          "answer to train; drop it")
     return messages
 
 
-def check_message(message, name):
-    """ValueError that says what is wrong with one message."""
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise ValueError(f"{name} has no role out of {', '.join(ROLES)}")
-    role, content = message["role"], message.get("content")
-    thoughts, calls = message.get("reasoning_content") or "", message.get("tool_calls") or []
+def message_problem(message):
+    """What is wrong with one message, or ""."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in list(KEYS):      # nor is one that is a list itself
+        return f" has no role out of {', '.join(KEYS)}"
+    content, calls = message.get("content"), message.get("tool_calls") or []
+    thoughts = message.get("reasoning_content") or ""
     if not isinstance(content, str) or not isinstance(thoughts, str):
-        raise ValueError(f"{name} has no text as its content; only text is trained")
+        return " has no text as its content; only text is trained"
     if json_files.HALF_CHARACTER.search(content + thoughts):
-        raise ValueError(f"{name} holds half a character (\\ud800 to \\udfff)")
+        return " holds half a character (\\ud800 to \\udfff)"
     if role == "assistant" and not content.strip() and not calls:
-        raise ValueError(f"{name} is an empty answer; drop the line")
-    known = KNOWN | KEYS.get(role, set())
-    if other := message.keys() - known:
-        raise ValueError(f"{name} has {', '.join(sorted(other))}, which no chat template is sure "
-                         f"to write; remove it, known are {', '.join(sorted(known))}")
+        return " is an empty answer; drop the line"
+    if other := message.keys() - KEYS[role]:
+        return (f" has {', '.join(sorted(other))}, which no chat template is sure to write; remove "
+                f"it, known are {', '.join(sorted(KEYS[role]))}")
     if not isinstance(calls, list) or not all(
             isinstance(called(call).get("name"), str)
             and isinstance(called(call).get("arguments", {}), dict) for call in calls):
-        raise ValueError(
-            f'{name}: its tool_calls are no list of {{"name": "...", "arguments": {{...}}}}')
+        return ': its tool_calls are no list of {"name": "...", "arguments": {...}}'
     if message.get("weight", 1) not in (0, 1):
-        raise ValueError(f"{name} has the weight {message['weight']!r}; give 1, or 0 for an answer "
-                         "that is not trained")
+        return f" has the weight {message['weight']!r}; an answer is trained (1) or not (0)"
+    return ""
 
 
 # ---- Conversations -> ids and mask

@@ -88,8 +88,8 @@ def print_error(text, short=""):
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         about = {"py_callstack": short or text, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):      # torchrun fails at half a file
-            with open(f"{path}.new", "w") as file:
-                json.dump({"message": {"message": short or text, "extraInfo": about}}, file)
+            Path(f"{path}.new").write_text(json.dumps(
+                {"message": {"message": short or text, "extraInfo": about}}))
             os.replace(f"{path}.new", path)
 
 
@@ -116,10 +116,8 @@ def counted(number, noun):
 def problem_text(lines, shown=20, total=None):
     """Problems as one message: the first `shown`, and how many there are of `total` or of these."""
     total = total or len(lines)
-    if total == 1:
-        return lines[0]
     more = [f"... and {total - shown} more"] * (total > shown)
-    return "\n  ".join([f"{total} problems:", *lines[:shown], *more])
+    return lines[0] if total == 1 else "\n  ".join([f"{total} problems:", *lines[:shown], *more])
 
 
 def require_package(name, purpose, install=None):
@@ -183,18 +181,19 @@ class Parser(argparse.ArgumentParser):
 
 
 class Args(argparse.Namespace):
-    """Parsed flags. Not in vars(): given, their values before check_flags derived others."""
+    """Parsed flags. Not in vars(): given, their values before check_flags derived others, and
+    named, the names of those that the command line or its --config file gives.
+    """
     __slots__ = ("given", "named")
 
 
 def named(args):
-    """Names of the flags that the command line or its --config file gives."""
     return getattr(args, "named", set())
 
 
 def stored(args):
     """{name: value} of all flags, without passwords: what every file and board gets."""
-    return {name: without_secrets(value) for name, value in vars(args).items()}
+    return without_secrets(vars(args))
 
 
 def parse(parser, check=None, argv=None):
@@ -213,12 +212,10 @@ def parse(parser, check=None, argv=None):
         # later words count, so flags of the command line override the file's
         words = read_config(parser, words) + words
         args = parser.parse_args(words, Args())
-        known, args.given = parser._option_string_actions, stored(args)
+        known, args.given, status = parser._option_string_actions, stored(args), 1
         args.named = {known[name].dest for word in words if (name := word.split("=")[0]) in known}
-        status = 1
         if check:
-            ranks = getattr(args, "dry_run", None) or int(os.environ.get("WORLD_SIZE", "1"))
-            check(args, ranks)
+            check(args, getattr(args, "dry_run", None) or int(os.environ.get("WORLD_SIZE", "1")))
     except UserError as error:
         fail(error, status)
     if os.environ.get("CHECK_FLAGS"):       # set by launch/slurm.sh for DRY_RUN=1
@@ -480,11 +477,11 @@ def check_precision(args):
 
 def check_drop_bad(args, checks):
     """Make args.drop_bad the tuple of the checks whose samples are dropped."""
-    names = [name for value in args.drop_bad or () for name in value.split(",") if name]
-    for name in names:
-        require(name in checks, f"--drop_bad {name}: no such check; there are {', '.join(checks)}")
-    dropped = {*(checks if args.drop_bad == [] else names), *["too_long"] * args.drop_too_long}
-    args.drop_bad = tuple(name for name in checks if name in dropped)
+    names = {name for value in args.drop_bad or () for name in value.split(",") if name}
+    for name in names - {*checks}:
+        raise UserError(f"--drop_bad {name}: no such check; there are {', '.join(checks)}")
+    names |= {*checks} if args.drop_bad == [] else {"too_long"} if args.drop_too_long else set()
+    args.drop_bad = tuple(name for name in checks if name in names)
 
 
 def set_intervals(args, total_steps, before, validates, **own):
@@ -500,10 +497,10 @@ def set_intervals(args, total_steps, before, validates, **own):
             setattr(args, flag, before.get(flag, steps))
     saves, evals = (f"every {steps} steps" if steps else "at the end"
                     for steps in (args.save_steps, args.eval_steps))
-    lines = [f"intervals  checkpoints {saves}{f'; validation {evals}' if validates else ''}"]
     late = {"warmup_steps": "the learning rate never reaches its peak", "save_steps": "no "
             "checkpoint before the end", "eval_steps": "no validation before the end"}
-    lines += [f"note       --{flag} {getattr(args, flag)} is longer than the run of {total_steps} "
-              f"steps: {what}" for flag, what in late.items()
-              if getattr(args, flag, 0) > total_steps and (validates or flag != "eval_steps")]
-    return "\n".join(lines)
+    return "\n".join([
+        f"intervals  checkpoints {saves}{f'; validation {evals}' * bool(validates)}",
+        *(f"note       --{flag} {getattr(args, flag)} is longer than the run of {total_steps} "
+          f"steps: {what}" for flag, what in late.items()
+          if getattr(args, flag, 0) > total_steps and (validates or flag != "eval_steps"))])

@@ -122,8 +122,9 @@ def read_entries(path):
     """
     with open_file(path) as file:
         start = next((text for line in lines(file, path) if (text := stripped(line))), b"")
-    if start[:1] == b"{" and (Path(path).suffix == ".jsonl" or is_json(start)):
-        return "line", lambda wanted: _json_lines(path, wanted)
+    with contextlib.suppress(ValueError):
+        if start[:1] == b"{" and (Path(path).suffix == ".jsonl" or loads(start) is not None):
+            return "line", lambda wanted: _json_lines(path, wanted)
     data = json_value(path)
     if isinstance(data, dict) and "messages" in data:
         data = [data]
@@ -137,24 +138,17 @@ def stripped(line):
     return line.removeprefix(b"\xef\xbb\xbf").strip()
 
 
-def is_json(line):
-    with contextlib.suppress(ValueError):
-        return loads(line) is not None
-
-
 def _json_lines(path, wanted):
     with open_file(path) as file:
         for number, line in enumerate(lines(file, path)):
-            if not stripped(line):
-                continue
-            if not wanted(number):
+            if stripped(line) and not wanted(number):
                 yield number, SKIPPED
-                continue
-            try:
-                text = line.decode("utf-8" if number else "utf-8-sig")
-            except UnicodeDecodeError:
-                raise not_utf8(path, number + 1, line)
-            yield number, parse(text.rstrip("\n"), path, number + 1)
+            elif stripped(line):
+                try:
+                    text = line.decode("utf-8" if number else "utf-8-sig")
+                except UnicodeDecodeError:
+                    raise not_utf8(path, number + 1, line)
+                yield number, parse(text.rstrip("\n"), path, number + 1)
 
 
 # ---- Tables; the hub

@@ -21,6 +21,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Callable, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -164,41 +165,33 @@ def varlen(q, k, v, *_):
                        **document_attention.GROUPED)
 
 
-def dropout(x, p=0.5, training=True, inplace=False):
-    """F.dropout of a GPU keeps a byte a value, not a factor."""
-    return torch.native_dropout(x, p, training)[0] if p and training else x
-
-
 @contextlib.contextmanager
 def gpu_kernels(live, more):
     """In this context a CPU keeps what a GPU would. more: Step.kernels."""
+    def dropout(x, p=0.5, training=True, inplace=False):        # a byte a value, not a factor
+        return torch.native_dropout(x, p, training)[0] if p and training else x
     with contextlib.ExitStack() as stack:
         for owner, name, function in (
                 (fused, "wanted", lambda x: True), (fused, "kernel", live.kernel),
                 (fused, "rms_norm", lambda x, weight, _: Kept.apply(x, weight.to(x.dtype))),
                 (F, "dropout", dropout), (F, "grouped_mm", lambda x, weights, **_: x @ weights[0]),
                 (document_attention, "_attention_by_document", varlen), *more):
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, function)
+            stack.enter_context(mock.patch.object(owner, name, function))
         yield
 
 
 @functools.cache
-def step_bytes(step, setup, pack, train=True, gpu=True):
+def step_bytes(step, setup, pack, train=True, gpu=True, count=None):
     """{stage: most bytes} of a micro-step with one pack, or, without `train`, of a validation.
 
-    gpu=False: with a CPU's kernels. Of many layers, all alike but the last, 2 and then 4 are run.
+    gpu=False: with a CPU's kernels. count: of the layers that are run. Of many layers, all alike
+    but the last, 2 and then 4 are run.
     """
-    count = len(step.layers(step.model))
-    if count <= 4:
-        return run_layers(step, setup, pack, count, train, gpu)
-    two, four = (run_layers(step, setup, pack, few, train, gpu) for few in (2, 4))
-    return {stage: four[stage] + (four[stage] - two[stage]) / 2 * (count - 4) for stage in four}
-
-
-def run_layers(step, setup, pack, count, train, gpu):
-    """step_bytes of a copy of the model with `count` of its layers."""
-    model = with_layers(step, count)
+    every = len(step.layers(step.model))
+    if not count and every > 4:
+        two, four = (step_bytes(step, setup, pack, train, gpu, few) for few in (2, 4))
+        return {stage: four[stage] + (four[stage] - two[stage]) / 2 * (every - 4) for stage in four}
+    model = with_layers(step, count or every)
     layers = step.layers(model)
     recomputation.set_mode(model, layers, setup.recompute)
     model.train(train)
@@ -218,9 +211,9 @@ def run_layers(step, setup, pack, count, train, gpu):
         if setup.fsdp:
             reduce_gradients(live, trained, layers, setup)
         with live, gpu_kernels(live, step.kernels) if gpu else contextlib.nullcontext():
-            with torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16):
-                with torch.set_grad_enabled(train):
-                    loss = step.loss(model, *pack)
+            with torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16), \
+                    torch.set_grad_enabled(train):
+                loss = step.loss(model, *pack)
             if train:
                 loss.backward()
     return dict(live.peaks)
@@ -394,8 +387,8 @@ def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
         return PackOrder(lengths, tokens_per_pack=budget, seed=args.seed,
                          samples_per_pack=args.per_device_train_batch_size,
                          group_by_length=getattr(args, "group_by_length", False))
-    setups = by_tokens(args, setup_of(args, ranks), lengths, order_of, longest)
-    return choose(args, world, ranks, setups,
+    return choose(args, world, ranks,
+                  by_tokens(args, setup_of(args, ranks), lengths, order_of, longest),
                   lambda setup: memory_of(setup, order_of(setup.budget)))
 
 
@@ -482,23 +475,15 @@ def host_memory(args, meminfo="/proc/meminfo"):
     return min(free, 2**20 * int(os.environ.get("SLURM_MEM_PER_NODE", 0)) or free)  # 0: all of it
 
 
-def existing_folder(path):
-    """The folder itself, or the nearest one above it that exists."""
-    path = Path(path).absolute()
-    return next(folder for folder in (path, *path.parents) if folder.exists())
-
-
-def check_writable(path, flag):
-    """UserError unless a folder is writable, or possible to make."""
-    try:
-        tempfile.TemporaryFile(dir=existing_folder(path)).close()
-    except OSError as error:
-        raise UserError(f"{flag} {path}: cannot be written ({error.strerror})")
-
-
 def check_disk(path, needed, what):
-    """The disk that `path` is or will be on must have `needed` bytes free."""
-    free = shutil.disk_usage(existing_folder(path)).free
+    """A folder must be writable, or possible to make, and its disk have `needed` bytes free."""
+    path = Path(path).absolute()
+    place = next(folder for folder in (path, *path.parents) if folder.exists())
+    try:
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise UserError(f"{what} {path}: cannot be written ({error.strerror})")
+    free = shutil.disk_usage(place).free
     require(needed <= free, f"{path}: {what} need {size(needed)}, its disk has {size(free)} free")
 
 

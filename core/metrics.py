@@ -134,8 +134,15 @@ class MetricsLog:
         self.file = open(self.path, "a", buffering=1)
         self.board = self.wandb = None
         if "tensorboard" in report_to:
+            from torch.utils.tensorboard import SummaryWriter
+            show = threading.excepthook
+            # add_scalar raises the error of a full disk as well
+            threading.excepthook = lambda found: issubclass(
+                found.exc_type, OSError) or show(found)
             with self.naming(logging_dir):
-                self.board = tensorboard(logging_dir, resumed_step, config)
+                self.board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
+                self.board.add_text("config", f"```\n{json.dumps(config, indent=1)}\n```",
+                                    resumed_step)
         if "wandb" in report_to:
             # a resumed run goes on in the same run there, a new one does not
             run_id = Path(output_dir) / "wandb_id"
@@ -179,17 +186,6 @@ class MetricsLog:
             self.board.close()
         if self.wandb:
             self.wandb.finish()
-
-
-def tensorboard(logging_dir, resumed_step, config):
-    """A SummaryWriter whose points later than resumed_step are gone."""
-    from torch.utils.tensorboard import SummaryWriter
-    show = threading.excepthook
-    # add_scalar raises the error of a full disk as well
-    threading.excepthook = lambda found: issubclass(found.exc_type, OSError) or show(found)
-    board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
-    board.add_text("config", "```\n" + json.dumps(config, indent=1) + "\n```", resumed_step)
-    return board
 
 
 # ---- Read

@@ -63,15 +63,11 @@ def read_evaluations(run):
     return sorted(found, key=lambda about: not about["name"].startswith(BEFORE))
 
 
-# ---- Parts of the page
-
-
 def evaluation_table(evaluations):
     """Metrics as rows, evaluations as columns, in a box that scrolls by itself when narrow."""
-    names = dict.fromkeys(name for found in evaluations for name in found["metrics"])
     rows = [["", *(found["name"] for found in evaluations)],
             ["verdict", *(found.get("verdict", "") for found in evaluations)]]
-    for name in names:
+    for name in dict.fromkeys(name for found in evaluations for name in found["metrics"]):
         values = [found["metrics"].get(name) for found in evaluations]
         rows.append([name, *("–" if value is None else f"{value:,.4g}" if isinstance(value, float)
                              else value for value in values)])
@@ -162,15 +158,13 @@ def spoken(run, folders):
     steps = sorted((run / "samples").glob("step-*"), key=lambda path: natural(path.name))
     if len(steps) > STEPS:      # the last one, and others at equal distances
         steps = [steps[round((i + 1) * len(steps) / STEPS) - 1] for i in range(STEPS)]
-    found = [(path.name.replace("-", " "), path) for path in steps]
     for folder in folders:
-        name = folder.resolve().name
-        require(any(folder.glob("*.wav")),
-                f"--samples {name}: no .wav file in it; give a folder of generate_tts.py")
-        found.append((name, folder))
-    found.sort(key=lambda one: not one[0].startswith(BEFORE))
+        require(any(folder.glob("*.wav")), f"--samples {folder}: no .wav file in it; give a folder "
+                "of generate_tts.py")
+    found = [(path.name.replace("-", " "), path) for path in steps]
+    found += [(path.resolve().name, path) for path in folders]
     rows = {}
-    for label, folder in found:
+    for label, folder in sorted(found, key=lambda one: not one[0].startswith(BEFORE)):
         for prompt, text, cell in read_samples(folder, label):
             rows.setdefault((prompt, text), []).append(cell)
     return sum(map(len, rows.values())), "".join(
@@ -179,47 +173,41 @@ def spoken(run, folders):
         for name, text in sorted(rows, key=lambda prompt: natural(prompt[0])))
 
 
-def summary(run, rows, evaluations):
-    """Verdict, progress of the run, and its flags, from run.yaml."""
-    saved = [path.parent.name for path in run.glob("checkpoint-*/manifest.json")]
-    state = (f"last logged step {max((row['step'] for row in rows), default=0):,}; "
-             f"checkpoints: {', '.join(sorted(saved, key=natural)) or 'none yet'}")
-    config = run / cli.CONFIG
-    text = cli.without_secrets(json_files.read_text(config)) if config.is_file() else ""
-    flags = "".join(f"<li>{escape(name)} <b>{escape(value)}</b>"
-                    for name, value in re.findall(r"^(\w+): (.*)$", text, re.MULTILINE))
-    clauses = "".join(f"<li>{escape(clause[0].upper() + clause[1:])}."
-                      for clause in metrics.verdict(rows, evaluations))
-    return (f'<h2>Verdict</h2><ul>{clauses}</ul><p>{escape(state)}</p>'
-            f'<h3>Settings</h3><ul class="settings">{flags}</ul>')
-
-
 # ---- Command
 
 
 def write_report(run, rows, folders):
     """Write the page of a run and print its content; folders: of --samples. Raises UserError."""
     evaluations, (n_samples, samples) = read_evaluations(run), spoken(run, folders)
-    parts = {**charts(rows), "Samples": samples,
+    saved = [path.parent.name for path in run.glob("checkpoint-*/manifest.json")]
+    config = run / cli.CONFIG
+    text = cli.without_secrets(json_files.read_text(config)) if config.is_file() else ""
+    flags = "".join(f"<li>{escape(name)} <b>{escape(value)}</b>"
+                    for name, value in re.findall(r"^(\w+): (.*)$", text, re.MULTILINE))
+    clauses = "".join(f"<li>{escape(clause[0].upper() + clause[1:])}."
+                      for clause in metrics.verdict(rows, evaluations))
+    parts = {"Verdict": f"<ul>{clauses}</ul>last logged step "
+             f"{max((row['step'] for row in rows), default=0):,}; checkpoints: "
+             f"{', '.join(sorted(saved, key=natural)) or 'none yet'}",
+             "Settings": f'<ul class="settings">{flags}</ul>', **charts(rows), "Samples": samples,
              "Evaluation": evaluations and evaluation_table(evaluations)}
-    body = summary(run, rows, evaluations) + "".join(
-        f"<h2>{name}</h2>{content}" for name, content in parts.items() if content)
-    text = PAGE.format(title=escape(run.resolve().name), made=time.strftime("%Y-%m-%d %H:%M"),
-                       body=body)
+    page = PAGE.format(title=escape(run.resolve().name), made=time.strftime("%Y-%m-%d %H:%M"),
+                       body="".join(f"<h2>{name}</h2>{content}" for name, content in parts.items()
+                                    if content))
     output, temporary = run / "report.html", run / ".report.html.tmp"
     temporary.unlink(missing_ok=True)
     with open(temporary, "xb") as file:     # x: not through a link of this name
-        file.write(text.encode("utf-8", errors="replace"))
+        file.write(page.encode("utf-8", errors="replace"))
     temporary.replace(output)       # readers see the old page or the new one
-    print(f"report     {output} ({len(text) / 2**20:.1f} MiB): {len(rows)} lines of metrics, "
+    print(f"report     {output} ({len(page) / 2**20:.1f} MiB): {len(rows)} lines of metrics, "
           f"{n_samples} samples, {len(evaluations)} evaluations")
 
 
-def loss_fell(folder, rows):
+def loss_fell(path, rows):
     """Print the mean training loss of the first and last fifth of the steps -> whether it fell."""
     losses = [value for _, value in metrics.curve(rows, "train/loss")]
-    require(len(losses) > 1, f"{folder}/metrics.jsonl holds {len(losses)} training steps with a "
-            "loss; two are needed")
+    require(len(losses) > 1,
+            f"{path} holds {len(losses)} training steps with a loss; two are needed")
     fifth = max(1, len(losses) // 5)
     first, last = statistics.fmean(losses[:fifth]), statistics.fmean(losses[-fifth:])
     print(f"train/loss {first:.3f} -> {last:.3f} {'fell' if last < first else 'DID NOT FALL'}")
@@ -238,7 +226,7 @@ if __name__ == "__main__":
         rows, wrong = metrics.read_rows(path)
         require(not wrong, f"{path}: {wrong}; repair or remove them")
         write_report(args.output_dir, rows, args.samples)
-        sys.exit(args.check_fell and not loss_fell(args.output_dir, rows))
+        sys.exit(args.check_fell and not loss_fell(path, rows))
     except (OSError, UserError) as error:
         name = getattr(error, "filename", None)
         cli.fail(f"{name}: {error.strerror}" if name else error)

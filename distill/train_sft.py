@@ -197,7 +197,7 @@ ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
 main_rank, device = world.is_main, world.device
 if dry:
     from core import memory
-    memory.check_writable(args.output_dir, "--output_dir")
+    memory.check_disk(args.output_dir, 0, "--output_dir")
 dist.check_device(device, args)
 if args.tf32:
     torch.set_float32_matmul_precision("high")

@@ -88,10 +88,10 @@ def check_folders(args):
     """UserError for a folder that a run could not write, found by its dry run."""
     if args.dry_run is None:
         return
-    from core.memory import check_writable
+    from core.memory import check_disk
     for flag in ("output_dir", "code_cache", *["logging_dir"] * ("tensorboard" in args.report_to)):
         if getattr(args, flag):
-            check_writable(getattr(args, flag), f"--{flag}")
+            check_disk(getattr(args, flag), 0, f"--{flag}")
 
 
 def trained_weights(args):
