@@ -1,7 +1,7 @@
 """LoRA adapters in any model, plain or sharded: add, compute, fill, save, load; files are PEFT's.
 
 Frozen linear layers of one input and their adapters are one operation with its gradient: each
-product adds to what is there already, and the adapters' halves that read the input are one matrix,
+product is added to the sum so far, and the adapters' halves that read the input are one matrix,
 so the input and its gradient are read once for all of them. Layer by layer, autograd would make and
 add up a gradient as wide as the layer for each weight and each adapter. Same sums but for rounding.
 Dropout draws one mask for all adapters of an input, where PEFT draws one each: each drops as much.

@@ -7,8 +7,8 @@ template: the ids of the prompt (all messages before it, with the generation pro
 first ids of the whole conversation. Where its text begins the whole, but not its ids (an opened
 think block may share a token with what follows), the last answer is tokenised apart, as generation
 writes it. A template that rewrites earlier turns, such as their thoughts, gives each answer a
-sample of its own, under the template at its turn (split); one for which nothing holds is refused.
-White space behind a turn's special token is not trained, nor is an answer of "weight" 0.
+sample, with the template's text at that turn (split); one for which nothing holds is refused.
+White space after a turn's special token is not trained, nor is an answer of "weight" 0.
 """
 import functools
 import glob
@@ -225,7 +225,7 @@ def check_tools(tools):
 
 def check_messages(record, answered=True):
     """The messages of a record, which have to end with an answer if `answered`; ValueError says
-    what is wrong and what to do.
+    the fault and the remedy.
     """
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
@@ -289,7 +289,7 @@ def load_tokenizer(folder, template=None, load=None):
 class Encoder:
     """Conversations -> (ids, mask of the trained ones), proven. turns: "all" assistant turns or the
     "last" one. thinking: None or what the template gets as enable_thinking. split: a conversation
-    whose answers cannot stand in one sample gives a list of them.
+    whose answers do not fit one sample gives a list of samples.
     """
 
     def __init__(self, tokenizer, turns="all", thinking=None, split=False):
@@ -322,7 +322,7 @@ class Encoder:
             for job in jobs]
 
     def _samples(self, parts, texts):
-        """_mask of all trained turns in one sample, or [_mask of each, as it stood at its turn]."""
+        """_mask of all trained turns in one sample, or [_mask of each at its turn]."""
         try:
             return self._mask(parts, *texts[-1])
         except ValueError:

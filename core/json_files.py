@@ -1,4 +1,4 @@
-"""Text, JSON, JSONL, parquet and arrow files -> what is in them, or a UserError of one line.
+"""Text, JSON, JSONL, parquet and arrow files -> their values, or a UserError of one line.
 
 Only regular files are read: a pipe may never end, and a run that resumes reads its files again.
 Standard library only.
@@ -117,7 +117,7 @@ def read_entries(path):
     """(unit, read) of JSONL, of a JSON list or of one JSON object. UserError with line and column.
 
     read(wanted) yields (number, value): numbers are those of the lines of JSONL (unit "line") or of
-    a list's entries ("sample"), from 0 on. JSONL is read line by line, and SKIPPED stands for lines
+    a list's entries ("sample"), from 0 on. JSONL is read line by line, and SKIPPED replaces lines
     that are not wanted(number); a list is read whole, once.
     """
     with open_file(path) as file:

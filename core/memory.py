@@ -231,7 +231,7 @@ def with_layers(step, count):
 
 
 def give_shapes(model, dtype):
-    """Give a module fake tensors of the same shapes; parameters of a dtype, or of theirs."""
+    """Give a module fake tensors of the same shapes; parameters of a dtype, None: as they are."""
     made = {None: None}
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -245,7 +245,7 @@ def give_shapes(model, dtype):
 
 
 def reduce_gradients(live, trained, layers, setup):
-    """Reduce gradients as FSDP2 does: a layer that has all of its own sums them in fp32, until the
+    """Reduce gradients as FSDP2 does: a layer that has all gradients sums them in fp32, until the
     next one does; then shards are left, unless they accumulate or go to the host, which estimate()
     counts. The root, all outside the layers, comes last.
     """

@@ -126,7 +126,7 @@ def charts(rows):
             curves.setdefault((section, title), {})[number or prefix] = curve
     for (section, title), lines in curves.items():
         sections[section].append(chart(title.replace("_", " "), lines))
-    # figures first, then what is folded away
+    # drawn figures first, then the folded ones
     return {name: f'<div class="grid">{"".join(sorted(found, key=lambda one: one[1] == "d"))}</div>'
             for name, found in sections.items() if found}
 
