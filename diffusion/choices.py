@@ -1,4 +1,4 @@
-"""What a run of block diffusion can choose: data, presets, the layout of blocks, noise levels.
+"""Choices of a run of block diffusion: data, presets, the layout of blocks, noise levels.
 
 Standard library only: a mistake in a flag is reported before torch is imported.
 """
@@ -15,8 +15,8 @@ FULL = (1e-3, 1.0)      # the range of t of the bound itself; these ends are not
 CHECKS = ("invalid", "control_token", "too_long")   # of problems, for --drop_bad
 # Problems per micro-step, micro-steps (on one GPU), learning rate, warm-up, steps. Rates of 256,
 # 512 and 1024 problems are from ngocbao220/hdp-diffusion's H200 guide, that of 768 follows the
-# square root; source is what its scripts run. For --init_from: finetune, of DiT weights, has a
-# third of BD3-LM's rate; convert, of a language model, twice that of SDAR and E2D2; sdar, SDAR's.
+# square root; source: of its scripts. For --init_from: finetune, of DiT weights, has a third of
+# BD3-LM's rate; convert, of a language model, twice that of SDAR and E2D2; sdar, SDAR's.
 PRESETS = {"conservative": (64, 4, 4e-4, 5000, 50_000),
            "recommended": (128, 4, 5e-4, 5000, 50_000),
            "aggressive": (192, 4, 6e-4, 5000, 50_000), "extreme": (256, 4, 7e-4, 10_000, 50_000),
@@ -109,11 +109,11 @@ def range_fits(t_range, block_size):
 def check_range(t_range, layout):
     """Raise UserError for a range that is none, or that no share of some full block lies in."""
     low, high = t_range
-    where = f"noise range {low:g} to {high:g}: "
-    require(0 < low <= high <= 1, f"{where}it must lie above 0, up to 1, lower end first")
+    require(0 < low <= high <= 1, f"noise range {low:g} to {high:g}: it must lie above 0, up to 1, "
+                                  "lower end first")
     for size in layout.block_sizes:
-        require(range_fits(t_range, size),
-                f"{where}no number of masked tokens out of {size} lies in it; widen it")
+        require(range_fits(t_range, size), f"noise range {low:g} to {high:g}: no number of masked "
+                                           f"tokens out of {size} lies in it; widen it")
 
 
 # ---- Flags of the trainer
@@ -152,27 +152,33 @@ def data(p):
 
 
 def checkpoint(p):
-    """Add the flags of the checkpoint that a script reads to its parser."""
-    p.flag("--checkpoint", None, "checkpoint folder, or the trainer's OUTPUT_DIR", required=True)
-    p.flag("--pick", "best", "of an OUTPUT_DIR: the best checkpoint by --best_by, or the newest",
-           choices=("best", "newest"))
-    p.flag("--ema", True, "take the averaged weights", action=argparse.BooleanOptionalAction)
+    """Add the flag of the checkpoint that a script reads to its parser."""
+    p.flag("--checkpoint", None, "checkpoint folder, or the trainer's OUTPUT_DIR: its best one",
+           required=True)
 
 
 def answers(p, order):
     """Add the flags of a script in which a checkpoint answers, by this order of unmasking."""
     checkpoint(p)
-    p.flag("--split", "test", "split of a dataset folder or hub name")
-    p.flag("--limit", 0, "only the first texts, this many, 0 = all")
-    p.switch("--drop_too_long", "leave out what is too long, and count it")
-    p.flag("--order", order, "which masked tokens a pass fills: one at random, or all that are "
+    p.flag("--limit", 0, "only the first texts, 0 = all")
+    p.switch("--drop_too_long", "leave out texts that are too long, and count them")
+    p.flag("--order", order, "masked tokens that a pass fills: one at random, or all that are "
            "sure enough, at least the surest", choices=("first_hitting", "confidence"))
     p.flag("--threshold", 0.9, "confidence: probability a token must have, 0 to 1")
-    p.flag("--batch_size", 64, "texts side by side")
+    p.flag("--batch_size", 64, "texts in a batch")
     p.flag("--seed", 0, "of all draws")
     p.switch("--bf16", "bfloat16 compute")
     p.flag("--device", None, "default: cuda where there is one", choices=("cpu", "cuda"))
-    p.flag("--output", None, "JSON file for the results (default: beside the checkpoint)")
+    p.flag("--output", None, "JSON file for the results (default: next to the checkpoint)")
+
+
+def check_answers(args):
+    """Raise UserError for values of these flags that make no sense, or would do nothing."""
+    cli.at_least_one(args, "batch_size")
+    cli.zero_or_more(args, "limit seed")
+    cli.check_values(args, "threshold", lambda v: 0 < v <= 1, "be above 0, up to 1")
+    require(args.threshold == 0.9 or args.order == "confidence",
+            "--threshold needs --order confidence")
 
 
 def layout_of(args):
@@ -218,25 +224,27 @@ def check_flags(args, world_size, parser):
     cli.check_drop_bad(args, CHECKS)
     if args.dry_run is None:        # long before the imports are done
         run_lock.check_free(args.output_dir)
-    require((args.demo is not None) != bool(args.train_data_file),
-            "give one of --train_data_file and --demo")
-    require(args.demo is None or not args.eval_data_file,
-            "--demo makes its own validation problems: drop --eval_data_file")
-    require(not args.use_lora or (args.init_from and args.system != "hdp"),
-            "--use_lora needs --init_from of a language model, and no --system hdp")
-    require(not args.chat or args.system == "gsm8k",
-            "--chat needs --system gsm8k: plans have a form of their own, chats have a template")
-    for flag in ("eval_accuracy", "strip_calculator", "loss_on_question"):
-        require(args.system != "chat" or not getattr(args, flag), f"--system chat has no --{flag}")
-    require(not args.end_token or not (args.system == "hdp" or args.chat),
-            "--end_token needs --system gsm8k, and no --chat, or --system chat")
-    require(args.best_by == "bound" or args.eval_accuracy,
-            "--best_by accuracy needs --eval_accuracy")
-    validated = args.eval_data_file or args.demo or args.validation_split
-    for flag in ("eval_accuracy", "clip_search_widths"):
-        require(validated or not getattr(args, flag), f"--{flag} needs validation data")
-    require(all(0 < width < 1 for width in args.clip_search_widths),
-            f"--clip_search_widths {args.clip_search_widths}: widths must lie between 0 and 1")
+    chat, hdp, demo = args.system == "chat", args.system == "hdp", args.demo is not None
+    validated = args.eval_data_file or demo or args.validation_split
+    for bad, message in (
+            (demo == bool(args.train_data_file), "give one of --train_data_file and --demo"),
+            (demo and args.eval_data_file,
+             "--demo makes its own validation problems: drop --eval_data_file"),
+            (args.use_lora and (hdp or not args.init_from),
+             "--use_lora needs --init_from of a language model, and no --system hdp"),
+            (args.chat and args.system != "gsm8k",
+             "--chat needs --system gsm8k: plans have another form, chats have a template"),
+            (args.end_token and (hdp or args.chat),
+             "--end_token needs --system gsm8k, and no --chat, or --system chat"),
+            (args.best_by == "accuracy" and not args.eval_accuracy,
+             "--best_by accuracy needs --eval_accuracy"),
+            (not validated and (args.eval_accuracy or args.clip_search_widths),
+             "--eval_accuracy and --clip_search_widths need validation data"),
+            (chat and (args.eval_accuracy or args.strip_calculator or args.loss_on_question),
+             "--system chat has no --eval_accuracy, --strip_calculator or --loss_on_question"),
+            (not all(0 < width < 1 for width in args.clip_search_widths),
+             f"--clip_search_widths {args.clip_search_widths}: widths must lie between 0 and 1")):
+        require(not bad, message)
     layout = layout_of(args)
     layout.check()
     check_range(args.t_range or bound_range(layout), layout)

@@ -1,8 +1,7 @@
 """Answer questions with the block-diffusion model in this file's folder. Needs torch, transformers
-and tokenizers only; transformers' own generate() would write nonsense.
+and tokenizers only; transformers' generate() would write nonsense.
 
     python generate.py "Ben has 3 boxes of 6 pens. How many pens has he?"
-    python generate.py --temperature 1 --threshold 0.8 "..."
 
 published.py of flat-trainers puts it next to a language model converted to block diffusion, and
 its answers are those of sample_bd3lm.py --order confidence, token by token. From Python:
@@ -13,8 +12,8 @@ its answers are those of sample_bd3lm.py --order confidence, token by token. Fro
 
 The text is written in blocks of form["block_size"] tokens, counted from the prompt's first. A block
 begins as masks, after the prompt's last tokens where the prompt ends inside it. A token sees its
-own block, both ways, and all earlier ones, whose keys and values are cached. In every pass the
-masks whose token is sure enough get it, at least the surest.
+block, both ways, and all earlier ones, whose keys and values are cached. In every pass the masks
+whose token is sure enough get it, at least the surest.
 """
 import argparse
 import inspect
@@ -68,14 +67,13 @@ def run(model, ids, first, cache, block_size):
 
 
 @torch.no_grad()
-def generate(model, ids, form, threshold=0.9, temperature=0.0, max_length=None, seed=0):
+def generate(model, ids, form, threshold=0.9, temperature=0.0, seed=0):
     """Ids of the answer to a prompt's ids, without the end token, or up to the room there is.
 
-    threshold, 0 to 1: probability of tokens that a pass writes. temperature: 0 = the likeliest
-    token. max_length: tokens of prompt and answer; default: as in training.
+    threshold, 0 to 1: probability of tokens that a pass writes. temperature: 0 = the likeliest.
     """
     size, mask, end = form["block_size"], form["mask_token_id"], form["end_token_id"]
-    device, room = model.device, max_length or form["max_length"]
+    device, room = model.device, form["max_length"]
     generator = torch.Generator(device).manual_seed(seed)
     first, cache, written = len(ids) // size * size, DynamicCache(), []
     if first + size > room:
@@ -108,21 +106,18 @@ def generate(model, ids, form, threshold=0.9, temperature=0.0, max_length=None, 
 
 def main():
     parser = argparse.ArgumentParser(description="Answer questions with the model in this folder.")
-    add = parser.add_argument
-    add("questions", nargs="+")
-    add("--threshold", type=float, default=0.9, help="probability of tokens that a pass writes")
-    add("--temperature", type=float, default=0.0, help="0 = the likeliest token")
-    add("--max_length", type=int, help="tokens of prompt and answer (default: as in training)")
-    add("--seed", type=int, default=0)
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("questions", nargs="+")
+    parser.add_argument("--threshold", type=float, default=0.9, help="sureness of what is written")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 = the likeliest token")
     args = parser.parse_args()
     if not args.temperature >= 0:       # NaN, too
         parser.error("--temperature must be 0 or more")
-    model, tokenizer, form = load(Path(__file__).resolve().parent, args.device)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, tokenizer, form = load(Path(__file__).resolve().parent, device)
     try:
         for question in args.questions:
-            answer = generate(model, prompt(tokenizer, form, question), form, args.threshold,
-                              args.temperature, args.max_length, args.seed)
+            ids = prompt(tokenizer, form, question)
+            answer = generate(model, ids, form, args.threshold, args.temperature)
             print(tokenizer.decode(answer, skip_special_tokens=False).strip())
     except ValueError as error:
         parser.error(str(error))

@@ -171,15 +171,14 @@ lora = args.use_lora and {
     "targets": args.lora_target_modules, "rslora": args.use_rslora, "dora": args.use_dora} or {}
 if lora:
     config = published.with_lora(config, folder, args.bf16, args.init_from, lora)
-table, regions = blocks.row_table(rows), elbo.REGIONS[args.system]
 chosen = elbo.choose_problems(eval_rows, args.eval_accuracy, tokens, args.seed) if (
     eval_rows and args.eval_accuracy) else []       # problems that a validation answers
 how = elbo.Eval(eval_rows, tokens, args.per_device_eval_batch_size, args.eval_repeats, args.seed,
                 args.bf16, args.clip_search_widths, args.loss_weighting, chosen)
-per_row = table["samples"].mean()
+table, per_row = rows.table, rows.table["samples"].mean()
 args.per_device_train_batch_size = args.per_device_train_batch_size or max(
     1, round(args.problems_per_batch / per_row))        # problems become rows
-planned = args, world, ranks, config, rows, eval_rows, table
+planned = args, world, ranks, config, rows, eval_rows
 if args.auto:
     elbo.plan_memory(*planned)
 
@@ -221,10 +220,10 @@ peak_lr = args.learning_rate * math.sqrt(
     step_problems / (args.scale_lr_from_batch or step_problems))
 intervals = cli.set_intervals(args, total_steps, state.get("args", {}), bool(validation),
                               eval_steps=500, save_steps=2000)
-kind = folder.name if folder and published.is_causal(folder) else args.model_size
+kind = folder.name if start and start.source else args.model_size
 with torch.device("meta"):
     size = metrics.model_text(config.network(config), lora)
-print0(f"{size}, {kind}", *blocks.data_lines(rows, eval_rows, table),
+print0(f"{size}, {kind}", *blocks.data_lines(rows, eval_rows),
        f"steps      {total_steps} = {total_steps * per_step / order.packs_per_epoch:,.1f} epochs; "
        f"a step is {step_rows} rows ({step_problems:,.0f} problems) = "
        f"{cli.counted(ranks, 'rank')} x {cli.counted(accumulation, 'micro-step')} x {batch_rows}; "
@@ -273,7 +272,7 @@ def validate():
         return None
     values, t_range = found
     stale = 0 if elbo.improved(bests, values) else stale + 1
-    print0(elbo.eval_line(step, values, regions))
+    print0(elbo.eval_line(step, values))
     if main_rank:
         log.write(step, values)
     # of equally many right answers, none at first, the better bound decides
@@ -313,14 +312,14 @@ def save():
 
 
 # ---- Loop
-sums = torch.zeros(10, dtype=torch.float64, device=device)      # as elbo.loss_report reads them
+sums = torch.zeros(4, dtype=torch.float64, device=device)       # as elbo.loss_report reads them
 if main_rank and len(state.get("unlogged", ())) == len(sums):
     sums += torch.tensor(state["unlogged"], dtype=torch.float64, device=device)
 monitor = optim.StepMonitor(world, rows.documents.name, args.max_bad_steps,
                             state.get("skipped", 0), before_error=checkpoints.wait)
 packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, epoch, first_pack)
-batches = loading.iterate(blocks.make_loader(rows, packs, batch_rows, rows.noisy_length,
-                                             num_workers=args.num_workers, prefetch_factor=4))
+batches = loading.iterate(blocks.make_loader(rows, packs, batch_rows, num_workers=args.num_workers,
+                                             prefetch_factor=4))
 log = run.open_log(args, world, step, eval_due)
 start_step, timer, stopping = step, metrics.StepTimer(device), False
 if eval_due:
@@ -365,12 +364,11 @@ while step < total_steps and not stopping and stale < patience:
             # DDP and FSDP2 average gradients over ranks, the loss is a mean over all of them
             (loss * world.size).backward()
         monitor.watch(loss, [document for row in mine for document in rows.members[row]])
-        step_sums[:4].index_add_(0, inputs.region, weighted.detach().double())
-        step_sums[8].add_(losses.detach().double().sum())
-        step_sums[9].add_(len(inputs.rows))
+        step_sums[0] += weighted.detach().double().sum()
+        step_sums[2] += losses.detach().double().sum()
+        step_sums[3] += len(inputs.rows)
     if main_rank:               # the plan knows those of all ranks
-        for i in range(4):      # one by one: a tensor made of them would wait for the GPU
-            step_sums[4 + i] += work[f"targets_{i}"]
+        step_sums[1] += work["targets"]
 
     # clip
     norm = optim.clip_gradients(parameters, args.max_grad_norm)
@@ -390,7 +388,7 @@ while step < total_steps and not stopping and stale < patience:
         work["noisy"] + work["clean"], work["targets"] * sum(t_range) / 2, work["pairs"])},
         step_rows * rows.length)
     if last or step % args.logging_steps == 0:
-        values = elbo.loss_report(dist.all_reduce(world, sums).cpu(), regions)
+        values = elbo.loss_report(dist.all_reduce(world, sums).cpu())
         sums.zero_()
         values |= {"train/t_low": t_range[0], "train/t_high": t_range[1],
                    "train/learning_rate": lr, "train/grad_norm": norm.item(),

@@ -60,7 +60,7 @@ def python(*words):
 
 def our_answers(run, asked, threshold, temperature, seed):
     """Ids up to the end token that sample_bd3lm.py's functions write, one question at a time."""
-    args = types.SimpleNamespace(checkpoint=run, pick="newest", ema=True, device="cpu", bf16=False)
+    args = types.SimpleNamespace(checkpoint=run, device="cpu", bf16=False)
     _, solver = load_solver(args, sample_bd3lm.Sampling("confidence", threshold=threshold, temperature=temperature))
     tokens, layout, found = solver.tokens, solver.layout, []
     for question in asked:
@@ -78,7 +78,7 @@ def test_the_file_beside_an_export_writes_our_tokens(exported, tmp_path):
     """Also where config.json is SDAR's."""
     run, folder = exported
     sdar = shutil.copytree(folder, tmp_path / "sdar")
-    model, about = published.load_checkpoint(published.find_checkpoint(run, "newest"))
+    model, about = published.load_checkpoint(published.find_checkpoint(run))
     config = json.loads((folder / "config.json").read_text())
     (sdar / "config.json").write_text(json.dumps(published.sdar_config(
         config, model.config, Layout(**about["layout"]))))
@@ -87,5 +87,5 @@ def test_the_file_beside_an_export_writes_our_tokens(exported, tmp_path):
             for ids in our_answers(run, ASK, threshold, temperature, 7)]
     assert theirs == ours and of_sdar == ours[1] and len({str(ids) for ids in ours}) >= 8
     tokens = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    assert python(folder / "generate.py", ASK[0], ASK[0], "--device", "cpu") == (
+    assert python(folder / "generate.py", ASK[0], ASK[0]) == (
         f"{tokens.decode(ours[0], skip_special_tokens=False).strip()}\n" * 2)
