@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
@@ -92,8 +91,7 @@ def model_files(folder, flag=""):
 def read_folder(folder, config):
     """{name: CPU tensor} of a transformers folder, without a tied head's second name. UserError."""
     files = model_files(folder, "--init_from ")
-    tensor_io.open_tensors(files)        # names what cannot be read
-    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()
+    tensors = {name: part[:] for name, part in tensor_io.open_tensors(files).items()
                if not name.endswith("rotary_emb.inv_freq")}
     table = tensors.get("model.embed_tokens.weight")
     if config.native.tie_word_embeddings and "lm_head.weight" in tensors:

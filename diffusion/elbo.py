@@ -231,19 +231,18 @@ def accuracy(world, model, how):
 
     Under FSDP2 with --bf16 answers come from weights in bf16; DDP computes in bf16 from fp32.
     """
-    from diffusion.sample_bd3lm import Sampling, Solver, answer_batch, score
-    answers, mine = [], how.chosen[world.rank::world.size]
+    from diffusion.sample_bd3lm import Sampling, Solver, answer, score
     solver = Solver(model, how.tokens, how.rows.documents.layout,
                     Sampling("confidence", temperature=0.0), how.bf16)
+    problems, states = zip(*how.chosen)
+    mine = slice(world.rank, None, world.size)
     # lengths change with every block: compiled layers would be compiled again for each
     with dist.gathered(model), torch.compiler.set_stance("force_eager"):
-        for first in range(0, len(mine), how.batch_rows):
-            batch = mine[first:first + how.batch_rows]
-            written = answer_batch(solver, [state for _, state in batch], how.seed)
-            answers += [(score(answer["text"], problem.answer)[0], answer["forwards"])
-                        for (problem, _), answer in zip(batch, written)]
-    answers = [answer for found in dist.all_gather(world, answers) for answer in found]
-    right, forwards = np.mean(answers, axis=0, dtype=float).tolist()
+        answers = answer(solver, states[mine], how.batch_rows)
+    scores = [(score(found["text"], problem.answer)[0], found["forwards"])
+              for problem, found in zip(problems[mine], answers)]
+    scores = [pair for found in dist.all_gather(world, scores) for pair in found]
+    right, forwards = np.mean(scores, axis=0, dtype=float).tolist()
     return {"eval/accuracy": right, "eval/nfe": forwards}
 
 

@@ -52,7 +52,7 @@ from core.cli import UserError
 from core.problems import settle
 from diffusion import blocks, elbo
 from diffusion.problems import Problem
-from diffusion.sample_bd3lm import Sampling, answer_batch, ids_state, load_solver
+from diffusion.sample_bd3lm import Sampling, answer, ids_state, load_solver
 
 # ---- Bounds
 
@@ -143,20 +143,18 @@ def harness_model(base, solver, batch_size, draws):
 
         def generate_until(self, requests, disable_tqdm=False):
             """Texts in the order of the requests, whose args are (prompt, {"until": [text]})."""
-            states, texts = [], [""] * len(requests)
+            states, texts = {}, [""] * len(requests)
             for number, request in enumerate(requests):
                 try:
-                    states.append((number, ids_state("", context_ids(request.args[0]), layout)))
+                    states[number] = ids_state("", context_ids(request.args[0]), layout)
                 except UserError:
                     self.too_long += 1
-            states.sort(key=lambda item: item[1][0].shape[1])       # like lengths: less padding
-            for first in range(0, len(states), batch_size):
-                numbers, batch = zip(*states[first:first + batch_size])
-                for number, answer in zip(numbers, answer_batch(solver, batch, first)):
-                    until = requests[number].args[1].get("until") or []
-                    for stop in filter(None, [until] if isinstance(until, str) else until):
-                        answer["text"] = answer["text"].partition(stop)[0]
-                    texts[number] = answer["text"]
+            found = answer(solver, list(states.values()), batch_size)
+            for number, text in zip(states, (made["text"] for made in found)):
+                until = requests[number].args[1].get("until") or []
+                for stop in filter(None, [until] if isinstance(until, str) else until):
+                    text = text.partition(stop)[0]
+                texts[number] = text
             return texts
 
         def loglikelihood(self, requests, disable_tqdm=False):

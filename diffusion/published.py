@@ -39,7 +39,6 @@ def build_parser():
 ARGS = cli.parse(build_parser()) if __name__ == "__main__" else None
 
 import torch
-from safetensors.torch import load_file
 
 from core import checkpoint, dist, json_files, tensor_io
 from core.cli import UserError, require
@@ -97,64 +96,66 @@ def find_checkpoint(name, flag="--checkpoint"):
 # ---- In
 
 
+class Origin(NamedTuple):
+    """The weights that --init_from names."""
+    path: Path
+    kind: str           # "ours": a checkpoint of this trainer; "causal": a language model that
+    #                     predicts the next token; "published": a DiT of BD3-LM or MDLM
+    form: dict          # prompt, end_token, block_size, mask_token_id, vocab_size, where it says so
+    source: dict        # config.json of the language model that they come from; {}: of none
+
+
 class Start(NamedTuple):
     """Weights that a run starts from, fit for its vocabulary."""
     tensors: dict       # {our name: CPU tensor}
     identity: str       # hash of the files they come from
     words: str          # of the log
-    source: dict        # config.json of the language model that they come from; {}: of none
 
 
 def find(name):
-    """Folder of --init_from, found in an OUTPUT_DIR of this trainer, or downloaded. UserError."""
+    """Origin of --init_from, found in an OUTPUT_DIR of this trainer, or downloaded. UserError."""
     require(not Path(name).is_file(),
             f"--init_from {name}: is a file; give a folder with config.json and weights. bd3lms' "
             "push_to_hf.py makes one of a Lightning .ckpt")
-    path = tensor_io.find_folder(name, "--init_from", more=["*.bin"])
+    path = tensor_io.find_folder(str(name), "--init_from")
     if checkpoint.list_checkpoints(path) or (path / checkpoint.MANIFEST).exists():
         path = find_checkpoint(path, "--init_from")
     require(not (path / "adapter_config.json").is_file(),
             f"--init_from {path}: is an adapter; merge it into its base with PEFT")
-    return path
-
-
-def describe(path):
-    """(kind, config.json) of a path of find(): "ours", a checkpoint of this trainer; "causal", a
-    language model that predicts the next token; "published", a DiT of BD3-LM or MDLM.
-    """
     about = json_files.read_object(path / "config.json")
     if (path / checkpoint.MANIFEST).exists() and "model" in about:
-        return "ours", about
-    return "published" if about.get("model_type") in ("bd3lm", "mdlm", None) else "causal", about
+        form = about["layout"] | {"vocab_size": about["model"]["vocab_size"]}
+        return Origin(path, "ours", form, about.get("source", {}))
+    if about.get("model_type") in ("bd3lm", "mdlm", None):
+        for key, right in (("time_conditioning", False), ("causal", False), ("adaln", True)):
+            require(about.get(key, right) == right, f"{path}: its config.json has {key} "
+                                                    f"{about.get(key)}, which is not supported")
+        return Origin(path, "published", {}, {})
+    return Origin(path, "causal", about | about.get("block_diffusion", {}), about)
 
 
 def open_start(world, args, layout, tokenizer):
-    """(Layout, folder of --init_from or None, tokenizer); sets args.tokenizer. Collective."""
+    """(Layout, Origin of --init_from or None, tokenizer); sets args.tokenizer. Collective."""
     # one rank downloads for all
-    path = dist.rank0(world, find, args.init_from) if args.init_from else None
-    if path and not args.tokenizer and (describe(path)[0] == "causal"
-                                        or (path / "tokenizer.json").is_file()):
-        tokenizer = path
+    origin = dist.rank0(world, find, args.init_from) if args.init_from else None
+    if origin and not args.tokenizer and (origin.kind == "causal"
+                                          or (origin.path / "tokenizer.json").is_file()):
+        tokenizer = origin.path
     if args.chat or args.system == "chat":
         args.tokenizer, layout = str(tokenizer), with_chat(layout, tokenizer)
-    else:
-        layout = with_form(layout, path)
-    size = path and form_of(path).get("block_size")
+    elif args.system != "hdp":
+        layout = with_form(layout, origin.form)
+    size = origin and origin.form.get("block_size")
     if size and "block_size" not in cli.named(args):
         layout = dataclasses.replace(layout, block_size=size)
         layout.check()
-    return layout, path, tokenizer
+    return layout, origin, tokenizer
 
 
-def config_for(path, model_size, tokens, dropout):
-    """Config of a run's network. path: of find(); model_size: of a DiT. Raises UserError."""
-    kind, about = describe(path)
-    source = about.get("source") if kind == "ours" else about if kind == "causal" else None
-    if not source:
-        return dit.config_of(model_size, tokens.vocab_size, tokens.mask, dropout)
-    from diffusion import decoder
-    size = max(tokens.vocab_size, kind == "ours" and about["model"]["vocab_size"])
-    return decoder.config_of(path, source, size, tokens.mask, dropout)
+def with_form(layout, form):
+    """A Layout with the prompt form and, if it has none, the end token of an Origin's form."""
+    return dataclasses.replace(layout, prompt=form.get("prompt", ""),
+                               end_token=layout.end_token or form.get("end_token", ""))
 
 
 def with_chat(layout, folder):
@@ -164,27 +165,11 @@ def with_chat(layout, folder):
         prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": "{question}"}], tokenize=False,
             add_generation_prompt=True, enable_thinking=False)
+        require(prompt.count("{question}") == 1, "it does not write the question once")
     except Exception as error:      # a dozen kinds: no files, no template, a template that fails
         raise UserError(f"--chat: {folder} has no chat template that can be used "
                         f"({str(error).splitlines()[0]:.120})")
-    require(prompt.count("{question}") == 1,
-            f"--chat: the chat template of {folder} does not write the question once")
-    return dataclasses.replace(layout, prompt=prompt,
-                               end_token=layout.end_token or tokenizer.eos_token)
-
-
-def form_of(path):
-    """{prompt, end_token, block_size} that a path of find() was trained on, as far as it says."""
-    kind, about = describe(path)
-    form = about.get("layout") or about.get("block_diffusion") or {}
-    return about | form if kind == "causal" else form
-
-
-def with_form(layout, path):
-    """A Layout with the prompt form and the end token, if it has none, of a path of find()."""
-    form = {} if layout.system == "hdp" else form_of(path)
-    return dataclasses.replace(layout, prompt=form.get("prompt", ""),
-                               end_token=layout.end_token or form.get("end_token", ""))
+    return with_form(layout, {"prompt": prompt, "end_token": tokenizer.eos_token})
 
 
 def chat_files(folder):
@@ -193,55 +178,67 @@ def chat_files(folder):
             if (Path(folder) / name).is_file()}
 
 
-def read(path, config, tokens, seed=0):
-    """Start of a path of find(). Raises UserError when it does not fit.
+def config_for(origin, model_size, tokens, dropout):
+    """Config of a run's network. model_size: of a DiT. Raises UserError."""
+    if not origin.source:
+        return dit.config_of(model_size, tokens.vocab_size, tokens.mask, dropout)
+    from diffusion import decoder
+    size = max(tokens.vocab_size, origin.form.get("vocab_size", 0))
+    return decoder.config_of(origin.path, origin.source, size, tokens.mask, dropout)
+
+
+def read(origin, config, tokens, seed=0):
+    """Start of an Origin. Raises UserError when it does not fit.
 
     config: of config_for. tokens: problems.Tokens. seed: of rows without a source.
     """
-    (kind, about), form = describe(path), form_of(path)
-    source, own = about.get("source", {}), dict(tokens.plain())
-    if kind == "ours":
+    path, form = origin.path, origin.form
+    if origin.kind == "ours":
         tensors = dict(load_checkpoint(path)[0].named_parameters())
-    elif kind == "causal":
+    elif origin.kind == "causal":
         from diffusion import decoder
-        source, tensors = about, decoder.read_folder(path, config)
+        tensors = decoder.read_folder(path, config)
     else:
         tensors = read_official(path, config)
     rows = next((len(tensors[name]) for name in ROWS if name in tensors), 0)
-    if kind == "published":     # of GPT-2's tokens and a mask
-        own["<|mask|>"] = rows - 1
+    if origin.kind == "published":      # of GPT-2's tokens and a mask
+        own = tokens.plain() | {"<|mask|>": rows - 1}
     else:
         own = read_tokenizer(path).get_vocab()
     most = max(own.values()) + 1
-    require(most <= rows if source else len(own) == most == rows,
+    require(most <= rows if origin.source else len(own) == most == rows,
             f"--init_from {path}: tokenizer and model disagree: {most} tokens and {rows} rows")
     markers = {name: own.pop(name) for name in (*MARKERS["hdp"], SDAR_MASK) if name in own}
     mask = form.get("mask_token_id")
     require(mask in (None, tokens.mask),
             f"--init_from {path}: its config.json has mask_token_id {mask}, its tokenizer has the "
             f"mask at {tokens.mask}; correct tokenizer.json ({SDAR_MASK}) or config.json")
-    require(own == tokens.plain(),
-            f"--init_from {path}: its tokenizer is not that of --tokenizer, so ids would mean "
-            "other words; drop --tokenizer")
-    check_size(path, tensors, config)
-    bad = sorted(name for name, tensor in tensors.items() if not tensor_io.is_finite(tensor))
-    require(not bad, f"{path}: NaN or infinity in {', '.join(bad[:5])}")
+    require(own == tokens.plain(), f"--init_from {path}: its tokenizer is not that of --tokenizer, "
+                                   "so ids would mean other words; drop --tokenizer")
+    with torch.device("meta"):
+        wanted = {name: p.shape for name, p in config.network(config).named_parameters()}
+    wrong = sorted(wanted.keys() ^ tensors.keys())
+    require(not wrong, f"--init_from {path}: {len(wrong)} names are missing or unknown, first "
+                       f"{', '.join(wrong[:5])} (--model_size)")
+    for name, shape in wanted.items():
+        require(tensors[name].shape[name in ROWS:] == shape[name in ROWS:],
+                f"--init_from {path}: {name} is {tuple(tensors[name].shape)} instead of "
+                f"{tuple(shape)} (--model_size)")
     tensors, new = fit_vocabulary(tensors, markers, tokens, config.vocab_size, seed)
-    files = [file for file in sorted(path.iterdir()) if file.suffix in (".safetensors", ".bin")]
-    size, which = form.get("block_size"), "causal" if kind == "causal" else "averaged"
-    words = [f"{which} weights of {path}", size and f"trained in blocks of {size}",
+    words = [f"{origin.kind} weights of {path}",
+             "block_size" in form and f"trained in blocks of {form['block_size']}",
              new and f"new rows for {', '.join(new)}"]
-    return Start(tensors, tensor_io.fingerprint_files(files), "; ".join(filter(None, words)),
-                 source)
+    return Start(tensors, tensor_io.fingerprint_files(sorted(path.glob("*.safetensors"))),
+                 "; ".join(filter(None, words)))
 
 
-def with_lora(config, path, bf16, name, lora):
+def with_lora(config, origin, bf16, name, lora):
     """A Config whose network has adapters; frozen weights are bfloat16 with bf16. UserError."""
-    require(describe(path)[0] == "causal",
+    require(origin.kind == "causal",
             "--use_lora needs --init_from of a language model; other weights are trained whole")
     from diffusion import decoder
-    lora = lora | {"base": os.path.abspath(path) if Path(name).is_dir() else name,
-                   "identity": tensor_io.fingerprint_files(decoder.model_files(path)),
+    lora = lora | {"base": os.path.abspath(origin.path) if Path(name).is_dir() else name,
+                   "identity": tensor_io.fingerprint_files(decoder.model_files(origin.path)),
                    "dtype": "bfloat16" if bf16 else "float32"}
     return dataclasses.replace(config, lora=lora)
 
@@ -263,19 +260,6 @@ def fill(model, given, seed, resumed):
         adapters.init_adapters(model.adapted[0], seed)
         row = given.tensors["model.embed_tokens.weight"][model.config.mask_id]
         tensor_io.fill(model.mask_row, row)
-
-
-def check_size(path, tensors, config):
-    """Raise UserError when weights are not those of a network of this Config, rows aside."""
-    with torch.device("meta"):
-        wanted = {name: p.shape for name, p in config.network(config).named_parameters()}
-    wrong = sorted(wanted.keys() ^ tensors.keys())
-    require(not wrong, f"--init_from {path}: {len(wrong)} names are missing or unknown, first "
-                       f"{', '.join(wrong[:5])} (--model_size)")
-    for name, shape in wanted.items():
-        require(tensors[name].shape[name in ROWS:] == shape[name in ROWS:],
-                f"--init_from {path}: {name} is {tuple(tensors[name].shape)} instead of "
-                f"{tuple(shape)} (--model_size)")
 
 
 def fit_vocabulary(tensors, markers, tokens, size, seed):
@@ -345,21 +329,10 @@ def from_official(state, config, path):
 
 def read_official(path, config):
     """{our name: CPU tensor} of a published folder, for a DiT of this Config. Raises UserError."""
-    about = json_files.read_object(path / "config.json")
-    for key, right in (("time_conditioning", False), ("causal", False), ("adaln", True)):
-        require(about.get(key, right) == right,
-                f"{path}: its config.json has {key} {about.get(key)}, which is not supported")
-    if files := tensor_io.files_of(path, "model"):
-        tensor_io.open_tensors(files)        # names what cannot be read
-        state = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    else:
-        try:        # runs no code of the file
-            state = torch.load(path / "pytorch_model.bin", weights_only=True, map_location="cpu")
-        except Exception as error:      # whatever a damaged or hostile pickle brings about
-            raise UserError(f"{path}: its pytorch_model.bin is missing, damaged, or holds more "
-                            f"than weights, which is not read ({type(error).__name__}); convert it "
-                            "to model.safetensors")
-    return from_official(state, config, path)
+    files = tensor_io.files_of(path, "model")
+    require(files, f"{path}: has no model.safetensors; convert its weights to that")
+    return from_official({name: part[:] for name, part in tensor_io.open_tensors(files).items()
+                          if part.get_shape()}, config, path)       # sampling_eps_* are 0-d
 
 
 # ---- Out
@@ -422,9 +395,6 @@ def export(folder, output, layout_of="usual"):
         t_range = state_of(folder).get("t_range", choices.FULL)
         state = official_state(model.state_dict(), config.heads, t_range)
         written = official_config(config, layout, t_range)
-        if layout.system == "hdp":
-            print("note       an hdp model: its weights fit their code, its texts need "
-                  "sample_bd3lm.py", flush=True)
     else:
         state, written = dict(model.named_parameters()), language_config(config, layout, tokens)
         if is_sdar:

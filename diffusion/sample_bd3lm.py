@@ -8,8 +8,7 @@ after #### (hdp: after <|answer|>) and compares texts as openai/grade-school-mat
 takes the last number in the text and compares values. NFE: network passes a problem needed.
 
 Blocks are unmasked one after the other, given cached keys and values of the clean tokens before
-them; many problems at a time, each with its context. Those that reach their end token leave the
-batch.
+them; many problems at a time. Those that reach their end token leave the batch.
 """
 import sys
 from pathlib import Path
@@ -182,8 +181,8 @@ def question_state(problem, tokens, layout):
     """State before the first generated region of a problem. UserError for a question too long."""
     if problem.ids:
         return ids_state(problem.name, problem.ids[:problem.given], layout)
-    if token := tokens.find_control_token(problem.question):
-        raise UserError(f"{problem.name}: its text holds the special token {token}; remove it")
+    token = tokens.find_control_token(problem.question)
+    require(not token, f"{problem.name}: its text holds the special token {token}; remove it")
     ids = tokens.encode(pieces(problem, layout)[0])
     if layout.system != "hdp":
         return ids_state(problem.name, prompt_ids(ids, tokens, layout), layout)
@@ -258,11 +257,23 @@ def load_solver(args, how):
     return folder, Solver(model.to(device), tokens, layout, how, args.bf16)
 
 
-def answer_batch(solver, states, seed):
+def answer(solver, states, batch_size, seed=0):
     """A Solver's answers to problems with these states -> list of dicts: text, hdp's also plan;
     forwards, the network passes; tokens, generated ones up to and with the end token; ended,
     whether it came in every region.
     """
+    # of like length in a batch: less padding
+    order, answers = sorted(range(len(states)), key=lambda i: states[i][0].shape[1]), {}
+    for first in range(0, len(order), batch_size):
+        batch = order[first:first + batch_size]
+        number = first // batch_size + 1
+        made = answer_batch(solver, [states[i] for i in batch], seed + 1_000_003 * number)
+        answers |= zip(batch, made)
+    return [answers[i] for i in range(len(states))]
+
+
+def answer_batch(solver, states, seed):
+    """The answers to one batch."""
     tokens, layout, device = solver.tokens, solver.layout, solver.model.embed.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     answers = [{"forwards": 0, "tokens": 0, "ended": True} for _ in states]
@@ -273,13 +284,13 @@ def answer_batch(solver, states, seed):
             written = generate(solver.model, states, rooms, layout.regions[region][2],
                                tokens.end, solver.how, generator)
         following = []
-        for answer, made, (context, (given, _)) in zip(answers, written, states):
+        for found, made, (context, (given, _)) in zip(answers, written, states):
             ids = finish_region(made.ids, len(given), tokens.end)
             body = ids[len(given):]
-            answer[name] = region_text(ids, len(given), tokens)
-            answer["forwards"] += made.forwards
-            answer["tokens"] += body.index(tokens.end) + 1 if made.ended else len(body)
-            answer["ended"] &= made.ended
+            found[name] = region_text(ids, len(given), tokens)
+            found["forwards"] += made.forwards
+            found["tokens"] += body.index(tokens.end) + 1 if made.ended else len(body)
+            found["ended"] &= made.ended
             if name == "plan":
                 following.append(execution_state(context, ids, tokens, layout))
         states = following
@@ -312,19 +323,13 @@ def answer_all(solver, problems, args):
             "\n  fix: shorten them, or --drop_too_long counts them as wrong")
     answers = [{"name": p.name, "question": p.question, "answer": p.answer, "text": "",
                 "forwards": 0, "tokens": 0, "ended": False} for p in problems]
-    # of like length in a batch: less padding
-    todo, seconds = sorted(states, key=lambda i: states[i][0].shape[1]), 0.0
-    for first in range(0, len(todo), args.batch_size):
-        batch, began = todo[first:first + args.batch_size], time.monotonic()
-        seed = args.seed + 1_000_003 * (first // args.batch_size + 1)
-        written = answer_batch(solver, [states[i] for i in batch], seed)
-        seconds += time.monotonic() - began     # ids are on the host by now, so the device is done
-        for i, answer in zip(batch, written):
-            answers[i] |= answer
-        print(f"problems {first + len(batch):>5}/{len(todo)} | {seconds:,.1f} s", flush=True)
-    for problem, answer in zip(problems, answers):
+    began = time.monotonic()
+    for i, made in zip(states, answer(solver, list(states.values()), args.batch_size, args.seed)):
+        answers[i] |= made
+    seconds = time.monotonic() - began      # ids are on the host by now, so the device is done
+    for problem, found in zip(problems, answers):
         if problem.answer:
-            answer["strict"], answer["flexible"] = score(answer["text"], problem.answer)
+            found["strict"], found["flexible"] = score(found["text"], problem.answer)
     return answers, seconds
 
 
@@ -358,23 +363,23 @@ def main(argv=None):
     if output:
         checkpoint.write_json(output, {"checkpoint": str(folder), "settings": cli.stored(args),
                                        "summary": total, "answers": answers})
-    for answer in answers[:3] if args.test_file else answers:
-        print(f"-- {answer['name']}\n   question  {printable(answer['question'], 2000)}")
-        print("".join(f"   {part:<9} {answer[part]!r}\n" for part in ("plan", "text", "answer")
-                      if answer.get(part)), end="")
-    found, percent, n = [], metrics.percent, total["problems"]
+    for found in answers[:3] if args.test_file else answers:
+        print(f"-- {found['name']}\n   question  {printable(found['question'], 2000)}")
+        print("".join(f"   {part:<9} {found[part]!r}\n" for part in ("plan", "text", "answer")
+                      if found.get(part)), end="")
+    clauses, percent, n = [], metrics.percent, total["problems"]
     if "strict" in total:       # the problems came with answers
         error = math.sqrt(total["strict"] * (1 - total["strict"]) / n)
         print(f"accuracy   strict {total['strict']:.2%} +- {error:.2%}, flexible "
               f"{total['flexible']:.2%} of {n} problems, {total['too_long']} of them too long")
         if total["strict"] < args.min_accuracy:
-            found.append(f"FAILED: not {percent(args.min_accuracy)} of the answers are right")
-        found.append(f"{percent(total['strict'])} of {n} problems were answered right")
+            clauses.append(f"FAILED: not {percent(args.min_accuracy)} of the answers are right")
+        clauses.append(f"{percent(total['strict'])} of {n} problems were answered right")
     print(f"speed      NFE {total['nfe']:.1f}, {total['tokens_per_second']:,.1f} tok/s, "
           f"{seconds:.1f} s" + f"\nanswers    {output}" * bool(output))
-    found.append(f"{percent(total['ended'])} of the answers ended by themselves")
-    print(metrics.verdict_line(found))
-    if found[0].startswith("FAILED"):
+    clauses.append(f"{percent(total['ended'])} of the answers ended by themselves")
+    print(metrics.verdict_line(clauses))
+    if clauses[0].startswith("FAILED"):
         sys.exit(1)
 
 

@@ -148,7 +148,7 @@ require(dry or backend == "sdpa" or device.type == "cuda", "--attn_backend flex 
 
 # ---- Data: problems -> documents of numbered blocks -> rows. Every rank holds all, so ranks never
 # have to ask each other which rows a step has, or how many targets.
-layout, folder, tokenizer = choices.layout_of(args), None, args.tokenizer or "gpt2"
+layout, origin, tokenizer = choices.layout_of(args), None, args.tokenizer or "gpt2"
 if args.demo is not None:
     from diffusion import make_problems
     args.train_data_file, args.eval_data_file, made = dist.rank0(
@@ -157,20 +157,20 @@ if args.demo is not None:
 templated = args.chat or args.system == "chat"
 if args.init_from or templated:
     from diffusion import published
-    layout, folder, tokenizer = published.open_start(world, args, layout, tokenizer)
+    layout, origin, tokenizer = published.open_start(world, args, layout, tokenizer)
 t_range = args.t_range = tuple(args.t_range or choices.bound_range(layout))
 choices.check_range(t_range, layout)
 tokens = dist.rank0(world, problems.load_tokenizer, tokenizer, args.system, layout.end_token)
 config = dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout)
-if folder:
-    config = published.config_for(folder, args.model_size, tokens, args.dropout)
+if origin:
+    config = published.config_for(origin, args.model_size, tokens, args.dropout)
 rows, eval_rows = blocks.prepare_rows(world, layout, tokens, args, None if dry else args.output_dir)
-start = published.read(folder, config, tokens, args.seed) if folder else None
+start = published.read(origin, config, tokens, args.seed) if origin else None
 lora = args.use_lora and {
     "rank": args.lora_rank, "alpha": args.lora_alpha, "dropout": args.lora_dropout,
     "targets": args.lora_target_modules, "rslora": args.use_rslora, "dora": args.use_dora} or {}
 if lora:
-    config = published.with_lora(config, folder, args.bf16, args.init_from, lora)
+    config = published.with_lora(config, origin, args.bf16, args.init_from, lora)
 chosen = elbo.choose_problems(eval_rows, args.eval_accuracy, tokens, args.seed) if (
     eval_rows and args.eval_accuracy) else []       # problems that a validation answers
 how = elbo.Eval(eval_rows, tokens, args.per_device_eval_batch_size, args.eval_repeats, args.seed,
@@ -220,7 +220,7 @@ peak_lr = args.learning_rate * math.sqrt(
     step_problems / (args.scale_lr_from_batch or step_problems))
 intervals = cli.set_intervals(args, total_steps, state.get("args", {}), bool(validation),
                               eval_steps=500, save_steps=2000)
-kind = folder.name if start and start.source else args.model_size
+kind = origin.path.name if origin and origin.source else args.model_size
 with torch.device("meta"):
     size = metrics.model_text(config.network(config), lora)
 print0(f"{size}, {kind}", *blocks.data_lines(rows, eval_rows),
@@ -295,10 +295,10 @@ def save():
 
     def save_config(path):
         about = {"model": dataclasses.asdict(config), "step": step,
-                 "layout": dataclasses.asdict(layout), "source": start.source if start else {}}
+                 "layout": dataclasses.asdict(layout), "source": origin.source if origin else {}}
         (path / "config.json").write_text(json.dumps(about, indent=1))
         tokens.save(path)
-        if folder or templated:     # with these files a chat template stays usable
+        if origin or templated:     # with these files a chat template stays usable
             for file, content in published.chat_files(tokenizer).items():
                 (path / file).write_bytes(content)
 

@@ -55,9 +55,9 @@ def models(demo, tmp_path_factory):
 def opened(folder):
     """(our network with the folder's weights, Tokens, transformers' model)."""
     tokens = load_tokenizer(folder, "gsm8k")
-    config = published.config_for(folder, "small", tokens, 0.0)
+    config = published.config_for(published.find(folder), "small", tokens, 0.0)
     model = decoder.Decoder(config).eval()
-    given = published.read(folder, config, tokens)
+    given = published.read(published.find(folder), config, tokens)
     for name, parameter in model.named_parameters():
         parameter.data.copy_(given.tensors[name])
     theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
@@ -116,7 +116,7 @@ def test_recomputed_and_compiled_layers_train_the_same(models, how):
     inputs = noised(make_blocks(MIXED, 26, 24))
     inputs = inputs._replace(tokens=inputs.tokens.masked_fill(inputs.tokens == 20, tokens.mask))
     for mode in (None, how):
-        config = published.config_for(models["qwen3"], "small", tokens, 0.0 if how == "compiled" else 0.2)
+        config = published.config_for(published.find(models["qwen3"]), "small", tokens, 0.0 if how == "compiled" else 0.2)
         torch.manual_seed(0)
         model = decoder.Decoder(config, recompute=None if mode == "compiled" else mode).train()
         for layer in model.layers if mode == "compiled" else ():
@@ -132,8 +132,8 @@ def test_recomputed_and_compiled_layers_train_the_same(models, how):
 def test_the_mask_takes_a_spare_row_or_a_new_one(models):
     for kind, rows in (("llama", ROWS + 2), ("qwen3", ROWS + 1 + SPARE)):
         tokens = load_tokenizer(models[kind], "gsm8k")
-        config = published.config_for(models[kind], "small", tokens, 0.0)
-        given = published.read(models[kind], config, tokens)
+        config = published.config_for(published.find(models[kind]), "small", tokens, 0.0)
+        given = published.read(published.find(models[kind]), config, tokens)
         table = load_file(models[kind] / "model.safetensors")["model.embed_tokens.weight"]
         assert tokens.mask == ROWS + 1 == config.mask_id and config.vocab_size == rows
         assert torch.equal(given.tensors["model.embed_tokens.weight"][:ROWS + 1], table[:ROWS + 1])
@@ -212,7 +212,7 @@ def test_a_foreign_tokenizer_is_refused(models, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
     tokens = load_tokenizer(tmp_path, "gsm8k")
     with pytest.raises(UserError, match="its tokenizer is not that of --tokenizer.*drop --tokenizer"):
-        published.read(models["llama"], published.config_for(models["llama"], "small", tokens, 0.0), tokens)
+        published.read(published.find(models["llama"]), published.config_for(published.find(models["llama"]), "small", tokens, 0.0), tokens)
 
 
 def test_what_the_chat_trainer_left_is_a_language_model(models, tmp_path):
@@ -227,12 +227,12 @@ def test_what_the_chat_trainer_left_is_a_language_model(models, tmp_path):
         if folder == adapter:
             (folder / "adapter_config.json").write_text("{}")
         as_checkpoint(folder, state)
-    assert published.find(saved.parent) == published.find(saved) == saved and published.describe(saved)[0] == "causal"
+    assert published.find(saved.parent).path == saved == published.find(saved).path and published.find(saved).kind == "causal"
     tokens = load_tokenizer(saved, "gsm8k")
-    given = published.read(saved, published.config_for(saved, "small", tokens, 0.0), tokens)
-    assert given.source["model_type"] == "qwen3"
-    config = published.config_for(saved, "small", tokens, 0.0)       # adapters find their base in the run's folder
-    assert published.with_lora(config, saved, False, str(saved.parent), {}).lora["base"] == str(saved)
+    origin = published.find(saved)
+    config = published.config_for(origin, "small", tokens, 0.0)
+    published.read(origin, config, tokens)
+    assert published.with_lora(config, origin, False, str(saved.parent), {}).lora["base"] == str(saved)
     for folder in (adapter, adapter.parent):
         with pytest.raises(UserError, match="is an adapter; merge it into its base"):
             published.find(folder)
@@ -295,12 +295,11 @@ def test_it_trains_resumes_and_answers(pool, demo, models, tmp_path, capsys, kin
 
 def check_going_on(start, layout, demo, output_dir, capsys):
     """A run from a checkpoint or an export takes over prompt form, end token, tokenizer and chat template."""
-    path = published.find(str(start))
+    origin = published.find(start)
     common = choices.Layout("gsm8k", block_size=4, max_length=96)
-    kept = published.with_form(common, path)
+    kept = published.with_form(common, origin.form)
     assert (kept.prompt, kept.end_token) == (layout["prompt"], layout["end_token"]) and "<|im_start|>" in kept.prompt
-    assert kept == published.with_chat(common, path)
-    assert published.with_form(choices.Layout("hdp"), path) == choices.Layout("hdp")
+    assert kept == published.with_chat(common, origin.path)
     capsys.readouterr()
     train_bd3lm.main(["--init_from", str(start), "--train_data_file", str(demo / "train.jsonl"), "--block_size", "4",
                       "--max_length", "96", "--output_dir", str(output_dir), "--dry_run", "--report_to", "none"])
@@ -346,7 +345,7 @@ def check_export(folder, model, exported):
     found = dict(theirs.named_parameters())
     assert found.keys() == ours.keys() and all(torch.equal(found[name], ours[name]) for name in ours)
     tokens = load_tokenizer(exported, "gsm8k", "<|im_end|>")
-    given = published.read(exported, published.config_for(exported, "small", tokens, 0.0), tokens)
+    given = published.read(published.find(exported), published.config_for(published.find(exported), "small", tokens, 0.0), tokens)
     assert tokens.mask == model.config.mask_id and "new rows" not in given.words
     assert given.tensors.keys() == ours.keys() and all(torch.equal(given.tensors[name], ours[name]) for name in ours)
     with pytest.raises(UserError, match="not empty"):
@@ -427,8 +426,8 @@ def test_sdar_goes_out_and_in_and_answers_the_same(sdar, block):
     state = load_file(folder / "model.safetensors")
     assert not theirs.load_state_dict(state).missing_keys and "lm_head.weight" in state
     tokens = load_tokenizer(folder, "gsm8k", "<|im_end|>")
-    ours = decoder.Decoder(published.config_for(folder, "small", tokens, 0.0)).eval()
-    given = published.read(folder, ours.config, tokens)
+    ours = decoder.Decoder(published.config_for(published.find(folder), "small", tokens, 0.0)).eval()
+    given = published.read(published.find(folder), ours.config, tokens)
     assert tokens.mask == SDAR_MASK and "new rows" not in given.words
     ours.load_state_dict(given.tensors)
     draw, how = np.random.default_rng(0), sample_bd3lm.Sampling("confidence", 1.0, 0)

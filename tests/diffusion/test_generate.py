@@ -74,12 +74,13 @@ def our_answers(run, asked, threshold, temperature, seed):
 
 
 @pytest.mark.slow
-def test_the_file_beside_an_export_writes_our_tokens(exported, tmp_path):
+def test_the_file_beside_an_export_writes_our_tokens(exported, tmp_path, monkeypatch):
     """Also where config.json is SDAR's."""
     run, folder = exported
     sdar = shutil.copytree(folder, tmp_path / "sdar")
     model, about = published.load_checkpoint(published.find_checkpoint(run))
     config = json.loads((folder / "config.json").read_text())
+    monkeypatch.setattr(published, "SDAR_MASK_ID", model.config.mask_id)
     (sdar / "config.json").write_text(json.dumps(published.sdar_config(
         config, model.config, Layout(**about["layout"]))))
     theirs, of_sdar = map(json.loads, python("-c", THEIRS, folder, json.dumps(ASK), sdar).splitlines())

@@ -124,7 +124,7 @@ def expected(problem, system):
 @pytest.mark.slow
 def test_problems_known_by_heart_are_answered_exactly(trained, capsys):
     folder, file, documents, _ = trained
-    result = run(folder, file, "--batch_size", 3, "--show", 1)
+    result = run(folder, file, "--batch_size", 3)
     system = documents.layout.system
     assert texts(result) == [expected(p, system) for p in documents.problems]
     assert [(a["name"], a["question"], a["answer"]) for a in result["answers"]] == \
@@ -139,9 +139,9 @@ def test_problems_known_by_heart_are_answered_exactly(trained, capsys):
     assert total["nfe"] == pytest.approx(documents.counts["targets"].mean()) and total["tokens"] == real.sum()
     assert total["tokens_per_second"] == pytest.approx(total["tokens"] / total["seconds"])
     out = capsys.readouterr().out
-    assert "accuracy   strict 100.00% +- 0.00%, flexible 100.00% +- 0.00% of 8 problems; 100.0% ended" in out
-    assert f"-- {documents.problems[0].name}: right, the answer is {documents.problems[0].answer}" in out
-    assert out.count("-- ") == 1 and ("   plan " in out) == (system == "hdp")
+    assert "accuracy   strict 100.00% +- 0.00%, flexible 100.00% of 8 problems, 0 of them too long" in out
+    assert f"-- {documents.problems[0].name}\n" in out and f"   answer    {documents.problems[0].answer!r}\n" in out
+    assert out.count("-- ") == 3 and ("   plan " in out) == (system == "hdp")
     assert f"answers    {folder}/answers.json" in out
 
 
