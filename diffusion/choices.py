@@ -49,15 +49,11 @@ class Layout:
         """{region: (flag of its room, tokens of that, block size or 0)} of a document, in order."""
         if self.system != "hdp":
             return {PLAN: ("max_length", self.max_length, self.block_size)}
+        plan, execution = (size or self.block_size
+                           for size in (self.plan_block_size, self.execution_block_size))
         return {QUESTION: ("question_budget", self.question_budget, 0),
-                PLAN: ("plan_budget", self.plan_budget, self.plan_block_size or self.block_size),
-                EXECUTION: ("execution_budget", self.execution_budget,
-                            self.execution_block_size or self.block_size)}
-
-    @property
-    def longest(self):
-        """Tokens of the longest possible document."""
-        return sum(most for _, most, _ in self.regions.values())
+                PLAN: ("plan_budget", self.plan_budget, plan),
+                EXECUTION: ("execution_budget", self.execution_budget, execution)}
 
     @property
     def block_sizes(self):
@@ -68,14 +64,17 @@ class Layout:
         """Position of a region's first token: hdp's are the same for every problem."""
         return sum(most for other, (_, most, _) in self.regions.items() if other < region)
 
+    longest = property(lambda self: self.start(FILL))       # tokens of the longest document
+
     def check(self):
         """Raise UserError where blocks do not fit evenly, or a setting would do nothing."""
         at_least_one(self, "block_size question_budget plan_budget execution_budget max_length")
-        for flag in ("plan_block_size", "execution_block_size"):
-            zero_or_more(self, flag)
-            require(not getattr(self, flag) or self.system == "hdp", f"--{flag} needs --system hdp")
+        zero_or_more(self, "plan_block_size execution_block_size")
+        hdp = self.system == "hdp"
+        require(hdp or not (self.plan_block_size or self.execution_block_size),
+                "--plan_block_size and --execution_block_size need --system hdp")
         for name, most, size in self.regions.values():
-            flag = name.replace("budget", "block_size") if self.system == "hdp" else "block_size"
+            flag = name.replace("budget", "block_size") if hdp else "block_size"
             require(not size or most % size == 0, f"--{name} {most} is not a multiple of --{flag} "
                                                   f"{size}: a block would be cut")
 
@@ -130,10 +129,9 @@ def data(p):
     flag("--tokenizer", None, "tokenizer.json, its folder, or hub name (default: of --init_from or "
          "the demo, else gpt2)")
     switch("--chat", "gsm8k: ask in the tokenizer's chat template, answers end as its turns do")
-    flag("--end_token", "", "token that ends an answer (default: gsm8k <|endoftext|>, chat the "
-         "tokenizer's end token)", metavar="TOKEN")
-    flag("--demo", None, "make this many arithmetic problems (2000) and a tokenizer in "
-         "OUTPUT_DIR/demo, and train on them", nargs="?", type=int, const=2000, metavar="PROBLEMS")
+    flag("--end_token", "", "of an answer (default: <|endoftext|>, of chats the tokenizer's end)")
+    flag("--demo", None, "train on this many arithmetic problems (2000), made in OUTPUT_DIR/demo",
+         nargs="?", type=int, const=2000, metavar="PROBLEMS")
     flag("--block_size", 16, "tokens of a block, 1: autoregressive (default: --init_from's, or 16)")
     flag("--plan_block_size", 0, "hdp: tokens of a plan block, 0 = --block_size")
     flag("--execution_block_size", 0, "hdp: tokens of an execution block, 0 = --block_size")
@@ -187,35 +185,27 @@ def layout_of(args):
                      if hasattr(args, field.name)})
 
 
-def split_global_batch(args, ranks):
-    """Split --global_batch_size: what is open of the other two flags follows the preset."""
-    share, problems = args.global_batch_size // ranks, args.problems_per_batch
-    steps = args.gradient_accumulation_steps
-    if not problems:
-        problems = share // steps if steps else min(share, PRESETS[args.batch_preset][0])
-    steps = steps or share // max(1, problems)
-    require(problems * steps * ranks == args.global_batch_size,
-            f"--global_batch_size {args.global_batch_size}: cannot be split; {problems} problems x "
-            f"{steps} micro-steps x {ranks} ranks = {problems * steps * ranks}")
-    args.problems_per_batch, args.gradient_accumulation_steps = problems, steps
-    args.named = cli.named(args) | {"problems_per_batch", "gradient_accumulation_steps"}
-
-
 def check_flags(args, world_size, parser):
     """Raise UserError for flags that would fail, or do nothing, later; fill in what derives."""
-    for flag in ("problems_per_batch", "global_batch_size"):
-        require(not (args.per_device_train_batch_size and getattr(args, flag)),
-                f"give one of --per_device_train_batch_size, rows, and --{flag}")
     args.batch_preset = args.batch_preset or ("finetune" if args.init_from else "recommended")
-    if args.global_batch_size and (not args.auto or args.problems_per_batch
-                                   or args.gradient_accumulation_steps):
-        split_global_batch(args, world_size)
+    total, each, steps = (args.global_batch_size, args.problems_per_batch,
+                          args.gradient_accumulation_steps)
+    require(not (args.per_device_train_batch_size and (total or each)), "give one of "
+            "--per_device_train_batch_size, rows, and --problems_per_batch or --global_batch_size")
+    if total and (not args.auto or each or steps):      # the open one of the two follows the preset
+        share = total // world_size
+        each = each or (share // steps if steps else min(share, PRESETS[args.batch_preset][0]))
+        steps = steps or share // max(1, each)
+        require(each * steps * world_size == total,
+                f"--global_batch_size {total}: cannot be split; {each} problems x {steps} "
+                f"micro-steps x {world_size} ranks = {each * steps * world_size}")
+        args.problems_per_batch, args.gradient_accumulation_steps = each, steps
+        args.named = cli.named(args) | {"problems_per_batch", "gradient_accumulation_steps"}
     for flag, value in zip(PRESET_FLAGS, PRESETS[args.batch_preset]):
         if getattr(args, flag) is None:
             lora = flag == "learning_rate" and args.use_lora
             setattr(args, flag, value * 10 if lora else value)
-    if not args.global_batch_size:
-        args.global_batch_size = args.problems_per_batch * args.gradient_accumulation_steps
+    args.global_batch_size = total or args.problems_per_batch * args.gradient_accumulation_steps
     cli.check_trainer(args, world_size, parser)
     cli.at_least_one(args, "problems_per_batch max_steps eval_repeats demo")
     cli.zero_or_more(args, "row_length early_stop_patience eval_accuracy")
@@ -228,12 +218,11 @@ def check_flags(args, world_size, parser):
     validated = args.eval_data_file or demo or args.validation_split
     for bad, message in (
             (demo == bool(args.train_data_file), "give one of --train_data_file and --demo"),
-            (demo and args.eval_data_file,
-             "--demo makes its own validation problems: drop --eval_data_file"),
+            (demo and args.eval_data_file, "--demo makes its validation data: drop "
+                                           "--eval_data_file"),
             (args.use_lora and (hdp or not args.init_from),
              "--use_lora needs --init_from of a language model, and no --system hdp"),
-            (args.chat and args.system != "gsm8k",
-             "--chat needs --system gsm8k: plans have another form, chats have a template"),
+            (args.chat and args.system != "gsm8k", "--chat needs --system gsm8k"),
             (args.end_token and (hdp or args.chat),
              "--end_token needs --system gsm8k, and no --chat, or --system chat"),
             (args.best_by == "accuracy" and not args.eval_accuracy,

@@ -63,8 +63,8 @@ def attends(doc, block, n_noisy):
 
     doc, block: (B, S) ints; doc is -1 on padding. Tokens 0 to n_noisy - 1 of a row are noisy
     copies, the rest is clean. A query sees, in its document, its block in its half and
-    clean tokens of earlier blocks; noise is seen by its noisy block only. Padding is seen by
-    nobody but itself, so that no row of the softmax is empty.
+    clean tokens of earlier blocks. Padding is seen by nobody but itself, so that no row of the
+    softmax is empty.
     """
     def rule(b, h, q, k):
         q_block, k_block = block[b, q], block[b, k]
@@ -148,22 +148,18 @@ def sparse_attention(q, k, v, mask):
     return flex(q, k, v, block_mask=mask, kernel_options=KERNEL)
 
 
-def attention(q, k, v, mask):
-    """Attention of q (B, heads, queries, D) to k, v (B, heads, keys, D) by mask -> like q."""
-    if isinstance(mask, BlockMask):
-        return sparse_attention(q, k, v, mask)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
 def attend(q, k, v, queries, mask, clean_mask):
     """Attention of q, k, v (B, heads, S, D) -> (B, S or queries, heads, D): of the first `queries`
     tokens by mask, of the others by clean_mask, which may be None, to each other.
     """
-    whole = queries == q.shape[2]       # a slice has a backward pass, even of all
-    out = attention(q if whole else q[:, :, :queries], k, v, mask)
+    first = q if queries == q.shape[2] else q[:, :, :queries]    # a slice has a backward pass
+    if isinstance(mask, BlockMask):
+        out = sparse_attention(first, k, v, mask)
+    else:
+        out = F.scaled_dot_product_attention(first, k, v, attn_mask=mask)
     if clean_mask is not None:
-        q, k, v = (t[:, :, queries:] for t in (q, k, v))
-        out = torch.cat([out, attention(q, k, v, clean_mask)], dim=2)
+        clean = (t[:, :, queries:] for t in (q, k, v))
+        out = torch.cat([out, F.scaled_dot_product_attention(*clean, attn_mask=clean_mask)], dim=2)
     return out.transpose(1, 2)
 
 

@@ -339,7 +339,7 @@ BAD = {
     "--block_size 4 --t_range 0.3 0.45": "no number of masked tokens out of 4",
     "--block_size 4 --t_range 0.001 0.2": "no number of masked tokens out of 4",
     "--t_range 0.8 0.3": "lower end first", "--end_token </s> --chat": "--end_token needs --system gsm8k, and no --chat",
-    "--plan_block_size 4": "--plan_block_size needs --system hdp",
+    "--plan_block_size 4": "--plan_block_size and --execution_block_size need --system hdp",
     f"{HDP} --plan_block_size 5": "--plan_budget 32 is not a multiple of --plan_block_size 5",
     "--max_steps 0": "--max_steps is 0; it must be at least 1",
     "--learning_rate nan": "--learning_rate is nan",
