@@ -291,7 +291,7 @@ def normalise_requests(turns):
 
 
 def canonical_turns(entry, paths):
-    """(canonical turns, whether a user's reference audio got its own turns, Sample.recognised)."""
+    """(canonical turns, whether a user's reference audio got turns, Sample.recognised)."""
     messages = entry.get("messages") if isinstance(entry, dict) else None
     if not isinstance(messages, list) or not messages:
         raise BadSample("has no list 'messages'")

@@ -426,7 +426,7 @@ def listen(prompts, waves, listeners, device):
 
 def good_rows(samples, records, max_cer, min_frames):
     """[ChatML row] of takes that ended by themselves with at most max_cer character errors: what a
-    Sample of read_prompts asks for, said by the very codes of its take.
+    Sample of read_prompts asks for, spoken by the codes of its take.
 
     records: what the JSON file of each says. min_frames: of what can be trained.
     """
