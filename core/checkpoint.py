@@ -405,7 +405,7 @@ def list_candidates(output_dir, resume):
 
 
 def damage(path):
-    """What is wrong with a checkpoint, in words, or "" when every file has its size and checksum.
+    """The damage of a checkpoint in words, or "" when every file has its size and checksum.
 
     Raises OSError where that cannot be known: what this user may not read, say, is not damaged.
     """

@@ -312,7 +312,7 @@ def meanings_of(path, rows):
 
 
 def is_prose(values):
-    """Whether texts may be what is spoken: not numbers, codes, names, nor one of a few words."""
+    """True if texts may be spoken: not numbers, codes, names, nor one of a few words."""
     numbers = sum(bool(re.fullmatch(r"[\d.,:+-]*", value)) for value in values)
     if not values or numbers > len(values) / 2:
         return False
@@ -1006,7 +1006,7 @@ def another_clip(row, pool, seed):
 
 
 def made_of(source, how):
-    """What decides what is unpacked from a source: its files, their sizes and dates; [] if none."""
+    """Key by which a source is unpacked again: its files, their sizes and dates; [] if none."""
     path = Path(source)
     files = sorted(path.rglob("*") if path.is_dir() else map(Path, glob.glob(str(source))))
     stats = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files

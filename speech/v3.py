@@ -46,7 +46,7 @@ MIN_FRAMES = 8          # the servers look for the end from row 8 on: a shorter 
 TAG = re.compile(r"<\|[a-z_]+:[a-z_]+\|>")          # control tags, as <|emotion:elation|>
 SPEAKER = re.compile(r"\[SPEAKER\d+\]\s*")
 MODEL_TYPE = "higgs_multimodal_qwen3"
-LICENCE = ("Higgs TTS 3 weights and what is fine-tuned from them: research and non-commercial use "
+LICENCE = ("Higgs TTS 3 weights and models fine-tuned from them: research and non-commercial use "
            "(see their LICENSE)")
 TERMS = """For research and non-commercial use only: the base is under the Boson Higgs TTS 3
 Research and Non-Commercial License, which goes with derived models. No voice may be cloned
