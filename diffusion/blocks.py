@@ -80,14 +80,6 @@ def prompt_ids(ids, tokens, layout):
     return list(ids) if layout.prompt else [tokens.bos, *ids]
 
 
-def too_long(regions, layout):
-    """The regions that are longer than their budgets, in words, or ""."""
-    return ", ".join(
-        f"it{f's {flag[:-7]}' * (layout.system == 'hdp')} has {len(ids)} tokens, markers and end "
-        f"token included, more than --{flag} {most}" for region, ids, _ in regions
-        for flag, most, _ in [layout.regions[region]] if len(ids) > most)
-
-
 def make_document(regions, tokens, layout):
     """regions_of -> ((6, n) int64: ids, position, block, target, region, group; its COUNTS)."""
     parts, next_block = [], 0
@@ -132,11 +124,16 @@ def make_documents(problems, tokens, layout, bad, path=""):
     for p, group in zip(problems, texts):
         ids = [next(encoded).ids for _ in group]
         regions = [(PLAN, p.ids, p.given)] if p.ids else regions_of(ids, tokens, layout)
+        # of the regions that are longer than their budgets
+        long = ", ".join(
+            f"it{f's {flag[:-7]}' * (layout.system == 'hdp')} has {len(ids)} tokens, markers and "
+            f"end token included, more than --{flag} {most}" for region, ids, _ in regions
+            for flag, most, _ in [layout.regions[region]] if len(ids) > most)
         if token := tokens.find_control_token(p.question, p.plan, p.solution, p.answer):
             why = f"its text holds the special token {token}; remove it"
             bad.append(bad_problem(p.name, "control_token", why, path))
-        elif excess := too_long(regions, layout):
-            bad.append(bad_problem(p.name, "too_long", excess, path))
+        elif long:
+            bad.append(bad_problem(p.name, "too_long", long, path))
         else:
             kept.append(p)
             part, count = make_document(regions, tokens, layout)
@@ -148,14 +145,7 @@ def make_documents(problems, tokens, layout, bad, path=""):
     counts = dict(zip(COUNTS, np.array(counts).T))
     offsets = np.concatenate([[0], counts["clean"].cumsum()])
     return Documents(layout, ids, position, block, target > 0, region, group, offsets, counts,
-                     kept, tokens.pad)
-
-
-def split_validation(n, share, seed):
-    """(train, validation) numbers: a seeded shuffle. At least one each when share > 0 and n > 1."""
-    held_out = min(max(1, round(n * share)), n - 1) if share > 0 else 0
-    order = np.random.default_rng((seed, 2)).permutation(n)
-    return np.sort(order[held_out:]), np.sort(order[:held_out])
+                     kept, tokens.end)
 
 
 # ---- Documents -> rows -> batches
@@ -177,6 +167,9 @@ class Rows(Dataset):
     def __len__(self):
         return len(self.members)
 
+    def __getitem__(self, r):
+        return self.documents, self.members[r]
+
     def fingerprint(self):
         """Hash of the documents in the order of the rows, to recognise the same data on resume."""
         digest, d = hashlib.sha256(), self.documents
@@ -184,9 +177,6 @@ class Rows(Dataset):
             for array in (d.ids, d.position, d.block, d.target, d.region):
                 digest.update(array[d.offsets[number]:d.offsets[number + 1]].tobytes())
         return digest.hexdigest()[:16]
-
-    def __getitem__(self, r):
-        return self.documents, self.members[r]
 
 
 def make_rows(documents, numbers, row_length, pack, seed=0):
@@ -250,8 +240,10 @@ def prepare_rows(world, layout, tokens, args, output_dir=None):
     if args.validation_split and not args.eval_data_file:
         names = {}      # answers of one chat have one name, and stay together
         chat = [names.setdefault(problem.name, len(names)) for problem in train.problems]
-        parts = split_validation(len(names), args.validation_split, args.seed)
-        numbers, held_out = (np.flatnonzero(np.isin(chat, part)) for part in parts)
+        share = min(max(1, round(len(names) * args.validation_split)), len(names) - 1)
+        chosen = np.random.default_rng((args.seed, 2)).permutation(len(names))[:share]
+        is_held_out = np.isin(chat, chosen)
+        numbers, held_out = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
     how = args.row_length, args.pack, args.seed
     rows = make_rows(train, numbers, *how)
     return rows, make_rows(evaluation, held_out, *how) if len(held_out) else None

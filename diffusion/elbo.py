@@ -95,9 +95,7 @@ def share_of_batches(world, rows, batch_rows, most=None):
 
 
 def noised_losses(model, how, batch, purpose, number, t_range, device):
-    """(Inputs, (R,) float64 weighted losses) of Blocks under a draw of the noise. how: Eval;
-    purpose, number: of noise.draw.
-    """
+    """(Inputs, (R,) float64 weighted losses) of Blocks under a draw of the noise; how: Eval."""
     draws = noise.draw(how.seed, purpose, number, batch.n_groups, *batch.doc.shape)
     weighting = how.weighting if purpose == "search" else "elbo"
     inputs = noise.diffuse(batch, draws, how.tokens.mask, t_range, weighting).to(device)
@@ -131,20 +129,12 @@ def bound(world, model, how, asked_to_stop):
         if repeats > 1 and batch.n_groups:      # none: what tops up the last round of ranks
             sums[-1] += of_block.var(0).sum() / repeats
     *losses, variance = dist.all_reduce(world, sums).tolist()
-    return report(losses, variance, *(rows.table[name].sum() for name in ("targets", "text")))
-
-
-def report(losses, variance, targets, text):
-    """Sums of losses of each draw, their mean's variance, numbers of targets and of those without
-    fill -> {"eval/...": float}.
-    """
-    total = sum(losses) / len(losses)
-    nll = total / max(1, text)
-    values = {"loss": total / max(1, targets), "nll": nll, "bits_per_token": nll / math.log(2),
-              "perplexity": math.exp(min(700.0, nll))}
-    if len(losses) > 1:
-        values["stderr"] = math.sqrt(variance) / max(1, text)
-    return {f"eval/{name}": float(value) for name, value in values.items()}
+    total, targets, text = sum(losses) / repeats, *(
+        max(1, int(rows.table[name].sum())) for name in ("targets", "text"))
+    nll = total / text
+    values = {"eval/loss": total / targets, "eval/nll": nll, "eval/bits_per_token": nll /
+              math.log(2), "eval/perplexity": math.exp(min(700.0, nll))}
+    return values | ({"eval/stderr": math.sqrt(variance) / text} if repeats > 1 else {})
 
 
 def loss_report(sums):
@@ -179,11 +169,8 @@ def improved(best, values):
 
 def candidates(widths, block_sizes):
     """[(low, high)] to try: all of (0, 1], and of each width those from 0, 0.05, 0.10 and so on."""
-    found = [FULL]
-    for width in widths:
-        steps = int(round((1 - width) / 0.05, 6)) + 1
-        found += [(max(round(0.05 * i, 2), FULL[0]), round(0.05 * i + width, 6))
-                  for i in range(steps)]
+    found = [FULL, *((max(round(0.05 * i, 2), FULL[0]), round(0.05 * i + width, 6))
+                     for width in widths for i in range(int(round((1 - width) / 0.05, 6)) + 1))]
     return list(dict.fromkeys(t_range for t_range in found
                               if all(range_fits(t_range, size) for size in block_sizes)))
 
@@ -191,9 +178,7 @@ def candidates(widths, block_sizes):
 @torch.no_grad()
 def search_range(world, model, how, asked_to_stop):
     """(low, high) of the candidate under which losses of blocks vary least, None if asked to stop.
-
-    A forward pass for each candidate and each of the first SEARCH_BATCHES batches. how: Eval;
-    asked_to_stop: as in bound.
+    A forward pass for each candidate and each of the first SEARCH_BATCHES batches. As bound.
     """
     device = world.device
     tried = candidates(how.widths, how.rows.documents.layout.block_sizes)

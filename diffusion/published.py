@@ -199,7 +199,10 @@ def read(origin, config, tokens, seed=0):
         from diffusion import decoder
         tensors = decoder.read_folder(path, config)
     else:
-        tensors = read_official(path, config)
+        files = tensor_io.files_of(path, "model")
+        require(files, f"{path}: has no model.safetensors; convert its weights to that")
+        tensors = from_official({name: part[:] for name, part in tensor_io.open_tensors(
+            files).items() if part.get_shape()}, config, path)      # sampling_eps_* are 0-d
     rows = next((len(tensors[name]) for name in ROWS if name in tensors), 0)
     if origin.kind == "published":      # of GPT-2's tokens and a mask
         own = tokens.plain() | {"<|mask|>": rows - 1}
@@ -327,44 +330,11 @@ def from_official(state, config, path):
     return {ours.get(name, name): tensor for name, tensor in plain.items()}
 
 
-def read_official(path, config):
-    """{our name: CPU tensor} of a published folder, for a DiT of this Config. Raises UserError."""
-    files = tensor_io.files_of(path, "model")
-    require(files, f"{path}: has no model.safetensors; convert its weights to that")
-    return from_official({name: part[:] for name, part in tensor_io.open_tensors(files).items()
-                          if part.get_shape()}, config, path)       # sampling_eps_* are 0-d
-
-
 # ---- Out
 
 
-def official_config(config, layout, t_range):
-    """config.json of a folder with such a state dict. config: dit.Config."""
-    return {"architectures": ["BD3LM"], "model_type": "bd3lm", "torch_dtype": "float32",
-            "return_dict": False,
-            "auto_map": {"AutoConfig": f"{HUB_CODE}--configuration_bd3lm.BD3LMConfig",
-                         "AutoModelForMaskedLM": f"{HUB_CODE}--modeling_bd3lm.BD3LM"},
-            "block_size": layout.block_size, "vocab_size": config.vocab_size,
-            "model_length": layout.longest, "cross_attn": True, "adaln": True,
-            "attn_backend": "sdpa", "causal": False, "hidden_dim": config.hidden_size,
-            "cond_dim": config.cond_size, "n_blocks": config.layers, "n_heads": config.heads,
-            "dropout": config.dropout, "time_conditioning": False, "var_min": True,
-            "sampling_eps_min": t_range[0], "sampling_eps_max": t_range[1]}
-
-
-def language_config(config, layout, tokens):
-    """config.json of an exported language model: its source's, and how it was trained."""
-    about = {key: value for key, value in config.source.items() if key != "torch_dtype"}
-    return about | {
-        "vocab_size": config.vocab_size, "dtype": "float32", "eos_token_id": tokens.end,
-        "block_diffusion": {
-            "block_size": layout.block_size, "mask_token_id": config.mask_id, "shift": False,
-            "prompt": layout.prompt, "end_token": layout.end_token, "end_token_id": tokens.end,
-            "begin_token_id": tokens.bos, "max_length": layout.max_length}}
-
-
-def sdar_config(about, config, layout):
-    """config.json of an SDAR model; UserError unless it is one. about: of language_config."""
+def sdar_config(about, config):
+    """config.json of an SDAR model; UserError unless it is one. about: of a language model."""
     require(config.source.get("model_type") in ("qwen3", "sdar") and config.mask_id == SDAR_MASK_ID,
             f"--format sdar: SDAR is Qwen3 with the mask at {SDAR_MASK_ID}; this model is "
             f"{config.source.get('model_type')}, its mask has id {config.mask_id}: leave --format "
@@ -376,8 +346,8 @@ def sdar_config(about, config, layout):
     return about | {
         "model_type": "sdar", "architectures": ["SDARForCausalLM"], "tie_word_embeddings": False,
         "rope_theta": config.native.rope_parameters["rope_theta"], "rope_scaling": None,
-        "torch_dtype": "float32", "fuse_cross_entropy": True, "block_size": layout.block_size,
-        "mask_token_id": config.mask_id,
+        "torch_dtype": "float32", "fuse_cross_entropy": True, "mask_token_id": config.mask_id,
+        "block_size": about["block_diffusion"]["block_size"],
         "auto_map": {kind: f"{SDAR_CODE}--{name}" for kind, name in kinds.items()}}
 
 
@@ -385,26 +355,40 @@ def export(folder, output, layout_of="usual"):
     """Write a checkpoint to a folder in a --format -> its tensors by name. UserError."""
     model, about = load_checkpoint(folder)
     config, layout = model.config, choices.read_layout(about["layout"])
-    tokens = load_tokenizer(folder, layout.system, layout.end_token)
-    source, is_dit = about.get("source", {}), isinstance(model, dit.DiT)
+    tokens, source = load_tokenizer(folder, layout.system, layout.end_token), about.get("source")
     # what began as SDAR stays it: its config.json names files that are not here
-    is_sdar = layout_of == "sdar" or (
-        source.get("model_type") == "sdar" and config.mask_id == SDAR_MASK_ID)
-    require(not (is_sdar and is_dit), "--format sdar: SDAR is Qwen3; this model is a DiT")
-    if is_dit:
+    is_sdar = layout_of == "sdar" or (config.mask_id == SDAR_MASK_ID
+                                      and source and source.get("model_type") == "sdar")
+    require(source or not is_sdar, "--format sdar: SDAR is Qwen3; this model is a DiT")
+    if not source:
         t_range = state_of(folder).get("t_range", choices.FULL)
         state = official_state(model.state_dict(), config.heads, t_range)
-        written = official_config(config, layout, t_range)
-    else:
-        state, written = dict(model.named_parameters()), language_config(config, layout, tokens)
+        written = {
+            "architectures": ["BD3LM"], "model_type": "bd3lm", "torch_dtype": "float32",
+            "auto_map": {"AutoConfig": f"{HUB_CODE}--configuration_bd3lm.BD3LMConfig",
+                         "AutoModelForMaskedLM": f"{HUB_CODE}--modeling_bd3lm.BD3LM"},
+            "return_dict": False, "block_size": layout.block_size, "vocab_size": config.vocab_size,
+            "model_length": layout.longest, "cross_attn": True, "adaln": True,
+            "attn_backend": "sdpa", "causal": False, "hidden_dim": config.hidden_size,
+            "cond_dim": config.cond_size, "n_blocks": config.layers, "n_heads": config.heads,
+            "dropout": config.dropout, "time_conditioning": False, "var_min": True,
+            "sampling_eps_min": t_range[0], "sampling_eps_max": t_range[1]}
+    else:       # the source's, and how it was trained
+        state = dict(model.named_parameters())
+        form = {"block_size": layout.block_size, "mask_token_id": config.mask_id, "shift": False,
+                "prompt": layout.prompt, "end_token": layout.end_token, "end_token_id": tokens.end,
+                "begin_token_id": tokens.bos, "max_length": layout.max_length}
+        written = {key: value for key, value in config.source.items() if key != "torch_dtype"}
+        written |= {"vocab_size": config.vocab_size, "dtype": "float32",
+                    "eos_token_id": tokens.end, "block_diffusion": form}
         if is_sdar:
             state |= {"lm_head.weight": model.lm_head.weight.clone()}
-            written = sdar_config(written, config, layout)
+            written = sdar_config(written, config)
     state = {name: tensor.contiguous() for name, tensor in state.items()}
     size = sum(tensor.nbytes for tensor in state.values())
     with checkpoint.new_folder(output, size) as output:
         tensor_io.save(state, output / "model.safetensors")
-        tokens.save(output)
+        tokens.tokenizer.save(str(output / "tokenizer.json"))
         for name, content in chat_files(folder).items():
             (output / name).write_bytes(content)
         if is_sdar:     # servers know the mask by this name
@@ -413,7 +397,7 @@ def export(folder, output, layout_of="usual"):
                 if path.name == "tokenizer_config.json":
                     text = json.dumps(json.loads(text) | {"mask_token": SDAR_MASK})
                 path.write_text(text, encoding="utf-8")
-        if not is_dit:      # servers stop where answers ended in training
+        if source:          # servers stop where answers ended in training
             ends = {name: config.source.get(name) for name in ("bos_token_id", "pad_token_id")}
             checkpoint.write_json(output / "generation_config.json",
                                   ends | {"eos_token_id": tokens.end})

@@ -65,7 +65,7 @@ NUMBER = re.compile(r"(?:(?<![\d)$%])-\$?)?\d[\d,]*(?:\.\d+)?")
 
 
 class Generated(NamedTuple):
-    """What generate wrote for one problem."""
+    """The blocks written for one problem."""
     ids: list           # whole blocks, pinned ids first, up to that of the end token
     forwards: int       # network passes (NFE), those that fill the cache aside
     ended: bool         # whether the end token came
@@ -76,6 +76,15 @@ class Sampling(NamedTuple):
     order: str = "first_hitting"    # a pass fills a random token; "confidence": all sure ones
     threshold: float = 0.9          # confidence: probability a token must have, but the surest
     temperature: float = 1.0        # 0: the likeliest token
+
+
+class Solver(NamedTuple):
+    """A model that answers, and how it samples."""
+    model: nn.Module
+    tokens: object              # problems.Tokens
+    layout: Layout
+    how: Sampling
+    bf16: bool = False
 
 
 def prefill(model, tokens, position, block, known):
@@ -237,15 +246,6 @@ def region_text(ids, pinned, tokens):
     return tokens.decode(body).strip()
 
 
-class Solver(NamedTuple):
-    """A model that answers, and how it samples."""
-    model: nn.Module
-    tokens: object              # problems.Tokens
-    layout: Layout
-    how: Sampling
-    bf16: bool = False
-
-
 def load_solver(args, how):
     """(checkpoint folder, Solver that samples like `how`) of a script's flags. Raises UserError."""
     from diffusion import published
@@ -311,12 +311,24 @@ def score(text, answer):
 # ---- The script
 
 
-def answer_all(solver, problems, args):
-    """([dict] of the problems, in order; seconds the model took). args: the script's flags."""
-    states, wrong = {}, []
+def main(argv=None):
+    args = ARGS or cli.parse(build_parser(), check_flags, argv)
+    folder, solver = load_solver(args, Sampling(args.order, args.threshold, args.temperature))
+    layout, tokens, output = solver.layout, solver.tokens, args.output
+    print(f"model      {folder}, {layout.system}, on {solver.model.embed.weight.device}\n"
+          f"sampling   {solver.how}")
+    problems = [Problem(f"question {n}", text, "", "")
+                for n, text in enumerate(args.question or (), 1)]
+    if args.test_file:
+        problems, bad = read_any(args.test_file, "test", layout, folder, tokens)
+        settle(bad)
+        output = output or folder.parent / f"answers-{folder.name}.json"
+    problems, states, wrong = problems[:args.limit or len(problems)], {}, []
+    if output:
+        checkpoint.prepare_folder(Path(output).parent, "--output")
     for i, problem in enumerate(problems):
         try:
-            states[i] = question_state(problem, solver.tokens, solver.layout)
+            states[i] = question_state(problem, tokens, layout)
         except UserError as error:
             wrong.append(str(error))
     require(args.drop_too_long or not wrong, wrong and problem_text(wrong) +
@@ -330,36 +342,11 @@ def answer_all(solver, problems, args):
     for problem, found in zip(problems, answers):
         if problem.answer:
             found["strict"], found["flexible"] = score(found["text"], problem.answer)
-    return answers, seconds
-
-
-def summarise(answers, seconds):
-    """{name: number} over all answers; shares from 0 to 1."""
-    n, tokens = len(answers), sum(a["tokens"] for a in answers)
-    total = {name: sum(a[name] for a in answers) / n
-             for name in ("strict", "flexible", "ended") if name in answers[0]}
-    return total | {"problems": n, "too_long": sum(a["forwards"] == 0 for a in answers),
-                    "nfe": sum(a["forwards"] for a in answers) / n, "tokens": tokens,
-                    "seconds": seconds, "tokens_per_second": tokens / max(seconds, 1e-9)}
-
-
-def main(argv=None):
-    args = ARGS or cli.parse(build_parser(), check_flags, argv)
-    folder, solver = load_solver(args, Sampling(args.order, args.threshold, args.temperature))
-    layout, output = solver.layout, args.output
-    print(f"model      {folder}, {layout.system}, on {solver.model.embed.weight.device}\n"
-          f"sampling   {solver.how}")
-    problems = [Problem(f"question {n}", text, "", "")
-                for n, text in enumerate(args.question or (), 1)]
-    if args.test_file:
-        problems, bad = read_any(args.test_file, "test", layout, folder, solver.tokens)
-        settle(bad)
-        output = output or folder.parent / f"answers-{folder.name}.json"
-    problems = problems[:args.limit or len(problems)]
-    if output:
-        checkpoint.prepare_folder(Path(output).parent, "--output")
-    answers, seconds = answer_all(solver, problems, args)
-    total = summarise(answers, seconds)
+    n, percent, clauses = len(answers), metrics.percent, []
+    total = {name: sum(found[name] for found in answers) / n for name in answers[0]
+             if name in ("strict", "flexible", "ended", "forwards", "tokens")}
+    total |= {"problems": n, "too_long": len(wrong), "seconds": seconds,
+              "tokens_per_second": total["tokens"] * n / max(seconds, 1e-9)}
     if output:
         checkpoint.write_json(output, {"checkpoint": str(folder), "settings": cli.stored(args),
                                        "summary": total, "answers": answers})
@@ -367,15 +354,14 @@ def main(argv=None):
         print(f"-- {found['name']}\n   question  {printable(found['question'], 2000)}")
         print("".join(f"   {part:<9} {found[part]!r}\n" for part in ("plan", "text", "answer")
                       if found.get(part)), end="")
-    clauses, percent, n = [], metrics.percent, total["problems"]
     if "strict" in total:       # the problems came with answers
         error = math.sqrt(total["strict"] * (1 - total["strict"]) / n)
         print(f"accuracy   strict {total['strict']:.2%} +- {error:.2%}, flexible "
-              f"{total['flexible']:.2%} of {n} problems, {total['too_long']} of them too long")
+              f"{total['flexible']:.2%} of {n} problems, {len(wrong)} of them too long")
         if total["strict"] < args.min_accuracy:
             clauses.append(f"FAILED: not {percent(args.min_accuracy)} of the answers are right")
         clauses.append(f"{percent(total['strict'])} of {n} problems were answered right")
-    print(f"speed      NFE {total['nfe']:.1f}, {total['tokens_per_second']:,.1f} tok/s, "
+    print(f"speed      NFE {total['forwards']:.1f}, {total['tokens_per_second']:,.1f} tok/s, "
           f"{seconds:.1f} s" + f"\nanswers    {output}" * bool(output))
     clauses.append(f"{percent(total['ended'])} of the answers ended by themselves")
     print(metrics.verdict_line(clauses))

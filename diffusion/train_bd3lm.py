@@ -297,7 +297,7 @@ def save():
         about = {"model": dataclasses.asdict(config), "step": step,
                  "layout": dataclasses.asdict(layout), "source": origin.source if origin else {}}
         (path / "config.json").write_text(json.dumps(about, indent=1))
-        tokens.save(path)
+        tokens.tokenizer.save(str(path / "tokenizer.json"))
         if origin or templated:     # with these files a chat template stays usable
             for file, content in published.chat_files(tokenizer).items():
                 (path / file).write_bytes(content)

@@ -472,4 +472,4 @@ def test_sdars_files_are_named_as_servers_want_them(sdar, models, demo, tmp_path
     other.config.mask_id = 5
     for model in (other, opened(models["llama"])[0]):
         with pytest.raises(UserError, match=f"SDAR is Qwen3 with the mask at {SDAR_MASK}"):
-            published.sdar_config({}, model.config, None)
+            published.sdar_config({}, model.config)

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from diffusion import published, sample_bd3lm
-from diffusion.choices import Layout
 from diffusion.problems import Problem
 from diffusion.sample_bd3lm import load_solver, question_state, room
 from tests.diffusion.test_decoder import ROWS, SHAPE
@@ -81,8 +80,7 @@ def test_the_file_beside_an_export_writes_our_tokens(exported, tmp_path, monkeyp
     model, about = published.load_checkpoint(published.find_checkpoint(run))
     config = json.loads((folder / "config.json").read_text())
     monkeypatch.setattr(published, "SDAR_MASK_ID", model.config.mask_id)
-    (sdar / "config.json").write_text(json.dumps(published.sdar_config(
-        config, model.config, Layout(**about["layout"]))))
+    (sdar / "config.json").write_text(json.dumps(published.sdar_config(config, model.config)))
     theirs, of_sdar = map(json.loads, python("-c", THEIRS, folder, json.dumps(ASK), sdar).splitlines())
     ours = [ids for threshold in (0.9, 0.02) for ids in our_answers(run, ASK, threshold)]
     assert theirs == ours and of_sdar == ours[1] and len({str(ids) for ids in ours}) >= 5
