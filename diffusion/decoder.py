@@ -104,17 +104,6 @@ def read_folder(folder, config):
     return tensors
 
 
-class Past:
-    """Keys and values of clean tokens, as transformers' attention asks for them."""
-
-    def __init__(self, pairs):
-        self.pairs, self.new = pairs, []
-
-    def update(self, keys, values, layer, *_, **__):
-        self.new.append((keys, values))
-        return tuple(torch.cat(pair, dim=2) for pair in zip(self.pairs[layer], (keys, values)))
-
-
 class Decoder(dit.Network):
     """The whole network, with DiT's interface."""
 
@@ -139,8 +128,8 @@ class Decoder(dit.Network):
     layers = property(lambda self: self.model.layers)
     head = property(lambda self: self.lm_head)
 
-    def run(self, tokens, position, block_masks, past=None):
-        """Hidden states (B, S, H) of tokens at positions (B, S), after the last norm."""
+    def run(self, tokens, position, masks, past=None):
+        """As DiT.run."""
         x = self.embed(tokens)
         if self.mask_row is not None:
             is_mask = (tokens == self.config.mask_id)[..., None]
@@ -152,23 +141,13 @@ class Decoder(dit.Network):
             known = inspect.signature(type(self.layers[0]).forward).parameters
             cache = {"cache" if "cache" in known else "past_key_values": past}
         for layer in self.layers:
-            x = layer(x, position_embeddings=rotary, position_ids=position,
-                      block_masks=block_masks, **cache)
-        return x
-
-    def hidden_states(self, inputs):
-        """Final hidden states (B, N, H) of the noisy copies. inputs: noise.Inputs."""
-        masks = dit.masks_of(self, inputs)
-        return self.run(inputs.tokens, inputs.position, masks)[:, :inputs.n_noisy]
+            x = layer(x, position_embeddings=rotary, position_ids=position, block_masks=masks,
+                      **cache)
+        return x[:, :masks[-1][0]]
 
     def head_inputs(self, hidden):
         """As DiT.head_inputs."""
         return self.model.norm(hidden)
-
-    def extend(self, tokens, position, mask, past):
-        """As DiT.extend."""
-        past = Past(past)
-        return self.run(tokens, position, [(tokens.shape[1], mask, None)] * 2, past), past.new
 
 
 Config.network = Decoder

@@ -13,7 +13,7 @@ import torch
 
 from core import dist, tensor_io
 from core.cli import named
-from diffusion import blocks, dit, noise
+from diffusion import blocks, dit
 from diffusion.choices import FULL, bound_range, range_fits
 from diffusion.dit import trained
 
@@ -96,9 +96,9 @@ def share_of_batches(world, rows, batch_rows, most=None):
 
 def noised_losses(model, how, batch, purpose, number, t_range, device):
     """(Inputs, (R,) float64 weighted losses) of Blocks under a draw of the noise; how: Eval."""
-    draws = noise.draw(how.seed, purpose, number, batch.n_groups, *batch.doc.shape)
+    draws = blocks.draw(how.seed, purpose, number, batch.n_groups, *batch.doc.shape)
     weighting = how.weighting if purpose == "search" else "elbo"
-    inputs = noise.diffuse(batch, draws, how.tokens.mask, t_range, weighting).to(device)
+    inputs = blocks.diffuse(batch, draws, how.tokens.mask, t_range, weighting).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=how.bf16):
         losses = model(inputs)
     return inputs, losses.double() * inputs.weights
@@ -241,7 +241,7 @@ def step_of(config, backend):
     def loss(model, rows, length, n_noisy, masked):
         every, tiles = length + n_noisy, -(-(length + n_noisy) // dit.TILE)
         dense, few = (torch.zeros(size, dtype=torch.int64) for size in ((rows, every), (masked,)))
-        inputs = noise.Inputs(
+        inputs = blocks.Inputs(
             tokens=dense, position=dense.clone(), doc=dense.int(), block=dense.int(), rows=few,
             labels=few.clone(), weights=torch.ones(masked), group=few, n_noisy=n_noisy,
             tiles=torch.zeros(rows, tiles, tiles, dtype=torch.int8))

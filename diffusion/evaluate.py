@@ -3,7 +3,7 @@
     python diffusion/evaluate.py --checkpoint out --bound test.jsonl      # nats and bits per token
     python diffusion/evaluate.py --checkpoint out --tasks gsm8k           # pip install lm_eval
 
--log p(text) is at most the mean of the bound's draws (noise.py), told with its standard error; in
+-log p(text) is at most the mean of the bound's draws (blocks.py), within its standard error; in
 blocks of one token it is equal, and one draw is enough.
 
 Tasks that generate (generate_until) get greedy answers; of the harness's settings for generation
@@ -57,6 +57,22 @@ from diffusion.sample_bd3lm import Sampling, answer, ids_state, load_solver
 # ---- Bounds
 
 
+def continuations(solver, pairs):
+    """Documents of (name, ids of a context, ids after it), of which only the latter count.
+
+    Places after the text in its last block stay masked: nothing is claimed of them. UserError.
+    """
+    problems = [Problem(name, "", "", "", ids=[*context, *ids], given=len(context))
+                for name, context, ids in pairs]
+    documents = blocks.make_documents(problems, solver.tokens, solver.layout, bad := [])
+    settle(bad)
+    rest = documents.region == choices.FILL
+    documents.ids[rest] = solver.tokens.mask
+    # --loss_on_question trains the context, too; here it is given
+    documents.target[rest | (documents.region == choices.QUESTION)] = False
+    return documents
+
+
 @torch.no_grad()
 def draw_bounds(solver, documents, draws, batch_rows, seed):
     """(n, draws) float64: nats of each document's targets in every draw of the noise."""
@@ -68,7 +84,7 @@ def draw_bounds(solver, documents, draws, batch_rows, seed):
     for first in range(0, len(order), batch_rows):
         numbers = order[first:first + batch_rows]
         rows = blocks.make_rows(documents, numbers, int(lengths[numbers].max()), False)
-        batch = blocks.collate(list(rows), len(rows), rows.length, rows.noisy_length, documents.pad)
+        batch = blocks.collate(list(rows), len(rows), rows.length, rows.noisy_length, 0)
         for draw in range(draws):
             inputs, losses = elbo.noised_losses(solver.model, how, batch, "validation",
                                                 (first, draw), t_range, device)
@@ -78,29 +94,12 @@ def draw_bounds(solver, documents, draws, batch_rows, seed):
     return nats
 
 
-def continuations(solver, pairs):
-    """Documents of (name, ids of a context, ids after it), of which only the latter count.
-
-    Places after the text in its last block stay masked: nothing is said of them. UserError.
-    """
-    problems = [Problem(name, "", "", "", ids=[*context, *ids], given=len(context))
-                for name, context, ids in pairs]
-    bad = []
-    documents = blocks.make_documents(problems, solver.tokens, solver.layout, bad)
-    settle(bad)
-    rest = documents.region == choices.FILL
-    documents.ids[rest] = solver.tokens.mask
-    # --loss_on_question trains the context, too; here it is given
-    documents.target[rest | (documents.region == choices.QUESTION)] = False
-    return documents
-
-
 def bound_file(args, folder, solver):
     """Print and write the bound of a file's answers, as a validation of the trainer has it."""
     layout, device = solver.layout, solver.model.embed.weight.device
     problems, bad = blocks.read_any(args.bound, "test", layout, folder, solver.tokens)
-    problems = problems[:args.limit or len(problems)]
-    documents = blocks.make_documents(problems, solver.tokens, layout, bad, args.bound)
+    documents = blocks.make_documents(problems[:args.limit or len(problems)], solver.tokens, layout,
+                                      bad, args.bound)
     if dropped := settle(bad, ("too_long",) * args.drop_too_long, hint=blocks.length_hint(bad)):
         print(f"data       dropped: {dropped}")
     exact = choices.bound_range(layout)[0] == 1         # then all draws are the same
@@ -115,8 +114,7 @@ def bound_file(args, folder, solver):
         "texts": n, "tokens": tokens, "exact": exact, "nats_per_token": nats,
         "nats_stderr": error, "bits_per_token": bits, "bits_stderr": bits_error}})
     print(f"bound      {'nll =' if exact else 'nll <='} {nats:.4f} +- {error:.4f} nats/token, "
-          f"{bits:.4f} +- {bits_error:.4f} bits/token; {tokens} tokens in {n} texts, {draws} draws "
-          "of the noise")
+          f"{bits:.4f} +- {bits_error:.4f} bits/token; {tokens} tokens in {n} texts, {draws} draws")
 
 
 def write(args, folder, name, found):
@@ -171,8 +169,8 @@ def harness_model(base, solver, batch_size, draws):
                 if left > 0:
                     pairs[number] = f"request {number}", head[-left:], ids
             if pairs:
-                documents = continuations(solver, pairs.values())
-                nats = draw_bounds(solver, documents, draws, batch_size, 0)
+                nats = draw_bounds(solver, continuations(solver, pairs.values()), draws,
+                                   batch_size, 0)
                 for number, mean in zip(pairs, nats.mean(1)):
                     found[number] = -float(mean)
             return [(value, False) for value in found]

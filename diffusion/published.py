@@ -365,9 +365,10 @@ def export(folder, output, layout_of="usual"):
         state = official_state(model.state_dict(), config.heads, t_range)
         written = {
             "architectures": ["BD3LM"], "model_type": "bd3lm", "torch_dtype": "float32",
+            "return_dict": False,
             "auto_map": {"AutoConfig": f"{HUB_CODE}--configuration_bd3lm.BD3LMConfig",
                          "AutoModelForMaskedLM": f"{HUB_CODE}--modeling_bd3lm.BD3LM"},
-            "return_dict": False, "block_size": layout.block_size, "vocab_size": config.vocab_size,
+            "block_size": layout.block_size, "vocab_size": config.vocab_size,
             "model_length": layout.longest, "cross_attn": True, "adaln": True,
             "attn_backend": "sdpa", "causal": False, "hidden_dim": config.hidden_size,
             "cond_dim": config.cond_size, "n_blocks": config.layers, "n_heads": config.heads,

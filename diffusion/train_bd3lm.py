@@ -6,7 +6,7 @@
     torchrun --nproc_per_node=8 diffusion/train_bd3lm.py ... --init_from Qwen/Qwen3-0.6B --bf16
 
 The script reads top to bottom: flags, ranks, data, resume, order of the data, model, validation and
-saving, then the loop. The loss is a bound on the negative log-likelihood (noise.py), averaged over
+saving, then the loop. The loss is a bound on the negative log-likelihood (blocks.py), averaged over
 every target of the whole optimizer step, all ranks and micro-steps. The noise is drawn for the
 whole step as well, so any split of a step over ranks and micro-steps trains the same model.
 
@@ -128,7 +128,7 @@ import torch
 
 from core import checkpoint, dist, loading, metrics, optim, run, tensor_io, watchdog
 from core.packing import PackOrder, rank_packs
-from diffusion import blocks, dit, elbo, noise, problems
+from diffusion import blocks, dit, elbo, problems
 
 # ---- Ranks. A dry run joins no other process and writes nothing.
 world, watch, work_dir = run.start(args)
@@ -337,7 +337,7 @@ while step < total_steps and not stopping and stale < patience:
     window = order.window(epoch, first_pack, per_step)
     work = {name: int(values[window].sum()) for name, values in table.items()}
     # noise is drawn for the whole step and then cut: it is the same on any number of ranks
-    draws = noise.draw(args.seed, "train", step, work["groups"], step_rows, rows.length)
+    draws = blocks.draw(args.seed, "train", step, work["groups"], step_rows, rows.length)
     first_groups = np.concatenate([[0], np.cumsum(table["groups"][window])])
     step_sums = torch.zeros_like(sums)      # stays on the device; nothing here waits for it
     for micro in range(accumulation):
@@ -353,7 +353,7 @@ while step < total_steps and not stopping and stale < patience:
         # else this rank's loss would be divided by another count than the others'
         assert batch.n_targets == table["targets"][mine].sum(), "loader and plan disagree"
         part = draws.part(first, batch_rows, first_groups[min(first, len(window))], batch.n_groups)
-        inputs = noise.diffuse(batch, part, tokens.mask, t_range, args.loss_weighting).to(device)
+        inputs = blocks.diffuse(batch, part, tokens.mask, t_range, args.loss_weighting).to(device)
 
         # forward, loss, backward; ranks exchange gradients once a step, when they are complete
         with dist.gradient_sync(wrapped, micro == accumulation - 1):

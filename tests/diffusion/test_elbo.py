@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from core import dist
-from diffusion import blocks, choices, dit, elbo, noise, problems
+from diffusion import blocks, choices, dit, elbo, problems
 from tests.helpers.block_problems import documents_of
 
 ALONE = dist.World(device=torch.device("cpu"))
@@ -62,8 +62,8 @@ def test_ranks_share_batches_without_a_rest(demo):
 def test_search_takes_the_range_of_least_variance(demo, monkeypatch):
     monkeypatch.setattr(elbo, "SEARCH_BATCHES", 2)
     official = elbo.candidates([0.5, 0.6, 0.7, 0.8, 0.9], {16})
-    assert len(official) == 1 + 11 + 9 + 7 + 5 + 3 and official[:3] == [noise.FULL, (1e-3, 0.5), (0.05, 0.55)]
-    assert elbo.candidates([0.1], {4}) == [noise.FULL, *((low, round(low + 0.1, 2)) for low in
+    assert len(official) == 1 + 11 + 9 + 7 + 5 + 3 and official[:3] == [blocks.FULL, (1e-3, 0.5), (0.05, 0.55)]
+    assert elbo.candidates([0.1], {4}) == [blocks.FULL, *((low, round(low + 0.1, 2)) for low in
                                                         (0.15, 0.2, 0.25, 0.4, 0.45, 0.5, 0.65, 0.7, 0.75, 0.9))]
     tokens, rows = rows_of(demo, "train", 24)
     torch.manual_seed(0)
@@ -76,8 +76,8 @@ def test_search_takes_the_range_of_least_variance(demo, monkeypatch):
         per_block = []
         for number in range(elbo.SEARCH_BATCHES):
             batch = blocks.collate([rows[r] for r in range(4 * number, 4 * number + 4)], 4, 96, rows.noisy_length, 0)
-            draws = noise.draw(42, "search", number, batch.n_groups, 4, 96)
-            inputs = noise.diffuse(batch, draws, tokens.mask, t_range)
+            draws = blocks.draw(42, "search", number, batch.n_groups, 4, 96)
+            inputs = blocks.diffuse(batch, draws, tokens.mask, t_range)
             losses, groups = (model(inputs) * inputs.weights).tolist(), inputs.group.tolist()
             for group in range(batch.n_groups):
                 size = int((batch.group[batch.target] == group).sum())

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from core import fused
 from core.cli import UserError
-from diffusion import dit, noise, published
+from diffusion import blocks, dit, published
 from diffusion.problems import load_tokenizer
 from tests.helpers.trainer import ROOT
 
@@ -89,9 +89,9 @@ def filled(given, config):
 
 
 def inputs_of(noisy, clean, size, rows):
-    """noise.Inputs of one problem whose noisy copies `rows` are trained."""
+    """blocks.Inputs of one problem whose noisy copies `rows` are trained."""
     at = torch.arange(len(noisy)).repeat(2)[None]
-    return noise.Inputs(torch.cat([noisy, clean])[None], at, torch.zeros_like(at), at // size, rows, clean[rows],
+    return blocks.Inputs(torch.cat([noisy, clean])[None], at, torch.zeros_like(at), at // size, rows, clean[rows],
                         torch.ones(len(rows)), rows, None, len(noisy))
 
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from core.memory import Setup, step_bytes
-from diffusion import dit, elbo, noise
+from diffusion import blocks, dit, elbo
 from tests.helpers.live_bytes import real_peak
 
 LENGTH, NOISY = 96, 64
@@ -14,11 +14,11 @@ def step_of(backend, size="tiny", vocabulary=300):
 
 
 def inputs_of(rows, masked):
-    """noise.Inputs of rows with one document each, whose first places of all rows together are masked."""
+    """blocks.Inputs of rows with one document each, whose first places of all rows together are masked."""
     places = torch.cat([torch.arange(NOISY), torch.arange(LENGTH)]).expand(rows, -1)
     doc = torch.zeros(rows, NOISY + LENGTH, dtype=torch.int32)
     at = torch.arange(masked)
-    return noise.Inputs(tokens=places % 290, position=places, doc=doc, block=(places // 16).int(), rows=at,
+    return blocks.Inputs(tokens=places % 290, position=places, doc=doc, block=(places // 16).int(), rows=at,
                         labels=at % 290, weights=torch.ones(masked), group=at, tiles=None, n_noisy=NOISY)
 
 

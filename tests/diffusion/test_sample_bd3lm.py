@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from diffusion import (blocks, dit, elbo, evaluate, make_problems, noise, published, sample_bd3lm)
+from diffusion import blocks, dit, elbo, evaluate, make_problems, published, sample_bd3lm
 from diffusion.choices import Layout
 from diffusion.problems import load_tokenizer, read_problems
 from diffusion.sample_bd3lm import Sampling
@@ -46,8 +46,8 @@ def overfit(documents, tokens):
 
     def noised(number, masked):
         """The documents under a draw of noise, or wholly masked, which is where generation starts."""
-        draws = noise.draw(2, "train", number, batch.n_groups, *batch.doc.shape)
-        return noise.diffuse(batch, draws._replace(levels=np.ones(batch.n_groups)) if masked else draws, tokens.mask)
+        draws = blocks.draw(2, "train", number, batch.n_groups, *batch.doc.shape)
+        return blocks.diffuse(batch, draws._replace(levels=np.ones(batch.n_groups)) if masked else draws, tokens.mask)
 
     @torch.no_grad()
     def known():
