@@ -1,11 +1,10 @@
 """A language model of transformers as a block-diffusion backbone, under block-causal attention.
 
-Same three-part pass, masks and interface as dit.py; the model's layers run, with another attention
-function. The recipe is that of dLLM's BD3 of Qwen3 (github.com/ZHZisZZ/dllm), SDAR (arXiv
-2510.06303) and E2D2: noisy and clean copies under the same positions, all weights trained, and no
-shift: the head, which an autoregressive model reads one place before a token, here reads at the
-masked token itself. The mask's row is new, or the first that no token uses. Under LoRA the base is
-frozen, and the mask's row is a parameter apart that is trained with the adapters.
+Masks and interface are dit.py's; the model's layers run, with another attention function. The
+recipe is that of dLLM's BD3 of Qwen3 (github.com/ZHZisZZ/dllm), SDAR (arXiv 2510.06303) and E2D2:
+noisy and clean copies under the same positions, all weights trained, and no shift: the head, which
+an autoregressive model reads one place before a token, here reads at the masked token itself. The
+mask's row is new, or the first that no token uses; under LoRA it is a parameter apart.
 """
 import functools
 import inspect
@@ -25,9 +24,8 @@ KINDS = ("llama", "mistral", "qwen2", "qwen3", "sdar")     # SDAR is Qwen3 under
 
 
 def block_attention(module, query, key, value, attention_mask, block_masks, **_):
-    """dit.attend of query (B, heads, S, D), key and value (B, kv_heads, S, D), as transformers
-    calls it: (B, S, heads, D), None. block_masks: dit.masks_of; in the last layer, whose clean
-    tokens nobody reads, they get zeros.
+    """dit.attend of query (B, heads, S, D), key and value (B, kv_heads, S, D) -> (B, S, heads, D),
+    None. block_masks: dit.masks_of; in the last layer clean tokens, which nobody reads, get zeros.
     """
     is_last = module.layer_idx == module.config.num_hidden_layers - 1
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
@@ -165,9 +163,7 @@ def drop_output(dropout, module, args, output):
 
 def add_adapters(model, lora):
     """Freeze a Decoder, give it LoRA adapters and the mask's row as a parameter -> PEFT's wrapper.
-
-    lora: of Config: dtype, the name of that of frozen weights, and arguments of adapters.add_lora
-    by name. UserError when no layer is a target.
+    lora: of Config; its dtype is that of frozen weights. UserError when no layer is a target.
     """
     from core import adapters       # here: PEFT takes seconds to import
     how = [lora[name] for name in ("rank", "alpha", "dropout", "targets", "base", "rslora", "dora")]

@@ -2,10 +2,9 @@
 
 A row of the batch is [noisy copies (N) | clean tokens (L)]. Every token has a document, a block
 number in it and a position; nothing else decides who sees whom (attends below), so packed rows,
-padded rows, BD3-LM's block-causal layout and a hierarchy of question, plan and execution are one
-model. The backbone is that of BD3-LM and MDLM (arXiv 2503.09573; adaLN-zero from DiT, arXiv
-2212.09748): RoPE, GELU MLP, untied zero-initialised head, no time conditioning, so that the
-modulation is a learned constant.
+padded rows, BD3-LM's blocks and the hierarchy of question, plan and execution are one model. The
+backbone is that of BD3-LM and MDLM (arXiv 2503.09573; adaLN-zero from DiT, arXiv 2212.09748): RoPE,
+GELU MLP, untied zero-initialised head, no time conditioning: the modulation is a learned constant.
 """
 import functools
 import math
@@ -61,10 +60,9 @@ def config_of(size, vocab_size, mask_id, dropout=0.1):
 def attends(doc, block, n_noisy):
     """The mask as a function of (row, head, query, key) indices, as FlexAttention takes it.
 
-    doc, block: (B, S) ints; doc is -1 on padding. Tokens 0 to n_noisy - 1 of a row are noisy
-    copies, the rest is clean. A query sees, in its document, its block in its half and
-    clean tokens of earlier blocks. Padding is seen by nobody but itself, so that no row of the
-    softmax is empty.
+    doc, block: (B, S) ints; doc is -1 on padding. The first n_noisy tokens of a row are noisy
+    copies, the rest is clean. A query sees, in its document, its block in its half and clean tokens
+    of earlier blocks. Padding sees itself alone, so that no row of the softmax is empty.
     """
     def rule(b, h, q, k):
         q_block, k_block = block[b, q], block[b, k]
@@ -76,7 +74,7 @@ def attends(doc, block, n_noisy):
 
 
 def tile_states(doc, block, n_noisy):
-    """What flex_attention may skip: (B, tiles, tiles) int8 of NOTHING, SOME or ALL for each tile.
+    """(B, tiles, tiles) int8 of NOTHING, SOME or ALL: tiles that flex_attention may skip.
 
     doc, block: (B, S) int arrays as in attends. Pairs are counted by runs of tokens of one block,
     some 50 a row, not one by one as create_block_mask does: cheap enough for a loader process.
@@ -206,16 +204,13 @@ class Network(nn.Module):
         return self.run(tokens, position, [(tokens.shape[1], mask, None)] * 2, past), past.new
 
     def _logits(self, hidden):
-        """Logits (..., V or more) of hidden states, -inf for the mask and beyond the vocabulary.
-
-        Beyond it: tensor cores want rows whose bytes are a multiple of 16, which those of GPT-2's
-        50,258 tokens are not (docs.nvidia.com/deeplearning/performance).
+        """Logits (..., V or more) of hidden states, -inf for the mask and beyond the vocabulary:
+        tensor cores want rows whose bytes are a multiple of 16, unlike GPT-2's 50,258 tokens.
         """
         x, weight, bias = self.head_inputs(hidden), self.head.weight, self.head.bias
-        size = len(weight)
+        at = torch.arange(size := len(weight), device=x.device)
         bias = torch.zeros(size, device=x.device) if bias is None else bias
-        hidden_id = torch.arange(size, device=x.device) == self.config.mask_id
-        bias = bias.masked_fill(hidden_id, -torch.inf)
+        bias = bias.masked_fill(at == self.config.mask_id, -torch.inf)
         if fused.wanted(x) and size % 8:
             weight = F.pad(weight.to(x.dtype), (0, 0, 0, -size % 64))
             bias = F.pad(bias, (0, -size % 64), value=-torch.inf)
@@ -252,7 +247,6 @@ class Network(nn.Module):
 
     def flops(self, tokens, rows, pairs):
         """Model FLOPs of forward and backward, three times the forward, twice where it is frozen.
-
         tokens: noisy and clean ones; rows: masked ones that reach the head; pairs: (query, key)
         pairs that may attend. Padding, recomputation and adapters are not counted.
         """
@@ -267,9 +261,7 @@ class Network(nn.Module):
 
 
 def modulate(norm, x, shift, scale):
-    """norm(x) * (1 + scale) + shift, like x (..., H), of an nn.LayerNorm without bias; shift,
-    scale (H,) float32, the same for all tokens.
-    """
+    """norm(x) * (1 + scale) + shift, like x (..., H), of an nn.LayerNorm; shift, scale (H,)."""
     return fused.layer_norm(x, norm.weight.float() * (1 + scale), shift, 1e-5)
 
 

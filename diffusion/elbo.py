@@ -1,8 +1,6 @@
-"""Validation of block diffusion by the averaged weights: the likelihood bound with its sampling
-error, the noise range whose losses vary least, and answers to held-out problems.
-
-Every rank takes equally many batches, the last ones perhaps of padding only. A batch gets the same
-noise at every validation and on any number of ranks, so bounds of different steps and runs compare.
+"""Validation by the averaged weights: the likelihood bound with its sampling error, the noise range
+whose losses vary least, answers to held-out problems. A batch gets the same noise at every
+validation and on any number of ranks, so bounds of different steps and runs compare.
 """
 import math
 from dataclasses import replace
@@ -18,8 +16,6 @@ from diffusion.choices import FULL, bound_range, range_fits
 from diffusion.dit import trained
 
 SEARCH_BATCHES = 4  # of a search of the noise range
-
-# ---- Averaged weights
 
 
 class Average:
@@ -52,11 +48,8 @@ class Average:
             shadow.copy_(kept)
 
 
-# ---- Bound
-
-
 class Eval(NamedTuple):
-    """What a validation is on, and how it goes."""
+    """The data of a validation, and how it goes."""
     rows: blocks.Rows
     tokens: object          # problems.Tokens
     batch_rows: int         # of a batch
@@ -74,18 +67,20 @@ def validate(world, model, average, how, t_range, asked_to_stop):
     average.swap()
     model.eval()
     values = bound(world, model, how, asked_to_stop)
-    if values is not None and how.widths:
+    if values and how.widths:
         t_range = search_range(world, model, how, asked_to_stop)
-    if values is not None and t_range is not None and how.chosen:
+    if values and t_range and how.chosen:
         values |= accuracy(world, model, how)
     model.train()
     dist.reshard(model)     # the forward passes left the averaged weights gathered
     average.swap()
-    return None if values is None or t_range is None else (values, t_range)
+    return (values, t_range) if values and t_range else None
 
 
 def share_of_batches(world, rows, batch_rows, most=None):
-    """Yield (number, Blocks) of a share of the first batches: equally many on all ranks."""
+    """Yield (number, Blocks) of a share of the first batches: equally many on all ranks, the last
+    ones perhaps of padding only.
+    """
     batches = min(most or len(rows), -(-len(rows) // batch_rows))
     for number in range(world.rank, -(-batches // world.size) * world.size, world.size):
         first = number * batch_rows if number < batches else len(rows)
@@ -110,8 +105,7 @@ def bound(world, model, how, asked_to_stop):
     asked to stop. asked_to_stop(): collective, called before every batch.
 
     eval/loss: nats per target. eval/nll: the same sum per token of text (targets without fill);
-    eval/stderr: its standard error, of the noise alone, from how the draws of each block differ;
-    with few blocks it is rough.
+    eval/stderr: its standard error, of the noise alone, from how the draws of each block differ.
     """
     rows, repeats, device = how.rows, how.repeats, world.device
     t_range = bound_range(rows.documents.layout)
@@ -148,10 +142,10 @@ def loss_report(sums):
 
 def eval_line(step, v):
     """The bound of a validation in one line."""
-    error = f" +- {v['eval/stderr']:.4f}" if "eval/stderr" in v else ""
     right = f" | right {v['eval/accuracy']:.1%}" if "eval/accuracy" in v else ""
-    return (f"eval   step {step:>6} | nll <= {v['eval/nll']:.4f}{error} nats/token | "
-            f"perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f}{right}")
+    return (f"eval   step {step:>6} | nll <= {v['eval/nll']:.4f} +- {v.get('eval/stderr', 0):.4f} "
+            f"nats/token | perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f}"
+            f"{right}")
 
 
 def improved(best, values):
@@ -164,9 +158,6 @@ def improved(best, values):
     return bool(better)
 
 
-# ---- --clip_search_widths: the noise range under which losses vary least (BD3-LM's var_min)
-
-
 def candidates(widths, block_sizes):
     """[(low, high)] to try: all of (0, 1], and of each width those from 0, 0.05, 0.10 and so on."""
     found = [FULL, *((max(round(0.05 * i, 2), FULL[0]), round(0.05 * i + width, 6))
@@ -177,8 +168,8 @@ def candidates(widths, block_sizes):
 
 @torch.no_grad()
 def search_range(world, model, how, asked_to_stop):
-    """(low, high) of the candidate under which losses of blocks vary least, None if asked to stop.
-    A forward pass for each candidate and each of the first SEARCH_BATCHES batches. As bound.
+    """(low, high) of the candidate under which losses of blocks vary least (BD3-LM's var_min), by a
+    forward pass for each and each of the first SEARCH_BATCHES batches; None if asked to stop.
     """
     device = world.device
     tried = candidates(how.widths, how.rows.documents.layout.block_sizes)
@@ -198,10 +189,6 @@ def search_range(world, model, how, asked_to_stop):
     return tried[int((squares / n - (total / n).square()).argmin())]
 
 
-# ---- --eval_accuracy: each rank answers its share of some held-out problems, and waits for nobody.
-# Nothing is random in it, so that numbers of different steps compare.
-
-
 def choose_problems(rows, n, tokens, seed):
     """[(Problem, its sample_bd3lm.question_state)] of n held-out problems of Rows, by the seed."""
     from diffusion.sample_bd3lm import question_state
@@ -212,19 +199,17 @@ def choose_problems(rows, n, tokens, seed):
 
 
 def accuracy(world, model, how):
-    """{"eval/accuracy": strict, ...} of a model in eval mode, sharded or not. Collective.
-
-    Under FSDP2 with --bf16 answers come from weights in bf16; DDP computes in bf16 from fp32.
+    """{"eval/accuracy": strict, "eval/nfe": passes} of a model in eval mode, without randomness.
+    Collective. Under FSDP2 with --bf16 the weights are bf16; DDP computes in bf16 from fp32.
     """
     from diffusion.sample_bd3lm import Sampling, Solver, answer, score
-    solver = Solver(model, how.tokens, how.rows.documents.layout,
-                    Sampling("confidence", temperature=0.0), how.bf16)
-    problems, states = zip(*how.chosen)
-    mine = slice(world.rank, None, world.size)
+    how_sampled = Sampling("confidence", temperature=0.0)
+    solver = Solver(model, how.tokens, how.rows.documents.layout, how_sampled, how.bf16)
+    (problems, states), mine = zip(*how.chosen), slice(world.rank, None, world.size)
     # lengths change with every block: compiled layers would be compiled again for each
     with dist.gathered(model), torch.compiler.set_stance("force_eager"):
         answers = answer(solver, states[mine], how.batch_rows)
-    scores = [(score(found["text"], problem.answer)[0], found["forwards"])
+    scores = [(score(found["text"], problem.answer), found["forwards"])
               for problem, found in zip(problems[mine], answers)]
     scores = [pair for found in dist.all_gather(world, scores) for pair in found]
     right, forwards = np.mean(scores, axis=0, dtype=float).tolist()

@@ -3,12 +3,10 @@
     python diffusion/evaluate.py --checkpoint out --bound test.jsonl      # nats and bits per token
     python diffusion/evaluate.py --checkpoint out --tasks gsm8k           # pip install lm_eval
 
--log p(text) is at most the mean of the bound's draws (blocks.py), within its standard error; in
-blocks of one token it is equal, and one draw is enough.
-
-Tasks that generate (generate_until) get greedy answers; of the harness's settings for generation
-only `until` counts. Tasks that compare likelihoods (loglikelihood) get the bound of each text. A
-model trained with --chat gets a task's text as the user's turn.
+-log p(text) is at most the mean of the bound's draws, within its standard error; in blocks of one
+token it is equal, and one draw is enough. Tasks that generate (generate_until) get greedy answers;
+of the harness's settings only `until` counts. Tasks that compare likelihoods (loglikelihood) get
+the bound of each text. A model trained with --chat gets a task's text as the user's turn.
 """
 import sys
 from pathlib import Path
@@ -23,23 +21,16 @@ from diffusion import choices
 def build_parser():
     p = cli.Parser("Bound likelihoods, or run tasks of lm-eval-harness.")
     choices.answers(p, "confidence")
-    p.flag("--bound", None, "bound the likelihood of a file's answers", metavar="FILE")
+    one = p.add_mutually_exclusive_group(required=True)
+    one.add_argument("--bound", help="bound the likelihood of a file's answers", metavar="FILE")
+    one.add_argument("--tasks", help="names of lm-eval's tasks", nargs="+")
     p.flag("--draws", 16, "draws of the noise for each bound")
-    p.flag("--tasks", None, "names of lm-eval's tasks", nargs="+")
     p.flag("--num_fewshot", 0, "worked examples before each question")
     return p
 
 
-def check_flags(args, world_size):
-    """Raise UserError for values that make no sense."""
-    choices.check_answers(args)
-    cli.zero_or_more(args, "num_fewshot")
-    require(bool(args.bound) != bool(args.tasks), "give one of --bound and --tasks")
-    require(args.draws > 1, "--draws must be at least 2: one has no error")
-
-
 # parsed before torch is imported: --help and a mistake in a flag answer at once
-ARGS = cli.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+ARGS = cli.parse(build_parser(), choices.check_answers) if __name__ == "__main__" else None
 
 import json
 import math
@@ -58,9 +49,8 @@ from diffusion.sample_bd3lm import Sampling, answer, ids_state, load_solver
 
 
 def continuations(solver, pairs):
-    """Documents of (name, ids of a context, ids after it), of which only the latter count.
-
-    Places after the text in its last block stay masked: nothing is claimed of them. UserError.
+    """Documents of (name, ids of a context, ids after it), of which only the latter count: places
+    after the text in its last block stay masked. UserError.
     """
     problems = [Problem(name, "", "", "", ids=[*context, *ids], given=len(context))
                 for name, context, ids in pairs]
@@ -156,9 +146,9 @@ def harness_model(base, solver, batch_size, draws):
             return texts
 
         def loglikelihood(self, requests, disable_tqdm=False):
-            """[(minus the bound of -log p(continuation | context), False)] of the requests; False:
-            whether greedy decoding would write it is not looked at. A context that is too long
-            loses its first tokens; a continuation without room by itself gets minus infinity.
+            """[(minus the bound of -log p(continuation | context), False)] of the requests; whether
+            greedy decoding would write it is not looked at. A context that is too long loses its
+            first tokens; a continuation without room by itself gets minus infinity.
             """
             pairs, found = {}, [-math.inf] * len(requests)
             for number, request in enumerate(requests):
@@ -176,8 +166,7 @@ def harness_model(base, solver, batch_size, draws):
             return [(value, False) for value in found]
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
-            raise UserError("this task scores texts without a question, which this model was not "
-                            "trained on")
+            raise UserError("this task scores texts without a question: not trained on")
     return BlockDiffusion()
 
 
@@ -187,8 +176,8 @@ def run_tasks(args, folder, solver):
     import lm_eval
     from lm_eval.api.model import LM
     layout = solver.layout
-    require(layout.system != "hdp", f"--checkpoint {folder}: is an hdp model, which writes a plan "
-                                 "first; give one of --system gsm8k or chat")
+    require(layout.system != "hdp", f"--checkpoint {folder}: an hdp model writes a plan first; "
+                                    "give one of --system gsm8k or chat")
     ours = harness_model(LM, solver, args.batch_size, args.draws)
     found = lm_eval.simple_evaluate(
         model=ours, tasks=args.tasks, num_fewshot=args.num_fewshot, limit=args.limit or None,
@@ -205,7 +194,7 @@ def run_tasks(args, folder, solver):
 
 
 def main(argv=None):
-    args = ARGS or cli.parse(build_parser(), check_flags, argv)
+    args = ARGS or cli.parse(build_parser(), choices.check_answers, argv)
     folder, solver = load_solver(
         args, Sampling(args.order, threshold=args.threshold, temperature=0.0))
     (bound_file if args.bound else run_tasks)(args, folder, solver)

@@ -67,24 +67,22 @@ def teacher_line(problem):
 
 def read_teacher(path, problems):
     """Plans of these problems from the chat JSONL that create_data.py made. UserError."""
-    plans, text = {}, json_files.read_text(path, "--teacher ").removesuffix("\n")
-    asked = dict(enumerate(map(teacher_line, problems)))
+    asked, plans = list(map(teacher_line, problems)), {}
+    text = json_files.read_text(path, "--teacher ").removesuffix("\n")
     for number, line in enumerate(text.split("\n"), 1):
         try:
-            record = json_files.loads(line)
-            question, plan = (message["content"] for message in record["messages"])
-            index = record.get("line", record["id"])
-            if question != asked.get(index):
-                raise ValueError("was not made from the lines of these problems")
-            plans[index] = " ".join(plan.split())
+            question, plan = (part["content"] for part in json_files.loads(line)["messages"])
+            plans[question] = " ".join(plan.split())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"--teacher {path} line {number}: is not a record of create_data.py "
                             f"({error})")
-    without = [p.name for number, p in enumerate(problems) if number not in plans]
+    foreign = plans.keys() - set(asked)
+    require(not foreign, f"--teacher {path}: {len(foreign)} records are not of these problems")
+    without = [p.name for p, line in zip(problems, asked) if line not in plans]
     require(not without, f"--teacher {path}: {len(without)} of {len(problems)} problems have no "
                          f"plan, the first is {''.join(without[:1])}; see .rejected.jsonl, and ask "
                          "again with more --max_retries")
-    return [plans[number] for number in range(len(problems))]
+    return [plans[line] for line in asked]
 
 
 def make_plans(path, teacher=None):

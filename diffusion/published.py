@@ -99,8 +99,8 @@ def find_checkpoint(name, flag="--checkpoint"):
 class Origin(NamedTuple):
     """The weights that --init_from names."""
     path: Path
-    kind: str           # "ours": a checkpoint of this trainer; "causal": a language model that
-    #                     predicts the next token; "published": a DiT of BD3-LM or MDLM
+    kind: str           # "ours": a checkpoint of this trainer; "causal": a language model;
+    #                     "published": a DiT of BD3-LM or MDLM
     form: dict          # prompt, end_token, block_size, mask_token_id, vocab_size, where it says so
     source: dict        # config.json of the language model that they come from; {}: of none
 
@@ -160,11 +160,11 @@ def with_form(layout, form):
 
 def with_chat(layout, folder):
     """A Layout with questions and ends as in a tokenizer folder's chat template. UserError."""
+    question = [{"role": "user", "content": "{question}"}]
     try:
         tokenizer = auto_tokenizer(folder)
         prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": "{question}"}], tokenize=False,
-            add_generation_prompt=True, enable_thinking=False)
+            question, tokenize=False, add_generation_prompt=True, enable_thinking=False)
         require(prompt.count("{question}") == 1, "it does not write the question once")
     except Exception as error:      # a dozen kinds: no files, no template, a template that fails
         raise UserError(f"--chat: {folder} has no chat template that can be used "
@@ -204,20 +204,18 @@ def read(origin, config, tokens, seed=0):
         tensors = from_official({name: part[:] for name, part in tensor_io.open_tensors(
             files).items() if part.get_shape()}, config, path)      # sampling_eps_* are 0-d
     rows = next((len(tensors[name]) for name in ROWS if name in tensors), 0)
-    if origin.kind == "published":      # of GPT-2's tokens and a mask
-        own = tokens.plain() | {"<|mask|>": rows - 1}
-    else:
-        own = read_tokenizer(path).get_vocab()
-    most = max(own.values()) + 1
-    require(most <= rows if origin.source else len(own) == most == rows,
+    known = tokens.plain() | {"<|mask|>": rows - 1}     # published: GPT-2's tokens and a mask
+    if origin.kind != "published":
+        known = read_tokenizer(path).get_vocab()
+    most, mask = max(known.values()) + 1, form.get("mask_token_id")
+    require(most <= rows if origin.source else len(known) == most == rows,
             f"--init_from {path}: tokenizer and model disagree: {most} tokens and {rows} rows")
-    markers = {name: own.pop(name) for name in (*MARKERS["hdp"], SDAR_MASK) if name in own}
-    mask = form.get("mask_token_id")
+    markers = {name: known.pop(name) for name in (*MARKERS["hdp"], SDAR_MASK) if name in known}
     require(mask in (None, tokens.mask),
             f"--init_from {path}: its config.json has mask_token_id {mask}, its tokenizer has the "
             f"mask at {tokens.mask}; correct tokenizer.json ({SDAR_MASK}) or config.json")
-    require(own == tokens.plain(), f"--init_from {path}: its tokenizer is not that of --tokenizer, "
-                                   "so ids would mean other words; drop --tokenizer")
+    require(known == tokens.plain(), f"--init_from {path}: its tokenizer is not that of "
+                                     "--tokenizer, so ids would mean other words; drop --tokenizer")
     with torch.device("meta"):
         wanted = {name: p.shape for name, p in config.network(config).named_parameters()}
     wrong = sorted(wanted.keys() ^ tensors.keys())
@@ -268,23 +266,22 @@ def fill(model, given, seed, resumed):
 def fit_vocabulary(tensors, markers, tokens, size, seed):
     """(tensors of `size` rows for `tokens`, names of new markers). markers: {name: row there}."""
     count, generator = len(tokens.plain()), torch.Generator().manual_seed(seed)
-
-    def fit(rows):
-        own, fitted = rows[:count].float(), torch.zeros(size, *rows.shape[1:], dtype=rows.dtype)
-        kept = min(len(rows), size)
-        fitted[:kept] = rows[:kept]
-        for name, number in tokens.markers.items():
-            if name in markers:
-                fitted[number] = rows[markers[name]]
-            else:
-                fitted[number] = own.mean(0)
-                if rows.ndim > 1:       # a bias is one number a token
+    new, fitted = [name for name in tokens.markers if name not in markers], {}
+    for name, rows in tensors.items():
+        fitted[name] = rows = rows.detach()
+        if name in ROWS:
+            mean, spread = rows[:count].float().mean(0), rows[:count].float().std(0)
+            fitted[name] = table = torch.zeros(size, *rows.shape[1:], dtype=rows.dtype)
+            table[:len(rows)] = rows[:size]
+            for marker, number in tokens.markers.items():
+                if marker in markers:
+                    table[number] = rows[markers[marker]]
+                elif rows.ndim == 1:        # a bias is one number a token
+                    table[number] = mean
+                else:
                     noise = torch.randn(rows.shape[1:], generator=generator)
-                    fitted[number] = own.mean(0) + 0.02 * own.std(0) * noise
-        return fitted
-
-    return {name: fit(tensor.detach()) if name in ROWS else tensor.detach()
-            for name, tensor in tensors.items()}, [n for n in tokens.markers if n not in markers]
+                    table[number] = mean + 0.02 * spread * noise
+    return fitted, new
 
 
 # ---- BD3-LM's and MDLM's names (kuleshov-group/bd3lms 1c3e8f4: models/dit.py, models/hf)

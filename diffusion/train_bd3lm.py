@@ -46,16 +46,16 @@ flag("--init_from", None, "folder or hub name of BD3-LM or MDLM weights, a causa
 flag("--dropout", 0.1, "on the output of attention and MLP, 0 to 1")
 flag("--t_range", None, "noise levels trained on, and shares of a block that may be masked "
      "(default: all; 1 for single tokens)", type=float, nargs=2, metavar=("LOW", "HIGH"))
-flag("--clip_search_widths", (), "after each validation train on the range of such a width whose "
-     "loss varies least", type=float, nargs="*", metavar="WIDTH")
+flag("--clip_search_widths", (), "train on the range of such a width whose losses vary least",
+     type=float, nargs="*", metavar="WIDTH")
 flag("--loss_weighting", "elbo", "the bound's weights, or all 1", choices=("elbo", "ce"))
 flag("--ema_decay", 0.9999, "of the averaged weights, after its warm-up")
 switch("--use_lora", "train adapters on a frozen base instead of all weights")
 flag("--lora_rank", 32, "adapter rank")
 flag("--lora_alpha", 32, "updates are multiplied by alpha / rank")
 flag("--lora_dropout", 0.0, "dropout on adapter inputs, 0 to 1")
-flag("--lora_target_modules", "all-linear", "all-linear, or name endings such as q_proj,v_proj; "
-     "the mask's row is trained as well", type=cli.alias(all="all-linear"))
+flag("--lora_target_modules", "all-linear", "all-linear, or name endings such as q_proj,v_proj",
+     type=cli.alias(all="all-linear"))
 switch("--use_rslora", "PEFT's rsLoRA: multiply updates by alpha / sqrt(rank) instead")
 switch("--use_dora", "PEFT's DoRA: train the length of each weight row apart; slower")
 # batch and length of the run
@@ -84,18 +84,17 @@ flag("--seed", 42, "of weights, data order, hold-out, noise and dropout")
 switch("--auto", "choose batches, --gradient_checkpointing and --parallel by the memory plan")
 flag("--gpu_memory", None, "GiB of a GPU, for a plan (default: the one here, else 80)", type=float)
 flag("--host_memory", None, argparse.SUPPRESS, type=float)      # of a node, free, for a plan
-flag("--parallel", "ddp", "copies of the model, or one sharded over all GPUs (fsdp), over those of "
-     "each node (hsdp) or over N each (hsdp:N)", type=cli.sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
+flag("--parallel", "ddp", "copies of the model, or one sharded over all GPUs, a node's, or N",
+     type=cli.sharding, metavar="ddp|fsdp|hsdp|hsdp:N")
 flag("--shard_size", 0, argparse.SUPPRESS)          # the N of --parallel hsdp:N
 switch("--bf16", "bfloat16 compute, float32 weights")
 switch("--tf32", "TF32 for float32 matrix products on CUDA")
 switch("--compile", "torch.compile each layer")
 flag("--gradient_checkpointing", None, "recompute layers in the backward pass; selective: all "
      "but attention and products", nargs="?", const="all", type=cli.recomputation, metavar="WHAT")
-flag("--attn_backend", None, "block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU); "
-     "flex is dense in rows of fewer than 128 noisy copies", choices=("flex", "sdpa"))
-flag("--collective_timeout", 600, "name the rank that hangs after this many seconds, and abort; in "
-     "data preparation, validation and saves after --wait_timeout 21600")
+flag("--attn_backend", None, "block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU)",
+     choices=("flex", "sdpa"))
+flag("--collective_timeout", 600, "seconds without progress before the rank is named and all abort")
 flag("--wait_timeout", 21600, argparse.SUPPRESS)
 # logging, validation, checkpoints
 flag("--output_dir", "./output", "everything written goes here; shared by all nodes")
@@ -106,8 +105,8 @@ flag("--wandb_project", "flat-trainers", "project at W&B and trackio")
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 500)", type=int)
 flag("--eval_repeats", 4, "draws of the noise in a validation, for its error bar")
 flag("--eval_accuracy", 0, "held-out problems to answer in every validation", metavar="PROBLEMS")
-flag("--best_by", "bound", "what makes a checkpoint the best one; accuracy: strict, of "
-     "--eval_accuracy, ties go to the better bound", choices=("bound", "accuracy"))
+flag("--best_by", "bound", "the best checkpoint; accuracy: of --eval_accuracy, ties by the bound",
+     choices=("bound", "accuracy"))
 flag("--early_stop_patience", 10, "validations without a better bound or accuracy, 0 = never stop")
 flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 2000)", type=int)
 flag("--save_total_limit", 3, "newest checkpoints kept beside the best, 0 = all")
@@ -396,7 +395,7 @@ while step < total_steps and not stopping and stale < patience:
                    "train/bad_steps": monitor.skipped, **timer.report(world)}
         if main_rank:
             log.write(step, values)
-        mfu = " | mfu {train/mfu:6.1%}" if "train/mfu" in values else ""
+        mfu = " | mfu {train/mfu:6.1%}" * ("train/mfu" in values)
         left = metrics.duration((total_steps - step) * values["train/step_seconds"])
         print0(("step {:>6}/{} | loss {train/loss:7.4f} | masked {train/masked:5.1%} ce "
                 "{train/masked_loss:7.4f} | lr {train/learning_rate:.2e} | grad_norm "
@@ -422,9 +421,6 @@ while step < total_steps and not stopping and stale < patience:
             save()
 
 early = f"no better bound{' or accuracy' * bool(chosen)} in {stale} validations; "
-best = f"bound {best_loss:.4f} nats/token"
-if args.best_by == "accuracy":
-    best = f"{best_loss:.2%} wrong"
-best = f"; best {best} at step {best_step}" * (best_step is not None)
+best = f"; best {args.best_by} at step {best_step}" * (best_step is not None)
 run.end(args, watch, checkpoints, log, step, total_steps, stopping,
         f"{early * (step < total_steps)}{monitor.skipped} steps skipped{best}")
