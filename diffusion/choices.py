@@ -214,7 +214,6 @@ def check_flags(args, world_size, parser):
     cli.at_least_one(args, "problems_per_batch max_steps eval_repeats demo")
     cli.zero_or_more(args, "row_length early_stop_patience eval_accuracy")
     cli.below_one(args, "ema_decay")
-    cli.check_plan(args)
     cli.check_drop_bad(args, CHECKS)
     if args.dry_run is None:        # long before the imports are done
         run_lock.check_free(args.output_dir)

@@ -133,7 +133,7 @@ from diffusion import blocks, dit, elbo, problems
 world, watch, work_dir = run.start(args)
 if dry:
     from core import memory
-    memory.check_writable(args.output_dir, "--output_dir")
+    memory.check_disk(args.output_dir, 0, "--output_dir")
 ranks = args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
 main_rank, device = world.is_main, world.device
 print0 = partial(print, sep="\n") if main_rank else lambda *lines: None

@@ -34,8 +34,8 @@ flag("--dtype", "auto", "of the base's weights; adapters stay float32; auto: bfl
 choices.base_dtype(p, "nf4 keeps the base's layers in four bits: for 8 to 12 GB")
 # what to say
 flag("--text", None, "one or more texts", nargs="+")
-flag("--prompts", None, "file: one text a line, or with the voice to take in it ChatML "
-     ".json/.jsonl or a list of Seed-TTS-eval, .lst")
+flag("--prompts", None, "file: one text a line, or ChatML (.json, .jsonl), which may hold "
+     "the voice to take")
 flag("--reference_audio", None, "clip whose voice is taken, for texts and lines")
 flag("--reference_text", None, "what --reference_audio says; Higgs TTS 3 clones without it, too")
 flag("--scene", None, "scene description for texts and lines, e.g. 'Audio is recorded from a quiet "
