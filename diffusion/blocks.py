@@ -198,8 +198,7 @@ def make_rows(documents, numbers, row_length, pack, seed=0):
     numbers, lengths, noisy = np.asarray(numbers), *map(documents.counts.get, ("clean", "noisy"))
     longest = numbers[lengths[numbers].argmax()]
     require(lengths[longest] <= row_length,
-            f"--row_length {row_length}: {documents.name(longest)} takes {lengths[longest]} slots; "
-            "raise it to that or more")
+            f"--row_length {row_length}: {documents.name(longest)} takes {lengths[longest]} slots")
     step = 128 if row_length >= 512 else 16
     needed = min(row_length, -(-int(noisy[numbers].max(initial=1)) // step) * step)
     if not pack:
@@ -259,14 +258,12 @@ def prepare_rows(world, layout, tokens, args, output_dir=None):
     return rows, make_rows(evaluation, held_out, *how) if len(held_out) else None
 
 
-def data_lines(rows, eval_rows):
-    """Two lines about the training data."""
+def data_line(rows, eval_rows):
+    """A line about the training data."""
     table, held_out = rows.table, eval_rows.table["samples"].sum() if eval_rows else 0
-    return (f"problems   {table['samples'].sum()} to train, {held_out} to validate; "
-            f"{table['tokens'].sum() / table['samples'].sum():.0f} tokens each",
-            f"rows       {len(rows)} of {rows.length} clean and {rows.noisy_length} noisy tokens, "
-            f"{table['clean'].mean() / rows.length:.1%} of the clean ones filled, "
-            f"{table['samples'].mean():.2f} problems each")
+    return (f"problems   {table['samples'].sum()} to train, {held_out} to validate; {len(rows)} "
+            f"rows of {rows.length} clean and {rows.noisy_length} noisy tokens, "
+            f"{table['clean'].mean() / rows.length:.1%} of the clean ones filled")
 
 
 class Blocks(NamedTuple):

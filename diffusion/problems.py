@@ -169,8 +169,8 @@ def load_tokenizer(name, system, end_token=""):
     end_token = end_token or END
     end = tokenizer.token_to_id(end_token)
     require(end is not None or system == "hdp",
-            f"--tokenizer {name}: has no token {end_token} to end answers with; give --end_token "
-            "'</s>' or another that it has, or --chat where it has a template")
+            f"--tokenizer {name}: has no token {end_token} to end answers with; give --end_token, "
+            "or --chat where it has a template")
     # a question begins with <|endoftext|>, or with what this tokenizer puts before every text
     begins = [tokenizer.token_to_id(END), *tokenizer.encode("").ids, end]
     begin = next((number for number in begins if number is not None), -1)
@@ -202,14 +202,9 @@ def read_tokenizer(folder):
 
 
 def auto_tokenizer(folder):
-    """transformers' tokenizer of a folder, without its warnings of configs it does not know."""
-    import transformers
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    finally:
-        transformers.logging.set_verbosity(before)
+    """transformers' tokenizer of a folder."""
+    from transformers import AutoTokenizer
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 # ---- Chats: every trained answer is a problem, whose question is all that comes before it in the

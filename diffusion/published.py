@@ -105,18 +105,10 @@ class Origin(NamedTuple):
     source: dict        # config.json of the language model that they come from; {}: of none
 
 
-class Start(NamedTuple):
-    """Weights that a run starts from, fit for its vocabulary."""
-    tensors: dict       # {our name: CPU tensor}
-    identity: str       # hash of the files they come from
-    words: str          # of the log
-
-
 def find(name):
     """Origin of --init_from, found in an OUTPUT_DIR of this trainer, or downloaded. UserError."""
     require(not Path(name).is_file(),
-            f"--init_from {name}: is a file; give a folder with config.json and weights. bd3lms' "
-            "push_to_hf.py makes one of a Lightning .ckpt")
+            f"--init_from {name}: give a folder; bd3lms' push_to_hf.py makes one of a .ckpt file")
     path = tensor_io.find_folder(str(name), "--init_from")
     if checkpoint.list_checkpoints(path) or (path / checkpoint.MANIFEST).exists():
         path = find_checkpoint(path, "--init_from")
@@ -188,9 +180,8 @@ def config_for(origin, model_size, tokens, dropout):
 
 
 def read(origin, config, tokens, seed=0):
-    """Start of an Origin. Raises UserError when it does not fit.
-
-    config: of config_for. tokens: problems.Tokens. seed: of rows without a source.
+    """({our name: CPU tensor} fit for the vocabulary, hash of an Origin's files, words of the log).
+    UserError when it does not fit. config: of config_for. seed: of new rows.
     """
     path, form = origin.path, origin.form
     if origin.kind == "ours":
@@ -217,20 +208,18 @@ def read(origin, config, tokens, seed=0):
     require(known == tokens.plain(), f"--init_from {path}: its tokenizer is not that of "
                                      "--tokenizer, so ids would mean other words; drop --tokenizer")
     with torch.device("meta"):
-        wanted = {name: p.shape for name, p in config.network(config).named_parameters()}
-    wrong = sorted(wanted.keys() ^ tensors.keys())
-    require(not wrong, f"--init_from {path}: {len(wrong)} names are missing or unknown, first "
-                       f"{', '.join(wrong[:5])} (--model_size)")
-    for name, shape in wanted.items():
-        require(tensors[name].shape[name in ROWS:] == shape[name in ROWS:],
-                f"--init_from {path}: {name} is {tuple(tensors[name].shape)} instead of "
-                f"{tuple(shape)} (--model_size)")
+        wanted = {name: p.shape[name in ROWS:] for name, p
+                  in config.network(config).named_parameters()}
+    found = {name: tensor.shape[name in ROWS:] for name, tensor in tensors.items()}
+    wrong = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))
+    require(not wrong, f"--init_from {path}: {len(wrong)} names are missing, unknown or of another "
+                       f"shape (--model_size), first {', '.join(wrong[:5])}")
     tensors, new = fit_vocabulary(tensors, markers, tokens, config.vocab_size, seed)
     words = [f"{origin.kind} weights of {path}",
              "block_size" in form and f"trained in blocks of {form['block_size']}",
              new and f"new rows for {', '.join(new)}"]
-    return Start(tensors, tensor_io.fingerprint_files(sorted(path.glob("*.safetensors"))),
-                 "; ".join(filter(None, words)))
+    return (tensors, tensor_io.fingerprint_files(sorted(path.glob("*.safetensors"))),
+            "; ".join(filter(None, words)))
 
 
 def with_lora(config, origin, bf16, name, lora):
@@ -244,8 +233,8 @@ def with_lora(config, origin, bf16, name, lora):
     return dataclasses.replace(config, lora=lora)
 
 
-def fill(model, given, seed, resumed):
-    """Put a Start's weights into a network and begin its adapters, which change nothing yet.
+def fill(model, tensors, seed, resumed):
+    """Put the weights of read() into a network and begin its adapters, which change nothing yet.
 
     resumed: a checkpoint follows, which has all that is trained, not the base under adapters.
     """
@@ -256,10 +245,10 @@ def fill(model, given, seed, resumed):
         weights = decoder.base_weights(model)
     if lora or not resumed:
         for name, parameter in weights.items():
-            tensor_io.fill(parameter, given.tensors[name])
+            tensor_io.fill(parameter, tensors[name])
     if lora and not resumed:
         adapters.init_adapters(model.adapted[0], seed)
-        row = given.tensors["model.embed_tokens.weight"][model.config.mask_id]
+        row = tensors["model.embed_tokens.weight"][model.config.mask_id]
         tensor_io.fill(model.mask_row, row)
 
 
@@ -320,8 +309,7 @@ def from_official(state, config, path):
     plain = {PREFIX.sub("", name): tensor for name, tensor in state.items()}
     frequencies, *_ = (plain.pop(name, ()) for name in BUFFERS)
     require(len(frequencies) in (0, config.head_size // 2),
-            f"{path}: has attention heads of {2 * len(frequencies)}, --model_size has heads of "
-            f"{config.head_size}")
+            f"{path}: heads of {2 * len(frequencies)}, --model_size has them of {config.head_size}")
     with torch.device("meta"):
         ours = {official_name(name): name for name, _ in config.network(config).named_parameters()}
     return {ours.get(name, name): tensor for name, tensor in plain.items()}
@@ -330,33 +318,17 @@ def from_official(state, config, path):
 # ---- Out
 
 
-def sdar_config(about, config):
-    """config.json of an SDAR model; UserError unless it is one. about: of a language model."""
-    require(config.source.get("model_type") in ("qwen3", "sdar") and config.mask_id == SDAR_MASK_ID,
-            f"--format sdar: SDAR is Qwen3 with the mask at {SDAR_MASK_ID}; this model is "
-            f"{config.source.get('model_type')}, its mask has id {config.mask_id}: leave --format "
-            "out, or train from a Qwen3 model with its 151,669 tokens (--init_from), no hdp")
-    kinds = {"AutoConfig": "configuration_sdar.SDARConfig", "AutoModel": "modeling_sdar.SDARModel",
-             "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM"}
-    # SDAR's class and SGLang's read the names before transformers 5
-    about = {k: v for k, v in about.items() if k not in ("rope_parameters", "dtype")}
-    return about | {
-        "model_type": "sdar", "architectures": ["SDARForCausalLM"], "tie_word_embeddings": False,
-        "rope_theta": config.native.rope_parameters["rope_theta"], "rope_scaling": None,
-        "torch_dtype": "float32", "fuse_cross_entropy": True, "mask_token_id": config.mask_id,
-        "block_size": about["block_diffusion"]["block_size"],
-        "auto_map": {kind: f"{SDAR_CODE}--{name}" for kind, name in kinds.items()}}
-
-
 def export(folder, output, layout_of="usual"):
     """Write a checkpoint to a folder in a --format -> its tensors by name. UserError."""
     model, about = load_checkpoint(folder)
     config, layout = model.config, choices.read_layout(about["layout"])
     tokens, source = load_tokenizer(folder, layout.system, layout.end_token), about.get("source")
     # what began as SDAR stays it: its config.json names files that are not here
-    is_sdar = layout_of == "sdar" or (config.mask_id == SDAR_MASK_ID
-                                      and source and source.get("model_type") == "sdar")
-    require(source or not is_sdar, "--format sdar: SDAR is Qwen3; this model is a DiT")
+    is_sdar = layout_of == "sdar" or (
+        config.mask_id == SDAR_MASK_ID and source and source["model_type"] == "sdar")
+    can_be = source and source["model_type"] in ("qwen3", "sdar") and config.mask_id == SDAR_MASK_ID
+    require(not is_sdar or can_be, "--format sdar: train from a Qwen3 model with its tokenizer, so "
+                                   f"that the mask has id {SDAR_MASK_ID}, not {config.mask_id}")
     if not source:
         t_range = state_of(folder).get("t_range", choices.FULL)
         state = official_state(model.state_dict(), config.heads, t_range)
@@ -379,9 +351,18 @@ def export(folder, output, layout_of="usual"):
         written = {key: value for key, value in config.source.items() if key != "torch_dtype"}
         written |= {"vocab_size": config.vocab_size, "dtype": "float32",
                     "eos_token_id": tokens.end, "block_diffusion": form}
-        if is_sdar:
-            state |= {"lm_head.weight": model.lm_head.weight.clone()}
-            written = sdar_config(written, config)
+    if is_sdar:
+        state |= {"lm_head.weight": model.lm_head.weight.clone()}
+        kinds = {"AutoConfig": "configuration_sdar.SDARConfig",
+                 "AutoModel": "modeling_sdar.SDARModel",
+                 "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM"}
+        # SDAR's class and SGLang's read the names before transformers 5
+        written = {k: v for k, v in written.items() if k not in ("rope_parameters", "dtype")} | {
+            "model_type": "sdar", "architectures": ["SDARForCausalLM"],
+            "tie_word_embeddings": False, "rope_scaling": None, "torch_dtype": "float32",
+            "rope_theta": config.native.rope_parameters["rope_theta"], "fuse_cross_entropy": True,
+            "mask_token_id": config.mask_id, "block_size": layout.block_size,
+            "auto_map": {kind: f"{SDAR_CODE}--{name}" for kind, name in kinds.items()}}
     state = {name: tensor.contiguous() for name, tensor in state.items()}
     size = sum(tensor.nbytes for tensor in state.values())
     with checkpoint.new_folder(output, size) as output:

@@ -164,7 +164,8 @@ config = dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dro
 if origin:
     config = published.config_for(origin, args.model_size, tokens, args.dropout)
 rows, eval_rows = blocks.prepare_rows(world, layout, tokens, args, None if dry else args.output_dir)
-start = published.read(origin, config, tokens, args.seed) if origin else None
+weights, weights_hash, weights_text = published.read(
+    origin, config, tokens, args.seed) if origin else ({}, "", "new weights")
 lora = args.use_lora and {
     "rank": args.lora_rank, "alpha": args.lora_alpha, "dropout": args.lora_dropout,
     "targets": args.lora_target_modules, "rslora": args.use_rslora, "dora": args.use_dora} or {}
@@ -187,7 +188,7 @@ batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accum
 identity = {**dataclasses.asdict(layout), "seed": args.seed,
             "model": [args.model_size, tokens.vocab_size], "adapters": lora,
             "batch": [batch_rows, rows.length], "training data": rows.fingerprint(),
-            "start": start.identity if start else ""}
+            "start": weights_hash}
 validation = eval_rows and [eval_rows.fingerprint(), args.eval_repeats,
                             args.per_device_eval_batch_size,
                             *([len(chosen), args.best_by] if chosen else [])]
@@ -207,7 +208,7 @@ if resume and state["validation"] == validation:
     if best_step is not None:
         best_loss, best_tie = state["best_loss"], state.get("best_tie", 0.0)
 # weights that were given are validated first; so is what a signal broke off
-eval_due = bool(validation) and bool(state.get("eval_due", start))
+eval_due = bool(validation) and bool(state.get("eval_due", origin))
 
 # ---- Order of the rows: a function of (seed, epoch) alone, so another number of ranks continues it
 order = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, seed=args.seed)
@@ -222,12 +223,12 @@ intervals = cli.set_intervals(args, total_steps, state.get("args", {}), bool(val
 kind = origin.path.name if origin and origin.source else args.model_size
 with torch.device("meta"):
     size = metrics.model_text(config.network(config), lora)
-print0(f"{size}, {kind}", *blocks.data_lines(rows, eval_rows),
+print0(f"{size}, {kind}", blocks.data_line(rows, eval_rows),
        f"steps      {total_steps} = {total_steps * per_step / order.packs_per_epoch:,.1f} epochs; "
        f"a step is {step_rows} rows ({step_problems:,.0f} problems) = "
        f"{cli.counted(ranks, 'rank')} x {cli.counted(accumulation, 'micro-step')} x {batch_rows}; "
        f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}", intervals,
-       run.start_line(step, total_steps, resume, start.words if start else "new weights"))
+       run.start_line(step, total_steps, resume, weights_text))
 if dry:
     elbo.plan_memory(*planned, order, total_steps - step)
     print("dry run ok")
@@ -241,8 +242,8 @@ if args.compile:        # FlexAttention of unknown lengths is slow
     dist.compile_layers(model.layers, dynamic=False)
 if args.parallel != "ddp":
     dist.shard(model, model.layers, world, args.bf16, shard_size=args.shard_size)
-if start:
-    published.fill(model, start, args.seed, bool(resume))
+if origin:
+    published.fill(model, weights, args.seed, bool(resume))
 if resume:
     tensor_io.load(world, resume, "model", elbo.trained(model))
 average = elbo.Average(model, args.ema_decay)
