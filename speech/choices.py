@@ -133,7 +133,7 @@ def recognisers(group):
     add = group.add_argument
     add("--asr_model", help="recogniser that gives word errors: folder or hub name of a "
         "transformers model, or pocketsphinx")
-    add("--asr_command", help="the same by a command that gets paths of wav files after its own "
+    add("--asr_command", help="the same by a command that gets paths of wav files after its "
         "words and prints a line of text for each")
     add("--asr_time_limit", type=float, default=3600.0,
         help="seconds that one start of --asr_command may take; then the run ends")

@@ -87,7 +87,7 @@ def check_flags(args, world_size):
         require(not (chatml and getattr(args, name)),
                 f"--{name} is for texts and lines; a ChatML prompt says so itself")
     require(args.reference_audio or not args.reference_text,
-            "--reference_text says what is said in --reference_audio")
+            "--reference_text is the transcript of --reference_audio")
     cli.zero_or_more(args, "temperature top_k ras_window ras_repeats seed split_text")
     cli.check_values(args, "seed", lambda seed: seed < 2**62, "be below 2**62")
     cli.check_values(args, "top_p", lambda top_p: 0 < top_p <= 1, "be more than 0 and at most 1")

@@ -5,7 +5,7 @@
     voices = [judges.voice(wave, 24000, judges.load_judges(...).embed) for wave in waves]
 
 Waves are (n,) float32 mono in -1..1. No model named here is a requirement of training; each is
-imported, or said to be missing, where it is used.
+imported, or reported missing, where it is used.
 """
 import contextlib
 import functools
@@ -30,7 +30,7 @@ LETTERS_APART = ("zh", "yue", "ja", "th", "lo", "my")
 
 
 def read_audio(path, offset=None, seconds=None, rate=24000):
-    """(n,) float32 mono: the file, or of it so many seconds from offset on (None: all).
+    """(n,) float32 mono: the file, or `seconds` of it from offset on (None: all).
 
     Raises UserError naming the file.
     """
@@ -64,7 +64,7 @@ def resample(wave, rate, wanted):
 def normaliser(language):
     """text -> text as it is compared, by whisper's own rules (Radford et al. 2022, appendix C).
 
-    All lose case, punctuation and what is in brackets. "en": numbers become digits, contractions
+    All lose case, punctuation and words in brackets. "en": numbers become digits, contractions
     are written out, "uh" and "um" go; whisper's list of British spellings is not applied.
     LETTERS_APART: every character is a word. None: of another, or an unknown, language.
     """
@@ -188,7 +188,7 @@ def load_model(flag, path, class_name=None, unused=()):
     try:
         import transformers
         transformers.logging.disable_progress_bar()
-        transformers.logging.set_verbosity_error()      # missing weights are told below
+        transformers.logging.set_verbosity_error()      # missing weights are reported below
         if recogniser:      # it says itself how it writes
             tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
             config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)

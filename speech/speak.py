@@ -291,9 +291,9 @@ def sampling(config, max_seconds, **given):
     """Settings for generate(): a GenerationConfig of the native class, or a v3.Sampling.
 
     max_seconds: of speech. given: of draws. temperature 0: greedy, without the random draws of
-    repetition-aware sampling. ras_window, ras_repeats: a code that is there so often among so many
-    before it is drawn again from the untempered distribution (0 = off). Raises UserError. Never
-    without an end-of-stream id: generation would not stop.
+    repetition-aware sampling. ras_window, ras_repeats: a code that is ras_repeats times among the
+    ras_window codes before it is drawn again from the untempered distribution (0 = off). Raises
+    UserError. Never without an end-of-stream id: generation would not stop.
     """
     how, frames = draws(config, given), max(1, round(max_seconds * FRAME_RATE))
     if versions.is_third(config.model_type):
@@ -426,7 +426,7 @@ def listen(prompts, waves, listeners, device):
 
 def good_rows(samples, records, max_cer, min_frames):
     """[ChatML row] of takes that ended by themselves with at most max_cer character errors: what a
-    Sample of read_prompts asks for, said by the very codes of its take.
+    Sample of read_prompts asks for, spoken by the codes of its take.
 
     records: what the JSON file of each says. min_frames: of what can be trained.
     """
