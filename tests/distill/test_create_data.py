@@ -629,7 +629,7 @@ def test_plans_of_a_teacher_for_gsm8k(server, tmp_path):
     assert [entry["answer"] for entry in found] == ["72", "3", "5"]
 
     for spoil, words in ((records[1:], "1 of 3 problems have no plan, the first is"),
-                         ([records[1] | {"line": 0}, *records[1:]], "line 1: was not made from the lines of these"),
+                         ([{"messages": [{"content": "Other"}, {"content": "1"}]}], "1 records are not of these problems"),
                          ([{"id": 0}], "line 1: is not a record of create_data.py")):
         (tmp_path / "plans.jsonl").write_text("".join(json.dumps(record) + "\n" for record in spoil))
         with pytest.raises(UserError, match=words):
