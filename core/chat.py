@@ -241,7 +241,7 @@ def check_messages(record, answered=True):
 
 
 def message_problem(message):
-    """What is wrong with one message, or ""."""
+    """The fault of one message in words, or ""."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in list(KEYS):      # nor is one that is a list itself
         return f" has no role out of {', '.join(KEYS)}"

@@ -290,6 +290,7 @@ def read_config(parser, words):
     null gives no flag. Raises UserError.
     """
     finder, known, made = Parser("", add_help=False), parser._option_string_actions, []
+    found = []      # a flag under two of its names is twice there
     finder.add_argument("--config", action="append")
     files = finder.parse_known_args(words)[0].config
     if not files or "--config" not in known:
@@ -308,7 +309,8 @@ def read_config(parser, words):
         name, where = f"--{key.value}", f"{file} line {key.start_mark.line + 1}: {key.value}"
         require(name in known and name not in ("--config", "--help"), f"{where}: no such flag; the "
                 f"nearest one is {nearest(name, parser).removeprefix('--')}")
-        require(name not in [word.split("=")[0] for word in made], f"{where} is there twice")
+        require(known[name].dest not in found, f"{where} is there twice")
+        found.append(known[name].dest)
         items = value.value if isinstance(value, yaml.SequenceNode) else [value]
         require(all(isinstance(item, yaml.ScalarNode) for item in items),
                 f"{where} takes a value or a list")

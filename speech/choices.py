@@ -36,8 +36,7 @@ COLUMNS = {     # what a column means, by its name in lower case; the first that
     "voice_prompts": "voice_prompts", "voices": "voices", "normalize_text": "normalize_text"}
 REFERENCES = ("given", "same_speaker", "none")      # which clip comes before a text
 LONGEST_CLIP_S = 600    # of one clip: the codec sees it whole, and positions are 25 a second
-# files whose prompts name their voice themselves; .lst: Seed-TTS-eval
-CHATML = (".json", ".jsonl", ".lst")
+CHATML = (".json", ".jsonl")        # files whose prompts name their voice themselves
 DEFAULT_SYSTEM = "Generate audio following instruction."
 
 # ---- The trainer
@@ -134,7 +133,7 @@ def recognisers(group):
     add = group.add_argument
     add("--asr_model", help="recogniser that gives word errors: folder or hub name of a "
         "transformers model, or pocketsphinx")
-    add("--asr_command", help="the same by a command that gets paths of wav files after its own "
+    add("--asr_command", help="the same by a command that gets paths of wav files after its "
         "words and prints a line of text for each")
     add("--asr_time_limit", type=float, default=3600.0,
         help="seconds that one start of --asr_command may take; then the run ends")
@@ -143,9 +142,8 @@ def recognisers(group):
 
 
 def speakers(group):
-    group.add_argument("--speaker_model", help="encoder that gives speaker similarity: "
-                       "wavlm_large_finetune.pth of UniSpeech, which Seed-TTS-eval takes, or "
-                       "folder or hub name of a transformers x-vector model, such as WavLM's")
+    group.add_argument("--speaker_model", help="encoder that gives speaker similarity: folder or "
+                       "hub name of a transformers x-vector model, such as WavLM's")
 
 
 def check_recognisers(args):
