@@ -21,7 +21,7 @@ from speech.codes import Encoding, ensure_codes, plan_codes
 from speech.dataset import (TABLE, Table, TableBuilder, is_prepared, keep_prepared, new_table,
                             open_prepared)
 from speech.labels import IGNORE, PackedBatch, audio_targets
-from speech.rows import Reading, Sources, read_all
+from speech.dataset import Reading, Sources, read_all
 
 PAD_LENGTH = 128        # padding comes as samples this short: attention costs their length squared
 

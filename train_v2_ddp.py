@@ -142,7 +142,7 @@ from core import watchdog
 from core.packing import PackOrder, rank_packs, run_length
 from core.problems import collect
 from data import SpeechSamples, collate, make_loader, prepare_table
-from speech import text_normalization, versions, weights
+from speech import conversations, versions, weights
 from speech.dataset import data_facts, samples_line, split_samples, usable_samples
 from speech.loss import SUMS, batch_sums, decays, eval_line, step_work, total_loss, train_line
 
@@ -394,7 +394,7 @@ def save():
 
     def save_config(path):
         # whoever speaks with this checkpoint treats texts as training did
-        text_normalization.save_setting(path / text_normalization.FILE, args.normalize_text,
+        conversations.save_setting(path / conversations.SETTINGS, args.normalize_text,
                                         args.base_dtype)
         if args.use_lora:
             return adapters.save_config(net, path)

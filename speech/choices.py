@@ -122,7 +122,7 @@ def base_dtype(group, help):
 
 def check_base_dtype(args):
     """Make args.base_dtype "nf4" or None."""
-    from speech.text_normalization import saved_setting
+    from speech.conversations import saved_setting
     saved = args.adapter and saved_setting(args.adapter, "base_dtype", ["nf4"])
     args.base_dtype = "nf4" if (args.base_dtype or saved) == "nf4" else None
     if args.base_dtype:
@@ -219,7 +219,7 @@ def sources(args):
 
 
 def reading(args):
-    """What rows.Reading takes of the flags, by name."""
+    """What conversations.Reading takes of the flags, by name."""
     return {"task_type": args.task_type, "ref_in_system": args.ref_audio_in_system_message,
             "columns": args.columns, "reference": args.reference,
             "reference_share": args.reference_share, "seed": args.seed,

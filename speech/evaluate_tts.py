@@ -61,7 +61,7 @@ import torch
 from core import dist, json_files
 from core.checkpoint import lock_folder, write_json
 from speech import judges
-from speech.text_normalization import heard, normalise
+from speech.conversations import heard, normalise
 
 METRICS = {"wer": "errors/word", "wer_mean": "errors/word", "cer": "errors/char",      # name: unit
            "speaker_similarity": "cosine", "dnsmos": "1 to 5", "length_ratio": "1 = target",

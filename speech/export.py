@@ -16,7 +16,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from core import adapters, tensor_io
 from core.cli import UserError
 from core.checkpoint import new_folder
-from speech import text_normalization, versions, weights
+from speech import conversations, versions, weights
 
 
 def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**9, adapter=None,
@@ -78,8 +78,8 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
             save_original_config(model.config, tokenizer, building, config)
         else:
             made = version.save_config(model, tokenizer, building, folder, codec)
-        if setting := text_normalization.saved_setting(adapter or folder):
-            text_normalization.save_setting(building / text_normalization.FILE, setting)
+        if setting := conversations.saved_setting(adapter or folder):
+            conversations.save_setting(building / conversations.SETTINGS, setting)
         if not (building / "README.md").exists():
             (building / "README.md").write_text(card(source, output_dir, version), encoding="utf-8")
     kinds = sorted({str(kind).removeprefix("torch.") for kind in dtypes.values()})

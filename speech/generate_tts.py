@@ -127,7 +127,7 @@ import torch
 from tqdm import tqdm
 
 from core import checkpoint, dist
-from speech import speak, text_normalization, versions
+from speech import conversations, speak, versions
 from speech.codes import FRAME_RATE, load_codec
 from speech.conversations import system_parts
 
@@ -170,7 +170,7 @@ folder, config_dict, codec_dir = versions.find_files(
 module, third = versions.module(config_dict), versions.is_third(config_dict["model_type"])
 require(args.reference_text or not args.reference_audio or third, "--reference_audio and "
         "--reference_text go together: the model needs to know what the clip says")
-normalize, why = text_normalization.setting_to_speak(
+normalize, why = conversations.setting_to_speak(
     args.normalize_text or ("off" if third else None), folder, args.adapter)
 samples = read_texts()
 read = [args.prompts or "", *(clip.path for sample in samples for turn in sample.turns

@@ -89,7 +89,7 @@ from speech import versions
 from speech.codes import FRAME_RATE, MEASURES, Encoding, ensure_codes, measures_of
 from speech.dataset import (TABLE, TableBuilder, file_of, new_table, own_references, places,
                             write_prepared)
-from speech.rows import Reading, Sources, read_all
+from speech.dataset import Reading, Sources, read_all
 
 SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
 CLIPPED = 1e-3              # share of samples at full scale
@@ -106,7 +106,7 @@ def targets(builder):
 
 def find_problems(builder, sources, where, measures, least, most):
     """[Problem] of samples; those with a clip that has no codes are passed over. builder:
-    TableBuilder. sources: of rows.read_all. where: (n_clips, 4) of ensure_codes. measures:
+    TableBuilder. sources: of dataset.read_all. where: (n_clips, 4) of ensure_codes. measures:
     (n_clips, 5) of measures_of. least, most: seconds of a clip.
     """
     numbers, offsets = builder.used_clips()
@@ -173,8 +173,8 @@ def find_problems(builder, sources, where, measures, least, most):
 def prepare(world, tokenizer, ids, sources, encoding, output_dir, least, most):
     """Make the prepared folder, on every rank; returns its report on rank 0.
 
-    sources: rows.Sources. encoding: codes.Encoding. least, most: seconds of a clip. UserError with
-    all errors in the data, unless they are dropped.
+    sources: dataset.Sources. encoding: codes.Encoding. least, most: seconds of a clip. UserError
+    with all errors in the data, unless they are dropped.
     """
     out, start = Path(output_dir), time.monotonic()
     bad, noted, drop = {}, [], sources.drop

@@ -33,12 +33,10 @@ from core.json_files import read_text
 from speech import versions, weights    # weights explains a torchaudio that breaks transformers
 from speech.codes import (FRAME_RATE, SAMPLE_RATE, SAVED, check_codes, decode_audio, encode_clip,
                           filled, holds_codes, open_sound, read_codes, readable)
-from speech.dataset import TableBuilder
+from speech.dataset import TableBuilder, read_samples
 from speech.conversations import (SCENE, BadSample, Clip, Paths, Sample, Turn, canonical_turns,
-                                  mark_trained, normalise_requests, system_parts, trimmed)
+                                  heard, mark_trained, normalise_requests, system_parts, trimmed)
 from speech.labels import TokenIds
-from speech.rows import read_samples
-from speech.text_normalization import heard
 
 from core import adapters  # isort: skip      # after weights
 from transformers import GenerationConfig, StoppingCriteriaList  # isort: skip
@@ -71,7 +69,7 @@ def read_prompts(path, normalize):
     """Samples of a prompt file: ChatML (.json, .jsonl; with or without the target clip), else one
     text a line.
 
-    normalize: the texts to speak, by text_normalization.normalise. Raises UserError with every
+    normalize: the texts to speak, by conversations.normalise. Raises UserError with every
     prompt that cannot be used.
     """
     path, problems = Path(path), []

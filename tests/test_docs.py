@@ -19,7 +19,7 @@ import pytest
 import soundfile
 
 from speech import convert
-from speech.rows import read_samples
+from speech.dataset import read_samples
 from tests.helpers import chats
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT, script_flags

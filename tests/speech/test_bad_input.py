@@ -9,7 +9,7 @@ import pytest
 import soundfile
 
 from core.cli import UserError
-from speech.rows import read_samples
+from speech.dataset import read_samples
 from tests.helpers.trainer import Run, script_flags, train_forked, trainer_arguments
 
 

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from speech.conversations import DEFAULT_SYSTEM, Clip
-from speech.rows import read_samples
+from speech.dataset import read_samples
 from speech.speak import canonical_prompt
 
 REFERENCE, TARGET = "This is how I sound.", "He said: stop: now."

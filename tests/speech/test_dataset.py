@@ -14,11 +14,9 @@ from core.dist import World
 from core.problems import Problems
 from data import make_table
 from speech import dataset as speech_table
-from speech import rows
 from speech.codes import Encoding
 from speech.conversations import Clip, Sample, Turn
-from speech.dataset import TableBuilder
-from speech.rows import Reading, Sources, read_all
+from speech.dataset import Reading, Sources, TableBuilder, read_all
 from tests.helpers.fork import in_a_fork
 
 
@@ -81,7 +79,7 @@ def test_enough_samples_are_held_out_for_a_best_checkpoint(n, share, held_out):
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    monkeypatch.setattr(rows, "CHUNK", 3)
+    monkeypatch.setattr(speech_table, "CHUNK", 3)
     monkeypatch.setattr(packing, "HERE", 1)
 
 

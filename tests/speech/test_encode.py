@@ -17,7 +17,7 @@ from speech import codes as encode
 from speech.codes import (CodeReader, Encoding, codec_config, codec_fingerprint, decode_audio, decode_file, encode_clip,
                           ensure_codes, header_frames, plan_codes)
 from speech.conversations import Clip
-from speech.rows import read_samples
+from speech.dataset import read_samples
 
 RATES = (8000, 22050, 44100)
 FORMATS = ("wav", "flac", "mp3", "ogg")

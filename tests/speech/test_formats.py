@@ -18,7 +18,7 @@ from core.cli import UserError
 from speech import convert, v3
 from speech.codes import decode_audio
 from speech.conversations import MULTISPEAKER_SYSTEM
-from speech.rows import read_samples
+from speech.dataset import read_samples
 from speech.speak import text_prompts
 from tests.helpers.trainer import ROOT
 

@@ -9,7 +9,7 @@ import soundfile
 import torch
 from transformers import AutoProcessor, AutoTokenizer
 
-from speech import speak, text_normalization
+from speech import conversations, speak
 from speech.codes import decode_audio, load_codec
 from speech.dataset import Table
 from speech.labels import delay_rows, token_ids
@@ -203,7 +203,7 @@ def test_a_model_that_learnt_clips_by_heart_gives_back_their_codes(pool, tiny, s
                                          json.loads(short.read_text())):
         assert np.array_equal(said, true), record["name"]
         assert record["ended_by"] == "eos" and record["frames"] == len(true) and record["seconds"] == len(true) / 25
-        assert record["text"] == text_normalization.normalise(entry["misc"]["target_transcript"])
+        assert record["text"] == conversations.normalise(entry["misc"]["target_transcript"])
         assert record["target_seconds"] == entry["messages"][2]["content"][1]["duration"]
         wave, rate = soundfile.read(tmp_path / "said" / f"{record['name']}.wav", dtype="float32")
         assert rate == 24000 and np.allclose(wave, speak.decode(voice[3], true).clip(-1, 1), atol=1e-4)

@@ -8,7 +8,7 @@ import torch
 
 from speech.dataset import TableBuilder
 from speech.conversations import Sample
-from speech.rows import read_samples
+from speech.dataset import read_samples
 from speech.labels import IGNORE, TokenIds, audio_targets, conversation_pieces, delay_labels, delay_rows
 from tests.helpers.dialogues import BOOKS, BOS, EOS, SYSTEM, TARGET, speaker, user
 

@@ -16,7 +16,7 @@ from speech import prepare_tts
 from speech.choices import CHECKS, SOUND_ERRORS
 from speech.codes import Encoding
 from speech.dataset import Table, split_samples, usable_samples
-from speech.rows import Reading, Sources
+from speech.dataset import Reading, Sources
 from tests.helpers.trainer import speech_main
 
 WORLD = World(device=torch.device("cpu"))

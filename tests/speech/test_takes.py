@@ -16,7 +16,7 @@ from speech.codes import (CodeReader, Encoding, check_codes, ensure_codes, load_
 from speech.conversations import Clip
 from speech.dataset import TableBuilder
 from speech.labels import delay_rows
-from speech.rows import read_samples
+from speech.dataset import read_samples
 from speech.speak import load_model
 from tests.helpers.checkpoints import config_of
 from tests.helpers.progress import PATIENCE_S

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from speech import text_normalization
+from speech import conversations
 
 # boson-ai/higgs-audio examples/generation.py (f04f5df), one replacement after the other, in its order
 STEPS = [(mark, plain) for marks, plain in (
@@ -36,20 +36,20 @@ TEXTS = ["It is 20°C", "Water boils at 212°F (sea level)", "多い，少ない
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_normalised_as_boson_does(text):
-    assert text_normalization.normalise(text) == reference(text)
+    assert conversations.normalise(text) == reference(text)
 
 
 def test_normalised_as_boson_does_whatever_the_text():
     draw, pieces = random.Random(0), [old for old, _ in STEPS] + list("ab°CF[]().,;!?'\" \t\n\r") + ["laugh", "music"]
     for _ in range(3000):
         text = "".join(draw.choices(pieces, k=draw.randrange(12)))
-        assert text_normalization.normalise(text) == reference(text), text
+        assert conversations.normalise(text) == reference(text), text
 
 
 @pytest.mark.parametrize("text, heard", [("《三体》[laugh] 好", "三体 好."), ("[SPEAKER0] Hi [music start] la [music end]",
                                                                       "Hi la"), ("20°F", "20 degrees " "Fahrenheit.")])
 def test_what_can_be_heard_of_a_text(text, heard):
-    assert " ".join(text_normalization.heard(text).split()) == heard
+    assert " ".join(conversations.heard(text).split()) == heard
 
 
 def test_speech_follows_the_checkpoint(tmp_path):
@@ -57,18 +57,18 @@ def test_speech_follows_the_checkpoint(tmp_path):
     base, on, off = (tmp_path / name for name in ("base", "on", "off"))
     for folder in (base, on, off):
         folder.mkdir()
-    text_normalization.save_setting(on / text_normalization.FILE, "on")
-    text_normalization.save_setting(off / text_normalization.FILE, "off")
+    conversations.save_setting(on / conversations.SETTINGS, "on")
+    conversations.save_setting(off / conversations.SETTINGS, "off")
     told = {
         (None, base, None): (True, "boson-ai's inference"), (None, base, on): (True, f"as {on} was"),
         (None, base, off): (False, f"as {off} was"), (None, off, None): (False, f"as {off} was"),
         ("off", base, on): (False, f"off; {on} was trained with on"), ("on", base, off): (True, "trained with off"),
         ("off", base, off): (False, "--normalize_text off")}
     for (wanted, model, adapter), (normalize, said) in told.items():
-        found, line = text_normalization.setting_to_speak(wanted, model, adapter)
+        found, line = conversations.setting_to_speak(wanted, model, adapter)
         assert found is normalize and said in line and f"--normalize_text {'on' if found else 'off'}" in line
-    (on / text_normalization.FILE).write_text("half of i")
-    assert text_normalization.saved_setting(on) is None
+    (on / conversations.SETTINGS).write_text("half of i")
+    assert conversations.saved_setting(on) is None
 
 
 @pytest.mark.parametrize("asked, answer, wanted", [
@@ -77,5 +77,5 @@ def test_speech_follows_the_checkpoint(tmp_path):
     ("Lies vor: Straße, bitte!", "STRASSE bitte", ("STRASSE bitte", "instruction"))])
 def test_what_a_request_asks_to_speak(asked, answer, wanted):
     """Letters count as they are compared: one may become two."""
-    assert text_normalization.target_text(asked, answer) == wanted
-    assert text_normalization.words_before("Lies vor: Straße, bitte!", "STRASSE bitte") == "Lies vor:"
+    assert conversations.target_text(asked, answer) == wanted
+    assert conversations.words_before("Lies vor: Straße, bitte!", "STRASSE bitte") == "Lies vor:"
