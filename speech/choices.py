@@ -37,7 +37,6 @@ COLUMNS = {     # what a column means, by its name in lower case; the first that
 REFERENCES = ("given", "same_speaker", "none")      # which clip comes before a text
 LONGEST_CLIP_S = 600    # of one clip: the codec sees it whole, and positions are 25 a second
 CHATML = (".json", ".jsonl")        # files whose prompts name their voice themselves
-DEFAULT_SYSTEM = "Generate audio following instruction."
 
 # ---- The trainer
 

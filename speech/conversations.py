@@ -17,8 +17,8 @@ from pathlib import Path
 
 from core.cli import UserError
 from core.json_files import read_object
-from speech.choices import DEFAULT_SYSTEM
 
+DEFAULT_SYSTEM = "Generate audio following instruction."
 MULTISPEAKER_SYSTEM = (     # boson-ai/higgs-audio examples/generation.py, for texts of several
     "You are an AI assistant designed to convert text into speech.\n"
     "If the user's message includes a [SPEAKER*] tag, do not read out the tag and generate speech "

@@ -35,9 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is th
 from core import cli, json_files
 from core.cli import UserError, counted, error_text, printable, require
 from speech import choices
-from speech.choices import COLUMNS, DEFAULT_SYSTEM, TASK_TYPES
-from speech.conversations import (AUDIO_FILES, SCENE, BadSample, Paths, Reading, canonical_sample,
-                                  content_items, is_chatml, label_of, sample_text, system_parts)
+from speech.choices import COLUMNS, TASK_TYPES
+from speech.conversations import (AUDIO_FILES, DEFAULT_SYSTEM, SCENE, BadSample, Paths, Reading,
+                                  canonical_sample, content_items, is_chatml, label_of, sample_text,
+                                  system_parts)
 
 # what libsndfile does not read is found as well, and refused when it is decoded
 SOUNDS = AUDIO_FILES + (".m4a", ".aac", ".mp4", ".webm", ".wma", ".amr")

@@ -49,7 +49,7 @@ SHARE = 0.005           # of the samples, for validation, where --validation_spl
 TABLE = r"table-[0-9a-f]{8}"    # new_table
 PREPARED = "prepared.json"      # of a folder of prepare_tts.py, written last
 # of a sample: hashes of its speaker and text; the letters and digits of that text, 0: no words
-FACTS = np.dtype([("said", np.uint64), ("letters", np.int32), ("speaker", np.uint64),
+FACTS = np.dtype([("words", np.uint64), ("letters", np.int32), ("speaker", np.uint64),
                   ("language", np.uint64)])
 
 
@@ -106,11 +106,6 @@ class Source:
     read: object
 
 
-def flag_of(name):
-    """The flag that sets a field of Reading."""
-    return FLAGS.get(name, f"--{name}")
-
-
 def open_source(path, reading, problems, held_out=False, folder=None, number=0):
     """Source of a path: itself where it is ChatML; else `folder` gets it as ChatML first.
 
@@ -119,7 +114,7 @@ def open_source(path, reading, problems, held_out=False, folder=None, number=0):
     """
     if source := chatml_source(path):
         unused = ("task_type", "ref_in_system", "reference", "reference_share", "columns")
-        changed = [flag_of(name) for name in unused
+        changed = [FLAGS.get(name, f"--{name}") for name in unused
                    if getattr(reading, name) != getattr(Reading(), name)]
         if changed:
             print(f"notice     {printable(path)}: ChatML has its prompts, in which "
@@ -682,8 +677,9 @@ def open_prepared(world, sources, tokenizer, ids, codec_dir, output_dir):
             fits = (was,) if name == "normalize" else (default, was)
             if value not in fits and name not in ("seed", "lone_reference"):
                 was, value = ({True: "on", False: "off"}.get(x, x) for x in (was, value))
-                raise UserError(f"{path}: was prepared with {flag_of(name)} {was}, not {value}; "
-                                "drop the flag, or prepare it again")
+                flag = FLAGS.get(name, f"--{name}")
+                raise UserError(f"{path}: was prepared with {flag} {was}, not {value}; drop the "
+                                "flag, or prepare it again")
         (Path(output_dir) / LIST).unlink(missing_ok=True)       # of the run before
         print(f"data       prepared: {path}", flush=True)
         return str(Path(path) / about["table"])

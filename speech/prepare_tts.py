@@ -161,7 +161,7 @@ def find_problems(builder, sources, where, measures, least, most):
             add("own_reference", "its reference is the clip itself")
         for check, seen, value, what in (
                 ("duplicate_audio", by_audio, int(place[i]), "has the same audio as"),
-                ("duplicate_text", by_text, int(facts["said"][i]), "has speaker and text of")):
+                ("duplicate_text", by_text, int(facts["words"][i]), "has speaker and text of")):
             if (first := seen.setdefault(value, i)) != i:
                 add(check, f"{what} {builder.name(first)}")
     return found

@@ -27,20 +27,8 @@ def reference(text):
     return text if text[-1:] in list(".!?,;\"'") or text.endswith(("</SE_e>", "</SE>")) else text + "."
 
 
-TEXTS = ["It is 20°C", "Water boils at 212°F (sea level)", "多い，少ない。", "《三体》第一部：结束了吗？", "他说“走吧”", "「はい」、そして…", "安娜·卡列尼娜",
-         "Wait;", "so—what", "isn’t it ‘odd’", "  a   b \n\n c ", "a\r\nb\u2028c\td", "[cough] well",
-         "[music start] la [music end]", "【laugh】 then", "[humming start]m[humming end]", "[sing] no tag",
-         "[laugh start] no tag", "[music  start]", "[hello]", "(quiet)", "()", "", "[SPEAKER0] Hi!\n[SPEAKER1] Yes",
-         "end </SE_s>", "ends with a colon:"]
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_normalised_as_boson_does(text):
-    assert conversations.normalise(text) == reference(text)
-
-
 def test_normalised_as_boson_does_whatever_the_text():
-    draw, pieces = random.Random(0), [old for old, _ in STEPS] + list("ab°CF[]().,;!?'\" \t\n\r") + ["laugh", "music"]
+    draw, pieces = random.Random(0), [old for old, _ in STEPS] + list("ab°CF[]().,;!?:'\" \t\n\r\u2028") + ["laugh", "music", "[SPEAKER0]", "</SE_s>"]
     for _ in range(3000):
         text = "".join(draw.choices(pieces, k=draw.randrange(12)))
         assert conversations.normalise(text) == reference(text), text
