@@ -416,7 +416,7 @@ def choose(args, world, ranks, setups, memory_of):
         return chosen, (
             f"{setup.parallel}, {pack}, recompute {setup.recompute}"
             f"{', NF4' * (setup.base_dtype == 'nf4')}{', offloaded' * bool(setup.offload)}: "
-            f"{size(found.peak)}, number {tried} of the setups from the fastest on")
+            f"{size(found.peak)}, setup {tried} from the fastest on")
     chosen, text = dist.rank0(world, first_that_fits)
     changed = any(getattr(args, flag, value) != value for flag, value in chosen.items())
     vars(args).update(chosen)
