@@ -13,13 +13,11 @@ from core.cli import at_least_one, require, zero_or_more
 QUESTION, PLAN, EXECUTION, FILL = 0, 1, 2, 3
 FULL = (1e-3, 1.0)      # the range of t of the bound itself; these ends are not enforced
 CHECKS = ("invalid", "control_token", "too_long")   # of problems, for --drop_bad
-# Problems per micro-step, micro-steps (on one GPU), learning rate, warm-up, steps. Rates of 256,
-# 512 and 1024 problems are from ngocbao220/hdp-diffusion's H200 guide, that of 768 follows the
-# square root; source: of its scripts. For --init_from: finetune, of DiT weights, has a third of
-# BD3-LM's rate; convert, of a language model, twice that of SDAR and E2D2; sdar, SDAR's.
-PRESETS = {"conservative": (64, 4, 4e-4, 5000, 50_000),
-           "recommended": (128, 4, 5e-4, 5000, 50_000),
-           "aggressive": (192, 4, 6e-4, 5000, 50_000), "extreme": (256, 4, 7e-4, 10_000, 50_000),
+# Problems per micro-step, micro-steps (on one GPU), learning rate, warm-up, steps. From
+# ngocbao220/hdp-diffusion's H200 guide, source from its scripts. For --init_from: finetune, a third
+# of BD3-LM's rate; convert, of a language model, twice that of SDAR and E2D2; sdar, SDAR's.
+PRESETS = {"conservative": (64, 4, 4e-4, 5000, 50_000), "extreme": (256, 4, 7e-4, 10_000, 50_000),
+           "recommended": (128, 4, 5e-4, 5000, 50_000), "aggressive": (192, 4, 6e-4, 5000, 50_000),
            "source": (16, 16, 1e-3, 1000, 10_000), "finetune": (64, 2, 1e-4, 100, 3000),
            "convert": (64, 1, 2e-5, 35, 1170), "sdar": (64, 1, 1e-5, 35, 1170)}
 PRESET_FLAGS = ("problems_per_batch", "gradient_accumulation_steps", "learning_rate",

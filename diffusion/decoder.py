@@ -43,7 +43,7 @@ class Config:
     mask_id: int
     source: dict                # config.json of the language model
     dropout: float = 0.0
-    lora: dict | None = None    # add_adapters' arguments; base and identity of the language model
+    lora: dict | None = None    # arguments of adapters.add_lora; dtype of frozen weights; identity
 
     @functools.cached_property
     def native(self):
@@ -116,8 +116,15 @@ class Decoder(dit.Network):
                 part.register_forward_hook(functools.partial(drop_output, config.dropout))
         self.register_parameter("mask_row", None)
         if config.lora:
-            # in a list, torch does not register it again
-            self.adapted = [add_adapters(self, config.lora)]
+            from core import adapters       # here: PEFT takes seconds to import
+            how = [config.lora[name] for name in
+                   ("rank", "alpha", "dropout", "targets", "base", "rslora", "dora")]
+            # PEFT's wrapper in a list, where torch does not register it again
+            self.adapted = [adapters.add_lora(self, self.layers, *how, task_type=None)]
+            for parameter in self.parameters():
+                if not parameter.requires_grad:
+                    parameter.data = parameter.data.to(getattr(torch, config.lora["dtype"]))
+            self.mask_row = nn.Parameter(torch.zeros(config.native.hidden_size))
         if recompute:
             from core import recomputation
             recomputation.set_mode(self, self.layers, recompute)
@@ -159,20 +166,6 @@ def drop_output(dropout, module, args, output):
 
 
 # ---- Adapters
-
-
-def add_adapters(model, lora):
-    """Freeze a Decoder, give it LoRA adapters and the mask's row as a parameter -> PEFT's wrapper.
-    lora: of Config; its dtype is that of frozen weights. UserError when no layer is a target.
-    """
-    from core import adapters       # here: PEFT takes seconds to import
-    how = [lora[name] for name in ("rank", "alpha", "dropout", "targets", "base", "rslora", "dora")]
-    wrapper = adapters.add_lora(model, model.layers, *how, task_type=None)
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.to(getattr(torch, lora["dtype"]))
-    model.mask_row = nn.Parameter(torch.zeros(model.config.native.hidden_size))
-    return wrapper
 
 
 def base_weights(model):

@@ -128,22 +128,17 @@ def attention_masks(doc, block, n_noisy, states=None):
 compiled_flex = functools.cache(lambda: torch.compile(flex_attention, dynamic=False))
 
 
-@torch.compiler.disable     # inside a compiled layer torch 2.13's CPU kernel misread its input
-def _flex_on_cpu(q, k, v, mask):
-    return flex_attention(q, k, v, block_mask=mask)
-
-
 def sparse_attention(q, k, v, mask):
     """FlexAttention of q to k, v under a BlockMask; in a compiled layer part of its graph."""
-    if not q.is_cuda:
-        return _flex_on_cpu(q, k, v, mask)
+    if not q.is_cuda:       # of tests: there is no backward pass
+        return flex_attention(q, k, v, block_mask=mask)
     flex = flex_attention if torch.compiler.is_compiling() else compiled_flex()
     return flex(q, k, v, block_mask=mask, kernel_options=KERNEL)
 
 
 def attend(q, k, v, queries, mask, clean_mask):
     """Attention of q, k, v (B, heads, S, D) -> (B, S or queries, heads, D): of the first `queries`
-    tokens by mask, of the others by clean_mask, which may be None, to each other.
+    tokens by mask, of the others, unless clean_mask is None, by that to each other.
     """
     first = q if queries == q.shape[2] else q[:, :, :queries]    # a slice has a backward pass
     if isinstance(mask, BlockMask):
@@ -186,9 +181,7 @@ class Past:
 
 
 class Network(nn.Module):
-    """Losses of a backbone with a Config, run(), head_inputs(hidden) and a head. forward is called
-    by training; extend and logits by the sampler.
-    """
+    """Losses of a backbone with a Config, run(), head_inputs(hidden) and a head."""
 
     def hidden_states(self, inputs):
         """Final hidden states (B, N, H) of the noisy copies. inputs: blocks.Inputs."""

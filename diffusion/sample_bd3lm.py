@@ -91,9 +91,8 @@ def prefill(model, tokens, position, block, known):
 def pick(logits, temperature, generator):
     """Draw one token from each row of logits (n, V) -> (ids (n,), their probabilities (n,))."""
     logits = logits.double()
-    if temperature == 0:
-        ids = logits.argmax(-1, keepdim=True)
-    else:
+    ids = logits.argmax(-1, keepdim=True)
+    if temperature:
         ids = (logits / temperature).softmax(-1).multinomial(1, generator=generator)
     return ids[:, 0], logits.softmax(-1).gather(-1, ids)[:, 0]
 
@@ -107,8 +106,8 @@ def unmask(model, hidden, tokens, masked, how, generator):
         tokens[chosen] = pick(model.logits(hidden[chosen]), how.temperature, generator)[0]
     else:
         proposed, sure = tokens.clone(), torch.full_like(tokens, -1, dtype=torch.float64)
-        proposed[masked], sure[masked] = pick(model.logits(hidden[masked]), how.temperature,
-                                              generator)
+        found = pick(model.logits(hidden[masked]), how.temperature, generator)
+        proposed[masked], sure[masked] = found
         rank = sure.argsort(1, descending=True).argsort(1)
         chosen = masked & ((rank < 1) | (sure >= how.threshold))
         tokens[chosen] = proposed[chosen]

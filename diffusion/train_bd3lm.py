@@ -5,12 +5,9 @@
     python diffusion/train_bd3lm.py --demo --model_size nano --max_steps 300 ...    # offline
     torchrun --nproc_per_node=8 diffusion/train_bd3lm.py ... --init_from Qwen/Qwen3-0.6B --bf16
 
-The script reads top to bottom: flags, ranks, data, resume, order of the data, model, validation and
-saving, then the loop. The loss is a bound on the negative log-likelihood (blocks.py), averaged over
-every target of the whole optimizer step, all ranks and micro-steps. The noise is drawn for the
-whole step as well, so any split of a step over ranks and micro-steps trains the same model.
-
-Validation, early stopping and samples use the averaged weights.
+The loss is a bound on the negative log-likelihood (blocks.py), averaged over every target of the
+whole optimizer step, all ranks and micro-steps; the noise is drawn for the whole step as well, so
+any split of it trains the same model. Validation and early stopping use the averaged weights.
 
 SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop: the step is finished, a checkpoint saved, and
 OUTPUT_DIR/requeue left for the launcher; exit status 0. Rerun the same command to resume.
