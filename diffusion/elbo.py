@@ -103,7 +103,6 @@ def noised_losses(model, how, batch, purpose, number, t_range, device):
 def bound(world, model, how, asked_to_stop):
     """Bound on the negative log-likelihood of an Eval's rows -> {"eval/...": float}, or None when
     asked to stop. asked_to_stop(): collective, called before every batch.
-
     eval/loss: nats per target. eval/nll: the same sum per token of text (targets without fill);
     eval/stderr: its standard error, of the noise alone, from how the draws of each block differ.
     """
@@ -129,23 +128,6 @@ def bound(world, model, how, asked_to_stop):
     values = {"eval/loss": total / targets, "eval/nll": nll, "eval/bits_per_token": nll /
               math.log(2), "eval/perplexity": math.exp(min(700.0, nll))}
     return values | ({"eval/stderr": math.sqrt(variance) / text} if repeats > 1 else {})
-
-
-def loss_report(sums):
-    """Sums (4,) of losses, targets, plain losses, masked tokens -> {name: value}."""
-    loss, targets, cross_entropy, masked = sums.tolist()
-    if not targets:     # every step was skipped: no loss to claim
-        return dict.fromkeys(("train/loss", "train/masked_loss", "train/masked"), float("nan"))
-    return {"train/loss": loss / targets, "train/masked_loss": cross_entropy / max(1, masked),
-            "train/masked": masked / targets}
-
-
-def eval_line(step, v):
-    """The bound of a validation in one line."""
-    right = f" | right {v['eval/accuracy']:.1%}" if "eval/accuracy" in v else ""
-    return (f"eval   step {step:>6} | nll <= {v['eval/nll']:.4f} +- {v.get('eval/stderr', 0):.4f} "
-            f"nats/token | perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f}"
-            f"{right}")
 
 
 def improved(best, values):
@@ -216,9 +198,6 @@ def accuracy(world, model, how):
     return {"eval/accuracy": right, "eval/nfe": forwards}
 
 
-# ---- --dry_run and --auto, by core/memory.py, which an ordinary run does not import
-
-
 def setups(args, setup, rows, row_tokens):
     """Setups of `rows` rows a step on all ranks, the fastest first: as few micro-steps as fit."""
     from core import memory
@@ -237,7 +216,7 @@ def plan_memory(args, world, ranks, config, rows, eval_rows, order=None, left=0)
     """With --auto set the open flags; with an order (PackOrder of rows) print the plan of a run of
     `left` steps, UserError with all that it will not fit into.
     """
-    from core import memory
+    from core import memory         # not of an ordinary run
 
     def loss(model, rows, length, n_noisy, masked):
         every, tiles = length + n_noisy, -(-(length + n_noisy) // dit.TILE)

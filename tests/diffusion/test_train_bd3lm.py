@@ -307,31 +307,20 @@ def test_a_dry_run_trains_nothing(demo, tmp_path, monkeypatch, capsys):
 
 
 BAD = {
-    "--demo 8": "give one of --train_data_file and --demo",
+    "--demo 8": "give one of --train_data_file and --demo, which",
     "--block_size 7": "--max_length 96 is not a multiple of --block_size 7",
     "--block_size 4 --t_range 0.3 0.45": "no number of masked tokens out of 4",
-    "--block_size 4 --t_range 0.001 0.2": "no number of masked tokens out of 4",
     "--t_range 0.8 0.3": "lower end first", "--end_token </s> --chat": "--end_token needs --system gsm8k, and no --chat",
     "--plan_block_size 4": "--plan_block_size and --execution_block_size need --system hdp",
     f"{HDP} --plan_block_size 5": "--plan_budget 32 is not a multiple of --plan_block_size 5",
     "--max_steps 0": "--max_steps is 0; it must be at least 1",
-    "--learning_rate nan": "--learning_rate is nan",
     "--ema_decay 1": "--ema_decay is 1.0; it must be at least 0 and below 1",
-    "--dropout 1.5": "--dropout is 1.5",
     "--clip_search_widths 1.2": "widths must lie between 0 and 1",
-    "--eval_repeats 0": "--eval_repeats is 0",
-    "--report_to wandb": "pip install wandb",
 }
 
 
 @pytest.mark.parametrize("flags", BAD)
 def test_bad_flags_are_refused_by_name(demo, flags):
-    if "wandb" in flags:
-        try:
-            import wandb  # noqa: F401
-            pytest.skip("W&B is installed")
-        except ImportError:
-            pass
     args = train_bd3lm.build_parser().parse_args([*arguments(demo, "out", *flags.split()),
                                                   *(["--train_data_file", "x"] if "--demo" in flags else [])])
     with pytest.raises(UserError, match=re.escape(BAD[flags])):
