@@ -96,9 +96,6 @@ def assert_same_training(a, b, without=CLOCK):
         assert difference.mean() < 0.01 * unit and difference.max() < 0.5 * unit, (stem, name)
 
 
-# -- Splits, resuming --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS[1:])
 def test_any_split_trains_the_same(shared, split):
@@ -186,9 +183,6 @@ def test_the_average_in_a_checkpoint_follows_its_formula(shared):
     assert step == 4
 
 
-# -- Every mode, bounds ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("flags", [
     "", "--bf16", f"{HDP} --loss_on_question", "--block_size 96 --no-pack",
     "--loss_weighting ce --t_range 0.3 0.8", "--strip_calculator"])
@@ -254,9 +248,6 @@ def test_the_bound_is_unbiased_and_knows_its_error(shared):
     share = values["eval/nll"] / values["eval/loss"]        # targets to text tokens
     assert abs(values["eval/nll"] - guess * share) < 4 * values["eval/stderr"] < 0.3 * guess
     assert abs(values["eval/loss"] / guess - 1) < 0.07
-
-
-# -- Ends --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
