@@ -102,7 +102,7 @@ def bound_file(args, folder, solver):
 
 
 def harness_model(base, solver, batch_size, draws):
-    """An object of a subclass of `base`, lm_eval's LM: texts, and bounds by so many draws."""
+    """An object of a subclass of `base`, lm_eval's LM: texts, and bounds by `draws` draws."""
     tokens, layout = solver.tokens, solver.layout
 
     def context_ids(text):

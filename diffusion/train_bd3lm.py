@@ -61,7 +61,7 @@ flag("--batch_preset", None, "sets the next two, rate, warm-up and steps (defaul
 flag("--problems_per_batch", None, "problems per micro-step and rank (default: preset's)", type=int)
 flag("--gradient_accumulation_steps", None, "micro-steps per step (default: preset's)", type=int)
 flag("--per_device_train_batch_size", None, "rows, instead of --problems_per_batch", type=int)
-flag("--global_batch_size", 0, "problems per step of all ranks; sets what is open of the first two")
+flag("--global_batch_size", 0, "problems per step of all ranks; sets the open ones of two")
 flag("--per_device_eval_batch_size", 32, "rows per validation batch")
 flag("--max_steps", None, "optimizer steps (default: preset's)", type=int)
 # optimization
@@ -104,7 +104,7 @@ flag("--best_by", "bound", "the best checkpoint; accuracy: of --eval_accuracy, t
      choices=("bound", "accuracy"))
 flag("--early_stop_patience", 10, "validations without a better bound or accuracy, 0 = never stop")
 flag("--save_steps", None, "steps between checkpoints, 0 = at the end (default: 2000)", type=int)
-flag("--save_total_limit", 3, "newest checkpoints kept beside the best, 0 = all")
+flag("--save_total_limit", 3, "newest checkpoints kept next to the best, 0 = all")
 flag("--resume", "auto", "auto (newest whole checkpoint in OUTPUT_DIR), none, or a folder",
      type=cli.alias(true="auto", false="none"))
 
@@ -420,7 +420,7 @@ while step < total_steps and not stopping and stale < patience:
             # asked to stop meanwhile: the next start validates first
             eval_due = stopping = improved is None
 
-        # save: every so often, before the end, and whenever validation is best
+        # save: at intervals, before the end, and whenever validation is best
         if saving or stopping or improved or stale >= patience:
             save()
 
