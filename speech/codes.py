@@ -722,7 +722,6 @@ def encode_share(world, work, folder, how):
     try:
         if work[world.rank]:
             encode_files(world, work[world.rank], folder, how, progress, bad)
-        progress.wait_for_all(how.wait_limit_s)
     finally:
         progress.bar.close()        # an error's line begins after the bar
     return bad
@@ -795,19 +794,6 @@ class Progress:
         speed = 3600 * hours / (time.monotonic() - self.start)
         self.bar.set_postfix_str(f"{hours:.2f} h of audio, {speed:,.0f} x real time", refresh=False)
         self.bar.update(done - self.bar.n)
-
-    def wait_for_all(self, limit_s):
-        """Rank 0 stays, moving the bar, until every rank is here. UserError where one hangs."""
-        self.count("ranks", 1)
-        changed = time.monotonic()
-        while self.world.is_main and self.count("ranks") < self.world.size:
-            if new := self.count("clips") - self.bar.n:
-                changed = time.monotonic()
-                self.bar.update(new)
-            if time.monotonic() - changed > limit_s:
-                raise UserError(f"encoding audio: no clip came for {limit_s:.0f} s: a rank hangs")
-            time.sleep(0.1)
-        self.bar.update(self.count("clips") - self.bar.n)
 
 
 def plan_codes(clips, how, bad=None):

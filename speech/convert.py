@@ -508,34 +508,29 @@ class Unpacked:
         self.folder, self.open, self.count = Path(folder), {}, 0
 
     def row(self, row, value):
-        """A row with the place of its sound; BadSample. value: a path, the bytes of an audio file,
-        or {array, sampling_rate}.
+        """A row with the place of its sound, which is written; BadSample. value: a path, the bytes
+        of an audio file, or {array, sampling_rate}.
         """
         if not isinstance(value, (bytes, dict)):
             return {**row, "audio": value}
         if row.get("offset") not in (None, "") or row.get("end") not in (None, ""):
             return BadSample("has an offset into audio that is inside the file: cut it first")
-        try:
-            text_of(row)                                # nothing is unpacked in vain
-            return {**row, **self.add(value)}
-        except BadSample as error:
-            return error
-
-    def add(self, value):
-        """{"audio", "offset", "duration"} of sound that was written; BadSample."""
         import numpy as np
         import soundfile
 
         from speech.codes import open_sound
         try:
+            text_of(row)                                # nothing is unpacked in vain
             if isinstance(value, dict):
                 wave, rate = np.asarray(value["array"], np.float32), int(value["sampling_rate"])
             else:
                 with open_sound(io.BytesIO(value)) as file:
                     wave, rate = file.read(dtype="float32"), file.samplerate
             wave = wave.mean(axis=1) if wave.ndim == 2 else wave
+        except BadSample as error:
+            return error
         except (ValueError, RuntimeError) as error:     # of open_sound, NumPy and libsndfile
-            raise BadSample(f"is not readable audio ({error})", "audio")
+            return BadSample(f"is not readable audio ({error})", "audio")
         file, done = self.open.get(rate, (None, SHARD_S * rate))
         try:        # a full disk is not the fault of this sample
             if done >= SHARD_S * rate:
@@ -548,7 +543,8 @@ class Unpacked:
         except (RuntimeError, AssertionError) as error:
             raise UserError(f"{self.folder}: sound cannot be written ({error or 'disk full?'})")
         self.open[rate] = file, done + len(wave)
-        return {"audio": str(file.name), "offset": done / rate, "duration": len(wave) / rate}
+        place = {"audio": str(file.name), "offset": done / rate, "duration": len(wave) / rate}
+        return {**row, **place}
 
     def close(self):
         for file, _ in self.open.values():
