@@ -144,7 +144,7 @@ from core import watchdog
 from core.packing import PackOrder, rank_packs, run_length
 from core.problems import collect
 from data import SpeechSamples, collate, make_loader, prepare_table
-from speech import text_normalization, versions, weights
+from speech import text_normalization, weights
 from speech.dataset import data_facts, samples_line, split_samples, usable_samples
 from speech.loss import SUMS, batch_sums, decays, eval_line, step_work, total_loss, train_line
 
@@ -162,9 +162,9 @@ print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
 # ---- Model: on the meta device, where it takes no memory. Data: rank 0 tokenises, all ranks map
 # the same table and know the whole order. So no rank has to ask another which samples a step
 # has, or how many targets.
-folder, config_dict, codec_dir = versions.find_files(
+folder, config_dict, codec_dir = weights.find_files(
     world, args.model_path, args.audio_tokenizer_path, work_dir)
-module = versions.module(config_dict)       # speech/v2.py or v3.py, chosen once
+module = weights.module(config_dict)       # speech/v2.py or v3.py, chosen once
 args.normalize_text = module.text_setting(args.normalize_text or "")
 if args.use_lora:
     args.lora_target_modules = args.lora_target_modules or module.LORA_TARGETS
@@ -200,9 +200,9 @@ def empty_model(source, config_dict):
     return model, parts
 
 
-def load_option(name):
-    """What speech/NAME.py makes of the flag --NAME; None without it, and nothing is imported."""
-    if getattr(args, name):
+def load_option(flag, name):
+    """What speech/NAME.py makes of a flag; None without it, and nothing is imported."""
+    if flag:
         return import_module(f"speech.{name}").load(args, tokenizer, ids, config, codec_dir, world)
 
 
@@ -210,7 +210,7 @@ def load_option(name):
 _, _, (model, parts), prompts, keep_loss, table = collect(
     dry, lambda: choices.check_folders(args), lambda: dist.check_device(device, args),
     lambda: empty_model(folder, config_dict),
-    lambda: load_option("sample_prompts"), lambda: load_option("keep"),
+    lambda: load_option(args.sample_prompts, "speak"), lambda: load_option(args.keep, "keep"),
     lambda: prepare_table(world, tokenizer, ids, args, codec_dir, work_dir))
 train_ids, eval_ids = usable_samples(
     table, *split_samples(table, 0 if args.disable_eval else args.validation_split, args.seed),
