@@ -111,8 +111,7 @@ def pack_text(args):
 
 
 def codec(group):
-    group.add_argument("--audio_tokenizer_path", help="native audio tokenizer, folder or hub name "
-                       "(default: the codec inside a Higgs TTS 3 checkpoint)")
+    group.add_argument("--audio_tokenizer_path", help="native audio tokenizer, folder or hub name")
 
 
 def base_dtype(group, help):

@@ -161,7 +161,7 @@ if args.device != "auto":
 device, main_rank = world.device, world.is_main
 old = dist.rank0(world, earlier_results)
 folder, config_dict, codec_dir = weights.find_files(
-    world, args.model_path, args.audio_tokenizer_path, args.output_dir)
+    world, args.model_path, args.audio_tokenizer_path)
 module, third = weights.module(config_dict), weights.is_third(config_dict["model_type"])
 require(args.reference_text or not args.reference_audio or third, "--reference_audio and "
         "--reference_text go together: the model needs to know what the clip says")

@@ -105,7 +105,7 @@ to be safe. Golden leaves gathered by the gate. The museum bought a very strange
 refused to go outside. Her plan had a flaw: nobody could swim. The mountain path is steep but short.
 I will call you as soon as we land. Good night, and thank you for the soup.
 """
-SENTENCES = re.split(r"(?<=[.?])\s+", STORY.strip())
+SENTENCES = re.split(r"(?<=[.?]) ", " ".join(STORY.split()))
 
 
 def allow_others(folder):

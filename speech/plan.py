@@ -22,8 +22,8 @@ class Data(NamedTuple):
     ids: object             # labels.TokenIds
     train: np.ndarray       # numbers of samples
     held_out: np.ndarray
-    speakers: list          # speak.Speaker and keep.Keeper, where there are such
-    keeper: object = None   # the latter
+    prompts: object = None  # speak.Speaker
+    keeper: object = None   # keep.Keeper
 
 
 def rows_by_kind(table, ids):
@@ -102,10 +102,10 @@ def memory(args, model, setup, data, order, epochs=range(1)):
         packs.append((*worst(order, range(20), kept, setup.budget), True))
     found, pack = max(((plans.estimate(step_of(model), setup, pack, held_out), pack)
                        for pack in packs), key=lambda one: one[0].peak)
-    if data.speakers:
+    if speakers := [speaker for speaker in (data.prompts, data.keeper) if speaker]:
         state = sum(found.parts[name] for name in ("weights", "gradients", "optimizer", "fixed"))
         found.stages["speaking samples"] = state + max(
-            speaking_bytes(model.base_model, setup, one) for one in data.speakers)
+            speaking_bytes(model.base_model, setup, speaker) for speaker in speakers)
     return found, pack[0] + pack[1]
 
 

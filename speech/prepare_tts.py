@@ -250,7 +250,7 @@ def main():
             "--device cuda: there is no GPU here")
     dist.rank0(world, checkpoint.claim_output, args.output_dir)
     folder, config_dict, codec_dir = weights.find_files(
-        world, args.model_path, args.audio_tokenizer_path, args.output_dir)
+        world, args.model_path, args.audio_tokenizer_path)
     module = weights.module(config_dict)
     args.normalize_text = module.text_setting(args.normalize_text or "")
     tokenizer = module.load_tokenizer(folder)

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-from core.cli import UserError
 from core import kernels
 from speech import loss, weights  # first: it explains a torchaudio that breaks transformers
 from speech.labels import IGNORE, token_ids  # noqa: F401  (of weights.module)
@@ -42,11 +41,6 @@ def text_setting(wanted):
     """--normalize_text as "on" or "off"; on where nothing is wanted, as boson-ai's inference does.
     """
     return wanted or "on"
-
-
-def unpack_codec(folder, config_dict, into):
-    """The codec inside a model folder. Raises UserError: a V2 folder has none."""
-    raise UserError("give --audio_tokenizer_path: a Higgs-Audio V2 checkpoint holds no codec")
 
 
 def empty_model(config_dict, dtype, folder):

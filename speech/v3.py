@@ -27,7 +27,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from core import kernels, tensor_io
 from core.cli import UserError, require
-from core.checkpoint import new_folder
 from speech import loss, weights  # first: it explains a torchaudio that breaks transformers
 from speech.conversations import BadSample
 from speech.labels import IGNORE, delay_rows
@@ -59,15 +58,6 @@ HEADS = {"tied.head.text_head.weight": TEXT_TABLE,      # copies of the tables i
          "tied.head.modality_heads.0.weight": AUDIO_TABLE}
 WHOLE_MODULES = ("audio_embedding",)    # modules that an adapter may hold as a whole
 CODEC = "tied.embedding.modality_embeddings.0.model."       # prefix of the codec's weights
-# where transformers' defaults for HiggsAudioV2TokenizerConfig differ: 25 frames a second
-RELEASED_CODEC = {
-    "target_bandwidths": [0.5, 1, 1.5, 2], "acoustic_model_config": {
-        "model_type": "dac", "encoder_hidden_size": 64, "downsampling_ratios": [8, 5, 4, 2, 3],
-        "hidden_size": 256, "decoder_hidden_size": 1024, "upsampling_ratios": [8, 5, 4, 2, 3],
-        "hop_length": 960},
-    "semantic_model_config": {"model_type": "hubert", "mask_time_prob": 0.0}}    # 5.17 has 0.05
-# weight norm as older torch names it
-NORMED = {"g": "parametrizations.weight.original0", "v": "parametrizations.weight.original1"}
 # files next to the weights
 OWN_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
              "vocab.json", "merges.txt", "chat_template.jinja", "LICENSE", "NOTICE")
@@ -424,60 +414,15 @@ def whole_files(tensors, folder, codec=None):
     for head, table in HEADS.items():
         parts, dtype, fold = tensors[table]
         tensors[head] = (parts, dtype, fold or torch.clone)     # a copy: both are written
-    if codec:
-        files = tensor_io.files_of(weights.find_codec(codec)[0], "model")
-        inside = tensor_io.open_tensors(files)
-    else:
-        inside = codec_parts(folder)
+    source, prefix = (weights.find_codec(codec)[0], "") if codec else (folder, CODEC)
+    found = tensor_io.open_tensors(tensor_io.files_of(source, "model"))
+    inside = {name.removeprefix(prefix): part for name, part in found.items()
+              if name.startswith(prefix)}
     require(inside, f"{folder}: holds no codec, which the servers read from there; give "
             "--audio_tokenizer_path, or merge the adapter into the released folder")
     return tensors | {CODEC + name: (
         [part], part[:1].dtype if part.get_shape() else part[...].dtype, None)
         for name, part in inside.items()}
-
-
-def codec_parts(folder):
-    """{codec's own name: Slice} of the codec inside a folder's weights; {} if none. UserError."""
-    found = tensor_io.open_tensors(tensor_io.files_of(folder, "model"))
-    return {name.removeprefix(CODEC): found[name] for name in found if name.startswith(CODEC)}
-
-
-def unpack_codec(folder, config_dict, into):
-    """Write the codec inside a checkpoint to the folder `into` as a native one in fp32 -> into.
-
-    Its configuration is that of the released tokenizer, which the servers ship, unless config.json
-    has another under "audio_tokenizer_config". A folder that is there must hold the same. Raises
-    UserError unless every weight is there.
-    """
-    from transformers import HiggsAudioV2TokenizerConfig, HiggsAudioV2TokenizerModel
-    into, parts = Path(into), codec_parts(folder)
-    require(parts, f"{folder}: holds no codec weights; give --audio_tokenizer_path")
-    config = HiggsAudioV2TokenizerConfig(
-        **config_dict.get("audio_tokenizer_config", RELEASED_CODEC))
-    with torch.device("meta"):
-        state = HiggsAudioV2TokenizerModel(config).state_dict()
-    for name in parts.keys() - state.keys():
-        stem, _, half = name.rpartition(".weight_")
-        parts[f"{stem}.{NORMED[half]}" if half in NORMED else name] = parts.pop(name)
-    parts = {name: parts[name] for name in state.keys() & parts.keys()}
-    problem = tensor_io.mismatch({name: value.shape for name, value in state.items()},
-                                 {name: [part] for name, part in parts.items()})
-    require(not problem, f"{folder}: its codec is not the released one: {problem}; give "
-            "--audio_tokenizer_path")
-    if into.exists():
-        there = {}
-        if (into / "config.json").is_file():
-            there = tensor_io.open_tensors(tensor_io.files_of(into, "model"))
-        require(there.keys() == parts.keys() and all(
-            torch.equal(there[name][:], part[:].float()) for name, part in parts.items()),
-            f"{into}: is not the codec inside {folder}; delete that folder, or give another "
-            "--output_dir")
-        return into
-    with new_folder(into) as building:
-        config.save_pretrained(building)
-        tensor_io.save({name: part[:].float().contiguous() for name, part in parts.items()},
-                       building / "model.safetensors")
-    return into
 
 
 # ---- Speaking

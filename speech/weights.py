@@ -64,20 +64,15 @@ def module(config):
     return v2
 
 
-def find_files(world, model_path, codec_path, output_dir):
-    """(model folder, its config.json as a dict, codec folder). Raises UserError. Collective.
-    codec_path None: the codec inside the checkpoint, unpacked in output_dir.
-    """
+def find_files(world, model_path, codec_path):
+    """(model folder, its config.json as a dict, codec folder). Raises UserError. Collective."""
+    require(codec_path, "give --audio_tokenizer_path, such as bosonai/higgs-audio-v2-tokenizer")
     for find, path in ((find_model, model_path), (find_codec, codec_path)):
-        if path:        # hub names are downloaded before the others look
-            dist.rank0(world, find, path)
+        dist.rank0(world, find, path)       # hub names are downloaded before the others look
     folder, config = find_model(model_path)
     if world.is_main and module(config).LICENCE:
         print(f"licence    {module(config).LICENCE}", flush=True)
-    if codec_path:
-        return folder, config, find_codec(codec_path)[0]
-    unpack, into = module(config).unpack_codec, Path(output_dir) / "codec"
-    return folder, config, dist.rank0(world, unpack, folder, config, into)
+    return folder, config, find_codec(codec_path)[0]
 
 
 # ---- Folders and configuration
