@@ -84,9 +84,6 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     lines = [f"{len(tensors)} tensors, {updated} of them with an adapter's update, "
              f"{total / 1e9:.3f} GB of {' and '.join(kinds)} in {len(files)} "
              f"file{'s'[:len(files) > 1]}"]
-    if joined := sum(len(found) > 1 for found in parts.values()):
-        lines.append(f"{joined} tensors that the source splits into a frozen and a trainable part "
-                     "are joined")
     return [*lines, *[version.LICENCE] * bool(version.LICENCE),
             *(f"{name}: {what}" for name, what in made.items()),
             f"to publish: hf upload OWNER/NAME {output_dir}"]
