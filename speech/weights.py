@@ -6,6 +6,7 @@ weights stop the run.
 """
 import json
 import shutil
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -56,12 +57,9 @@ def is_third(model_type):
 
 def module(config):
     """speech.v3 or v2, which have the same functions and constants. config: config.json as a dict,
-    or what read_config made of it."""
-    if is_third(config["model_type"] if isinstance(config, dict) else config.model_type):
-        from speech import v3
-        return v3
-    from speech import v2
-    return v2
+    or the result of read_config."""
+    kind = config["model_type"] if isinstance(config, dict) else config.model_type
+    return import_module("speech.v3" if is_third(kind) else "speech.v2")    # both import this file
 
 
 def find_files(world, model_path, codec_path):
