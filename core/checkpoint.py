@@ -6,12 +6,16 @@ and SHA-256 of every file. The folder is built under a .tmp name, synced and ren
 any instant leaves the newest whole one untouched.
 """
 import contextlib
+import errno
+import fcntl
 import hashlib
 import io
 import json
 import os
 import re
 import shutil
+import socket
+import stat
 import tempfile
 import threading
 import time
@@ -23,14 +27,13 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from core import dist, json_files, optim, run_lock, tensor_io
-from core.cli import UserError, printable, require
+from core import dist, json_files, optim, tensor_io
+from core.cli import UserError, notice, printable, require
 from core.dist import error_names_file
 
 MANIFEST = "manifest.json"
 STATE = "trainer_state"     # apart, so that from_pretrained and PEFT do not see it
-# Whole names of what a killed process may leave. Nothing else is deleted: checkpoint-500.tmp, say,
-# is somebody's copy.
+# Whole names of what a killed process may leave: nothing else is deleted.
 TEMPORARY = r"\..+\.tmp-[0-9a-f]{32}"       # write_atomically's files
 UNFINISHED = r"checkpoint-\d+\.tmp-([0-9a-f]{8}|deleted-\d+)"
 
@@ -59,7 +62,7 @@ def write_atomically(path, write):
     try:
         with error_names_file(path):
             write(temporary)
-            # before the rename, or a crash of the machine may leave the name with nothing in it
+            # before the rename, or a crash of the machine may leave an empty file of that name
             fsync(temporary)
             os.replace(temporary, path)
             fsync(path.parent)
@@ -111,7 +114,7 @@ def prepare_folder(folder, flag="--output_dir"):
 def claim_output(output_dir):
     """prepare_folder; from here on no other run may use it, and what a killed one left is gone."""
     prepare_folder(output_dir)
-    run_lock.acquire(output_dir)
+    lock_folder(output_dir)
     if gone := remove_named(output_dir, TEMPORARY, UNFINISHED):
         print(f"removed what a killed run has left in {output_dir}: {', '.join(gone)}", flush=True)
 
@@ -120,41 +123,143 @@ def claim_output(output_dir):
 def new_folder(output_dir, size=0, flag="--output_dir"):
     """A folder to fill; it gets the name output_dir once all is on disk. size: its bytes, about.
 
-    Raises UserError: for a folder that is there and not empty, or that another process is making,
-    or for a full disk.
+    UserError: a folder with files, one that another process is making, or a full disk.
     """
     final = Path(os.path.abspath(output_dir))
-    require(not final.exists() or final.is_dir() and not any(final.iterdir()),
-            f"{flag} {output_dir}: is there already and not empty; give another name or move it "
-            "away")
+    require(not final.exists() or final.is_dir() and not any(final.iterdir()), f"{flag} "
+            f"{output_dir}: is there already and not empty; give another name or move it away")
     # in the same folder, so that both are on one disk and a renaming is enough
     building = final.with_name(f".{final.name}.new-{uuid.uuid4().hex}")
     try:
         for left in final.parent.glob(".*.new-*"):      # by a killed process
             if re.fullmatch(rf"\.{re.escape(final.name)}\.new-[0-9a-f]{{32}}", left.name):
                 # gone since it was listed: its process has ended well
-                with contextlib.suppress(FileNotFoundError), run_lock.acquire(left, flag):
+                with contextlib.suppress(FileNotFoundError), lock_folder(left, flag):
                     shutil.rmtree(left)
                     print(f"removed {left}, which a killed process has left", flush=True)
         building.mkdir(parents=True)
-        with run_lock.acquire(building, flag) as lock:
+        with lock_folder(building, flag) as lock:
             free = shutil.disk_usage(building).free     # before hours of work, not after
             require(free >= size, f"{flag} {output_dir}: {size / 1e9:.1f} GB are to be written, "
                                   f"{free / 1e9:.1f} GB are free there")
             yield building
             for path in [*building.iterdir(), building]:
                 fsync(path)
-            # still locked, or another process may take it for what a kill has left
+            # still locked, or another process may remove it
             os.rename(building, final)
         (final / lock.path.name).unlink()
         fsync(final.parent)
-    except Exception as error:
-        full = "(os error" in str(error)        # of tokenizers, which raises nothing else
-        if not full and not isinstance(error, (OSError, SafetensorError)):
-            raise
-        raise UserError(f"{flag} {output_dir}: cannot be written ({error})")
+    except Exception as error:      # tokenizers raise nothing else for a full disk
+        if isinstance(error, (OSError, SafetensorError)) or "(os error" in str(error):
+            raise UserError(f"{flag} {output_dir}: cannot be written ({error})")
+        raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
+
+
+# ---- One process at a time owns a folder: an output folder, a code cache in the making, a journal.
+# It holds an exclusive flock on FOLDER/NAME.lock, which the kernel drops when the process ends. The
+# file names the owner, and stays.
+
+WAIT_S = 3              # a run that is restarted at once waits for ranks that are about to end
+LEASE_S = 120           # a file server keeps the locks of a node that is gone for about 90 s
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+_held = {}              # {path of a lock: file descriptor} of this process
+
+
+class RunLock(contextlib.AbstractContextManager):
+    """This process's hold on a folder. Ends with release(), a `with`, or the process."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def release(self):
+        if self.path in _held:
+            os.close(_held.pop(self.path))
+
+    def __exit__(self, *error):
+        self.release()
+
+
+def lock_folder(folder, flag="--output_dir", name="run", wait_s=None, waiting=lambda: None):
+    """Own a folder from now on -> RunLock. UserError, naming the flag, when another process owns it
+    after wait_s seconds (None: a few, and longer in a job that Slurm queued again, which may have
+    lost its node); OSError when it cannot be written. waiting: called meanwhile; it may raise.
+    """
+    path = Path(folder) / f"{name}.lock"
+    RunLock(path).release()         # of an earlier run of this process
+    if wait_s is None:
+        wait_s = WAIT_S if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else LEASE_S
+    notified, end = False, time.monotonic() + wait_s
+    while (fd := try_lock(path)) is None:
+        left, owner = end - time.monotonic(), owner_of(path)
+        require(left > 0, f"{flag} {folder}: another run is using it ({owner}); end that one, or "
+                          f"give another {flag}")
+        if left > WAIT_S and not notified:
+            print(f"waiting    another run is using {folder} ({owner})", flush=True)
+            notified = True
+        waiting()
+        time.sleep(0.2)
+    now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    owner = f"host {socket.gethostname()}, process {os.getpid()}, started {now}\n".encode()
+    with contextlib.suppress(OSError):      # another user's file: may be locked, but not written
+        os.fchmod(fd, os.stat(path.parent).st_mode & 0o666)     # who may use the folder may lock it
+        os.ftruncate(fd, os.pwrite(fd, owner, 0))
+    _held[path] = fd
+    return RunLock(path)
+
+
+def try_lock(path):
+    """Descriptor of the locked file, which is made if need be; None: another process has it."""
+    fd = open_lock(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(fd), os.stat(path)):
+            return fd
+    except (BlockingIOError, FileNotFoundError):        # the latter: removed since it was opened
+        pass
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        notice(f"{path}: this file system has no locks: start no second run in that folder")
+        return fd
+    os.close(fd)
+    return None
+
+
+def open_lock(path, how=os.O_RDONLY):
+    """Descriptor of a lock's file. Raises OSError, and UserError where its name is not a file's."""
+    flags = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW        # to open a pipe could hang
+    wrong = UserError(f"{path}: is not a file; move it away, a run locks a file of this name")
+    try:
+        fd = os.open(path, flags | how, 0o666)
+    except PermissionError:     # another user's file, which may be locked all the same
+        if not os.path.lexists(path):
+            raise
+        fd = os.open(path, flags | os.O_RDONLY)
+    except OSError as error:
+        raise wrong if error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO) else error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise wrong
+    return fd
+
+
+def owner_of(path):
+    """Host, process and start of a lock's owner, in words."""
+    with contextlib.suppress(OSError), open(open_lock(path), "rb") as file:
+        return printable(file.read(500).decode(errors="replace").strip())
+    return f"see {path}"
+
+
+def _forget():
+    for fd in _held.values():
+        os.close(fd)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)     # else the lock would last as long as any child
 
 
 # ---- Random states
@@ -243,17 +348,17 @@ class CheckpointManager:
             self.share_written.wait()
             # breaks when a rank died before its share was written; the thread would wait on
             dist.barrier(self.world)
-        dist.rank0(self.world, self._join)
+
+        def join():
+            if self.thread is not None:
+                self.thread.join()
+            self.check()
+        dist.rank0(self.world, join)
 
     def check(self):
         """Raise UserError when the last write failed; rank 0 knows of every rank's. Cheap."""
         if self.error:
             raise self.error
-
-    def _join(self):
-        if self.thread is not None:
-            self.thread.join()
-        self.check()
 
     def building(self, step):
         """Where checkpoint-STEP grows."""
@@ -266,38 +371,37 @@ class CheckpointManager:
 
     def _write(self, step, share, best_step):
         """The thread: write this rank's share, report to rank 0, which then completes the whole."""
-        rank, store = self.world.rank, self.world.store
+        rank, store, building = self.world.rank, self.world.store, self.building(step)
         try:
             try:
-                report = write_files(self.building(step), share), None
+                report = write_files(building, share), None
             except Exception as error:      # rank 0 would wait for this share otherwise
                 report = {}, str(error)
+            writers = tensor_io.writers(self.world.size)
+            keys = [f"checkpoint/{self.saves}/{writer}" for writer in writers]
             try:    # through the store: a collective of this thread would mix with training's
-                if store is not None and rank in tensor_io.writers(self.world.size):
+                if store is not None and rank in writers:
                     store.set(f"checkpoint/{self.saves}/{rank}", json.dumps(report))
             finally:
                 self.share_written.set()
-            if self.world.is_main:
-                reports = self._reports() if store else {0: report}
-                if errors := [f"rank {rank}: {why}" for rank, (_, why) in reports.items() if why]:
-                    # the next needs room
-                    shutil.rmtree(self.building(step), ignore_errors=True)
-                    raise OSError("; ".join(errors))        # of all: disks of nodes differ
-                self._complete(step, [written for written, _ in reports.values()], best_step)
+            if not self.world.is_main:
+                return
+            reports = [report]
+            if store is not None:
+                store = store.clone()       # a call that waits holds one for all other threads
+                store.wait(keys, timedelta(seconds=self.timeout_s))
+                reports = [json.loads(store.get(key)) for key in keys]
+            if errors := [f"rank {writer}: {why}" for writer, (_, why) in zip(writers, reports)
+                          if why]:
+                shutil.rmtree(building, ignore_errors=True)     # the next needs room
+                raise OSError("; ".join(errors))        # of all: disks of nodes differ
+            self._complete(step, building, [written for written, _ in reports], best_step)
         except Exception as error:      # raised by the main thread, in check() or wait()
             self.error = self.failure(step, error)
 
-    def _reports(self):
-        """{rank: ({file: facts}, error)} of the ranks that write, when all have come."""
-        store = self.world.store.clone()        # a call that waits holds one for all other threads
-        keys = {rank: f"checkpoint/{self.saves}/{rank}"
-                for rank in tensor_io.writers(self.world.size)}
-        store.wait([*keys.values()], timedelta(seconds=self.timeout_s))
-        return {rank: json.loads(store.get(key)) for rank, key in keys.items()}
-
-    def _complete(self, step, shares, best_step):
+    def _complete(self, step, building, shares, best_step):
         """Every share ({file: facts}) is on disk: manifest, the real name, rotation."""
-        building, final = self.building(step), self.output_dir / f"checkpoint-{step}"
+        final = self.output_dir / f"checkpoint-{step}"
         files = {name: facts for share in shares for name, facts in sorted(share.items())}
         text = json.dumps({"step": step, "files": files}, indent=1)
         # last: it is the proof that all others are there
@@ -407,40 +511,28 @@ def list_candidates(output_dir, resume):
 def damage(path):
     """The damage of a checkpoint in words, or "" when every file has its size and checksum.
 
-    Raises OSError where that cannot be known: what this user may not read, say, is not damaged.
+    Raises OSError where that cannot be known: a file that this user may not read is not damaged.
     """
     path = Path(path)
-    files = read_manifest(path)
-    if isinstance(files, str):
-        return files
-
-    def compare(name):
-        file, facts, name = path / name, files[name], printable(name, 80)
-        if not file.is_file():
-            return f"{name} is missing"
-        if (size := file.stat().st_size) != facts["bytes"]:
-            return f"{name} has {size} bytes instead of {facts['bytes']}"
-        if sha256(file) != facts["sha256"]:
-            return f"{name} has another checksum than when it was written"
-        return ""
-    with ThreadPoolExecutor(tensor_io.WRITERS) as pool:     # hashing needs no GIL
-        return next(filter(None, pool.map(compare, files)), "")
-
-
-def read_manifest(path):
-    """{name: {"bytes", "sha256"}} of a checkpoint's manifest, or its fault in words."""
     if not (path / MANIFEST).is_file():
         return f"no {MANIFEST}"     # a folder that somebody made, or copied in part
     try:
         files = json_files.loads((path / MANIFEST).read_bytes())["files"]
-        if {(type(facts["bytes"]), type(facts["sha256"]))
-            for facts in files.values()} - {(int, str)}:
-            raise ValueError
+        found = [(name, facts["bytes"], facts["sha256"]) for name, facts in files.items()]
     except (ValueError, TypeError, KeyError, AttributeError):
         return f"unreadable {MANIFEST}"
     if f"{STATE}/state.json" not in files:      # an empty list would prove any folder whole
         return f"{MANIFEST} does not list {STATE}/state.json"
-    return files
+
+    def compare(name, size, checksum):
+        file, name = path / name, printable(name, 80)
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes instead of {size}"
+        return "" if sha256(file) == checksum else f"{name} has another checksum than when written"
+    with ThreadPoolExecutor(tensor_io.WRITERS) as pool:     # hashing needs no GIL
+        return next(filter(None, pool.map(compare, *zip(*found))), "")
 
 
 def rotate(output_dir, newest, keep, best_step=None):

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from core import fused
+from core import kernels
 
 # hidden size, layers, heads, width of the conditioning; nano is for demos and tests
 SIZES = {"nano": (64, 2, 4, 16), "tiny": (256, 8, 8, 64), "small": (768, 12, 12, 128),
@@ -54,9 +54,6 @@ def config_of(size, vocab_size, mask_id, dropout=0.1):
     return Config(vocab_size, mask_id, *SIZES[size], dropout)
 
 
-# ---- Who sees whom
-
-
 def attends(doc, block, n_noisy):
     """The mask as a function of (row, head, query, key) indices, as FlexAttention takes it.
 
@@ -75,7 +72,6 @@ def attends(doc, block, n_noisy):
 
 def tile_states(doc, block, n_noisy):
     """(B, tiles, tiles) int8 of NOTHING, SOME or ALL: tiles that flex_attention may skip.
-
     doc, block: (B, S) int arrays as in attends. Pairs are counted by runs of tokens of one block,
     some 50 a row, not one by one as create_block_mask does: cheap enough for a loader process.
     """
@@ -100,7 +96,6 @@ def tile_states(doc, block, n_noisy):
 
 def attention_masks(doc, block, n_noisy, states=None):
     """(mask of noisy queries over all keys, mask of the other queries), for attend().
-
     With states (tile_states, on the device of doc and block) two BlockMasks, the second one of all
     queries over all keys, equal to those of create_block_mask; else two (B, 1, queries, keys) bool,
     the second one of clean queries over clean keys.
@@ -128,22 +123,17 @@ def attention_masks(doc, block, n_noisy, states=None):
 compiled_flex = functools.cache(lambda: torch.compile(flex_attention, dynamic=False))
 
 
-@torch.compiler.disable     # inside a compiled layer torch 2.13's CPU kernel misread its input
-def _flex_on_cpu(q, k, v, mask):
-    return flex_attention(q, k, v, block_mask=mask)
-
-
 def sparse_attention(q, k, v, mask):
     """FlexAttention of q to k, v under a BlockMask; in a compiled layer part of its graph."""
-    if not q.is_cuda:
-        return _flex_on_cpu(q, k, v, mask)
+    if not q.is_cuda:       # of tests: there is no backward pass
+        return flex_attention(q, k, v, block_mask=mask)
     flex = flex_attention if torch.compiler.is_compiling() else compiled_flex()
     return flex(q, k, v, block_mask=mask, kernel_options=KERNEL)
 
 
 def attend(q, k, v, queries, mask, clean_mask):
     """Attention of q, k, v (B, heads, S, D) -> (B, S or queries, heads, D): of the first `queries`
-    tokens by mask, of the others by clean_mask, which may be None, to each other.
+    tokens by mask, of the others, unless clean_mask is None, by that to each other.
     """
     first = q if queries == q.shape[2] else q[:, :, :queries]    # a slice has a backward pass
     if isinstance(mask, BlockMask):
@@ -182,13 +172,8 @@ class Past:
         return tuple(torch.cat(pair, dim=2) for pair in zip(self.pairs[layer], (keys, values)))
 
 
-# ---- Losses
-
-
 class Network(nn.Module):
-    """Losses of a backbone with a Config, run(), head_inputs(hidden) and a head. forward is called
-    by training; extend and logits by the sampler.
-    """
+    """Losses of a backbone with a Config, run(), head_inputs(hidden) and a head."""
 
     def hidden_states(self, inputs):
         """Final hidden states (B, N, H) of the noisy copies. inputs: blocks.Inputs."""
@@ -211,7 +196,7 @@ class Network(nn.Module):
         at = torch.arange(size := len(weight), device=x.device)
         bias = torch.zeros(size, device=x.device) if bias is None else bias
         bias = bias.masked_fill(at == self.config.mask_id, -torch.inf)
-        if fused.wanted(x) and size % 8:
+        if kernels.wanted(x) and size % 8:
             weight = F.pad(weight.to(x.dtype), (0, 0, 0, -size % 64))
             bias = F.pad(bias, (0, -size % 64), value=-torch.inf)
         return F.linear(x, weight, bias.to(x.dtype))
@@ -223,14 +208,14 @@ class Network(nn.Module):
     def row_losses(self, hidden, labels):
         """Cross-entropies (R,) float32 of hidden states (R, H) at labels (R,)."""
         logits = self._logits(hidden)
-        if fused.wanted(logits):
-            return fused.cross_entropies(logits, labels)
+        if kernels.wanted(logits):
+            return kernels.cross_entropies(logits, labels)
         return F.cross_entropy(logits.float(), labels, reduction="none")
 
     def forward(self, inputs):
         """Cross-entropy (R,) float32 of the clean token at each of inputs.rows; many in pieces."""
         hidden, rows, labels = self.hidden_states(inputs).flatten(0, 1), inputs.rows, inputs.labels
-        if fused.wanted(hidden):        # each step masks another number of tokens
+        if kernels.wanted(hidden):        # each step masks another number of tokens
             rows, labels = (F.pad(numbers, (0, -len(numbers) % ROW_STEP))
                             for numbers in (rows, labels))
         rows = hidden.index_select(0, rows)
@@ -257,12 +242,9 @@ class Network(nn.Module):
         return (2 if self.config.lora else 3) * products + 3 * scores
 
 
-# ---- Layers
-
-
 def modulate(norm, x, shift, scale):
     """norm(x) * (1 + scale) + shift, like x (..., H), of an nn.LayerNorm; shift, scale (H,)."""
-    return fused.layer_norm(x, norm.weight.float() * (1 + scale), shift, 1e-5)
+    return kernels.layer_norm(x, norm.weight.float() * (1 + scale), shift, 1e-5)
 
 
 def constants(modulation, condition, number):
@@ -318,7 +300,7 @@ class Layer(nn.Module):
 
 
 class DiT(Network):
-    """backend: "flex" (on a CPU forward only) or "sdpa". recompute: of core/recomputation.py."""
+    """backend: "flex" (on a CPU forward only) or "sdpa". recompute: of kernels.set_mode."""
 
     def __init__(self, config, backend="sdpa", recompute=None):
         super().__init__()
@@ -336,8 +318,7 @@ class DiT(Network):
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
         if recompute:
-            from core import recomputation
-            recomputation.set_mode(self, self.layers, recompute)
+            kernels.set_mode(self, self.layers, recompute)
 
     def condition(self):
         """(cond_size,): the embedding of noise level 0, whose cosines are 1 and sines 0."""
@@ -347,20 +328,16 @@ class DiT(Network):
         with torch.autocast(weight.device.type, enabled=False):
             return F.silu(self.condition_out(F.silu(self.condition_in(wave))))
 
-    def rope(self, position):
-        """(cos, sin) of (B, S) positions, each (B, S, 1, D / 2) float32."""
-        half = self.config.head_size // 2
-        at = torch.arange(half, device=position.device, dtype=torch.float32)
-        angle = position[..., None, None] * THETA ** (-at / half)
-        return angle.cos(), angle.sin()
-
     def run(self, tokens, position, masks, past=None):
         """Hidden states of tokens at positions (B, S) -> (B, queries of the last layer, H). masks:
         of masks_of. past: Past.
         """
         x = self.embed(tokens)
-        x = x.to(fused.stream_dtype(x))
-        constant = self.condition(), *self.rope(position)
+        x = x.to(kernels.stream_dtype(x))
+        half = self.config.head_size // 2
+        at = torch.arange(half, device=position.device, dtype=torch.float32)
+        angle = position[..., None, None] * THETA ** (-at / half)
+        constant = self.condition(), angle.cos(), angle.sin()
         for layer in self.layers:
             given = x, *constant, *masks[layer is self.layers[-1]], past
             x = self.call(layer, *given) if self.call and self.training else layer(*given)

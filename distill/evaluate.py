@@ -105,9 +105,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from core import adapters, chat, checkpoint, dist, json_files, metrics
+from core import adapters, chat, checkpoint, dist, json_files, kernels, metrics
 from core.chat import THINKING
-from core.document_attention import ATTENTION
 from core.problems import settle
 from distill import causal_lm, packed_lm
 from distill.chat_data import HELD_OUT, LINES, Reading, collate, encode_chunk, kept, question_hash
@@ -170,7 +169,7 @@ class Column:
 
     def rows(self, batch, behind):
         """((R, H) what the head reads, (weight, bias) of the head). behind: the teacher's side."""
-        with self.switched(ATTENTION):
+        with self.switched(kernels.packed_documents()):
             return self.packed.rows(batch, behind)
 
 

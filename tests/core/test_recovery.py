@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import time
@@ -331,9 +332,9 @@ def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path
 # SIGTERM, SIGUSR1
 
 
-def test_signal_saves_within_a_step_and_asks_for_requeue(launch, whole, tmp_path):
-    kind, rank, number, out = "fsdp", 1, signal.SIGUSR1, tmp_path / "out"
-    ranks, flags = KINDS[kind]
+@pytest.mark.parametrize("kind, rank, number", [("ddp", 0, signal.SIGTERM), ("fsdp", 1, signal.SIGUSR1)])
+def test_signal_saves_within_a_step_and_asks_for_requeue(launch, whole, tmp_path, kind, rank, number):
+    out, (ranks, flags) = tmp_path / "out", KINDS[kind]
     job = launch(out, *flags, "--save_steps", 0, ranks=ranks)
     job.wait_for(lambda: job.seen(3))
     with job.stand_still(range(ranks)):
@@ -344,7 +345,8 @@ def test_signal_saves_within_a_step_and_asks_for_requeue(launch, whole, tmp_path
     assert steps_of(out) == [newest(out)] and seen < newest(out) <= seen + 3
     assert re.findall("^stopped .*", job.text(), re.M) == [
         f"stopped    {marker(out).strip()} of {flags[flags.index('--max_steps') + 1]}; checkpoint saved; rerun the same command to resume"]
-    assert marker(out) == f"asked to stop by a signal to another rank at step {newest(out)}\n"
+    who = "a signal to another rank" if rank else number.name
+    assert marker(out) == f"asked to stop by {who} at step {newest(out)}\n"
     assert "Traceback" not in job.text()
     finish(launch, out, kind)
     assert_same_end(out, whole(kind))
@@ -502,6 +504,39 @@ def test_training_goes_on_while_a_checkpoint_is_written(launch, whole, tmp_path)
     assert steps_of(out) == [15]
     finish(launch, out, "lora")     # what stands in it is step 15, although training went on meanwhile
     assert_same_end(out, whole("lora"))
+
+
+def flip_byte(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_damaged_checkpoints_are_reported_and_passed_over(launch, whole, tmp_path):
+    """Four kinds of damage on 12, 10, 8 and 6; the run goes on from 4, and keeps one checkpoint."""
+    out, (ranks, flags) = tmp_path / "out", KINDS["fsdp"]
+    job = launch(out, *flags, "--save_steps", 2, "--save_total_limit", 0, ranks=ranks)
+    job.wait_for(lambda: newest(out) >= 12)
+    job.kill_all()
+    for step in steps_of(out):
+        if step > 12:
+            shutil.rmtree(out / f"checkpoint-{step}")
+    manifest = out / "checkpoint-12" / "manifest.json"
+    os.truncate(manifest, manifest.stat().st_size // 2)
+    (out / "checkpoint-10" / "trainer_state" / "rng.pt").unlink()
+    shard = out / "checkpoint-8" / "model-00002-of-00002.safetensors"
+    os.truncate(shard, shard.stat().st_size - 4096)
+    flip_byte(out / "checkpoint-6" / "trainer_state" / "optimizer-00002-of-00002.safetensors")
+    job = launch(out, *flags, "--save_steps", 20, "--save_total_limit", 1, ranks=ranks)
+    assert job.wait() == [0, 0], job.text()
+    assert "start      step 4, resumed from" in job.text()
+    reports = re.findall(r"^checkpoint \S+-(\d+) is damaged \((.*)\); trying the one before", job.text(), re.M)
+    assert [int(step) for step, _ in reports] == [12, 10, 8, 6]
+    for (_, why), words in zip(reports, ("unreadable manifest.json", "trainer_state/rng.pt is missing",
+                                         "model-00002-of-00002.safetensors has ", "has another checksum")):
+        assert words in why
+    assert_same_end(out, whole("fsdp"))
+    assert steps_of(out) == [24]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
