@@ -25,11 +25,11 @@ MALFORMED = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeErro
 
 
 class Refused(OSError):
-    """The server's answer is an error. code: HTTP status; retry_after: header."""
+    """The server's answer is an error. code: HTTP status."""
 
-    def __init__(self, code, message, retry_after=""):
-        super().__init__(message)
-        self.code, self.retry_after = code, retry_after
+    def __init__(self, code, message):
+        super().__init__(f"HTTP {code} {message}")
+        self.code = code
 
 
 class Server:
@@ -38,12 +38,11 @@ class Server:
     """
 
     def __init__(self, base_url, timeout, flag="--base_url"):
-        """timeout: seconds that one call may take in all. flag: that gave the address."""
+        """timeout: seconds that one attempt of a call may take. flag: that gave the address."""
         require_package("httpx", flag)
         import httpx
         self.flag, self.timeout, self.noticed = flag, timeout, -math.inf
-        self.failures = (httpx.HTTPError, httpx.InvalidURL)
-        self.url = address(base_url, flag)
+        self.url, self.failures = address(base_url, flag), (httpx.HTTPError, httpx.InvalidURL)
         # uncompressed: a few bytes of gzip in gzip would become gigabytes before they are counted
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if key := os.environ.get("OPENAI_API_KEY", "").strip():
@@ -54,9 +53,8 @@ class Server:
             self.client = httpx.AsyncClient(     # vLLM closes idle connections after 5 s
                 headers=headers, timeout=None, limits=httpx.Limits(keepalive_expiry=2),
                 verify=ssl.create_default_context())
-            httpx.URL(self.url)
-        except (ImportError, ValueError, httpx.InvalidURL) as error:    # of a proxy's address, too
-            raise UserError(f"{flag} {self.url}, or a proxy of the environment: {error}")
+        except (ImportError, ValueError, httpx.InvalidURL) as error:    # of a proxy's address
+            raise UserError(f"{flag} {self.url}, by a proxy of the environment: {error}")
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
@@ -79,15 +77,13 @@ class Server:
             for future in under_way:
                 future.cancel()
 
-    async def fetch(self, path, body=None, within=None):
-        """GET, or POST of a JSON body -> bytes, within this many seconds, or the timeout.
-
-        Raises OSError; Refused for an error status, an answer that is too long or compressed, and
-        a redirection, which could lead to another host that the key is not for.
+    async def fetch(self, path, body=None, end=math.inf):
+        """GET, or POST of a JSON body -> bytes, before time.monotonic() is `end`. Raises OSError;
+        Refused for an error status, a redirection, to which the key must not go, and an answer that
+        is too long or compressed.
         """
-        found, most, within = bytearray(), json_files.LONGEST, within or self.timeout
-        method = "GET" if body is None else "POST"
-        data = None if body is None else json.dumps(body)      # ASCII: any text can be sent
+        found, within = bytearray(), max(0.01, min(self.timeout, end - time.monotonic()))
+        method, data = ("GET", None) if body is None else ("POST", json.dumps(body))
         try:
             async with asyncio.timeout(within), self.client.stream(
                     method, self.url + path, content=data) as response:
@@ -97,39 +93,27 @@ class Server:
                                        "as it is")
                 async for part in response.aiter_raw():
                     found += part
-                    if len(found) > most:
-                        raise Refused(413, f"its answer is longer than {most >> 20} MiB")
+                    if len(found) > json_files.LONGEST:
+                        raise Refused(413, "its answer is too long")
         except TimeoutError:
             raise TimeoutError(f"no whole answer in {round(within, 2):g} s")
         except self.failures as error:
             raise ConnectionError(root_cause(error))
-        if response.is_redirect:
-            place = urllib.parse.urlsplit(response.headers.get("Location", "")).netloc
-            raise Refused(response.status_code, f"redirects to {place.rpartition('@')[2]}, which "
-                                                "is not followed; give the address itself")
         if not response.is_success:
-            raise Refused(response.status_code, error_message(found, response.reason_phrase),
-                          response.headers.get("Retry-After", ""))
+            raise Refused(response.status_code, error_message(found, response.reason_phrase))
         return bytes(found)
 
-    async def call(self, path, body=None, read=json_files.loads, until=0.0, end=math.inf):
-        """read(what fetch gives); what may fail only for a while is tried again. Raises MALFORMED.
-
-        until: time.monotonic() up to which it is tried again; end: when the last try is over.
+    async def call(self, path, body=None, read=json_files.loads, end=math.inf):
+        """read(what fetch gives), tried again until twice the timeout or `end` is over, where it
+        failed for a reason that may pass. Raises MALFORMED.
         """
-        pause = 0.5
+        pause, until = 0.5, min(end, time.monotonic() + 2 * self.timeout)
         while True:
             try:
-                left = max(0.01, min(self.timeout, end - time.monotonic()))
-                return read(await self.fetch(path, body, left))
+                return read(await self.fetch(path, body, end))
             except MALFORMED as error:
-                if isinstance(error, Refused) and error.code not in TRANSIENT:
-                    raise
-                # a last time, where it asks for longer
-                if getattr(error, "retry_after", "").isdecimal():
-                    room = until - time.monotonic() - 1
-                    pause = max(pause, min(float(error.retry_after), room))
-                if time.monotonic() + pause > until:
+                if (isinstance(error, Refused) and error.code not in TRANSIENT
+                        or time.monotonic() + pause > until):
                     raise
                 if time.monotonic() - self.noticed > NOTICE_S:
                     self.noticed = time.monotonic()
@@ -138,16 +122,12 @@ class Server:
             pause = min(2 * pause, 30)
 
     async def insist(self, path, body=None, read=json_files.loads, hint="", end=math.inf):
-        """call(), tried again for `timeout` seconds; UserError, with the hint for a refusal."""
+        """call(); UserError instead, with the hint where the server refuses."""
         try:
-            until = min(end, time.monotonic() + self.timeout)
-            return await self.call(path, body, read, until, end)
+            return await self.call(path, body, read, end)
         except MALFORMED as error:
-            words = hint if isinstance(error, Refused) else ""      # else nobody has read it
-            if isinstance(error, TimeoutError) and end < math.inf:
-                words = (f"; the calls of a step have {2 * self.timeout:g} s together, twice "
-                         "--request_timeout")
-            raise UserError(f"{self.flag} {self.url}{path}: {explain(error)}{words}")
+            hint = hint if isinstance(error, Refused) else ""
+            raise UserError(f"{self.flag} {self.url}{path}: {explain(error)}{hint}")
 
 
 def address(base_url, flag):
@@ -177,18 +157,14 @@ def root_cause(error):
     """The system's words for a failed connection, which clients wrap several times."""
     words = str(error) or type(error).__name__
     while error := error.__cause__ or error.__context__:
-        if isinstance(error, OSError) and error.errno:
-            words = str(error)      # negative: a name's
-            if error.errno > 0:     # asyncio has other words
-                words = f"[Errno {error.errno}] {os.strerror(error.errno)}"
+        if isinstance(error, OSError) and (error.errno or 0) > 0:     # asyncio has other words
+            words = os.strerror(error.errno)
     return words
 
 
 def explain(error):
-    """A failed call in a few words; for an HTTP error what the server says about it."""
-    if isinstance(error, Refused):
-        return f"HTTP {error.code} {error}"
+    """A failed call in a few words."""
     if isinstance(error, OSError):
         return str(error) or type(error).__name__
-    words = f"{type(error).__name__} {str(error)[:80]}"
-    return f"its answer is not what OpenAI's API gives ({words})"
+    return (f"its answer is not what OpenAI's API gives ({type(error).__name__} "
+            f"{str(error)[:80]})")

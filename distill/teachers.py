@@ -11,8 +11,6 @@ an answer does not depend on which others are asked, up to rounding of sums.
 import itertools
 import json
 import re
-import time
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from core import json_files
@@ -21,8 +19,6 @@ from core.cli import UserError, require
 PLACE = "{text}"        # where the line goes in the prompt
 LONGEST = 32768         # tokens of prompt and answer: a model's own 262,144 take a GPU's memory
 WHOLE_RUN = (401, 402, 404, 405)        # wrong key, no credit, wrong address: no line is to blame
-UNKNOWN = re.compile("unsupported|not supported|unrecogni|unknown|unexpected|extra|not permitted|"
-                     "not allowed|invalid")
 TOO_LONG = ("context length", "too long", "maximum model length", "max_model_len", "longer than")
 LANGUAGES = ("ar", "de", "el", "en", "es", "fr", "hi", "ru", "tr", "ur", "vi", "zh", "ot")
 PARSERS = ("language", "regex", "whole")
@@ -42,21 +38,18 @@ class Request(NamedTuple):
     tools: list = None
 
 
-@dataclass
-class Answer:
+class Answer(NamedTuple):
     """What came back. text holds thoughts as well, where the engine leaves them there."""
     text: str
-    # stop: by itself; length: cut off; too_long: the prompt leaves no room; refused, no_answer:
-    # text says why
+    # stop: by itself; length: cut off; too_long: the prompt leaves no room; UNANSWERED: text says
     finish_reason: str
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    reasoning: str = ""         # closed thoughts that the engine has taken out of the text
+    thought: bool = False       # closed thoughts that the engine has taken out of the text
     tool_calls: list = None     # that a server has taken out of the text
 
 
-@dataclass
-class Sampling:
+class Sampling(NamedTuple):
     """How answers are drawn."""
     max_tokens: int             # an answer may have, thoughts included
     temperature: float = 0.0    # 0: always the likeliest token
@@ -95,9 +88,8 @@ def read_prompt(path, role="user"):
         require(len(parts) == 1, f"{where}: has {PLACE}, which --prompt_role system does not "
                                  "fill in")
         return Prompt(role, text)
-    other = ", or give --prompt_role system" if len(parts) == 1 else ""
     require(len(parts) == 2, f"{where}: has {PLACE} {len(parts) - 1} times; write it once, where "
-                             f"the line goes{other}")
+                             "the line goes, or give --prompt_role system")
     return Prompt(role, *parts)
 
 
@@ -129,13 +121,6 @@ class Parser(NamedTuple):
     lower: bool = False
 
 
-class Found(NamedTuple):
-    """A label that begins at text[start], or None and why."""
-    label: str | None
-    start: int = 0
-    why: str = ""
-
-
 def make_parser(name, pattern=None, labels=None):
     """Parser by its name. pattern (regex): the line's form, group 1 the label; labels: allowed."""
     require((pattern is not None) == (name == "regex"), "--parser regex needs --pattern, its only "
@@ -154,49 +139,35 @@ def make_parser(name, pattern=None, labels=None):
 
 
 def read_label(parser, text, finish_reason, must_think=False):
-    """Found of one answer. must_think: without a closed thought it is not an answer."""
+    """(label of one answer, "") or (None, why). must_think: without a closed thought it is none."""
     if finish_reason in UNANSWERED:
-        return Found(None, why=text)
+        return None, text
     if finish_reason != "stop":
-        return Found(None, why=ENDINGS.get(finish_reason, f"ended by {finish_reason}"))
+        return None, ENDINGS.get(finish_reason, f"ended by {finish_reason}")
     begin, open_thought = 0, False
     for tag in THOUGHT.finditer(text):
         begin, open_thought = tag.end(), not tag[1]
     if open_thought or (must_think and not begin):
-        return Found(None, why="its thoughts have no end")
+        return None, "its thoughts have no end"
     if parser.line is None:
-        found = Found(text[begin:].strip(), begin)
-        if not found.label:
-            return Found(None, why="is empty")
+        label = text[begin:].strip()
     else:
-        match = None
-        for line in re.finditer(r"\S[^\n]*", text[begin:]):
-            end = begin + line.start() + len(line[0].rstrip())
-            match = parser.line.fullmatch(text, begin + line.start(), end) or match
-        if match is None or not match[1]:
-            return Found(None, why="has no line of the wanted form")
-        found = Found(match[1].lower() if parser.lower else match[1], match.start(1))
-    if parser.labels and found.label not in parser.labels:
-        return Found(None, why=f"{found.label[:40]!r} is not one of the labels")
-    return found
-
-
-def thoughts(text, end):
-    """What an answer thinks before its label, which begins at text[end]; "" without a thought."""
-    tags = [tag for tag in THOUGHT.finditer(text[:end]) if tag[1]]
-    return THOUGHT.sub("", text[:tags[-1].start()]).strip() if tags else ""
+        matches = [match for line in text[begin:].split("\n")
+                   if (match := parser.line.fullmatch(line.strip()))]
+        label = matches[-1][1] if matches else None
+        label = label.lower() if label and parser.lower else label
+    if not label:
+        return None, "is empty" if parser.line is None else "has no line of the wanted form"
+    if parser.labels and label not in parser.labels:
+        return None, f"{label[:40]!r} is not one of the labels"
+    return label, ""
 
 
 # ---- In this process
 
 
 def opens_thought(tokenizer, flags):
-    """What an answer begins with that no teacher wrote: a thought that the template opens.
-
-    UserError without a chat template: most answers to raw prompts could not be read.
-    """
-    require(tokenizer.chat_template,
-            "--model_name: its tokenizer has no chat template; take a chat model")
+    """What an answer begins with that no teacher wrote: a thought that the template opens."""
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False,
                                            add_generation_prompt=True, **flags)
     return "<think>" if prompt.rstrip().endswith("<think>") else ""
@@ -237,6 +208,7 @@ def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options
     llm = LLM(model=name, max_model_len=max_model_len or longest_of(config), seed=seed,
               enable_prefix_caching=True, **options)
     tokenizer, flags = llm.get_tokenizer(), draw.template_flags
+    require(tokenizer.chat_template, f"--model_name {name}: its tokenizer has no chat template")
     begin, limit = opens_thought(tokenizer, flags), llm.llm_engine.model_config.max_model_len
 
     def answers(requests):
@@ -258,25 +230,18 @@ def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options
 def open_transformers(name, draw, *, max_model_len=0, batch_size=16, chunk_size=1024):
     """`answers` by generate(), on the GPU or the CPU. The others: of answers_of."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
-    disable_progress_bar()
+
+    from core import chat
+    from distill import causal_lm
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        # many CPUs are slow in bfloat16
-        dtype = "auto" if device.type == "cuda" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--model_name {name}: cannot be loaded "
-                        f"({str(error).splitlines()[0][:200]}); give a folder, or a hub name when "
-                        "online")
+    # many CPUs are slow in bfloat16
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    folder = causal_lm.find_model(name, "--model_name")
+    tokenizer, model = chat.load_tokenizer(folder), causal_lm.load_whole(folder, dtype, device)
     ends = model.generation_config.eos_token_id
-    if ends is None:
-        ends = tokenizer.eos_token_id
-    return answers_of(model.to(device).eval(), tokenizer, draw,
-                      ends if isinstance(ends, list) else [ends], max_model_len, batch_size,
-                      chunk_size)
+    ends = tokenizer.eos_token_id if ends is None else ends
+    return answers_of(model, tokenizer, draw, ends if isinstance(ends, list) else [ends],
+                      max_model_len, batch_size, chunk_size)
 
 
 def answers_of(model, tokenizer, draw, ends, max_model_len=0, batch_size=16, chunk_size=1024):
@@ -313,8 +278,7 @@ def answers_of(model, tokenizer, draw, ends, max_model_len=0, batch_size=16, chu
 # ---- On a server
 
 
-def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0,
-                server_patience=600.0):
+def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0):
     """`answers` by a server that knows the model as `name`; the rest: create_data.py's flags."""
     from distill.server import MALFORMED, Server, explain
     server, refused = Server(base_url, request_timeout), set()
@@ -326,48 +290,44 @@ def open_server(name, draw, *, base_url, concurrency=64, request_timeout=600.0,
                         "the address (it mostly ends in /v1)")
     require(name in models,
             f"--model_name {name}: the server has {', '.join(models) or 'no models'}")
-    return lambda requests: server.each(lambda request: ask_server(
-        server, name, draw, refused, request, server_patience), requests, concurrency)
+    return lambda requests: server.each(
+        lambda request: ask_server(server, name, draw, refused, request), requests, concurrency)
 
 
-async def ask_server(server, name, draw, refused, request, patience):
-    """Answer to one request; for a line that the server refuses, or does not answer in `patience`
-    seconds, one that says so. UserError when the server is gone, or refuses more than the line.
+async def ask_server(server, name, draw, refused, request):
+    """Answer to one request; for a line that the server refuses, or does not answer in time, one
+    that says so. UserError when the server is gone, or refuses more than the line.
 
     refused: fields that the server takes no requests with; grows. "max_tokens": by that name.
     """
     from distill.server import MALFORMED, NOT_SET, TRANSIENT, Refused, explain
-    until, line = time.monotonic() + patience, f"line {request.id + 1}"
     # what the user has set is never left out
     optional = {*NOT_SET} - ({"top_k"} if draw.top_k else set())
     while True:
         limit = "max_completion_tokens" if "max_tokens" in refused else "max_tokens"
-        body = {"model": name, "messages": [as_sent(message) for message in request.messages],
+        body = {"model": name, "messages": list(map(as_sent, request.messages)),
                 limit: draw.max_tokens, "temperature": draw.temperature, "top_p": draw.top_p,
                 **NOT_SET, "seed": request.seed, "top_k": draw.top_k,
                 "chat_template_kwargs": draw.template_flags or None, "tools": request.tools}
         body = {field: value for field, value in body.items()
                 if field not in refused and value not in (None, [])}
         try:
-            return await server.call("/chat/completions", body, read_answer, until)
+            return await server.call("/chat/completions", body, read_answer)
         except Refused as error:
-            why = explain(error)
+            why = str(error)
             if error.code in (400, 413) and any(words in why.lower() for words in TOO_LONG):
                 return Answer(why, "too_long")
-            names = {field for field in optional & body.keys() if re.search(rf"\b{field}\b", why)}
-            if not UNKNOWN.search(why.lower()):
-                names = set()
+            named = {field for field in optional & body.keys() if re.search(rf"\b{field}\b", why)}
             if limit == "max_tokens" and "max_completion_tokens" in why:
-                names.add("max_tokens")
-            if error.code in (400, 422) and names:
-                for field in sorted(names - refused - {"max_tokens"}):
-                    print(f"notice     the server takes no {field}: " + (
-                        "answers cannot be drawn again alike" if field == "seed"
-                        else "it uses its own"))
-                refused |= names
+                named.add("max_tokens")
+            if error.code in (400, 422) and named:
+                if new := named - refused - {"max_tokens"}:
+                    print(f"notice     the server takes no {', '.join(sorted(new))}; without a "
+                          "seed answers cannot be drawn again alike")
+                refused |= named
                 continue
             require(error.code not in WHOLE_RUN and error.code >= 400,
-                    f"{line}: the server at {server.url} refuses it: {why}")
+                    f"line {request.id + 1}: the server at {server.url} refuses it: {why}")
             if error.code not in TRANSIENT:
                 return Answer(why, "refused")
         except MALFORMED as error:
@@ -375,9 +335,9 @@ async def ask_server(server, name, draw, refused, request, patience):
         try:
             await server.fetch("/models")
         except MALFORMED:
-            raise UserError(f"{line}: no answer from {server.url} in {patience:g} s: {why}; "
-                            "finished lines are kept, rerun the same command to resume")
-        return Answer(f"no answer in {patience:g} s: {why}", "no_answer")
+            raise UserError(f"line {request.id + 1}: no answer from {server.url}: {why}; finished "
+                            "lines are kept, rerun the same command to resume")
+        return Answer(f"no answer in {2 * server.timeout:g} s: {why}", "no_answer")
 
 
 def as_sent(message):
@@ -403,14 +363,10 @@ def read_answer(data):
             call["function"]["arguments"] or "{}")}} for call in message.get("tool_calls") or []]
     # a call is what a model ends by itself
     reason = "stop" if choice["finish_reason"] == "tool_calls" else choice["finish_reason"]
-    reasoning = plain_text(message.get("reasoning_content") or message.get("reasoning"))
-    return Answer(plain_text(message["content"]), reason, usage.get("prompt_tokens") or 0,
-                  usage.get("completion_tokens") or 0, reasoning.strip(), calls or None)
-
-
-def plain_text(content):
-    """Text of a message's content: a text, None, or parts such as {"type": "text", ...}."""
-    if isinstance(content, list):
-        content = "".join(part if isinstance(part, str) else part.get("text") or ""
-                          for part in content)
-    return json_files.HALF_CHARACTER.sub("\ufffd", content or "")     # no file can hold halves
+    text = message["content"] or ""
+    if isinstance(text, list):      # parts
+        text = "".join(part.get("text") or "" for part in text)
+    text = json_files.HALF_CHARACTER.sub("\ufffd", text)        # no file can hold halves
+    return Answer(text, reason, usage.get("prompt_tokens") or 0,
+                  usage.get("completion_tokens") or 0,
+                  bool(message.get("reasoning_content") or message.get("reasoning")), calls or None)
