@@ -260,11 +260,11 @@ def likelihoods(column, samples, batch_size, teacher=None, behind=False):
         batch = collate(part, prompted=True) if len(part[0]) > 3 else kept(part)
         batch = batch.to(column.device)
         with column.switched(ATTENTION):
-            (rows,), head = column.packed.rows(batch, behind)
+            (rows,), head = column.packed.rows(batch.teacher if behind else batch)
         taught = (), None
         if teacher:
             with teacher.switched(ATTENTION):
-                taught = teacher.packed.rows(batch, True)
+                taught = teacher.packed.rows(batch.teacher)
         loss, _, *more = chunked_loss(rows, head, batch.targets, column.packed.chunk, taught[0],
                                       packed_lm.KEPT if teacher else None, taught[1])
         ce, apart = more or (loss, loss)

@@ -1,11 +1,12 @@
-"""What scores answers beside the student: another model, the untouched base, vLLM's server; --keep.
+"""What scores answers for the student: another model, the untouched base, vLLM's server; --keep.
 
-A frozen model stands outside of the module that DDP or FSDP2 wraps, so it has no gradients, no
+A frozen model is no part of the module that DDP or FSDP2 wraps, so it has no gradients, no
 optimizer and no place in a checkpoint; under FSDP2 it is sharded, too. The server scores by
 prompt_logprobs (vllm serve NAME --max-logprobs 64): what is scored goes there as ids. For each
 token come the K likeliest (--distill_topk) and the token itself; all others are one bucket, as with
 --teacher_path and the same K.
 """
+import contextlib
 import math
 import re
 import time
@@ -18,9 +19,9 @@ from core import dist
 from core.cli import UserError, printable, require
 from core.packing import PackOrder
 from distill import causal_lm, packed_lm
-from distill.chat_data import ChatSamples, kept
+from distill.chat_data import kept
 from distill.losses import FLOOR
-from distill.server import NOT_SET, Server
+from distill.server import MALFORMED, NOT_SET, Server
 
 ROUNDING = 1e-3         # by which rounded probabilities may be above 1
 
@@ -28,7 +29,7 @@ ROUNDING = 1e-3         # by which rounded probabilities may be above 1
 
 
 class Frozen(nn.Module):
-    """forward(batch): PackedLM.rows of the teacher's side. packed, parts: of packed_lm.build_empty.
+    """forward(batch of the teacher's side): PackedLM.rows. packed, parts: of packed_lm.build_empty.
 
     Without dropout: eval mode is never left.
     """
@@ -44,7 +45,7 @@ class Frozen(nn.Module):
 
     @torch.no_grad()
     def forward(self, batch):
-        return self.packed.rows(batch, behind=True)
+        return self.packed.rows(batch)
 
 
 def add(model, args):
@@ -53,9 +54,7 @@ def add(model, args):
     teacher = causal_lm.find_model(args.teacher_path or args.model_path, "--teacher_path")
     same = teacher.resolve() == base.resolve()
     if args.teacher_url:
-        model.frozen["teacher"] = Scorer(
-            args.teacher_url, args.teacher_name or args.teacher_path, args.distill_topk,
-            args.request_timeout, model.native.config.vocab_size)
+        model.frozen["teacher"] = Scorer(args, model.native.config.vocab_size)
     elif args.teacher_path and not (args.use_lora and same):
         model.frozen["teacher"] = Frozen(*packed_lm.build_empty(teacher, dtype))
     if args.keep and not args.use_lora:
@@ -104,7 +103,7 @@ def known_tokens(found, k, token):
     try:
         ranked = sorted((value["rank"], name, float(value["logprob"]))
                         for name, value in found.items())
-    except (KeyError, TypeError, AttributeError, ValueError):
+    except MALFORMED:
         raise UserError(f"gave no prompt_logprobs of the {k} likeliest; vLLM's server does")
     odd = [name for _, name, _ in ranked if not re.fullmatch(r"0|[1-9]\d{0,9}", name)]
     require(not odd, f"names a token {printable(' '.join(odd[:1]), 20)}, which is not an id")
@@ -116,53 +115,52 @@ def known_tokens(found, k, token):
     total = sum(math.exp(min(value, 1)) for _, value in best)
     require(all(value <= ROUNDING for _, _, value in ranked) and total <= 1 + ROUNDING,
             "gave log-probabilities that are none: above 0, nan, or of more than 1 together")
-    return tuple(zip(*best))
+    return best
 
 
 class Scorer:
     """scorer(batch) -> ((ids (R, K), log-probabilities (R, K + 1), the last of all others), None).
 
-    url, name: of the server and its model. timeout: seconds of a call; a batch has twice as many.
-    rows: of the student's head.
+    args: --teacher_url, ... of train_sft.py; its calls for a batch take twice --request_timeout at
+    most. rows: of the student's head.
     """
 
-    def __init__(self, url, name, k, timeout, rows):
-        self.server = Server(url, timeout, "--teacher_url")
-        self.name, self.k, self.rows = name, k, rows
+    def __init__(self, args, rows):
+        self.server = Server(args.teacher_url, args.request_timeout, "--teacher_url")
+        self.name, self.k = args.teacher_name or args.teacher_path, args.distill_topk
+        self.rows = rows
 
     async def ask(self, ids, end=math.inf):
-        """known_tokens of each place of a conversation; None of the first. end: of insist."""
+        """[known_tokens] of each place of a conversation but the first. end: of insist."""
         found = await self.server.insist("/completions", {
             **NOT_SET, "model": self.name, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
             "prompt_logprobs": self.k}, hint=f"; it needs --max-logprobs {self.k}", end=end)
-        try:
+        rows = ()
+        with contextlib.suppress(*MALFORMED):
             _, *rows = found["choices"][0]["prompt_logprobs"]
-        except (ValueError, KeyError, TypeError, IndexError):
-            rows = []
         try:
             require(len(rows) == len(ids) - 1, f"gave prompt_logprobs of {len(rows)} places for "
                     f"{len(ids) - 1}; vLLM's server gives each")
-            known = [known_tokens(row, self.k, token) for row, token in zip(rows, ids[1:])]
+            return [known_tokens(row, self.k, token) for row, token in zip(rows, ids[1:])]
         except UserError as error:
             raise UserError(f"--teacher_url {self.server.url}/completions: {error}")
-        return [None, *known]
 
     def __call__(self, batch):
-        ids, bounds = batch.prompted_ids.tolist(), batch.prompted_cu_seqlens.tolist()
-        places = (batch.prompted_rows + 1).tolist()         # of the tokens that are predicted
+        ids, bounds = batch.input_ids.tolist(), batch.cu_seqlens.tolist()
+        places = (batch.rows + 1).tolist()      # of the tokens that are predicted
         wanted = [(a, b) for a, b in zip(bounds, bounds[1:])
                   if any(a < place < b for place in places)]
         end = time.monotonic() + 2 * self.server.timeout        # of them all: other ranks wait
         at = {a + i: row for (a, _), rows in self.server.each(
-            lambda part: self.ask(ids[slice(*part)], end), wanted) for i, row in enumerate(rows)}
-        tokens, logprobs = (
-            torch.tensor([at[place][i] for place in places], dtype=kind).reshape(-1, self.k)
-            for i, kind in ((0, torch.int64), (1, torch.float64)))
+            lambda part: self.ask(ids[slice(*part)], end), wanted)
+            for i, row in enumerate(rows, 1)}
+        known = torch.tensor([at[place] for place in places], dtype=torch.float64)
+        known = known.reshape(-1, self.k, 2)    # ids below 2**53 are exact
+        tokens, logprobs = known[..., 0].long(), known[..., 1]
         require((tokens < self.rows).all(), f"--teacher_url: names a token above the student's "
                 f"{self.rows:,}: serve a model of as many rows")
         rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=0).log()
-        both = torch.cat([logprobs, rest], 1).clamp(min=FLOOR)
-        device = batch.prompted_ids.device
+        both, device = torch.cat([logprobs, rest], 1).clamp(min=FLOOR), batch.input_ids.device
         return (tokens.to(device), both.to(device)), None
 
 
@@ -179,7 +177,6 @@ class Keeper:
     def __init__(self, args, world, table, model):
         """table: ChatTable. model: what training calls."""
         self.args, self.world, self.model, self.table = args, world, model, table
-        self.samples = ChatSamples(table)
         self.order = PackOrder(table.lengths, tokens_per_pack=args.max_tokens_per_batch,
                                samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
 
@@ -196,7 +193,7 @@ class Keeper:
         plan, total = self.order.epoch(epoch), torch.zeros((), device=self.world.device)
         for micro in range(accumulation):
             pack = plan.pack(turn * per_step + micro * size + self.world.rank)
-            batch = kept([self.samples[int(i)] for i in pack]).to(self.world.device)
+            batch = kept([self.table[int(i)] for i in pack]).to(self.world.device)
             # the step's own are summed already: an average leaves what all ranks have alike
             with dist.gradient_sync(self.model, micro == accumulation - 1):
                 with dist.autocast(self.world.device, causal_lm.half_dtype(self.args)):

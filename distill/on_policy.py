@@ -24,7 +24,7 @@ from core import checkpoint, dist, tensor_io
 from core.cli import require
 from core.dist import gathered
 from distill.causal_lm import Draw, generate, half_dtype
-from distill.chat_data import ChatSamples, collate
+from distill.chat_data import collate
 from distill.server import NOT_SET, Server
 
 
@@ -45,8 +45,7 @@ def own_answers(args, world, model, table, batches, ends, step, sampler=None):
     all ranks). Collective. An answer that is cut off at --max_new_tokens is trained as far as it
     goes. batches: this rank's of the step. ends: ids that end an answer. sampler: Sampler or None.
     """
-    samples, made = ChatSamples(table), []
-    rows = [[samples[i] for i in batch.samples] for batch in batches]
+    made, rows = [], [[table[i] for i in batch.samples] for batch in batches]
     chosen = [(b, r) for b, found in enumerate(rows) for r, sample in enumerate(found)
               if draw_of(args.seed, step, sample[0]).random() < args.on_policy]
     prompts = []        # of student and teacher
@@ -146,7 +145,7 @@ class Sampler:
                    "return_token_ids": True, "stop_token_ids": [int(token) for token in ends],
                    "ignore_eos": True, "skip_special_tokens": False}
 
-        end = time.monotonic() + 2 * self.server.timeout
+        end = time.monotonic() + 2 * self.server.timeout        # of them all
 
         async def ask(i):
             found = await self.server.insist("/completions", {

@@ -340,7 +340,7 @@ if args.on_policy:
     from distill import on_policy
     sampler = on_policy.Sampler(args, world) if args.base_url else None     # draws instead
 nets = model.native, getattr(model.frozen.get("teacher"), "native", model.native)
-sizes = [(packed_lm.layer_weights(net), net.config) for net in nets]
+sizes = [packed_lm.layer_weights(net) for net in nets]
 
 
 # ---- Validation and checkpoints

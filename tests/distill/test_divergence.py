@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from core import adapters, chat, dist
 from core.cli import UserError
 from distill import causal_lm, evaluate, on_policy, packed_lm
-from distill.chat_data import ChatSamples, ChatTable, Reading, collate, write_table
+from distill.chat_data import ChatTable, Reading, collate, write_table
 from distill.losses import chunked_loss, divergence
 from distill.teachers import read_prompt, with_prompt
 from tests.helpers import chats, students
@@ -157,7 +157,7 @@ def test_packed_self_distillation_is_the_dense_one(made, tmp_path, student, role
     flags = {name: p.requires_grad for name, p in model.named_parameters()}
     chosen = [3, 0, 7, 11]
     state = torch.get_rng_state()
-    batch = collate([ChatSamples(table)[n] for n in chosen], prompted=True)
+    batch = collate([table[n] for n in chosen], prompted=True)
     passes = []
     causal_lm.decoder_layers(model.native)[0].register_forward_pre_hook(
         lambda layer, _: passes.append((layer.training, torch.is_grad_enabled())))
@@ -285,7 +285,7 @@ def test_drawn_answers_are_draws(made, tmp_path):
     packed_lm.load(model, parts, dist.World(device=torch.device("cpu")))
     random_adapter(tmp_path, model)
     world, ends = dist.World(device=torch.device("cpu")), [2]
-    batches = [collate([ChatSamples(table)[n] for n in part], prompted=True) for part in ((0, 1, 2, 3), (4, 5))]
+    batches = [collate([table[n] for n in part], prompted=True) for part in ((0, 1, 2, 3), (4, 5))]
 
     def own_answers(batches, share, step):
         args = SimpleNamespace(on_policy=share, max_new_tokens=5, seed=1, bf16=False)
@@ -301,7 +301,7 @@ def test_drawn_answers_are_draws(made, tmp_path):
     assert model.native.config._attn_implementation != "sdpa"
 
     reference = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made / "smollm2"), tmp_path)
-    ids = ChatSamples(table)[0]
+    ids = table[0]
     prompt = ids[1][:on_policy.last_answer(ids[2][:ids[3]])]
     share = torch.softmax(reference(torch.from_numpy(prompt)[None]).logits[0, -1], -1)
     end = share.argmax().item()

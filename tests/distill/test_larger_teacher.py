@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 from core import chat, dist
 from core.cli import UserError
 from distill import frozen, on_policy, packed_lm, teaching
-from distill.chat_data import ChatSamples, ChatTable, Reading, collate, write_table
+from distill.chat_data import ChatTable, Reading, collate, write_table
 from distill.teachers import Prompt
 from tests.helpers import chats, students
 
@@ -109,7 +109,7 @@ def test_scores_and_gradients_are_those_of_whole_logits(made, tmp_path, prompt, 
     model = model_of(made, "teacher", (kind, 0.5, k))
     model.chunk = 7
     chosen = [0, 3, 5, 7]
-    loss, _, n, _, total = model(collate([ChatSamples(table)[i] for i in chosen], prompted=True))
+    loss, _, n, _, total = model(collate([table[i] for i in chosen], prompted=True))
     loss.backward()
     student, teacher = (AutoModelForCausalLM.from_pretrained(made / name) for name in ("student", "teacher"))
     records = [json.loads(line) for line in open(made / "chats.jsonl")]
@@ -129,7 +129,7 @@ def test_scores_and_gradients_are_those_of_whole_logits(made, tmp_path, prompt, 
 
 def test_a_teacher_has_no_dropout(made, tmp_path):
     table = table_of(made, tmp_path / "table", "dropping", Prompt("none", ""))
-    batch = collate([ChatSamples(table)[i] for i in (1, 5)], prompted=True)
+    batch = collate([table[i] for i in (1, 5)], prompted=True)
     model = model_of(made, "dropping", ("forward", 0.5, 0))
     student, teacher = (AutoModelForCausalLM.from_pretrained(made / name) for name in ("student", "dropping"))
     records = [json.loads(line) for line in open(made / "chats.jsonl")]
