@@ -33,8 +33,8 @@ def check_flags(args, parser):
                 "probabilities, which a server rounds: take forward or js, or --teacher_path alone")
     if args.teacher_url or args.base_url:
         from distill.server import address
-        for flag in ("teacher_url", "base_url"):
-            address(getattr(args, flag) or "", f"--{flag}")
+        address(args.teacher_url or "", "--teacher_url")
+        address(args.base_url or "", "--base_url")
         require(0 < 2 * args.request_timeout < args.collective_timeout, f"--request_timeout: twice "
                 f"{args.request_timeout:g} s must end before --collective_timeout "
                 f"({args.collective_timeout} s)")
@@ -109,19 +109,16 @@ def open_side(args, config, tokenizer):
 def check_lesson(args, table, numbers):
     """UserError where the base teaches itself what it already says: the divergence is 0 for good.
 
-    numbers: of the samples trained. Beside targets of their own (--distill_weight) it is a pull
-    back to the base.
+    numbers: of the samples trained. With the data's targets (--distill_weight) it is a pull back
+    to the base.
     """
     same = Path(args.teacher_path).resolve() == Path(args.model_path).resolve()
-    if not same or args.teacher_url or args.prompt_file or args.distill_weight < 1:
-        return
-    for i in numbers:
-        ids, own = table.tokens[table.offsets[i]:table.offsets[i + 1]], table.own[i]
-        if ids[:own].tolist() != ids[own:].tolist():
-            return
-    raise UserError(f"--teacher_path {args.teacher_path} is --model_path and reads what the "
-                    "student reads, so there is nothing to learn: give --prompt_file, records with "
-                    '"teacher_messages", or --distill_weight below 1')
+    if same and not args.teacher_url and not args.prompt_file and args.distill_weight == 1:
+        samples = (table[i] for i in numbers)
+        require(any(ids[:own].tolist() != ids[own:].tolist() for _, ids, _, own in samples),
+                f"--teacher_path {args.teacher_path} is --model_path and reads what the student "
+                "reads, so there is nothing to learn: give --prompt_file, records with "
+                '"teacher_messages", or --distill_weight below 1')
 
 
 def context(record):
@@ -132,8 +129,7 @@ def context(record):
     if given is None:
         return messages[:-1], messages[-1]
     try:
-        whole = [*given, messages[-1]] if isinstance(given, list) and given else given
-        check_messages({"messages": whole})
+        check_messages({"messages": given}, answered=False)
     except ValueError as error:
         raise ValueError(f'its "teacher_messages": {error}')
     if (role := given[-1]["role"]) not in ("user", "tool"):
@@ -147,22 +143,21 @@ def behind_prompt(prompt, encoder, records, results):
     """[(ids, mask, tokens of the student)] or ValueErrors: the student's results of encoder.encode,
     each followed by the teacher's, which has its context and the very tokens of the answers.
     """
+    from core.chat import attempt
     from distill.teachers import with_prompt
-    asked, taught = {}, {}
-    for i, record in enumerate(records):
-        try:
-            before, answer = context(record)
-            asked[i] = [*with_prompt(prompt, before), answer]
-        except ValueError as error:
-            taught[i] = error
-    encoded = encoder.encode(list(asked.values()), [records[i].get("tools") for i in asked])
-    taught |= dict(zip(asked, encoded))
+    def asked(record):
+        before, answer = context(record)
+        return [*with_prompt(prompt, before), answer]
+    talks = [attempt(asked, record) for record in records]
+    good = [i for i, talk in enumerate(talks) if isinstance(talk, list)]
+    encoded = dict(zip(good, encoder.encode([talks[i] for i in good],
+                                            [records[i].get("tools") for i in good])))
     found = []
     for i, own in enumerate(results):
-        if bad := [result for result in (own, taught[i]) if isinstance(result, ValueError)]:
+        theirs = encoded.get(i, talks[i])
+        if bad := [result for result in (own, theirs) if isinstance(result, ValueError)]:
             found.append(bad[0])
             continue
-        theirs = taught[i]
         if [t for t, m in zip(*own) if m] != [t for t, m in zip(*theirs) if m]:
             hint = "; with teacher_messages give --train_turns last"
             found.append(ValueError("the teacher's template gives the answer other tokens"
